@@ -1,0 +1,45 @@
+"""YAML read as plain data: a mapping at the top, no key twice, no tags that make objects.
+
+PyYAML's ``safe_load`` keeps the last of two equal keys without a word, which is how a setting gets ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from nemo_fp8.errors import PrecisionError
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(self.construct_object(key_node, deep=True))  # type: ignore[no-untyped-call]
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise PrecisionError(
+                    f"The key {key!r} stands twice in one mapping (line {line}).",
+                    "YAML keeps the last one in silence, so the first would be ignored.",
+                    "Remove one of them.",
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_mapping(text: str, what: str) -> dict[str, Any]:
+    """The mapping that ``text`` holds; ``what`` names it in errors."""
+    try:
+        value = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise PrecisionError(f"This is not YAML, where {what} was expected.", " ".join(str(error).split()), "Correct the YAML.") from error
+    if not isinstance(value, dict):
+        raise PrecisionError(
+            f"The YAML for {what} is a {type(value).__name__}, not a mapping.",
+            "Settings are read by their keys.",
+            "Write 'key: value' lines.",
+        )
+    return value
