@@ -34,7 +34,7 @@ class PrecisionError(ValueError):
         self.problems = (Problem(what, why, remedy),) if isinstance(what, str) else tuple(what)
         super().__init__("\n".join(str(p) for p in self.problems))
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[type[PrecisionError], tuple[tuple[Problem, ...]]]:
         # Exceptions are rebuilt from their arguments when they cross a process (torchrun, Ray).
         return type(self), (self.problems,)
 

@@ -18,7 +18,7 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
-            key = str(self.construct_object(key_node, deep=True))  # type: ignore[no-untyped-call]
+            key = str(self.construct_object(key_node, deep=True))
             if key in seen:
                 line = key_node.start_mark.line + 1
                 raise PrecisionError(
@@ -33,7 +33,7 @@ class _UniqueKeys(yaml.SafeLoader):
 def load_mapping(text: str, what: str) -> dict[str, Any]:
     """The mapping that ``text`` holds; ``what`` names it in errors."""
     try:
-        value = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - a SafeLoader
+        value = yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
         raise PrecisionError(f"This is not YAML, where {what} was expected.", " ".join(str(error).split()), "Correct the YAML.") from error
     if not isinstance(value, dict):

@@ -1,0 +1,144 @@
+"""A contract in plain words: what every GEMM operand is stored in, with which scale, and what surprises.
+
+Rows of (heading, sentence), so that the command line can lay them out and ``--json`` can list them.
+"""
+
+from __future__ import annotations
+
+from nemo_fp8.contract import GEMMS, ROLLOUT_BLOCKS, Operand, Precision
+
+_COMPUTE = {"bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
+_SCALE = {"fp32": "an FP32 scale", "pow2": "a power-of-2 scale", "e8m0": "an E8M0 exponent"}
+_ROLE = {"input": "input", "weight": "weight", "grad": "output gradient"}
+
+# What a preset's name promises, by the words in it.
+_PROMISES = {
+    "current_scaling": "tensorwise",
+    "tensorwise": "tensorwise",
+    "subchannel": "blockwise",
+    "blockwise": "blockwise",
+    "delayed": "delayed",
+    "mxfp8": "mxfp8",
+}
+
+
+def explain(p: Precision) -> str:
+    """The contract as text, a heading and its sentences to a line."""
+    rows = explain_rows(p)
+    width = max(len(heading) for heading, _ in rows)
+    return "\n".join(f"{heading:<{width}}  {sentence}" for heading, sentence in rows)
+
+
+def explain_rows(p: Precision) -> list[tuple[str, str]]:
+    """The contract as (heading, sentence) rows."""
+    compute = _COMPUTE[p.compute]
+    reduce = "FP32" if p.grad_reduce == "fp32" else compute
+    rows = [
+        ("precision", p.name),
+        ("compute", f"Layers compute and keep parameters in {compute}; gradients are reduced in {reduce}. Master weights are FP32."),
+    ]
+    rows += [(gemm, _gemm(p, gemm)) for gemm in GEMMS]
+    if p.scaling == "delayed":
+        rows.append(("scales", _delayed(p)))
+    if p.is_fp8:
+        rows.append(("weights", _weights(p)))
+        rows.append(("attention", _attention(p)))
+        rows.append(("kept", _kept(p)))
+    if p.compute == "fp16":
+        rows.append(("loss scale", _loss_scale(p)))
+    rows.append(("rollout", _rollout(p)))
+    return rows + [("note", note) for note in _notes(p)]
+
+
+def _operand(operand: Operand, role: str) -> str:
+    if operand.block is None:
+        tile = "the whole tensor"
+    elif role == "weight" and operand.block[0] > 1:
+        tile = "each {}x{} block".format(*operand.block)
+    else:
+        tile = f"every {operand.block[1]} values along the contracted dimension"
+    when = ", found from earlier steps" if operand.delayed else ""
+    return f"{_ROLE[role]} in {operand.format.upper()} with {_SCALE[operand.scale]} for {tile}{when}"
+
+
+def _gemm(p: Precision, gemm: str) -> str:
+    operands = [_operand(o, role) for o, role in zip(p.gemms()[gemm], GEMMS[gemm], strict=True) if o is not None]
+    if not operands:
+        a, b = (_ROLE[role] for role in GEMMS[gemm])
+        return f"{a} and {b} in {_COMPUTE[p.compute]}."
+    return "; ".join(operands) + "."
+
+
+def _delayed(p: Precision) -> str:
+    source = "the largest" if p.amax_compute_algo == "max" else "the most recent"
+    span = "amax of the last step" if p.amax_history_len == 1 else f"of the last {p.amax_history_len} amaxes"
+    if p.amax_history_len == 1:
+        source = "the"
+    margin = f", lowered by a margin of 2**{p.margin}" if p.margin else ""
+    return f"A tensor's scale comes from {source} {span}{margin}; amaxes are shared by all ranks of the reduction group."
+
+
+def _weights(p: Precision) -> str:
+    if not p.fp8_param:
+        return f"Kept in {_COMPUTE[p.compute]} and cast to FP8 once per global batch."
+    if p.scaling == "mxfp8":
+        return f"Kept in FP8 as primary weights; gathered in {_COMPUTE[p.compute]}, since MX needs a cast for each direction."
+    return "Kept in FP8 as primary weights; the distributed optimizer gathers one byte an element."
+
+
+def _attention(p: Precision) -> str:
+    if not (p.attention or p.multi_head_attention):
+        return f"Attention scores and their product with V in {_COMPUTE[p.compute]}."
+    return "FP8 dot-product attention" + (", and FP8 between the layers of the attention block." if p.multi_head_attention else ".")
+
+
+def _kept(p: Precision) -> str:
+    compute, parts = _COMPUTE[p.compute], []
+    if p.first_layers or p.last_layers:
+        parts.append(f"the first {p.first_layers} and the last {p.last_layers} decoder layers")
+    if p.keep:
+        parts.append("modules named " + ", ".join(p.keep))
+    parts.append("embeddings, norms, routers and the output head")
+    return f"In {compute}: " + "; ".join(parts) + "."
+
+
+def _loss_scale(p: Precision) -> str:
+    if p.loss_scale is not None:
+        return f"Fixed at {p.loss_scale:g}."
+    return (
+        f"Starts at {p.initial_loss_scale:g}, doubles after {p.loss_scale_window} clean steps, "
+        f"halves after {p.hysteresis} overflows, never below {p.min_loss_scale:g}."
+    )
+
+
+def _rollout(p: Precision) -> str:
+    cache = "an FP8 KV cache" if p.kv_cache == "fp8" else f"a {_COMPUTE[p.compute]} KV cache"
+    if p.rollout == "compute":
+        return f"Generation in {_COMPUTE[p.compute]}, with {cache}."
+    block = ROLLOUT_BLOCKS[p.rollout_block]
+    tile = "each weight" if block is None else f"each {p.rollout_block} weight block"
+    kernels = " DeepGEMM kernels." if p.deep_gemm else ""
+    return (
+        f"Generation with E4M3 weights, {_SCALE[p.weight_scale]} for {tile}; {p.activation_scheme} activation scales "
+        f"({'powers of two' if p.activation_scale == 'pow2' else 'FP32'}); {cache}.{kernels}"
+    )
+
+
+def _notes(p: Precision) -> list[str]:
+    notes = []
+    base = p.name.split(" ")[0]
+    promised = next((scaling for words, scaling in _PROMISES.items() if words in base), None)
+    if promised and promised != p.scaling:
+        notes.append(
+            f"The name says {promised}, the value is {p.scaling}: NeMo 2.7.3 and Megatron-Bridge ship it so, "
+            "and the value is kept for compatibility."
+        )
+    if p.scaling == "blockwise" and p.format == "hybrid":
+        notes.append("Gradients in E5M2, as NeMo ships it; TransformerEngine's own block default and NeMo RL use E4M3 (format='e4m3').")
+    if p.scaling == "mxfp8" and p.fp8_param:
+        notes.append("fp8_param saves no bytes on the wire with mxfp8.")
+    if p.compute == "fp16" and p.scaling == "delayed" and p.loss_scale is None and p.initial_loss_scale > 65536:
+        notes.append(
+            "An overflowing loss scale leaves inf in the amax history; the plugin lowers the start to 65536 and clears what overflowed."
+        )
+    return notes
