@@ -1,0 +1,55 @@
+# Everything a fresh machine needs: Python 3.11 with pip and venv. `make demo` and `make test` set up what is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# TransformerEngine's pure-Python wheel breaks `import megatron.core` where both are importable, so it lies apart: tests load
+# its recipe classes by file.
+TE_WHEEL := transformer-engine==2.20.2
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test check format docs clean
+
+help:
+	@echo "make setup   build the training environment in .venv (seconds when nothing changed)"
+	@echo "make demo    see the package at work"
+	@echo "make test    the whole test suite"
+	@echo "make check   ruff, mypy, generated documents up to date"
+	@echo "make docs    write the generated documents again"
+	@echo "make format  let ruff format the code"
+
+setup: $(VENV)/.installed .te/.installed
+
+$(VENV)/.installed: pyproject.toml constraints/training.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11), (3, 12)) else f"make setup needs Python 3.10 to 3.12, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11 setup")'
+	@echo "Setting up $(VENV): two to six minutes, once."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints/training.txt --editable '.[train,dev]'
+	@touch $@
+
+.te/.installed: Makefile
+	rm -rf .te
+	$(PYTHON) -m pip install --quiet --no-deps --target .te $(TE_WHEEL)
+	@touch $@
+
+demo: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python scripts/make_docs.py --check
+
+docs: setup
+	$(BIN)/python scripts/make_docs.py
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) .te build dist *.egg-info

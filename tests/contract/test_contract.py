@@ -1,0 +1,149 @@
+"""The contract checks itself, follows its own rules, and goes through every text form unchanged."""
+
+import pickle
+
+import pytest
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.presets import PRESETS, preset
+
+
+def _contradiction(**settings):
+    with pytest.raises(PrecisionError) as caught:
+        Precision(**settings)
+    assert all(p.what and p.why and p.remedy for p in caught.value.problems)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"format": "hybrid"}, "scaling"),
+        ({"scaling": "blockwise"}, "format"),
+        ({"fp8_param": True}, "fp8_param"),
+        ({"attention": True}, "attention"),
+        ({"format": "hybrid", "scaling": "blockwise", "attention": True}, "attention"),
+        ({"format": "hybrid", "scaling": "delayed", "first_layers": 1}, "delayed"),
+        ({"format": "e4m3", "scaling": "mxfp8", "weight_scale": "fp32"}, "E8M0"),
+        ({"format": "hybrid", "scaling": "delayed", "rollout": "compute", "weight_scale": "pow2"}, "delayed"),
+        ({"rollout": "fp8", "activation_scheme": "static"}, "static"),
+        ({"deep_gemm": True}, "DeepGEMM"),
+        ({"rollout": "fp8", "rollout_block": "1x32", "weight_scale": "fp32"}, "1x32"),
+        ({"compute": "fp32", "format": "hybrid", "scaling": "tensorwise", "fp8_param": True}, "fp32"),
+        ({"initial_loss_scale": 0.5}, "min_loss_scale"),
+    ],
+)
+def test_contradictions_are_refused_with_a_remedy(settings, word):
+    assert word in str(_contradiction(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "suggestion"),
+    [
+        ({"compute": "bf61"}, "bf16"),
+        ({"format": "hybird", "scaling": "blockwise"}, "hybrid"),
+        ({"format": "hybrid", "scaling": "blockwize"}, "blockwise"),
+        ({"amax_compute_algo": "most-recent"}, "most_recent"),
+    ],
+)
+def test_unknown_values_suggest_the_nearest(settings, suggestion):
+    assert f"Did you mean '{suggestion}'" in str(_contradiction(**settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"margin": 1.5},
+        {"margin": True},
+        {"amax_history_len": 0},
+        {"first_layers": -1},
+        {"fp8_param": 1},
+        {"loss_scale": 0.0},
+        {"initial_loss_scale": float("inf")},
+        {"initial_loss_scale": float("nan")},
+        {"keep": "router"},
+        {"keep": ("re:(",)},
+        {"hysteresis": 0},
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(settings):
+    _contradiction(**settings)
+
+
+def test_every_contradiction_is_reported_at_once():
+    error = _contradiction(fp8_param=True, deep_gemm=True, attention=True)
+    assert len(error.problems) == 3
+
+
+def test_unknown_fields_are_refused_by_name():
+    for make in (Precision.from_dict, lambda values: Precision().replace(**values)):
+        with pytest.raises(PrecisionError, match="Did you mean 'amax_history_len'"):
+            make({"amax_histroy_len": 3})
+
+
+def test_a_field_that_follows_keeps_following_when_others_change():
+    followed = preset("bf16_mixed").replace(format="hybrid", scaling="blockwise")
+    assert followed == Precision(format="hybrid", scaling="blockwise")
+    assert followed.weight_scale == "pow2"
+    assert followed.rollout == "fp8"
+    stated = Precision(format="hybrid", scaling="blockwise", weight_scale="fp32").replace(margin=1)
+    assert stated.weight_scale == "fp32"
+
+
+def test_identity_is_in_the_settings_and_not_in_the_name():
+    a, b = preset("bf16_with_fp8_mixed"), preset("bf16_with_fp8_delayed_mixed")
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a.name != b.name
+    assert a.diff(b) == {}
+    assert a.diff(a.replace(margin=2)) == {"margin": (0, 2)}
+    with pytest.raises(AttributeError):
+        a.margin = 3
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_dict_yaml_and_pickle_are_lossless(name):
+    p = preset(name).replace(keep=["*.router", "re:lm_head$"])
+    for again in (Precision.from_dict(p.to_dict()), Precision.from_yaml(p.to_yaml()), pickle.loads(pickle.dumps(p))):
+        assert again == p
+        assert again.name == p.name
+
+
+def test_yaml_refuses_what_it_would_swallow():
+    with pytest.raises(PrecisionError, match="stands twice"):
+        Precision.from_yaml("margin: 1\nmargin: 2\n")
+    with pytest.raises(PrecisionError, match="not a mapping"):
+        Precision.from_yaml("- margin\n")
+    with pytest.raises(PrecisionError, match="not YAML"):
+        Precision.from_yaml("margin: [1\n")
+
+
+def test_an_error_crosses_a_process_whole():
+    error = _contradiction(fp8_param=True, deep_gemm=True)
+    again = pickle.loads(pickle.dumps(error))
+    assert again.problems == error.problems
+    assert str(again) == str(error)
+
+
+def test_operands_follow_the_recipe():
+    block = Precision(format="hybrid", scaling="blockwise")
+    (grad, weight), (wgrad_a, wgrad_b) = block.gemms()["dgrad"], block.gemms()["wgrad"]
+    assert (grad.format, grad.block, grad.scale) == ("e5m2", (1, 128), "pow2")
+    assert (weight.format, weight.block) == ("e4m3", (128, 128))
+    assert (wgrad_a.format, wgrad_b.format) == ("e5m2", "e4m3")
+    assert block.replace(wgrad=False).gemms()["wgrad"] == (None, None)
+    assert block.replace(format="e4m3").operand("grad").format == "e4m3"
+    assert preset("bf16_with_mxfp8_mixed").operand("input").block == (1, 32)
+    assert preset("bf16_with_fp8_mixed").operand("weight").delayed
+    assert preset("bf16_mixed").operand("weight") is None
+    with pytest.raises(PrecisionError):
+        block.operand("bias")
+
+
+def test_layers_are_kept_by_place_and_by_name():
+    p = Precision(format="hybrid", scaling="tensorwise", first_layers=1, last_layers=2, keep=("*.router", "re:proj$"))
+    assert [p.keeps("x", layer, 5) for layer in range(5)] == [True, False, False, True, True]
+    assert p.keeps("model.layers.3.router")
+    assert p.keeps("a.o_proj")
+    assert not p.keeps("a.proj.b")

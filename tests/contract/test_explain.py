@@ -1,0 +1,45 @@
+"""``explain`` says what the contract says, and what a reader would not expect."""
+
+import pytest
+
+from nemo_fp8.explain import explain_rows
+from nemo_fp8.presets import PRESETS, preset
+
+
+def _row(p, heading):
+    return next(sentence for h, sentence in explain_rows(p) if h == heading)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_gemm_is_explained_with_format_and_scale(name):
+    p = preset(name)
+    for gemm, operands in p.gemms().items():
+        sentence = _row(p, gemm)
+        for operand in operands:
+            if operand is None:
+                assert p.compute.upper() in sentence
+            else:
+                assert operand.format.upper() in sentence
+                assert {"fp32": "FP32", "pow2": "power-of-2", "e8m0": "E8M0"}[operand.scale] in sentence
+
+
+def test_a_name_that_contradicts_its_value_is_said_and_only_then():
+    speaks = {name for name, p in PRESETS.items() if "The name says" in p.explain()}
+    assert speaks == {"nanov2_bf16_with_fp8_current_scaling_mixed"}
+
+
+def test_what_is_kept_in_high_precision_is_named():
+    p = preset("bf16_with_fp8_tensorwise_mixed").replace(keep=("*.gate",))
+    assert "the first 1 and the last 1 decoder layers" in _row(p, "kept")
+    assert "*.gate" in _row(p, "kept")
+
+
+def test_wgrad_in_the_compute_dtype_is_said():
+    assert "BF16" in _row(preset("bf16_with_fp8_blockwise_mixed").replace(wgrad=False), "wgrad")
+
+
+def test_delayed_scaling_says_where_scales_come_from():
+    p = preset("bf16_with_fp8_mixed")
+    assert "the largest of the last 1024 amaxes" in _row(p, "scales")
+    assert "2**3" in _row(p.replace(margin=3), "scales")
+    assert "the amax of the last step" in _row(p.replace(amax_history_len=1), "scales")
