@@ -1,0 +1,69 @@
+"""Printing for people and for scripts: tables that fit 80 columns, headed sentences, errors, JSON.
+
+Text goes through rich's ``escape``, since names such as ``[128, 128]`` would be read as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from nemo_fp8.errors import Problem
+
+
+def word(value: Any) -> str:
+    """A value as a person writes it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or value == []:
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def print_json(value: Any) -> None:
+    """``value`` as JSON on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> None:
+    """A table with a head line; the first column is the name of the row."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption or None, caption_justify="left"
+    )
+    for i, column in enumerate(columns):
+        table.add_column(escape(column), overflow="fold", style="bold" if i == 0 else None)
+    for row in rows:
+        table.add_row(*(escape(word(cell)) for cell in row))
+    Console(highlight=False).print(table)
+
+
+def print_pairs(rows: Iterable[tuple[str, str]]) -> None:
+    """Headings and their sentences, in two columns."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for heading, sentence in rows:
+        table.add_row(escape(heading), escape(sentence))
+    Console(highlight=False).print(table)
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    """Errors on stderr: what, why, remedy."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for problem in problems:
+        console.print(f"[bold red]error[/]: {escape(problem.what)}\n  [dim]why:[/]    {escape(problem.why)}")
+        console.print(f"  [green]remedy:[/] {escape(problem.remedy)}")
