@@ -1,0 +1,72 @@
+"""Imports run one way: core <- numerics <- {train, rollout, export} <- report <- command line.
+
+The light core must import without torch, the training side never needs vLLM, and the rollout side never needs NeMo.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "nemo_fp8"
+STANDARD_OR_LIGHT = {"packaging", "rich", "typer", "yaml"}
+
+# layer -> (its place, what its modules may import at their top besides the standard library)
+LAYERS = {
+    "core": (0, STANDARD_OR_LIGHT),
+    "render": (0, STANDARD_OR_LIGHT),
+    "numerics": (1, {"torch", "numpy", "safetensors", "triton"}),
+    "train": (2, {"torch", "numpy", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
+    "rollout": (2, {"torch", "numpy", "safetensors"}),
+    "export": (2, {"torch", "numpy", "safetensors"}),
+    "factories": (2, {"nemo_run", "torch", "lightning", "nemo"}),
+    "report": (3, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
+    "cli": (4, STANDARD_OR_LIGHT),
+}
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+def _layer(parts: tuple[str, ...]) -> str:
+    head = parts[0].removesuffix(".py")
+    return head if head in LAYERS else "core"
+
+
+def _imports(tree: ast.AST):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the whole module, so that a reader sees the layer"
+            yield node, node.module
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    layer = _layer(path.relative_to(PACKAGE).parts)
+    place, _ = LAYERS[layer]
+    for _, name in _imports(ast.parse(path.read_text())):
+        if name.startswith("nemo_fp8."):
+            other = _layer(tuple(name.split(".")[1:]))
+            neighbours = other == layer or {place, LAYERS[other][0]} == {0}
+            assert neighbours or LAYERS[other][0] < place, f"{layer} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nothing_heavy_is_imported_at_the_top(path):
+    layer = _layer(path.relative_to(PACKAGE).parts)
+    allowed = LAYERS[layer][1] | {"nemo_fp8"} | set(sys.stdlib_module_names)
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    for _, name in _imports(ast.Module(top, [])):
+        assert name.split(".")[0] in allowed, f"{layer} imports {name} at its top"
+
+
+def test_training_and_rollout_never_meet():
+    for path in MODULES:
+        layer = _layer(path.relative_to(PACKAGE).parts)
+        strangers = {
+            "train": ("vllm", "nemo_fp8.rollout"),
+            "rollout": ("nemo.", "megatron", "lightning", "nemo_run", "nemo_fp8.train"),
+        }.get(layer, ())
+        for _, name in _imports(ast.parse(path.read_text())):
+            assert not f"{name}.".startswith(tuple(f"{s.rstrip('.')}." for s in strangers)), f"{path.name} imports {name}"
