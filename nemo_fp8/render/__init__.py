@@ -1,0 +1,28 @@
+"""A contract in other programs' words: one small module for each outside format.
+
+Every module has ``render(precision) -> Rendering`` and, where the format can be read, a ``from_...`` that gives the
+contract back. They hold names and tables; nothing here computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.render import nemo
+from nemo_fp8.render.rendering import Rendering
+
+RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
+    "nemo": nemo.render,
+}
+
+
+def render(precision: Precision, to: str) -> Rendering:
+    """``precision`` in the words of ``to``, a key of ``RENDERERS``."""
+    if to not in RENDERERS:
+        raise PrecisionError([unknown("rendering", to, RENDERERS)])
+    return RENDERERS[to](precision)
+
+
+__all__ = ["RENDERERS", "Rendering", "render"]

@@ -1,0 +1,279 @@
+"""NeMo 2.7.3: the keyword arguments of ``MegatronMixedPrecision``, written and read.
+
+``SETTINGS`` maps NeMo's names to contract fields; ``changes_from_nemo`` turns keyword arguments under NeMo's names
+into changes of a contract, which is how our factories take every FP8 argument of the NeMo document. NeMo checks
+almost none of them, so most of this file refuses what NeMo would take and not do: one setting under three names,
+a flag without its counts, a recipe that does not exist.
+
+dtypes are names here (``"torch.bfloat16"``), so that reading and writing needs no torch; ``resolve_dtypes`` makes
+them real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.render.rendering import ROLLOUT_FIELDS, Rendering, lost_fields, python_call
+from nemo_fp8.render.settings import Setting, read, same, write
+
+# NeMo's name -> contract field, with NeMo's own default.
+SETTINGS: dict[str, Setting] = {
+    "precision": Setting(
+        "compute",
+        values={"bf16-mixed": "bf16", "16-mixed": "fp16", "32": "fp32"}
+        | {"bf16": "bf16", "fp16": "fp16", "fp16-mixed": "fp16", "16": "fp16", 16: "fp16", "fp32": "fp32", 32: "fp32"},
+    ),
+    "grad_reduce_in_fp32": Setting("grad_reduce", True, {True: "fp32", False: "compute"}),
+    "fp8": Setting("format", None, same(None, "hybrid", "e4m3")),
+    "fp8_recipe": Setting("scaling", "delayed", same("delayed", "tensorwise", "blockwise", "mxfp8")),
+    "fp8_margin": Setting("margin", 0),
+    "fp8_amax_history_len": Setting("amax_history_len", 1),
+    "fp8_amax_compute_algo": Setting("amax_compute_algo", "most_recent", same("max", "most_recent")),
+    "fp8_wgrad": Setting("wgrad", True),
+    "fp8_dot_product_attention": Setting("attention", False),
+    "fp8_multi_head_attention": Setting("multi_head_attention", False),
+    "fp8_param_gather": Setting("fp8_param", False),
+    "fp8_params": Setting("fp8_param", False, alias=True),
+    "fp8_param": Setting("fp8_param", False, alias=True),
+    "num_layers_at_start_in_bf16": Setting("first_layers", 0),
+    "num_layers_at_end_in_bf16": Setting("last_layers", 0),
+    "fp16_loss_scale": Setting("loss_scale", None),
+    "fp16_initial_loss_scale": Setting("initial_loss_scale", 4294967296),
+    "fp16_min_loss_scale": Setting("min_loss_scale", 1.0),
+    "fp16_loss_scale_window": Setting("loss_scale_window", 1000),
+    "fp16_hysteresis": Setting("hysteresis", 2),
+}
+
+# NeMo's arguments that only repeat what others say, or that must not be given; with NeMo's own default.
+IMPLIED: dict[str, Any] = {
+    "params_dtype": None,
+    "pipeline_dtype": None,
+    "autocast_dtype": None,
+    "autocast_enabled": False,
+    "first_last_layers_bf16": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "fp4": None,
+    "fp4_recipe": "nvfp4",
+}
+
+NAMES = (*SETTINGS, *IMPLIED)
+"""Every keyword argument of NeMo's plugin, and ``fp8_param``, the name that its configs use."""
+
+_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
+_CONTRACT = tuple(f.name for f in fields(Precision) if f.name != "name")
+_ONE_SETTING = tuple(name for name, s in SETTINGS.items() if s.field == "fp8_param")
+
+# Values that people try and that deserve more than "unknown": (name, value) -> why, remedy.
+_TEMPTING: dict[tuple[str, Any], tuple[str, str]] = {
+    ("fp8", "e5m2"): (
+        "E5M2 holds two mantissa bits; Megatron has it for gradients only, and NeMo would pass the name on unchecked.",
+        "Set fp8='hybrid' (E4M3 forward, E5M2 gradients) or fp8='e4m3'.",
+    ),
+    ("fp8_recipe", "current"): (
+        "Megatron calls current scaling 'tensorwise'; NeMo would pass the name on unchecked.",
+        "Did you mean fp8_recipe='tensorwise'?",
+    ),
+    ("fp8_recipe", "subchannel"): (
+        "Megatron calls sub-channel scaling 'blockwise'; NeMo would pass the name on unchecked.",
+        "Did you mean fp8_recipe='blockwise'?",
+    ),
+    ("precision", "fp8"): (
+        "NeMo turns fp32, fp16 and bf16 all off for this value: FP8 stands beside a compute dtype, never alone.",
+        "Set precision='bf16-mixed' and fp8='hybrid'.",
+    ),
+}
+_TEMPTING |= {("fp8_recipe", word): _TEMPTING["fp8_recipe", "current"] for word in ("current_scaling", "per_tensor", "tensor")}
+_TEMPTING |= {("fp8_recipe", word): _TEMPTING["fp8_recipe", "subchannel"] for word in ("subchannel_scaling", "block", "deepseek")}
+
+_REASONS = {
+    **dict.fromkeys(ROLLOUT_FIELDS, "NeMo's plugin speaks of training only; render to nemo-rl or vllm for the rollout."),
+    **dict.fromkeys(
+        ("weight_scale", "activation_scale"),
+        "NeMo leaves scales to TransformerEngine: set the environment (render to env) before it starts.",
+    ),
+    "keep": "Stock NeMo keeps whole layers at the ends only; nemo_fp8's own plugin keeps modules by name.",
+    "strict": "Stock NeMo fails in the first step on a shape that FP8 cannot hold; nemo_fp8's own plugin checks before it.",
+}
+
+
+# ---------------------------------------------------------------------- contract -> NeMo
+
+
+def to_nemo(precision: Precision) -> dict[str, Any]:
+    """Keyword arguments for ``MegatronMixedPrecision``: what defines the precision, and all that is not NeMo's default."""
+    p = precision
+    dtype = _DTYPES[p.compute]
+    head = {"precision", "grad_reduce_in_fp32"} | ({"fp8", "fp8_recipe", "fp8_param_gather"} if p.is_fp8 else set())
+    values = write({n: s for n, s in SETTINGS.items() if p.is_fp8 or n != "fp8_recipe"}, p)
+    said = {name: value for name, value in values.items() if name in head or value != SETTINGS[name].default}
+    implied = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_enabled": False,
+        "first_last_layers_bf16": p.first_layers > 0 or p.last_layers > 0,
+        "reuse_grad_buf_for_mxfp8_param_ag": p.scaling == "mxfp8" and p.fp8_param,
+    }
+    always = ("params_dtype", "pipeline_dtype", "autocast_enabled")
+    said |= {name: value for name, value in implied.items() if name in always or value != IMPLIED[name]}
+    order = [*always, *(n for n in NAMES if n not in always)]
+    return {"precision": said["precision"]} | {name: said[name] for name in order if name in said}
+
+
+def resolve_dtypes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments with torch's dtypes in place of their names."""
+    import torch
+
+    names = {name: getattr(torch, name.removeprefix("torch.")) for name in _DTYPES.values()}
+    return {key: names.get(value, value) if isinstance(value, str) else value for key, value in arguments.items()}
+
+
+def render(precision: Precision) -> Rendering:
+    """The plugin as a ``run.Config`` to paste into a NeMo 2 script."""
+    arguments = to_nemo(precision)
+    lost, notes = lost_fields(precision, from_nemo(arguments), _REASONS, "NeMo's plugin")
+    imports = "import nemo_run as run\nimport torch\nfrom nemo.lightning import MegatronMixedPrecision\n\n"
+    text = imports + "plugin = " + python_call("run.Config", arguments, first=["MegatronMixedPrecision"])
+    return Rendering("nemo", text, arguments, (*notes, *_defects(precision)), lost)
+
+
+def _defects(p: Precision) -> Iterable[str]:
+    """What stock NeMo 2.7.3 does otherwise than its own arguments say."""
+    if p.compute == "fp16":
+        yield "Stock NeMo 2.7.3 never multiplies the FP16 loss by its scale, so FP16 does not train; nemo_fp8's own plugin does."
+    if p.scaling == "mxfp8" and p.fp8_param:
+        yield "Stock NeMo 2.7.3 destroys these weights under overlap_param_gather; nemo_fp8's own plugin repairs it."
+    if not p.wgrad:
+        yield "fp8_wgrad=False is ignored by Megatron with TransformerEngine 2.0 and newer."
+
+
+# ---------------------------------------------------------------------- NeMo -> contract
+
+
+def from_nemo(arguments: Mapping[str, Any]) -> Precision:
+    """The contract that NeMo's keyword arguments describe; what is not given has NeMo's default."""
+    defaults = {name: s.default for name, s in SETTINGS.items() if not s.alias and name != "precision"} | IMPLIED
+    # Their defaults may not contradict one of the other two names.
+    given = {name for name in _ONE_SETTING if arguments.get(name) is not None}
+    for name in _ONE_SETTING if given else ():
+        defaults.pop(name, None)
+    if "precision" not in arguments:
+        raise PrecisionError(
+            "precision is missing.", "NeMo's plugin has no default for it.", "Give precision='bf16-mixed', '16-mixed' or '32'."
+        )
+    return Precision(**changes_from_nemo({**defaults, **arguments}))
+
+
+def changes_from_nemo(arguments: Mapping[str, Any], base: Precision | None = None) -> dict[str, Any]:
+    """Keyword arguments under NeMo's names (or the contract's own) as changes of ``base``, for ``base.replace(**changes)``.
+
+    Settings that NeMo would take and then not do are refused, all of them at once.
+    """
+    base = base or Precision()
+    known = (*NAMES, *(n for n in _CONTRACT if n not in NAMES))
+    settings = SETTINGS | {name: Setting(name) for name in _CONTRACT if name not in SETTINGS}
+    problems = [unknown("argument", name, known) for name in arguments if name not in known]
+    given: dict[str, Any] = {}
+    for name, value in arguments.items():
+        tempting = _TEMPTING.get((name, value)) if isinstance(value, str) else None
+        if tempting:
+            problems.append(Problem(f"{name}={value!r} is no setting of Megatron.", *tempting))
+        elif name in settings and not (name in _ONE_SETTING and value is None):
+            given[name] = value
+    changes, wrong = read(settings, given)
+    changes = _followed(changes, arguments, base)
+    problems += [*wrong, *_whole_layers(changes, arguments, base), *_repeated(changes, arguments, base)]
+    if problems:
+        raise PrecisionError(problems)
+    return changes
+
+
+def _followed(changes: dict[str, Any], arguments: Mapping[str, Any], base: Precision) -> dict[str, Any]:
+    """The changes, and those that follow from NeMo's two switches: ``fp8`` and ``first_last_layers_bf16``."""
+    followed: dict[str, Any] = {}
+    if "format" in changes and changes["format"] is None:
+        followed = {"fp8_param": False, "attention": False, "multi_head_attention": False}
+        # The recipe has a value even while FP8 is off.
+        if changes.get("scaling", "delayed") == "delayed":
+            changes = changes | {"scaling": None}
+    elif "format" in changes and base.scaling is None:
+        followed = {"scaling": SETTINGS["fp8_recipe"].default}
+    if arguments.get("first_last_layers_bf16") is False:
+        followed |= {"first_layers": 0, "last_layers": 0}
+    return followed | changes
+
+
+def _whole_layers(changes: Mapping[str, Any], arguments: Mapping[str, Any], base: Precision) -> Iterable[Problem]:
+    """``first_last_layers_bf16`` is a switch in front of two counts, which NeMo leaves at zero."""
+    switch = arguments.get("first_last_layers_bf16")
+    any_kept = any(changes.get(name, getattr(base, name)) for name in ("first_layers", "last_layers"))
+    if switch is True and not any_kept:
+        yield Problem(
+            "first_last_layers_bf16=True without counts keeps no layer.",
+            "NeMo sets num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 to 0 unless they are given.",
+            "Give both counts, such as num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1.",
+        )
+    elif switch is False and any_kept:
+        yield Problem(
+            "num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16 with first_last_layers_bf16=False.",
+            "NeMo reads the counts only when the switch is on, so every layer would run in FP8.",
+            "Set first_last_layers_bf16=True, or leave the counts out.",
+        )
+    elif not isinstance(switch, bool | None):
+        yield _not_a_flag("first_last_layers_bf16", switch)
+
+
+def _repeated(changes: Mapping[str, Any], arguments: Mapping[str, Any], base: Precision) -> Iterable[Problem]:
+    """Arguments that repeat what others say must say the same."""
+    compute = changes.get("compute", base.compute)
+    for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
+        value = arguments.get(name)
+        if value is not None and _dtype_name(value) != _DTYPES.get(compute):
+            yield Problem(
+                f"{name}={value} does not fit {compute} precision.",
+                "Parameters, pipeline messages and layers have one dtype in a contract.",
+                f"Leave {name} out, or set precision to match it.",
+            )
+    if arguments.get("autocast_enabled", False) is not False:
+        yield Problem(
+            "autocast_enabled=True.",
+            "No Megatron config has a field of that name, so NeMo drops it without a word.",
+            "Leave it out: Megatron's layers cast for themselves.",
+        )
+    reuse = arguments.get("reuse_grad_buf_for_mxfp8_param_ag")
+    scaling, gathered = changes.get("scaling", base.scaling), changes.get("fp8_param", base.fp8_param)
+    if reuse is True and not (scaling == "mxfp8" and gathered):
+        yield Problem(
+            "reuse_grad_buf_for_mxfp8_param_ag=True without MXFP8 primary weights.",
+            "The gradient buffer is lent to the gather of MXFP8 weights, and there is none.",
+            "Leave it out, or set fp8_recipe='mxfp8' and fp8_param_gather=True.",
+        )
+    elif reuse is False and scaling == "mxfp8" and gathered:
+        yield Problem(
+            "MXFP8 primary weights with reuse_grad_buf_for_mxfp8_param_ag=False.",
+            "Megatron gathers MXFP8 weights through the gradient buffer and through nothing else.",
+            "Set reuse_grad_buf_for_mxfp8_param_ag=True, or fp8_param_gather=False.",
+        )
+    elif not isinstance(reuse, bool | None):
+        yield _not_a_flag("reuse_grad_buf_for_mxfp8_param_ag", reuse)
+    fp4, fp8 = arguments.get("fp4"), changes.get("format", base.format)
+    if fp4:
+        yield Problem(
+            f"fp4={fp4!r} together with fp8={fp8!r}." if fp8 else f"fp4={fp4!r}.",
+            "Megatron runs one or the other, and this contract describes FP8 only.",
+            "Leave fp4 out.",
+        )
+
+
+def _not_a_flag(name: str, value: Any) -> Problem:
+    return Problem(f"{name}={value!r} is not true or false.", "It is a switch.", "Write True or False.")
+
+
+def _dtype_name(dtype: Any) -> str:
+    """``"torch.bfloat16"`` for a torch dtype or any usual name of it."""
+    name = str(dtype).removeprefix("torch.")
+    usual = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"}
+    return f"torch.{usual.get(name, name)}"

@@ -1,0 +1,78 @@
+"""Another program's names for contract fields, as tables; reading and writing through them.
+
+A row says which field a name sets, what the program does when the name is absent, and which values it spells
+differently. One table gives both directions, so that they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import Problem, unknown
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One outside name."""
+
+    field: str
+    """The contract field that it sets."""
+    default: Any = None
+    """What the program takes when the name is not given."""
+    values: Mapping[Any, Any] | None = None
+    """Their value -> ours, where only some are allowed; the first spelling of ours is the one written."""
+    alias: bool = False
+    """Another name for a field that has one already: read, never written."""
+
+    def read(self, value: Any) -> Any:
+        return value if self.values is None else self.values[value]
+
+    def write(self, value: Any) -> Any:
+        return value if self.values is None else next(theirs for theirs, ours in self.values.items() if ours == value)
+
+
+def same(*values: Any) -> dict[Any, Any]:
+    """Values that are spelled alike on both sides, and no others."""
+    return {value: value for value in values}
+
+
+def write(settings: Mapping[str, Setting], precision: Precision) -> dict[str, Any]:
+    """Every setting's value for a contract, under the program's names."""
+    return {name: s.write(getattr(precision, s.field)) for name, s in settings.items() if not s.alias}
+
+
+def read(settings: Mapping[str, Setting], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The contract fields that some settings set, and what is wrong with them."""
+    changes: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    problems: list[Problem] = []
+    for name, value in given.items():
+        setting = settings[name]
+        wrong = [*_wrong_value(name, value, setting)]
+        problems += wrong
+        if wrong:
+            continue
+        ours = setting.read(value)
+        if changes.setdefault(setting.field, ours) != ours:
+            first = said[setting.field]
+            problems.append(
+                Problem(
+                    f"{first}={given[first]!r} and {name}={value!r} contradict each other.",
+                    f"Both set {setting.field!r} of the contract: they are one setting under two names.",
+                    f"Give only one of them, best {_best_name(settings, setting.field)!r}.",
+                )
+            )
+        said.setdefault(setting.field, name)
+    return changes, problems
+
+
+def _wrong_value(name: str, value: Any, setting: Setting) -> Iterator[Problem]:
+    if setting.values is not None and value not in tuple(setting.values):
+        yield unknown(f"value for {name}:", value, [str(v) for v in setting.values if v is not None])
+
+
+def _best_name(settings: Mapping[str, Setting], field: str) -> str:
+    return next(name for name, s in settings.items() if s.field == field and not s.alias)

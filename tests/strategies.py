@@ -1,0 +1,39 @@
+"""Hypothesis strategies: every valid contract, built field by field so that none has to be thrown away."""
+
+from hypothesis import strategies as st
+
+from nemo_fp8.contract import Precision
+
+counts = st.integers(0, 3)
+patterns = st.sampled_from(["*.router", "*.linear_fc2", "re:layers\\.(0|3)\\.", "lm_head", "*embed*"])
+positive = st.floats(min_value=2**-20, max_value=2.0**32, allow_nan=False)
+
+
+@st.composite
+def contracts(draw):
+    """A contract of any kind: without FP8, with each recipe, with each rollout."""
+    one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    flag = lambda: draw(st.booleans())  # noqa: E731
+    f: dict = {"compute": one_of("bf16", "fp16", "fp32"), "grad_reduce": one_of("fp32", "compute")}
+    scaling = one_of(None, "delayed", "tensorwise", "blockwise", "mxfp8")
+    f |= {"scaling": scaling, "format": one_of("hybrid", "e4m3") if scaling else None, "wgrad": flag()}
+    f |= {"margin": draw(st.integers(-4, 4)), "amax_history_len": draw(st.integers(1, 2048))}
+    f |= {"amax_compute_algo": one_of("max", "most_recent")}
+    if scaling and scaling != "blockwise":
+        f |= {"attention": flag(), "multi_head_attention": flag()}
+    f["fp8_param"] = bool(scaling) and f["compute"] != "fp32" and flag()
+    if scaling != "delayed":
+        f |= {"first_layers": draw(counts), "last_layers": draw(counts)}
+    f |= {"keep": tuple(draw(st.lists(patterns, max_size=3, unique=True))), "strict": flag()}
+    f |= {"loss_scale": draw(st.none() | positive), "initial_loss_scale": draw(st.floats(4, 2.0**32))}
+    f |= {"min_loss_scale": draw(st.floats(0.5, 4)), "loss_scale_window": draw(st.integers(1, 5000)), "hysteresis": draw(st.integers(1, 8))}
+    f |= {"rollout": one_of(None, "compute", "fp8"), "kv_cache": one_of("auto", "fp8"), "importance_sampling": one_of(None, True, False)}
+    fp8_rollout = f["rollout"] == "fp8" or (f["rollout"] is None and scaling is not None)
+    block = one_of("128x128", "1x32", "tensor")
+    f["rollout_block"] = block
+    f["activation_scheme"] = one_of("dynamic", "static") if not fp8_rollout or block == "tensor" else "dynamic"
+    f["deep_gemm"] = fp8_rollout and block == "128x128" and flag()
+    only_pow2 = scaling == "mxfp8" or (fp8_rollout and block == "1x32")
+    only_fp32 = scaling == "delayed" and not fp8_rollout
+    scales = ("pow2",) if only_pow2 else ("fp32",) if only_fp32 else ("fp32", "pow2")
+    return Precision(**f, weight_scale=one_of(*scales), activation_scale=one_of(*scales))
