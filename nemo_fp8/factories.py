@@ -1,0 +1,48 @@
+"""Factories: ``bf16_with_fp8_mixed()`` and one for each preset, returning ``run.Config`` of our plugin.
+
+There is one factory body; the presets' table makes the functions. Every argument of NeMo's plugin is a keyword, under
+NeMo's name, and so is every field that only our contract has: ``bf16_with_fp8_mixed(fp8_margin=1, fp8_params=True)``.
+Only what the contract sets is written into the Config, under NeMo's names, so that ``recipe.trainer.plugins.fp8_margin = 1``
+works as with NeMo's own.
+
+nemo-run finds the factories through the entry-point group ``nemo_run.cli``: ``trainer.plugins=bf16_with_fp8_mixed`` resolves
+on its command line with nothing imported by the user. Lightning annotates that argument ``Precision``, so that is the type
+they are registered under; NeMo's own are registered under the plugin's class, and do not resolve.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import nemo_run as run
+from lightning.pytorch.plugins import Precision as LightningPrecision
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.explain import explain_rows
+from nemo_fp8.presets import PRESETS
+from nemo_fp8.render.nemo import changes_from_nemo, resolve_dtypes
+from nemo_fp8.train.plugin import PARAMETERS, MixedPrecision, plugin_arguments
+
+
+def plugin_config(precision: Precision, engine: str = "auto") -> run.Config[MixedPrecision]:
+    """The ``run.Config`` of our plugin for any contract; ``trainer.plugins = plugin_config(my_contract)``."""
+    chosen = {} if engine == "auto" else {"engine": engine}
+    return run.Config(MixedPrecision, **resolve_dtypes(plugin_arguments(precision)), **chosen)
+
+
+def _factory(name: str, precision: Precision) -> Callable[..., run.Config[MixedPrecision]]:
+    def make(**changes: Any) -> run.Config[MixedPrecision]:
+        engine = changes.pop("engine", "auto")
+        return plugin_config(precision.replace(**changes_from_nemo(changes, base=precision)), engine)
+
+    rows = "\n".join(f"    {heading}: {sentence}" for heading, sentence in explain_rows(precision))
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"The precision {name!r} as a Config for ``trainer.plugins``. Any argument of the plugin may be given.\n\n{rows}\n"
+    make.__signature__ = inspect.Signature(PARAMETERS, return_annotation=run.Config[MixedPrecision])  # type: ignore[attr-defined]
+    return run.cli.factory(target=LightningPrecision)(make)
+
+
+globals().update({name: _factory(name, precision) for name, precision in PRESETS.items()})
+__all__ = ["plugin_config", *PRESETS]

@@ -1,0 +1,115 @@
+"""``MixedPrecision``: NeMo's precision plugin, holding a contract, and doing what it says.
+
+It is a subclass of NeMo's ``MegatronMixedPrecision``, so that NeMo's strategy and every ``isinstance`` check accept it, and
+it takes the same arguments. What it adds, in the order of a run:
+
+    construction         the arguments become a contract, which refuses contradictions that NeMo lets pass
+    before the model     this machine is asked whether it can run the contract, and the engine is chosen
+    after the overrides  model, DDP and optimizer configs are checked again: NeMo checks them before, and never after
+    before training      what NeMo 2.7.3 breaks is repaired (``repairs.py``)
+
+The contract is the only state; everything else is read from the configs of the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, get_type_hints
+
+from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, MegatronMixedPrecision
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.render.nemo import IMPLIED, SETTINGS, from_nemo, resolve_dtypes, to_nemo
+from nemo_fp8.train import checks, repairs
+
+
+def plugin_arguments(precision: Precision) -> dict[str, Any]:
+    """The arguments of the plugin that give this contract: NeMo's names first, then fields that NeMo has no name for."""
+    theirs = to_nemo(precision)
+    ours = precision.diff(from_nemo(theirs))
+    return theirs | {name: mine for name, (mine, _) in ours.items()}
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """Every argument of NeMo's plugin and every further field of the contract, with its type, for the command line."""
+    hints = get_type_hints(Precision)
+    own = {f.name: hints[f.name] for f in fields(Precision) if f.name != "name"}
+    types: dict[str, Any] = {name: str if setting.values else own[setting.field] for name, setting in SETTINGS.items()}
+    types |= {"grad_reduce_in_fp32": bool, "first_last_layers_bf16": bool, "reuse_grad_buf_for_mxfp8_param_ag": bool}
+    types |= {name: Any for name in IMPLIED if name not in types}
+    types |= {name: hint for name, hint in own.items() if name not in types} | {"engine": str}
+    return [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint) for name, hint in types.items()]
+
+
+PARAMETERS = _parameters()
+
+
+@dataclass
+class _LeavesFp8Alone(DtypeConfig):
+    """The dtypes of a contract without FP8. Its FP8 settings are no fields, so NeMo's override does not write over the model's.
+
+    NeMo's own erases ``fp8=`` on the model's config without a word; here it stays, and the check after the overrides sees it.
+    """
+
+    fp8: ClassVar[None] = None  # type: ignore[misc]
+    fp8_recipe: ClassVar[None] = None  # type: ignore[misc]
+    fp8_param: ClassVar[bool] = False  # type: ignore[misc]
+    fp4: ClassVar[None] = None  # type: ignore[misc]
+
+
+class MixedPrecision(MegatronMixedPrecision):
+    """NeMo's plugin for mixed precision, driven by a contract.
+
+    ``engine`` says who runs FP8 GEMMs: ``te`` (TransformerEngine), ``emulated`` (``nemo_fp8.numerics``), or ``auto``: TE where this
+    machine supports the recipe, else emulation, said once in the log.
+    """
+
+    __signature__ = inspect.Signature(
+        [p.replace(default="bf16-mixed", kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) if p.name == "precision" else p for p in PARAMETERS]
+    )
+
+    def __init__(self, precision: str | int = "bf16-mixed", *, engine: str | None = None, **settings: Any) -> None:
+        self.contract = from_nemo({"precision": precision, **settings})
+        self.engine = engine or "auto"
+        super().__init__(**resolve_dtypes(to_nemo(self.contract)))
+        if not self.contract.is_fp8:
+            kept = {f.name for f in fields(_LeavesFp8Alone)}
+            self.dtype_config = _LeavesFp8Alone(**{name: value for name, value in vars(self.dtype_config).items() if name in kept})
+
+    def replace(self, **changes: Any) -> MixedPrecision:
+        """The same plugin with some arguments changed, under NeMo's names or the contract's."""
+        from nemo_fp8.render.nemo import changes_from_nemo
+
+        engine = changes.pop("engine", self.engine)
+        contract = self.contract.replace(**changes_from_nemo(changes, base=self.contract))
+        return type(self)(**resolve_dtypes(plugin_arguments(contract)), engine=engine)
+
+    # ------------------------------------------------------------------ Lightning's and NeMo's hooks, in the order of a run
+
+    @contextmanager
+    def module_init_context(self) -> Generator[None, None, None]:
+        """Around the building of the model."""
+        with super().module_init_context():
+            yield
+
+    def convert_module(self, module: Any) -> Any:
+        """After NeMo's overrides, before DDP wraps the model."""
+        run = checks.Run.of(module)
+        repairs.before_ddp(self.contract, run)
+        checks.require_agreement(self.contract, run)
+        return super().convert_module(module)
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """After the optimizer is built, before the first step."""
+        if optimizers:
+            repairs.before_training(self.contract, model, optimizers)
+        return super().connect(model, optimizers, lr_schedulers)  # type: ignore[no-any-return]
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+        """Around every optimizer step."""
+        output = super().optimizer_step(optimizer, model, closure, **kwargs)
+        repairs.after_step(self.contract, model, optimizer)
+        return output

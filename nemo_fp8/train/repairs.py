@@ -1,0 +1,100 @@
+"""What NeMo 2.7.3 breaks in mixed precision, mended from inside the plugin.
+
+Each repair is a function that does nothing unless its bug can bite; ``tests/train/test_repairs.py`` shows NeMo failing and this
+plugin not, for every one. They touch configs and hooks only, and replace no code of NeMo's or Megatron's.
+
+FP16 loss is never scaled    NeMo builds Megatron's gradient scaler and divides the gradients by it, but never sets
+                             ``config.grad_scale_func``, so the loss is never multiplied: training stands still.
+FP16 aborts on overflow      ``check_for_nan_in_grad`` ends the run at the first overflow, which is how dynamic loss scaling
+                             finds its scale.
+FP16 + delayed freezes       An overflow writes inf into the amax history, and ``max`` keeps it for a whole history: gradients are
+                             cast with stale scales for 1024 steps. Start lower, and forget what overflowed.
+MXFP8 + overlapped gather    The gather reads the gradient buffer, which NeMo has zeroed since the optimizer wrote the weights
+                             there: they become zero. Write them again after the zeroing.
+Optimizer flags              ``OptimizerConfig`` derives flags from ``fp8_recipe`` before the plugin sets it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.train.checks import Run
+
+logger = logging.getLogger("nemo_fp8")
+
+# Where FP16 with delayed scaling starts: gradients of a healthy model do not overflow at 2**16 (Apex's old default).
+GENTLE_LOSS_SCALE = 65536.0
+
+
+def before_ddp(p: Precision, run: Run) -> None:
+    """Repairs of the configs, before DDP and the optimizer are built from them."""
+    if run.optimizer is not None and hasattr(run.optimizer, "use_precision_aware_optimizer_no_fp8_or_ds_fp8"):
+        run.optimizer.__post_init__()
+    if p.compute != "fp16":
+        return
+    if getattr(run.ddp, "check_for_nan_in_grad", False):
+        run.ddp.check_for_nan_in_grad = False
+        logger.info("FP16: check_for_nan_in_grad is off, since dynamic loss scaling meets overflows on purpose and skips them.")
+    if _overflow_stays(p) and getattr(run.optimizer, "initial_loss_scale", 0) > GENTLE_LOSS_SCALE:
+        run.optimizer.initial_loss_scale = GENTLE_LOSS_SCALE
+        logger.warning(
+            "FP16 with delayed scaling: the loss scale starts at %g and not at %g, whose overflows would stay in the amax history "
+            "for %d steps.",
+            GENTLE_LOSS_SCALE,
+            p.initial_loss_scale,
+            p.amax_history_len,
+        )
+
+
+def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
+    """Repairs of the built model and optimizer, before the first step."""
+    from megatron.core.utils import get_model_config
+
+    megatron_optimizer = getattr(optimizers[0], "mcore_optimizer", None)
+    if megatron_optimizer is None:
+        return
+    if p.compute == "fp16":
+        for chunk in model:
+            get_model_config(chunk.module).grad_scale_func = megatron_optimizer.scale_loss
+    if p.scaling == "mxfp8" and p.fp8_param and getattr(model.ddp_config, "overlap_param_gather", False):
+        model.callbacks.add(_WriteWeightsAgain(megatron_optimizer))
+
+
+def after_step(p: Precision, model: Any, optimizer: Any) -> None:
+    """Repairs after every optimizer step."""
+    if p.compute == "fp16" and _overflow_stays(p):
+        for history in amax_histories(model):
+            history.masked_fill_(~torch.isfinite(history), 0.0)
+
+
+def amax_histories(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The amax histories of every FP8 module: TransformerEngine's, and the emulation's."""
+    for module in model.modules():
+        states = getattr(module, "fp8_meta", None) or {}
+        for key in ("scaling_fwd", "scaling_bwd"):
+            history = getattr(states.get(key), "amax_history", None)
+            if history is not None:
+                yield history
+
+
+def _overflow_stays(p: Precision) -> bool:
+    """Whether one overflow outlives its step: it does where scales come from the largest of several amaxes."""
+    dynamic = p.loss_scale is None
+    return dynamic and p.scaling == "delayed" and p.amax_compute_algo == "max" and p.amax_history_len > 1
+
+
+class _WriteWeightsAgain:
+    """A NeMo callback: after NeMo zeroes the gradient buffer, write the weights that the next gather will read there."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+
+    def on_megatron_step_start(self, step: Any) -> Any:
+        for optimizer in self.optimizers:
+            optimizer._copy_main_params_to_param_buffer()
+        return step
