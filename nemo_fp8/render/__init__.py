@@ -10,11 +10,15 @@ from collections.abc import Callable
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.render import nemo
+from nemo_fp8.render import bridge, env, megatron, nemo, te
 from nemo_fp8.render.rendering import Rendering
 
 RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
     "nemo": nemo.render,
+    "bridge": bridge.render,
+    "megatron": megatron.render,
+    "te": te.render,
+    "env": env.render,
 }
 
 

@@ -89,7 +89,7 @@ _TEMPTING: dict[tuple[str, Any], tuple[str, str]] = {
 _TEMPTING |= {("fp8_recipe", word): _TEMPTING["fp8_recipe", "current"] for word in ("current_scaling", "per_tensor", "tensor")}
 _TEMPTING |= {("fp8_recipe", word): _TEMPTING["fp8_recipe", "subchannel"] for word in ("subchannel_scaling", "block", "deepseek")}
 
-_REASONS = {
+REASONS = {
     **dict.fromkeys(ROLLOUT_FIELDS, "NeMo's plugin speaks of training only; render to nemo-rl or vllm for the rollout."),
     **dict.fromkeys(
         ("weight_scale", "activation_scale"),
@@ -134,7 +134,7 @@ def resolve_dtypes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def render(precision: Precision) -> Rendering:
     """The plugin as a ``run.Config`` to paste into a NeMo 2 script."""
     arguments = to_nemo(precision)
-    lost, notes = lost_fields(precision, from_nemo(arguments), _REASONS, "NeMo's plugin")
+    lost, notes = lost_fields(precision, from_nemo(arguments), REASONS, "NeMo's plugin")
     imports = "import nemo_run as run\nimport torch\nfrom nemo.lightning import MegatronMixedPrecision\n\n"
     text = imports + "plugin = " + python_call("run.Config", arguments, first=["MegatronMixedPrecision"])
     return Rendering("nemo", text, arguments, (*notes, *_defects(precision)), lost)
@@ -146,8 +146,15 @@ def _defects(p: Precision) -> Iterable[str]:
         yield "Stock NeMo 2.7.3 never multiplies the FP16 loss by its scale, so FP16 does not train; nemo_fp8's own plugin does."
     if p.scaling == "mxfp8" and p.fp8_param:
         yield "Stock NeMo 2.7.3 destroys these weights under overlap_param_gather; nemo_fp8's own plugin repairs it."
-    if not p.wgrad:
+    yield from core_defects(p)
+
+
+def core_defects(p: Precision) -> Iterable[str]:
+    """What megatron-core 0.15.3 does otherwise than its own configs say, whoever filled them."""
+    if p.is_fp8 and not p.wgrad:
         yield "fp8_wgrad=False is ignored by Megatron with TransformerEngine 2.0 and newer."
+    if (p.multi_head_attention and p.scaling != "delayed") or (p.attention and p.scaling == "mxfp8"):
+        yield f"megatron-core 0.15.3 does not hand this FP8 attention to TransformerEngine's {p.scaling} recipe, and it stays off."
 
 
 # ---------------------------------------------------------------------- NeMo -> contract

@@ -1,0 +1,170 @@
+"""TransformerEngine: the recipe object that carries a contract out, and the environment that says the same.
+
+A recipe decides formats and scales of GEMM operands. Which layers stay out of it is decided by whoever opens TE's
+autocast, so layer and module lists are no part of it. Two traps are closed here: ``use_f32_scales=True`` (and
+``use_power_2_scales=True``) alone change nothing, since TE computes the operand settings from the environment when
+it is imported, so the operands' ``QParams`` are set on the instance; and unknown arguments are dropped by TE in
+silence, so an argument that the class does not have is an error here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.render.rendering import ROLLOUT_FIELDS, Rendering, lost_fields
+
+CLASSES = {
+    "delayed": "DelayedScaling",
+    "tensorwise": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+}
+_FORMATS = {"hybrid": "HYBRID", "e4m3": "E4M3"}
+_QPARAMS = {"fp8_quant_fwd_inp": "activation_scale", "fp8_quant_fwd_weight": "weight_scale", "fp8_quant_bwd_grad": "activation_scale"}
+
+# The recipes whose scales TE lets an environment variable choose: the variable, and what "1" means.
+VARIABLES = {
+    "blockwise": ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "fp32"),
+    "tensorwise": ("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "pow2"),
+}
+
+_OUTSIDE = "The layers' own business in TE, and no part of a recipe."
+_REASONS = {
+    **dict.fromkeys(ROLLOUT_FIELDS, "A TE recipe speaks of training only; render to nemo-rl or vllm for the rollout."),
+    **dict.fromkeys(("compute", "grad_reduce"), _OUTSIDE),
+    **dict.fromkeys(("first_layers", "last_layers", "keep", "strict"), "Kept by opening TE's autocast(enabled=False) around those layers."),
+    **dict.fromkeys(
+        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "The optimizer's business, not TE's."
+    ),
+    **dict.fromkeys(("margin", "amax_history_len", "amax_compute_algo"), "A setting of delayed scaling, which other recipes do not have."),
+    **dict.fromkeys(("weight_scale", "activation_scale"), "Delayed scaling has FP32 scales only: this is said of the rollout."),
+    "fp8_param": "Given to the layers, by opening TE's quantized_model_init around their construction.",
+    "wgrad": "TE 2 has no recipe whose wgrad alone stays in the compute dtype; te_recipe refuses it.",
+}
+
+
+def te_arguments(precision: Precision) -> tuple[str, dict[str, Any], dict[str, bool]]:
+    """The recipe's class, its arguments (the format by name), and each operand's ``power_2_scale``."""
+    p = precision
+    if p.scaling is None or p.format is None:
+        raise PrecisionError(
+            f"The contract {p.name!r} has no FP8, so TransformerEngine needs no recipe for it.",
+            "A recipe describes FP8 GEMMs.",
+            "Open TE's autocast with enabled=False, or choose an FP8 contract.",
+        )
+    arguments: dict[str, Any] = {"fp8_format": _FORMATS[p.format]}
+    if p.scaling == "delayed":
+        arguments |= {"margin": p.margin, "amax_history_len": p.amax_history_len, "amax_compute_algo": p.amax_compute_algo}
+    if p.attention or p.multi_head_attention:
+        arguments |= {"fp8_dpa": p.attention, "fp8_mha": p.multi_head_attention}
+    operands = {name: getattr(p, scale) == "pow2" for name, scale in _QPARAMS.items()} if p.scaling in VARIABLES else {}
+    return CLASSES[p.scaling], arguments, operands
+
+
+def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> Any:
+    """The real TE recipe. ``recipe_module`` is ``transformer_engine.common.recipe`` or what ``te_loader`` found."""
+    if recipe_module is None:
+        from nemo_fp8.render.te_loader import load_recipe_module
+
+        recipe_module = load_recipe_module()
+    name, arguments, operands = te_arguments(precision)
+    recipe_class = getattr(recipe_module, name, None)
+    if recipe_class is None:
+        raise PrecisionError(
+            f"This TransformerEngine has no {name}.",
+            f"It is too old for {precision.scaling} scaling.",
+            "Install TransformerEngine 2.3 or newer.",
+        )
+    known = {f.name for f in dataclasses.fields(recipe_class)}
+    if not precision.wgrad:
+        if "override_linear_precision" not in known:
+            raise PrecisionError(
+                f"wgrad=False with TransformerEngine's {name}.",
+                "This TE runs the weight gradient in FP8 whatever it is told: the argument is gone, and unknown ones are dropped.",
+                "Set wgrad=True.",
+            )
+        arguments["override_linear_precision"] = (False, False, True)
+    missing = [a for a in arguments if a not in known]
+    if missing:
+        raise PrecisionError(
+            f"{name} of this TransformerEngine does not know {', '.join(missing)}.",
+            "TE drops arguments that it does not know, so the recipe would not do what the contract says.",
+            "Use another version of TransformerEngine, or leave these settings out of the contract.",
+        )
+    arguments["fp8_format"] = recipe_module.Format[arguments["fp8_format"]]
+    recipe = recipe_class(**arguments)
+    for operand, power_2 in operands.items():
+        setattr(recipe, operand, dataclasses.replace(getattr(recipe, operand), power_2_scale=power_2))
+    return recipe
+
+
+def te_environment(precision: Precision) -> dict[str, str]:
+    """The ``NVTE_*`` variables that give TE these scales everywhere; to be set before TE is imported.
+
+    The variable is given when it is "0", too: a shell may hold another value.
+    """
+    p = precision
+    if p.scaling not in VARIABLES:
+        return {}
+    if p.weight_scale != p.activation_scale:
+        raise PrecisionError(
+            f"weight_scale={p.weight_scale!r} with activation_scale={p.activation_scale!r} in TransformerEngine's environment.",
+            "Its variable sets the scales of weights and of activations together.",
+            "Give both the same scale, or hand TE the recipe object of te_recipe(), which sets each operand.",
+        )
+    variable, means = VARIABLES[p.scaling]
+    return {variable: "1" if p.weight_scale == means else "0"}
+
+
+def from_te(recipe: Any) -> Precision:
+    """The contract that a TE recipe object carries out: its training formats and scales, and defaults for all else."""
+    scaling = next((s for s, name in CLASSES.items() if any(c.__name__ == name for c in type(recipe).__mro__)), None)
+    if scaling is None:
+        raise PrecisionError(
+            f"{type(recipe).__name__} is no recipe that a contract describes.",
+            "A contract describes FP8 with delayed, tensorwise, blockwise or mxfp8 scaling.",
+            f"Use one of {', '.join(CLASSES.values())}.",
+        )
+    return _read(scaling, {name: getattr(recipe, name) for name in _READ if hasattr(recipe, name)} | {"fp8_format": recipe.fp8_format.name})
+
+
+_READ = ("margin", "amax_history_len", "amax_compute_algo", "fp8_dpa", "fp8_mha", *_QPARAMS)
+
+
+def _read(scaling: str, values: dict[str, Any]) -> Precision:
+    fields: dict[str, Any] = {"scaling": scaling, "format": {v: k for k, v in _FORMATS.items()}[values["fp8_format"]]}
+    if scaling == "delayed":
+        fields |= {name: values[name] for name in ("margin", "amax_history_len", "amax_compute_algo")}
+    fields |= {"attention": values.get("fp8_dpa", False), "multi_head_attention": values.get("fp8_mha", False)}
+    if scaling in VARIABLES:
+        for operand, field in _QPARAMS.items():
+            power_2 = values[operand] if isinstance(values[operand], bool) else values[operand].power_2_scale
+            scale = "pow2" if power_2 else "fp32"
+            if fields.setdefault(field, scale) != scale:
+                raise PrecisionError(
+                    "A TE recipe whose inputs and gradients have different scales.",
+                    "A contract has one setting for both, activation_scale.",
+                    "Give fp8_quant_fwd_inp and fp8_quant_bwd_grad the same power_2_scale.",
+                )
+    return Precision(**fields)
+
+
+def render(precision: Precision) -> Rendering:
+    """The recipe as Python, with the environment that goes with it."""
+    if not precision.is_fp8:
+        note = "No FP8: TransformerEngine needs no recipe, only autocast(enabled=False)."
+        return Rendering("te", "recipe = None", {"recipe": None, "arguments": {}, "power_2_scale": {}, "environment": {}}, (note,))
+    name, arguments, operands = te_arguments(precision)
+    read_back = _read(str(precision.scaling), arguments | operands)
+    lost, notes = lost_fields(precision, read_back, _REASONS, "A TE recipe")
+    environment = {} if precision.weight_scale != precision.activation_scale else te_environment(precision)
+    shown = [f"    {key}={'Format.' + value if key == 'fp8_format' else repr(value)},\n" for key, value in arguments.items()]
+    imports = ", ".join(["Format", name, *(["QParams"] if operands else [])])
+    text = f"from transformer_engine.common.recipe import {imports}\n\nrecipe = {name}(\n{''.join(shown)})\n"
+    text += "".join(f"recipe.{operand} = QParams(power_2_scale={power_2})\n" for operand, power_2 in operands.items())
+    data = {"recipe": name, "arguments": arguments, "power_2_scale": operands, "environment": environment}
+    return Rendering("te", text.rstrip("\n"), data, tuple(notes), lost)
