@@ -12,7 +12,9 @@ they are registered under; NeMo's own are registered under the plugin's class, a
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +22,13 @@ import nemo_run as run
 from lightning.pytorch.plugins import Precision as LightningPrecision
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.explain import explain_rows
 from nemo_fp8.presets import PRESETS
 from nemo_fp8.render.nemo import changes_from_nemo, resolve_dtypes
 from nemo_fp8.train.plugin import PARAMETERS, MixedPrecision, plugin_arguments
+
+logger = logging.getLogger("nemo_fp8")
 
 
 def plugin_config(precision: Precision, engine: str = "auto") -> run.Config[MixedPrecision]:
@@ -41,7 +46,22 @@ def _factory(name: str, precision: Precision) -> Callable[..., run.Config[MixedP
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"The precision {name!r} as a Config for ``trainer.plugins``. Any argument of the plugin may be given.\n\n{rows}\n"
     make.__signature__ = inspect.Signature(PARAMETERS, return_annotation=run.Config[MixedPrecision])  # type: ignore[attr-defined]
-    return run.cli.factory(target=LightningPrecision)(make)
+    run.cli.factory(target=LightningPrecision)(_heard(make))
+    return make
+
+
+def _heard(make: Callable[..., run.Config[MixedPrecision]]) -> Callable[..., run.Config[MixedPrecision]]:
+    """The factory as nemo-run calls it: nemo-run swallows what a factory raises, so the reason goes to the log as well."""
+
+    @functools.wraps(make)
+    def heard(**changes: Any) -> run.Config[MixedPrecision]:
+        try:
+            return make(**changes)
+        except PrecisionError as error:
+            logger.error("%s: %s", make.__name__, error)
+            raise
+
+    return heard
 
 
 globals().update({name: _factory(name, precision) for name, precision in PRESETS.items()})

@@ -14,7 +14,7 @@ The contract is the only state; everything else is read from the configs of the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_type_hints
@@ -47,6 +47,17 @@ def _parameters() -> list[inspect.Parameter]:
 PARAMETERS = _parameters()
 
 
+def takes(parameters: Iterable[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give an ``__init__`` with ``**arguments`` its real signature, which is what fiddle, nemo-run and NeMo's io read."""
+
+    def signed(init: Callable[..., None]) -> Callable[..., None]:
+        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        init.__signature__ = inspect.Signature([me, *parameters])  # type: ignore[attr-defined]
+        return init
+
+    return signed
+
+
 @dataclass
 class _LeavesFp8Alone(DtypeConfig):
     """The dtypes of a contract without FP8. Its FP8 settings are no fields, so NeMo's override does not write over the model's.
@@ -54,10 +65,10 @@ class _LeavesFp8Alone(DtypeConfig):
     NeMo's own erases ``fp8=`` on the model's config without a word; here it stays, and the check after the overrides sees it.
     """
 
-    fp8: ClassVar[None] = None  # type: ignore[misc]
-    fp8_recipe: ClassVar[None] = None  # type: ignore[misc]
-    fp8_param: ClassVar[bool] = False  # type: ignore[misc]
-    fp4: ClassVar[None] = None  # type: ignore[misc]
+    fp8: ClassVar[None] = None
+    fp8_recipe: ClassVar[None] = None
+    fp8_param: ClassVar[bool] = False
+    fp4: ClassVar[None] = None
 
 
 class MixedPrecision(MegatronMixedPrecision):
@@ -67,17 +78,15 @@ class MixedPrecision(MegatronMixedPrecision):
     machine supports the recipe, else emulation, said once in the log.
     """
 
-    __signature__ = inspect.Signature(
-        [p.replace(default="bf16-mixed", kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) if p.name == "precision" else p for p in PARAMETERS]
-    )
-
+    @takes([p.replace(default="bf16-mixed", kind=p.POSITIONAL_OR_KEYWORD) if p.name == "precision" else p for p in PARAMETERS])
     def __init__(self, precision: str | int = "bf16-mixed", *, engine: str | None = None, **settings: Any) -> None:
         self.contract = from_nemo({"precision": precision, **settings})
         self.engine = engine or "auto"
         super().__init__(**resolve_dtypes(to_nemo(self.contract)))
         if not self.contract.is_fp8:
+            theirs = self.dtype_config
             kept = {f.name for f in fields(_LeavesFp8Alone)}
-            self.dtype_config = _LeavesFp8Alone(**{name: value for name, value in vars(self.dtype_config).items() if name in kept})
+            self.dtype_config: DtypeConfig = _LeavesFp8Alone(**{name: value for name, value in vars(theirs).items() if name in kept})
 
     def replace(self, **changes: Any) -> MixedPrecision:
         """The same plugin with some arguments changed, under NeMo's names or the contract's."""

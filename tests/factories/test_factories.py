@@ -1,0 +1,144 @@
+"""Factories make Configs that NeMo accepts, under the names and with the arguments of NeMo's document."""
+
+import copy
+import pickle
+from functools import partial
+
+import fiddle as fdl
+import nemo_run as run
+import pytest
+import torch
+from nemo import lightning as nl
+from nemo.collections import llm
+from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecision
+
+import nemo_fp8
+from nemo_fp8 import PRESETS, PrecisionError
+from nemo_fp8 import lightning as our_nl
+from nemo_fp8.factories import plugin_config
+from nemo_fp8.train.plugin import MixedPrecision
+
+TRAINER_ARGS = {"devices": 1, "accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
+FP8_ARGS = {"fp8": "hybrid", "fp8_margin": 1, "fp8_amax_history_len": 32, "fp8_amax_compute_algo": "most_recent", "fp8_params": False}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_factory_whose_plugin_holds_its_contract(name):
+    config = getattr(nemo_fp8, name)()
+    assert isinstance(config, run.Config)
+    plugin = fdl.build(config)
+    assert isinstance(plugin, MegatronMixedPrecision)
+    assert plugin.contract == PRESETS[name]
+
+
+def test_every_fp8_argument_of_the_document_is_a_keyword():
+    plugin = fdl.build(nemo_fp8.bf16_with_fp8_mixed(**FP8_ARGS))
+    got = plugin.dtype_config
+    assert (got.fp8, got.fp8_margin, got.fp8_amax_history_len, got.fp8_amax_compute_algo) == ("hybrid", 1, 32, "most_recent")
+    assert got.fp8_param is False
+    assert got.fp8_param_gather is False
+
+
+@pytest.mark.parametrize("name", ["fp8_params", "fp8_param", "fp8_param_gather"])
+def test_three_names_for_primary_weights_are_one_setting(name):
+    assert not fdl.build(nemo_fp8.bf16_with_fp8_mixed(**{name: False})).contract.fp8_param
+    assert fdl.build(nemo_fp8.bf16_with_fp8_blockwise_mixed(**{name: True})).contract.fp8_param
+    with pytest.raises(PrecisionError, match="one setting"):
+        nemo_fp8.bf16_with_fp8_mixed(fp8_params=True, **({name: False} if name != "fp8_params" else {"fp8_param": False}))
+
+
+def test_fields_that_only_the_contract_has_arrive():
+    config = nemo_fp8.bf16_with_fp8_blockwise_mixed(weight_scale="fp32", keep=("*.gate",), rollout_block="tensor", engine="emulated")
+    plugin = fdl.build(config)
+    assert plugin.contract.weight_scale == "fp32"
+    assert plugin.contract.keep == ("*.gate",)
+    assert plugin.engine == "emulated"
+    assert plugin_config(plugin.contract, "emulated") == config
+
+
+def test_a_config_can_be_changed_like_nemos():
+    config = nemo_fp8.bf16_with_fp8_mixed()
+    config.fp8_margin = 2
+    config.fp8_param_gather = False
+    assert fdl.build(config).contract == PRESETS["bf16_with_fp8_mixed"].replace(margin=2, fp8_param=False)
+    with pytest.raises(AttributeError, match="fp8_margn"):
+        config.fp8_margn = 2
+
+
+def test_fp8_can_be_switched_off_and_an_unknown_argument_is_refused():
+    assert fdl.build(nemo_fp8.bf16_with_fp8_mixed(fp8=None)).contract.is_fp8 is False
+    with pytest.raises(PrecisionError, match="Did you mean 'fp8_margin'"):
+        nemo_fp8.bf16_with_fp8_mixed(fp8_margn=1)
+
+
+def test_a_plugin_can_be_copied_pickled_and_changed():
+    plugin = fdl.build(nemo_fp8.bf16_with_fp8_tensorwise_mixed(keep=["*.gate"], engine="emulated"))
+    for again in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
+        assert again.contract == plugin.contract
+        assert again.dtype_config == plugin.dtype_config
+    changed = plugin.replace(num_layers_at_start_in_bf16=2)
+    assert changed.contract == plugin.contract.replace(first_layers=2)
+    assert changed.engine == "emulated"
+
+
+def test_the_documents_first_sample_runs():
+    from nemo_fp8 import bf16_mixed, fp16_mixed
+
+    trainer_bf16 = run.Config(nl.Trainer, plugins=bf16_mixed(), **TRAINER_ARGS)
+    trainer_fp16 = run.Config(nl.Trainer, plugins=fp16_mixed(), **TRAINER_ARGS)
+    assert fdl.build(trainer_bf16).precision_plugin.dtype_config.params_dtype is torch.bfloat16
+    assert fdl.build(trainer_fp16).precision_plugin.dtype_config.params_dtype is torch.float16
+
+
+def test_the_documents_recipe_sample_runs():
+    from nemo_fp8 import fp16_mixed
+
+    recipe = partial(llm.llama3_8b.pretrain_recipe)()
+    recipe.trainer.plugins = fp16_mixed()
+    assert fdl.build(recipe.trainer.plugins).contract == PRESETS["fp16_mixed"]
+
+
+def test_the_documents_fp8_sample_runs():
+    from nemo_fp8 import bf16_with_fp8_mixed, fp16_with_fp8_mixed
+    from nemo_fp8 import lightning as nl
+
+    for factory in (bf16_with_fp8_mixed, fp16_with_fp8_mixed):
+        trainer = fdl.build(run.Config(nl.Trainer, plugins=factory(), **TRAINER_ARGS, **FP8_ARGS))
+        assert isinstance(trainer, nl.Trainer)
+        assert isinstance(trainer, our_nl._nemo.Trainer)
+        contract = trainer.precision_plugin.contract
+        assert (contract.margin, contract.amax_history_len, contract.amax_compute_algo, contract.fp8_param) == (1, 32, "most_recent", False)
+
+
+def test_nemos_own_trainer_rejects_the_fp8_sample():
+    with pytest.raises(TypeError, match="fp8"):
+        run.Config(nl.Trainer, plugins=nemo_fp8.bf16_with_fp8_mixed(), **TRAINER_ARGS, **FP8_ARGS)
+
+
+def test_fp8_arguments_without_our_plugin_are_an_error_that_shows_the_way():
+    from nemo.collections.llm.recipes.precision.mixed_precision import bf16_with_fp8_mixed
+
+    for plugins in (None, fdl.build(bf16_with_fp8_mixed()), [fdl.build(bf16_with_fp8_mixed())]):
+        with pytest.raises(PrecisionError, match=r"plugins=bf16_with_fp8_mixed\(fp8_margin=1\)"):
+            our_nl.Trainer(plugins=plugins, **TRAINER_ARGS, fp8_margin=1)
+    trainer = our_nl.Trainer(plugins=[fdl.build(nemo_fp8.bf16_with_fp8_mixed())], **TRAINER_ARGS, fp8_margin=1)
+    assert trainer.precision_plugin.contract.margin == 1
+    assert isinstance(trainer.precision_plugin, MixedPrecision)
+
+
+def test_our_lightning_is_nemos_but_for_the_trainer():
+    assert our_nl.MegatronStrategy is nl.MegatronStrategy
+    assert our_nl.Trainer is not nl.Trainer
+
+
+def test_nemo_run_writes_and_reads_a_config():
+    from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+    config = nemo_fp8.bf16_with_fp8_blockwise_mixed(keep=("*.gate",), weight_scale="fp32")
+    serializer = ZlibJSONSerializer()
+    again = serializer.deserialize(serializer.serialize(config))
+    assert fdl.build(again).contract == fdl.build(config).contract
+
+
+def test_the_module_of_factories_names_them_all():
+    assert set(nemo_fp8.factories.__all__) == {"plugin_config", *PRESETS}
