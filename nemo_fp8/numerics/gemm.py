@@ -1,0 +1,109 @@
+"""The GEMM on quantized operands: FP8 values in, FP32 sums, one rounding to the output type.
+
+    out = op(a) @ op(b).T        op(q) = q for usage row, q.T for usage col
+
+so each operand is contracted along the dimension it was quantized for, and the three GEMMs of a linear are
+``gemm(x_row, w_row)``, ``gemm(dy_row, w_col)`` and ``gemm(dy_col, x_col)``.
+
+FP8 values are exact in BF16, so the multipliers may be BF16 ones and only the sums need FP32. Three ways, all
+exact in their operands, the fastest that is:
+
+    scales that are powers of two   folded into the BF16 values; a BF16 GEMM whose FP32 sums are rounded once
+    one FP32 scale a tensor         BF16 multipliers, FP32 result, times both scales, rounded
+    FP32 scales of tiles            code * scale has more bits than BF16 holds: dequantized in FP32 (each value
+                                    rounded to FP32 once) and multiplied in FP32, three times slower
+
+A real FP8 GEMM multiplies a tile's scale into partial sums, so results agree to FP32 rounding and never to the
+bit: accumulation order is the hardware's own affair. That is why bit-exactness ends at the operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.formats import decode
+from nemo_fp8.numerics.quantized import Quantized, as_matrix, per_tile
+from nemo_fp8.numerics.scales import is_pow2
+
+# Above this, a power of two times a code, or times a sum of products of codes, is a normal BF16 number.
+_LEAST_EXACT_SCALE = 2.0**-90
+
+
+def gemm(a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``op(a) @ op(b).T + bias`` as a matrix of ``out_dtype``; leading dimensions are flattened."""
+    left, left_scale = _values(a)
+    right, right_scale = _values(b)
+    left = left if a.usage == "row" else left.t()
+    right = right.t() if b.usage == "row" else right
+    if left.shape[1] != right.shape[0]:
+        raise PrecisionError(
+            f"Operands of shapes {tuple(a.shape)} ({a.usage}) and {tuple(b.shape)} ({b.usage}) do not fit.",
+            "A GEMM contracts the columns of usage 'row' and the rows of usage 'col', and both must be of one length.",
+            "Quantize each operand for the dimension that this GEMM contracts.",
+        )
+    factor = _product(left_scale, right_scale)
+    if left.dtype == right.dtype == out_dtype == torch.bfloat16 and (factor is None or (bias is None and _exact_in_bf16(factor))):
+        out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(out_dtype), left, right)
+        return out if factor is None else out.mul_(factor.to(out_dtype))
+    out = _matmul_fp32(left, right)
+    if factor is not None:
+        out.mul_(factor)
+    if bias is not None:
+        out.add_(bias)
+    return out.to(out_dtype)
+
+
+def _values(q: Quantized) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The operand's values as an exact BF16 or an FP32 matrix, and the factor still owed to them."""
+    if q.block is None:
+        return as_matrix(decode(q.data)), q.scale_inv
+    scale_inv = q.scale_inv_fp32
+    if _exact_in_bf16(scale_inv) or (is_pow2(scale_inv.clamp_min(_LEAST_EXACT_SCALE)) and _only_zeros_below(q, scale_inv)):
+        return as_matrix(per_tile(decode(q.data), scale_inv.to(torch.bfloat16), q.block)), None
+    return as_matrix(q.dequantize()), None
+
+
+def _exact_in_bf16(scale: torch.Tensor) -> bool:
+    """Whether these scales, and their products with any code, are exact in BF16."""
+    return is_pow2(scale) and bool((scale >= _LEAST_EXACT_SCALE).all())
+
+
+def _only_zeros_below(q: Quantized, scale_inv: torch.Tensor) -> bool:
+    """Whether tiles with very small scales hold nothing: MX gives a tile of zeros the scale 2**-127."""
+    assert q.block is not None
+    small = (scale_inv < _LEAST_EXACT_SCALE).to(torch.uint8)
+    codes = q.data.view(torch.uint8) & 0x7F
+    return not bool(per_tile(codes, small, q.block).any())
+
+
+def _product(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    if left is None or right is None:
+        return left if right is None else right
+    return left * right
+
+
+def _matmul_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The FP32 product. BF16 operands are multiplied as such where the hardware can, always summed in FP32."""
+    exact = left.dtype == right.dtype == torch.bfloat16
+    if exact and left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    with _fp32_matmul_on_bf16(exact):
+        return torch.mm(left.float(), right.float())
+
+
+@contextmanager
+def _fp32_matmul_on_bf16(allowed: bool) -> Iterator[None]:
+    """Let FP32 matmuls on the CPU use BF16 multipliers (AMX), or forbid it; put back whatever was set before."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None:  # torch before 2.9 multiplies in FP32: as exact, and slower
+        yield
+        return
+    previous, matmul.fp32_precision = matmul.fp32_precision, "bf16" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = previous

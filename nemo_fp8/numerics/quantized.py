@@ -1,0 +1,110 @@
+"""A quantized tensor: FP8 codes, the scales that turn them back into values, and which GEMM it was made for.
+
+    value = code * scale_inv        scale_inv is shared by a tile of (rows, columns), or by the whole tensor
+
+A GEMM contracts one dimension of each operand, and scales must not change along it inside a tile; so a tensor
+with 1xN tiles is quantized once for the GEMM that contracts its columns (usage ``row``, tiles 1xN) and once
+for the GEMM that contracts its rows (usage ``col``, tiles Nx1). Square tiles and whole-tensor scales serve both:
+:meth:`Quantized.t` transposes them and :meth:`Quantized.used_as` turns them round without touching a byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.numerics.formats import Format, decode, decode_e8m0, format_of
+from nemo_fp8.numerics.statistics import Statistics
+
+USAGES = ("row", "col")
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """FP8 ``data`` of the source's shape and its dequantization scales.
+
+    ``scale_inv`` is a 0-dim FP32 tensor when ``block`` is None, else ``[ceil(m / rows), ceil(k / columns)]`` over
+    the source seen as a matrix (leading dimensions flattened): FP32, or float8_e8m0fnu for MX scales.
+    ``block`` is the tile as it lies on the data, so (1, 128) becomes (128, 1) for usage ``col``.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    block: tuple[int, int] | None = None
+    usage: str = "row"
+    statistics: Statistics | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def format(self) -> Format:
+        return format_of(self.data.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def scale_inv_fp32(self) -> torch.Tensor:
+        """The scales as FP32, whatever they are stored in."""
+        return self.scale_inv if self.scale_inv.dtype == torch.float32 else decode_e8m0(self.scale_inv)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """``code * scale_inv``, computed in FP32 and rounded once to ``dtype``."""
+        values = decode(self.data, torch.float32)
+        return (values * self.scale_inv_fp32 if self.block is None else per_tile(values, self.scale_inv_fp32, self.block)).to(dtype)
+
+    def t(self) -> Quantized:
+        """The transpose, codes and scales moved and nothing rounded; for square tiles and whole-tensor scales."""
+        self._must_turn("transposed")
+        if self.data.dim() != 2:
+            raise PrecisionError(
+                f"Cannot transpose a quantized {self.data.dim()}-D tensor.",
+                "Only a matrix has a transpose.",
+                "Reshape the source to a matrix before it is quantized.",
+            )
+        scale_inv = self.scale_inv if self.block is None else self.scale_inv.t().contiguous()
+        return replace(self, data=self.data.t().contiguous(), scale_inv=scale_inv, statistics=None)
+
+    def used_as(self, usage: str) -> Quantized:
+        """The same codes for a GEMM that contracts the other dimension; for square tiles and whole-tensor scales."""
+        check_usage(usage)
+        if usage == self.usage:
+            return self
+        self._must_turn(f"used as {usage!r}")
+        return replace(self, usage=usage)
+
+    def _must_turn(self, what: str) -> None:
+        if self.block is not None and self.block[0] != self.block[1]:
+            raise PrecisionError(
+                f"A tensor quantized in {self.block[0]}x{self.block[1]} tiles cannot be {what}.",
+                "Its scales run along one dimension only; the other one needs codes of its own, made from the original values.",
+                f"Quantize the original tensor again with usage={'col' if self.usage == 'row' else 'row'!r}.",
+            )
+
+
+def per_tile(values: torch.Tensor, factors: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    """Every value times the factor of its tile, in the wider of both types."""
+    rows, columns = tile
+    matrix = as_matrix(values)
+    m, k = matrix.shape
+    if m % rows == 0 and k % columns == 0:
+        out = matrix.view(m // rows, rows, k // columns, columns) * factors[:, None, :, None]
+    else:  # a ragged edge: spread the factors instead of padding the values
+        out = matrix * factors.repeat_interleave(rows, 0)[:m].repeat_interleave(columns, 1)[:, :k]
+    return out.view(values.shape)
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """The tensor with its leading dimensions flattened, contiguous."""
+    return x.reshape(-1, x.shape[-1]).contiguous() if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def check_usage(usage: str) -> None:
+    """Refuse a name that is no usage."""
+    if usage not in USAGES:
+        raise PrecisionError([unknown("usage", usage, USAGES)])
