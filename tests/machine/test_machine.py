@@ -1,0 +1,114 @@
+"""A machine, found and described."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from importlib import metadata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.machine import ABSENT, GPUS, TORCH_WHEELS, Machine
+
+
+def test_words_become_fields() -> None:
+    machine = Machine.parse("8xH200, CUDA 12.8, te2.9, mcore0.15.3, nemo-2.7.3, vllm==0.31.0")
+    assert (machine.gpu, machine.arch, machine.count) == ("h200", 90, 8)
+    assert (machine.cuda, machine.te, machine.mcore, machine.nemo, machine.vllm) == ("12.8", "2.9", "0.15.3", "2.7.3", "0.31.0")
+    assert machine.torch is None
+    assert machine.driver is None
+    assert any("cuBLAS" in sentence for sentence in machine.assumed)
+
+
+@pytest.mark.parametrize(
+    ("words", "arch", "gib"),
+    [
+        ("a100 80gb", 80, 80),
+        ("a100", 80, None),
+        ("RTX PRO 6000", 120, 95),
+        ("rtx5090x4", 120, 31),
+        ("NVIDIA H100 PCIe", 90, 79),
+        ("sm103", 103, None),
+    ],
+)
+def test_gpu_names(words: str, arch: int, gib: int | None) -> None:
+    machine = Machine.parse(words)
+    assert machine.arch == arch
+    assert machine.memory == (gib and gib * 2**30)
+    assert machine.has_gpu is True
+
+
+@given(st.sampled_from(sorted(GPUS)), st.integers(1, 16))
+def test_every_name_in_the_table_reads_back(gpu: str, count: int) -> None:
+    for words in (f"{count}x{gpu}", f"{gpu}x{count}", f"NVIDIA {gpu.upper()}"):
+        machine = Machine.parse(words)
+        assert (machine.gpu, machine.arch) == (gpu, GPUS[gpu][0])
+
+
+@pytest.mark.parametrize("series", TORCH_WHEELS)
+def test_torch_fixes_its_cuda(series: str) -> None:
+    cuda, cublas = TORCH_WHEELS[series]
+    machine = Machine.parse(f"h200,torch{series}.0")
+    assert machine.cuda == cuda
+    assert machine.cublas == (cublas or ".".join(cuda.split(".")[:2]))
+    assert machine.assumed
+
+
+def test_what_is_said_beats_what_follows() -> None:
+    machine = Machine.parse("h200,torch2.9,cuda12.9,cublas12.9.1")
+    assert (machine.cuda, machine.cublas, machine.assumed) == ("12.9", "12.9.1", ())
+    assert Machine.parse("h200,torch2.9.1+cu130").cuda == "13.0"
+    assert Machine.parse("cpu,torch2.13.0+cpu").cuda == ABSENT
+
+
+def test_unknown_stays_unknown() -> None:
+    machine = Machine.parse("h200,torch9.9")
+    assert machine.cuda is None
+    assert Machine.parse("te2.9").has_gpu is None
+    assert Machine.parse("cpu").has_gpu is False
+    assert Machine.parse("h100,no-te").te == ABSENT
+    assert dict(Machine.parse("h100,no-te").facts())["te"] == ABSENT
+    assert dict(Machine.parse("h100").facts())["te"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("h20o", "Did you mean 'h20'"),
+        ("h200,torhc2.9", "Did you mean 'torchX.Y'"),
+        ("h200,te2..9", "Unknown word"),
+        ("h200,b200", "one machine at a time"),
+        ("h200,te2.9,te2.8", "one machine at a time"),
+        (" , ", "no word"),
+    ],
+)
+def test_a_word_that_means_nothing_is_refused(words: str, says: str) -> None:
+    with pytest.raises(PrecisionError, match=says):
+        Machine.parse(words)
+
+
+def test_here_agrees_with_what_is_installed() -> None:
+    import torch
+
+    machine = Machine.here()
+    assert machine.torch == torch.__version__
+    assert machine.cuda == (torch.version.cuda or ABSENT)
+    assert machine.has_gpu == torch.cuda.is_available()
+    assert machine.nemo == metadata.version("nemo-toolkit")
+    assert machine.mcore == metadata.version("megatron-core")
+    assert machine.python == ".".join(map(str, sys.version_info[:3]))
+    if torch.cuda.is_available():
+        assert machine.arch == min(10 * a + b for a, b in map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
+
+
+def test_here_is_quick_and_imports_nothing_heavy() -> None:
+    code = "import sys; from nemo_fp8.machine import Machine; from nemo_fp8.doctor import doctor; doctor(Machine.here()); "
+    code += "print([m for m in ('torch', 'transformer_engine', 'vllm', 'nemo', 'megatron', 'numpy') if m in sys.modules])"
+    start = time.perf_counter()
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+    assert time.perf_counter() - start < 2  # 0.15 s when quiet; the bound leaves room for a busy machine
