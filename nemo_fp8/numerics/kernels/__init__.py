@@ -1,0 +1,54 @@
+"""The same casts at memory speed: one seam, one file for each kind of device.
+
+    quantize(x, tile, element_format, scale_kind, convention, statistics, scale)  ->  (codes, scale_inv, statistics)
+    decode(data, scale_inv, tile, dtype)                                          ->  values
+    amax(x)                                                                       ->  the largest magnitude
+
+Each answers None where it has no fast way for that device, type or tile, and the caller computes in torch. What
+they do answer equals :func:`nemo_fp8.numerics.quantize.quantize_reference` to the bit, in codes and in scales;
+sums of statistics are added up in another order and agree to about six digits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nemo_fp8.numerics.statistics import Statistics
+
+Tile = tuple[int, int] | None
+Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
+
+
+def quantize(
+    x: torch.Tensor,
+    tile: Tile,
+    element_format: str,
+    scale_kind: str,
+    convention: str = "te",
+    statistics: bool = False,
+    scale: torch.Tensor | None = None,
+) -> Result | None:
+    """Codes, scale_inv and statistics of ``x``. ``scale`` is given for whole tensors only (``tile`` None)."""
+    if x.device.type == "cpu":
+        from nemo_fp8.numerics.kernels import cpu
+
+        return cpu.quantize(x, tile, element_format, scale_kind, convention, statistics, scale)
+    return None
+
+
+def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor | None:
+    """``code * scale_inv``, computed in FP32 and rounded once to ``dtype``."""
+    if data.device.type == "cpu":
+        from nemo_fp8.numerics.kernels import cpu
+
+        return cpu.decode(data, scale_inv, tile, dtype)
+    return None
+
+
+def amax(x: torch.Tensor) -> torch.Tensor | None:
+    """The largest magnitude of all elements that are not NaN, in FP32."""
+    if x.device.type == "cpu":
+        from nemo_fp8.numerics.kernels import cpu
+
+        return cpu.amax(x)
+    return None

@@ -1,0 +1,106 @@
+"""The compiled CPU kernels: built on the machine that runs them, once, and kept.
+
+`fp8.c` is one file of plain C that is compiled for the processor at hand (AVX-512, AVX2, NEON: detected by the
+compiler, never assumed) the first time somebody quantizes, in about two seconds, and loaded through ctypes. Why
+not an extension module: the package stays one wheel for every platform and Python, an editable install and a
+fresh clone need no build step, and the compiler may use every instruction the machine has. The trade-off is that
+a machine without a C compiler quantizes with torch: the same bits, more slowly, and said once in the log. (Triton
+and TorchInductor make the same choice.) ``python -m nemo_fp8.numerics.kernels.build`` builds ahead, for an image.
+
+The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a name that hashes everything it
+depends on: the source, the compiler and its flags, the processor. It is written beside its place and renamed into
+it, so that ranks which start together never load half a file, and a folder that others may write to is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("fp8.c")
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC", "-pthread")
+# The best that the compiler accepts for this machine; the last is what it does by itself.
+MACHINE_FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
+COMPILERS = ("cc", "gcc", "clang")
+
+log = logging.getLogger(__name__)
+
+
+class CannotBuild(Exception):
+    """Why there are no compiled kernels on this machine."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where they cannot be had, which is said once."""
+    try:
+        return ctypes.CDLL(str(build()))
+    except (CannotBuild, OSError) as error:
+        log.warning("FP8 casts run in torch on this CPU, with the same bits but more slowly: %s", error)
+        return None
+
+
+def build() -> Path:
+    """Compile the kernels, unless that has been done for this source, compiler and processor."""
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise CannotBuild("there is no C compiler (install gcc to have the fast kernels)")
+    place = _private(_cache()) / f"fp8-{_identity(compiler)}.so"
+    if not place.exists():
+        _compile(compiler, place)
+    return place
+
+
+def _compile(compiler: str, place: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        made = Path(folder) / place.name
+        for machine in MACHINE_FLAGS:
+            command = [compiler, *FLAGS, *machine, str(SOURCE), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                os.replace(made, place)
+                log.info("built %s", place)
+                return
+    raise CannotBuild(f"`{' '.join(command)}` failed: {done.stderr.strip()[-500:]}")
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_fp8"
+
+
+def _private(folder: Path) -> Path:
+    """The folder, made if need be. Code is loaded from it, so it must be ours and nobody else's to write to."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.stat()
+    if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CannotBuild(f"{folder} belongs to another user or can be written by others (chmod 700 it)")
+    return folder
+
+
+def _identity(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = (SOURCE.read_text(), compiler, version, repr((FLAGS, MACHINE_FLAGS)), platform.platform(), _processor())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _processor() -> str:
+    """What tells one kind of processor from another: homes are shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log.info("%s", build())

@@ -1,0 +1,182 @@
+"""Quantizing and decoding on a CPU with the compiled kernels of `fp8.c`.
+
+One call is one job: pointers, shape, tile, format and scale rule, shared out among torch's number of threads
+(ctypes lets go of the GIL). A whole tensor with its own scale is two jobs, its amax and then the cast.
+Tensors that the kernels do not take (odd tiles, strange strides) are answered with None, and torch does them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nemo_fp8.numerics.formats import Format, decode_e8m0, format_of
+from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.statistics import Statistics
+
+Tile = tuple[int, int] | None
+Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
+
+STRIP = 2048
+WHOLE = (128, STRIP)  # how a whole tensor is cut up: any tiles do, since all of them have one scale
+BF16, FP16, FP32, PAIR = range(4)
+SOURCES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+GIVEN = 0
+SCALINGS = {("te", "fp32"): 1, ("te", "pow2"): 2, ("deepgemm", "fp32"): 3, ("deepgemm", "pow2"): 4, ("te", "e8m0"): 5}
+ELEMENTS_PER_THREAD = 1 << 16  # fewer than this are done before a thread has started
+
+_POINTERS = ("x", "codes", "scale_inv", "amax", "signal", "noise", "underflow", "saturated", "nonfinite", "least", "largest")
+
+
+class _Job(ctypes.Structure):
+    """`struct job` of fp8.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "tile_rows", "tile_cols")),
+        *((name, ctypes.c_int32) for name in ("source", "scaling", "mantissa_bits", "bias", "threads")),
+        *((name, ctypes.c_float) for name in ("format_max", "saturates_above", "given", "scale_if_tiny")),
+        ("next", ctypes.c_int64),
+    )
+
+
+class _DecodeJob(ctypes.Structure):
+    """`struct decode_job` of fp8.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scale_inv", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "tile_rows", "tile_cols")),
+        *((name, ctypes.c_int32) for name in ("target", "e8m0", "mantissa_bits", "bias", "first_special", "threads")),
+        ("next", ctypes.c_int64),
+    )
+
+
+def quantize(
+    x: torch.Tensor, tile: Tile, element_format: str, scale_kind: str, convention: str, statistics: bool, scale: torch.Tensor | None
+) -> Result | None:
+    """As :func:`nemo_fp8.numerics.quantize.quantize_reference`, or None."""
+    library = build.library()
+    scaling = SCALINGS.get((convention, scale_kind))
+    if library is None or scaling is None or x.dtype not in SOURCES or x.numel() == 0 or not _takes(tile):
+        return None
+    x, format = x.detach(), format_of(element_format)
+    if tile is None:
+        return _quantize_whole(library, x, format, scale_kind, convention, statistics, scale)
+    matrix = _as_rows(x)
+    grid = _grid(matrix, tile)
+    scale_inv = torch.empty(grid, dtype=torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32)
+    codes = torch.empty(x.shape, dtype=format.dtype)
+    counts = _empty_counts(grid) if statistics else {}
+    tiny = torch.finfo(x.dtype).max  # what TE takes for the scale of a tile where it overflows
+    _run(library, matrix, tile, format, scaling=scaling, scale_if_tiny=tiny, codes=codes, scale_inv=scale_inv, **counts)
+    return codes, scale_inv, _statistics(x, tile, format, counts, scale_inv) if statistics else None
+
+
+def amax(x: torch.Tensor) -> torch.Tensor | None:
+    """The largest magnitude that is not NaN, in FP32 (0-dim), or None."""
+    library = build.library()
+    if library is None or x.dtype not in SOURCES or x.numel() == 0:
+        return None
+    matrix = _as_wide_rows(x.detach())
+    found = torch.empty(_grid(matrix, WHOLE), dtype=torch.float32)
+    _run(library, matrix, WHOLE, format_of("e4m3"), scaling=1, amax=found)
+    return found.amax()
+
+
+def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype) -> torch.Tensor | None:
+    """``code * scale_inv`` in BF16 or FP32, or None."""
+    library = build.library()
+    if library is None or dtype not in (torch.bfloat16, torch.float32) or data.numel() == 0 or not _takes(tile):
+        return None
+    format = format_of(data.dtype)
+    matrix = _as_wide_rows(data) if tile is None else _as_rows(data).contiguous()
+    if tile is None:
+        tile = matrix.shape[0], STRIP
+        scale_inv = scale_inv.reshape(1, 1).expand(_grid(matrix, tile))
+    scale_inv, out = scale_inv.contiguous(), torch.empty(data.shape, dtype=dtype)
+    job = _DecodeJob(
+        codes=matrix.data_ptr(), scale_inv=scale_inv.data_ptr(), out=out.data_ptr(),
+        rows=matrix.shape[0], cols=matrix.shape[1], tile_rows=tile[0], tile_cols=tile[1],
+        target=SOURCES[dtype], e8m0=scale_inv.dtype != torch.float32,
+        mantissa_bits=format.mantissa_bits, bias=format.bias, first_special=format.infinity or format.first_nan, threads=_threads(matrix),
+    )  # fmt: skip
+    library.nemo_fp8_decode(ctypes.byref(job))
+    return out
+
+
+def _quantize_whole(
+    library: ctypes.CDLL, x: torch.Tensor, format: Format, scale_kind: str, convention: str, statistics: bool, scale: torch.Tensor | None
+) -> Result:
+    from nemo_fp8.numerics.quantize import find_scales
+
+    matrix = _as_wide_rows(x)
+    if scale is None:
+        found = amax(matrix)
+        assert found is not None
+        scale, scale_inv = find_scales(found, format, scale_kind, convention)
+    else:
+        scale = scale.detach().to("cpu", torch.float32).reshape(())
+        scale_inv = torch.reciprocal(scale)
+    codes = torch.empty(x.shape, dtype=format.dtype)
+    counts = _empty_counts(_grid(matrix, WHOLE)) if statistics else {}
+    _run(library, matrix, WHOLE, format, scaling=GIVEN, given=float(scale), codes=codes, **counts)
+    return codes, scale_inv, _statistics(x, None, format, counts, scale_inv) if statistics else None
+
+
+def _run(library: ctypes.CDLL, matrix: torch.Tensor, tile: tuple[int, int], format: Format, **more: Any) -> None:
+    """One job. Tensors are passed as their addresses."""
+    source = SOURCES[matrix.dtype]
+    job = _Job(
+        x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0], tile_cols=tile[1],
+        source=PAIR if source == BF16 and tile[1] > 1 else source, mantissa_bits=format.mantissa_bits, bias=format.bias,
+        threads=_threads(matrix), format_max=format.max, saturates_above=format.saturates_above,
+        **{name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in more.items()},
+    )  # fmt: skip
+    library.nemo_fp8_quantize(ctypes.byref(job))
+
+
+def _takes(tile: Tile) -> bool:
+    """Tiles that divide a strip, and whose rows a byte can count."""
+    return tile is None or (tile[0] <= 255 and tile[1] <= STRIP and tile[1] & (tile[1] - 1) == 0)
+
+
+def _threads(matrix: torch.Tensor) -> int:
+    return max(1, min(torch.get_num_threads(), matrix.numel() // ELEMENTS_PER_THREAD))
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as a matrix whose rows lie in one piece each; copied only where it does not lie so already."""
+    matrix = x.reshape(-1, x.shape[-1])
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+
+
+def _as_wide_rows(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as a matrix of any shape, the better the closer to a strip its rows are."""
+    if x.is_contiguous() and x.numel() % STRIP == 0:
+        return x.view(-1, STRIP)
+    return _as_rows(x.reshape(-1) if x.dim() == 0 else x).contiguous()
+
+
+def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
+    return -(-matrix.shape[0] // tile[0]), -(-matrix.shape[1] // tile[1])
+
+
+def _empty_counts(grid: tuple[int, int]) -> dict[str, torch.Tensor]:
+    types = {"amax": torch.float32, "signal": torch.float64, "noise": torch.float64, "least": torch.uint8, "largest": torch.uint8}
+    return {name: torch.empty(grid, dtype=types.get(name, torch.int32)) for name in _POINTERS[3:]}
+
+
+def _statistics(x: torch.Tensor, tile: Tile, format: Format, counts: dict[str, torch.Tensor], scale_inv: torch.Tensor) -> Statistics:
+    from nemo_fp8.numerics.quantize import _elements
+
+    named = {**counts, "least_code": counts["least"], "largest_code": counts["largest"]}
+    del named["least"], named["largest"]
+    inverse = scale_inv if scale_inv.dtype == torch.float32 else decode_e8m0(scale_inv)
+    elements = _elements(x, tile)
+    if tile is not None:
+        return Statistics(format=format, elements=elements, scale_inv=inverse, **named)
+    cut = Statistics(format=format, elements=elements.new_zeros(counts["amax"].shape), scale_inv=inverse, **named).total()
+    return replace(cut, elements=elements.reshape(()))

@@ -1,0 +1,355 @@
+/* FP8 casts at memory speed, in plain C that the compiler turns into whatever vectors the machine has.
+
+   A strip is one row of tiles, at most STRIP columns wide, so that it stays in the core's second-level cache between
+   its two readings: the first finds the largest magnitudes (as integers: the bits of positive floats sort like their
+   values), the second multiplies, rounds and stores. Main memory is read once and written once.
+
+   The cast has no branch and no table. To |y| a power of two is added whose last place is the step of the FP8 format
+   at that magnitude, so the adder itself rounds to nearest even; below the smallest normal the step stops shrinking:
+
+       e    = the power of two at or below max(|y|, smallest normal)
+       sum  = |y| + e * 2**(23 - m)              the low bits of its mantissa count |y| in steps
+       code = low bits of sum + (e's bits >> (23 - m))
+
+   `magic` is 2**(23 - m) with a constant in its own low bits that makes up for the bias. Two neighbouring BF16 values
+   are handled as the halves of one 32-bit word (PAIR), which spares the widening and most of the narrowing.
+
+   Python (cpu.py) fills in a job and makes all choices. Compile without -ffast-math and with -ffp-contract=off. */
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { STRIP = 2048, ROWS_OF_A_UNIT = 64, MAX_THREADS = 256 };
+enum source { BF16, FP16, FP32, PAIR };
+enum scaling { GIVEN, TE, TE_POW2, DEEPGEMM, DEEPGEMM_POW2, E8M0 };
+
+typedef struct job {
+    const void *x;                                /* rows x cols, `stride` elements from row to row */
+    uint8_t *codes;                               /* rows x cols, contiguous */
+    void *scale_inv;                              /* one a tile: floats, or bytes for E8M0 */
+    float *amax;                                  /* one a tile, if wanted */
+    double *signal, *noise;                       /* one a tile, if wanted, and so all that follow */
+    int32_t *underflow, *saturated, *nonfinite;
+    uint8_t *least, *largest;
+    int64_t rows, cols, stride, tile_rows, tile_cols;
+    int32_t source, scaling, mantissa_bits, bias, threads;
+    float format_max, saturates_above, given, scale_if_tiny;
+    _Atomic int64_t next;
+} job;
+
+#define INLINE static inline __attribute__((always_inline))
+#define INFINITE 0x7f800000u
+
+INLINE uint32_t bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+INLINE float value(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* -------------------------------------------------------------------------------------------------- one element */
+
+typedef struct { uint32_t drop, least, top; float magic, saturates_above; } format;
+
+/* Statistics of a strip. A slot is a column, or two in a PAIR; sums are of scaled values. */
+typedef struct {
+    float signal[STRIP], noise[STRIP];
+    int32_t saturated[STRIP], nonfinite[STRIP];
+    uint8_t zero_codes[STRIP], least[STRIP], largest[STRIP];
+    uint16_t zeros[STRIP];
+} counts;
+
+/* The code in the low 7 bits, with bits above it for the caller to mask away. `tame` means that the scale came from the
+   tile's own, finite amax: then nothing is too large, infinite or NaN. */
+INLINE uint32_t encode(uint32_t magnitude, float scale, format f, int tame, int count, counts *restrict s, int64_t slot) {
+    float y = value(magnitude) * scale;
+    uint32_t u = bits(y);
+    if (!tame) u = u > f.top ? f.top : u;
+    uint32_t e = (u > f.least ? u : f.least) & INFINITE;
+#ifdef __FMA__ /* e * magic is exact: both ways round once */
+    float sum = __builtin_fmaf(value(e), f.magic, value(u));
+#else
+    float sum = value(u) + value(e) * f.magic;
+#endif
+    uint32_t code = bits(sum) + (e >> f.drop);
+    if (!tame) code = bits(y) > INFINITE ? 0x7f : code;
+    if (count) {
+        float lost = y - (sum - value(e) * f.magic), signal = y * y, noise = lost * lost;
+        if (!tame) {
+            int finite = magnitude < INFINITE;
+            signal = finite ? signal : 0, noise = finite ? noise : 0;
+            s->nonfinite[slot] += !finite;
+            s->saturated[slot] += y > f.saturates_above;
+        }
+        s->signal[slot] += signal, s->noise[slot] += noise;
+    }
+    return code;
+}
+
+/* Element i as the bits of a float. */
+INLINE uint32_t widen(const void *x, int64_t i, int source) {
+    if (source == FP32) return ((const uint32_t *)x)[i];
+    uint32_t u = ((const uint16_t *)x)[i];
+    if (source != FP16) return u << 16;
+    uint32_t magnitude = u & 0x7fff, subnormal = bits((float)(int32_t)magnitude * 0x1p-24f);
+    uint32_t normal = (magnitude << 13) + (magnitude < 0x7c00 ? 112u << 23 : 224u << 23);
+    return (u & 0x8000) << 16 | (magnitude < 0x400 ? subnormal : normal);
+}
+
+INLINE int64_t bytes_of(int source) { return source == FP32 ? 4 : 2; }
+
+/* ------------------------------------------------------------------------------------------------------ one row */
+
+INLINE void cast_row(const void *x, uint8_t *restrict codes, int64_t n, const float *restrict scale, format f, int source, int tame, int count, counts *restrict s) {
+    int64_t i = 0;
+    if (source == PAIR) {
+        for (; i < n / 2; i++) {
+            uint32_t both;
+            memcpy(&both, (const uint16_t *)x + 2 * i, 4);
+            uint32_t a = encode(both << 16 & 0x7fff0000, scale[i], f, tame, count, s, i);
+            uint32_t b = encode(both & 0x7fff0000, scale[i], f, tame, count, s, i);
+            uint16_t out = (uint16_t)((((a & 0xff) | b << 8) & 0x7f7f) | (both >> 8 & 0x80) | (both >> 16 & 0x8000));
+            memcpy(codes + 2 * i, &out, 2);
+        }
+        if (n % 2 == 0) return;
+        uint32_t u = widen(x, n - 1, BF16);
+        codes[n - 1] = (uint8_t)((encode(u & 0x7fffffff, scale[i], f, tame, count, s, i) & 0x7f) | u >> 31 << 7);
+        return;
+    }
+    for (; i < n; i++) {
+        uint32_t u = widen(x, i, source);
+        codes[i] = (uint8_t)((encode(u & 0x7fffffff, scale[i], f, tame, count, s, i) & 0x7f) | u >> 31 << 7);
+    }
+}
+
+/* Every combination becomes a loop of its own, in which the choices are constants. */
+typedef void row_function(const void *, uint8_t *, int64_t, const float *, format, counts *);
+#define ROW(NAME, SOURCE, TAME, COUNT) \
+    static void NAME(const void *x, uint8_t *codes, int64_t n, const float *scale, format f, counts *s) { cast_row(x, codes, n, scale, f, SOURCE, TAME, COUNT, s); }
+#define ROWS(NAME) ROW(NAME##_wild, NAME, 0, 0) ROW(NAME##_wild_counted, NAME, 0, 1) ROW(NAME##_tame, NAME, 1, 0) ROW(NAME##_tame_counted, NAME, 1, 1)
+#define NAMES(NAME) {{NAME##_wild, NAME##_wild_counted}, {NAME##_tame, NAME##_tame_counted}}
+ROWS(BF16) ROWS(FP16) ROWS(FP32) ROWS(PAIR)
+static row_function *const CAST[4][2][2] = {NAMES(BF16), NAMES(FP16), NAMES(FP32), NAMES(PAIR)};
+
+/* Counters of bytes are exact because a tile has at most 255 rows. */
+static void count_codes(const uint8_t *restrict codes, int64_t n, counts *restrict s) {
+    for (int64_t i = 0; i < n; i++) {
+        uint8_t code = codes[i] & 0x7f, below = (uint8_t)(code - 1), finite = code == 0x7f ? 0 : code;
+        s->zero_codes[i] += code == 0;
+        s->least[i] = below < s->least[i] ? below : s->least[i];
+        s->largest[i] = finite > s->largest[i] ? finite : s->largest[i];
+    }
+}
+
+static void count_zeros(const void *x, int64_t n, int source, counts *restrict s) {
+    if (source == FP32) for (int64_t i = 0; i < n; i++) s->zeros[i] += (((const uint32_t *)x)[i] & 0x7fffffff) == 0;
+    else for (int64_t i = 0; i < n; i++) s->zeros[i] += (((const uint16_t *)x)[i] & 0x7fff) == 0;
+}
+
+static void raise(const void *x, void *tops, int64_t n, int source) {
+    if (source == FP32) {
+        uint32_t *restrict top = tops;
+        for (int64_t i = 0; i < n; i++) { uint32_t u = ((const uint32_t *)x)[i] & 0x7fffffff; top[i] = u > top[i] ? u : top[i]; }
+    } else {
+        uint16_t *restrict top = tops;
+        for (int64_t i = 0; i < n; i++) { uint16_t u = ((const uint16_t *)x)[i] & 0x7fff; top[i] = u > top[i] ? u : top[i]; }
+    }
+}
+
+/* The bits of the largest of n magnitudes, as a float; above INFINITE if one of them is NaN. */
+static uint32_t highest(const void *x, int64_t n, int source) {
+    if (source == FP32) {
+        uint32_t top = 0;
+        for (int64_t i = 0; i < n; i++) { uint32_t u = ((const uint32_t *)x)[i] & 0x7fffffff; top = u > top ? u : top; }
+        return top;
+    }
+    uint16_t top = 0;
+    for (int64_t i = 0; i < n; i++) { uint16_t u = ((const uint16_t *)x)[i] & 0x7fff; top = u > top ? u : top; }
+    return widen(&top, 0, source);
+}
+
+/* ------------------------------------------------------------------------------------------------ one row of tiles */
+
+static void find_scales(const job *j, const float *restrict amax, float *restrict scale, float *restrict scale_inv, int64_t n) {
+    const float max = j->format_max, reciprocal = (float)(1.0 / (double)max);
+    switch (j->scaling) {
+    case TE: case TE_POW2:
+        for (int64_t i = 0; i < n; i++) {
+            float s = max / amax[i];
+            s = bits(s) == INFINITE ? j->scale_if_tiny : s;
+            s = j->scaling == TE_POW2 ? value(bits(s) & INFINITE) : s;
+            scale[i] = s = amax[i] == 0 || bits(amax[i]) == INFINITE ? 1 : s;
+            scale_inv[i] = 1 / s;
+        }
+        return;
+    case DEEPGEMM: case DEEPGEMM_POW2:
+        for (int64_t i = 0; i < n; i++) {
+            float s = (amax[i] < 1e-4f ? 1e-4f : amax[i]) / max;
+            s = j->scaling == DEEPGEMM_POW2 ? value((bits(s) + 0x7fffff) & INFINITE) : s;
+            scale_inv[i] = s = bits(amax[i]) == INFINITE ? 1 : s;
+            scale[i] = 1 / s;
+        }
+        return;
+    case E8M0: /* scale_inv holds the bytes, as floats */
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t u = bits(amax[i] * reciprocal), e = u >> 23, m = u & 0x7fffff;
+            e += m && e != 254 && !(e == 0 && m <= 0x400000);
+            e = u == INFINITE ? 254 : e;
+            scale_inv[i] = (float)(int32_t)e;
+            scale[i] = value(e == 254 ? 0x400000 : (254 - e) << 23);
+        }
+        return;
+    default:
+        for (int64_t i = 0; i < n; i++) scale[i] = j->given, scale_inv[i] = 1 / j->given;
+    }
+}
+
+typedef struct { uint32_t tops[STRIP]; float amax[STRIP], scale[STRIP], scale_inv[STRIP], slots[STRIP]; counts counts; } scratch;
+
+static void store_counts(const job *j, const scratch *w, int64_t tile, int64_t at, int64_t c, int64_t n) {
+    const counts *s = &w->counts;
+    int64_t per = j->source == PAIR ? 2 : 1;
+    double signal = 0, noise = 0;
+    int32_t underflow = 0, saturated = 0, nonfinite = 0;
+    uint8_t least = 255, largest = 0;
+#pragma omp simd reduction(+ : signal, noise, saturated, nonfinite)
+    for (int64_t i = c / per; i < (c + n + per - 1) / per; i++)
+        signal += s->signal[i], noise += s->noise[i], saturated += s->saturated[i], nonfinite += s->nonfinite[i];
+    for (int64_t i = c; i < c + n; i++) {
+        underflow += s->zero_codes[i] - s->zeros[i];
+        least = s->least[i] < least ? s->least[i] : least;
+        largest = s->largest[i] > largest ? s->largest[i] : largest;
+    }
+    double inverse = 1.0 / (double)w->scale[tile];
+    j->signal[at] = signal * inverse * inverse, j->noise[at] = noise * inverse * inverse;
+    j->underflow[at] = underflow, j->saturated[at] = saturated, j->nonfinite[at] = nonfinite;
+    j->least[at] = (uint8_t)(least + 1), j->largest[at] = largest;
+}
+
+static void tiles(const job *j, format f, scratch *w, int64_t row, int64_t c0) {
+    int64_t r0 = row * j->tile_rows, r1 = least_of(r0 + j->tile_rows, j->rows), width = least_of(STRIP, j->cols - c0);
+    int64_t n = (width + j->tile_cols - 1) / j->tile_cols, grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
+    int64_t first = row * grid + c0 / j->tile_cols, size = bytes_of(j->source), per = j->source == PAIR ? 2 : 1;
+    const char *x = (const char *)j->x + (r0 * j->stride + c0) * size;
+    int tame = j->scaling != GIVEN, count = j->signal != NULL;
+
+    if (j->scaling != GIVEN || j->amax) {
+        const void *tops = x; /* a single row is its own row of largest magnitudes */
+        if (r1 - r0 > 1) {
+            memset(w->tops, 0, (size_t)(width * size));
+            for (int64_t r = 0; r < r1 - r0; r++) raise(x + r * j->stride * size, w->tops, width, j->source);
+            tops = w->tops;
+        }
+        for (int64_t t = 0; t < n; t++) {
+            int64_t c = t * j->tile_cols, many = least_of(j->tile_cols, width - c);
+            uint32_t top = highest((const char *)tops + c * size, many, j->source);
+            if (top > INFINITE) { /* NaNs enter no amax */
+                top = 0;
+                for (int64_t r = 0; r < r1 - r0; r++)
+                    for (int64_t i = c; i < c + many; i++) {
+                        uint32_t u = widen(x + r * j->stride * size, i, j->source) & 0x7fffffff;
+                        top = u > top && u <= INFINITE ? u : top;
+                    }
+                tame = 0;
+            }
+            tame &= top < INFINITE;
+            w->amax[t] = value(top);
+        }
+        if (j->amax) memcpy(j->amax + first, w->amax, (size_t)n * 4);
+        if (!j->codes) return;
+    }
+    find_scales(j, w->amax, w->scale, w->scale_inv, n);
+    if (j->scaling == E8M0) for (int64_t t = 0; t < n; t++) ((uint8_t *)j->scale_inv)[first + t] = (uint8_t)w->scale_inv[t];
+    else if (j->scaling != GIVEN) memcpy((float *)j->scale_inv + first, w->scale_inv, (size_t)n * 4);
+
+    const float *slots = w->scale;
+    if (j->tile_cols > 1) {
+        for (int64_t t = 0; t < n; t++)
+            for (int64_t i = 0; i < j->tile_cols / per; i++) w->slots[t * (j->tile_cols / per) + i] = w->scale[t];
+        slots = w->slots;
+    }
+    if (count) memset(&w->counts, 0, sizeof w->counts), memset(w->counts.least, 255, sizeof w->counts.least);
+    for (int64_t r = 0; r < r1 - r0; r++) {
+        const void *from = x + r * j->stride * size;
+        uint8_t *codes = j->codes + (r0 + r) * j->cols + c0;
+        CAST[j->source][tame][count](from, codes, width, slots, f, &w->counts);
+        if (count) count_codes(codes, width, &w->counts), count_zeros(from, width, j->source, &w->counts);
+    }
+    if (count)
+        for (int64_t t = 0; t < n; t++) store_counts(j, w, t, first + t, t * j->tile_cols, least_of(j->tile_cols, width - t * j->tile_cols));
+}
+
+/* ------------------------------------------------------------------------------------------------------- the way back */
+
+typedef struct decode_job {
+    const uint8_t *codes;
+    const void *scale_inv; /* floats or E8M0 bytes, one a tile */
+    void *out;             /* BF16 or FP32 */
+    int64_t rows, cols, tile_rows, tile_cols;
+    int32_t target, e8m0, mantissa_bits, bias, first_special, threads;
+    _Atomic int64_t next;
+} decode_job;
+
+/* Infinities and NaNs are moved from the format's last binade into FP32's, where they mean the same. */
+INLINE uint32_t decode(uint32_t code, float scale, int mantissa_bits, uint32_t bias, uint32_t special) {
+    uint32_t magnitude = code & 0x7f, drop = 23 - (uint32_t)mantissa_bits, last = 0x7fu >> mantissa_bits;
+    uint32_t normal = (magnitude << drop) + (magnitude < special ? (127 - bias) << 23 : (255 - last) << 23);
+    float subnormal = (float)(int32_t)magnitude * value((128 - bias - (uint32_t)mantissa_bits) << 23);
+    return bits(scale * (magnitude >> mantissa_bits ? value(normal) : subnormal)) | (code & 0x80) << 24;
+}
+
+INLINE void decode_row(const uint8_t *restrict codes, void *restrict out, int64_t n, const float *restrict scale, int target, int mantissa_bits, uint32_t bias, uint32_t special) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t u = decode(codes[i], scale[i], mantissa_bits, bias, special);
+        if (target == FP32) ((uint32_t *)out)[i] = u;
+        else ((uint16_t *)out)[i] = (uint16_t)((u & 0x7fffffff) > INFINITE ? u >> 16 | 0x40 : (u + 0x7fff + (u >> 16 & 1)) >> 16);
+    }
+}
+
+static void *work_back(void *argument) {
+    decode_job *j = argument;
+    float slots[STRIP];
+    int64_t strips = (j->cols + STRIP - 1) / STRIP, height = (j->rows + j->tile_rows - 1) / j->tile_rows, grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
+    int64_t together = (ROWS_OF_A_UNIT + j->tile_rows - 1) / j->tile_rows, units = (height + together - 1) / together * strips;
+    for (int64_t u; (u = atomic_fetch_add(&j->next, 1)) < units;)
+        for (int64_t row = u / strips * together, end = least_of(row + together, height); row < end; row++) {
+            int64_t c0 = u % strips * STRIP, width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols;
+            for (int64_t t = 0, first = row * grid + c0 / j->tile_cols; t < n; t++) {
+                uint32_t e = j->e8m0 ? ((const uint8_t *)j->scale_inv)[first + t] : 0;
+                float s = j->e8m0 ? value(e == 0 ? 0x400000 : e == 255 ? 0x7fc00000 : e << 23) : ((const float *)j->scale_inv)[first + t];
+                for (int64_t i = 0; i < least_of(j->tile_cols, width - t * j->tile_cols); i++) slots[t * j->tile_cols + i] = s;
+            }
+            for (int64_t r = row * j->tile_rows; r < least_of((row + 1) * j->tile_rows, j->rows); r++) {
+                const uint8_t *codes = j->codes + r * j->cols + c0;
+                void *out = (char *)j->out + (r * j->cols + c0) * bytes_of(j->target);
+                if (j->target == FP32) decode_row(codes, out, width, slots, FP32, j->mantissa_bits, (uint32_t)j->bias, (uint32_t)j->first_special);
+                else decode_row(codes, out, width, slots, BF16, j->mantissa_bits, (uint32_t)j->bias, (uint32_t)j->first_special);
+            }
+        }
+    return NULL;
+}
+
+/* ---------------------------------------------------------------------------------------------------------- threads */
+
+static void *work(void *argument) {
+    job *j = argument;
+    scratch w;
+    uint32_t drop = 23 - (uint32_t)j->mantissa_bits, least = 128 - (uint32_t)j->bias;
+    format f = {drop, least << 23, bits(j->format_max), value((127 + drop) << 23 | (-(least << j->mantissa_bits) & 0xff)), j->saturates_above};
+    int64_t strips = (j->cols + STRIP - 1) / STRIP, height = (j->rows + j->tile_rows - 1) / j->tile_rows;
+    int64_t together = (ROWS_OF_A_UNIT + j->tile_rows - 1) / j->tile_rows, units = (height + together - 1) / together * strips;
+    for (int64_t u; (u = atomic_fetch_add(&j->next, 1)) < units;)
+        for (int64_t row = u / strips * together, end = least_of(row + together, height); row < end; row++) tiles(j, f, &w, row, u % strips * STRIP);
+    return NULL;
+}
+
+/* Threads live as long as the call: starting one costs some 20 microseconds, and nothing is left to break in a fork. */
+static void share(void *(*function)(void *), void *job, int threads) {
+    pthread_t helpers[MAX_THREADS];
+    int n = 0;
+    while (n < threads - 1 && n < MAX_THREADS && !pthread_create(&helpers[n], NULL, function, job)) n++;
+    function(job);
+    while (n > 0) pthread_join(helpers[--n], NULL);
+}
+
+void nemo_fp8_quantize(job *j) { share(work, j, j->threads); }
+void nemo_fp8_decode(decode_job *j) { share(work_back, j, j->threads); }
