@@ -22,8 +22,9 @@ from typing import Any, ClassVar, get_type_hints
 from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, MegatronMixedPrecision
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.render.nemo import IMPLIED, SETTINGS, from_nemo, resolve_dtypes, to_nemo
+from nemo_fp8.render.nemo import IMPLIED, SETTINGS, changes_from_nemo, from_nemo, resolve_dtypes, to_nemo
 from nemo_fp8.train import checks, repairs
+from nemo_fp8.train.engine import choose_engine
 
 
 def plugin_arguments(precision: Precision) -> dict[str, Any]:
@@ -90,8 +91,6 @@ class MixedPrecision(MegatronMixedPrecision):
 
     def replace(self, **changes: Any) -> MixedPrecision:
         """The same plugin with some arguments changed, under NeMo's names or the contract's."""
-        from nemo_fp8.render.nemo import changes_from_nemo
-
         engine = changes.pop("engine", self.engine)
         contract = self.contract.replace(**changes_from_nemo(changes, base=self.contract))
         return type(self)(**resolve_dtypes(plugin_arguments(contract)), engine=engine)
@@ -100,7 +99,8 @@ class MixedPrecision(MegatronMixedPrecision):
 
     @contextmanager
     def module_init_context(self) -> Generator[None, None, None]:
-        """Around the building of the model."""
+        """Around the building of the model: the last moment at which a run that cannot be done costs nothing."""
+        choose_engine(self.contract, self.engine)
         with super().module_init_context():
             yield
 

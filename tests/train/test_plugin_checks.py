@@ -1,0 +1,229 @@
+"""What NeMo takes without a word and does not do: NeMo's plugin goes through, ours refuses and says what to do.
+
+NeMo's side runs for real: its plugin, its override of the configs, Megatron's own config classes.
+"""
+
+import fiddle as fdl
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from nemo.collections import llm
+from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecision, update_config_with_dtype_overrides
+
+import nemo_fp8
+from nemo_fp8 import PrecisionError
+from nemo_fp8.machine import Machine
+from nemo_fp8.train.checks import Run, require_agreement
+from nemo_fp8.train.engine import choose_engine
+from nemo_fp8.train.plugin import MixedPrecision
+from nemo_fp8.train.repairs import before_ddp
+
+
+def _configs(layers=2, **model):
+    model = {"num_layers": layers, "hidden_size": 128, "num_attention_heads": 4} | model
+    return (
+        llm.GPTConfig(**model),
+        DistributedDataParallelConfig(use_distributed_optimizer=True),
+        OptimizerConfig(use_distributed_optimizer=True),
+    )
+
+
+def _after_overrides(plugin, configs):
+    """What NeMo's strategy does in ``connect``: every config written over by the plugin."""
+    model, ddp, optimizer = (update_config_with_dtype_overrides(plugin.dtype_config, config) for config in configs)
+    return Run(model, ddp, optimizer)
+
+
+_BF16 = {"precision": "bf16-mixed", "params_dtype": torch.bfloat16}
+
+# (arguments of the plugin, what the error must say, what NeMo's model config silently ends as)
+_SILENT = [
+    (
+        {"fp8": "hybrid", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1},
+        "delayed",
+        {"fp8_recipe": "delayed", "first_last_layers_bf16": True},
+    ),
+    ({"fp8_param_gather": True}, "fp8_param", {"fp8": None, "fp8_param": True}),
+    ({"fp8": "hybrid", "fp4": "nvfp4"}, "fp4", {"fp8": "hybrid", "fp4": "nvfp4"}),
+    ({"fp8": "hybrid", "fp8_recipe": "current"}, "tensorwise", {"fp8_recipe": "current"}),
+    ({"fp8": "e5m2"}, "E5M2", {"fp8": "e5m2"}),
+    (
+        {"fp8": "e4m3", "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
+        "reuse_grad_buf",
+        {"fp8_param": False},
+    ),
+    (
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True},
+        "counts",
+        {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0},
+    ),
+    ({"precision": "fp8"}, "precision", {"bf16": False, "fp16": False}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words", "ends_as"), _SILENT, ids=lambda v: v if isinstance(v, str) else None)
+def test_a_contradiction_is_refused_at_construction(arguments, words, ends_as):
+    nemo = _after_overrides(MegatronMixedPrecision(**_BF16 | arguments), _configs())
+    assert {name: getattr(nemo.model, name) for name in ends_as} == ends_as, "NeMo has changed: drop the case"
+    with pytest.raises(PrecisionError, match=words) as caught:
+        MixedPrecision(**_BF16 | arguments)
+    assert all(problem.remedy for problem in caught.value.problems)
+
+
+# (factory, its arguments, changes of the configs, what the error must say)
+_AFTER = [
+    (
+        "bf16_with_fp8_current_scaling_mixed",
+        {"num_layers_at_start_in_bf16": 7},
+        {},
+        "no layer would run in FP8",
+    ),
+    ("bf16_with_fp8_current_scaling_mixed", {}, {}, "1 . 1 layers stay in bf16, and the model has 2"),
+    ("bf16_mixed", {}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "asks for FP8"),
+]
+
+
+@pytest.mark.parametrize(("factory", "arguments", "model", "words"), _AFTER)
+def test_what_only_the_run_can_show_is_refused_after_the_overrides(factory, arguments, model, words):
+    from nemo.collections.llm.recipes.precision import mixed_precision as nemos
+
+    config = getattr(nemos, factory)()
+    for name, value in arguments.items():
+        setattr(config, name, value)
+    _after_overrides(fdl.build(config), _configs(**model))  # NeMo has no objection
+    plugin = fdl.build(getattr(nemo_fp8, factory)(**arguments))
+    with pytest.raises(PrecisionError, match=words):
+        require_agreement(plugin.contract, _after_overrides(plugin, _configs(**model)))
+
+
+def test_nemos_plugin_erases_the_models_fp8_and_ours_does_not():
+    from nemo.collections.llm.recipes.precision.mixed_precision import bf16_mixed
+
+    nemo = _after_overrides(fdl.build(bf16_mixed()), _configs(fp8="hybrid"))
+    assert nemo.model.fp8 is None
+    ours = _after_overrides(fdl.build(nemo_fp8.bf16_mixed()), _configs(fp8="hybrid"))
+    assert ours.model.fp8 == "hybrid"
+
+
+def test_primary_weights_need_the_distributed_optimizer():
+    plugin = fdl.build(nemo_fp8.bf16_with_fp8_mixed())
+    model, _, _ = _configs()
+    run = _after_overrides(plugin, (model, DistributedDataParallelConfig(use_distributed_optimizer=False), OptimizerConfig()))
+    with pytest.raises(PrecisionError, match="distributed optimizer"):
+        require_agreement(plugin.contract, run)
+
+
+def test_a_field_that_a_config_lacks_is_an_error_and_not_dropped():
+    plugin = fdl.build(nemo_fp8.bf16_with_fp8_blockwise_mixed())
+
+    class WithoutFp8:
+        num_layers = 4
+
+    run = Run(update_config_with_dtype_overrides(plugin.dtype_config, WithoutFp8()))
+    with pytest.raises(PrecisionError, match="has no such field"):
+        require_agreement(plugin.contract, run)
+
+
+def test_a_field_written_over_later_is_found():
+    plugin = fdl.build(nemo_fp8.bf16_with_fp8_blockwise_mixed())
+    run = _after_overrides(plugin, _configs(layers=4))
+    require_agreement(plugin.contract, run)
+    run.model.fp8_recipe = "tensorwise"
+    with pytest.raises(PrecisionError, match="did not reach the model"):
+        require_agreement(plugin.contract, run)
+
+
+def test_megatrons_own_checks_run_again_on_the_result():
+    plugin = fdl.build(nemo_fp8.bf16_with_fp8_blockwise_mixed())
+    run = _after_overrides(plugin, _configs(layers=4))
+    run.model.fp4 = "nvfp4"
+    with pytest.raises(PrecisionError, match="fp4 and fp8 cannot be used simultaneously"):
+        require_agreement(plugin.contract, run)
+
+
+@pytest.mark.parametrize("name", nemo_fp8.PRESETS)
+def test_every_preset_agrees_with_a_healthy_run(name):
+    plugin = fdl.build(getattr(nemo_fp8, name)())
+    run = _after_overrides(plugin, _configs(layers=8))
+    before_ddp(plugin.contract, run)
+    require_agreement(plugin.contract, run)
+
+
+def test_flags_that_the_optimizer_derives_are_derived_again():
+    """Megatron's OptimizerConfig derives them from fp8_recipe when it is made, before NeMo's plugin sets it."""
+    plugin = fdl.build(nemo_fp8.bf16_with_fp8_blockwise_mixed())
+    model, ddp, _ = _configs(layers=4)
+    optimizer = OptimizerConfig(use_distributed_optimizer=True)
+    # Where TE's FusedAdam is missing the config cannot be made with the flag on; what it derives is what matters here.
+    optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    run = _after_overrides(plugin, (model, ddp, optimizer))
+    assert run.optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    before_ddp(plugin.contract, run)
+    assert not run.optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+
+
+def test_fp16_with_delayed_scaling_starts_where_nothing_overflows():
+    plugin = fdl.build(nemo_fp8.fp16_with_fp8_mixed())
+    assert plugin.dtype_config.initial_loss_scale == 2**32, "the same value as NeMo's"
+    run = _after_overrides(plugin, _configs(layers=4))
+    before_ddp(plugin.contract, run)
+    assert run.optimizer.initial_loss_scale == 2**16
+    assert run.ddp.check_for_nan_in_grad is False
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+@pytest.mark.parametrize(
+    ("machine", "precision", "engine"),
+    [
+        ("h200,cuda12.9,te2.9", "bf16_with_fp8_blockwise_mixed", "te"),
+        ("a100,cuda12.8,te2.9,torch2.10", "bf16_with_fp8_blockwise_mixed", "emulated"),
+        ("cpu,torch2.13", "bf16_with_mxfp8_mixed", "emulated"),
+        ("h200,cuda12.8,te2.9", "bf16_mixed", None),
+    ],
+)
+def test_auto_takes_te_where_the_machine_can_and_emulates_where_its_hardware_cannot(machine, precision, engine):
+    assert choose_engine(nemo_fp8.preset(precision), "auto", Machine.parse(machine)) == engine
+
+
+def test_a_gpu_whose_software_is_too_old_is_refused_in_one_clear_message():
+    """NeMo RL's users meet this as an assertion from inside the first step."""
+    for requested in ("auto", "te"):
+        with pytest.raises(PrecisionError, match=r"CUDA >= 12\.9") as caught:
+            choose_engine(nemo_fp8.preset("bf16_with_fp8_blockwise_mixed"), requested, Machine.parse("h200,cuda12.8,te2.9"))
+        assert "torch" in caught.value.problems[0].remedy
+
+
+def test_te_on_a_machine_that_cannot_is_refused_and_emulation_is_not():
+    p = nemo_fp8.preset("bf16_with_fp8_blockwise_mixed")
+    with pytest.raises(PrecisionError):
+        choose_engine(p, "te", Machine.parse("cpu,torch2.13"))
+    assert choose_engine(p, "emulated", Machine.parse("h200,cuda12.9,te2.9,torch2.13")) == "emulated"
+    with pytest.raises(PrecisionError, match="Did you mean 'emulated'"):
+        choose_engine(p, "emulate")
+
+
+@pytest.mark.parametrize(("change", "word"), [({"wgrad": False}, "wgrad"), ({"keep": ("*.fc1",)}, "keep")])
+def test_what_te_would_ignore_is_refused(change, word):
+    p = nemo_fp8.preset("bf16_with_fp8_blockwise_mixed").replace(**change)
+    with pytest.raises(PrecisionError, match=word):
+        choose_engine(p, "te", Machine.parse("h200,cuda12.9,te2.9"))
+    assert choose_engine(p, "emulated", Machine.parse("cpu,torch2.13")) == "emulated"
+
+
+def test_the_plugin_asks_before_the_model_is_built():
+    plugin = MixedPrecision("bf16-mixed", fp8="hybrid", fp8_recipe="blockwise", engine="te")
+    if Machine.here().has_gpu:
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(PrecisionError, match="blockwise"), plugin.module_init_context():
+        pytest.fail("the model would be built here")
+
+
+def test_the_choice_is_said_with_its_reason(caplog):
+    with caplog.at_level("INFO", logger="nemo_fp8"):
+        choose_engine(nemo_fp8.preset("bf16_with_fp8_blockwise_mixed"), "auto", Machine.parse("cpu,torch2.13"))
+    assert len(caplog.records) == 1
+    assert "emulated" in caplog.text
+    assert "no GPU" in caplog.text
