@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.render import bridge, env, megatron, nemo, te
+from nemo_fp8.render import bridge, env, megatron, nemo, nemo_rl, te, vllm
 from nemo_fp8.render.rendering import Rendering
 
 RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
@@ -18,6 +18,8 @@ RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
     "bridge": bridge.render,
     "megatron": megatron.render,
     "te": te.render,
+    "nemo-rl": nemo_rl.render,
+    "vllm": vllm.render,
     "env": env.render,
 }
 

@@ -1,0 +1,279 @@
+"""NeMo RL: its YAML, written and read.
+
+One file there holds both sides: ``policy.megatron_cfg`` trains, ``policy.generation.vllm_cfg`` generates, and the
+scales of the first are an environment variable while those of the second are keys. Nothing in NeMo RL compares them.
+Here reading gives the two sides, and ``from_nemo_rl`` gives one contract or says why there is none.
+
+What is not in a YAML is taken at NeMo RL's default, so an overlay reads like the file it will become, except for
+what NeMo RL's base files decide (``grad_reduce_in_fp32``), which is then the contract's default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from nemo_fp8 import check
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.plain_yaml import load_mapping
+from nemo_fp8.render import nemo_rl_keys as keys
+from nemo_fp8.render.env import scale_from_environment
+from nemo_fp8.render.rendering import Rendering, lost_fields
+from nemo_fp8.render.settings import read
+from nemo_fp8.render.te import VARIABLES, te_environment
+
+_REASONS = {
+    "keep": "NeMo RL leaves modules out of FP8 in the rollout only, by plain words in their names.",
+    "strict": "NeMo RL fails in the first step on a shape that FP8 cannot hold.",
+    **dict.fromkeys(("margin", "amax_history_len", "amax_compute_algo"), "NeMo RL has no key for it: Megatron's default is used."),
+    **dict.fromkeys(("attention", "multi_head_attention", "wgrad"), "NeMo RL has no key for it."),
+    **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "NeMo RL scales no loss."),
+}
+
+
+# ---------------------------------------------------------------------- contract -> NeMo RL
+
+
+def to_nemo_rl(precision: Precision) -> dict[str, Any]:
+    """The sections of a NeMo RL configuration that say this contract."""
+    p = precision
+    refused = [*_cannot_mean(p)]
+    if refused:
+        raise PrecisionError(refused)
+    megatron: dict[str, Any] = {
+        "distributed_data_parallel_config": {"grad_reduce_in_fp32": p.grad_reduce == "fp32"},
+        "fp8_cfg": {"enabled": p.is_fp8} | ({"fp8": p.format, "fp8_recipe": p.scaling, "fp8_param": p.fp8_param} if p.is_fp8 else {}),
+        "env_vars": te_environment(p),
+    }
+    if p.is_fp8 and (p.first_layers or p.last_layers):
+        megatron["first_last_layers_bf16"] = True
+        megatron |= {name: setting.write(getattr(p, setting.field)) for name, setting in keys.LAYERS.items()}
+    vllm: dict[str, Any] = {"precision": {v: k for k, v in keys.DTYPES.items()}[p.compute], "kv_cache_dtype": "auto"}
+    if p.rollout == "fp8":
+        vllm = {"precision": "fp8", "is_mx": p.rollout_block == "1x32"}
+        vllm |= {name: s.write(getattr(p, s.field)) for name, s in keys.VLLM_CFG.items() if not s.alias}
+        vllm["quantization_ignored_layer_kws"] = [pattern[1:-1] for pattern in p.keep if _is_plain(pattern)]
+    return {
+        "loss_fn": {"use_importance_sampling_correction": p.importance_sampling},
+        "policy": {
+            "precision": {v: k for k, v in keys.DTYPES.items()}[p.compute],
+            "megatron_cfg": megatron,
+            "generation": {"vllm_cfg": vllm},
+        },
+    }
+
+
+def render(precision: Precision) -> Rendering:
+    """An overlay for a NeMo RL configuration."""
+    data = to_nemo_rl(precision)
+    text = yaml.safe_dump(data, sort_keys=False)
+    train, rollout = read_nemo_rl(text)
+    back = check.merge(train, rollout)
+    if precision.is_fp8 and precision.keep:
+        back = back.replace(keep=())  # said to the rollout at best, never to the training
+    lost, notes = lost_fields(precision, back, _REASONS, "NeMo RL")
+    if precision.is_fp8 and (precision.first_layers or precision.last_layers):
+        notes.append("Only a NeMo RL that hands first_last_layers_bf16 to Megatron (its pull request 4126) keeps these layers in training.")
+    if precision.fp8_param:
+        notes.append("fp8_param=true was seen to give NaN in NeMo RL (its issue 1164).")
+    if not precision.wgrad and precision.is_fp8:
+        notes.append("wgrad runs in FP8 there.")
+    return Rendering("nemo-rl", text, data, tuple(notes), lost)
+
+
+def _is_plain(pattern: str) -> bool:
+    """Whether a pattern means "has this text in its name", which is all that NeMo RL can say."""
+    return re.fullmatch(r"\*[^*?\[\]]+\*", pattern) is not None and not pattern.startswith("re:")
+
+
+def _cannot_mean(p: Precision) -> Iterator[Problem]:
+    """What NeMo RL would not merely leave out but do otherwise."""
+    if p.rollout == "fp8" and p.rollout_block == "tensor":
+        yield Problem(
+            "rollout_block='tensor' in NeMo RL.",
+            "Its FP8 rollout has 128x128 blocks or MX blocks, and nothing else.",
+            "Set rollout_block='128x128', or render to vllm.",
+        )
+    if p.rollout != "fp8" and p.kv_cache == "fp8":
+        yield Problem(
+            "kv_cache='fp8' without an FP8 rollout in NeMo RL.",
+            "It refuses an FP8 KV cache unless vllm_cfg.precision is 'fp8'.",
+            "Set rollout='fp8', or kv_cache='auto'.",
+        )
+
+
+# ---------------------------------------------------------------------- NeMo RL -> contract
+
+
+def read_nemo_rl(text: str) -> tuple[Precision, Precision]:
+    """The training side and the rollout side of a NeMo RL YAML, each as a contract of its own."""
+    document = load_mapping(text, "a NeMo RL configuration")
+    problems = [*_slips(document)]
+    train, wrong = _train(document)
+    problems += wrong
+    rollout, wrong = _rollout(document)
+    problems += wrong
+    if problems:
+        raise PrecisionError(problems)
+    return Precision(**train), Precision(**rollout)
+
+
+def from_nemo_rl(text: str) -> Precision:
+    """One contract for both sides, or an error with every setting in which they contradict each other."""
+    return check.join(*read_nemo_rl(text))
+
+
+def ignored_by_nemo_rl(text: str) -> list[Problem]:
+    """What stands in a YAML and NeMo RL does not read: this package reads it as it was meant, and says so here."""
+    document = load_mapping(text, "a NeMo RL configuration")
+    found = []
+    fp8_cfg = _section(document, "policy", "megatron_cfg", "fp8_cfg")
+    if fp8_cfg and "enabled" not in fp8_cfg:
+        found.append(
+            Problem(
+                "policy.megatron_cfg.fp8_cfg has no 'enabled'.",
+                "NeMo RL trains without FP8 and without a word unless it is there.",
+                "Add enabled: true.",
+            )
+        )
+    vllm_cfg = _section(document, "policy", "generation", "vllm_cfg")
+    for name, setting in keys.VLLM_CFG.items():
+        if setting.alias and name in vllm_cfg:
+            right = next(n for n, s in keys.VLLM_CFG.items() if s.field == setting.field)
+            found.append(
+                Problem(
+                    f"policy.generation.vllm_cfg.{name} is a key of NeMo RL's document, not of its code.",
+                    "NeMo RL ignores it and takes its default, FP32 scales.",
+                    f"Write {right} instead.",
+                )
+            )
+    return found
+
+
+def _train(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    megatron = _section(document, "policy", "megatron_cfg")
+    fp8_cfg = {k: _resolved(document, v) for k, v in _section(document, "policy", "megatron_cfg", "fp8_cfg").items()}
+    known = (*keys.FP8_CFG, *keys.FP8_CFG_OTHERS)
+    problems = [unknown("key in policy.megatron_cfg.fp8_cfg:", name, known) for name in fp8_cfg if name not in known]
+    fields: dict[str, Any] = {"compute": _compute(document, problems), "rollout": "compute"}
+    reduce = _section(document, "policy", "megatron_cfg", "distributed_data_parallel_config").get("grad_reduce_in_fp32")
+    if reduce is not None:
+        fields["grad_reduce"] = "fp32" if _resolved(document, reduce) else "compute"
+    if _section(document, "policy", "megatron_cfg", "fp4_cfg").get("enabled"):
+        problems.append(Problem("policy.megatron_cfg.fp4_cfg is enabled.", "A contract describes FP8 only.", "Disable FP4."))
+    if not fp8_cfg or not fp8_cfg.get("enabled", True):
+        return fields, problems
+    missing = [name for name in ("fp8", "fp8_recipe") if name not in fp8_cfg]
+    if missing:
+        problems.append(
+            Problem(
+                f"policy.megatron_cfg.fp8_cfg lacks {' and '.join(missing)}.",
+                "NeMo RL has no default for it and stops with a KeyError.",
+                "Give fp8: e4m3 and fp8_recipe: blockwise (or others of their values).",
+            )
+        )
+    said, wrong = read(keys.FP8_CFG, {k: v for k, v in fp8_cfg.items() if k in keys.FP8_CFG})
+    problems += wrong
+    fields |= said
+    if megatron.get("first_last_layers_bf16"):
+        fields |= {setting.field: megatron.get(name, setting.default) for name, setting in keys.LAYERS.items()}
+    scale, wrong = _environment(document, str(fields.get("scaling")))
+    problems += wrong
+    if scale is not None:
+        fields |= {"weight_scale": scale, "activation_scale": scale}
+    return fields, problems
+
+
+def _environment(document: Mapping[str, Any], scaling: str) -> tuple[str | None, list[Problem]]:
+    variables = _section(document, "policy", "megatron_cfg", "env_vars")
+    ours = [name for name, _ in VARIABLES.values()]
+    slips = [name for name in variables if name not in ours and difflib.get_close_matches(name, ours, cutoff=0.9)]
+    if slips:
+        return None, [unknown("variable in policy.megatron_cfg.env_vars:", name, ours) for name in slips]
+    return scale_from_environment(scaling, {k: str(v) for k, v in variables.items()}), []
+
+
+def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    vllm_cfg = {k: _resolved(document, v) for k, v in _section(document, "policy", "generation", "vllm_cfg").items() if v is not None}
+    known = (*keys.VLLM_CFG, *keys.VLLM_CFG_READ, *keys.VLLM_CFG_OTHERS)
+    problems = [unknown("key in policy.generation.vllm_cfg:", name, known) for name in vllm_cfg if name not in known]
+    said, wrong = read(keys.VLLM_CFG, {k: v for k, v in vllm_cfg.items() if k in keys.VLLM_CFG})
+    problems += wrong
+    correction = _section(document, "loss_fn").get("use_importance_sampling_correction", False)
+    fields: dict[str, Any] = {"compute": _compute(document, []), "importance_sampling": _resolved(document, correction)}
+    precision = vllm_cfg.get("precision", "auto")
+    if precision == "fp8":
+        mx = vllm_cfg.get("is_mx", False) is True
+        scale = "pow2" if mx else "fp32"
+        words = vllm_cfg.get("quantization_ignored_layer_kws", [])
+        fields |= {"rollout": "fp8", "rollout_block": "1x32" if mx else "128x128", "keep": tuple(f"*{word}*" for word in words)}
+        return fields | {"weight_scale": scale, "activation_scale": scale} | said, problems
+    if precision in keys.DTYPES:
+        fields["compute"] = keys.DTYPES[precision]
+    elif precision != "auto":
+        problems.append(unknown("value for policy.generation.vllm_cfg.precision:", precision, (*keys.DTYPES, "fp8", "auto")))
+    # NeMo RL reads the FP8 keys only with precision: fp8; those that claim FP8 without it are contradictions.
+    claims = {k: v for k, v in said.items() if k in ("deep_gemm", "kv_cache")}
+    if claims.get("kv_cache") == "fp8":
+        problems.append(
+            Problem(
+                "policy.generation.vllm_cfg.kv_cache_dtype is fp8 without precision: fp8.",
+                "NeMo RL refuses an FP8 KV cache beside other weights.",
+                "Set precision: fp8, or kv_cache_dtype: auto.",
+            )
+        )
+    return fields | {"rollout": "compute"} | claims, problems
+
+
+def _compute(document: Mapping[str, Any], problems: list[Problem]) -> str:
+    name = _resolved(document, _section(document, "policy").get("precision", "bfloat16"))
+    if name not in keys.DTYPES:
+        problems.append(unknown("value for policy.precision:", name, keys.DTYPES))
+    return keys.DTYPES.get(name, "bf16")
+
+
+# ---------------------------------------------------------------------- YAML
+
+
+def _section(document: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """A section, empty where it is missing or null."""
+    here = document
+    for name in path:
+        inner = here.get(name) or {}
+        if not isinstance(inner, Mapping):
+            raise PrecisionError(
+                f"{'.'.join(path)} is no mapping.", f"{name} holds {inner!r}.", "Write its settings as 'key: value' lines."
+            )
+        here = inner
+    return here
+
+
+def _resolved(document: Mapping[str, Any], value: Any) -> Any:
+    """A value, with OmegaConf's ``${policy.precision}`` looked up."""
+    reference = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+    if reference is None:
+        return value
+    *path, name = reference[1].split(".")
+    section = _section(document, *path)
+    if name not in section and reference[1] == "policy.precision":
+        return "bfloat16"  # NeMo RL's base files
+    if name not in section:
+        raise PrecisionError(
+            f"{value} cannot be resolved.",
+            "The YAML that it points into is not here.",
+            "Let OmegaConf resolve the file first, or write the value.",
+        )
+    return _resolved(document, section[name])
+
+
+def _slips(document: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys of the open sections that are nearly one of ours."""
+    for path, ours in keys.OPEN_SECTIONS.items():
+        for name in _section(document, *path):
+            if name not in ours and name not in keys.NOT_SLIPS and difflib.get_close_matches(str(name), ours, cutoff=0.85):
+                yield unknown(f"key in {'.'.join(path)}:", name, ours)

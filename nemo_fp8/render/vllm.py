@@ -1,0 +1,229 @@
+"""vLLM: engine arguments, the flags of ``vllm serve``, and Hugging Face's ``quantization_config``.
+
+Two ways lead to an FP8 rollout. Stock vLLM quantizes a BF16 checkpoint by itself (``fp8_per_block``), with FP32
+scales and no choice of layers by number; it is used where that is all the contract asks. Everything else goes to our
+plugin (``quantization="nemo_fp8"``), whose options travel in ``hf_overrides`` under the contract's own names.
+A checkpoint that is quantized already says so itself, in its ``quantization_config``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
+from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.render.rendering import Rendering, lost_fields
+
+PLUGIN = "nemo_fp8"
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# What the plugin is told, under the contract's names.
+PLUGIN_FIELDS = ("weight_scale", "activation_scale", "rollout_block", "activation_scheme", "first_layers", "last_layers", "keep", "strict")
+# Stock vLLM's online quantization with FP32 scales, by weight block.
+STOCK = {"128x128": "fp8_per_block", "tensor": "fp8_per_tensor"}
+
+_TRAINING = "Said of training; a rollout has no use for it."
+_REASONS = {
+    **dict.fromkeys(
+        ("format", "scaling", "margin", "amax_history_len", "amax_compute_algo", "wgrad", "attention", "multi_head_attention", "fp8_param"),
+        _TRAINING,
+    ),
+    **dict.fromkeys(("grad_reduce", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _TRAINING),
+    "importance_sampling": "A setting of the policy loss, not of the engine.",
+}
+
+
+# ---------------------------------------------------------------------- engine arguments
+
+
+def needs_plugin(precision: Precision) -> bool:
+    """Whether stock vLLM cannot do what the contract asks of an FP8 rollout."""
+    p = precision
+    plain = p.rollout_block in STOCK and p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == "fp32"
+    whole = not (p.first_layers or p.last_layers or p.strict) and not any("[" in pattern for pattern in p.keep)
+    return not (plain and whole)
+
+
+def to_vllm(precision: Precision) -> dict[str, Any]:
+    """Keyword arguments for ``vllm.LLM`` on a checkpoint that is not quantized."""
+    p = precision
+    arguments: dict[str, Any] = {"dtype": _DTYPES[p.compute], "kv_cache_dtype": p.kv_cache}
+    if p.rollout != "fp8":
+        return arguments
+    if needs_plugin(p):
+        arguments |= {"quantization": PLUGIN, "hf_overrides": {"quantization_config": to_plugin(p)}}
+    else:
+        arguments["quantization"] = STOCK[p.rollout_block]
+        if p.keep:
+            arguments["quantization_config"] = {"ignore": [pattern_to_regex(pattern) for pattern in p.keep]}
+    if p.deep_gemm:
+        arguments["linear_backend"] = "deep_gemm"
+    return arguments
+
+
+def from_vllm(arguments: Mapping[str, Any]) -> Precision:
+    """The contract of a rollout with these engine arguments; what an engine says nothing about has its default."""
+    dtype = str(arguments.get("dtype", "bfloat16")).removeprefix("torch.")
+    compute = {v: k for k, v in _DTYPES.items()}.get(dtype)
+    kv_cache = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}.get(arguments.get("kv_cache_dtype", "auto"))
+    quantization = arguments.get("quantization")
+    known = (None, PLUGIN, *STOCK.values())
+    if compute is None:
+        raise PrecisionError([unknown("dtype", dtype, _DTYPES.values())])
+    if kv_cache is None:
+        raise PrecisionError([unknown("kv_cache_dtype", arguments["kv_cache_dtype"], ("auto", "fp8"))])
+    if quantization not in known:
+        raise PrecisionError([unknown("quantization", quantization, [name for name in known if name])])
+    fields: dict[str, Any] = {"compute": compute, "kv_cache": kv_cache}
+    if quantization is not None:
+        fields |= {"rollout": "fp8", "deep_gemm": arguments.get("linear_backend") == "deep_gemm"}
+    if quantization == PLUGIN:
+        fields |= from_plugin(arguments.get("hf_overrides", {}).get("quantization_config", {"quant_method": PLUGIN}))
+    elif quantization is not None:
+        fields["rollout_block"] = next(block for block, name in STOCK.items() if name == quantization)
+        fields["keep"] = tuple(regex_to_pattern(text) for text in arguments.get("quantization_config", {}).get("ignore", ()))
+    return Precision(**fields)
+
+
+def to_plugin(precision: Precision) -> dict[str, Any]:
+    """The ``quantization_config`` that our vLLM plugin reads."""
+    values = precision.to_dict()
+    return {"quant_method": PLUGIN} | {name: values[name] for name in PLUGIN_FIELDS}
+
+
+def from_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The contract fields that a plugin's ``quantization_config`` sets. Unknown keys are errors."""
+    known = ("quant_method", *PLUGIN_FIELDS)
+    problems = [unknown(f"key in the {PLUGIN} quantization_config:", name, known) for name in config if name not in known]
+    if config.get("quant_method", PLUGIN) != PLUGIN:
+        problems.append(unknown("quant_method", config["quant_method"], (PLUGIN,)))
+    if problems:
+        raise PrecisionError(problems)
+    return {name: value for name, value in config.items() if name in PLUGIN_FIELDS}
+
+
+def pattern_to_regex(pattern: str) -> str:
+    """A ``keep`` pattern as vLLM's ``ignore`` takes it. Globs there are new in 0.31, so they are spelled out."""
+    if pattern.startswith("re:"):
+        return f"re:.*(?:{pattern[3:]})"  # vLLM matches from the start of a name, a contract anywhere in it
+    pieces = {"*": ".*", "?": "."}
+    return "re:" + "".join(pieces.get(c, re.escape(c)) for c in pattern) + "$"
+
+
+def regex_to_pattern(text: str) -> str:
+    """The ``keep`` pattern that means the same as an entry of vLLM's ``ignore``."""
+    if not text.startswith("re:"):
+        return text
+    if text.startswith("re:.*(?:") and text.endswith(")"):
+        return f"re:{text[8:-1]}"
+    glob = re.sub(r"\.\*|\\(.)|\.", lambda m: m[1] or {".*": "*", ".": "?"}[m[0]], text[3:].removesuffix("$"))
+    return glob if pattern_to_regex(glob) == text else f"re:^(?:{text[3:]})"
+
+
+# ---------------------------------------------------------------------- Hugging Face
+
+
+def to_hugging_face(precision: Precision, kept: Sequence[str] | None = None) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint that was written with this contract's rollout.
+
+    ``kept`` names the modules that stayed in the compute dtype: that format has names, no patterns and no layer
+    counts, so only who has the model can give them.
+    """
+    p = precision
+    named = [pattern for pattern in p.keep if not re.search(r"[*?\[]|^re:", pattern)]
+    rows = (
+        (
+            p.rollout != "fp8",
+            f"{p.compute.upper()} generation as an FP8 checkpoint.",
+            "There is nothing to quantize.",
+            "Set rollout='fp8'.",
+        ),
+        (
+            p.rollout_block == "1x32",
+            "rollout_block='1x32' as a Hugging Face FP8 checkpoint.",
+            "quant_method 'fp8' knows 128x128 blocks and whole tensors; MX checkpoints have a format of their own.",
+            "Set rollout_block='128x128' for the export.",
+        ),
+        (
+            p.weight_scale != p.activation_scale,
+            f"weight_scale={p.weight_scale!r} with activation_scale={p.activation_scale!r} in a quantization_config.",
+            "It has one scale_fmt for both.",
+            "Give both the same scale.",
+        ),
+        (
+            kept is None and (len(named) < len(p.keep) or p.first_layers > 0 or p.last_layers > 0),
+            "A quantization_config names the modules that are kept, and the contract gives patterns or counts of layers.",
+            "Which names those are depends on the model.",
+            "Pass kept=[...], the names of the kept modules, as the exporter does.",
+        ),
+    )
+    problems = [Problem(*words) for wrong, *words in rows if wrong]
+    if problems:
+        raise PrecisionError(problems)
+    block = ROLLOUT_BLOCKS[p.rollout_block]
+    config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": p.activation_scheme}
+    if block is not None:
+        config["weight_block_size"] = list(block)
+    if p.weight_scale == "pow2":
+        config["scale_fmt"] = "ue8m0"
+    names = named if kept is None else [*kept]
+    return config | ({"modules_to_not_convert": names} if names else {})
+
+
+_HF_KEYS = ("quant_method", "fmt", "activation_scheme", "weight_block_size", "scale_fmt", "modules_to_not_convert", "ignored_layers")
+
+
+def from_hugging_face(config: Mapping[str, Any]) -> Precision:
+    """The contract of a rollout from a checkpoint with this ``quantization_config``."""
+    problems = [unknown("key in quantization_config:", name, _HF_KEYS) for name in config if name not in _HF_KEYS]
+    for name, allowed in (("quant_method", ("fp8",)), ("fmt", ("e4m3",)), ("scale_fmt", ("ue8m0",))):
+        value = config.get(name, allowed[0])
+        if value is not None and value not in allowed:
+            problems.append(unknown(f"{name} in quantization_config:", value, allowed))
+    size = config.get("weight_block_size")
+    block = "tensor" if size is None else "128x128"
+    if size is not None and list(size) != [128, 128]:
+        problems.append(
+            Problem(
+                f"weight_block_size={size}.", "A contract knows DeepSeek's 128x128 blocks.", "Quantize again, with blocks of [128, 128]."
+            )
+        )
+    if problems:
+        raise PrecisionError(problems)
+    scale = "pow2" if config.get("scale_fmt") == "ue8m0" else "fp32"
+    kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    return Precision(
+        rollout="fp8",
+        rollout_block=block,
+        activation_scheme=config.get("activation_scheme", "dynamic"),
+        weight_scale=scale,
+        activation_scale=scale,
+        keep=tuple(kept),
+    )
+
+
+# ---------------------------------------------------------------------- rendering
+
+
+def render(precision: Precision) -> Rendering:
+    """The flags for ``vllm serve``; the engine arguments and, for a quantized checkpoint, its config as data."""
+    arguments = to_vllm(precision)
+    lost, notes = lost_fields(precision, from_vllm(arguments), _REASONS, "vLLM")
+    data: dict[str, Any] = {"engine": arguments}
+    if precision.rollout == "fp8":
+        if arguments["quantization"] == PLUGIN:
+            notes.append("Needs nemo_fp8 installed beside vLLM, whose plugin vLLM loads in every worker.")
+        else:
+            notes.append("vLLM's own quantization casts a MoE model's router too; keep it by name (keep=('*.gate',)).")
+        try:
+            data["quantization_config"] = to_hugging_face(precision)
+        except PrecisionError as error:
+            notes += [f"No quantization_config for a checkpoint: {p.what} {p.why} {p.remedy}" for p in error.problems]
+    words = []
+    for name, value in arguments.items():
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
+    return Rendering("vllm", " \\\n".join(words), data, tuple(notes), lost)

@@ -1,0 +1,140 @@
+"""The proof that two sides agree: against the casts themselves, on real tensors, and in words."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from strategies import contracts
+
+from nemo_fp8 import check as check_module
+from nemo_fp8.check import check, join, rollout_operand
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.presets import preset
+
+DEEPSEEK = {"format": "e4m3", "scaling": "blockwise"}
+FP32 = {"weight_scale": "fp32", "activation_scale": "fp32"}
+
+
+def _cast(weights, operand):
+    """Values of an FP8 copy: the plainest formula, one scale for each block."""
+    import torch
+
+    rows, cols = operand.block or weights.shape
+    tiles = weights.view(weights.shape[0] // rows, rows, weights.shape[1] // cols, cols)
+    scale = torch.div(torch.tensor(448.0), tiles.abs().amax((1, 3), keepdim=True))
+    if operand.scale != "fp32":
+        scale = torch.exp2(torch.floor(torch.log2(scale)))
+    return ((tiles * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale).view_as(weights)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    import torch
+
+    return (torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16().float()
+
+
+def _percent(a, b, weights):
+    return 100 * ((a - b).norm() / weights.norm()).item()
+
+
+def test_the_costs_that_findings_quote_are_what_the_casts_cost(weights):
+    p = Precision(**DEEPSEEK)
+    pow2, fp32 = _cast(weights, p.operand("weight")), _cast(weights, p.replace(**FP32).operand("weight"))
+    assert _percent(pow2, weights, weights) == pytest.approx(check_module.FROM_MASTER, abs=0.05)
+    assert _percent(fp32, weights, weights) == pytest.approx(check_module.FROM_MASTER, abs=0.05)
+    assert _percent(pow2, fp32, weights) == pytest.approx(check_module.BETWEEN_COPIES, abs=0.1)
+    twice = _cast(pow2, p.replace(**FP32).operand("weight"))
+    assert _percent(twice, weights, weights) == pytest.approx(check_module.CAST_TWICE, abs=0.2)
+
+
+CASTS = [
+    (scaling, block, ours, theirs)
+    for scaling, block, ours, theirs in itertools.product(
+        ("tensorwise", "blockwise", "mxfp8"), ("tensor", "128x128", "1x32"), ("fp32", "pow2"), ("fp32", "pow2")
+    )
+    if not (scaling == "mxfp8" and ours == "fp32") and not (block == "1x32" and theirs == "fp32")
+]
+
+
+@pytest.mark.parametrize(("scaling", "block", "ours", "theirs"), CASTS)
+def test_the_verdict_on_weights_is_what_the_casts_do(weights, scaling, block, ours, theirs):
+    train = Precision(format="e4m3", scaling=scaling, rollout="compute", weight_scale=ours, activation_scale=ours)
+    rollout = Precision(rollout="fp8", rollout_block=block, weight_scale=theirs, activation_scale=theirs)
+    apart = _percent(_cast(weights, train.operand("weight")), _cast(weights, rollout_operand(rollout, "weight")), weights)
+    found = [f for f in check(train=train, rollout=rollout).findings if f.topic == "weights" and f.severity != "note"]
+    assert bool(found) == (apart > 0.1), f"{apart:.3f}% apart"
+
+
+def test_one_contract_on_both_sides_agrees():
+    for p in (
+        Precision(**DEEPSEEK),
+        Precision(**DEEPSEEK, **FP32, first_layers=1, keep=("*.a_proj",)),
+        Precision(format="e4m3", scaling="mxfp8"),
+        Precision(format="hybrid", scaling="tensorwise", rollout_block="tensor"),
+        preset("bf16_mixed"),
+    ):
+        assert check(train=p, rollout=p).require().agrees, p
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "severity", "word"),
+    [
+        ({**DEEPSEEK}, {**DEEPSEEK, **FP32}, "conflict", "3.7% apart"),
+        ({**DEEPSEEK}, {"rollout": "fp8"}, "conflict", "power-of-2 scales"),
+        ({}, {"rollout": "fp8"}, "difference", "The rollout multiplies in FP8"),
+        ({**DEEPSEEK}, {}, "difference", "Training multiplies in FP8"),
+        ({"compute": "fp16"}, {}, "conflict", "FP16"),
+        ({**DEEPSEEK, "first_layers": 1}, {**DEEPSEEK}, "conflict", "first 1 layers"),
+        ({**DEEPSEEK}, {**DEEPSEEK, "keep": ("*a_proj*",)}, "conflict", "*a_proj*"),
+        ({"format": "hybrid", "scaling": "tensorwise"}, {"format": "hybrid", "scaling": "tensorwise"}, "difference", "whole tensor"),
+        ({"format": "hybrid", "scaling": "delayed"}, {"rollout": "fp8", "rollout_block": "tensor"}, "difference", "found beforehand"),
+        ({**DEEPSEEK}, {**DEEPSEEK, "kv_cache": "fp8"}, "difference", "KV cache"),
+    ],
+)
+def test_what_differs_is_said_in_words(train, rollout, severity, word):
+    result = check(train=Precision(**train), rollout=Precision(**rollout))
+    assert not result.agrees
+    assert any(f.severity == severity and word in str(f) for f in result.findings), str(result)
+    assert all(f.problem.what and f.problem.why and f.problem.remedy for f in result.findings)
+    with pytest.raises(PrecisionError, match=r"remedy"):
+        result.require()
+
+
+def test_a_router_kept_by_name_is_kept_anyway():
+    train = Precision(**DEEPSEEK)
+    assert check(train=train, rollout=train.replace(keep=("*router*", "lm_head"))).agrees
+
+
+def test_a_missing_correction_is_a_note():
+    p = Precision(**DEEPSEEK, importance_sampling=False)
+    result = check(train=p, rollout=p)
+    assert result.agrees
+    assert [f.severity for f in result.findings] == ["note"]
+    assert result.to_dict()["findings"][0]["topic"] == "loss"
+
+
+def test_the_result_has_no_truth_value():
+    with pytest.raises(TypeError, match="agrees"):
+        bool(check(train=Precision(), rollout=Precision()))
+
+
+@given(contracts())
+def test_a_contract_never_conflicts_with_itself(contract):
+    assert "conflict" not in {f.severity for f in check(train=contract, rollout=contract).findings}
+    assert join(contract, contract) == contract
+
+
+@given(contracts(), contracts())
+def test_two_sides_without_conflict_join_to_one_contract_that_says_both(train, rollout):
+    conflicts = [f for f in check(train=train, rollout=rollout).findings if f.severity == "conflict"]
+    if conflicts:
+        with pytest.raises(PrecisionError):
+            join(train, rollout)
+        return
+    one = join(train, rollout)
+    assert one.gemms() == train.gemms()
+    assert (one.rollout, one.kv_cache, one.deep_gemm) == (rollout.rollout, rollout.kv_cache, rollout.deep_gemm)
+    if train.is_fp8 and rollout.rollout == "fp8":
+        assert rollout_operand(one, "weight") == rollout_operand(rollout, "weight")
