@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 
 
-class MegatronCPU(CPUAccelerator):  # type: ignore[misc]
+class MegatronCPU(CPUAccelerator):
     """The CPU as Megatron's device, FP8 by emulation."""
 
     def __init__(self) -> None:
@@ -22,10 +22,12 @@ class MegatronCPU(CPUAccelerator):  # type: ignore[misc]
 
     def setup_device(self, device: torch.device) -> None:
         """Enter, once; Lightning calls this again for every stage."""
+        from nemo_fp8.train.emulated import emulated_fp8
         from nemo_fp8.train.megatron_cpu import megatron_on_cpu
 
         super().setup_device(device)
         self._contexts.enter_context(megatron_on_cpu())
+        self._contexts.enter_context(emulated_fp8())
 
     def teardown(self) -> None:
         """Leave nothing behind."""

@@ -33,7 +33,7 @@ _ACTS = (
 _SPLITS = ("train", "validation", "test")
 
 
-class ByteTokenizer(TokenizerSpec, io.IOMixin):  # type: ignore[misc]
+class ByteTokenizer(TokenizerSpec, io.IOMixin):
     """One token for each byte of UTF-8; the three control bytes that no text holds mark padding, beginning and end."""
 
     vocab_size = 256
@@ -109,7 +109,7 @@ class Stories(Dataset[dict[str, torch.Tensor]]):
         return batch | {"attention_mask": causal[None, None]}
 
 
-class StoryData(pl.LightningDataModule, io.IOMixin):  # type: ignore[misc]
+class StoryData(pl.LightningDataModule, io.IOMixin):
     """The stories as NeMo's trainer wants them: Megatron's batches, and a state from which a run resumes."""
 
     def __init__(

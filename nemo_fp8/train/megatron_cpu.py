@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.overrides import TorchFunctionMode
 
 from nemo_fp8.train import rng
@@ -106,6 +108,10 @@ def _layer_norm(self: object, rms_norm: bool = False, for_qk: bool = False) -> t
     return Norm
 
 
+def _sequential_experts(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, MLPSubmodules]:
+    return SequentialMLP, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
+
+
 def _no_kernel(self: object, mask: object, b: int, np: int, sq: int, sk: int) -> bool:
     return False
 
@@ -131,6 +137,9 @@ _OPTIMIZER = "megatron.core.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _GLOO = "gloo corrupts a coalesced all-gather of mixed dtypes, such as FP8 and BF16 weights together"
 
+_NORM = "torch's norms refuse sequence parallelism"
+_LOCAL = "megatron.core.models.backends:LocalSpecProvider"
+
 _TABLE = (
     _cuda("current_device", _current_device, "buffers are allocated on it"),
     _cuda("is_available", _is_available, "the answer must not depend on whether this machine has a GPU that is not used"),
@@ -152,9 +161,10 @@ _TABLE = (
     Patch(_DISTRIBUTED, "USING_TE_OPTIMIZER", True, "FusedAdam has the state layout that this stands for"),
     Patch(_DISTRIBUTED, "partition_buckets", _one_bucket_per_group, _GLOO),
     Patch("megatron.core.distributed.distributed_data_parallel", "partition_buckets", _one_bucket_per_group, _GLOO),
-    Patch("megatron.core.models.backends:LocalSpecProvider", "layer_norm", _layer_norm, "torch's norms refuse sequence parallelism"),
-    Patch("megatron.core.transformer.transformer_block", "LayerNormImpl", Norm, "torch's norms refuse sequence parallelism"),
-    Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", Norm, "torch's norms refuse sequence parallelism"),
+    Patch(_LOCAL, "layer_norm", _layer_norm, _NORM),
+    Patch("megatron.core.transformer.transformer_block", "LayerNormImpl", Norm, _NORM),
+    Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", Norm, _NORM),
+    Patch(_LOCAL, "grouped_mlp_modules", _sequential_experts, "grouped GEMMs are CUDA kernels, and the fallback knows plain linears only"),
     Patch("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax", "is_kernel_available", _no_kernel, "it is a CUDA kernel"),
     Patch("nemo.lightning.io.pl", "_fix_tensors_device", _unchanged, "it asserts that CUDA is initialized"),
 )

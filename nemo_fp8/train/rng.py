@@ -14,7 +14,7 @@ import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 
-class CpuRngStatesTracker(CudaRNGStatesTracker):  # type: ignore[misc]
+class CpuRngStatesTracker(CudaRNGStatesTracker):
     """Megatron's tracker of random streams, over the CPU's generator."""
 
     def add(self, name: str, seed: int) -> None:
