@@ -1,0 +1,351 @@
+"""``autocast(precision, model)``: the linears inside run their three GEMMs in FP8, as the contract says.
+
+    fp8 = nemo_fp8.autocast(nemo_fp8.preset("bf16_with_fp8_subchannel_scaling_mixed"), model)
+    with fp8:
+        loss = model(x)
+    loss.backward()
+
+Inside, a ``TorchFunctionMode`` answers every ``torch.nn.functional.linear``, so any PyTorch code takes part, on a
+CPU or a GPU, and nothing is patched. TE's own modules run under TE's own autocast, which is opened beside.
+
+Whatever depends on *which* linear runs needs the model: layers and names that stay in the compute dtype, shapes,
+and the state of delayed scaling, which lives with its module and travels in its ``state_dict``. Activation
+recompute runs a module a second time, during backward and often outside the ``with``: a hook on each module that
+owns an FP8 weight notices that, and repeats what the first run did, with the scales of the first run. Several
+microbatches may share one region; a region's recompute must come before the next region begins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import FunctionType, TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.delayed import DelayedState, update
+from nemo_fp8.numerics.linear import linear
+from nemo_fp8.numerics.selection import fits, is_te, linear_weights
+
+_RECORDS = "_nemo_fp8_records"
+
+# The regions that are open, outermost first.
+_open: ContextVar[tuple[autocast, ...]] = ContextVar("nemo_fp8_autocast", default=())
+
+
+@dataclass
+class _Record:
+    """What a module remembers about one of its FP8 linears."""
+
+    name: str
+    precision: Precision
+    delayed: DelayedState | None
+    ran: bool = False
+    """Whether its last run was in FP8, so that a recompute must be too."""
+    scale: torch.Tensor | None = None
+    """The forward scales of its last run."""
+    after_backward: Callable[[], None] | None = field(default=None, repr=False)
+    """The update of the gradients' scales, on the first linear of a region."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
+        copy = _Record(self.name, self.precision, None)
+        if self.delayed is not None:
+            copy.delayed = DelayedState(self.precision)
+            copy.delayed.load_state_dict(self.delayed.state_dict())
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.name, self.precision, None if self.delayed is None else self.delayed.state_dict())
+
+
+def _rebuild(name: str, precision: Precision, state: dict[str, torch.Tensor] | None) -> _Record:
+    record = _Record(name, precision, None)
+    if state is not None:
+        record.delayed = DelayedState(precision)
+        record.delayed.load_state_dict(state)
+    return record
+
+
+class autocast:
+    """Run the linears of a region in FP8 under a contract; see the module for what it does.
+
+    ``model`` is needed where the contract treats single linears differently or remembers amaxes. ``group`` is the
+    process group over which delayed scaling reduces its amaxes. The object may be entered again and again, and
+    nested; a contract without FP8, or ``enabled=False``, switches FP8 off inside.
+    """
+
+    def __init__(
+        self,
+        precision: Precision,
+        model: torch.nn.Module | None = None,
+        *,
+        enabled: bool = True,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        self.precision, self.model, self.group = precision, model, group
+        self.enabled = enabled and precision.is_fp8
+        self._records: dict[int, _Record] = {}
+        self._first: dict[bool, _Record] = {}
+        self._entered: list[tuple[Any, list[AbstractContextManager[Any]]]] = []
+        if not self.enabled:
+            return
+        if model is None:
+            _refuse_without_model(precision)
+        else:
+            self._records = _adopt(model, precision)
+
+    def __enter__(self) -> autocast:
+        outer = _open.get()
+        if not outer:
+            self._first = {}
+        managers: list[AbstractContextManager[Any]] = [self._te()]
+        if self.enabled and self.model is None:
+            managers.append(_each_module(self._meet))
+        if self.enabled:
+            managers.append(_Mode(self._linear, lambda: bool(_open.get()) and _open.get()[-1] is self))
+        token = _open.set((*outer, self))
+        for manager in managers:
+            manager.__enter__()
+        self._entered.append((token, managers))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        token, managers = self._entered.pop()
+        for manager in reversed(managers):
+            manager.__exit__(kind, error, trace)
+        _open.reset(token)
+        if kind is None and not _open.get() and torch.is_grad_enabled():
+            self._update_forward()
+
+    def _update_forward(self) -> None:
+        update([r.delayed.forward for r in self._records.values() if r.delayed], self.group)
+
+    def _update_backward(self) -> None:
+        update([r.delayed.backward for r in self._records.values() if r.delayed], self.group)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        record = self._records.get(id(weight)) or self._records.get(id(weight._base))
+        if record is None and self.model is None and fits(weight, self.precision):
+            _refuse_in_checkpoint()
+            record = _Record("", self.precision, None)
+        if record is None:
+            return F.linear(x, weight, bias)  # stays in the compute dtype
+        if _in_backward() and record.ran:
+            return _replay(record, x, weight, bias)
+        record.ran = True
+        if record.delayed is not None:
+            record.scale = record.delayed.forward.scale
+            # The first linear forward is the last backward, and with it the step of the gradients is complete.
+            # A region that is recomputed from end to end runs forward without grad.
+            first = self._first.setdefault(torch.is_grad_enabled(), record) is record
+            record.after_backward = self._update_backward if first else None
+        return _run(record, x, weight, bias)
+
+    def _meet(self, module: torch.nn.Module, args: Any) -> None:
+        """Without a model, linears are met as they run; recompute needs their records."""
+        if _open.get()[-1] is self and isinstance(module, (torch.nn.Linear, torch.nn.MultiheadAttention)):
+            self._records |= _adopt(module, self.precision)
+
+    def _te(self) -> AbstractContextManager[Any]:
+        """TE's autocast where TE's modules are, which run their FP8 GEMMs themselves."""
+        te = sys.modules.get("transformer_engine.pytorch")
+        if te is None or (self.model is not None and not any(is_te(m) for m in self.model.modules())):
+            return nullcontext()
+        from nemo_fp8.render.te import te_recipe
+
+        if self.precision.keep or self.precision.first_layers or self.precision.last_layers:
+            raise PrecisionError(
+                "Layers kept in the compute dtype, in a model of TransformerEngine's modules.",
+                "TE's autocast covers every TE module inside of it, and knows neither layers nor names.",
+                "Open autocast around the layers that shall run in FP8, or leave keep, first_layers and last_layers out.",
+            )
+        recipe = te_recipe(self.precision) if self.enabled else None
+        if hasattr(te, "autocast"):  # TE 2.9 and later
+            return te.autocast(enabled=self.enabled, recipe=recipe, amax_reduction_group=self.group)  # type: ignore[no-any-return]
+        return te.fp8_autocast(enabled=self.enabled, fp8_recipe=recipe, fp8_group=self.group)  # type: ignore[no-any-return]
+
+
+def _run(record: _Record, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return linear(x, weight, bias, precision=record.precision, delayed=record.delayed, after_backward=record.after_backward)
+
+
+def _replay(record: _Record, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The second forward of activation recompute: the first one's scales, and no amax remembered twice."""
+    if record.delayed is None:
+        return _run(record, x, weight, bias)
+    assert record.scale is not None
+    with record.delayed.forward.replay(record.scale):
+        return _run(record, x, weight, bias)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+# ---------------------------------------------------------------------- interception
+
+
+class _Mode(TorchFunctionMode):
+    """Answers ``functional.linear`` with ``answer`` wherever ``active`` says so."""
+
+    def __init__(self, answer: Callable[..., torch.Tensor], active: Callable[[], bool]) -> None:
+        super().__init__()
+        self._answer, self._active = answer, active
+        self._attention = _with_globals(F.multi_head_attention_forward, linear=self._linear, has_torch_function=lambda _: False)
+        for name in ("_in_projection", "_in_projection_packed"):
+            self._attention.__globals__[name] = _with_globals(getattr(F, name), linear=self._linear)
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._answer(input, weight, bias)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._active():
+            if func is F.linear:
+                return self._linear(*args, **(kwargs or {}))
+            # Its linears are called inside of it, where a mode does not look.
+            if func is F.multi_head_attention_forward:
+                return self._attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _with_globals(function: Any, **names: Any) -> FunctionType:
+    """The same function, seeing other things under some global names."""
+    missing = [name for name in names if name not in function.__globals__]
+    if missing:
+        raise PrecisionError(
+            f"torch {torch.__version__}: {function.__name__} no longer uses {', '.join(missing)}.",
+            "nemo_fp8 redirects these names to reach the linears inside of nn.MultiheadAttention.",
+            "Use the torch version that nemo_fp8 was tested with, and report this.",
+        )
+    copy = FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+@contextmanager
+def _each_module(meet: Callable[[torch.nn.Module, Any], None]) -> Iterator[None]:
+    """Call ``meet`` before the forward of every module."""
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(meet)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_in_checkpoint() -> None:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks and hooks[0].__qualname__.startswith("_checkpoint_hook"):
+        raise PrecisionError(
+            "A functional linear under activation recompute, in an autocast without a model.",
+            "Its second forward comes during backward, where nothing would tell that the first one was in FP8.",
+            "Pass the model: autocast(precision, model).",
+        )
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def _refuse_without_model(precision: Precision) -> None:
+    reasons = {
+        f"first_layers={precision.first_layers}": precision.first_layers > 0,
+        f"last_layers={precision.last_layers}": precision.last_layers > 0,
+        f"keep={list(precision.keep)}": bool(precision.keep),
+        "strict=True": precision.strict,
+        "scaling='delayed'": precision.scaling == "delayed",
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise PrecisionError(
+            f"autocast without a model, under a contract with {', '.join(found)}.",
+            "Layers and names are a model's, and delayed scaling keeps the amaxes of each linear with its module.",
+            "Pass the model: autocast(precision, model).",
+        )
+
+
+def _adopt(model: torch.nn.Module, precision: Precision) -> dict[int, _Record]:
+    """Give every module with FP8 weights its records and hooks; the same contract finds its records again."""
+    weights = linear_weights(model, precision)
+    owners = {id(p): (module, name) for module in model.modules() for name, p in module.named_parameters(recurse=False)}
+    found = {}
+    for name, weight in weights.items():
+        module, parameter = owners[id(weight)]
+        records = module.__dict__.setdefault(_RECORDS, {})
+        record = records.get(parameter)
+        if record is None or record.precision != precision:
+            delayed = DelayedState(precision, weight.device) if precision.scaling == "delayed" else None
+            record = records[parameter] = _Record(name, precision, delayed)
+        found[id(weight)] = record
+        _hook(module)
+    for module in model.modules():  # an attention runs the linears of its children itself
+        if isinstance(module, torch.nn.MultiheadAttention):
+            module.__dict__.setdefault(_RECORDS, {})
+            _hook(module)
+    return found
+
+
+def _hook(module: torch.nn.Module) -> None:
+    if _before in module._forward_pre_hooks.values():
+        return
+    module.register_forward_pre_hook(_before)
+    module.register_forward_hook(_after, always_call=True)
+    module.register_state_dict_post_hook(_save)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
+
+
+_recomputing: ContextVar[tuple[_Mode, ...]] = ContextVar("nemo_fp8_recomputing", default=())
+
+
+def _before(module: torch.nn.Module, args: Any) -> None:
+    """During backward, this is the recompute of a forward that may have run in FP8, and no region need be open."""
+    if not _in_backward():
+        for record in module.__dict__[_RECORDS].values():
+            record.ran = False  # until this forward has run in FP8
+        return
+    records = {
+        id(getattr(owner, parameter)): record
+        for owner in (module, *module.children())
+        for parameter, record in owner.__dict__.get(_RECORDS, {}).items()
+    }
+
+    def answer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        record = records.get(id(weight)) or records.get(id(weight._base))
+        return _replay(record, x, weight, bias) if record is not None and record.ran else F.linear(x, weight, bias)
+
+    mode = _Mode(answer, lambda: True)
+    _recomputing.set((*_recomputing.get(), mode))
+    mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
+    if not _in_backward():
+        return
+    *outer, mode = _recomputing.get()
+    _recomputing.set(tuple(outer))
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _save(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Delayed scaling in the ``state_dict``: four tensors beside each weight."""
+    for parameter, record in module.__dict__.get(_RECORDS, {}).items():
+        if record.delayed is not None:
+            state.update({f"{prefix}{parameter}.fp8.{name}": t for name, t in record.delayed.state_dict().items()})
+
+
+def _load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for parameter, record in module.__dict__.get(_RECORDS, {}).items():
+        start = f"{prefix}{parameter}.fp8."
+        saved = {name.removeprefix(start): state.pop(name) for name in [n for n in state if n.startswith(start)]}
+        if saved and record.delayed is not None:
+            record.delayed.load_state_dict(saved)

@@ -1,0 +1,103 @@
+"""Which linears of a model run in FP8: by decoder layer, by name, by shape.
+
+A contract keeps its first and last decoder layers and whatever matches its patterns in the compute dtype; a layer
+whose shape the FP8 GEMM cannot hold stays there too, or is refused under ``strict``. Decoder layers are the entries
+of the model's largest ``nn.ModuleList`` of equal modules, which is what every Transformer in PyTorch looks like.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError, Problem
+
+log = logging.getLogger(__name__)
+
+# What both sides of a weight must be a multiple of: cuBLAS's rule for FP8, and the MX block.
+MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+
+
+def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
+    """The weights whose GEMMs run in FP8 under the contract, by the name of their linear."""
+    layers = _layers_of(model, precision)
+    chosen, problems = {}, []
+    for name, weight in _candidates(model):
+        layer = _layer_of(name, layers[0])
+        if precision.keeps(name, layer, layers[1]):
+            continue
+        if not fits(weight, precision):
+            problems.append(_misfit(name, weight, precision))
+            continue
+        chosen[name] = weight
+    if problems and precision.strict:
+        raise PrecisionError(problems)
+    for problem in problems:
+        log.info("%s %s", problem.what, problem.why)
+    return chosen
+
+
+def fits(weight: torch.Tensor, precision: Precision) -> bool:
+    """Whether an FP8 GEMM can hold a weight of this shape."""
+    return all(side % MULTIPLE[str(precision.scaling)] == 0 for side in weight.shape)
+
+
+def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight that a linear multiplies with: those of nn.Linear, and the projections of nn.MultiheadAttention."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not is_te(module):
+            if not isinstance(module._parameters.get("weight"), torch.nn.Parameter):
+                raise PrecisionError(
+                    f"{path}: its weight is computed anew in every forward.",
+                    "A parametrized weight (weight norm, a merged adapter) is no parameter that a record could be kept for.",
+                    "Remove the parametrization, or run this module outside of autocast.",
+                )
+            yield path, module.weight
+        elif isinstance(module, torch.nn.MultiheadAttention):
+            for part in ("in_proj", "q_proj", "k_proj", "v_proj"):
+                weight = getattr(module, f"{part}_weight")
+                if weight is not None:
+                    yield f"{path}.{part}".lstrip("."), weight
+
+
+def is_te(module: torch.nn.Module) -> bool:
+    """Whether a module is TransformerEngine's, which brings its own FP8."""
+    return type(module).__module__.split(".")[0] == "transformer_engine"
+
+
+def _layers_of(model: torch.nn.Module, precision: Precision) -> tuple[str, int | None]:
+    """The path of the list of decoder layers, and how many there are."""
+    if not (precision.first_layers or precision.last_layers):
+        return "", None
+    lists = [
+        (len(module), path)
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) > 1 and len({type(m) for m in module}) == 1
+    ]
+    if not lists:
+        raise PrecisionError(
+            f"first_layers={precision.first_layers}, last_layers={precision.last_layers} on a model without a list of layers.",
+            "Decoder layers are found as the entries of an nn.ModuleList, and this model holds none.",
+            "Name the modules in keep= instead, and set first_layers=0 and last_layers=0.",
+        )
+    # The longest; of two equally long ones the outer, whose path is the shorter.
+    count, path = max(lists, key=lambda found: (found[0], -len(found[1])))
+    return f"{path}." if path else "", count
+
+
+def _layer_of(name: str, prefix: str) -> int | None:
+    if not name.startswith(prefix):
+        return None
+    index = name.removeprefix(prefix).split(".")[0]
+    return int(index) if index.isdigit() else None
+
+
+def _misfit(name: str, weight: torch.Tensor, precision: Precision) -> Problem:
+    return Problem(
+        f"{name}: a weight of {'x'.join(map(str, weight.shape))} stays in the compute dtype.",
+        f"Both sides must be multiples of {MULTIPLE[str(precision.scaling)]} for an FP8 GEMM with {precision.scaling} scaling.",
+        f"Pad the layer, add {name!r} to keep=, or set strict=False.",
+    )
