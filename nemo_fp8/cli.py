@@ -14,7 +14,7 @@ import typer
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.terminal import print_json, print_pairs, print_problems, print_table
+from nemo_fp8.terminal import print_answers, print_findings, print_json, print_notes, print_pairs, print_problems, print_table
 
 app = typer.Typer(
     help="One FP8 precision contract for NeMo / Megatron training and vLLM rollout.",
@@ -84,6 +84,57 @@ def diff(a: Name, b: Name, as_json: Json = False) -> None:
     else:
         print_pairs([("same", f"{first.name} and {second.name} are the same precision.")])
     raise typer.Exit(1 if fields else 0)
+
+
+@app.command()
+def render(
+    name: Name,
+    to: Annotated[str, typer.Option("--to", help="nemo, bridge, megatron, te, nemo-rl, vllm or env.", show_default=False)],
+    changes: Changes = None,
+    as_json: Json = False,
+) -> None:
+    """Write a precision in another program's words, to paste there."""
+    from nemo_fp8.render import render
+
+    rendering = render(load(name, changes), to)
+    if as_json:
+        return print_json({"to": rendering.to, "settings": rendering.data, "notes": rendering.notes, "lost": rendering.lost})
+    sys.stdout.write(rendering.text.rstrip() + "\n")
+    # What this side cannot say goes to stderr, so that the text can be piped into a file.
+    return print_notes(rendering.notes)
+
+
+# ---------------------------------------------------------------------- commands on machines and models
+
+
+@app.command()
+def doctor(
+    described: Annotated[str | None, typer.Option("--for", metavar="WORDS", help="Another machine: h200,cuda12.8,te2.9.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Ask for one precision; exit code 1 if the machine cannot.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what this machine, or a described one, makes of every FP8 recipe, why, and what to do."""
+    import os
+
+    from nemo_fp8.doctor import doctor, recipes_of, sanity
+    from nemo_fp8.machine import Machine
+    from nemo_fp8.support import EMULATED, NATIVE, RECIPES
+
+    machine = Machine.parse(described) if described else Machine.here()
+    wanted = recipes_of(load(name)) if name else list(RECIPES)
+    answers = [found for found in doctor(machine) if found.recipe in wanted]
+    findings = sanity(machine, None if described else os.environ)
+    if as_json:
+        print_json({"machine": machine.to_dict(), "recipes": [vars(a) for a in answers], "findings": [f.to_dict() for f in findings]})
+    else:
+        print_pairs(machine.facts())
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for a in answers:
+            alike.setdefault((a.verdict, a.reason, a.remedy), []).append(RECIPES[a.recipe])
+        print_answers((", ".join(recipes), *texts) for texts, recipes in alike.items())
+        print_findings(findings)
+    wrong = any(a.verdict not in (NATIVE, EMULATED) for a in answers) if name else False
+    raise typer.Exit(1 if wrong or any(f.severity == "error" for f in findings) else 0)
 
 
 # ---------------------------------------------------------------------- reading and printing

@@ -11,6 +11,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nemo_fp8.errors import Problem
+from nemo_fp8.findings import Finding
+
+_STYLES = {
+    "native": "green",
+    "emulated": "cyan",
+    "unsupported": "red",
+    "unknown": "yellow",
+    "error": "bold red",
+    "warning": "yellow",
+    "info": "cyan",
+}
 
 
 def word(value: Any) -> str:
@@ -56,6 +67,40 @@ def print_pairs(rows: Iterable[tuple[str, str]]) -> None:
     for heading, sentence in rows:
         table.add_row(escape(heading), escape(sentence))
     Console(highlight=False).print(table)
+
+
+def print_answers(rows: Iterable[tuple[str, str, str, str]]) -> None:
+    """Verdicts, each with its reason and its remedy below it."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for about, verdict, reason, remedy in rows:
+        style = _STYLES.get(verdict, "bold")
+        table.add_row("", "")
+        table.add_row(f"[{style}]{escape(verdict)}[/]", f"[bold]{escape(about)}[/]")
+        table.add_row("", escape(reason))
+        if remedy:
+            table.add_row("[dim]remedy[/]", escape(remedy))
+    Console(highlight=False).print(table)
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """Findings with their severity, code, cause and remedy."""
+    print_answers((f"{f.what} [{f.code}]", f.severity, f.why, f.remedy) for f in findings)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Notes on stderr, out of the way of what a person pipes into a file."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for note in notes:
+        console.print(f"[yellow]note:[/] {escape(note)}")
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
