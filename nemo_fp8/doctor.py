@@ -148,6 +148,8 @@ def _packages(m: Machine) -> Iterator[Finding]:
         yield finding("te-library-missing", "transformer-engine", te=m.te)
     if m.has_gpu and m.te == ABSENT and mcore:
         yield finding("te-absent", "transformer-engine")
+    if m.te == ABSENT and nemo and nemo.major == 2:
+        yield finding("mock-data", "nemo-toolkit")
     if te and te >= Version("2.21"):
         yield finding("te-newer", "transformer-engine", te=m.te)
     if numpy and mcore and numpy.major >= 2 and mcore.release[:2] == (0, 15):

@@ -179,9 +179,9 @@ RULES: dict[str, Rule] = {
     ),
     "sequence-parallel-without-tensor-parallel": Rule(
         "warning",
-        "sequence_parallel=True with tensor_parallel=1.",
+        "Sequence parallelism without tensor parallelism.",
         "There are no tensor-parallel ranks to split the sequence over.",
-        "Set sequence_parallel=False.",
+        "Leave sequence parallelism out.",
     ),
     # ------------------------------------------------------------ the model's shapes
     "layers-all-kept": Rule(
@@ -206,31 +206,37 @@ RULES: dict[str, Rule] = {
         "error",
         "{quantity} {value} is not divisible by {by}.",
         "Megatron splits it evenly over the ranks, and raises where it cannot.",
-        "Choose a {parallel} that divides {value}.",
+        "Choose a {parallel} that divides it.",
     ),
     "gqa-replicated": Rule(
         "info",
-        "{kv} key-value heads over a rollout tensor parallel of {tp}: each rank holds a copy.",
+        "{kv} key-value heads over a rollout-tp of {tp}: ranks hold copies.",
         "vLLM repeats key-value heads where there are fewer than ranks.",
-        "Nothing to do; a smaller rollout_tensor_parallel saves the copies.",
+        "Nothing to do; a smaller rollout-tp saves the copies.",
     ),
     "shape": Rule(
         "error",
         "{layer} [{rows} x {columns}] on each rank does not fit {scaling}: {reason}.",
         "TransformerEngine raises in the first step; nemo_fp8's emulation keeps such a layer in {compute}, or refuses it with strict=True.",
-        "Choose a tensor_parallel or a size that leaves multiples, or add the layer to keep.",
+        "Choose a tp or a size that leaves multiples, or add the layer to keep.",
     ),
     "param-shape": Rule(
         "warning",
         "{layer} [{rows} x {columns}] on each rank cannot be an FP8 primary weight: {reason}.",
         "TransformerEngine holds 128x128-scaled tensors only where both sides are multiples of 128 (NeMo RL#1164 trained to NaN with TP).",
-        "Choose a tensor_parallel that leaves multiples of 128, or set fp8_param=False.",
+        "Choose a tp that leaves multiples of 128, or set fp8_param=False.",
     ),
     "block-straddles-ranks": Rule(
         "info",
         "{layer} [{rows} x {columns}] on each rank has ragged 128x128 blocks.",
-        "A block at the edge is smaller than 128, and its grid differs from the unsplit weight's: scales change with tensor_parallel.",
-        "Choose a tensor_parallel that leaves multiples of 128, where results must not depend on it.",
+        "A block at the edge is smaller than 128, and its grid differs from the unsplit weight's: scales change with tp.",
+        "Choose a tp that leaves multiples of 128, where results must not depend on it.",
+    ),
+    "grids-differ": Rule(
+        "warning",
+        "{layer} [{rows} x {columns}] has other 128x128 blocks in training than in rollout: {reason}.",
+        "Megatron fuses the weight, so a block covers rows of two Hugging Face weights, whose own blocks are scaled apart.",
+        "Use it with importance_sampling=True: the same contract gives two roundings of these weights. Sizes in multiples of 128 do not.",
     ),
     "tokens": Rule(
         "error",
@@ -254,7 +260,7 @@ RULES: dict[str, Rule] = {
         "info",
         "Each expert's tokens are padded to a multiple of {multiple}.",
         "A router gives an expert any number of tokens, and {scaling} GEMMs take multiples of {multiple}.",
-        "Nothing with moe_permute_fusion; else set moe_router_padding_for_fp8, which NeMo's plugin cannot reach.",
+        "Nothing to do: Megatron's grouped MLP pads, with a copy. moe_router_padding_for_fp8 saves it; NeMo's plugin cannot reach that.",
     ),
     "router-kept": Rule(
         "info",
@@ -265,20 +271,20 @@ RULES: dict[str, Rule] = {
     "vocab-padding": Rule(
         "info",
         "The vocabulary of {vocab} is padded to {padded}.",
-        "Megatron rounds it up to a multiple of 128 x tensor_parallel; embeddings and the output head stay in high precision.",
+        "Megatron rounds it up to a multiple of 128 x tp; embeddings and the output head stay in high precision.",
         "Cut the padding off when exporting to Hugging Face.",
     ),
     "rollout-shape": Rule(
         "error",
         "{layer} [{rows} x {columns}] on each rollout rank: {reason}.",
         "vLLM refuses a pre-quantized weight whose shard splits a 128x128 block (vllm#44763: 768/TP4 = 192).",
-        "Use a rollout_tensor_parallel of {remedy}, expert parallelism in place of tensor parallelism, or rollout='compute'.",
+        "Use a rollout-tp (vLLM's tensor_parallel_size) of {remedy}, expert parallelism for experts (rollout-ep), or rollout='compute'.",
     ),
     "rollout-kv-shard": Rule(
         "error",
         "Each rollout rank holds {rows} rows of K and of V, less than a 128x128 block.",
         "vLLM refuses a pre-quantized checkpoint there; its online quantization works, with blocks over K and V that are not training's.",
-        "Use a rollout_tensor_parallel of at most {most}, or accept another grid than training's with online quantization.",
+        "Use a rollout-tp of at most {most}, or accept another grid than training's with online quantization.",
     ),
     "rollout-cpu-kernel": Rule(
         "error",
@@ -290,7 +296,7 @@ RULES: dict[str, Rule] = {
         "warning",
         "{layer} [{rows} x {columns}] on each rollout rank does not run on DeepGEMM.",
         "DeepGEMM takes multiples of 128 on both sides; vLLM runs the layer on another kernel without a word.",
-        "Choose a rollout_tensor_parallel that leaves multiples of 128, or set deep_gemm=False.",
+        "Choose a rollout-tp that leaves multiples of 128, or set deep_gemm=False.",
     ),
     # ------------------------------------------------------------ what is installed, and the environment
     "nemo-mcore": Rule(
@@ -316,6 +322,12 @@ RULES: dict[str, Rule] = {
         "There is a GPU, and no TransformerEngine.",
         "Without it NeMo and Megatron train in BF16 where FP8 was asked for, and say nothing.",
         "Install transformer-engine[pytorch].",
+    ),
+    "mock-data": Rule(
+        "info",
+        "NeMo's MockDataModule does not work without TransformerEngine.",
+        "It hands create_attention_mask to its dataset as the seed, and has no state to resume from.",
+        "Use another data module.",
     ),
     "te-newer": Rule(
         "info",

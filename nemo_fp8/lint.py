@@ -1,0 +1,147 @@
+"""Lint: contract x model x split x machine -> findings, before the run.
+
+A contract refuses contradictions by itself; lint points at what is *allowed and not meant*: fields that the chosen
+recipe ignores, layers that will not run in FP8, settings of Megatron that undo it in silence. Each argument that is
+left out leaves its findings out; nothing is guessed about a model or a machine that was not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.doctor import sanity, support_findings
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.findings import Finding, finding, sort
+from nemo_fp8.machine import Machine
+from nemo_fp8.model_shapes import Model
+from nemo_fp8.parallel import Parallel
+from nemo_fp8.shape_audit import shape_findings
+
+_DELAYED_FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
+_LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_ROLLOUT_FIELDS = ("rollout_block", "activation_scheme", "importance_sampling")
+
+
+def lint(
+    settings: Precision | Mapping[str, Any],
+    *,
+    model: Model | Mapping[str, Any] | str | Path | None = None,
+    parallel: Parallel | Mapping[str, Any] | str | None = None,
+    machine: Machine | str | None = None,
+    environment: Mapping[str, str] | None = None,
+    modules: Mapping[str, ModuleType] | None = None,
+) -> list[Finding]:
+    """Every finding, errors first. Settings that cannot become a contract give their problems as findings.
+
+    ``environment`` is a mapping such as ``os.environ`` and is looked at only if given; with ``modules=sys.modules``
+    variables that were set after TransformerEngine had been imported are found too.
+    """
+    try:
+        precision = settings if isinstance(settings, Precision) else Precision.from_dict(settings)
+    except PrecisionError as error:
+        return [finding("contract", what=p.what, why=p.why, remedy=p.remedy) for p in error.problems]
+    said = Parallel.of(parallel)
+    found = Machine.parse(machine) if isinstance(machine, str) else machine
+    shapes = model if isinstance(model, Model) or model is None else Model.read(model)
+    findings = [*_ignored(precision), *_doubtful(precision, found), *_layout(precision, said)]
+    if shapes is not None:
+        findings += shape_findings(shapes, precision, said, found)
+    if found is not None:
+        findings += support_findings(precision, found)
+        findings += sanity(found)
+    if environment is not None:
+        findings += _environment(precision, environment)
+        findings += sanity(Machine(), environment, modules)
+    return sort(findings)
+
+
+# ---------------------------------------------------------------------- the contract
+
+
+def _ignored(p: Precision) -> Iterator[Finding]:
+    """Fields that differ from what they would be by themselves, and that nothing reads."""
+    untouched = Precision(format=p.format, scaling=p.scaling, rollout=p.rollout)
+
+    def was_set(name: str) -> bool:
+        return bool(getattr(p, name) != getattr(untouched, name))
+
+    def ignored(code: str, names: tuple[str, ...], **gaps: Any) -> Iterator[Finding]:
+        return (finding(code, name, field=name, value=getattr(p, name), **gaps) for name in names if was_set(name))
+
+    if p.scaling != "delayed":
+        yield from ignored("ignored-delayed", _DELAYED_FIELDS, scaling=p.scaling or "no FP8 in training")
+    if p.compute != "fp16":
+        yield from ignored("ignored-loss-scale", _LOSS_SCALE_FIELDS, compute=p.compute)
+    if p.rollout == "compute":
+        yield from ignored("ignored-rollout", _ROLLOUT_FIELDS)
+    if p.scaling == "delayed":
+        for name in ("weight_scale", "activation_scale"):
+            if getattr(p, name) == "pow2":
+                yield finding("ignored-scales", name, field=name)
+    if not p.is_fp8 and p.rollout == "compute":
+        yield from ignored("ignored-scales-without-fp8", ("weight_scale", "activation_scale"))
+        if p.first_layers or p.last_layers:
+            yield finding("ignored-layers", "first_layers", first=p.first_layers, last=p.last_layers)
+
+
+def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Finding]:
+    """What is obeyed and goes wrong."""
+    if p.is_fp8 and not p.wgrad and not (machine is not None and machine.has_gpu is False):
+        yield finding("ignored-wgrad", "wgrad")
+    if p.format == "hybrid" and p.scaling in ("mxfp8", "blockwise"):
+        yield finding(f"e5m2-gradients-{p.scaling}", "format")
+    freezes = p.amax_compute_algo == "max" or p.amax_history_len > 1
+    if p.compute == "fp16" and p.scaling == "delayed" and freezes and p.loss_scale is None and p.initial_loss_scale > 65536:
+        history, algo = p.amax_history_len, p.amax_compute_algo
+        yield finding("fp16-delayed-freeze", "initial_loss_scale", scale=p.initial_loss_scale, history=history, algo=algo)
+    if p.rollout == "fp8" and not p.importance_sampling:
+        yield finding("rollout-without-correction", "importance_sampling")
+    if p.rollout == "fp8" and not p.is_fp8:
+        yield finding("bf16-train-fp8-rollout", "rollout", compute=p.compute.upper())
+
+
+# ---------------------------------------------------------------------- the layout, as Megatron takes it
+
+
+def _layout(p: Precision, parallel: Parallel) -> Iterator[Finding]:
+    is_mxfp8_param = p.fp8_param and p.scaling == "mxfp8"
+    if is_mxfp8_param and parallel.overlap_param_gather:
+        yield finding("mxfp8-overlap-param-gather", "overlap_param_gather")
+    if p.fp8_param and parallel.distributed_optimizer is False:
+        detail = (
+            "with mxfp8 NeMo ends in an AttributeError." if is_mxfp8_param else "its own command line refuses anything else, NeMo does not."
+        )
+        yield finding("fp8-param-needs-distributed-optimizer", "distributed_optimizer", detail=detail)
+    elif is_mxfp8_param and parallel.reuse_grad_buf is False:
+        yield finding("mxfp8-param-needs-reuse", "reuse_grad_buf")
+    if parallel.reuse_grad_buf and not is_mxfp8_param:
+        yield finding("reuse-without-mxfp8-param", "reuse_grad_buf")
+    if is_mxfp8_param:
+        yield finding("fp8-param-saves-nothing", "fp8_param")
+
+
+# ---------------------------------------------------------------------- the environment
+
+# Variable -> (the scaling that it is about, what TE does with and without it).
+_SCALE_VARIABLES = {
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("blockwise", "fp32", "pow2"),
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("tensorwise", "pow2", "fp32"),
+}
+
+
+def _environment(p: Precision, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Scales that TransformerEngine takes from a variable, against those that the contract says."""
+    for name, (scaling, on, off) in _SCALE_VARIABLES.items():
+        wanted = {p.weight_scale, p.activation_scale}
+        if p.scaling != scaling:
+            continue
+        words = " and ".join(sorted(wanted)) + " scales"
+        if environment.get(name) == "1" and wanted != {on}:
+            remedy = f"Unset {name}, or set weight_scale={on!r} and activation_scale={on!r}."
+            yield finding("environment-against-contract", name, name=name, value="1", says=f"{on} scales", contract=words, remedy=remedy)
+        elif environment.get(name, "0") != "1" and wanted != {off}:
+            yield finding("environment-missing", name, name=name, contract=words, value="1")

@@ -1,0 +1,303 @@
+"""Which linear layers really run in FP8: contract x model x split -> an audit table and findings.
+
+An operand ``[rows, columns]`` on a rank must come in multiples that the recipe's GEMMs take. The three GEMMs contract
+over columns (fprop), rows (dgrad) and tokens (wgrad), so one multiple holds for all three sides:
+
+    16   delayed, tensorwise, blockwise      (TE asks 8 of the outer side; cuBLAS asks 16 once it is contracted)
+    32   mxfp8
+    128  a blockwise weight that is kept in FP8 (fp8_param), and packed sequences in NeMo RL
+
+Rollout is stricter: vLLM's 128x128 blocks may not be cut by tensor parallelism, nor by the seam between fused parts.
+The audit groups layers that fare alike, and says for each group what it runs in and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
+from nemo_fp8.findings import Finding, finding
+from nemo_fp8.machine import Machine
+from nemo_fp8.model_shapes import COLUMN, ROW, Linear, Model
+from nemo_fp8.parallel import Parallel
+
+# Scaling -> what every side of its GEMMs is a multiple of, and what NeMo RL pads packed sequences to.
+MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+PACKING = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """Linears that fare alike. ``count`` is over all decoder layers and all experts of one rank."""
+
+    name: str
+    rows: int
+    columns: int
+    count: int
+    train: str
+    reason: str
+    rollout: str
+    rollout_reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# ---------------------------------------------------------------------- one layer
+
+
+def shape_problem(scaling: str | None, rows: int, columns: int) -> str | None:
+    """Why a weight ``[rows, columns]`` cannot run under a scaling; None where it can."""
+    if scaling is None:
+        return None
+    return _not_multiples(MULTIPLES[scaling], rows=rows, columns=columns)
+
+
+def param_problem(scaling: str | None, rows: int, columns: int) -> str | None:
+    """Why it cannot be kept as an FP8 primary weight, where its GEMMs could run."""
+    return _not_multiples(BLOCK, rows=rows, columns=columns) if scaling == "blockwise" else None
+
+
+def rollout_problem(p: Precision, linear: Linear, cut: int) -> str | None:
+    """Why vLLM cannot hold a linear in the contract's rollout format on one of ``cut`` ranks; None where it can."""
+    block = ROLLOUT_BLOCKS[p.rollout_block]
+    parts, columns = linear.on_rank(cut)
+    if block is None:
+        return _not_multiples(16, rows=sum(parts), columns=columns)
+    is_cut = cut > 1 and linear.split == COLUMN
+    # Where nothing is cut, the last of several fused parts may end in a ragged block, and so may a lone weight.
+    checked = parts if is_cut else parts[:-1]
+    rows = next((part for part in checked if part % block[0]), None)
+    if rows is not None:
+        return f"a part has {rows} rows, not a multiple of {block[0]}"
+    if cut > 1 and linear.split == ROW and columns % block[1]:
+        return f"{columns} columns are not a multiple of {block[1]}"
+    if p.rollout_block == "1x32" and columns % block[1]:
+        return f"{columns} columns are not a multiple of {block[1]}"
+    return None
+
+
+def kept(p: Precision, model: Model, layer: int, linear: Linear) -> str | None:
+    """Why the contract keeps a linear in the compute dtype; None where it does not."""
+    if p.keeps("", layer, model.layers):
+        return "first or last layers"
+    return "keep" if any(p.keeps(name) for name in names(layer, linear)) else None
+
+
+def names(layer: int, linear: Linear) -> tuple[str, ...]:
+    """A linear's names in Megatron and in Hugging Face, for patterns to match; expert 0 stands for all."""
+    ours = f"decoder.layers.{layer}.{linear.name}"
+    return (ours, *(f"model.layers.{layer}.{name.replace('*', '0')}" for name in linear.hugging_face))
+
+
+def _not_multiples(multiple: int, **sides: int) -> str | None:
+    bad = [f"{value} {side}" for side, value in sides.items() if value % multiple]
+    return f"{' and '.join(bad)} not a multiple of {multiple}" if bad else None
+
+
+def _train_cut(linear: Linear, parallel: Parallel) -> int:
+    return parallel.experts_cut if linear.experts else parallel.tensor
+
+
+def _rollout_linear(model: Model, linear: Linear, parallel: Parallel) -> tuple[Linear, int]:
+    """A linear as vLLM holds it, and the ranks it is cut over: key-value heads are repeated where there are too few."""
+    cut = 1 if linear.experts and parallel.rollout_expert else parallel.rollout_cut
+    if linear.name.endswith("linear_qkv") and cut > model.kv_heads:
+        q, k, v = linear.parts
+        again = cut // model.kv_heads
+        return replace(linear, parts=(q, k * again, v * again)), cut
+    return linear, cut
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[AuditRow]:
+    """What every linear layer runs in, in training and in rollout; layers that fare alike in one row."""
+    parallel = parallel or Parallel()
+    compute = p.compute.upper()
+    grouped: dict[tuple[Any, ...], int] = {}
+    for layer, linear in model.all_linears():
+        parts, columns = linear.on_rank(_train_cut(linear, parallel))
+        why_kept = kept(p, model, layer, linear)
+        bad = shape_problem(p.scaling, sum(parts), columns)
+        train, reason = ("FP8", "") if p.is_fp8 else (compute, "no FP8 in training")
+        if p.is_fp8 and (why_kept or bad):
+            train, reason = (compute, why_kept) if why_kept else ("refused", bad or "")
+        elif p.is_fp8 and p.fp8_param and (param := param_problem(p.scaling, sum(parts), columns)):
+            reason = f"weight kept in {compute}: {param}"
+        rollout, rollout_reason = ("FP8", "") if p.rollout == "fp8" else (compute, "no FP8 in rollout")
+        if p.rollout == "fp8":
+            bad = rollout_problem(p, *_rollout_linear(model, linear, parallel))
+            if why_kept or bad:
+                rollout, rollout_reason = (compute, why_kept) if why_kept else ("refused", bad or "")
+        key = (linear.name, sum(parts), columns, train, reason, rollout, rollout_reason)
+        grouped[key] = grouped.get(key, 0) + max(1, linear.experts // parallel.expert)
+    return [
+        AuditRow(name, rows, columns, count, train, reason, rollout, why)
+        for (name, rows, columns, train, reason, rollout, why), count in grouped.items()
+    ]
+
+
+def packing_multiple(p: Precision, parallel: Parallel) -> tuple[int, str]:
+    """What each packed sequence is padded to a multiple of, and the factors of it in words."""
+    factors = [(PACKING[p.scaling], p.scaling)] if p.scaling else []
+    if parallel.context > 1:
+        factors.append((2 * parallel.context, f"2 x context parallel {parallel.context}"))
+    if parallel.sequence_parallel and parallel.tensor > 1:
+        factors.append((parallel.tensor, "tensor parallel with sequence parallel"))
+    multiple = 1
+    for factor, _ in factors:
+        multiple *= factor
+    return multiple, " x ".join(f"{factor} ({why})" for factor, why in factors)
+
+
+# ---------------------------------------------------------------------- findings
+
+
+def shape_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Finding]:
+    """Everything about the shapes of a model that a person should know."""
+    yield from _split_findings(model, parallel)
+    if p.is_fp8 or p.rollout == "fp8":
+        yield from _kept_findings(model, p)
+    if p.is_fp8:
+        yield from _train_findings(model, p, parallel, machine)
+    if p.rollout == "fp8":
+        yield from _rollout_findings(model, p, parallel, machine)
+
+
+def _split_findings(model: Model, parallel: Parallel) -> Iterator[Finding]:
+    tokens, together = parallel.seq_length or 0, parallel.tensor if parallel.sequence_parallel else 1
+    checks = (
+        ("The number of attention heads", model.heads, parallel.tensor, "tp"),
+        ("The number of key-value heads (GQA groups)", model.kv_heads, parallel.tensor, "tp"),
+        ("The number of layers", model.layers, parallel.pipeline, "pp"),
+        ("The number of experts", model.experts, parallel.expert, "ep"),
+        ("The sequence length", tokens, 2 * parallel.context if parallel.context > 1 else 1, "cp (two chunks a rank)"),
+        ("The sequence length on a context-parallel rank", tokens // parallel.context, together, "tp (with sequence parallel)"),
+    )
+    for quantity, value, by, name in checks:
+        if value % by:
+            yield finding("not-divisible", name, quantity=quantity, value=value, by=by, parallel=name)
+    # Rollout follows training where nothing else was said; one finding is enough then.
+    if parallel.rollout_cut != parallel.tensor and model.heads % parallel.rollout_cut:
+        heads, by, name = "The number of attention heads", parallel.rollout_cut, "rollout-tp"
+        yield finding("not-divisible", name, quantity=heads, value=model.heads, by=by, parallel=name)
+    for linear in _distinct(model):
+        cut = _train_cut(linear, parallel)
+        sides = linear.parts if linear.split == COLUMN else (linear.columns,) if linear.split == ROW else ()
+        for value in dict.fromkeys(side for side in sides if side % cut and "attention" not in linear.name):
+            yield finding("not-divisible", linear.name, quantity=f"The width of {linear.name}", value=value, by=cut, parallel="tp")
+    if parallel.sequence_parallel and parallel.tensor == 1:
+        yield finding("sequence-parallel-without-tensor-parallel", "sequence_parallel")
+    if model.kv_heads < parallel.rollout_cut and not model.mla:
+        yield finding("gqa-replicated", "rollout_tensor", kv=model.kv_heads, tp=parallel.rollout_cut)
+    padded = -(-model.vocab // (128 * parallel.tensor)) * 128 * parallel.tensor
+    if padded != model.vocab:
+        yield finding("vocab-padding", "embedding", vocab=model.vocab, padded=padded)
+
+
+def _kept_findings(model: Model, p: Precision) -> Iterator[Finding]:
+    compute = p.compute.upper()
+    if p.first_layers + p.last_layers >= model.layers:
+        total = p.first_layers + p.last_layers
+        yield finding(
+            "layers-all-kept", "first_layers", first=p.first_layers, last=p.last_layers, layers=model.layers, kept=total, compute=compute
+        )
+    elif all(kept(p, model, layer, linear) for layer, linear in model.all_linears()):
+        yield finding("layers-all-matched", "keep", keep=list(p.keep))
+    # Routers, heads and embeddings are kept anyway; a pattern may name them, and then matches something.
+    others = ("lm_head", "output_layer", "embedding", "model.embed_tokens", *_routers(model))
+    all_names = [*others, *(name for layer, linear in model.all_linears() for name in names(layer, linear))]
+    for pattern in p.keep:
+        alone = Precision(keep=(pattern,))
+        if not any(alone.keeps(name) for name in all_names):
+            yield finding("keep-matches-nothing", "keep", pattern=pattern)
+    if model.experts:
+        yield finding("router-kept", "router", experts=model.experts)
+
+
+def _routers(model: Model) -> Iterator[str]:
+    for layer in model.moe_layers:
+        yield from (f"decoder.layers.{layer}.mlp.router", f"model.layers.{layer}.mlp.gate", f"model.layers.{layer}.block_sparse_moe.gate")
+
+
+def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Finding]:
+    compute, scaling = p.compute.upper(), p.scaling or ""
+    emulated = machine is not None and machine.has_gpu is False and not p.strict
+    for linear in _running(model, p):
+        parts, columns = linear.on_rank(_train_cut(linear, parallel))
+        facts: dict[str, Any] = {"layer": linear.name, "rows": sum(parts), "columns": columns}
+        bad = shape_problem(p.scaling, sum(parts), columns)
+        param = param_problem(p.scaling, sum(parts), columns)
+        if bad:
+            severity = "warning" if emulated else None
+            yield finding("shape", linear.name, severity=severity, scaling=scaling, reason=bad, compute=compute, **facts)
+        elif param and p.fp8_param:
+            yield finding("param-shape", linear.name, reason=param, **facts)
+        elif param and not param_problem(scaling, linear.rows, linear.columns):
+            yield finding("block-straddles-ranks", linear.name, **facts)
+        if p.scaling == "blockwise" and p.rollout == "fp8" and not bad and (seam := _seam(model, linear, parts)):
+            yield finding("grids-differ", linear.name, reason=seam, **facts)
+    multiple, factors = packing_multiple(p, parallel)
+    if parallel.pad_to and parallel.pad_to % multiple:
+        yield finding("padding-too-small", "packing", given=parallel.pad_to, multiple=multiple, factors=factors)
+    elif parallel.packed:
+        yield finding("padding", "packing", multiple=multiple, factors=factors)
+    if parallel.seq_length and not parallel.packed:
+        tokens, step = parallel.seq_length * parallel.micro_batch // parallel.context, MULTIPLES[scaling]
+        if tokens % step:
+            yield finding("tokens", "seq_length", tokens=tokens, multiple=step, scaling=scaling)
+    if model.experts:
+        yield finding("expert-tokens", "experts", multiple=MULTIPLES[scaling], scaling=scaling)
+
+
+def _rollout_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Finding]:
+    on_cpu = machine is not None and machine.has_gpu is False
+    for plain in _running(model, p):
+        linear, cut = _rollout_linear(model, plain, parallel)
+        parts, columns = linear.on_rank(cut)
+        facts: dict[str, Any] = {"layer": linear.name, "rows": sum(parts), "columns": columns}
+        bad = rollout_problem(p, linear, cut)
+        if bad and linear.name.endswith("linear_qkv") and parts[1] < BLOCK:
+            yield finding("rollout-kv-shard", linear.name, rows=parts[1], most=_most_for_kv(model))
+        elif bad:
+            yield finding("rollout-shape", linear.name, reason=bad, remedy=_fitting(p, model, plain, parallel, cut), **facts)
+        elif p.deep_gemm and _not_multiples(BLOCK, rows=sum(parts), columns=columns):
+            yield finding("deepgemm-shape", linear.name, **facts)
+        if on_cpu and not bad and sum(parts) % 32:
+            yield finding("rollout-cpu-kernel", linear.name, **facts)
+
+
+def _seam(model: Model, linear: Linear, parts: tuple[int, ...]) -> str | None:
+    """Where a 128x128 block of Megatron's fused weight covers rows of several Hugging Face weights; None where none does."""
+    if linear.name.endswith("linear_qkv"):  # heads of Q, K and V take turns
+        return f"heads of {model.head_dim} rows" if model.head_dim % BLOCK else None
+    return next((f"a part of {part} rows" for part in parts[:-1] if part % BLOCK), None)
+
+
+def _most_for_kv(model: Model) -> int | str:
+    """The widest rollout tensor parallelism that leaves whole blocks of K and V on each rank."""
+    fits = (n for n in range(model.kv_heads, 0, -1) if model.kv_heads % n == 0 and model.kv_heads // n * model.head_dim % BLOCK == 0)
+    return next(fits, "none (no split leaves whole blocks)")
+
+
+def _fitting(p: Precision, model: Model, linear: Linear, parallel: Parallel, cut: int) -> str:
+    def fits(smaller: int) -> bool:
+        return rollout_problem(p, *_rollout_linear(model, linear, replace(parallel, rollout_tensor=smaller))) is None
+
+    found = [str(n) for n in range(1, cut) if cut % n == 0 and fits(n)]
+    return " or ".join(found) or "another size (none below it fits)"
+
+
+def _distinct(model: Model, take: Callable[[int, Linear], bool] = lambda layer, linear: True) -> list[Linear]:
+    """Each kind of linear once."""
+    return list(dict.fromkeys(linear for layer, linear in model.all_linears() if take(layer, linear)))
+
+
+def _running(model: Model, p: Precision) -> list[Linear]:
+    """Each kind of linear that the contract keeps out of FP8 nowhere or not everywhere."""
+    return _distinct(model, lambda layer, linear: kept(p, model, layer, linear) is None)

@@ -1,0 +1,117 @@
+"""The audit table: which layers run in FP8, on the shapes that are known to fail and to work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.model_shapes import Model
+from nemo_fp8.parallel import Parallel
+from nemo_fp8.presets import PRESETS, preset
+from nemo_fp8.shape_audit import AuditRow, audit, packing_multiple, param_problem, shape_problem
+
+DATA = Path(__file__).parent / "data"
+BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")
+
+
+def rows(name: str, p: Precision, parallel: str = "") -> dict[str, list[AuditRow]]:
+    found: dict[str, list[AuditRow]] = {}
+    for row in audit(Model.read(DATA / f"{name}.json"), p, Parallel.of(parallel)):
+        found.setdefault(row.name, []).append(row)
+    return found
+
+
+def test_768_over_4_ranks() -> None:
+    """vllm#44763: 768 / 4 = 192 rows, one and a half blocks."""
+    experts = rows("qwen3-30b-a3b", BLOCKWISE, "tp4")["mlp.experts.linear_fc1"]
+    assert [(r.rows, r.columns, r.train, r.rollout) for r in experts] == [(384, 2048, "FP8", "refused")]
+    assert "192" in experts[0].rollout_reason
+    whole = rows("qwen3-30b-a3b", BLOCKWISE, "tp4,rollout-ep")["mlp.experts.linear_fc1"]
+    assert whole[0].rollout == "FP8"
+
+
+def test_kept_layers_are_rows_of_their_own() -> None:
+    fc1 = rows("llama-3-8b", preset("bf16_with_fp8_tensorwise_mixed"), "tp2")["mlp.linear_fc1"]
+    assert {(r.train, r.count, r.reason) for r in fc1} == {("BF16", 2, "first or last layers"), ("FP8", 30, "")}
+    assert all((r.rows, r.columns) == (14336, 4096) for r in fc1)
+
+
+def test_patterns_in_either_dialect() -> None:
+    for pattern in ("*.mlp.linear_fc2", "*.mlp.down_proj", r"re:layers\.\d+\.mlp\.down"):
+        table = rows("llama-3-8b", BLOCKWISE.replace(keep=(pattern,)))
+        assert [r.train for r in table["mlp.linear_fc2"]] == ["BF16"]
+        assert [r.train for r in table["mlp.linear_fc1"]] == ["FP8"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-30b-a3b"])
+def test_every_layer_is_counted_once(name: str, model: str) -> None:
+    read = Model.read(DATA / f"{model}.json")
+    table = audit(read, preset(name), Parallel(expert=8 if read.experts else 1))
+    assert sum(r.count for r in table) == sum(max(1, linear.experts // 8) for _, linear in read.all_linears())
+
+
+def test_experts_are_spread() -> None:
+    table = rows("mixtral-8x7b", BLOCKWISE, "ep4,tp2,etp1")
+    assert [(r.rows, r.columns, r.count) for r in table["mlp.experts.linear_fc1"]] == [(28672, 4096, 32 * 2)]
+    assert table["self_attention.linear_proj"][0].columns == 2048
+
+
+def test_bf16_is_bf16() -> None:
+    assert {(r.train, r.rollout) for r in audit(Model.read(DATA / "llama-3-8b.json"), preset("bf16_mixed"))} == {("BF16", "BF16")}
+
+
+def test_latent_attention() -> None:
+    config = {
+        **{"model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 4, "vocab_size": 129280},
+        **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1},
+        "first_k_dense_replace": 3,
+    }
+    p = Precision(format="e4m3", scaling="blockwise", fp8_param=True)
+    table = {r.name: r for r in audit(Model.read(config), p, Parallel.of("tp8,ep8,etp1,rollout-tp8"))}
+    assert table["self_attention.linear_kv_down_proj"].rows == 576  # whole on every rank
+    assert "576 rows" in table["self_attention.linear_kv_down_proj"].reason  # runs in FP8, cannot be kept in FP8
+    assert table["self_attention.linear_kv_down_proj"].train == "FP8"
+    assert table["self_attention.linear_q_up_proj"].rows == 128 * 192 // 8
+    assert all(r.rollout == "FP8" for r in table.values())  # as DeepSeek ships it
+    assert table["mlp.shared_experts.linear_fc1"].rows == 2 * 2048 // 8
+
+
+@pytest.mark.parametrize(
+    ("scaling", "rows_", "columns", "fits"),
+    [
+        ("tensorwise", 16, 16, True),
+        ("tensorwise", 16, 24, False),
+        ("delayed", 8, 16, False),  # dgrad contracts over rows
+        ("blockwise", 192, 2048, True),
+        ("blockwise", 200, 2048, False),
+        ("mxfp8", 32, 96, True),
+        ("mxfp8", 48, 96, False),
+    ],
+)
+def test_multiples(scaling: str, rows_: int, columns: int, fits: bool) -> None:
+    assert (shape_problem(scaling, rows_, columns) is None) == fits
+
+
+def test_primary_weights_are_stricter() -> None:
+    assert param_problem("blockwise", 192, 2048) is not None
+    assert param_problem("blockwise", 256, 2048) is None
+    assert param_problem("tensorwise", 192, 2048) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "multiple"),
+    [
+        ("bf16_with_fp8_blockwise_mixed", "", 128),
+        ("bf16_with_fp8_blockwise_mixed", "cp2", 512),
+        ("bf16_with_fp8_blockwise_mixed", "cp2,tp4,sp", 2048),
+        ("bf16_with_mxfp8_mixed", "tp4", 32),
+        ("bf16_with_fp8_tensorwise_mixed", "tp4,sp", 64),
+        ("bf16_mixed", "cp2", 4),
+    ],
+)
+def test_packing(name: str, parallel: str, multiple: int) -> None:
+    assert packing_multiple(preset(name), Parallel.of(parallel))[0] == multiple
