@@ -23,7 +23,7 @@ import torch
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics import scales
+from nemo_fp8.numerics import kernels, scales
 from nemo_fp8.numerics.formats import Format, format_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
@@ -44,11 +44,20 @@ class DelayedScaling:
 
     def quantize(self, x: torch.Tensor, role: str, operand: Operand, *, statistics: bool = False) -> Quantized:
         """``x`` with the scale of earlier steps; its amax is remembered for later ones."""
+        self._follow(x.device)
         slot = self.roles.index(role)
         if self._replayed is not None:
             return quantize(x, operand, scale=self._replayed[slot], statistics=statistics)
-        self.history[0, slot] = torch.fmax(self.history[0, slot], scales.amax_of(x.detach()))
+        amax = kernels.amax(x.detach())
+        if amax is None:
+            amax = scales.amax_of(x.detach())
+        self.history[0, slot] = torch.fmax(self.history[0, slot], amax)
         return quantize(x, operand, scale=self.scale[slot].clone(), statistics=statistics)
+
+    def _follow(self, device: torch.device) -> None:
+        """The state lives where its tensors are quantized, whenever the model was moved."""
+        if self.scale.device != device:
+            self.scale, self.history = self.scale.to(device), self.history.to(device)
 
     @contextmanager
     def replay(self, scale: torch.Tensor) -> Iterator[None]:

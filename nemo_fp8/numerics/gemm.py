@@ -6,12 +6,14 @@ so each operand is contracted along the dimension it was quantized for, and the 
 ``gemm(x_row, w_row)``, ``gemm(dy_row, w_col)`` and ``gemm(dy_col, x_col)``.
 
 FP8 values are exact in BF16, so the multipliers may be BF16 ones and only the sums need FP32. Three ways, all
-exact in their operands, the fastest that is:
+exact in their operands, the first that is possible:
 
     scales that are powers of two   folded into the BF16 values; a BF16 GEMM whose FP32 sums are rounded once
     one FP32 scale a tensor         BF16 multipliers, FP32 result, times both scales, rounded
     FP32 scales of tiles            code * scale has more bits than BF16 holds: dequantized in FP32 (each value
                                     rounded to FP32 once) and multiplied in FP32, three times slower
+
+On a GPU that has the FP8 GEMM for the operands, that one runs instead (``scaled_mm.py``).
 
 A real FP8 GEMM multiplies a tile's scale into partial sums, so results agree to FP32 rounding and never to the
 bit: accumulation order is the hardware's own affair. That is why bit-exactness ends at the operands.
@@ -25,8 +27,10 @@ from contextlib import contextmanager
 import torch
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import decode
 from nemo_fp8.numerics.quantized import Quantized, as_matrix, per_tile
+from nemo_fp8.numerics.scaled_mm import scaled_mm
 from nemo_fp8.numerics.scales import is_pow2
 
 # Above this, a power of two times a code, or times a sum of products of codes, is a normal BF16 number.
@@ -35,8 +39,34 @@ _LEAST_EXACT_SCALE = 2.0**-90
 
 def gemm(a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``op(a) @ op(b).T + bias`` as a matrix of ``out_dtype``; leading dimensions are flattened."""
-    left, left_scale = _values(a)
-    right, right_scale = _values(b)
+    real = scaled_mm(a, b, out_dtype, bias)
+    if real is not None:
+        return real
+    factor = _owed(a, b)
+    exact = _exact(a) and _exact(b)
+    if exact and out_dtype == torch.bfloat16 and (factor is None or (bias is None and _exact_in_bf16(factor))):
+        left, right = _fitting(a, b, torch.bfloat16)
+        out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(out_dtype), left, right)
+        return out if factor is None else out.mul_(factor.to(out_dtype))
+    out = _matmul_fp32(a, b, exact)
+    if factor is not None:
+        out.mul_(factor)
+    if bias is not None:
+        out.add_(bias)
+    return out.to(out_dtype)
+
+
+def _matmul_fp32(a: Quantized, b: Quantized, exact: bool) -> torch.Tensor:
+    """The FP32 product, on BF16 multipliers where the values are exact in BF16 and the hardware can."""
+    if exact and a.device.type == "cuda":
+        return torch.mm(*_fitting(a, b, torch.bfloat16), out_dtype=torch.float32)
+    with _fp32_matmul_on_bf16(exact):
+        return torch.mm(*_fitting(a, b, torch.float32))
+
+
+def _fitting(a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``op(a)`` and ``op(b).T`` as matrices."""
+    left, right = _values(a, dtype), _values(b, dtype)
     left = left if a.usage == "row" else left.t()
     right = right.t() if b.usage == "row" else right
     if left.shape[1] != right.shape[0]:
@@ -45,26 +75,29 @@ def gemm(a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16,
             "A GEMM contracts the columns of usage 'row' and the rows of usage 'col', and both must be of one length.",
             "Quantize each operand for the dimension that this GEMM contracts.",
         )
-    factor = _product(left_scale, right_scale)
-    if left.dtype == right.dtype == out_dtype == torch.bfloat16 and (factor is None or (bias is None and _exact_in_bf16(factor))):
-        out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(out_dtype), left, right)
-        return out if factor is None else out.mul_(factor.to(out_dtype))
-    out = _matmul_fp32(left, right)
-    if factor is not None:
-        out.mul_(factor)
-    if bias is not None:
-        out.add_(bias)
-    return out.to(out_dtype)
+    return left, right
 
 
-def _values(q: Quantized) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The operand's values as an exact BF16 or an FP32 matrix, and the factor still owed to them."""
+def _values(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    """The operand's values, with the scales of its tiles; the scale of a whole tensor is left for the result."""
+    if q.block is not None:
+        return as_matrix(q.dequantize(dtype))
+    fast = kernels.decode(q.data, torch.ones((), device=q.device), None, dtype)
+    return as_matrix(decode(q.data, dtype) if fast is None else fast)
+
+
+def _owed(a: Quantized, b: Quantized) -> torch.Tensor | None:
+    """The factor that the product of the values still lacks."""
+    scales = [q.scale_inv for q in (a, b) if q.block is None]
+    return torch.stack(scales).prod() if scales else None
+
+
+def _exact(q: Quantized) -> bool:
+    """Whether the values that enter the product are exact in BF16."""
     if q.block is None:
-        return as_matrix(decode(q.data)), q.scale_inv
+        return True
     scale_inv = q.scale_inv_fp32
-    if _exact_in_bf16(scale_inv) or (is_pow2(scale_inv.clamp_min(_LEAST_EXACT_SCALE)) and _only_zeros_below(q, scale_inv)):
-        return as_matrix(per_tile(decode(q.data), scale_inv.to(torch.bfloat16), q.block)), None
-    return as_matrix(q.dequantize()), None
+    return _exact_in_bf16(scale_inv) or (is_pow2(scale_inv.clamp_min(_LEAST_EXACT_SCALE)) and _only_zeros_below(q, scale_inv))
 
 
 def _exact_in_bf16(scale: torch.Tensor) -> bool:
@@ -78,21 +111,6 @@ def _only_zeros_below(q: Quantized, scale_inv: torch.Tensor) -> bool:
     small = (scale_inv < _LEAST_EXACT_SCALE).to(torch.uint8)
     codes = q.data.view(torch.uint8) & 0x7F
     return not bool(per_tile(codes, small, q.block).any())
-
-
-def _product(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    if left is None or right is None:
-        return left if right is None else right
-    return left * right
-
-
-def _matmul_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The FP32 product. BF16 operands are multiplied as such where the hardware can, always summed in FP32."""
-    exact = left.dtype == right.dtype == torch.bfloat16
-    if exact and left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    with _fp32_matmul_on_bf16(exact):
-        return torch.mm(left.float(), right.float())
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.numerics import scales
+from nemo_fp8.numerics import kernels, scales
 from nemo_fp8.numerics.formats import FP32_MAX, Format, cast, decode_e8m0, format_of
 from nemo_fp8.numerics.quantized import Quantized, as_matrix, check_usage
 from nemo_fp8.numerics.statistics import Statistics, measure
@@ -47,8 +47,8 @@ def quantize(
     _check_scale(operand, scale, convention)
     format = format_of(operand.format)
     result = None
-    if scale is None and epsilon == 0.0:
-        result = _kernel(x, tile, operand.format, operand.scale, convention, statistics)
+    if epsilon == 0.0:
+        result = kernels.quantize(x, tile, operand.format, operand.scale, convention, statistics, scale)
     if result is None:
         result = quantize_reference(x, tile, format, operand.scale, convention, statistics, epsilon=epsilon, scale=scale)
     data, scale_inv, stats = result
@@ -127,11 +127,6 @@ def find_scales(
 def amax_of_tiles(x: torch.Tensor, tiles: torch.Tensor, tile: Tile) -> torch.Tensor:
     """The amax of each tile, [tile rows, tile columns]."""
     return scales.amax_of(x).reshape(1, 1) if tile is None else scales.amax_of(tiles, (1, 3))
-
-
-def _kernel(x: torch.Tensor, tile: Tile, element_format: str, scale_kind: str, convention: str, statistics: bool) -> Result | None:
-    """The fast kernel's result where one exists for this device and operand, else None."""
-    return None
 
 
 # ---------------------------------------------------------------------- tiles

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import Format, decode, decode_e8m0, format_of
 from nemo_fp8.numerics.statistics import Statistics
 
@@ -55,6 +56,11 @@ class Quantized:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``code * scale_inv``, computed in FP32 and rounded once to ``dtype``."""
+        fast = kernels.decode(self.data, self.scale_inv, self.block, dtype)
+        return self.dequantize_reference(dtype) if fast is None else fast
+
+    def dequantize_reference(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The same in plain torch."""
         values = decode(self.data, torch.float32)
         return (values * self.scale_inv_fp32 if self.block is None else per_tile(values, self.scale_inv_fp32, self.block)).to(dtype)
 
