@@ -97,7 +97,9 @@ def to_megatron(precision: Precision) -> list[str]:
 
 def from_megatron(command_line: str | Sequence[str]) -> Precision:
     """The contract that a Megatron-LM command line describes. Flags that have nothing to do with precision are passed over."""
-    words = shlex.split(command_line, comments=True) if isinstance(command_line, str) else list(command_line)
+    if isinstance(command_line, str):
+        command_line = shlex.split(command_line.replace("\\\n", " "), comments=True)
+    words = list(command_line)
     problems = [
         unknown("Megatron-LM flag", name, FLAGS)
         for name in (word.split("=")[0] for word in words)

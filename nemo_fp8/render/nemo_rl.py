@@ -81,8 +81,6 @@ def render(precision: Precision) -> Rendering:
         notes.append("Only a NeMo RL that hands first_last_layers_bf16 to Megatron (its pull request 4126) keeps these layers in training.")
     if precision.fp8_param:
         notes.append("fp8_param=true was seen to give NaN in NeMo RL (its issue 1164).")
-    if not precision.wgrad and precision.is_fp8:
-        notes.append("wgrad runs in FP8 there.")
     return Rendering("nemo-rl", text, data, tuple(notes), lost)
 
 
@@ -166,6 +164,8 @@ def _train(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         fields["grad_reduce"] = "fp32" if _resolved(document, reduce) else "compute"
     if _section(document, "policy", "megatron_cfg", "fp4_cfg").get("enabled"):
         problems.append(Problem("policy.megatron_cfg.fp4_cfg is enabled.", "A contract describes FP8 only.", "Disable FP4."))
+    scale, wrong = _environment(document, fp8_cfg.get("fp8_recipe"))
+    problems += wrong
     if not fp8_cfg or not fp8_cfg.get("enabled", True):
         return fields, problems
     missing = [name for name in ("fp8", "fp8_recipe") if name not in fp8_cfg]
@@ -182,14 +182,12 @@ def _train(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     fields |= said
     if megatron.get("first_last_layers_bf16"):
         fields |= {setting.field: megatron.get(name, setting.default) for name, setting in keys.LAYERS.items()}
-    scale, wrong = _environment(document, str(fields.get("scaling")))
-    problems += wrong
     if scale is not None:
         fields |= {"weight_scale": scale, "activation_scale": scale}
     return fields, problems
 
 
-def _environment(document: Mapping[str, Any], scaling: str) -> tuple[str | None, list[Problem]]:
+def _environment(document: Mapping[str, Any], scaling: str | None) -> tuple[str | None, list[Problem]]:
     variables = _section(document, "policy", "megatron_cfg", "env_vars")
     ours = [name for name, _ in VARIABLES.values()]
     slips = [name for name in variables if name not in ours and difflib.get_close_matches(name, ours, cutoff=0.9)]
@@ -199,9 +197,11 @@ def _environment(document: Mapping[str, Any], scaling: str) -> tuple[str | None,
 
 
 def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    vllm_cfg = {k: _resolved(document, v) for k, v in _section(document, "policy", "generation", "vllm_cfg").items() if v is not None}
-    known = (*keys.VLLM_CFG, *keys.VLLM_CFG_READ, *keys.VLLM_CFG_OTHERS)
-    problems = [unknown("key in policy.generation.vllm_cfg:", name, known) for name in vllm_cfg if name not in known]
+    section = _section(document, "policy", "generation", "vllm_cfg")
+    ours = (*keys.VLLM_CFG, *keys.VLLM_CFG_READ)
+    known = (*ours, *keys.VLLM_CFG_OTHERS)
+    problems = [unknown("key in policy.generation.vllm_cfg:", name, known) for name in section if name not in known]
+    vllm_cfg = {name: _resolved(document, section[name]) for name in ours if section.get(name) is not None}
     said, wrong = read(keys.VLLM_CFG, {k: v for k, v in vllm_cfg.items() if k in keys.VLLM_CFG})
     problems += wrong
     correction = _section(document, "loss_fn").get("use_importance_sampling_correction", False)

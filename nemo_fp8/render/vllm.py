@@ -138,7 +138,7 @@ def to_hugging_face(precision: Precision, kept: Sequence[str] | None = None) -> 
         (
             p.rollout != "fp8",
             f"{p.compute.upper()} generation as an FP8 checkpoint.",
-            "There is nothing to quantize.",
+            "Nothing to quantize.",
             "Set rollout='fp8'.",
         ),
         (

@@ -1,0 +1,168 @@
+"""NeMo RL's YAML: the documents' samples as written, recipes of its shapes, both ways, and every slip refused."""
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from strategies import contracts
+
+from nemo_fp8.check import check
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.presets import PRESETS
+from nemo_fp8.render import nemo_rl, render
+from nemo_fp8.render.nemo_rl import from_nemo_rl, ignored_by_nemo_rl, read_nemo_rl
+
+# The two samples of NeMo RL's FP8 document, key for key.
+DOCUMENT_ROLLOUT = """
+loss_fn:
+    use_importance_sampling_correction: true
+policy:
+    generation:
+        vllm_cfg:
+            precision: 'fp8'
+            use_deep_gemm: true
+            num_last_layers_in_bf16: 0
+            num_first_layers_in_bf16: 0
+            use_weight_pow2_scale: False
+            use_activation_pow2_scale: False
+"""
+DOCUMENT_TRAINING = """
+policy:
+    megatron_cfg:
+        fp8_cfg:
+            fp8: "hybrid"
+            fp8_recipe: "tensorwise"
+            fp8_param: false
+"""
+# The shape of a whole file: interpolations, and sections that are none of our business.
+WHOLE = """
+defaults: grpo_math_1B.yaml
+grpo: {num_prompts_per_step: 64}
+loss_fn: {reference_policy_kl_penalty: 0.01, use_importance_sampling_correction: true, token_level_loss: true}
+policy:
+  model_name: some/model
+  precision: bfloat16
+  dtensor_cfg: {enabled: false}
+  megatron_cfg:
+    enabled: true
+    tensor_model_parallel_size: 4
+    pipeline_dtype: ${policy.precision}
+    distributed_data_parallel_config: {grad_reduce_in_fp32: false, overlap_grad_reduce: true}
+    fp8_cfg: {enabled: true, fp8: e4m3, fp8_recipe: blockwise, fp8_param: false, force_clear_fp8_caches: true}
+    env_vars: {NVTE_FP8_BLOCK_SCALING_FP32_SCALES: "1", PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:False"}
+  generation:
+    backend: vllm
+    vllm_kwargs: {max_num_seqs: 32}
+    vllm_cfg: {precision: fp8, tensor_parallel_size: 4, gpu_memory_utilization: 0.5, async_engine: false, use_deep_gemm: true,
+               max_model_len: "${policy.max_total_sequence_length}"}
+cluster: {gpus_per_node: 8}
+"""
+
+
+def test_the_documents_rollout_sample_is_bf16_training_with_an_fp8_rollout():
+    p = from_nemo_rl(DOCUMENT_ROLLOUT)
+    assert p == Precision(rollout="fp8", deep_gemm=True)
+    assert not p.is_fp8
+    assert (p.weight_scale, p.activation_scale) == ("fp32", "fp32")
+
+
+def test_the_documents_older_keys_are_read_and_said_to_be_ignored():
+    ignored = ignored_by_nemo_rl(DOCUMENT_ROLLOUT.replace("False", "True"))
+    assert [("pow2_weight_scaling_factors" in p.remedy, "pow2_activation_scaling_factors" in p.remedy) for p in ignored] == [
+        (True, False),
+        (False, True),
+    ]
+    assert from_nemo_rl(DOCUMENT_ROLLOUT.replace("False", "True")).weight_scale == "pow2"
+    both = "policy: {generation: {vllm_cfg: {precision: fp8, use_weight_pow2_scale: true, pow2_weight_scaling_factors: %s}}}"
+    assert from_nemo_rl(both % "true").weight_scale == "pow2"
+    with pytest.raises(PrecisionError, match="contradict"):
+        from_nemo_rl(both % "false")
+
+
+def test_the_documents_training_sample_is_fp8_training_and_says_what_nemo_rl_needs():
+    p = from_nemo_rl(DOCUMENT_TRAINING)
+    assert (p.format, p.scaling, p.fp8_param, p.rollout) == ("hybrid", "tensorwise", False, "compute")
+    assert "enabled: true" in ignored_by_nemo_rl(DOCUMENT_TRAINING)[0].remedy
+
+
+def test_a_whole_file_is_read():
+    p = from_nemo_rl(WHOLE)
+    expected = Precision(
+        format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32", deep_gemm=True, grad_reduce="compute"
+    )
+    assert p == expected
+    assert check(train=p, rollout=p).agrees
+    assert ignored_by_nemo_rl(WHOLE) == []
+
+
+def test_a_forgotten_variable_is_the_conflict_that_costs_most():
+    """FP32 scales in the rollout (NeMo RL's default) beside powers of two in training (TransformerEngine's)."""
+    text = WHOLE.replace('NVTE_FP8_BLOCK_SCALING_FP32_SCALES: "1", ', "")
+    with pytest.raises(PrecisionError, match=r"3\.7% apart"):
+        from_nemo_rl(text)
+    train, rollout = read_nemo_rl(text)
+    assert not check(train=train, rollout=rollout).agrees
+
+
+def test_modules_kept_in_the_rollout_only_are_a_conflict():
+    text = WHOLE.replace("use_deep_gemm: true", "use_deep_gemm: true, quantization_ignored_layer_kws: [a_proj]")
+    assert read_nemo_rl(text)[1].keep == ("*a_proj*",)
+    with pytest.raises(PrecisionError, match="a_proj"):
+        from_nemo_rl(text)
+
+
+@settings(deadline=None)
+@given(contracts())
+def test_every_contract_reads_back_but_for_what_the_notes_name(contract):
+    mixed_environment = contract.scaling in ("blockwise", "tensorwise") and contract.weight_scale != contract.activation_scale
+    no_such_rollout = contract.rollout == "fp8" and contract.rollout_block == "tensor"
+    lonely_cache = contract.rollout != "fp8" and contract.kv_cache == "fp8"
+    if mixed_environment or no_such_rollout or lonely_cache:
+        with pytest.raises(PrecisionError):
+            render(contract, "nemo-rl")
+        return
+    rendering = render(contract, "nemo-rl")
+    assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
+    assert yaml.safe_load(rendering.text) == rendering.data
+    if contract.is_fp8 and contract.keep:
+        assert "keep" in rendering.lost
+        return
+    back = from_nemo_rl(rendering.text)
+    assert set(contract.diff(back)) == set(rendering.lost)
+    assert render(back, "nemo-rl").data == rendering.data
+
+
+def test_every_presets_yaml_is_one_contract_again():
+    for p in PRESETS.values():
+        assert from_nemo_rl(render(p, "nemo-rl").text).gemms() == p.gemms()
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("policy: {megatron_cfg: {fp8_cfg: {enabled: true, fp8: e4m3, fp8_recipee: blockwise}}}", "Did you mean 'fp8_recipe'"),
+        ("policy: {megatron_cfg: {fp8_cfg: {enabled: true, fp8: e4m3}}}", "lacks fp8_recipe"),
+        ("policy: {megatron_cfg: {fp8_cgf: {enabled: true}}}", "Did you mean 'fp8_cfg'"),
+        ("policy: {megatron_cfg: {fp8_cfg: true}}", "no mapping"),
+        ("policy: {megatron_cfg: {fp4_cfg: {enabled: true}}}", "FP8 only"),
+        ("policy: {megatron_cfg: {env_vars: {NVTE_FP8_BLOCK_SCALING_FP32_SCALE: '1'}}}", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
+        ("policy: {generation: {vllm_cfg: {precision: fp8, pow2_weight_scaling_factor: true}}}", "pow2_weight_scaling_factors"),
+        ("policy: {generation: {vllm_cfg: {precision: fp8, use_deepgemm: true}}}", "Did you mean 'use_deep_gemm'"),
+        ("policy: {generation: {vllm_cfg: {precision: fp9}}}", "fp9"),
+        ("policy: {generation: {vllm_cfg: {kv_cache_dtype: fp8}}}", "refuses an FP8 KV cache"),
+        ("policy: {generation: {vllm_cfg: {precision: fp8, is_mx: true, pow2_weight_scaling_factors: false}}}", "E8M0"),
+        ("policy: {precision: bf16}", "bfloat16"),
+        ("loss_fn: {use_importance_sampling_corection: true}", "Did you mean 'use_importance_sampling_correction'"),
+        ("policy: {generation: {vllm_cfg: {precision: '${somewhere.else}'}}}", "OmegaConf"),
+        ("policy: {precision: bfloat16}\npolicy: {precision: float16}", "twice"),
+    ],
+)
+def test_slips_are_refused(text, word):
+    with pytest.raises(PrecisionError) as caught:
+        from_nemo_rl(text)
+    assert word in str(caught.value)
+
+
+def test_what_nemo_rl_would_do_otherwise_is_refused_not_noted():
+    with pytest.raises(PrecisionError, match="128x128"):
+        nemo_rl.to_nemo_rl(Precision(rollout="fp8", rollout_block="tensor"))

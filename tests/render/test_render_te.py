@@ -1,0 +1,161 @@
+"""TransformerEngine's real recipe classes, and megatron-core's own function that builds them."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from strategies import contracts
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.presets import PRESETS
+from nemo_fp8.render import nemo, render
+from nemo_fp8.render.te import from_te, te_environment, te_recipe
+from nemo_fp8.render.te_loader import load_recipe_module
+
+TE_VERSION = "2.20.2"
+OPERANDS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+DELAYED = ("margin", "amax_history_len", "amax_compute_algo")
+TRAINING = ("format", "scaling", "attention", "multi_head_attention")
+
+
+@pytest.fixture(scope="module")
+def mcore_recipe(te_module):
+    """megatron-core's ``get_fp8_recipe``, which it defines only where TE imports: lifted from its source, with this TE."""
+    import megatron.core
+    import torch
+    from megatron.core.enums import Fp8Recipe
+    from packaging.version import Version
+
+    te = types.SimpleNamespace(common=types.SimpleNamespace(recipe=te_module))
+    scope = {
+        "HAVE_TE": True,
+        "PkgVersion": Version,
+        "torch": torch,
+        "te": te,
+        "transformer_engine": te,
+        "Fp8Recipe": Fp8Recipe,
+        "is_te_min_version": lambda version, **_: Version(TE_VERSION) >= Version(version),
+        "get_te_version": lambda: Version(TE_VERSION),
+        "ModelParallelConfig": object,
+        "TransformerConfig": object,
+        "warnings": warnings,
+    }
+    base = Path(megatron.core.__file__).parent
+    wanted = {"extensions/transformer_engine.py": {"_get_extra_te_kwargs", "TEDelayedScaling"}, "fp8_utils.py": {"get_fp8_recipe"}}
+    for file, names in wanted.items():
+        for node in ast.walk(ast.parse((base / file).read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
+                names.remove(node.name)  # the first definition is the one for machines with TE
+                exec(compile(ast.Module([node], []), file, "exec"), scope)
+        assert not names
+    return scope["get_fp8_recipe"]
+
+
+def _settings(recipe, te_module):
+    """Everything that a recipe says, operands included; megatron-core's own subclass counts as its parent."""
+    name = next(c.__name__ for c in type(recipe).__mro__ if hasattr(te_module, c.__name__))
+    operands = {
+        n: str(getattr(recipe, n)) for n in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad") if hasattr(recipe, n)
+    }
+    plain = {n: str(v) for n, v in vars(recipe).items() if not n.startswith("_") and n not in operands}
+    return name, operands, plain
+
+
+def test_megatron_core_builds_the_same_recipe_from_our_nemo_rendering(te_module, mcore_recipe):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecision, update_config_with_dtype_overrides
+
+    compared = 0
+    for p in PRESETS.values():
+        if not p.is_fp8:
+            continue
+        plugin = MegatronMixedPrecision(**nemo.resolve_dtypes(nemo.to_nemo(p)))
+        config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True)
+        theirs = mcore_recipe(update_config_with_dtype_overrides(plugin.dtype_config, config))
+        assert _settings(te_recipe(p, te_module), te_module) == _settings(theirs, te_module), p.name
+        compared += 1
+    assert compared > 10
+
+
+@settings(deadline=None)
+@given(contracts())
+def test_the_real_recipe_reads_back_as_the_contract(te_module, contract):
+    if not contract.is_fp8 or not contract.wgrad:
+        with pytest.raises(PrecisionError):
+            te_recipe(contract, te_module)
+        return
+    recipe = te_recipe(contract, te_module)
+    back = from_te(recipe)
+    fields = (
+        TRAINING if contract.scaling == "delayed" else [n for n in TRAINING if n not in ("margin", "amax_history_len", "amax_compute_algo")]
+    )
+    assert {n: getattr(back, n) for n in fields} == {n: getattr(contract, n) for n in fields}
+    assert back.gemms() == contract.gemms()
+    lost = render(contract, "te").lost
+    assert set(contract.diff(back)) == set(lost)
+
+
+@settings(max_examples=40, deadline=None)
+@given(contracts())
+def test_the_pasted_text_builds_the_same_recipe(te_module, contract):
+    if not contract.is_fp8 or not contract.wgrad:
+        return
+    rendering = render(contract, "te")
+    scope = {name: getattr(te_module, name) for name in ("Format", "QParams", rendering.data["recipe"])}
+    exec("\n".join(rendering.text.splitlines()[1:]), scope)
+    assert _settings(scope["recipe"], te_module) == _settings(te_recipe(contract, te_module), te_module)
+    assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
+
+
+def test_fp32_block_scales_reach_every_operand_where_tes_own_flag_does_not(te_module):
+    """The trap that ``te_recipe`` closes: TE takes ``use_f32_scales`` and goes on using powers of two."""
+    trap = te_module.Float8BlockScaling(use_f32_scales=True)
+    assert trap.fp8_quant_fwd_weight.power_2_scale, "TE mended its flag: te.py may become simpler"
+    ours = te_recipe(Precision(format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32"), te_module)
+    operands = (ours.fp8_quant_fwd_inp, ours.fp8_quant_fwd_weight, ours.fp8_quant_bwd_grad)
+    assert not any(o.power_2_scale for o in operands)
+    assert te_module.Float8BlockScaling().fp8_quant_fwd_weight.power_2_scale, "other recipes are untouched"
+
+
+def test_wgrad_outside_fp8_is_refused_by_a_te_that_cannot(te_module):
+    with pytest.raises(PrecisionError, match="Set wgrad=True"):
+        te_recipe(Precision(format="hybrid", scaling="delayed", wgrad=False), te_module)
+
+
+@pytest.mark.parametrize("scaling", ["blockwise", "tensorwise"])
+@pytest.mark.parametrize("scale", ["fp32", "pow2"])
+def test_the_environment_gives_a_fresh_te_the_same_scales(te_folder, te_module, scaling, scale):
+    """In a process of its own, since TE reads its variables once; against what ``te_recipe`` sets on the instance."""
+    p = Precision(format="e4m3", scaling=scaling, weight_scale=scale, activation_scale=scale)
+    script = (
+        "import json; from nemo_fp8.render.te_loader import load_recipe_module\n"
+        f"m = load_recipe_module({str(te_folder)!r}); r = m.{type(te_recipe(p, te_module)).__name__}()\n"
+        "print(json.dumps([q.power_2_scale for q in (r.fp8_quant_fwd_inp, r.fp8_quant_fwd_weight, r.fp8_quant_bwd_grad)]))"
+    )
+    shell = {**os.environ, **te_environment(p)}
+    out = subprocess.run([sys.executable, "-c", script], env=shell, capture_output=True, text=True, check=True).stdout
+    assert json.loads(out) == [scale == "pow2"] * 3
+
+
+def test_scales_of_one_kind_for_each_operand_are_beyond_the_environment(te_module):
+    mixed = Precision(format="e4m3", scaling="blockwise", weight_scale="pow2", activation_scale="fp32")
+    with pytest.raises(PrecisionError, match="together"):
+        te_environment(mixed)
+    rendering = render(mixed, "env")
+    assert rendering.lost == ("weight_scale", "activation_scale")
+    assert "te_recipe" in rendering.notes[0]
+    recipe = te_recipe(mixed, te_module)
+    assert (recipe.fp8_quant_fwd_weight.power_2_scale, recipe.fp8_quant_fwd_inp.power_2_scale) == (True, False)
+
+
+def test_a_missing_te_is_said_with_its_remedy(tmp_path):
+    with pytest.raises(PrecisionError, match=r"pip install --no-deps --target \.te"):
+        load_recipe_module(tmp_path)
