@@ -2,26 +2,35 @@
 
     losses = train_tiny("bf16_mixed", steps=10, ranks=2, tp=2, sequence_parallel=True).losses
 
-Each run is a fresh interpreter under torchrun: Megatron keeps its state in globals, and so two runs in one process would
-not be two runs. The run's settings and results cross as JSON; whatever else a test wants to know about a run it collects in
-the worker, by a probe: ``probe="module:function"`` names a function ``f(trainer, result)`` called after training, and
-``before="module:function"`` one ``f(trainer)`` called before it.
+Each rank of each run is a process of its own: Megatron keeps its state in globals, and two runs in one process would not be
+two runs. Importing NeMo takes many times longer than such a run, so the ranks are forked off one server that has imported it;
+``torchrun=True`` starts fresh interpreters under torchrun instead. Results cross as JSON. Whatever else a test wants to know it
+collects in the ranks: ``before="module:function"`` names a function ``f(trainer, tiny)`` called before training, and
+``probe="module:function"`` one ``f(trainer, extra)`` called after it on every rank; ``extra`` of the last rank comes back.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# The server must not start threads (a fork would lose them), and two cores are shared by all ranks.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TORCHELASTIC_ERROR_FILE": ""}
 
 
 @dataclass
@@ -29,7 +38,7 @@ class Tiny:
     """Everything that makes a run: a precision, a layout, a model, what happens around it."""
 
     plugin: str = "bf16_mixed"
-    """A preset (through our plugin's class if ``stock`` is False, else NeMo's own factory of that name)."""
+    """A precision factory: NeMo's own, or ours of that name if ``stock`` is False."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the plugin, over those of the preset, in NeMo's names."""
     stock: bool = True
@@ -73,39 +82,106 @@ class Result:
 
 
 class RunFailed(AssertionError):
-    """The run ended with an error; the message is its log."""
+    """The run ended with an error, or not in time; the message ends with its log."""
 
 
-def train_tiny(plugin: str = "bf16_mixed", *, timeout: float = 240, env: dict[str, str] | None = None, **settings: Any) -> Result:
-    """One run in fresh processes; see :class:`Tiny` for the settings."""
+def train_tiny(
+    plugin: str = "bf16_mixed", *, timeout: float = 120, env: dict[str, str] | None = None, torchrun: bool = False, **settings: Any
+) -> Result:
+    """One run in processes of its own; see :class:`Tiny` for the settings."""
     tiny = Tiny(plugin=plugin, **settings)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "result.json")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tiny.ranks}", "--no-python"]
-        command = [*launcher, sys.executable, __file__, json.dumps(asdict(tiny)), str(out)]
-        log = run_in_group(command, timeout, env or {})
-        if not out.exists():
-            raise RunFailed(log)
-        return Result(**json.loads(out.read_text()), log=log)
+        out, log = Path(folder, "result.json"), Path(folder, "log.txt")
+        problem = (_under_torchrun if torchrun else _forked)(tiny, out, log, timeout, env or {})
+        text = log.read_text(errors="replace")
+        if problem or not out.exists():
+            raise RunFailed(f"{problem or 'no result'}\n{text[-8000:]}")
+        return Result(**json.loads(out.read_text()), log=text)
 
 
-def run_in_group(command: list[str], timeout: float, env: dict[str, str]) -> str:
-    """Run a command in a process group of its own, so that on a timeout its children end with it. Returns its output."""
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "TORCHELASTIC_ERROR_FILE": "", "PYTHONWARNINGS": "ignore"}
-    with tempfile.TemporaryFile("w+") as output:
+def _forked(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str]) -> str | None:
+    """Every rank forked off the server that has NeMo imported. Returns what went wrong, if anything."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["preload"])
+    with _environment(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}), _path():
+        ranks = [server.Process(target=_rank, args=(tiny, str(out), str(log), rank, port, env)) for rank in range(tiny.ranks)]
+        for process in ranks:
+            process.start()
+    deadline = time.monotonic() + timeout
+    try:
+        while any(process.is_alive() for process in ranks):
+            failed = [process for process in ranks if process.exitcode]
+            if failed:
+                time.sleep(0.5)  # let the other ranks say what they saw
+                return f"a rank ended with exit code {failed[0].exitcode}"
+            if time.monotonic() > deadline:
+                return f"no end after {timeout} s"
+            time.sleep(0.02)
+        return next((f"a rank ended with exit code {p.exitcode}" for p in ranks if p.exitcode), None)
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _rank(tiny: Tiny, out: str, log: str, rank: int, port: str, env: dict[str, str]) -> None:
+    """One rank, in the environment that torchrun would give it, its output in the log."""
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    world = str(tiny.ranks)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tiny"} | env
+    try:
+        _worker(tiny, out)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # other ranks may never answer, and an ordinary exit would wait for them
+    sys.stdout.flush()
+
+
+def _under_torchrun(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str]) -> str | None:
+    """The same under torchrun, in a process group of its own, so that its children end with it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tiny.ranks}", "--no-python"]
+    command = [*launcher, sys.executable, __file__, json.dumps(asdict(tiny)), str(out)]
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+    with log.open("w") as file:
         process = subprocess.Popen(
-            command, env={**os.environ, **fixed, **env}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, text=True
+            command, env=os.environ | ENVIRONMENT | path | env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(timeout)
-        except BaseException:
+            code = process.wait(timeout)
+        except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            output.seek(0)
-            raise RunFailed(f"no end after {timeout} s\n{output.read()[-6000:]}") from None
-        output.seek(0)
-        return output.read()
+            return f"no end after {timeout} s ({type(error).__name__})"
+    return f"torchrun ended with exit code {code}" if code else None
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Any:
+    before = dict(os.environ)
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+@contextmanager
+def _path() -> Any:
+    """The server finds ``preload`` and this module where this module lies."""
+    sys.path.insert(0, str(HERE))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(HERE))
 
 
 # ---------------------------------------------------------------------- in the worker
@@ -228,7 +304,7 @@ def _worker(tiny: Tiny, out: str) -> None:
     trainer.callbacks.append(Record())
     extra: dict[str, Any] = {}
     if tiny.before:
-        _named(tiny.before)(trainer)
+        _named(tiny.before)(trainer, tiny)
     if tiny.probe:
 
         class Probe(Callback):

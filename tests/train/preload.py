@@ -1,0 +1,18 @@
+"""What the server of ``harness`` imports once, so that its forks need not."""
+
+import os
+
+import torch
+
+torch.set_num_threads(1)
+
+import nemo.collections.llm  # noqa: E402, F401
+import nemo.collections.llm.recipes.precision.mixed_precision  # noqa: E402, F401
+import nemo.lightning  # noqa: E402, F401
+
+import nemo_fp8.train.accelerator  # noqa: E402
+import nemo_fp8.train.data  # noqa: E402
+import nemo_fp8.train.emulated  # noqa: E402
+import nemo_fp8.train.megatron_cpu  # noqa: E402, F401
+
+os.environ.pop("PYTHONWARNINGS", None)
