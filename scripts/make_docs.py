@@ -15,10 +15,19 @@ from nemo_fp8.presets import PRESETS
 ROOT = Path(__file__).parents[1]
 MADE_BY = "\nThis page is generated: `.venv/bin/python scripts/make_docs.py` writes it, and `make check` holds it to the code.\n"
 
+RECIPES_HEAD = """# Recipes
+
+The named precisions: the same names and values as NeMo 2.7.3, Megatron-Bridge's names for delayed scaling, and honest aliases.
+Hyphens and underscores are the same. Each one is a factory (`nemo_fp8.bf16_with_fp8_mixed()`), a nemo-run argument
+(`trainer.plugins=bf16_with_fp8_mixed`), and a row of the table in `nemo_fp8/presets.py`.
+
+"""
+
 
 def recipes() -> str:
     """Every preset, what it sets, and in plain words what it does."""
-    head = "| preset | compute | FP8 | scaling | FP8 weights | kept layers | weight / activation scale | rollout |\n|---|---|---|---|---|---|---|---|\n"
+    columns = ("preset", "compute", "FP8", "scaling", "FP8 weights", "kept layers", "weight / activation scale", "rollout")
+    head = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
     rows = "".join(
         f"| `{name}` | {p.compute} | {p.format or '-'} | {p.scaling or '-'} | {'yes' if p.fp8_param else '-'} | "
         f"{f'{p.first_layers}+{p.last_layers}' if p.is_fp8 else '-'} | {f'{p.weight_scale} / {p.activation_scale}' if p.is_fp8 else '-'} | "
@@ -31,12 +40,7 @@ def recipes() -> str:
     words = "".join(
         f"\n### {' = '.join(f'`{name}`' for name in names)}\n\n```text\n{explain(PRESETS[names[0]])}\n```\n" for names in distinct.values()
     )
-    return (
-        "# Recipes\n\nThe named precisions: the same names and values as NeMo 2.7.3, Megatron-Bridge's names for delayed scaling, and honest\n"
-        "aliases. Hyphens and underscores are the same. Each one is a factory (`nemo_fp8.bf16_with_fp8_mixed()`), a nemo-run argument\n"
-        "(`trainer.plugins=bf16_with_fp8_mixed`), and a row of the table in `nemo_fp8/presets.py`.\n\n"
-        f"{head}{rows}{MADE_BY}\n## In plain words\n\nPresets with equal values share a paragraph.\n{words}"
-    )
+    return f"{RECIPES_HEAD}{head}{rows}{MADE_BY}\n## In plain words\n\nPresets with equal values share a paragraph.\n{words}"
 
 
 DOCUMENTS: dict[str, Callable[[], str]] = {"docs/recipes.md": recipes}
