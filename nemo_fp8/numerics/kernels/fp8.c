@@ -50,7 +50,10 @@ INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct { uint32_t drop, least, top; float magic, saturates_above; } format;
 
-/* Statistics of a strip. A slot is a column, or two in a PAIR; sums are of scaled values. */
+/* Statistics of a strip, of scaled values. A slot is a column, or two in a PAIR. A tile's first row sets them, the others
+   add to them: tiles of one row are common, and clearing as much as is counted would cost as much. */
+enum counting { NONE, SET, ADD };
+
 typedef struct {
     float signal[STRIP], noise[STRIP];
     int32_t saturated[STRIP], nonfinite[STRIP];
@@ -58,9 +61,10 @@ typedef struct {
     uint16_t zeros[STRIP];
 } counts;
 
-/* The code in the low 7 bits, with bits above it for the caller to mask away. `tame` means that the scale came from the
-   tile's own, finite amax: then nothing is too large, infinite or NaN. */
-INLINE uint32_t encode(uint32_t magnitude, float scale, format f, int tame, int count, counts *restrict s, int64_t slot) {
+/* The code of float x in the low byte, to be XORed with x's sign; the bits above it mean nothing. `tame` means that the
+   scale came from the tile's own, finite amax: then nothing is too large, infinite or NaN. Every NaN becomes +NaN. */
+INLINE uint32_t encode(uint32_t x, float scale, format f, int tame, int count, counts *restrict s, int64_t slot) {
+    uint32_t magnitude = x & 0x7fffffff;
     float y = value(magnitude) * scale;
     uint32_t u = bits(y);
     if (!tame) u = u > f.top ? f.top : u;
@@ -71,16 +75,17 @@ INLINE uint32_t encode(uint32_t magnitude, float scale, format f, int tame, int 
     float sum = value(u) + value(e) * f.magic;
 #endif
     uint32_t code = bits(sum) + (e >> f.drop);
-    if (!tame) code = bits(y) > INFINITE ? 0x7f : code;
+    if (!tame) code = bits(y) > INFINITE ? 0x7f | x >> 31 << 7 : code;
     if (count) {
         float lost = y - (sum - value(e) * f.magic), signal = y * y, noise = lost * lost;
         if (!tame) {
-            int finite = magnitude < INFINITE;
+            int finite = magnitude < INFINITE, saturated = y > f.saturates_above;
             signal = finite ? signal : 0, noise = finite ? noise : 0;
-            s->nonfinite[slot] += !finite;
-            s->saturated[slot] += y > f.saturates_above;
+            s->nonfinite[slot] = !finite + (count == ADD ? s->nonfinite[slot] : 0);
+            s->saturated[slot] = saturated + (count == ADD ? s->saturated[slot] : 0);
         }
-        s->signal[slot] += signal, s->noise[slot] += noise;
+        s->signal[slot] = signal + (count == ADD ? s->signal[slot] : 0);
+        s->noise[slot] = noise + (count == ADD ? s->noise[slot] : 0);
     }
     return code;
 }
@@ -105,19 +110,19 @@ INLINE void cast_row(const void *x, uint8_t *restrict codes, int64_t n, const fl
         for (; i < n / 2; i++) {
             uint32_t both;
             memcpy(&both, (const uint16_t *)x + 2 * i, 4);
-            uint32_t a = encode(both << 16 & 0x7fff0000, scale[i], f, tame, count, s, i);
-            uint32_t b = encode(both & 0x7fff0000, scale[i], f, tame, count, s, i);
-            uint16_t out = (uint16_t)((((a & 0xff) | b << 8) & 0x7f7f) | (both >> 8 & 0x80) | (both >> 16 & 0x8000));
+            uint32_t a = encode(both << 16, scale[i], f, tame, count, s, i);
+            uint32_t b = encode(both & 0xffff0000, scale[i], f, tame, count ? ADD : NONE, s, i);
+            uint16_t out = (uint16_t)(((a & 0xff) | b << 8) ^ (both >> 8 & 0x80) ^ (both >> 16 & 0x8000));
             memcpy(codes + 2 * i, &out, 2);
         }
         if (n % 2 == 0) return;
         uint32_t u = widen(x, n - 1, BF16);
-        codes[n - 1] = (uint8_t)((encode(u & 0x7fffffff, scale[i], f, tame, count, s, i) & 0x7f) | u >> 31 << 7);
+        codes[n - 1] = (uint8_t)(encode(u, scale[i], f, tame, count, s, i) ^ u >> 31 << 7);
         return;
     }
     for (; i < n; i++) {
         uint32_t u = widen(x, i, source);
-        codes[i] = (uint8_t)((encode(u & 0x7fffffff, scale[i], f, tame, count, s, i) & 0x7f) | u >> 31 << 7);
+        codes[i] = (uint8_t)(encode(u, scale[i], f, tame, count, s, i) ^ u >> 31 << 7);
     }
 }
 
@@ -125,24 +130,33 @@ INLINE void cast_row(const void *x, uint8_t *restrict codes, int64_t n, const fl
 typedef void row_function(const void *, uint8_t *, int64_t, const float *, format, counts *);
 #define ROW(NAME, SOURCE, TAME, COUNT) \
     static void NAME(const void *x, uint8_t *codes, int64_t n, const float *scale, format f, counts *s) { cast_row(x, codes, n, scale, f, SOURCE, TAME, COUNT, s); }
-#define ROWS(NAME) ROW(NAME##_wild, NAME, 0, 0) ROW(NAME##_wild_counted, NAME, 0, 1) ROW(NAME##_tame, NAME, 1, 0) ROW(NAME##_tame_counted, NAME, 1, 1)
-#define NAMES(NAME) {{NAME##_wild, NAME##_wild_counted}, {NAME##_tame, NAME##_tame_counted}}
+#define ROWS(NAME) \
+    ROW(NAME##_wild, NAME, 0, NONE) ROW(NAME##_wild_set, NAME, 0, SET) ROW(NAME##_wild_add, NAME, 0, ADD) \
+    ROW(NAME##_tame, NAME, 1, NONE) ROW(NAME##_tame_set, NAME, 1, SET) ROW(NAME##_tame_add, NAME, 1, ADD)
+#define NAMES(NAME) {{NAME##_wild, NAME##_wild_set, NAME##_wild_add}, {NAME##_tame, NAME##_tame_set, NAME##_tame_add}}
 ROWS(BF16) ROWS(FP16) ROWS(FP32) ROWS(PAIR)
-static row_function *const CAST[4][2][2] = {NAMES(BF16), NAMES(FP16), NAMES(FP32), NAMES(PAIR)};
+static row_function *const CAST[4][2][3] = {NAMES(BF16), NAMES(FP16), NAMES(FP32), NAMES(PAIR)};
 
 /* Counters of bytes are exact because a tile has at most 255 rows. */
-static void count_codes(const uint8_t *restrict codes, int64_t n, counts *restrict s) {
+INLINE void count_codes_as(const uint8_t *restrict codes, int64_t n, int add, counts *restrict s) {
     for (int64_t i = 0; i < n; i++) {
-        uint8_t code = codes[i] & 0x7f, below = (uint8_t)(code - 1), finite = code == 0x7f ? 0 : code;
-        s->zero_codes[i] += code == 0;
-        s->least[i] = below < s->least[i] ? below : s->least[i];
-        s->largest[i] = finite > s->largest[i] ? finite : s->largest[i];
+        uint8_t code = codes[i] & 0x7f, below = (uint8_t)(code - 1), number = code == 0x7f ? 0 : code, zero = code == 0;
+        s->zero_codes[i] = add ? (uint8_t)(s->zero_codes[i] + zero) : zero;
+        s->least[i] = add && s->least[i] < below ? s->least[i] : below;
+        s->largest[i] = add && s->largest[i] > number ? s->largest[i] : number;
     }
 }
 
-static void count_zeros(const void *x, int64_t n, int source, counts *restrict s) {
-    if (source == FP32) for (int64_t i = 0; i < n; i++) s->zeros[i] += (((const uint32_t *)x)[i] & 0x7fffffff) == 0;
-    else for (int64_t i = 0; i < n; i++) s->zeros[i] += (((const uint16_t *)x)[i] & 0x7fff) == 0;
+INLINE void count_zeros_as(const void *x, int64_t n, int source, int add, counts *restrict s) {
+    if (source == FP32)
+        for (int64_t i = 0; i < n; i++) s->zeros[i] = (uint16_t)((((const uint32_t *)x)[i] & 0x7fffffff) == 0) + (add ? s->zeros[i] : 0);
+    else
+        for (int64_t i = 0; i < n; i++) s->zeros[i] = (uint16_t)((((const uint16_t *)x)[i] & 0x7fff) == 0) + (add ? s->zeros[i] : 0);
+}
+
+static void count_row(const void *x, const uint8_t *codes, int64_t n, int source, int add, counts *s) {
+    if (add) count_codes_as(codes, n, 1, s), count_zeros_as(x, n, source, 1, s);
+    else count_codes_as(codes, n, 0, s), count_zeros_as(x, n, source, 0, s);
 }
 
 static void raise(const void *x, void *tops, int64_t n, int source) {
@@ -156,7 +170,7 @@ static void raise(const void *x, void *tops, int64_t n, int source) {
 }
 
 /* The bits of the largest of n magnitudes, as a float; above INFINITE if one of them is NaN. */
-static uint32_t highest(const void *x, int64_t n, int source) {
+INLINE uint32_t highest_of(const void *x, int64_t n, int source) {
     if (source == FP32) {
         uint32_t top = 0;
         for (int64_t i = 0; i < n; i++) { uint32_t u = ((const uint32_t *)x)[i] & 0x7fffffff; top = u > top ? u : top; }
@@ -165,6 +179,14 @@ static uint32_t highest(const void *x, int64_t n, int source) {
     uint16_t top = 0;
     for (int64_t i = 0; i < n; i++) { uint16_t u = ((const uint16_t *)x)[i] & 0x7fff; top = u > top ? u : top; }
     return widen(&top, 0, source);
+}
+
+/* The widths of all recipes are constants to the compiler, which makes their loops straight lines. */
+#define FOR_WIDTH(N, CALL) ((N) == 32 ? CALL(32) : (N) == 128 ? CALL(128) : CALL(N))
+
+static uint32_t highest(const void *x, int64_t n, int source) {
+#define HIGHEST(N) highest_of(x, N, source)
+    return FOR_WIDTH(n, HIGHEST);
 }
 
 /* ------------------------------------------------------------------------------------------------ one row of tiles */
@@ -205,24 +227,27 @@ static void find_scales(const job *j, const float *restrict amax, float *restric
 
 typedef struct { uint32_t tops[STRIP]; float amax[STRIP], scale[STRIP], scale_inv[STRIP], slots[STRIP]; counts counts; } scratch;
 
-static void store_counts(const job *j, const scratch *w, int64_t tile, int64_t at, int64_t c, int64_t n) {
-    const counts *s = &w->counts;
-    int64_t per = j->source == PAIR ? 2 : 1;
-    double signal = 0, noise = 0;
+INLINE void store_counts_of(const job *j, const counts *s, int64_t at, float scale, int64_t c, int64_t n, int tame) {
+    int64_t per = j->source == PAIR ? 2 : 1, first = c / per, slots = (n + per - 1) / per;
+    float signal = 0, noise = 0;
     int32_t underflow = 0, saturated = 0, nonfinite = 0;
     uint8_t least = 255, largest = 0;
-#pragma omp simd reduction(+ : signal, noise, saturated, nonfinite)
-    for (int64_t i = c / per; i < (c + n + per - 1) / per; i++)
-        signal += s->signal[i], noise += s->noise[i], saturated += s->saturated[i], nonfinite += s->nonfinite[i];
-    for (int64_t i = c; i < c + n; i++) {
-        underflow += s->zero_codes[i] - s->zeros[i];
-        least = s->least[i] < least ? s->least[i] : least;
-        largest = s->largest[i] > largest ? s->largest[i] : largest;
-    }
-    double inverse = 1.0 / (double)w->scale[tile];
-    j->signal[at] = signal * inverse * inverse, j->noise[at] = noise * inverse * inverse;
+#pragma omp simd reduction(+ : signal, noise)
+    for (int64_t i = 0; i < slots; i++) signal += s->signal[first + i], noise += s->noise[first + i];
+    if (!tame)
+        for (int64_t i = 0; i < slots; i++) saturated += s->saturated[first + i], nonfinite += s->nonfinite[first + i];
+    for (int64_t i = 0; i < n; i++) underflow += s->zero_codes[c + i] - s->zeros[c + i];
+    for (int64_t i = 0; i < n; i++) least = s->least[c + i] < least ? s->least[c + i] : least;
+    for (int64_t i = 0; i < n; i++) largest = s->largest[c + i] > largest ? s->largest[c + i] : largest;
+    double inverse = 1.0 / (double)scale;
+    j->signal[at] = (double)signal * inverse * inverse, j->noise[at] = (double)noise * inverse * inverse;
     j->underflow[at] = underflow, j->saturated[at] = saturated, j->nonfinite[at] = nonfinite;
     j->least[at] = (uint8_t)(least + 1), j->largest[at] = largest;
+}
+
+static void store_counts(const job *j, const counts *s, int64_t at, float scale, int64_t c, int64_t n, int tame) {
+#define STORE(N) store_counts_of(j, s, at, scale, c, N, tame)
+    FOR_WIDTH(n, STORE);
 }
 
 static void tiles(const job *j, format f, scratch *w, int64_t row, int64_t c0) {
@@ -267,15 +292,15 @@ static void tiles(const job *j, format f, scratch *w, int64_t row, int64_t c0) {
             for (int64_t i = 0; i < j->tile_cols / per; i++) w->slots[t * (j->tile_cols / per) + i] = w->scale[t];
         slots = w->slots;
     }
-    if (count) memset(&w->counts, 0, sizeof w->counts), memset(w->counts.least, 255, sizeof w->counts.least);
     for (int64_t r = 0; r < r1 - r0; r++) {
         const void *from = x + r * j->stride * size;
         uint8_t *codes = j->codes + (r0 + r) * j->cols + c0;
-        CAST[j->source][tame][count](from, codes, width, slots, f, &w->counts);
-        if (count) count_codes(codes, width, &w->counts), count_zeros(from, width, j->source, &w->counts);
+        CAST[j->source][tame][count ? r ? ADD : SET : NONE](from, codes, width, slots, f, &w->counts);
+        if (count) count_row(from, codes, width, j->source, r > 0, &w->counts);
     }
     if (count)
-        for (int64_t t = 0; t < n; t++) store_counts(j, w, t, first + t, t * j->tile_cols, least_of(j->tile_cols, width - t * j->tile_cols));
+        for (int64_t t = 0, c = 0; t < n; t++, c += j->tile_cols)
+            store_counts(j, &w->counts, first + t, w->scale[t], c, least_of(j->tile_cols, width - c), tame);
 }
 
 /* ------------------------------------------------------------------------------------------------------- the way back */

@@ -1,0 +1,216 @@
+"""The compiled CPU kernels against the specification in torch: every code and every scale, to the bit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_fp8.numerics import kernels
+from nemo_fp8.numerics.formats import FORMATS, format_of
+from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.quantize import find_scales, quantize_reference
+from nemo_fp8.numerics.quantized import Quantized
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler on this machine")
+
+TILES = [(128, 128), (1, 128), (128, 1), (1, 32), (32, 1), (16, 64), None]
+RULES = [("te", "fp32"), ("te", "pow2"), ("deepgemm", "fp32"), ("deepgemm", "pow2"), ("te", "e8m0")]
+SOURCES = [torch.bfloat16, torch.float16, torch.float32]
+FP8 = ["e4m3", "e5m2"]
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    st.sampled_from([(1, 1), (128, 2048), (129, 2049), (3, 4100), (2, 3, 130), (1, 4096), (256, 1)]),
+)
+SPECIALS = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-45, -1e-39, 6e-8, 3.3e38, 448.0, -57344.0, 65504.0]
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, kind: str) -> torch.Tensor:
+    """Gaussians, every magnitude that the type has, or any bits at all."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=random)
+    if kind == "magnitudes":
+        x = x * torch.exp2(torch.randint(-145, 127, shape, generator=random).float())
+    if kind == "bits":
+        integer, top = {2: (torch.int16, 1 << 15), 4: (torch.int32, 1 << 31)}[dtype.itemsize]
+        return torch.randint(-top, top - 1, shape, generator=random, dtype=torch.int64).to(integer).view(dtype)
+    if kind == "specials":
+        at = torch.randint(0, x.numel(), (1 + x.numel() // 50,), generator=random)
+        x.view(-1)[at] = torch.tensor(SPECIALS)[torch.randint(0, len(SPECIALS), at.shape, generator=random)]
+    if kind == "zero":
+        x = x * 0.0
+    return x.to(dtype)
+
+
+def same(fast: torch.Tensor, slow: torch.Tensor) -> None:
+    """Equal to the bit, or a message that says where not."""
+    assert (fast.shape, fast.dtype) == (slow.shape, slow.dtype)
+    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (fast, slow))
+    wrong = (a != b).nonzero().flatten()
+    assert not len(wrong), f"{len(wrong)} of {len(a)} bytes differ, first at {wrong[0]}: {a[wrong[0]]} instead of {b[wrong[0]]}"
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    shape=SHAPES,
+    dtype=st.sampled_from(SOURCES),
+    kind=st.sampled_from(["gaussian", "magnitudes", "bits", "specials", "zero"]),
+    tile=st.sampled_from(TILES),
+    rule=st.sampled_from(RULES),
+    element=st.sampled_from(FP8),
+    statistics=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_codes_and_scales_equal_the_reference(shape, dtype, kind, tile, rule, element, statistics, seed):
+    convention, scale_kind = rule
+    x = values(shape, dtype, seed, kind)
+    fast = kernels.quantize(x, tile, element, scale_kind, convention, statistics)
+    slow = quantize_reference(x, tile, format_of(element), scale_kind, convention, statistics)
+    assert fast is not None
+    same(fast[0], slow[0])
+    same(fast[1], slow[1])
+    if statistics:
+        compare_statistics(fast[2], slow[2], sums=kind == "gaussian")
+
+
+def compare_statistics(fast, slow, sums: bool) -> None:
+    for name in ("elements", "underflow", "saturated", "nonfinite", "amax", "scale_inv", "least_code", "largest_code"):
+        assert torch.equal(getattr(fast, name).double(), getattr(slow, name).double()), name
+    if sums:  # of squares, which FP32 cannot hold for the most extreme values
+        torch.testing.assert_close(fast.signal, slow.signal, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(fast.noise, slow.noise, rtol=1e-4, atol=1e-12 * float(slow.signal.max()))
+    assert fast.summary().keys() == slow.summary().keys()
+
+
+@pytest.mark.parametrize("element", FP8)
+@pytest.mark.parametrize("dtype", SOURCES, ids=str)
+@pytest.mark.parametrize("statistics", [False, True])
+def test_a_given_scale(dtype, element, statistics):
+    x = values((130, 515), dtype, 1, "specials")
+    for scale in (1.0, 0.37, 3000.0, 1e-30):
+        factor = torch.tensor(scale)
+        fast = kernels.quantize(x, None, element, "fp32", "te", statistics, factor)
+        slow = quantize_reference(x, None, format_of(element), "fp32", "te", statistics, scale=factor)
+        same(fast[0], slow[0])
+        same(fast[1], slow[1])
+        if statistics:
+            compare_statistics(fast[2], slow[2], sums=False)
+
+
+def test_every_bfloat16_value_is_rounded_as_torch_rounds_it():
+    """All 65536 of them, against torch's own cast, which this project did not write."""
+    x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    for element in FP8:
+        format = FORMATS[element]
+        codes = kernels.quantize(x.view(256, 256), None, element, "fp32", "te", False, torch.tensor(1.0))[0]
+        expected = x.float().clamp(-format.max, format.max).to(format.dtype).view(torch.uint8)
+        expected = torch.where(x.isnan(), torch.full_like(expected, 0x7F), expected)
+        same(codes.view(-1).view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("element", FP8)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_decode_equals_dequantize(tile, element, dtype):
+    codes = torch.arange(256, dtype=torch.uint8).repeat(300)[: 260 * 290].view(260, 290).view(FORMATS[element].dtype)
+    for scale_kind in ("fp32", "e8m0"):
+        grid = (1, 1) if tile is None else (-(-260 // tile[0]), -(-290 // tile[1]))
+        amax = values(grid, torch.float32, 3, "magnitudes").abs()
+        scale_inv = find_scales(amax, FORMATS[element], scale_kind)[1]
+        scale_inv = scale_inv.reshape(()) if tile is None else scale_inv
+        fast = kernels.decode(codes, scale_inv, tile, dtype)
+        slow = Quantized(codes, scale_inv, tile).dequantize(dtype)
+        torch.testing.assert_close(fast, slow, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_that_lie_apart():
+    """A slice of columns, a transpose: the kernels read what the tensor says, not its storage."""
+    big = values((300, 1000), torch.bfloat16, 5, "gaussian")
+    for x in (big[:, 100:700], big[::2], big.t(), big[7:8].expand(40, 1000)):
+        fast, slow = (f(x, (128, 128)) for f in (_fast, _slow))
+        same(fast[0], slow[0])
+        same(fast[1], slow[1])
+
+
+def test_any_number_of_threads():
+    x = values((700, 5000), torch.bfloat16, 6, "gaussian")
+    threads, expected = torch.get_num_threads(), _slow(x, (128, 128))
+    try:
+        for n in (1, 2, 7):
+            torch.set_num_threads(n)
+            same(_fast(x, (128, 128))[0], expected[0])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_the_kernels_do_not_take_is_left_to_torch():
+    x = torch.ones(4, 6)
+    assert kernels.quantize(x, (1, 3), "e4m3", "fp32") is None
+    assert kernels.quantize(torch.ones(0, 128), (1, 128), "e4m3", "fp32") is None
+    assert kernels.quantize(x.double(), None, "e4m3", "fp32") is None
+    assert kernels.decode(x.to(torch.float8_e4m3fn), torch.ones(()), None, torch.float16) is None
+
+
+def test_amax_passes_over_nan():
+    x = torch.tensor([[1.0, float("nan"), -3.0]])
+    assert kernels.amax(x) == 3.0
+    assert kernels.amax(x * float("inf")) == float("inf")
+
+
+def _fast(x, tile):
+    return kernels.quantize(x, tile, "e4m3", "fp32", "te", False)
+
+
+def _slow(x, tile):
+    return quantize_reference(x, tile, FORMATS["e4m3"], "fp32", "te", False)
+
+
+# ---------------------------------------------------------------------- building
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.library.cache_clear()
+    yield tmp_path / "nemo_fp8"
+    build.library.cache_clear()
+
+
+def test_without_a_compiler_it_says_so_once(cache, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with caplog.at_level(logging.WARNING):
+        assert [kernels.quantize(torch.ones(128, 128), (128, 128), "e4m3", "fp32") for _ in range(3)] == [None] * 3
+    assert len(caplog.records) == 1
+    assert "no C compiler" in caplog.text
+
+
+def test_a_compiler_that_fails_is_quoted(cache, monkeypatch, tmp_path):
+    broken = tmp_path / "bin" / "cc"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\necho sorry >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{broken.parent}:/bin")
+    with pytest.raises(build.CannotBuild, match="sorry"):
+        build.build()
+    assert not list(cache.glob("*"))
+
+
+def test_a_folder_open_to_others_is_refused(cache):
+    cache.mkdir(mode=0o700)
+    cache.chmod(0o777)
+    with pytest.raises(build.CannotBuild, match="written by others"):
+        build.build()
+
+
+def test_ranks_that_start_together_build_one_library(cache):
+    program = "from nemo_fp8.numerics.kernels import build; assert build.library() is not None"
+    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(3)]
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    assert len(list(cache.glob("*.so"))) == 1
+    assert len(list(cache.iterdir())) == 1
