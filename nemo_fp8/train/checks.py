@@ -78,7 +78,7 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         lambda p, run: p.is_fp8 and p.first_layers + p.last_layers >= run.model.num_layers,
-        "{p.first_layers} + {p.last_layers} layers stay in {p.compute}, and the model has {run.model.num_layers}: no layer would run in FP8.",
+        "{p.first_layers} + {p.last_layers} layers stay in {p.compute}, and the model has {run.model.num_layers}: none would run in FP8.",
         "Megatron takes the counts as they are, so this run would be {p.compute} under the name of FP8.",
         "Lower num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, or use a precision without FP8.",
     ),

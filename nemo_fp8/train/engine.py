@@ -12,6 +12,8 @@ The choice is made once, before the model is built, and said in the log with its
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
+from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.doctor import recipes_of, require
@@ -40,6 +42,58 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
     recipes = " and ".join(RECIPES[found.recipe] for found in answers)
     logger.info("FP8 engine for %s: %s. %s", recipes, engine, reasons)
     return engine
+
+
+def hold_engine(contexts: ExitStack, precision: Precision, engine: str | None) -> None:
+    """Enter what a run needs for as long as it lasts: the CPU in place of a GPU where there is none, and the emulation."""
+    import torch
+
+    if not torch.cuda.is_available():
+        _hold_cpu(contexts)
+    if engine == "emulated":
+        from nemo_fp8.train.emulated import emulated_fp8
+
+        contexts.enter_context(emulated_fp8(precision))
+
+
+def _hold_cpu(contexts: ExitStack) -> None:
+    """Megatron on the CPU, for a Trainer whose accelerator has not seen to it (``accelerator="cpu"``)."""
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+
+    from nemo_fp8.train.megatron_cpu import is_megatron_on_cpu, megatron_on_cpu
+
+    if is_megatron_on_cpu():
+        return
+    contexts.enter_context(megatron_on_cpu())
+    if parallel_state.model_parallel_is_initialized():
+        # NeMo seeds Megatron's random streams before the model is built, and only where it sees a device.
+        tensor_parallel.model_parallel_cuda_manual_seed(torch.initial_seed())
+
+
+def keep_modules(model: Any, precision: Precision) -> None:
+    """Tell the emulated linears that the contract keeps by name to stay in the compute dtype."""
+    if not (precision.is_fp8 and precision.keep):
+        return
+    from megatron.core import parallel_state
+
+    from nemo_fp8.train.emulated import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+
+    linears = {
+        name.removeprefix("module."): module
+        for name, module in model.named_modules()
+        if isinstance(module, (Fp8ColumnParallelLinear, Fp8RowParallelLinear))
+    }
+    kept = [name for name in linears if precision.keeps(name)]
+    for name in kept:
+        linears[name].keep = True
+    alone = not parallel_state.model_parallel_is_initialized() or parallel_state.get_pipeline_model_parallel_world_size() == 1
+    if not kept and alone:  # another pipeline stage may hold what is meant
+        raise PrecisionError(
+            f"keep={list(precision.keep)} names no linear of this model.",
+            "A pattern that matches nothing is a typing error, or is meant for another model.",
+            f"Its linears have names such as {', '.join(list(linears)[:3])!r}.",
+        )
 
 
 def _require_te_obeys(precision: Precision) -> None:

@@ -34,11 +34,16 @@ _CPU = torch.device("cpu")
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Megatron takes the CPU for its GPU until the context closes. Entered again inside, it changes nothing."""
-    if vars(torch.cuda)["current_device"] is _current_device:
+    if is_megatron_on_cpu():
         yield
         return
     with patched(_TABLE, "Running Megatron on a CPU"), CudaIsCpu():
         yield
+
+
+def is_megatron_on_cpu() -> bool:
+    """Whether such a context is open."""
+    return vars(torch.cuda)["current_device"] is _current_device
 
 
 class CudaIsCpu(TorchFunctionMode):

@@ -8,14 +8,14 @@ it takes the same arguments. What it adds, in the order of a run:
     after the overrides  model, DDP and optimizer configs are checked again: NeMo checks them before, and never after
     before training      what NeMo 2.7.3 breaks is repaired (``repairs.py``)
 
-The contract is the only state; everything else is read from the configs of the run.
+The contract is the only setting; everything else is read from the configs of the run.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_type_hints
 
@@ -24,7 +24,7 @@ from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, Megatron
 from nemo_fp8.contract import Precision
 from nemo_fp8.render.nemo import IMPLIED, SETTINGS, changes_from_nemo, from_nemo, resolve_dtypes, to_nemo
 from nemo_fp8.train import checks, repairs
-from nemo_fp8.train.engine import choose_engine
+from nemo_fp8.train.engine import choose_engine, hold_engine, keep_modules
 
 
 def plugin_arguments(precision: Precision) -> dict[str, Any]:
@@ -83,6 +83,7 @@ class MixedPrecision(MegatronMixedPrecision):
     def __init__(self, precision: str | int = "bf16-mixed", *, engine: str | None = None, **settings: Any) -> None:
         self.contract = from_nemo({"precision": precision, **settings})
         self.engine = engine or "auto"
+        self._contexts = ExitStack()
         super().__init__(**resolve_dtypes(to_nemo(self.contract)))
         if not self.contract.is_fp8:
             theirs = self.dtype_config
@@ -100,7 +101,8 @@ class MixedPrecision(MegatronMixedPrecision):
     @contextmanager
     def module_init_context(self) -> Generator[None, None, None]:
         """Around the building of the model: the last moment at which a run that cannot be done costs nothing."""
-        choose_engine(self.contract, self.engine)
+        self._contexts.close()
+        hold_engine(self._contexts, self.contract, choose_engine(self.contract, self.engine))
         with super().module_init_context():
             yield
 
@@ -109,6 +111,7 @@ class MixedPrecision(MegatronMixedPrecision):
         run = checks.Run.of(module)
         repairs.before_ddp(self.contract, run)
         checks.require_agreement(self.contract, run)
+        keep_modules(module, self.contract)
         return super().convert_module(module)
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
@@ -122,3 +125,15 @@ class MixedPrecision(MegatronMixedPrecision):
         output = super().optimizer_step(optimizer, model, closure, **kwargs)
         repairs.after_step(self.contract, model, optimizer)
         return output
+
+    def teardown(self) -> None:
+        """When the run is over, an error included: leave nothing behind."""
+        self._contexts.close()
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What a run holds open is not part of a plugin that NeMo copies into its records.
+        return {name: value for name, value in vars(self).items() if name != "_contexts"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _contexts=ExitStack())

@@ -77,7 +77,7 @@ _AFTER = [
         "bf16_with_fp8_current_scaling_mixed",
         {"num_layers_at_start_in_bf16": 7},
         {},
-        "no layer would run in FP8",
+        "none would run in FP8",
     ),
     ("bf16_with_fp8_current_scaling_mixed", {}, {}, "1 . 1 layers stay in bf16, and the model has 2"),
     ("bf16_mixed", {}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "asks for FP8"),
