@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from nemo_fp8 import check
+from nemo_fp8 import agreement
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.plain_yaml import load_mapping
@@ -73,9 +73,9 @@ def render(precision: Precision) -> Rendering:
     data = to_nemo_rl(precision)
     text = yaml.safe_dump(data, sort_keys=False)
     train, rollout = read_nemo_rl(text)
-    back = check.merge(train, rollout)
+    back = agreement.merge(train, rollout)
     if precision.is_fp8 and precision.keep:
-        back = back.replace(keep=())  # said to the rollout at best, never to the training
+        back = Precision(**back.to_dict() | {"keep": ()})  # said to the rollout at best, never to the training
     lost, notes = lost_fields(precision, back, _REASONS, "NeMo RL")
     if precision.is_fp8 and (precision.first_layers or precision.last_layers):
         notes.append("Only a NeMo RL that hands first_last_layers_bf16 to Megatron (its pull request 4126) keeps these layers in training.")
@@ -123,7 +123,7 @@ def read_nemo_rl(text: str) -> tuple[Precision, Precision]:
 
 def from_nemo_rl(text: str) -> Precision:
     """One contract for both sides, or an error with every setting in which they contradict each other."""
-    return check.join(*read_nemo_rl(text))
+    return agreement.join(*read_nemo_rl(text))
 
 
 def ignored_by_nemo_rl(text: str) -> list[Problem]:

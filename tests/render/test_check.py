@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from strategies import contracts
 
-from nemo_fp8 import check as check_module
-from nemo_fp8.check import check, join, rollout_operand
+from nemo_fp8 import agreement
+from nemo_fp8.agreement import check, join, rollout_operand
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.presets import preset
@@ -42,11 +42,11 @@ def _percent(a, b, weights):
 def test_the_costs_that_findings_quote_are_what_the_casts_cost(weights):
     p = Precision(**DEEPSEEK)
     pow2, fp32 = _cast(weights, p.operand("weight")), _cast(weights, p.replace(**FP32).operand("weight"))
-    assert _percent(pow2, weights, weights) == pytest.approx(check_module.FROM_MASTER, abs=0.05)
-    assert _percent(fp32, weights, weights) == pytest.approx(check_module.FROM_MASTER, abs=0.05)
-    assert _percent(pow2, fp32, weights) == pytest.approx(check_module.BETWEEN_COPIES, abs=0.1)
+    assert _percent(pow2, weights, weights) == pytest.approx(agreement.FROM_MASTER, abs=0.05)
+    assert _percent(fp32, weights, weights) == pytest.approx(agreement.FROM_MASTER, abs=0.05)
+    assert _percent(pow2, fp32, weights) == pytest.approx(agreement.BETWEEN_COPIES, abs=0.1)
     twice = _cast(pow2, p.replace(**FP32).operand("weight"))
-    assert _percent(twice, weights, weights) == pytest.approx(check_module.CAST_TWICE, abs=0.2)
+    assert _percent(twice, weights, weights) == pytest.approx(agreement.CAST_TWICE, abs=0.2)
 
 
 CASTS = [
@@ -138,3 +138,13 @@ def test_two_sides_without_conflict_join_to_one_contract_that_says_both(train, r
     assert (one.rollout, one.kv_cache, one.deep_gemm) == (rollout.rollout, rollout.kv_cache, rollout.deep_gemm)
     if train.is_fp8 and rollout.rollout == "fp8":
         assert rollout_operand(one, "weight") == rollout_operand(rollout, "weight")
+
+
+def test_the_packages_public_name_goes_on_being_callable():
+    import importlib
+
+    import nemo_fp8
+
+    for _ in range(2):  # a submodule of the same name must not take its place after the first use
+        assert nemo_fp8.check(train=Precision(), rollout=Precision()).agrees
+        importlib.import_module("nemo_fp8.agreement")

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given, settings
 from strategies import contracts
 
-from nemo_fp8.check import check
+from nemo_fp8.agreement import check
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.presets import PRESETS
