@@ -84,6 +84,7 @@ class Recompute:
 
 
 _REGION: ContextVar[Region | None] = ContextVar("fp8_region", default=None)
+_PRIMARY: ContextVar[Region | None] = ContextVar("fp8_primary_weights", default=None)
 _RECOMPUTE: ContextVar[Recompute | None] = ContextVar("fp8_recompute", default=None)
 
 
@@ -101,6 +102,16 @@ def region(precision: Precision, group: Group, emulation: Emulation) -> Iterator
     recomputing = (recompute := _RECOMPUTE.get()) is not None and recompute.again
     if outermost and precision.scaling == "delayed" and torch.is_grad_enabled() and not recomputing:
         emulation.update("forward", group)
+
+
+def primary_weights(precision: Precision, group: Group, emulation: Emulation) -> AbstractContextManager[None]:
+    """Linears that are built until the context closes hold their weights in FP8."""
+    return _set(_PRIMARY, Region(precision, group, emulation))
+
+
+def current_primary_weights() -> Region | None:
+    """How linears that are built now hold their weights, if in FP8."""
+    return _PRIMARY.get()
 
 
 def counting(scaling: DelayedScaling) -> AbstractContextManager[None]:

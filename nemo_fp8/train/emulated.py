@@ -28,7 +28,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.delayed import DelayedState
 from nemo_fp8.numerics.linear import Pair, linear, quantize_weight
-from nemo_fp8.train import autocast
+from nemo_fp8.train import autocast, parameters
 from nemo_fp8.train.patching import Patch, patched
 
 logger = logging.getLogger("nemo_fp8")
@@ -51,7 +51,7 @@ def emulated_fp8(contract: Precision | None = None) -> Iterator[None]:
             return nullcontext()
         precision = contract or precision_of(config)
         group = _amax_group(config)
-        return nullcontext() if is_init else autocast.region(precision, group, emulation)
+        return (autocast.primary_weights if is_init else autocast.region)(precision, group, emulation)
 
     with patched(_table(get_fp8_context), "Emulating FP8 in Megatron"):
         yield
@@ -103,7 +103,7 @@ class _Fp8Linear:
     """What the column- and the row-parallel linear have in common: FP8 inside a region, Megatron's own GEMM outside."""
 
     config: Any
-    weight: torch.Tensor
+    weight: torch.nn.Parameter
     is_first_microbatch = True
     """Megatron sets it at the start of each global batch: the weight has changed, and is to be quantized again."""
     keep = False
@@ -111,6 +111,14 @@ class _Fp8Linear:
     _weight: Pair | None = None
     _delayed: DelayedState | None = None
     _pending: dict[str, torch.Tensor] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        primary = autocast.current_primary_weights()
+        least = 0 if primary is None else parameters.ALIGNMENT[str(primary.precision.scaling)]
+        if primary is not None and self.weight is not None and not any(n % least for n in self.weight.shape):
+            self._state(primary)
+            self.weight = parameters.fp8_parameter(self.weight, primary.precision, self._delayed, primary.group)
 
     def _forward_impl(
         self,
@@ -151,7 +159,9 @@ class _Fp8Linear:
             )
 
     def _quantized(self, weight: torch.Tensor, precision: Precision) -> Pair:
-        """The weight in FP8, quantized once for each global batch."""
+        """The weight in FP8, quantized once for each global batch, or after the optimizer's step by the optimizer."""
+        if isinstance(weight, parameters.Fp8Tensor):
+            return weight.pair()
         if self._weight is None or self.is_first_microbatch:
             self._weight = quantize_weight(weight, precision, self._delayed)
             self.is_first_microbatch = False
@@ -182,6 +192,11 @@ class _Fp8Linear:
         logger.warning("A weight of shape %s stays out of FP8: not a multiple of %d.", tuple(weight.shape), least)
         self.keep = True
         return False
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Scales first: an FP8 primary weight is quantized as it is loaded, and under delayed scaling with the scale it had."""
+        self.set_extra_state(state_dict.get(f"{prefix}_extra_state"))
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     # Delayed scaling has state; a checkpoint carries it where TE's linears carry theirs.
 
@@ -257,6 +272,7 @@ def _table(get_fp8_context: Callable[..., Any]) -> tuple[Patch, ...]:
     region = "without TransformerEngine it is a context that does nothing, and FP8 is BF16 in silence"
     recompute = "it asks TransformerEngine for the FP8 state of the first forward"
     return (
+        *parameters.TABLE,
         *(Patch(_CORE + module, "get_fp8_context", get_fp8_context, region) for module in _HOLDERS_OF_CONTEXT),
         Patch(backend, "column_parallel_linear", _column, "the local layers' linears know no FP8"),
         Patch(backend, "row_parallel_linear", _row, "the local layers' linears know no FP8"),

@@ -90,7 +90,7 @@ def _signature_misfit(name: str, original: Any, replacement: Any) -> str | None:
     if not inspect.isfunction(original) or not inspect.isfunction(replacement):
         return None
     theirs, ours = inspect.signature(original).parameters, inspect.signature(replacement).parameters
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in ours.values()):
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in (*theirs.values(), *ours.values())):
         return None
     if list(theirs) != list(ours):
         return f"{name} takes ({', '.join(theirs)}), and our replacement takes ({', '.join(ours)})"
