@@ -183,6 +183,12 @@ RULES: dict[str, Rule] = {
         "There are no tensor-parallel ranks to split the sequence over.",
         "Leave sequence parallelism out.",
     ),
+    "experts-need-sequence-parallel": Rule(
+        "error",
+        "Expert parallelism with tensor parallelism, and no sequence parallelism.",
+        "megatron-core 0.15.3 means to warn and ends in NameError: name 'warnings' is not defined.",
+        "Turn sequence parallelism on (sp).",
+    ),
     # ------------------------------------------------------------ the model's shapes
     "layers-all-kept": Rule(
         "error",

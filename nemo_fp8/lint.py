@@ -120,6 +120,8 @@ def _layout(p: Precision, parallel: Parallel) -> Iterator[Finding]:
         yield finding("mxfp8-param-needs-reuse", "reuse_grad_buf")
     if parallel.reuse_grad_buf and not is_mxfp8_param:
         yield finding("reuse-without-mxfp8-param", "reuse_grad_buf")
+    if parallel.expert > 1 and parallel.tensor > 1 and not parallel.sequence_parallel:
+        yield finding("experts-need-sequence-parallel", "sequence_parallel")
     if is_mxfp8_param:
         yield finding("fp8-param-saves-nothing", "fp8_param")
 

@@ -74,8 +74,11 @@ class Model:
     moe_layers: tuple[int, ...] = ()
     experts: int = 0
     mla: bool = False
-    small: int = 0
-    """Elements of norms, routers, shared-expert gates and learned positions, over the whole model."""
+    norms: int = 0
+    """Elements of the norms of one decoder layer."""
+    final_norm: int = 0
+    positions: int = 0
+    """Elements of learned positions."""
 
     @classmethod
     def read(cls, source: Mapping[str, Any] | str | Path) -> Model:
@@ -96,11 +99,15 @@ class Model:
         """Elements of the token embedding; the output head has as many, unless they are one."""
         return self.vocab * self.hidden
 
+    def unsplit(self, layer: int) -> int:
+        """Elements of a decoder layer that every tensor-parallel rank holds whole: its norms and its router."""
+        return self.norms + (self.hidden * self.experts if layer in self.moe_layers else 0)
+
     @property
     def parameters(self) -> int:
         """Every parameter, as Hugging Face counts them."""
-        decoder = sum(linear.weights + linear.bias for _, linear in self.all_linears())
-        return decoder + self.embedding * (1 if self.tied else 2) + self.small
+        decoder = sum(linear.weights + linear.bias for _, linear in self.all_linears()) + sum(map(self.unsplit, range(self.layers)))
+        return decoder + self.embedding * (1 if self.tied else 2) + self.final_norm + self.positions
 
 
 # ---------------------------------------------------------------------- reading a config.json
@@ -186,14 +193,12 @@ def _read(config: Mapping[str, Any]) -> Model:
     per_layer = 2 * norm + (2 * head_dim if traits.get("qk_norm") else 0)
     if traits.get("mla"):
         per_layer += (config.get("q_lora_rank") or 0) + size("kv_lora_rank")
-    small = layers * per_layer + norm + (size("max_position_embeddings") * hidden if traits.get("positions") else 0)
     moe: tuple[Linear, ...] = ()
     moe_layers: tuple[int, ...] = ()
     experts = size(traits["experts"], 1) if "experts" in traits else 0
     if experts > 1:
         moe = (*attention, *_experts(config, traits, size, hidden, experts))
         moe_layers = tuple(layer for layer in range(layers) if _is_moe(layer, config))
-        small += len(moe_layers) * hidden * experts
     return Model(
         type=kind,
         layers=layers,
@@ -208,7 +213,9 @@ def _read(config: Mapping[str, Any]) -> Model:
         moe_layers=moe_layers,
         experts=experts if moe else 0,
         mla=bool(traits.get("mla")),
-        small=small,
+        norms=per_layer,
+        final_norm=norm,
+        positions=size("max_position_embeddings") * hidden if traits.get("positions") else 0,
     )
 
 

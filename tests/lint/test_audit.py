@@ -64,12 +64,10 @@ def test_bf16_is_bf16() -> None:
 
 
 def test_latent_attention() -> None:
-    config = {
-        **{"model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 4, "vocab_size": 129280},
-        **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-        **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1},
-        "first_k_dense_replace": 3,
-    }
+    sizes = {"hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 4, "vocab_size": 129280, "intermediate_size": 18432}
+    ranks = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    experts = {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
+    config = {"model_type": "deepseek_v3", **sizes, **ranks, **experts}
     p = Precision(format="e4m3", scaling="blockwise", fp8_param=True)
     table = {r.name: r for r in audit(Model.read(config), p, Parallel.of("tp8,ep8,etp1,rollout-tp8"))}
     assert table["self_attention.linear_kv_down_proj"].rows == 576  # whole on every rank

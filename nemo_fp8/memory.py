@@ -1,0 +1,236 @@
+"""Memory of a training run per GPU, item by item: what FP8 costs, and what FP8 primary weights save or do not.
+
+For a weight of an FP8 layer, in bytes an element on the rank that holds it:
+
+                             BF16 training    FP8, cast from BF16    FP8 primary weight
+    parameter                2                2                      -
+    FP8 cast, by rows        -                1 + scales             1 + scales
+    FP8 cast, by columns     -                1 + scales             1 + scales     (see below)
+    gradient buffer          4 (or 2)         4 (or 2)               4 (or 2)
+    FP32 master, two moments 12 / DP          12 / DP                12 / DP
+
+So FP8 *adds* two bytes, and FP8 primary weights take them back: memory does not fall under BF16's (TE#1261). What
+falls is the gather of the distributed optimizer, by half. The cast by columns is what dgrad reads: FP8 GEMMs of
+sm89 and sm90 take one layout alone (TN), so per-tensor recipes keep a transpose there, and none from sm100 on;
+blockwise and MXFP8 scale along each direction, so they hold both everywhere.
+
+An estimate of what stays from step to step: activations, the communication buffers of NCCL, TE's workspaces, and the
+allocator's fragments come on top. Parameter counts are exact; tests hold them, the gradient buffer and the optimizer's
+shards against megatron-core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.machine import Machine
+from nemo_fp8.model_shapes import COLUMN, Linear, Model
+from nemo_fp8.parallel import Parallel
+from nemo_fp8.shape_audit import kept, param_problem, shape_problem
+
+COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+PER_TENSOR = ("delayed", "tensorwise")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the estimate."""
+
+    name: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on the fullest GPU, and the sentences under which they hold."""
+
+    precision: str
+    items: tuple[Item, ...]
+    parameters: int
+    """Parameters on that GPU."""
+    stage: int
+    """Its pipeline stage."""
+    gather: int
+    """Bytes that the distributed optimizer gathers on each GPU each step."""
+    capacity: int | None
+    """Bytes that the GPU has, where the machine says."""
+    assumptions: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"total": self.total}
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Parameters of one kind on one GPU: how many, how many of them in FP8, over how many ranks their optimizer is spread."""
+
+    elements: int
+    over: int
+    fp8: bool = False
+    primary: bool = False
+    scale_bytes: int = 0
+    modules: int = 0
+
+
+def memory(model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None) -> Estimate:
+    """The estimate for the pipeline stage that needs most."""
+    parallel = parallel or Parallel()
+    stages = (_stage(stage, model, precision, parallel, machine) for stage in range(parallel.pipeline))
+    return max(stages, key=lambda estimate: estimate.total)
+
+
+def alternatives(model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None) -> list[Estimate]:
+    """BF16 training, the contract without, and with FP8 primary weights, to be read side by side."""
+    found = [Precision(name=precision.compute, compute=precision.compute, grad_reduce=precision.grad_reduce)]
+    if precision.is_fp8:
+        names = {False: f"{precision.name}, fp8_param=False", True: f"{precision.name}, fp8_param=True"}
+        found += [precision.replace(fp8_param=on, name=names[on]) for on in (False, True) if not (on and precision.compute == "fp32")]
+    return [memory(model, p, parallel, machine) for p in found]
+
+
+def savings(model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None) -> str:
+    """What FP8 primary weights save, in words; empty without FP8."""
+    estimates = alternatives(model, precision, parallel, machine)
+    if len(estimates) < 3:
+        return ""
+    plain, cast, primary = estimates
+    less, against = cast.total - primary.total, primary.total - plain.total
+    saves = f"fp8_param=True saves {_gib(less)} a GPU over fp8_param=False" if less > 0 else "fp8_param=True saves no memory"
+    near = abs(against) < plain.total // 500
+    beside = "about as much as" if near else f"{_gib(abs(against))} {'more' if against > 0 else 'less'} than"
+    wire = (
+        f"It gathers {_gib(primary.gather)} a step in place of {_gib(cast.gather)}."
+        if primary.gather != cast.gather
+        else "The gather is as large."
+    )
+    return f"{saves}; it takes {beside} {plain.precision.upper()} training. {wire}"
+
+
+# ---------------------------------------------------------------------- one stage
+
+
+def _stage(stage: int, model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Estimate:
+    shares = [*_shares(stage, model, p, parallel)]
+    compute = COMPUTE_BYTES[p.compute]
+    reduce_bytes = 4 if p.grad_reduce == "fp32" else compute
+    columns = p.scaling not in PER_TENSOR or machine is None or machine.arch is None or machine.arch < 100
+    elements = sum(share.elements for share in shares)
+    fp8 = sum(share.elements for share in shares if share.fp8)
+    primary = sum(share.elements for share in shares if share.primary)
+    directions = 2 if columns else 1
+    scales = directions * sum(share.scale_bytes for share in shares)
+    spread = parallel.distributed_optimizer is not False
+    optimizer = sum(-(-share.elements // (share.over if spread else 1)) for share in shares)
+    through_own_buffer = p.scaling == "mxfp8" and parallel.reuse_grad_buf is False and spread
+    items = [
+        Item("parameters", (elements - primary) * compute, f"{p.compute.upper()}; the optimizer gathers them in place"),
+        Item("FP8 weights by rows", fp8, "what fprop reads"),
+        Item("FP8 weights by columns", fp8 if columns else 0, "what dgrad reads" if columns else "sm100 and newer read either layout"),
+        Item("FP8 scales", scales, _scales_why(p)),
+        Item("gather buffer", primary * compute if through_own_buffer else 0, _gather_why(p, through_own_buffer)),
+        Item("gradients", elements * reduce_bytes, "FP32" if reduce_bytes == 4 else p.compute.upper()),
+        Item("master parameters", 0 if p.compute == "fp32" else optimizer * 4, "FP32" + _spread_why(parallel, spread)),
+        Item("optimizer state", optimizer * 8, "Adam's two moments in FP32" + _spread_why(parallel, spread)),
+    ]
+    if p.scaling == "delayed":
+        history = 5 * 4 * p.amax_history_len * sum(share.modules for share in shares)
+        items.append(Item("amax histories", history, f"{p.amax_history_len} steps for 5 tensors of each linear layer"))
+    gathered = elements * compute - primary * (0 if p.scaling == "mxfp8" else compute - 1)
+    return Estimate(
+        precision=p.name,
+        items=tuple(item for item in items if item.bytes or item.name == "gather buffer"),
+        parameters=elements,
+        stage=stage,
+        gather=gathered if spread else 0,
+        capacity=machine.memory if machine else None,
+        assumptions=tuple(_assumptions(p, parallel, machine)),
+    )
+
+
+def _shares(stage: int, model: Model, p: Precision, parallel: Parallel) -> Iterator[_Share]:
+    dense = parallel.data * parallel.context
+    of_experts = max(1, parallel.tensor * dense // (parallel.expert * parallel.experts_cut))
+    per_stage = -(-model.layers // parallel.pipeline)
+    layers = range(stage * per_stage, min(model.layers, (stage + 1) * per_stage))
+    for layer in layers:
+        for linear in model.linears(layer):
+            yield from _linear(layer, linear, model, p, parallel, of_experts if linear.experts else dense)
+    cut = 128 * parallel.tensor
+    embedding = -(-model.vocab // cut) * cut * model.hidden // parallel.tensor
+    first, last = stage == 0, stage == parallel.pipeline - 1
+    copies = int(first) + int(last) - int(first and last and model.tied)
+    yield _Share(copies * embedding, dense)
+    yield _Share(sum(map(model.unsplit, layers)) + first * model.positions + last * model.final_norm, dense)
+
+
+def _linear(layer: int, linear: Linear, model: Model, p: Precision, parallel: Parallel, over: int) -> Iterator[_Share]:
+    cut = parallel.experts_cut if linear.experts else parallel.tensor
+    parts, columns = linear.on_rank(cut)
+    rows, count = sum(parts), max(1, linear.experts // parallel.expert)
+    fp8 = p.is_fp8 and kept(p, model, layer, linear) is None and shape_problem(p.scaling, rows, columns) is None
+    yield _Share(
+        rows * columns * count,
+        over,
+        fp8=fp8,
+        primary=fp8 and p.fp8_param and param_problem(p.scaling, rows, columns) is None,
+        scale_bytes=_scale_bytes(p, rows, columns) * count if fp8 else 0,
+        modules=count if fp8 else 0,
+    )
+    yield _Share((linear.bias // cut if linear.split == COLUMN else linear.bias) * count, over)
+
+
+def _scale_bytes(p: Precision, rows: int, columns: int) -> int:
+    """Of one copy of a weight."""
+    if p.scaling == "blockwise":
+        return 4 * -(-rows // 128) * -(-columns // 128)
+    return rows * columns // 32 if p.scaling == "mxfp8" else 4
+
+
+# ---------------------------------------------------------------------- in words
+
+
+def _scales_why(p: Precision) -> str:
+    return {"blockwise": "4 bytes for 128x128 values", "mxfp8": "1 byte for 32 values"}.get(p.scaling or "", "4 bytes for each weight")
+
+
+def _gather_why(p: Precision, own: bool) -> str:
+    if own:
+        return f"mxfp8 gathers {p.compute.upper()} and casts after; without reuse_grad_buf into a buffer of its own"
+    return (
+        "mxfp8 gathers through the gradient buffer"
+        if p.scaling == "mxfp8" and p.fp8_param
+        else "none: parameters lie in the buffer that is gathered"
+    )
+
+
+def _spread_why(parallel: Parallel, spread: bool) -> str:
+    ranks = parallel.data * parallel.context
+    return f", spread over {ranks} ranks" if spread and ranks > 1 else ""
+
+
+def _assumptions(p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[str]:
+    yield "Activations, NCCL's buffers, TransformerEngine's workspaces and fragments of the allocator come on top."
+    yield "Adam with FP32 moments; parameters and gradients in Megatron's buffers; the vocabulary padded to 128 x tp."
+    if parallel.distributed_optimizer is None:
+        yield "The distributed optimizer is on."
+    if p.is_fp8:
+        yield "FP8 casts of weights are kept over the microbatches of a step, as Megatron does."
+        if p.scaling in PER_TENSOR and (machine is None or machine.arch is None):
+            yield "The GPU is an sm89 or sm90, which needs weights by columns too; sm100 does not."
+        if machine is not None and machine.has_gpu is False:
+            yield "The figures are TransformerEngine's on a GPU, not the emulation's on this machine."
+        if p.scaling == "mxfp8" and p.fp8_param and parallel.reuse_grad_buf is None:
+            yield "reuse_grad_buf_for_mxfp8_param_ag is on."
+
+
+def _gib(n: int) -> str:
+    return f"{n / 2**30:.2f} GiB"
