@@ -94,10 +94,13 @@ def join(train: Precision, rollout: Precision) -> Precision:
 
 def merge(train: Precision, rollout: Precision) -> Precision:
     """The training side of one contract and the rollout side of another, unchecked: where both speak, training wins."""
-    sides = dict.fromkeys(_ROLLOUT, rollout)
+    values = train.to_dict() | {name: getattr(rollout, name) for name in _ROLLOUT}
     for name in _SHARED:
-        sides[name] = rollout if _says(rollout, name, "rollout") and not _says(train, name, "train") else train
-    return Precision(**{**train.to_dict(), **{name: getattr(side, name) for name, side in sides.items()}})
+        if not _says(train, name, "train") and _says(rollout, name, "rollout"):
+            values[name] = getattr(rollout, name)
+        elif not _says(train, name, "train") and train.is_fp8:
+            values[name] = None  # delayed scaling beside a rollout without FP8: a scale of nothing
+    return Precision(**values)
 
 
 def _says(p: Precision, name: str, side: str) -> bool:

@@ -10,6 +10,11 @@ import types
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no reason to fail: examples have no deadline.
+settings.register_profile("render", deadline=None)
+settings.load_profile("render")
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".te"

@@ -159,3 +159,18 @@ def test_scales_of_one_kind_for_each_operand_are_beyond_the_environment(te_modul
 def test_a_missing_te_is_said_with_its_remedy(tmp_path):
     with pytest.raises(PrecisionError, match=r"pip install --no-deps --target \.te"):
         load_recipe_module(tmp_path)
+
+
+def test_an_installed_te_is_found_even_where_its_cuda_libraries_are_not(te_folder):
+    """``import transformer_engine`` fails on a machine without CUDA; its recipes load all the same, and leave no half import."""
+    script = (
+        "import sys; from nemo_fp8.render.te_loader import load_recipe_module; m = load_recipe_module()\n"
+        "print(m.DelayedScaling().amax_history_len, m.__file__, 'transformer_engine' in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(te_folder)}, capture_output=True, text=True, check=True
+    )
+    length, file, imported = out.stdout.split()
+    assert length == "1024"
+    assert file.startswith(str(te_folder))
+    assert imported == "False"
