@@ -17,7 +17,7 @@ _HOMES = {
     "PrecisionError": "nemo_fp8.errors",
     "PRESETS": "nemo_fp8.presets",
     "preset": "nemo_fp8.presets",
-    "check": "nemo_fp8.check",
+    "check": "nemo_fp8.agreement",
     "autocast": "nemo_fp8.numerics.autocast",
     "capture": "nemo_fp8.numerics.capture",
     "MixedPrecision": "nemo_fp8.train.plugin",

@@ -1,0 +1,115 @@
+"""The command line: what it says, its exit codes, its JSON, its width and its speed."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8.presets import PRESETS, preset
+
+NEMO_FP8 = str(Path(sys.executable).with_name("nemo-fp8"))
+CONFIG = str(Path(__file__).parents[1] / "lint/data/qwen3-30b-a3b.json")
+BLOCK = "bf16_with_fp8_blockwise_mixed"
+
+# (command, exit code, words of its output)
+COMMANDS = [
+    (["list"], 0, ["nanov2_bf16_with_fp8_current_scaling_mixed", "blockwise"]),
+    (["explain", BLOCK], 0, ["128x128", "E5M2"]),
+    (["explain", BLOCK.replace("_", "-"), "--set", "format=e4m3"], 0, ["output gradient in E4M3"]),
+    (["diff", BLOCK, "bf16_with_fp8_subchannel_scaling_mixed"], 0, ["same"]),
+    (["diff", BLOCK, "bf16_mixed"], 1, ["scaling"]),
+    (["doctor"], 0, ["GPU", "blockwise"]),
+    (["doctor", "--for", "h200,cuda12.9,te2.9"], 0, ["native"]),
+    (["doctor", BLOCK, "--for", "h200,cuda12.8,te2.9"], 1, ["CUDA >= 12.9", "remedy"]),
+    (["lint", BLOCK], 0, ["E5M2"]),
+    (["lint", "bf16_with_fp8_mixed", "--set", "first_layers=1"], 1, ["delayed"]),
+    (["lint", BLOCK, "--model", CONFIG, "--parallel", "tp4"], 1, ["768/TP4 = 192", "linear_qkv"]),
+    (["memory", BLOCK, "--model", CONFIG, "--parallel", "tp4,ep8,dp8"], 0, ["master parameters", "total"]),
+    (["check", BLOCK], 0, ["agree"]),
+    (["check", "bf16_mixed", BLOCK], 1, ["differs"]),
+    *((["render", BLOCK, "--to", to], 0, [word]) for to, word in {
+        "nemo": "MegatronMixedPrecision", "bridge": "MixedPrecisionConfig", "megatron": "--fp8-format", "te": "Float8BlockScaling",
+        "nemo-rl": "vllm_cfg", "vllm": "--quantization", "env": "NVTE",
+    }.items()),
+    (["explain", "bf16_mixd"], 2, ["Did you mean 'bf16_mixed'"]),
+    (["explain", BLOCK, "--set", "margn=1"], 2, ["Did you mean 'margin'"]),
+    (["explain", BLOCK, "--set", "margin"], 2, ["has no value"]),
+    (["explain", "missing.yaml"], 2, ["no file"]),
+    (["render", BLOCK, "--to", "nemorl"], 2, ["nemo-rl"]),
+    (["doctor", "--for", "h20000"], 2, ["remedy"]),
+]  # fmt: skip
+
+
+def _run(*arguments, **settings):
+    env = os.environ | {"COLUMNS": "80"}
+    return subprocess.run([NEMO_FP8, *arguments], capture_output=True, text=True, env=env, timeout=60, **settings)
+
+
+@pytest.mark.parametrize(("command", "code", "words"), COMMANDS, ids=lambda v: " ".join(v) if isinstance(v, list) else None)
+def test_commands_answer(command, code, words):
+    done = _run(*command)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == code, said
+    for word in words:
+        assert word in said
+    if command[0] != "render" and code != 2:  # what is pasted elsewhere is not wrapped
+        assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("command", "code", "words"), COMMANDS, ids=lambda v: " ".join(v) if isinstance(v, list) else None)
+def test_every_command_speaks_json(command, code, words):
+    done = _run(*command, "--json")
+    assert done.returncode == code
+    value = json.loads(done.stdout)
+    assert ("error" in value) == (code == 2)
+
+
+@pytest.mark.parametrize(
+    "command", [["list"], ["explain", BLOCK], ["diff", BLOCK, BLOCK], ["doctor"], ["lint", BLOCK, "--model", CONFIG], ["check", BLOCK]]
+)
+def test_every_command_that_needs_no_torch_answers_in_half_a_second(command):
+    """Seconds of the processor, which is what it takes on a machine that does nothing else."""
+
+    def spent():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    times = []
+    for _ in range(3):
+        before = spent()
+        _run(*command)
+        times.append(spent() - before)
+    assert min(times) < 0.5
+
+
+def test_json_of_a_preset_is_the_contract():
+    listed = json.loads(_run("list", "--json").stdout)
+    assert listed == {name: p.to_dict() for name, p in PRESETS.items()}
+
+
+def test_a_yaml_file_stands_in_for_a_preset(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(preset(BLOCK).replace(weight_scale="fp32").to_yaml())
+    done = _run("diff", BLOCK, str(path), "--json")
+    assert json.loads(done.stdout) == {"weight_scale": {"a": "pow2", "b": "fp32"}}
+
+
+def test_check_reads_both_sides_from_a_nemo_rl_config(tmp_path):
+    path = tmp_path / "grpo.yaml"
+    path.write_text(
+        "policy:\n  generation:\n    vllm_cfg:\n      precision: fp8\n      use_deep_gemm: true\n      use_weight_pow2_scale: false\n"
+    )
+    done = _run("check", str(path), "--nemo-rl")
+    assert done.returncode == 1
+    assert "BF16" in done.stdout
+    assert "pow2_weight_scaling_factors" in done.stderr
+
+
+def test_help_names_every_command():
+    said = _run("--help").stdout
+    for command in ("list", "explain", "diff", "doctor", "lint", "memory", "check", "render"):
+        assert command in said
