@@ -1,0 +1,80 @@
+"""Statistics, against a second pass over the dequantized tensor in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensors import OPERANDS, name, tensors
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.numerics import quantize, quantize_reference
+from nemo_fp8.numerics.formats import FORMATS
+
+COUNTS = ("elements", "underflow", "saturated", "nonfinite", "amax", "least_code", "largest_code")
+
+
+@pytest.mark.parametrize("operand", OPERANDS, ids=name)
+@settings(max_examples=15, deadline=None)
+@given(x=tensors(), usage=st.sampled_from(["row", "col"]))
+def test_every_number_against_a_second_pass(operand, x, usage):
+    q = quantize(x, operand, usage=usage, statistics=True)
+    source, values = x.double(), q.dequantize_reference().double()
+    finite = source.isfinite()
+    whole = q.statistics.total()
+    assert int(whole.elements) == x.numel()
+    assert int(whole.nonfinite) == int((~finite).sum())
+    assert int(whole.underflow) == int(((values == 0) & (source != 0) & finite).sum())
+    assert float(whole.amax) == float(source[~source.isnan()].abs().max() if (~source.isnan()).any() else 0)
+    # An MX tile with an infinity has scale 2**127: the fast kernels' sums, taken in scaled FP32 values, lose the rest.
+    lost = operand.scale == "e8m0" and source.isinf().any()
+    if not lost and not values[finite].isinf().any():
+        signal, noise = source[finite].square().sum(), (source - values)[finite].square().sum()
+        if 1e-25 < float(signal) < 1e30:  # FP32 sums of the fast kernels; beyond, squares leave FP32
+            assert float(whole.signal) == pytest.approx(float(signal), rel=1e-4)
+            assert float(whole.noise) == pytest.approx(float(noise), rel=1e-3, abs=float(signal) * 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(x=tensors(), operand=st.sampled_from(OPERANDS), usage=st.sampled_from(["row", "col"]))
+def test_each_tile_is_the_reference_s(x, operand, usage):
+    q = quantize(x, operand, usage=usage, statistics=True)
+    _, _, reference = quantize_reference(x, q.block, FORMATS[operand.format], operand.scale, statistics=True)
+    assert q.statistics.elements.shape == q.scale_inv.shape
+    for field in COUNTS:
+        assert torch.equal(getattr(q.statistics, field).double(), getattr(reference, field).double()), field
+    assert torch.equal(q.statistics.scale_inv, reference.scale_inv)
+
+
+def test_saturation_is_counted_beyond_half_a_step():
+    x = torch.tensor([[440.0, 448.0, 464.0, 464.1, 1e6, -1e6, float("inf"), float("nan")]])
+    q = quantize(x, Operand("e4m3", None, "fp32", delayed=True), scale=torch.ones(()), statistics=True)
+    assert int(q.statistics.saturated) == 4
+    assert float(q.statistics.saturation_percent) == 50.0
+
+
+def test_lossless_is_infinitely_good_and_zeros_are_no_underflow():
+    q = quantize(torch.tensor([[0.0, 1.0, 2.0, -448.0]]), Operand("e4m3", None, "fp32"), statistics=True)
+    assert q.statistics.snr_db == math.inf
+    assert q.statistics.mse == 0
+    assert q.statistics.underflow == 0
+
+
+def test_the_range_used():
+    format = FORMATS["e4m3"]
+    q = quantize(torch.tensor([[format.max, 1.0]]), Operand("e4m3", None, "fp32"), statistics=True)
+    assert float(q.statistics.range_used_percent) == pytest.approx(100 * math.log2(448) / math.log2(format.max / format.smallest))
+    q = quantize(torch.tensor([[format.max, format.smallest]]), Operand("e4m3", None, "fp32"), statistics=True)
+    assert float(q.statistics.range_used_percent) == pytest.approx(100)
+    q = quantize(torch.zeros(2, 2), Operand("e4m3", None, "fp32"), statistics=True)
+    assert float(q.statistics.range_used_percent) == 0
+
+
+def test_a_gaussian_has_the_snr_of_its_mantissa():
+    """E4M3 loses 2.65% in norm on Gaussian BF16 weights in 128x128 tiles (measured on TE): 31.5 dB."""
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    summary = quantize(x, Operand("e4m3", (128, 128), "fp32"), statistics=True).statistics.summary()
+    assert summary["snr_db"] == pytest.approx(-20 * math.log10(0.0265), abs=0.1)
+    assert summary["scale_inv_min"] < summary["scale_inv_max"]
+    assert all(isinstance(v, float) for v in summary.values())
