@@ -79,15 +79,13 @@ def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> 
             f"It is too old for {precision.scaling} scaling.",
             "Install TransformerEngine 2.3 or newer.",
         )
-    known = {f.name for f in dataclasses.fields(recipe_class)}
     if not precision.wgrad:
-        if "override_linear_precision" not in known:
-            raise PrecisionError(
-                f"wgrad=False with TransformerEngine's {name}.",
-                "This TE runs the weight gradient in FP8 whatever it is told: the argument is gone, and unknown ones are dropped.",
-                "Set wgrad=True.",
-            )
-        arguments["override_linear_precision"] = (False, False, True)
+        raise PrecisionError(
+            f"wgrad=False with TransformerEngine's {name}.",
+            "TE 2 runs the weight gradient in FP8 whatever it is told: the argument for it is gone, and unknown ones are dropped.",
+            "Set wgrad=True.",
+        )
+    known = {f.name for f in dataclasses.fields(recipe_class)}
     missing = [a for a in arguments if a not in known]
     if missing:
         raise PrecisionError(
