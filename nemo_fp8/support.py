@@ -48,14 +48,14 @@ BLOCKWISE = ("blockwise", "blockwise-fp32")
 TRAINING = (*PER_TENSOR, *BLOCKWISE, "mxfp8", "nvfp4")
 ROLLOUT = ("rollout-fp8", "rollout-tensor", "rollout-mxfp8", "rollout-deepgemm", "kv-cache-fp8")
 
-TE, EMULATION, W8A8, MARLIN, AMX, CPU, OLDER = (
+TE, EMULATION, W8A8, MARLIN, AMX, CPU, OTHER = (
     "TransformerEngine",
     "nemo_fp8's emulation",
     "vLLM's FP8 kernels",
     "vLLM's Marlin kernel",
     "vLLM's AMX kernel",
     "vLLM on a CPU",
-    "vLLM on an older GPU",
+    "vLLM on another GPU",
 )
 
 # Who insists on a need. Where the version of a HOST is not known, the verdict stands, on that condition.
@@ -102,7 +102,7 @@ WAYS = (
     Way(MARLIN, ("rollout-fp8", "rollout-tensor"), EMULATED, "Weights are FP8, activations stay BF16: memory is saved, no GEMM is faster."),
     Way(AMX, ("rollout-fp8",), EMULATED, "Weights are FP8, activations stay BF16 (vLLM's CPU kernel is W8A16)."),
     Way(CPU, ("kv-cache-fp8",), NATIVE, "vLLM keeps keys and values in FP8 on a CPU too."),
-    Way(OLDER, ("rollout-mxfp8", "kv-cache-fp8"), UNKNOWN, "Whether vLLM has a kernel for this GPU was not read from its sources: try it."),
+    Way(OTHER, ("rollout-mxfp8", "kv-cache-fp8"), UNKNOWN, "Whether vLLM has a kernel for this GPU was not read from its sources: try it."),
 )
 
 _OLD_GPU = "Use an H100 or newer, or bf16_mixed; the emulation shows the numerics, without the speed."
@@ -186,7 +186,7 @@ NEEDS: tuple[Need, ...] = (
     Need(EMULATION, TRAINING[:-1], "torch", ">=2.6", "torch", "The emulation runs on torch.", "pip install 'nemo-fp8[train]'."),
     # ------------------------------------------------------------ rollout on vLLM
     Need(W8A8, ("rollout-fp8", "rollout-tensor"), "arch", ">=89", GPU, "GPUs before Ada (sm89) have no FP8 units.", _NEWER),
-    Need(W8A8, ("rollout-mxfp8",), "arch", ">=100", GPU, "MX GEMMs need Blackwell (sm100 or newer).", "Set rollout_block='128x128'."),
+    Need(W8A8, ("rollout-mxfp8",), "arch", ">=100,<120", GPU, "MX GEMMs need Blackwell (sm100 or sm103).", "Set rollout_block='128x128'."),
     Need(
         W8A8,
         ("rollout-deepgemm",),
@@ -209,8 +209,8 @@ NEEDS: tuple[Need, ...] = (
         "Set rollout='compute', or roll out on a CPU with AMX or on a GPU.",
     ),
     Need(CPU, ("kv-cache-fp8",), "arch", ABSENT, GPU, "This is vLLM's way on a machine without a GPU.", ""),
-    Need(OLDER, ("rollout-mxfp8",), "arch", "<100", GPU, "MX GEMMs need Blackwell (sm100 or newer).", "Set rollout_block='128x128'."),
-    Need(OLDER, ("kv-cache-fp8",), "arch", "<89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set kv_cache='auto'."),
+    Need(OTHER, ("rollout-mxfp8",), "arch", "<100|>=120", GPU, "MX GEMMs need Blackwell (sm100 or sm103).", "Set rollout_block='128x128'."),
+    Need(OTHER, ("kv-cache-fp8",), "arch", "<89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set kv_cache='auto'."),
     *(
         Need(way, ROLLOUT, "vllm", ">=0.28", "vLLM", "nemo_fp8 drives vLLM 0.28 and newer.", "Install vllm>=0.28.")
         for way in (W8A8, MARLIN, AMX, CPU)
@@ -257,10 +257,15 @@ def answer(recipe: str, machine: Machine, by: Collection[str] | None = None) -> 
 
 def in_words(need: Need) -> str:
     """A need as a person says it: ``CUDA >= 12.9``."""
-    name = _FIELD_WORDS.get(need.field, need.field)
-    if need.spec in ("==1", "==0"):
-        return name if need.spec == "==1" else f"not {name}"
-    return " or ".join(_spec_words(name, spec) for spec in need.spec.split("|"))
+    return condition(need.field, need.spec)
+
+
+def condition(field: str, spec: str) -> str:
+    """``field`` in ``spec`` as a person says it."""
+    name = _FIELD_WORDS.get(field, field)
+    if spec in ("==1", "==0"):
+        return name if spec == "==1" else f"not {name}"
+    return " or ".join(_spec_words(name, alternative) for alternative in spec.split("|"))
 
 
 # ---------------------------------------------------------------------- reading the table

@@ -113,6 +113,9 @@ def test_the_whole_verdict_is_te_s_or_names_why_it_is_stricter() -> None:
         ("b200", "rollout-deepgemm", NATIVE),
         ("rtx5090", "rollout-deepgemm", UNSUPPORTED),
         ("l40s", "rollout-deepgemm", UNSUPPORTED),
+        ("b200", "rollout-mxfp8", NATIVE),
+        ("rtx5090", "rollout-mxfp8", UNKNOWN),
+        ("h200", "rollout-mxfp8", UNKNOWN),
     ],
 )
 def test_verdicts(words: str, recipe: str, verdict: str) -> None:
