@@ -262,6 +262,12 @@ RULES: dict[str, Rule] = {
         "{factors}.",
         "Set the padding to a multiple of {multiple}.",
     ),
+    "does-not-fit": Rule(
+        "error",
+        "The fullest GPU (pipeline stage {stage}) needs {need}, and has {have}.",
+        "Weights, FP8 casts, gradients and the optimizer's share alone take that much; activations come on top.",
+        "Spread it wider (tp, pp, dp with the distributed optimizer); nemo-fp8 memory shows the items.",
+    ),
     "expert-tokens": Rule(
         "info",
         "Each expert's tokens are padded to a multiple of {multiple}.",

@@ -17,13 +17,14 @@ from nemo_fp8.doctor import sanity, support_findings
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.findings import Finding, finding, sort
 from nemo_fp8.machine import Machine
+from nemo_fp8.memory import memory
 from nemo_fp8.model_shapes import Model
 from nemo_fp8.parallel import Parallel
 from nemo_fp8.shape_audit import shape_findings
 
 _DELAYED_FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
 _LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-_ROLLOUT_FIELDS = ("rollout_block", "activation_scheme", "importance_sampling")
+_ROLLOUT_FIELDS = ("rollout_block", "activation_scheme")
 
 
 def lint(
@@ -50,6 +51,8 @@ def lint(
     findings = [*_ignored(precision), *_doubtful(precision, found), *_layout(precision, said)]
     if shapes is not None:
         findings += shape_findings(shapes, precision, said, found)
+        if parallel is not None and found is not None:
+            findings += _fit(shapes, precision, said, found)
     if found is not None:
         findings += support_findings(precision, found)
         findings += sanity(found)
@@ -124,6 +127,13 @@ def _layout(p: Precision, parallel: Parallel) -> Iterator[Finding]:
         yield finding("experts-need-sequence-parallel", "sequence_parallel")
     if is_mxfp8_param:
         yield finding("fp8-param-saves-nothing", "fp8_param")
+
+
+def _fit(model: Model, p: Precision, parallel: Parallel, machine: Machine) -> Iterator[Finding]:
+    estimate = memory(model, p, parallel, machine)
+    if machine.memory and estimate.total > machine.memory:
+        need, have = (f"{n / 2**30:.0f} GiB" for n in (estimate.total, machine.memory))
+        yield finding("does-not-fit", "memory", need=need, have=have, stage=estimate.stage)
 
 
 # ---------------------------------------------------------------------- the environment

@@ -82,9 +82,9 @@ def rollout_problem(p: Precision, linear: Linear, cut: int) -> str | None:
 
 def kept(p: Precision, model: Model, layer: int, linear: Linear) -> str | None:
     """Why the contract keeps a linear in the compute dtype; None where it does not."""
-    if p.keeps("", layer, model.layers):
-        return "first or last layers"
-    return "keep" if any(p.keeps(name) for name in names(layer, linear)) else None
+    if any(p.keeps(name) for name in names(layer, linear)):
+        return "keep"
+    return "first or last layers" if p.keeps("", layer, model.layers) else None
 
 
 def names(layer: int, linear: Linear) -> tuple[str, ...]:

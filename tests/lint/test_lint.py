@@ -88,6 +88,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tokens", MXFP8, {"model": LLAMA, "parallel": "seq4112"}),
     ("padding", BLOCKWISE, {"model": LLAMA, "parallel": "packed"}),
     ("padding-too-small", BLOCKWISE, {"model": LLAMA, "parallel": "packed,pad64"}),
+    ("does-not-fit", BLOCKWISE, {"model": MIXTRAL, "parallel": "tp2", "machine": "h200"}),
     ("expert-tokens", BLOCKWISE, {"model": MIXTRAL}),
     ("router-kept", BLOCKWISE, {"model": MIXTRAL}),
     ("vocab-padding", BLOCKWISE, {"model": LLAMA, "parallel": "tp4"}),
@@ -153,6 +154,8 @@ CURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rollout-kv-shard", BLOCKWISE, {"model": TINY, "parallel": "rollout-tp1"}),
     ("shape", {**TENSORWISE, "keep": ["*.mlp.*"]}, {"model": {**TINY, "intermediate_size": 520}}),
     ("padding-too-small", BLOCKWISE, {"model": LLAMA, "parallel": "packed,pad256"}),
+    ("does-not-fit", BLOCKWISE, {"model": MIXTRAL, "parallel": "tp4,dp8,sp,ep8,etp1", "machine": "h200"}),
+    ("does-not-fit", BLOCKWISE, {"model": MIXTRAL, "machine": "h200"}),  # no layout was given
     ("tokens", BLOCKWISE, {"model": LLAMA, "parallel": "seq1008"}),
     ("environment-against-contract", {**BLOCKWISE, **FP32_SCALES}, {"environment": {FP32_BLOCKS: "1"}}),
     ("unsupported", BLOCKWISE, {"machine": "h200,cuda12.9,te2.9"}),

@@ -77,10 +77,9 @@ def test_shipped_models_are_what_they_are_called(name: str) -> None:
     assert Model.read(DATA / name).parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.003)
 
 
-@pytest.mark.parametrize("config", VARIANTS, ids=lambda c: f"{c['model_type']}-{len(c)}")
+# GPT-2 names its modules otherwise; its shapes are what count.
+@pytest.mark.parametrize("config", [c for c in VARIANTS if c["model_type"] != "gpt2"], ids=lambda c: f"{c['model_type']}-{len(c)}")
 def test_hugging_face_names_are_real(config: dict[str, object]) -> None:
-    if config["model_type"] == "gpt2":
-        pytest.skip("GPT-2 names its modules otherwise; its shapes are what count")
     real, model = built(config), Model.read(config)
     for layer, linear in model.all_linears():
         for name, part in zip(linear.hugging_face, linear.parts, strict=True):

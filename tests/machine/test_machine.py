@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import subprocess
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.machine import ABSENT, GPUS, TORCH_WHEELS, Machine
+from nemo_fp8.machine import ABSENT, GPUS, TORCH_WHEELS, Machine, _cublas
 
 
 def test_words_become_fields() -> None:
@@ -97,12 +101,50 @@ def test_here_agrees_with_what_is_installed() -> None:
     machine = Machine.here()
     assert machine.torch == torch.__version__
     assert machine.cuda == (torch.version.cuda or ABSENT)
-    assert machine.has_gpu == torch.cuda.is_available()
+    assert machine.has_gpu or not torch.cuda.is_available()  # a CPU build of torch sees no GPU where there is one
     assert machine.nemo == metadata.version("nemo-toolkit")
     assert machine.mcore == metadata.version("megatron-core")
     assert machine.python == ".".join(map(str, sys.version_info[:3]))
     if torch.cuda.is_available():
         assert machine.arch == min(10 * a + b for a, b in map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
+
+
+NVML = """
+#include <string.h>
+typedef struct { unsigned long long total, free, used; } memory_t;
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlSystemGetDriverVersion(char *out, unsigned n) { strncpy(out, "580.65.06", n); return 0; }
+int nvmlDeviceGetCount_v2(unsigned *out) { *out = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **out) { *out = (void *)(unsigned long)(0x7f0000000001UL + i); return 0; }
+static int second(void *d) { return d == (void *)0x7f0000000002UL; }
+int nvmlDeviceGetCudaComputeCapability(void *d, int *a, int *b) { *a = second(d) ? 10 : 9; *b = second(d) ? 3 : 0; return 0; }
+int nvmlDeviceGetMemoryInfo(void *d, memory_t *m) { m->total = second(d) ? 300ull << 30 : 140ull << 30; return 0; }
+int nvmlDeviceGetName(void *d, char *out, unsigned n) { strncpy(out, second(d) ? "NVIDIA B300" : "NVIDIA H200", n); return 0; }
+"""
+
+
+def test_gpus_are_read_through_nvml_s_interface(tmp_path: Path) -> None:
+    """NVML's C interface, as its header has it, over two GPUs: 64-bit handles survive, and the smaller GPU counts."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "nvml.c").write_text(NVML)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", tmp_path / "nvml.c"], check=True)
+    code = "import json; from nemo_fp8.machine import Machine; print(json.dumps(Machine.here().to_dict()))"
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    found = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout)
+    assert (found["gpu"], found["count"], found["arch"]) == ("NVIDIA H200 + NVIDIA B300", 2, 90)
+    assert (found["memory"], found["driver"]) == (140 * 2**30, "580.65.06")
+
+
+def test_cublas_is_read_from_the_name_behind_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libcublasLt.so.96.1.4").touch()
+    (tmp_path / "libcublasLt.so.96").symlink_to(tmp_path / "libcublasLt.so.96.1.4")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path}")
+    assert _cublas("96.2") == "96.1.4"
+    assert _cublas("97.0") is None
+    assert _cublas(ABSENT) == ABSENT
 
 
 def test_here_is_quick_and_imports_nothing_heavy() -> None:
