@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS, format_of
 from nemo_fp8.numerics.kernels import build
@@ -157,6 +158,20 @@ def test_what_the_kernels_do_not_take_is_left_to_torch():
     assert kernels.decode(x.to(torch.float8_e4m3fn), torch.ones(()), None, torch.float16) is None
 
 
+def test_into_memory_that_is_used_again():
+    x = values((130, 300), torch.bfloat16, 7, "gaussian")
+    codes = torch.empty(130, 300, dtype=torch.float8_e4m3fn)
+    data, scale_inv, _ = kernels.quantize(x, (128, 128), "e4m3", "fp32", out=codes)
+    assert data is codes
+    same(codes, _slow(x, (128, 128))[0])
+    back = torch.empty(130, 300, dtype=torch.bfloat16)
+    assert kernels.decode(codes, scale_inv, (128, 128), out=back) is back
+    same(back, Quantized(codes, scale_inv, (128, 128)).dequantize(torch.bfloat16))
+    for wrong in (codes.view(torch.uint8), codes[:, :299], codes.t()):
+        with pytest.raises(PrecisionError, match="out="):
+            kernels.quantize(x, (128, 128), "e4m3", "fp32", out=wrong)
+
+
 def test_amax_passes_over_nan():
     x = torch.tensor([[1.0, float("nan"), -3.0]])
     assert kernels.amax(x) == 3.0
@@ -210,7 +225,9 @@ def test_a_folder_open_to_others_is_refused(cache):
 
 def test_ranks_that_start_together_build_one_library(cache):
     program = "from nemo_fp8.numerics.kernels import build; assert build.library() is not None"
-    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(3)]
+    ranks = [
+        subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(3)
+    ]
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
     assert len(list(cache.glob("*.so"))) == 1
     assert len(list(cache.iterdir())) == 1

@@ -1,6 +1,6 @@
 """The same casts at memory speed: one seam, one file for each kind of device.
 
-    quantize(x, tile, element_format, scale_kind, convention, statistics, scale)  ->  (codes, scale_inv, statistics)
+    quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)  ->  (codes, scale_inv, statistics)
     decode(data, scale_inv, tile, dtype)                                          ->  values
     amax(x)                                                                       ->  the largest magnitude
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.statistics import Statistics
 
 Tile = tuple[int, int] | None
@@ -27,21 +29,31 @@ def quantize(
     convention: str = "te",
     statistics: bool = False,
     scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> Result | None:
-    """Codes, scale_inv and statistics of ``x``. ``scale`` is given for whole tensors only (``tile`` None)."""
+    """Codes, scale_inv and statistics of ``x``. ``scale`` is given for whole tensors only (``tile`` None).
+
+    ``out`` are contiguous codes to write to, of the shape of ``x``: memory that is used again is several times as fast as new.
+    """
+    if out is not None:
+        _check_out(out, x.shape, format_of(element_format).dtype, x.device)
     if x.device.type == "cpu":
         from nemo_fp8.numerics.kernels import cpu
 
-        return cpu.quantize(x, tile, element_format, scale_kind, convention, statistics, scale)
+        return cpu.quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
     return None
 
 
-def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor | None:
-    """``code * scale_inv``, computed in FP32 and rounded once to ``dtype``."""
+def decode(
+    data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """``code * scale_inv``, computed in FP32 and rounded once to ``dtype``; into ``out``, if given."""
+    if out is not None:
+        _check_out(out, data.shape, dtype, data.device)
     if data.device.type == "cpu":
         from nemo_fp8.numerics.kernels import cpu
 
-        return cpu.decode(data, scale_inv, tile, dtype)
+        return cpu.decode(data, scale_inv, tile, dtype, out)
     return None
 
 
@@ -52,3 +64,12 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
 
         return cpu.amax(x)
     return None
+
+
+def _check_out(out: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    if out.shape != shape or out.dtype != dtype or out.device != device or not out.is_contiguous():
+        raise PrecisionError(
+            f"out= is {out.dtype} of shape {tuple(out.shape)} on {out.device}{'' if out.is_contiguous() else ', not contiguous'}.",
+            f"The result is contiguous {dtype} of shape {tuple(shape)} on {device}.",
+            "Give torch.empty(shape, dtype=dtype, device=device), or leave out= away.",
+        )

@@ -55,7 +55,14 @@ class _DecodeJob(ctypes.Structure):
 
 
 def quantize(
-    x: torch.Tensor, tile: Tile, element_format: str, scale_kind: str, convention: str, statistics: bool, scale: torch.Tensor | None
+    x: torch.Tensor,
+    tile: Tile,
+    element_format: str,
+    scale_kind: str,
+    convention: str,
+    statistics: bool,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> Result | None:
     """As :func:`nemo_fp8.numerics.quantize.quantize_reference`, or None."""
     library = build.library()
@@ -64,11 +71,11 @@ def quantize(
         return None
     x, format = x.detach(), format_of(element_format)
     if tile is None:
-        return _quantize_whole(library, x, format, scale_kind, convention, statistics, scale)
+        return _quantize_whole(library, x, format, scale_kind, convention, statistics, scale, out)
     matrix = _as_rows(x)
     grid = _grid(matrix, tile)
     scale_inv = torch.empty(grid, dtype=torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32)
-    codes = torch.empty(x.shape, dtype=format.dtype)
+    codes = torch.empty(x.shape, dtype=format.dtype) if out is None else out
     counts = _empty_counts(grid) if statistics else {}
     tiny = torch.finfo(x.dtype).max  # what TE takes for the scale of a tile where it overflows
     _run(library, matrix, tile, format, scaling=scaling, scale_if_tiny=tiny, codes=codes, scale_inv=scale_inv, **counts)
@@ -86,7 +93,7 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
     return found.amax()
 
 
-def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype) -> torch.Tensor | None:
+def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor | None:
     """``code * scale_inv`` in BF16 or FP32, or None."""
     library = build.library()
     if library is None or dtype not in (torch.bfloat16, torch.float32) or data.numel() == 0 or not _takes(tile):
@@ -96,7 +103,7 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch
     if tile is None:
         tile = matrix.shape[0], STRIP
         scale_inv = scale_inv.reshape(1, 1).expand(_grid(matrix, tile))
-    scale_inv, out = scale_inv.contiguous(), torch.empty(data.shape, dtype=dtype)
+    scale_inv, out = scale_inv.contiguous(), torch.empty(data.shape, dtype=dtype) if out is None else out
     job = _DecodeJob(
         codes=matrix.data_ptr(), scale_inv=scale_inv.data_ptr(), out=out.data_ptr(),
         rows=matrix.shape[0], cols=matrix.shape[1], tile_rows=tile[0], tile_cols=tile[1],
@@ -108,7 +115,14 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch
 
 
 def _quantize_whole(
-    library: ctypes.CDLL, x: torch.Tensor, format: Format, scale_kind: str, convention: str, statistics: bool, scale: torch.Tensor | None
+    library: ctypes.CDLL,
+    x: torch.Tensor,
+    format: Format,
+    scale_kind: str,
+    convention: str,
+    statistics: bool,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> Result:
     from nemo_fp8.numerics.quantize import find_scales
 
@@ -120,7 +134,7 @@ def _quantize_whole(
     else:
         scale = scale.detach().to("cpu", torch.float32).reshape(())
         scale_inv = torch.reciprocal(scale)
-    codes = torch.empty(x.shape, dtype=format.dtype)
+    codes = torch.empty(x.shape, dtype=format.dtype) if out is None else out
     counts = _empty_counts(_grid(matrix, WHOLE)) if statistics else {}
     _run(library, matrix, WHOLE, format, scaling=GIVEN, given=float(scale), codes=codes, **counts)
     return codes, scale_inv, _statistics(x, None, format, counts, scale_inv) if statistics else None
