@@ -309,15 +309,15 @@ _recomputing: ContextVar[tuple[_Mode, ...]] = ContextVar("nemo_fp8_recomputing",
 
 def _before(module: torch.nn.Module, args: Any) -> None:
     """During backward, this is the recompute of a forward that may have run in FP8, and no region need be open."""
-    if not _in_backward():
-        for record in module.__dict__[_RECORDS].values():
-            record.ran = False  # until this forward has run in FP8
-        return
     records = {
         id(getattr(owner, parameter)): record
         for owner in (module, *module.children())
         for parameter, record in owner.__dict__.get(_RECORDS, {}).items()
     }
+    if not _in_backward():
+        for record in records.values():
+            record.ran = False  # until this forward has run in FP8
+        return
 
     def answer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         record = records.get(id(weight)) or records.get(id(weight._base))

@@ -64,7 +64,8 @@ def save(captured: dict[str, torch.Tensor], path: str | Path) -> None:
 
 def _is_linear(module: torch.nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    return "Linear" in type(module).__name__ and isinstance(weight, torch.Tensor) and weight.dim() == 2
+    named_so = isinstance(module, torch.nn.Linear) or "Linear" in type(module).__name__
+    return named_so and isinstance(weight, torch.Tensor) and weight.dim() == 2
 
 
 def _watch(module: torch.nn.Module, name: str, samples: dict[str, list[torch.Tensor]], rows: int) -> Iterator[Any]:
@@ -78,9 +79,9 @@ def _watch(module: torch.nn.Module, name: str, samples: dict[str, list[torch.Ten
     def after(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         if tensors:
-            keep(f"{name}.input", tensors[0])
+            keep(f"{name}.input".lstrip("."), tensors[0])
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, torch.Tensor) and first.requires_grad:
-            first.register_hook(lambda grad: keep(f"{name}.grad", grad))  # type: ignore[no-untyped-call]
+            first.register_hook(lambda grad: keep(f"{name}.grad".lstrip("."), grad))  # type: ignore[no-untyped-call]
 
     yield module.register_forward_hook(after, with_kwargs=True)

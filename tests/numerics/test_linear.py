@@ -1,0 +1,218 @@
+"""The FP8 linear: its GEMMs against float64 on the dequantized operands, and which operands each of them uses."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import quantize, quantize_pair
+from nemo_fp8.numerics.delayed import DelayedState
+from nemo_fp8.numerics.gemm import gemm
+from nemo_fp8.numerics.linear import linear, operands, quantize_weight
+
+RECIPES = {
+    f"{scaling}-{format}-{scale or 'default'}": Precision(format=format, scaling=scaling, weight_scale=scale, activation_scale=scale)
+    for scaling, scales in {"delayed": (None,), "tensorwise": ("fp32", "pow2"), "blockwise": ("fp32", "pow2"), "mxfp8": (None,)}.items()
+    for format in ("hybrid", "e4m3")
+    for scale in scales
+}
+each_recipe = pytest.mark.parametrize("p", RECIPES.values(), ids=RECIPES)
+COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def oracle(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exact product ``a @ b.T`` in float64, and how far FP32 sums may lie from it."""
+    a, b = a.double(), b.double()
+    exact = a @ b.t()
+    slack = (a.abs() @ b.abs().t()) * 2.0**-20
+    return (exact if bias is None else exact + bias.double()), slack
+
+
+def assert_rounded_once(out: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor) -> None:
+    """``out`` lies within FP32 sums and one rounding of the exact product, element by element."""
+    half_step = torch.finfo(out.dtype).eps / 2
+    bound = exact.abs() * half_step * 1.001 + slack + torch.finfo(out.dtype).smallest_normal
+    wrong = (out.double() - exact).abs() > bound
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()}, worst {float(((out.double() - exact).abs() / bound).max()):.3g} bounds off"
+    )
+
+
+def data(m=72, k=160, n=96, dtype=torch.bfloat16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x, w, b, dy = (torch.randn(s, generator=g) for s in ((m, k), (n, k), (n,), (m, n)))
+    return x.to(dtype).requires_grad_(), (w / 8).to(dtype).requires_grad_(), b.to(dtype).requires_grad_(), dy.to(dtype)
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", COMPUTE)
+def test_three_gemms_on_the_operands_of_the_contract(p, dtype):
+    x, w, b, dy = data(dtype=dtype)
+    delayed = DelayedState(p) if p.scaling == "delayed" else None
+    y = linear(x, w, b, precision=p, delayed=delayed)
+    y.backward(dy)
+    assert (y.dtype, x.grad.dtype, w.grad.dtype) == (dtype, dtype, dtype)
+    scale = torch.ones(()) if delayed else None
+    (x_row, x_col), (w_row, w_col), (g_row, g_col) = (
+        quantize_pair(t.detach(), operands(p)[role], scale=scale) for t, role in ((x, "input"), (w, "weight"), (dy, "grad"))
+    )
+    value = lambda q: q.dequantize_reference().double()  # noqa: E731
+    assert_rounded_once(y.detach(), *oracle(value(x_row), value(w_row), b.detach()))
+    assert_rounded_once(x.grad, *oracle(value(g_row), value(w_col).t()))
+    assert_rounded_once(w.grad, *oracle(value(g_col).t(), value(x_col).t()))
+    assert_rounded_once(b.grad, dy.double().sum(0), dy.double().abs().sum(0) * 2.0**-20)
+
+
+@each_recipe
+def test_wgrad_in_the_compute_dtype(p):
+    x, w, _, dy = data()
+    p = p.replace(wgrad=False)
+    linear(x, w, precision=p, delayed=DelayedState(p) if p.scaling == "delayed" else None).backward(dy)
+    assert torch.equal(w.grad, dy.t() @ x.detach())
+
+
+@pytest.mark.parametrize("kind", ["fp32", "pow2", "e8m0"])
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.tuples(*[st.integers(1, 200)] * 3),
+    exponents=st.tuples(*[st.integers(-70, 50)] * 2),
+    formats=st.sampled_from([("e4m3", "e4m3"), ("e5m2", "e4m3")]),
+    usages=st.tuples(*[st.sampled_from(["row", "col"])] * 2),
+    out_dtype=st.sampled_from(COMPUTE),
+    data=st.data(),
+)
+def test_gemm_of_any_operands(kind, shape, exponents, formats, usages, out_dtype, data):
+    m, n, k = shape
+    blocks = {"fp32": (None, (1, 128), (128, 128)), "pow2": (None, (1, 128), (128, 128)), "e8m0": ((1, 32),)}[kind]
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    quantized = []
+    for rows, exponent, format, usage in zip((m, n), exponents, formats, usages, strict=True):
+        x = torch.ldexp(torch.randn(rows, k, generator=g), torch.tensor(exponent))
+        x[torch.rand(rows, k, generator=g) < 0.2] = 0
+        x[:, : k // 2] *= data.draw(st.sampled_from([0.0, 1.0, 2.0**-60]))
+        source = x if usage == "row" else x.t().contiguous()
+        quantized.append(quantize(source, Operand(format, data.draw(st.sampled_from(blocks)), kind), usage=usage))
+    values = [q.dequantize_reference() for q in quantized]
+    a, b = (v if usage == "row" else v.t() for v, usage in zip(values, usages, strict=True))
+    exact, slack = oracle(a, b)
+    out = gemm(*quantized, out_dtype=out_dtype)
+    inside = exact.abs() < torch.finfo(out_dtype).max / 2
+    assert_rounded_once(torch.where(inside, out, 0), torch.where(inside, exact, 0), slack)
+
+
+def test_bf16_results_are_rounded_once_to_the_bit():
+    """Integers small enough for every sum to be exact: then there is one right answer."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-8, 9, s, generator=g).bfloat16() for s in ((64, 1024), (48, 1024)))
+    bias = torch.randn(48, generator=g).bfloat16()
+    exact = x.double() @ w.double().t()
+    for p in RECIPES.values():
+        if p.scaling == "delayed":
+            continue
+        scale_is_exact = p.weight_scale == "pow2"
+        y = linear(x, w, precision=p)
+        z = linear(x, w, bias, precision=p)
+        if scale_is_exact:
+            assert torch.equal(y, exact.bfloat16())
+            assert torch.equal(z, (exact + bias.double()).bfloat16())
+
+
+def test_the_matmul_setting_is_put_back():
+    matmul = torch.backends.mkldnn.matmul
+    x, w, _, dy = data(dtype=torch.float32)
+    for before in ("none", "ieee"):
+        previous, matmul.fp32_precision = matmul.fp32_precision, before
+        try:
+            linear(x, w, precision=RECIPES["tensorwise-hybrid-fp32"]).backward(dy)
+            with pytest.raises(PrecisionError):
+                gemm(quantize(x, Operand("e4m3", None, "fp32")), quantize(w.t(), Operand("e4m3", None, "fp32")))
+            assert matmul.fp32_precision == before
+        finally:
+            matmul.fp32_precision = previous
+
+
+def test_fp32_scales_of_tiles_are_multiplied_in_fp32():
+    """BF16 multipliers would lose bits of code * scale; the error would be a hundred times this bound."""
+    p = RECIPES["blockwise-hybrid-fp32"]
+    x, w, _, _ = data(dtype=torch.float32, k=1024)
+    y = linear(x, w, precision=p).detach()
+    a, b = quantize(x, operands(p)["input"]).dequantize(), quantize(w, operands(p)["weight"]).dequantize()
+    exact, slack = oracle(a, b)
+    assert float(((y.double() - exact).abs() / slack).max()) < 1
+    through_bf16 = (a.bfloat16().double() @ b.bfloat16().double().t() - exact).abs() / slack
+    assert float(through_bf16.max()) > 10
+
+
+@each_recipe
+def test_a_weight_quantized_once(p):
+    x, w, b, dy = data()
+    make = lambda: DelayedState(p) if p.scaling == "delayed" else None  # noqa: E731
+    results = []
+    for reuse in (False, True):
+        delayed = make()
+        x.grad = w.grad = None
+        kept = quantize_weight(w, p, delayed) if reuse else None
+        y = linear(x, w, b, precision=p, delayed=delayed, weight_quantized=kept)
+        y.backward(dy)
+        results.append((y.detach(), x.grad, w.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_weight_quantized_once_is_not_looked_at_again():
+    x, w, _, _ = data()
+    p = RECIPES["blockwise-hybrid-pow2"]
+    kept = quantize_weight(w, p)
+    y = linear(x, torch.full_like(w, float("nan")), precision=p, weight_quantized=kept)
+    assert torch.equal(y, linear(x, w, precision=p))
+
+
+def test_leading_dimensions_and_frozen_parts():
+    p = RECIPES["blockwise-hybrid-pow2"]
+    x, w, b, dy = data()
+    flat = linear(x, w, b, precision=p)
+    assert torch.equal(linear(x.view(2, 36, 160), w, b, precision=p).view(72, 96), flat)
+    assert torch.equal(linear(x[0], w, b, precision=p), flat[0])
+    frozen = w.detach()
+    y = linear(x, frozen, precision=p)
+    y.backward(dy)
+    assert x.grad is not None
+    x.grad = None
+    linear(x.detach(), w, precision=p).backward(dy)
+    assert x.grad is None
+    assert w.grad is not None
+    with torch.no_grad():
+        assert torch.equal(linear(x, w, b, precision=p), flat)
+    assert linear(x[:0], w, b, precision=p).shape == (0, 96)
+
+
+def test_what_backward_keeps_is_one_byte_an_element():
+    """The point of saving codes: activations at half the size of BF16."""
+    p = RECIPES["blockwise-hybrid-pow2"]
+    x, w, _, _ = data(m=256, k=512, n=256)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(x, w, precision=p)
+    assert {t.dtype for t in saved if t.numel() >= x.numel()} == {torch.float8_e4m3fn}
+    assert sum(t.nbytes for t in saved) < 1.1 * (x.numel() + w.numel())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"precision": Precision()}, "without FP8"),
+        ({"precision": RECIPES["delayed-hybrid-default"]}, "without its state"),
+        ({"weight": torch.ones(16, 48)}, "in_features"),
+        ({"weight": torch.ones(32)}, "in_features"),
+    ],
+)
+def test_misuse_is_refused(arguments, match):
+    with pytest.raises(PrecisionError, match=match):
+        linear(**{"x": torch.ones(4, 32), "weight": torch.ones(16, 32), "precision": RECIPES["blockwise-hybrid-pow2"], **arguments})
+
+
+def test_operands_that_do_not_fit_are_refused():
+    row = Operand("e4m3", None, "fp32")
+    with pytest.raises(PrecisionError, match="do not fit"):
+        gemm(quantize(torch.ones(4, 32), row), quantize(torch.ones(4, 16), row))
