@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# TransformerEngine's pure-Python wheel breaks `import megatron.core` where both are importable, so it lies apart: tests load
-# its recipe classes by file.
-TE_WHEEL := transformer-engine==2.20.2
+# Pure-Python wheels that tests read by file. They lie apart: TransformerEngine's breaks `import megatron.core` where both are
+# importable, and Megatron-Bridge wants another megatron-core.
+APART := transformer-engine==2.20.2 megatron-bridge==0.3.1
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -29,7 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints/training.txt
 
 .te/.installed: Makefile
 	rm -rf .te
-	$(PYTHON) -m pip install --quiet --no-deps --target .te $(TE_WHEEL)
+	$(PYTHON) -m pip install --quiet --no-deps --target .te $(APART)
 	@touch $@
 
 demo: setup

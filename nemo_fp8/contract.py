@@ -154,9 +154,9 @@ class Precision:
         """A copy with some fields changed. A field that only followed from the others goes on following them."""
         _refuse_unknown(changes)
         mine = self.to_dict()
-        for name, value in _follow(self.format, self.scaling, self.rollout).items():
-            if mine[name] == value:
-                mine[name] = None
+        # What rollout follows to is asked as if nothing had been said of it: an explicit "compute" stays one.
+        followed = _follow(self.format, self.scaling, self.rollout) | {"rollout": _follow(self.format, self.scaling, None)["rollout"]}
+        mine |= {name: None for name, value in followed.items() if mine[name] == value}
         return Precision(**{**mine, **changes})
 
     # ------------------------------------------------------------------ what it says

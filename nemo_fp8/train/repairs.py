@@ -68,16 +68,19 @@ def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
 def after_step(p: Precision, model: Any, optimizer: Any) -> None:
     """Repairs after every optimizer step."""
     if p.compute == "fp16" and _overflow_stays(p):
-        for history in amax_histories(model):
-            history.masked_fill_(~torch.isfinite(history), 0.0)
+        with torch.no_grad():
+            for history in amax_histories(model):
+                history.masked_fill_(~torch.isfinite(history), 0.0)
 
 
 def amax_histories(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The amax histories of every FP8 module: TransformerEngine's, and the emulation's."""
     for module in model.modules():
-        states = getattr(module, "fp8_meta", None) or {}
-        for key in ("scaling_fwd", "scaling_bwd"):
-            history = getattr(states.get(key), "amax_history", None)
+        te = getattr(module, "fp8_meta", None) or {}
+        emulated = getattr(module, "_delayed", None)
+        holders = [te.get("scaling_fwd"), te.get("scaling_bwd"), getattr(emulated, "forward", None), getattr(emulated, "backward", None)]
+        for holder in holders:
+            history = getattr(holder, "amax_history", getattr(holder, "history", None))
             if history is not None:
                 yield history
 

@@ -87,8 +87,9 @@ def test_a_field_that_follows_keeps_following_when_others_change():
     assert followed == Precision(format="hybrid", scaling="blockwise")
     assert followed.weight_scale == "pow2"
     assert followed.rollout == "fp8"
-    stated = Precision(format="hybrid", scaling="blockwise", weight_scale="fp32").replace(margin=1)
+    stated = Precision(format="hybrid", scaling="blockwise", weight_scale="fp32", rollout="compute").replace(margin=1)
     assert stated.weight_scale == "fp32"
+    assert stated.rollout == "compute"
 
 
 def test_identity_is_in_the_settings_and_not_in_the_name():

@@ -22,7 +22,6 @@ def test_dict_yaml_json_and_pickle_are_lossless(contract):
     assert contract.diff(contract) == {}
 
 
-@pytest.mark.xfail(reason="contract.replace() lets an explicit rollout='compute' beside FP8 training follow to 'fp8'", strict=False)
 @given(contracts())
 def test_replacing_nothing_changes_nothing(contract):
     assert contract.replace() == contract
