@@ -106,6 +106,8 @@ class _Fp8Linear:
     weight: torch.nn.Parameter
     is_first_microbatch = True
     """Megatron sets it at the start of each global batch: the weight has changed, and is to be quantized again."""
+    save_original_input = False
+    """Megatron sets it where it discards this linear's input and computes it again; the codes that are kept here need neither."""
     keep = False
     """Stay in the compute dtype, whatever the region says."""
     _weight: Pair | None = None

@@ -56,6 +56,8 @@ class CudaIsCpu(TorchFunctionMode):
             kwargs["device"] = _CPU
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
         if func is torch.Tensor.to:
             args = tuple(_CPU if _is_cuda(a) else a for a in args)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -70,10 +72,10 @@ def _is_cuda(value: object) -> bool:
     return isinstance(value, str) and value.partition(":")[0] == "cuda"
 
 
-class _Stream:
-    """A CUDA stream where there is nothing to order: the CPU does one thing after the other."""
+class _Order:
+    """A CUDA stream, or an event in one, where there is nothing to order: the CPU does one thing after the other."""
 
-    def __init__(self, device: object = None, priority: int = 0, **kwargs: object) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -81,13 +83,20 @@ class _Stream:
 
     def wait_event(self, event: object) -> None: ...
 
+    def record_event(self, event: object = None) -> _Order:
+        return self
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
 
 def _current_device() -> torch.device:
     return _CPU
 
 
-def _current_stream(device: object = None) -> _Stream:
-    return _Stream()
+def _current_stream(device: object = None) -> _Order:
+    return _Order()
 
 
 def _stream(stream: object) -> AbstractContextManager[None]:
@@ -115,6 +124,10 @@ def _layer_norm(self: object, rms_norm: bool = False, for_qk: bool = False) -> t
 
 def _sequential_experts(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, MLPSubmodules]:
     return SequentialMLP, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
+
+
+def _maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _no_kernel(self: object, mask: object, b: int, np: int, sq: int, sk: int) -> bool:
@@ -150,7 +163,8 @@ _TABLE = (
     _cuda("is_available", _is_available, "the answer must not depend on whether this machine has a GPU that is not used"),
     _cuda("device_count", _device_count, "NeMo seeds Megatron's random streams only where there is a device"),
     _cuda("synchronize", _synchronize, "timers and the pipeline schedule wait for the device"),
-    _cuda("Stream", _Stream, "DDP opens a stream for its communication"),
+    _cuda("Stream", _Order, "DDP opens a stream for its communication, and the token dispatcher one for its copies"),
+    _cuda("Event", _Order, "streams wait for each other's events"),
     _cuda("current_stream", _current_stream, "the communication stream waits for it"),
     _cuda("stream", _stream, "DDP enters its stream"),
     _cuda("manual_seed", _manual_seed, "Megatron seeds the device's generator"),
@@ -171,5 +185,12 @@ _TABLE = (
     Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", Norm, _NORM),
     Patch(_LOCAL, "grouped_mlp_modules", _sequential_experts, "grouped GEMMs are CUDA kernels, and the fallback knows plain linears only"),
     Patch("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax", "is_kernel_available", _no_kernel, "it is a CUDA kernel"),
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        _maybe_move_tensor_to_cpu,
+        "it makes lists of split sizes from CUDA tensors only",
+    ),
+    Patch("megatron.core.transformer.moe.moe_utils", "te_general_gemm", None, "the router asks whether it is there", optional=True),
     Patch("nemo.lightning.io.pl", "_fix_tensors_device", _unchanged, "it asserts that CUDA is initialized"),
 )
