@@ -1,0 +1,247 @@
+"""What FP8 would do to a checkpoint, and to captured activations, before a run is spent on finding out.
+
+Every weight matrix is quantized as each contract says, and measured while that is done: SNR, underflow, saturation,
+MSE, amax, the range of scales, the dynamic range in use. One matrix is in memory at a time, whatever the checkpoint's
+size; what remains of it is a row of numbers.
+
+Two things cannot be seen in a file. A delayed scale comes from earlier steps; here it comes from the tensor itself,
+lowered by the contract's margin, which is what a weight that moves slowly gets. And embeddings, norms, routers and the
+output head stay in the compute dtype under every contract; they are listed, and not measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.delayed import delayed_scale
+from nemo_fp8.numerics.formats import format_of
+from nemo_fp8.numerics.quantize import quantize
+from nemo_fp8.numerics.scales import amax_of
+from nemo_fp8.numerics.selection import MULTIPLE
+from nemo_fp8.report.checkpoint import CODES, VALUES, Checkpoint, Entry
+from nemo_fp8.report.loss import Loss
+from nemo_fp8.report.names import Place, decoder, outside, place
+
+Progress = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor: where it sits, why it is not measured or what each recipe makes of it."""
+
+    name: str
+    operand: str
+    """``weight``, ``input`` or ``grad``: what it is to a GEMM."""
+    place: Place
+    shape: tuple[int, ...]
+    dtype: str
+    skipped: str = ""
+    """Why it is not quantized, under any contract."""
+    note: str = ""
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    """By the recipe's label."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Label -> why that contract keeps this linear in the compute dtype although it could be quantized."""
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def lowest_snr(self) -> float:
+        return min(loss.snr_db for loss in self.losses.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        measured = {label: {**loss.to_dict(), "kept": self.kept.get(label)} for label, loss in self.losses.items()}
+        return {
+            "name": self.name,
+            "operand": self.operand,
+            "role": self.place.role,
+            "layer": self.place.layer,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "not_quantized": self.skipped or None,
+            "note": self.note or None,
+            "precisions": measured,
+        }
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint under several recipes."""
+
+    path: Path
+    recipes: Mapping[str, Precision]
+    rows: tuple[Row, ...]
+    layers: int
+    """Decoder layers."""
+    bytes: int
+    seconds: float
+
+    def measured(self, *operands: str) -> list[Row]:
+        """The rows that were measured: of these operands, or all of them."""
+        return [row for row in self.rows if row.losses and (not operands or row.operand in operands)]
+
+    def worst(self, count: int = 10) -> list[Row]:
+        """The tensors with the lowest SNR under any of the recipes."""
+        return sorted(self.measured(), key=lambda row: row.lowest_snr)[:count]
+
+    def total(self, label: str, rows: Iterable[Row]) -> Loss:
+        """Several tensors under one recipe, as if they were one."""
+        return Loss.together(row.losses[label] for row in rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "checkpoint": str(self.path),
+            "layers": self.layers,
+            "bytes": self.bytes,
+            "seconds": round(self.seconds, 3),
+            "precisions": {label: p.to_dict() for label, p in self.recipes.items()},
+            "tensors": [row.to_dict() for row in self.rows],
+        }
+
+
+def inspect_checkpoint(
+    path: str | Path,
+    recipes: Mapping[str, Precision],
+    *,
+    activations: str | Path | None = None,
+    progress: Callable[[int], Progress] | None = None,
+) -> Inspection:
+    """Measure a checkpoint, and a file of captured activations, under each recipe.
+
+    ``progress`` is called once with the number of bytes to read, and gives back what is called after each tensor with its
+    bytes and its name.
+    """
+    _require_fp8(recipes)
+    checkpoint = Checkpoint.open(path)
+    sources = [(checkpoint, rows := _weights(checkpoint))]
+    if activations is not None:
+        captured = Checkpoint.open(activations)
+        sources.append((captured, _captured(captured)))
+    layers = 1 + max((row.place.layer for row in rows if row.place.layer is not None and not row.place.kept), default=-1)
+    read = sum(source.entries[row.name].bytes for source, found in sources for row in found if not row.skipped)
+    report = progress(read) if progress else lambda count, name: None
+    measured, start = [], time.perf_counter()
+    for source, found in sources:
+        for row in found:
+            if not row.skipped:
+                losses = _measure(source, row, recipes)
+                kept = {label: why for label, p in recipes.items() if (why := _kept(p, row, layers))}
+                row = replace(row, losses=losses, kept=kept)
+                report(source.entries[row.name].bytes, row.name)
+            measured.append(row)
+        source.close()
+    found_any = any(row.losses and row.operand == "weight" for row in measured)
+    if not found_any:
+        raise PrecisionError(
+            f"{path} holds no weight matrix.",
+            f"Of its {len(rows)} tensors none is a matrix of floats that a linear layer multiplies with.",
+            "Give a model's checkpoint, not an optimizer's or an adapter's state.",
+        )
+    return Inspection(Path(path), dict(recipes), tuple(measured), layers, read, time.perf_counter() - start)
+
+
+# ---------------------------------------------------------------------- which tensors
+
+
+def _weights(checkpoint: Checkpoint) -> list[Row]:
+    """Every tensor of a checkpoint but the scales, the ones that are no linear's with the reason."""
+    scales = {checkpoint.scale_of(name) for name in checkpoint.entries}
+    entries = [entry for name, entry in checkpoint.entries.items() if name not in scales]
+    return _in_order([Row(e.name, "weight", place(e.name), e.shape, e.dtype, _skipped(e), _note(e)) for e in entries])
+
+
+def _captured(checkpoint: Checkpoint) -> list[Row]:
+    """The inputs and gradients that ``nemo_fp8.capture`` recorded."""
+    rows = [
+        Row(e.name, operand, place(e.name), e.shape, e.dtype, "" if e.elements else "empty")
+        for e in checkpoint.entries.values()
+        if (operand := e.name.rsplit(".", 1)[-1]) in ("input", "grad") and e.dtype in VALUES
+    ]
+    if not rows:
+        raise PrecisionError(
+            f"{checkpoint.path} holds no captured activations.",
+            "They are called after their linear, with .input or .grad behind it.",
+            "Write them with nemo_fp8.capture(model, FILE).",
+        )
+    return _in_order([replace(row, skipped=row.skipped or row.place.kept) for row in rows])
+
+
+def _in_order(rows: list[Row]) -> list[Row]:
+    """By layer, with the places of other stacks than the decoder's put right."""
+    main = decoder((row.place for row in rows if not row.skipped), {row.place.module: row.elements for row in rows})
+    rows = [row if row.place.container in ("", main) else replace(row, place=outside(row.place)) for row in rows]
+    return sorted(rows, key=lambda row: (row.place.layer is None, row.place.layer or 0))
+
+
+def _skipped(entry: Entry) -> str:
+    where = place(entry.name)
+    if where.kept:
+        return where.kept
+    is_weight = entry.name.rsplit(".", 1)[-1].startswith("weight") or where.role == "experts"
+    if not is_weight or len(entry.shape) != (3 if len(entry.shape) == 3 and where.role == "experts" else 2):
+        return "not a weight matrix"
+    if entry.dtype not in (*VALUES, *CODES):
+        return f"{entry.dtype} is packed or no float"
+    return "" if entry.elements else "empty"
+
+
+def _note(entry: Entry) -> str:
+    return f"{entry.dtype}, dequantized first" if entry.dtype in CODES else ""
+
+
+def _kept(p: Precision, row: Row, layers: int) -> str:
+    """Why a contract keeps a linear in the compute dtype."""
+    if p.keeps("", row.place.layer, layers):
+        return "first or last layers"
+    if p.keeps(row.place.module):
+        return "keep"
+    multiple = MULTIPLE[str(p.scaling)]
+    misfit = row.operand == "weight" and any(side % multiple for side in row.shape[-2:])
+    return f"not a multiple of {multiple}" if misfit else ""
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def _measure(source: Checkpoint, row: Row, recipes: Mapping[str, Precision]) -> dict[str, Loss]:
+    """A tensor under each recipe. Recipes that store this operand alike share one measurement."""
+    casts = {label: (p.operand(row.operand), p.margin if p.scaling == "delayed" else 0) for label, p in recipes.items()}
+    distinct = {(replace(operand, delayed=False), margin) for operand, margin in casts.values() if operand is not None}
+    found: dict[tuple[Operand, int], list[Loss]] = {cast: [] for cast in distinct}
+    for matrix in source.matrices(row.name):
+        for operand, margin in distinct:
+            found[operand, margin].append(measure(matrix, operand, margin))
+        del matrix  # before the next one is read
+    together = {cast: Loss.together(losses) for cast, losses in found.items()}
+    return {label: together[replace(operand, delayed=False), margin] for label, (operand, margin) in casts.items() if operand is not None}
+
+
+def measure(matrix: torch.Tensor, operand: Operand, margin: int = 0) -> Loss:
+    """One matrix as one operand, its scale found from itself; ``margin`` lowers it, as delayed scaling does."""
+    scale = None
+    if margin:
+        format = format_of(operand.format)
+        scale = delayed_scale(amax_of(matrix), torch.ones((), device=matrix.device), format, margin)
+    statistics = quantize(matrix, operand, scale=scale, statistics=True).statistics
+    assert statistics is not None
+    return Loss.of(statistics)
+
+
+def _require_fp8(recipes: Mapping[str, Precision]) -> None:
+    plain = [label for label, p in recipes.items() if not p.is_fp8]
+    if plain or not recipes:
+        raise PrecisionError(
+            f"{plain[0]} has no FP8 to inspect." if plain else "No precision to inspect.",
+            "A contract without FP8 GEMMs quantizes nothing.",
+            "Choose precisions with FP8; `nemo-fp8 list` shows which have it.",
+        )
