@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from make_docs_support import lint, support
+
 from nemo_fp8.explain import explain
 from nemo_fp8.presets import PRESETS
 
@@ -43,7 +45,11 @@ def recipes() -> str:
     return f"{RECIPES_HEAD}{head}{rows}{MADE_BY}\n## In plain words\n\nPresets with equal values share a paragraph.\n{words}"
 
 
-DOCUMENTS: dict[str, Callable[[], str]] = {"docs/recipes.md": recipes}
+DOCUMENTS: dict[str, Callable[[], str]] = {
+    "docs/recipes.md": recipes,
+    "docs/support.md": support,
+    "docs/lint.md": lint,
+}
 
 
 def main() -> None:

@@ -12,13 +12,15 @@ The choice is made once, before the model is built, and said in the log with its
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import ExitStack
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.doctor import recipes_of, require
+from nemo_fp8.doctor import late_variables, recipes_of, require
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.machine import Machine
+from nemo_fp8.render.te import te_environment
 from nemo_fp8.support import EMULATED, RECIPES, answer
 
 ENGINES = ("auto", "te", "emulated")
@@ -113,5 +115,15 @@ def _require_te_obeys(precision: Precision) -> None:
         ),
     )
     problems = [Problem(*texts) for wrong, *texts in ignored if wrong]
+    wanted = te_environment(precision)
+    problems += [
+        Problem(
+            f"{late.where}={wanted[late.where]} is needed for {precision.weight_scale} scales, and TransformerEngine has another value.",
+            "Megatron makes TE's recipe from defaults that TE read from the environment when it was imported.",
+            f"Set {late.where}={wanted[late.where]} before Python starts, for instance in the executor's env_vars.",
+        )
+        for late in late_variables(wanted, sys.modules)
+        if late.where in wanted
+    ]
     if problems:
         raise PrecisionError(problems)

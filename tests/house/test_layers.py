@@ -1,4 +1,4 @@
-"""Imports run one way: core <- numerics <- {train, rollout, export} <- report <- command line.
+"""Imports run one way: core <- numerics <- {train, rollout, export} <- recipes <- report <- command line.
 
 The light core must import without torch, the training side never needs vLLM, and the rollout side never needs NeMo.
 """
@@ -20,8 +20,9 @@ LAYERS = {
     "train": (2, {"torch", "numpy", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
     "rollout": (2, {"torch", "numpy", "safetensors"}),
     "export": (2, {"torch", "numpy", "safetensors"}),
-    "report": (3, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
-    "cli": (4, STANDARD_OR_LIGHT),
+    "recipes": (3, {"nemo_run", "nemo", "torch", "fiddle", "lightning"}),
+    "report": (4, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
+    "cli": (5, STANDARD_OR_LIGHT),
 }
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 

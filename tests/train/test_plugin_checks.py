@@ -3,6 +3,9 @@
 NeMo's side runs for real: its plugin, its override of the configs, Megatron's own config classes.
 """
 
+import sys
+from pathlib import Path
+
 import fiddle as fdl
 import pytest
 import torch
@@ -14,6 +17,7 @@ from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecisio
 import nemo_fp8
 from nemo_fp8 import PrecisionError
 from nemo_fp8.machine import Machine
+from nemo_fp8.render.te_loader import load_recipe_module
 from nemo_fp8.train.checks import Run, require_agreement
 from nemo_fp8.train.engine import choose_engine
 from nemo_fp8.train.plugin import MixedPrecision
@@ -211,6 +215,17 @@ def test_what_te_would_ignore_is_refused(change, word):
     with pytest.raises(PrecisionError, match=word):
         choose_engine(p, "te", Machine.parse("h200,cuda12.9,te2.9"))
     assert choose_engine(p, "emulated", Machine.parse("cpu,torch2.13")) == "emulated"
+
+
+def test_scales_that_te_was_not_imported_with_are_refused(monkeypatch):
+    """The real recipe module of TE, imported with its default: power-of-2 block scales."""
+    recipes = load_recipe_module(Path(__file__).parents[2] / ".te")
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipes)
+    machine = Machine.parse("h200,cuda12.9,te2.9")
+    p = nemo_fp8.preset("bf16_with_fp8_blockwise_mixed")
+    assert choose_engine(p, "te", machine) == "te"
+    with pytest.raises(PrecisionError, match="NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1"):
+        choose_engine(p.replace(weight_scale="fp32", activation_scale="fp32"), "te", machine)
 
 
 def test_the_plugin_asks_before_the_model_is_built():
