@@ -39,10 +39,7 @@ test: setup
 	$(BIN)/python -m pytest
 
 check: setup
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	$(BIN)/python scripts/make_docs.py --check
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure
 
 docs: setup
 	$(BIN)/python scripts/make_docs.py

@@ -20,7 +20,7 @@ LAYERS = {
     "train": (2, {"torch", "numpy", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
     "rollout": (2, {"torch", "numpy", "safetensors"}),
     "export": (2, {"torch", "numpy", "safetensors"}),
-    "recipes": (3, {"nemo_run", "nemo", "torch", "fiddle", "lightning"}),
+    "recipes": (3, {"nemo_run", "nemo", "torch", "fiddle", "lightning", "megatron"}),
     "report": (4, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
     "cli": (5, STANDARD_OR_LIGHT),
 }

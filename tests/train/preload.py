@@ -6,8 +6,8 @@ import torch
 
 torch.set_num_threads(1)
 
-import nemo.collections.llm  # noqa: E402, F401
-import nemo.collections.llm.recipes.precision.mixed_precision  # noqa: E402, F401
+import nemo.collections.llm  # noqa: E402
+import nemo.collections.llm.recipes.precision.mixed_precision  # noqa: E402
 import nemo.lightning  # noqa: E402, F401
 
 import nemo_fp8.train.accelerator  # noqa: E402
