@@ -74,15 +74,18 @@ def _scale(amax: np.float32, format: str, kind: str, convention: str, tiny: np.f
     return scale, one / scale
 
 
+def function_of(path: Path, name: str, **names: object) -> Callable:
+    """One function out of somebody's file, whose imports need a GPU; ``names`` is what it uses of its module."""
+    wanted = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    assert wanted, f"{path} no longer holds {name}"
+    found = {"torch": torch, "Tuple": tuple, **names}
+    exec(compile(ast.Module(wanted, []), str(path), "exec"), found)
+    return found[name]
+
+
 def te_scale() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """TE's own Python reference for scales, taken out of its file, whose imports need a GPU."""
-    path = TE / "pytorch" / "custom_recipes" / "reference_current_scaling.py"
-    tree = ast.parse(path.read_text())
-    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_scale_from_amax_tensor"]
-    assert wanted, f"{path} no longer holds _scale_from_amax_tensor"
-    names: dict = {"torch": torch, "Tuple": tuple}
-    exec(compile(ast.Module(wanted, []), str(path), "exec"), names)
-    return names["_scale_from_amax_tensor"]
+    """TE's own Python reference for scales."""
+    return function_of(TE / "pytorch" / "custom_recipes" / "reference_current_scaling.py", "_scale_from_amax_tensor")
 
 
 def as_codes(data: torch.Tensor) -> np.ndarray:
