@@ -59,12 +59,15 @@ class Tiny:
     micro_batch: int = 2
     global_batch: int = 8
     seed: int = 1234
+    trainer: dict[str, Any] = field(default_factory=dict)
     folder: str | None = None
-    """Where checkpoints go; None saves none."""
+    """Where checkpoints go, and come from if there are any; None saves none."""
     save_every: int = 4
     reshardable: bool = False
+    resume: str | None = None
+    """A checkpoint that the run goes on from."""
     restore: str | None = None
-    """A checkpoint whose weights (not its optimizer) the run starts from."""
+    """A checkpoint whose weights alone the run starts from."""
     before: str | None = None
     probe: str | None = None
     data: str | None = None
@@ -207,30 +210,30 @@ def tiny_trainer(plugin: Any, tiny: Tiny | None = None) -> tuple[Any, Any, Any, 
     params_dtype = torch.half if half else torch.bfloat16
     optimizer = {"optimizer": "adam", "lr": tiny.lr, "bf16": not half, "fp16": half, "params_dtype": params_dtype}
     ddp = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "check_for_nan_in_grad": not half}
+    strategy = {
+        "tensor_model_parallel_size": tiny.tp,
+        "pipeline_model_parallel_size": tiny.pp,
+        "expert_model_parallel_size": tiny.ep,
+        "sequence_parallel": tiny.sequence_parallel,
+        "ddp": DistributedDataParallelConfig(**ddp | tiny.ddp),
+        "seed": tiny.seed,
+        "ckpt_async_save": False,
+        "ckpt_optim_fully_reshardable": tiny.reshardable,
+    }
+    settings = {
+        "devices": tiny.ranks,
+        "num_nodes": 1,
+        "max_steps": tiny.steps,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "logger": False,
+        "enable_checkpointing": tiny.folder is not None,
+        "enable_progress_bar": False,
+        "log_every_n_steps": 1,
+        "use_distributed_sampler": False,
+    }
     trainer = nl.Trainer(
-        accelerator=MegatronCPU(),
-        devices=tiny.ranks,
-        num_nodes=1,
-        max_steps=tiny.steps,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=tiny.folder is not None,
-        enable_progress_bar=False,
-        log_every_n_steps=1,
-        use_distributed_sampler=False,
-        strategy=nl.MegatronStrategy(
-            tensor_model_parallel_size=tiny.tp,
-            pipeline_model_parallel_size=tiny.pp,
-            expert_model_parallel_size=tiny.ep,
-            sequence_parallel=tiny.sequence_parallel,
-            ddp=DistributedDataParallelConfig(**ddp | tiny.ddp),
-            seed=tiny.seed,
-            ckpt_async_save=False,
-            ckpt_optim_fully_reshardable=tiny.reshardable,
-            **tiny.strategy,
-        ),
-        plugins=plugin,
+        accelerator=MegatronCPU(), strategy=nl.MegatronStrategy(**strategy | tiny.strategy), plugins=plugin, **settings | tiny.trainer
     )
     optim = nl.MegatronOptimizerModule(OptimizerConfig(**optimizer | {"use_distributed_optimizer": True} | tiny.optim))
     return trainer, _model(tiny, data.tokenizer), data, optim
@@ -326,10 +329,10 @@ def _worker(tiny: Tiny, out: str) -> None:
         else None
     )
     log = nl.NeMoLogger(log_dir=folder, name="tiny", use_datetime_version=False, version="run", ckpt=ckpt, update_logger_directory=False)
-    resume = None
-    if tiny.folder:
-        start = nl.RestoreConfig(path=tiny.restore) if tiny.restore else None
-        resume = nl.AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True, restore_config=start)
+    start = nl.RestoreConfig(path=tiny.restore) if tiny.restore else None
+    resume = nl.AutoResume(
+        resume_from_path=tiny.resume, resume_if_exists=tiny.folder is not None, resume_ignore_no_checkpoint=True, restore_config=start
+    )
     llm.train(model=model, data=data, trainer=trainer, optim=optim, log=log, resume=resume)
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

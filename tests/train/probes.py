@@ -1,0 +1,103 @@
+"""What tests look at inside a run, in the ranks: ``before`` functions watch, ``probe`` functions report."""
+
+import hashlib
+from collections import Counter
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+SEEN = Counter()
+FP8 = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
+GEMMS = {("row", "row"): "fprop", ("row", "col"): "dgrad", ("col", "col"): "wgrad"}
+
+
+# ---------------------------------------------------------------------- which GEMMs ran, and on what
+
+
+class Multiplied(TorchFunctionMode):
+    """The matrices that are really multiplied."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.mm, torch.addmm):
+            self.operands = args[-2:]
+        return func(*args, **kwargs or {})
+
+
+def watch_gemms(trainer, tiny):
+    """Count GEMMs by kind, and hold what they multiply against the FP8 grid."""
+    from nemo_fp8.numerics import linear
+    from nemo_fp8.train import emulated
+
+    gemm, quantize_weight = linear.gemm, emulated.quantize_weight
+
+    def watched(a, b, **kwargs):
+        with Multiplied() as multiplied:
+            out = gemm(a, b, **kwargs)
+        kind = GEMMS[a.usage, b.usage]
+        SEEN[kind] += 1
+        left, right = multiplied.operands
+        for q, matrix, contracts_rows in ((a, left, a.usage == "col"), (b, right, b.usage == "row")):
+            SEEN[f"{kind} {'on' if on_grid(q, matrix.t() if contracts_rows else matrix) else 'OFF'} grid {q.data.dtype}"] += 1
+        return out
+
+    def counted(*args):
+        SEEN["weights quantized"] += 1
+        return quantize_weight(*args)
+
+    linear.gemm, emulated.quantize_weight = watched, counted
+
+
+def on_grid(q, matrix):
+    """Whether a matrix holds exactly the FP8 values of ``q``, by themselves or times their scales."""
+    codes = q.data.view(torch.uint8).numpy().view(FP8[q.data.dtype]).astype(np.float64).reshape(matrix.shape)
+    scale = q.scale_inv_fp32.double().numpy()
+    if q.block is not None:
+        rows, columns = q.block
+        scale = scale.repeat(rows, 0)[: matrix.shape[0]].repeat(columns, 1)[:, : matrix.shape[1]]
+    values = matrix.double().numpy()
+    return np.array_equal(values, codes) or np.array_equal(values, codes * scale)
+
+
+def seen(trainer, extra):
+    extra["seen"] = dict(SEEN)
+
+
+# ---------------------------------------------------------------------- what travels between ranks
+
+
+def watch_gather(trainer, tiny):
+    """Count the bytes of the all-gather of parameters, by type."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    gather = buffers.dist_all_gather_func
+
+    def counted(output, input, **kwargs):
+        SEEN[str(output.dtype)] += output.numel() * output.element_size()
+        return gather(output, input, **kwargs)
+
+    buffers.dist_all_gather_func = counted
+
+
+# ---------------------------------------------------------------------- what the modules hold
+
+
+def linears(trainer):
+    from nemo_fp8.train.emulated import _Fp8Linear
+
+    return {
+        name.replace("module.", ""): module for name, module in trainer.strategy.model.named_modules() if isinstance(module, _Fp8Linear)
+    }
+
+
+def states(trainer, extra):
+    """A digest of all delayed states, the scales of each rank, and which linears hold FP8 weights or ran in FP8."""
+    found = {name: module.get_extra_state() for name, module in linears(trainer).items()}
+    tensors = [t for state in found.values() if state for t in state.values()]
+    extra["digest"] = hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+    mine = [float(x) for state in found.values() if state for x in state["forward.scale"]]
+    extra["scales"] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(extra["scales"], mine)
+    extra["primary"] = [name for name, module in linears(trainer).items() if hasattr(module.weight, "_held")]
+    extra["ran"] = [name for name, module in linears(trainer).items() if module._weight is not None or hasattr(module.weight, "_held")]

@@ -1,0 +1,128 @@
+"""FP8 by emulation in real training: it happens, where the contract says, and comes out where BF16 comes out."""
+
+import pytest
+from harness import train_tiny
+
+from nemo_fp8.presets import preset
+
+RECIPES = ("bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed")
+LINEARS, LAYERS, MICRO_BATCHES = 4, 4, 4
+OFF = {"fp8_param_gather": False}
+
+
+@pytest.fixture(scope="module")
+def bf16():
+    return train_tiny("bf16_mixed").losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_happens_where_the_contract_says_and_stays_near_bf16(recipe, bf16):
+    steps = 8
+    run = train_tiny(recipe, settings=OFF, before="probes:watch_gemms", probe="probes:seen")
+    contract, seen = preset(recipe).replace(fp8_param=False), run.extra["seen"]
+    layers = sum(not contract.keeps("", layer, LAYERS) for layer in range(LAYERS))
+    for gemm, (a, b) in contract.gemms().items():
+        count = steps * MICRO_BATCHES * LINEARS * layers
+        assert seen[gemm] == count
+        for operand in (a, b):
+            of_format = sum(o.format == operand.format for o in (a, b))
+            assert seen[f"{gemm} on grid torch.float8_{operand.format}{'fn' if operand.format == 'e4m3' else ''}"] == count * of_format
+    assert not [what for what in seen if "OFF" in what]
+    assert seen["weights quantized"] == steps * LINEARS * layers, "a weight is quantized once for each global batch"
+    assert run.losses != bf16
+    assert run.losses[:6] == pytest.approx(bf16[:6], rel=0.01)
+
+
+def test_wgrad_stays_out_when_asked():
+    seen = train_tiny(
+        "bf16_with_fp8_mixed", settings=OFF | {"fp8_wgrad": False}, steps=2, before="probes:watch_gemms", probe="probes:seen"
+    ).extra["seen"]
+    assert seen["fprop"] == seen["dgrad"] == 2 * MICRO_BATCHES * LINEARS * LAYERS
+    assert "wgrad" not in seen
+
+
+# ---------------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize("layout", [{"ranks": 2}, {"ranks": 2, "tp": 2, "sequence_parallel": True}], ids=["dp2", "tp2-sp"])
+@pytest.mark.parametrize("recipe", ["bf16_with_fp8_mixed", "bf16_with_fp8_subchannel_scaling_mixed"])
+def test_layouts_agree(recipe, layout):
+    assert train_tiny(recipe, steps=4, **layout).losses == pytest.approx(train_tiny(recipe, steps=4).losses, abs=3e-3)
+
+
+@pytest.mark.parametrize("tp_only", [False, True])
+def test_amaxes_are_reduced_over_the_ranks_that_megatron_names(tp_only):
+    config = {"tp_only_amax_red": tp_only}
+    one, other = train_tiny("bf16_with_fp8_mixed", settings=OFF, ranks=2, steps=2, config=config, probe="probes:states").extra["scales"]
+    # Data-parallel ranks see different data: their scales agree if and only if their amaxes are reduced.
+    assert (one != other) is tp_only
+
+
+# ---------------------------------------------------------------------- activation recompute, validation
+
+RECOMPUTE = {
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
+    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+}
+# The most recent amax is the one that counting twice would change.
+DELAYED = {"fp8_amax_history_len": 2, "fp8_amax_compute_algo": "most_recent"}
+NO_BIAS = {"add_bias_linear": False}
+
+
+def delayed_run(config=None, **settings):
+    run = train_tiny(
+        "bf16_with_fp8_mixed", settings=OFF | DELAYED, steps=4, config=NO_BIAS | (config or {}), probe="probes:states", **settings
+    )
+    return run.losses, run.extra["digest"]
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return {pp: delayed_run(ranks=pp, pp=pp) for pp in (1, 2)}
+
+
+@pytest.mark.parametrize(("how", "pp"), [(how, 1) for how in RECOMPUTE] + [("uniform", 2)])
+def test_recomputed_activations_change_no_bit_of_delayed_scaling(how, pp, kept):
+    assert delayed_run(RECOMPUTE[how], ranks=pp, pp=pp) == kept[pp]
+
+
+def test_validation_changes_no_bit_of_training(kept):
+    validate = {"val_check_interval": 2, "limit_val_batches": 1}
+    assert delayed_run(trainer=validate) == kept[1]
+
+
+# ---------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen"])
+def test_models_of_nemo_train_in_fp8(model):
+    run = train_tiny("bf16_with_fp8_current_scaling_mixed", model=model, ranks=2, tp=2, sequence_parallel=True, probe="probes:states")
+    assert run.losses[-1] < run.losses[0] - 1
+    assert len(run.extra["ran"]) == 2 * LINEARS
+
+
+@pytest.mark.parametrize("layout", [{}, {"ranks": 2, "ep": 2}], ids=["single", "ep2"])
+def test_experts_run_in_fp8_and_the_router_does_not(layout):
+    settings = {"model": "mixtral", "steps": 6, **layout}
+    run = train_tiny("bf16_with_fp8_mixed", probe="probes:states", **settings)
+    experts = 4 // layout.get("ep", 1)
+    assert len([name for name in run.extra["ran"] if ".experts.local_experts." in name]) == LAYERS * experts * 2
+    assert not [name for name in run.extra["ran"] if "router" in name]
+    assert run.losses == pytest.approx(train_tiny("bf16_mixed", **settings).losses, rel=0.02)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"fp8_dot_product_attention": True}, "FP8 attention is not emulated"),
+        ({"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1}, "with delayed scaling"),
+    ],
+)
+def test_what_cannot_be_emulated_is_an_error_and_not_bf16(settings, words):
+    with pytest.raises(AssertionError, match=words):
+        train_tiny("bf16_with_fp8_mixed", settings=settings, steps=1)
