@@ -1,8 +1,8 @@
 """What FP8 would do to a checkpoint, and to captured activations, before a run is spent on finding out.
 
-Every weight matrix is quantized as each contract says, and measured while that is done: SNR, underflow, saturation,
-MSE, amax, the range of scales, the dynamic range in use. One matrix is in memory at a time, whatever the checkpoint's
-size; what remains of it is a row of numbers.
+Every weight matrix is quantized as each contract says, and measured while that is done: SNR of the whole and of its
+blocks, underflow, saturation, MSE, amax, the range of scales, the dynamic range in use. One matrix is in memory at a
+time, whatever the checkpoint's size; what remains of it is a row of numbers.
 
 Two things cannot be seen in a file. A delayed scale comes from earlier steps; here it comes from the tensor itself,
 lowered by the contract's margin, which is what a weight that moves slowly gets. And embeddings, norms, routers and the
@@ -21,13 +21,12 @@ import torch
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics.delayed import delayed_scale
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize
-from nemo_fp8.numerics.scales import amax_of
+from nemo_fp8.numerics.scales import amax_of, delayed_scale
 from nemo_fp8.numerics.selection import MULTIPLE
 from nemo_fp8.report.checkpoint import CODES, VALUES, Checkpoint, Entry
-from nemo_fp8.report.loss import Loss
+from nemo_fp8.report.loss import BLOCKS, Loss
 from nemo_fp8.report.names import Place, decoder, outside, place
 
 Progress = Callable[[int, str], None]
@@ -56,8 +55,9 @@ class Row:
         return torch.Size(self.shape).numel()
 
     @property
-    def lowest_snr(self) -> float:
-        return min(loss.snr_db for loss in self.losses.values())
+    def floor_db(self) -> float:
+        """The lowest SNR under any recipe, of the tensor or of its blocks."""
+        return min(loss.floor_db for loss in self.losses.values())
 
     def to_dict(self) -> dict[str, Any]:
         measured = {label: {**loss.to_dict(), "kept": self.kept.get(label)} for label, loss in self.losses.items()}
@@ -92,7 +92,7 @@ class Inspection:
 
     def worst(self, count: int = 10) -> list[Row]:
         """The tensors with the lowest SNR under any of the recipes."""
-        return sorted(self.measured(), key=lambda row: row.lowest_snr)[:count]
+        return sorted(self.measured(), key=lambda row: row.floor_db)[:count]
 
     def total(self, label: str, rows: Iterable[Row]) -> Loss:
         """Several tensors under one recipe, as if they were one."""
@@ -220,21 +220,19 @@ def _measure(source: Checkpoint, row: Row, recipes: Mapping[str, Precision]) -> 
     found: dict[tuple[Operand, int], list[Loss]] = {cast: [] for cast in distinct}
     for matrix in source.matrices(row.name):
         for operand, margin in distinct:
-            found[operand, margin].append(measure(matrix, operand, margin))
+            found[operand, margin].append(measure(matrix, operand, margin, BLOCKS[row.operand]))
         del matrix  # before the next one is read
     together = {cast: Loss.together(losses) for cast, losses in found.items()}
     return {label: together[replace(operand, delayed=False), margin] for label, (operand, margin) in casts.items() if operand is not None}
 
 
-def measure(matrix: torch.Tensor, operand: Operand, margin: int = 0) -> Loss:
+def measure(matrix: torch.Tensor, operand: Operand, margin: int, block: tuple[int, int]) -> Loss:
     """One matrix as one operand, its scale found from itself; ``margin`` lowers it, as delayed scaling does."""
     scale = None
     if margin:
         format = format_of(operand.format)
         scale = delayed_scale(amax_of(matrix), torch.ones((), device=matrix.device), format, margin)
-    statistics = quantize(matrix, operand, scale=scale, statistics=True).statistics
-    assert statistics is not None
-    return Loss.of(statistics)
+    return Loss.of(matrix, quantize(matrix, operand, scale=scale, statistics=True), block)
 
 
 def _require_fp8(recipes: Mapping[str, Precision]) -> None:

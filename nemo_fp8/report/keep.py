@@ -1,7 +1,8 @@
 """Which linears to keep in the compute dtype, so that everything that stays in FP8 is above a given SNR.
 
 What can be kept on its own is a *unit* (see ``names``): Q, K and V together, gate and up together, all routed experts
-of a layer. A unit is kept if any operand of any part of it is below the threshold. Decoder layers at either end of
+of a layer. A unit is kept if any operand of any part of it is below the threshold, with its own SNR or with that of
+its blocks (see ``loss``). Decoder layers at either end of
 which nothing remains become ``first_layers`` and ``last_layers``; the others become patterns, which match the names of
 Megatron (training) and of the checkpoint (rollout). What a contract keeps already stays kept.
 
@@ -11,6 +12,7 @@ The trade-off: each recipe gets the fewest linears, not the simplest list. Where
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -44,34 +46,33 @@ class Advice:
     def changes(self) -> str:
         """The fields to paste into the contract."""
         p = self.precision
-        fields = {"first_layers": p.first_layers, "last_layers": p.last_layers, "keep": list(p.keep)}
-        return ", ".join(f"{name}={_literal(value)}" for name, value in fields.items() if value)
+        counts = [f"{name}={count}" for name, count in (("first_layers", p.first_layers), ("last_layers", p.last_layers)) if count]
+        return ", ".join([*counts, f"keep=[{', '.join(map(_literal, p.keep))}]"] if p.keep else counts)
 
 
 def advise(inspection: Inspection, label: str, snr: float) -> Advice:
     """What to keep under one recipe, so that no tensor in FP8 has an SNR below ``snr``."""
-    p, rows = inspection.recipes[label], inspection.measured()
-    below = [row for row in rows if row.losses[label].snr_db < snr]
-    failing = {_unit(row) for row in below}
-    by_layer: dict[int | None, set[Unit]] = defaultdict(set)
-    for row in rows:
-        by_layer[row.place.layer].add(_unit(row))
-    whole = [layer in by_layer and by_layer[layer] <= failing for layer in range(inspection.layers)]
-    # Megatron cannot leave whole layers out of delayed scaling.
-    first, last = (0, 0) if p.scaling == "delayed" else (_run(whole), _run(whole[::-1]))
+    p, rows, layers = inspection.recipes[label], inspection.measured(), inspection.layers
+    running = [row for row in rows if label not in row.kept]
+    below = [row for row in running if row.losses[label].floor_db < snr]
+    failing, passing = {_unit(row) for row in below}, {_unit(row) for row in running}
+    passing -= failing
+    first, last = _ends({layer for layer, _ in failing}, {layer for layer, _ in passing}, layers)
+    if p.scaling == "delayed":  # Megatron cannot leave whole layers out of it
+        first = last = 0
     ends = p.replace(first_layers=max(first, p.first_layers), last_layers=max(last, p.last_layers))
-    left = [row for row in rows if _unit(row) in failing and not ends.keeps(row.place.module, row.place.layer, inspection.layers)]
+    left = [row for row in running if _unit(row) in failing and not ends.keeps(row.place.module, row.place.layer, layers)]
     precision = ends.replace(keep=(*p.keep, *_patterns(left)))
-    stays = [row for row in rows if not precision.keeps(row.place.module, row.place.layer, inspection.layers)]
+    stays = [row for row in running if not precision.keeps(row.place.module, row.place.layer, layers)]
     weights = [row for row in rows if row.operand == "weight"]
     return Advice(
         label=label,
         snr=snr,
         precision=precision,
-        below=tuple(row for row in below if label not in row.kept),
+        below=tuple(below),
         share=sum(row.elements for row in stays if row.operand == "weight") / max(1, sum(row.elements for row in weights)),
-        lowest=min((row.losses[label].snr_db for row in stays), default=math.inf),
-        whole_layers=_whole_layers(failing, inspection.layers),
+        lowest=min((row.losses[label].floor_db for row in stays), default=math.inf),
+        whole_layers=_whole_layers(p, failing, layers),
     )
 
 
@@ -79,18 +80,25 @@ def _unit(row: Row) -> Unit:
     return row.place.layer, row.place.unit
 
 
-def _run(flags: list[bool]) -> int:
-    """How many are true before the first that is not."""
-    return next((i for i, flag in enumerate(flags) if not flag), len(flags))
+def _ends(failing: set[int | None], passing: set[int | None], layers: int) -> tuple[int, int]:
+    """How many layers at either end hold something that fails and nothing that passes, or lie outside of one that does."""
+
+    def run(order: Iterable[int]) -> int:
+        alone = list(itertools.takewhile(lambda layer: layer not in passing, order))
+        return max((i for i, layer in enumerate(alone, 1) if layer in failing), default=0)
+
+    first = run(range(layers))
+    return first, min(run(reversed(range(layers))), layers - first)
 
 
-def _whole_layers(failing: Iterable[Unit], layers: int) -> tuple[int, int] | None:
-    """Counts at both ends that cover the layers of these units, as few as possible."""
+def _whole_layers(p: Precision, failing: Iterable[Unit], layers: int) -> tuple[int, int] | None:
+    """Counts at both ends that cover the layers of these units and what the contract keeps already, as few as possible."""
     numbers = [layer for layer, _ in failing]
     if None in numbers:
         return None
-    edges = sorted({-1, layers, *(n for n in numbers if n is not None)})
-    gap = max(zip(edges, edges[1:], strict=False), key=lambda pair: pair[1] - pair[0])
+    middle = {n for n in numbers if n is not None and p.first_layers <= n < layers - p.last_layers}
+    edges = sorted({p.first_layers - 1, layers - p.last_layers, *middle})
+    gap = max(itertools.pairwise(edges), key=lambda pair: pair[1] - pair[0], default=(layers - 1, layers))
     return gap[0] + 1, layers - gap[1]
 
 
@@ -140,8 +148,6 @@ def _exactly(module: str) -> str:
     return module if not re.search(r"[*?\[]", module) else f"re:^{re.escape(module)}$"
 
 
-def _literal(value: int | list[str]) -> str:
-    """As Python source; a pattern with a backslash as a raw string."""
-    if isinstance(value, int):
-        return str(value)
-    return "[" + ", ".join(f'r"{v}"' if "\\" in v else f'"{v}"' for v in value) + "]"
+def _literal(pattern: str) -> str:
+    """As Python source; with a backslash as a raw string."""
+    return f'r"{pattern}"' if "\\" in pattern else f'"{pattern}"'
