@@ -1,0 +1,9 @@
+"""``python recipes/llama3_70b.py --dryrun``; other settings: ``--factory "llama3_70b(precision=bf16_mixed)" trainer.max_steps=100``."""
+
+import nemo_run as run
+from nemo.collections import llm
+
+from nemo_fp8.recipes import llama3_70b
+
+if __name__ == "__main__":
+    run.cli.main(llm.pretrain, default_factory=llama3_70b)
