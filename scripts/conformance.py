@@ -271,7 +271,7 @@ def page() -> str:
         "Tensors: Gaussian ones of three sizes in BF16, FP16 and FP32; and ragged ones whose rows span all magnitudes of their type,\n"
         "with tiles of zeros, subnormals, NaN and infinities (TE's Python reference gives infinite and NaN amaxes another scale than\n"
         "TE's kernels do by their source, and is compared on finite values; torchao wants whole tiles and amaxes above 1e-12).\n\n"
-        f"```bash\npip install --no-deps --target .te torchao==0.18.0   # once; `make setup` puts the other oracles there\n{COMMAND}\n```\n"
+        f"```sh\npip install --no-deps --target .te torchao==0.18.0   # once; `make setup` puts the other oracles there\n{COMMAND}\n```\n"
     )
 
 

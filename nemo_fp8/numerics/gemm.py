@@ -16,7 +16,8 @@ exact in their operands, the first that is possible:
 On a GPU that has the FP8 GEMM for the operands, that one runs instead (``scaled_mm.py``).
 
 A real FP8 GEMM multiplies a tile's scale into partial sums, so results agree to FP32 rounding and never to the
-bit: accumulation order is the hardware's own affair. That is why bit-exactness ends at the operands.
+bit: the order of sums, and products below FP32's normal numbers (AMX takes them for zero), are the hardware's own
+affair. That is why bit-exactness ends at the operands.
 """
 
 from __future__ import annotations
