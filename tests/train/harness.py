@@ -68,6 +68,8 @@ class Tiny:
     """A checkpoint that the run goes on from."""
     restore: str | None = None
     """A checkpoint whose weights alone the run starts from."""
+    accelerator: str = "megatron_cpu"
+    """``megatron_cpu`` is ours; ``cpu`` is Lightning's own, and leaves the rest to the plugin."""
     before: str | None = None
     probe: str | None = None
     data: str | None = None
@@ -233,7 +235,7 @@ def tiny_trainer(plugin: Any, tiny: Tiny | None = None) -> tuple[Any, Any, Any, 
         "use_distributed_sampler": False,
     }
     trainer = nl.Trainer(
-        accelerator=MegatronCPU(), strategy=nl.MegatronStrategy(**strategy | tiny.strategy), plugins=plugin, **settings | tiny.trainer
+        accelerator=MegatronCPU() if tiny.accelerator == "megatron_cpu" else tiny.accelerator, strategy=nl.MegatronStrategy(**strategy | tiny.strategy), plugins=plugin, **settings | tiny.trainer
     )
     optim = nl.MegatronOptimizerModule(OptimizerConfig(**optimizer | {"use_distributed_optimizer": True} | tiny.optim))
     return trainer, _model(tiny, data.tokenizer), data, optim

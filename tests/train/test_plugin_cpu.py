@@ -1,0 +1,40 @@
+"""With Lightning's own CPU accelerator, the plugin alone puts Megatron on the CPU and the emulation under it."""
+
+import pytest
+import torch
+from harness import train_tiny
+
+
+@pytest.mark.parametrize("plugin", ["bf16_mixed", "bf16_with_fp8_blockwise_mixed", "bf16_with_fp8_mixed"])
+def test_the_plugin_alone_trains_as_with_our_accelerator(plugin):
+    settings = {"stock": False, "steps": 6, "ranks": 2, "tp": 2, "config": {"use_cpu_initialization": True}}
+    alone = train_tiny(plugin, accelerator="cpu", **settings)
+    ours = train_tiny(plugin, **settings)
+    assert alone.losses == ours.losses
+    assert alone.losses[-1] < alone.losses[0] - 0.5
+
+
+def test_modules_kept_by_name_run_in_the_compute_dtype():
+    def run(**settings):
+        return train_tiny("bf16_with_fp8_blockwise_mixed", stock=False, steps=2, settings=settings, probe="test_plugin_cpu:who_ran_in_fp8")
+
+    every = run().extra["fp8"]
+    kept = run(keep=["*.linear_fc1", "re:layers\\.0\\."]).extra["fp8"]
+    assert len(every) == 16
+    assert set(kept) == {name for name in every if "linear_fc1" not in name and ".layers.0." not in name}
+
+
+def who_ran_in_fp8(trainer, extra):
+    """A linear that ran in FP8 holds its weight quantized."""
+    model = trainer.strategy.lightning_module
+    extra["fp8"] = [name for name, module in model.named_modules() if getattr(module, "_weight", None) is not None]
+
+
+def leaves_nothing(trainer, extra):
+    trainer.strategy.precision_plugin.teardown()
+    extra["current_device"] = str(vars(torch.cuda)["current_device"].__module__)
+
+
+def test_the_plugin_leaves_nothing_behind():
+    found = train_tiny("bf16_mixed", stock=False, steps=1, accelerator="cpu", probe="test_plugin_cpu:leaves_nothing")
+    assert found.extra["current_device"] == "torch.cuda"
