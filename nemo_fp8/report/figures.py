@@ -107,7 +107,7 @@ def lines(series: Iterable[tuple[str, str]]) -> list[Line]:
 @contextmanager
 def drawing(width: float, height: float, rows: int = 1, columns: int = 1, **subplots: Any) -> Iterator[tuple[Any, Any]]:
     """A figure of so many inches and its axes (always a 2-D array); draw inside of the block. No global figure is made."""
-    matplotlib = _matplotlib()
+    matplotlib = require_matplotlib()
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_LOOK):
@@ -126,7 +126,7 @@ def to_svg(figure: Any, name: str = "") -> str:
 
     Figures of one page have different names, since their clip paths must not share theirs.
     """
-    matplotlib = _matplotlib()
+    matplotlib = require_matplotlib()
     text = io.StringIO()
     with matplotlib.rc_context(_LOOK | {"svg.hashsalt": f"nemo_fp8 {name}"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -141,7 +141,8 @@ def to_svg(figure: Any, name: str = "") -> str:
     return re.sub(r'(<svg [^>]*?)width="[^"]*pt"', rf"\1{style}", re.sub(r'(<svg [^>]*?)height="[^"]*pt" ?', r"\1", svg, count=1), count=1)
 
 
-def _matplotlib() -> Any:
+def require_matplotlib() -> Any:
+    """The module, or the error that says how to get it."""
     try:
         import matplotlib
     except ImportError as error:

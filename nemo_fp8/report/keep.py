@@ -18,6 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.report.inspect import Inspection, Row
@@ -48,6 +49,31 @@ class Advice:
         p = self.precision
         counts = [f"{name}={count}" for name, count in (("first_layers", p.first_layers), ("last_layers", p.last_layers)) if count]
         return ", ".join([*counts, f"keep=[{', '.join(map(_literal, p.keep))}]"] if p.keep else counts)
+
+    def only_whole_layers(self, inspection: Inspection) -> str:
+        """What to do where names cannot be kept, in a sentence; empty where nothing is kept by name."""
+        before = inspection.recipes[self.label]
+        if self.precision.keep == before.keep:
+            return ""
+        if before.scaling == "delayed":
+            return "TransformerEngine cannot leave out single layers under delayed scaling; use engine='emulated' or another recipe."
+        if self.whole_layers is None:
+            return "TransformerEngine keeps no single modules; use engine='emulated'."
+        first, last = self.whole_layers
+        return f"TransformerEngine keeps whole layers only: first_layers={first}, last_layers={last} cover the same."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        p = self.precision
+        return {
+            "below": [row.name for row in self.below],
+            "first_layers": p.first_layers,
+            "last_layers": p.last_layers,
+            "keep": list(p.keep),
+            "share_in_fp8": self.share,
+            "lowest_db": self.lowest if math.isfinite(self.lowest) else None,
+            "whole_layers": self.whole_layers,
+        }
 
 
 def advise(inspection: Inspection, label: str, snr: float) -> Advice:

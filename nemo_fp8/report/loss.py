@@ -14,7 +14,8 @@ leaves a table of numbers behind and none of its bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,12 @@ class Loss:
     def of(cls, source: torch.Tensor, quantized: Quantized, block: tuple[int, int]) -> Loss:
         """Of a matrix that was quantized with statistics."""
         assert quantized.statistics is not None
-        whole = quantized.statistics.total()
+        with _one_thread():
+            return cls._of(source, quantized, quantized.statistics, block)
+
+    @classmethod
+    def _of(cls, source: torch.Tensor, quantized: Quantized, statistics: Statistics, block: tuple[int, int]) -> Loss:
+        whole = statistics.total()
         low, high = whole.scale_range
         return cls(
             elements=int(whole.elements),
@@ -64,7 +70,7 @@ class Loss:
             scale_min=low,
             scale_max=high,
             range_used_percent=float(whole.range_used_percent),
-            block_snr_db=_block_snr(*_by_block(source, quantized, quantized.statistics, block)),
+            block_snr_db=_block_snr(*_by_block(source, quantized, statistics, block)),
         )
 
     @classmethod
@@ -160,6 +166,17 @@ def _by_block(
             values, error = (x.nan_to_num_(0.0, 0.0, 0.0) for x in (values, error))
         parts.append((_sums(values.square_(), block), _sums(error.square_(), block)))
     return torch.cat([signal for signal, _ in parts]), torch.cat([noise for _, noise in parts])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Short operations one after the other: on a busy machine each would wait longer for a second thread than it takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _sums(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -42,7 +42,7 @@ th[data-sort] { cursor: pointer; }
 th[aria-sort=ascending]::after { content: " \\2191"; }
 th[aria-sort=descending]::after { content: " \\2193"; }
 td.number, th.number { text-align: right; white-space: nowrap; }
-td.name { overflow-wrap: anywhere; min-width: 12em; }
+td.long { overflow-wrap: anywhere; min-width: 16em; } td.short { white-space: nowrap; }
 figure { margin: 1rem 0; } figcaption { font-size: .9em; max-width: 85ch; margin-top: .3rem; }
 svg { display: block; height: auto; } svg text { font-family: inherit; }
 pre { background: var(--shade); padding: .7rem .9rem; border-radius: 6px; font-size: .88em;
@@ -183,6 +183,7 @@ def _cell(value: Any, column: Column, numeric: bool) -> str:
         text = "∞" if math.isinf(number) else format(value, column.format)
     else:
         text = escape(str(value))
+    kind = "long" if len(value.text if isinstance(value, Cell) else str(value)) > 24 else "short"
     if number is not None:
         return f'<td class="number" data-value="{number}">{text}</td>'.replace('"inf"', '"Infinity"')
-    return f'<td class="number" data-value="">{text}</td>' if numeric else f'<td class="name">{text}</td>'
+    return f'<td class="number" data-value="">{text}</td>' if numeric else f'<td class="{kind}">{text}</td>'

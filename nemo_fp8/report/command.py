@@ -1,0 +1,197 @@
+"""``nemo-fp8 inspect``: which checkpoint, under which precisions, and how to show it. Light until it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.presets import PRESETS, preset
+from nemo_fp8.terminal import print_json, print_notes, print_pairs, print_table
+
+if TYPE_CHECKING:
+    from nemo_fp8.report.inspect import Inspection, Row
+    from nemo_fp8.report.keep import Advice
+
+# Short names for one contract of each scaling: its preset, and what it changes.
+SHORT: dict[str, tuple[str, dict[str, Any]]] = {
+    "delayed": ("bf16_with_fp8_delayed_mixed", {}),
+    "tensorwise": ("bf16_with_fp8_tensorwise_mixed", {}),
+    "blockwise": ("bf16_with_fp8_blockwise_mixed", {}),
+    "blockwise-fp32": ("bf16_with_fp8_blockwise_mixed", {"weight_scale": "fp32", "activation_scale": "fp32"}),
+    "mxfp8": ("bf16_with_mxfp8_mixed", {}),
+}
+# Delayed scaling is left out: measured on a file, it is the same as tensorwise.
+DEFAULT = ("tensorwise", "blockwise", "blockwise-fp32", "mxfp8")
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A safetensors file, or the folder of a model.", show_default=False)],
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--precision",
+            metavar="NAME",
+            help=f"A preset, a YAML file, or one of {', '.join(SHORT)}; may be repeated.",
+            show_default=", ".join(DEFAULT),
+        ),
+    ] = None,
+    activations: Annotated[
+        Path | None, typer.Option("--activations", metavar="FILE", help="Inputs and gradients that nemo_fp8.capture recorded.")
+    ] = None,
+    snr: Annotated[float, typer.Option("--snr", metavar="DB", help="Say what to keep out of FP8 to stay above this.")] = 20.0,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Measure what FP8 would do to a checkpoint, tensor by tensor: SNR, underflow, saturation, and what to keep out of it."""
+    recipes = {_label(name): _named(name) for name in precision or DEFAULT}
+    if html is not None:  # before minutes are spent on measuring
+        _require_plots(html)
+
+    from nemo_fp8.report.inspect import inspect_checkpoint
+    from nemo_fp8.report.keep import advise
+
+    with _bar() as progress:
+        inspection = inspect_checkpoint(checkpoint, recipes, activations=activations, progress=progress)
+    advice = [advise(inspection, label, snr) for label in recipes]
+    if as_json:
+        print_json({**inspection.to_dict(), "snr": snr, "keep": {a.label: a.to_dict() for a in advice}})
+    else:
+        _print(inspection, advice, snr)
+    if html is not None:
+        from nemo_fp8.report.inspect_page import inspection_page
+
+        written = inspection_page(inspection, advice, snr).write(html)
+        print_notes([f"The report is in {written}."])
+
+
+def _label(name: str) -> str:
+    return Path(name).stem if name.endswith((".yaml", ".yml")) else name
+
+
+def _named(name: str) -> Precision:
+    if name in SHORT:
+        base, changes = SHORT[name]
+        return preset(base).replace(**changes)
+    if name.endswith((".yaml", ".yml")):
+        try:
+            return Precision.from_yaml(Path(name).read_text())
+        except OSError as error:
+            raise PrecisionError(f"There is no file {name}.", f"{error}.", "Check the path.") from error
+    if name.replace("-", "_") not in PRESETS:
+        raise PrecisionError([unknown("precision", name, [*SHORT, *PRESETS])])
+    return preset(name)
+
+
+def _require_plots(html: Path) -> None:
+    """Refuse now what would fail after the measuring."""
+    from nemo_fp8.report.figures import require_matplotlib
+
+    require_matplotlib()
+    if not html.parent.is_dir() or html.is_dir():
+        raise PrecisionError(f"Cannot write {html}.", "Its folder does not exist, or it is a folder itself.", "Give another path.")
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int], Callable[[int, str], None]]]:
+    """A progress bar on stderr, in bytes read."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+
+        def start(total: int) -> Callable[[int, str], None]:
+            task = bar.add_task("", total=total)
+            return lambda count, name: bar.update(task, advance=count, description=name.removesuffix(".weight"))
+
+        yield start
+
+
+# ---------------------------------------------------------------------- text
+
+
+def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
+    from nemo_fp8.report.names import ROLES
+
+    rows, labels = inspection.measured(), list(inspection.recipes)
+    skipped = Counter(row.place.role if row.place.kept else "other" for row in inspection.rows if row.skipped)
+    weights = inspection.measured("weight")
+    dequantized = sum(bool(row.note) for row in rows)
+    facts = [
+        ("checkpoint", str(inspection.path)),
+        ("linears", f"{len(weights)} with {sum(row.elements for row in weights):,} weights, {inspection.layers} decoder layers"),
+        ("activations", f"{len(rows) - len(weights)} inputs and gradients" if len(rows) > len(weights) else ""),
+        ("FP8 already", f"{dequantized} weights, dequantized first" if dequantized else ""),
+        ("not quantized", ", ".join(f"{count} {role}" for role, count in skipped.items())),
+        ("read", f"{inspection.bytes / 1e6:,.0f} MB in {inspection.seconds:.1f} s"),
+    ]
+    print_pairs([(about, fact) for about, fact in facts if fact])
+    operands = list(dict.fromkeys(row.operand for row in rows))
+    lines = [_recipe_line(inspection, a, operand, len(operands) > 1) for a in advice for operand in operands]
+    _table(
+        ("recipe", "SNR dB", "lowest", "of blocks", "underflow %", "saturation %", f"below {snr:g}"),
+        lines,
+        "lowest: of any tensor. of blocks: the lowest that 99% of a tensor's blocks reach.",
+    )
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.operand, row.place.role), []).append(row)
+    names = {key: key[1] if key[0] == "weight" else f"{key[1]} {key[0]}" for key in groups}
+    order = sorted(groups, key=lambda key: (operands.index(key[0]), ROLES.index(key[1])))
+    by_role = [(names[key], len(groups[key]), *(_pair(inspection, label, groups[key]) for label in labels)) for key in order]
+    _table(("role", "tensors", *labels), by_role, "Lowest SNR in dB of a tensor or its blocks, and underflow in %.")
+    worst = [(row.name.removesuffix(".weight"), *(_db(row.losses[label].floor_db) for label in labels)) for row in inspection.worst()]
+    _table(("worst tensors", *labels), worst, "SNR in dB of the tensor or its blocks, whichever is lower.")
+    for a in advice:
+        _print_advice(inspection, a)
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[Any, ...]], caption: str) -> None:
+    print_pairs([("", "")])
+    print_table(columns, rows, caption)
+
+
+def _recipe_line(inspection: Inspection, a: Advice, operand: str, several: bool) -> tuple[Any, ...]:
+    rows = inspection.measured(operand)
+    total = inspection.total(a.label, rows)
+    return (
+        f"{a.label} {operand}" if several else a.label,
+        _db(total.snr_db),
+        _db(min(row.losses[a.label].snr_db for row in rows)),
+        _db(total.block_snr_db),
+        f"{total.underflow_percent:.3g}",
+        f"{total.saturation_percent:.3g}",
+        sum(row.operand == operand for row in a.below),
+    )
+
+
+def _pair(inspection: Inspection, label: str, rows: list[Row]) -> str:
+    return f"{_db(min(row.losses[label].floor_db for row in rows))} {inspection.total(label, rows).underflow_percent:.2g}%"
+
+
+def _db(value: float) -> str:
+    return f"{round(value, 1) + 0.0:.1f}"  # never -0.0
+
+
+def _print_advice(inspection: Inspection, a: Advice) -> None:
+    print_pairs([("", "")])
+    if not a.below:
+        return print_pairs([(a.label, f"Nothing in FP8 lies below {a.snr:g} dB.")])
+    found = f"{len(a.below)} tensors lie below {a.snr:g} dB. With this, {a.share:.1%} of the linear weights stay in FP8:"
+    print_pairs([(a.label, found)])
+    sys.stdout.write(f"{a.changes}\n")  # in one piece, to be copied
+    return print_pairs([("", whole)] if (whole := a.only_whole_layers(inspection)) else [])

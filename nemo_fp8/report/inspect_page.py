@@ -1,0 +1,325 @@
+"""An inspection as one HTML page: what each recipe costs, where, and what to keep in the compute dtype.
+
+Grids show one number by layer and role, the recipes side by side on one scale of colours; the worst tensors are drawn as
+dots in the recipes' own colours. Cells that a contract keeps in the compute dtype are hatched, cells below the threshold
+are marked, and a cell without anything to show stays empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.report import figures
+from nemo_fp8.report.inspect import Inspection, Row
+from nemo_fp8.report.keep import Advice
+from nemo_fp8.report.loss import Loss
+from nemo_fp8.report.names import ROLES
+from nemo_fp8.report.page import Cell, Column, Page
+
+OPERANDS = {"weight": "Weights", "input": "Inputs", "grad": "Output gradients"}
+MOST_ROWS = 4000
+"""Rows of the table with every number; a browser is slow to sort more."""
+MOST_DB = 45.0
+"""Where the colours of an SNR end."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One number by layer and role."""
+
+    title: str
+    value: Callable[[Loss], float]
+    percent: bool
+    caption: str
+
+
+_CROSS = "A cross marks what lies below {snr:g} dB."
+GRIDS = (
+    Grid(
+        title="SNR in dB",
+        value=lambda loss: loss.snr_db,
+        percent=False,
+        caption=f"Signal-to-noise ratio of everything in a cell together. {_CROSS}",
+    ),
+    Grid(
+        title="SNR in dB that 99% of the blocks reach",
+        value=lambda loss: loss.block_snr_db,
+        percent=False,
+        caption="The same for small parts: blocks of {block}, of which the worst hundredth is left out. Here it shows when an "
+        f"outlier takes the precision of its neighbours, which the SNR of the whole hides. {_CROSS}",
+    ),
+    Grid(
+        title="Underflow in %",
+        value=lambda loss: loss.underflow_percent,
+        percent=True,
+        caption="Values other than zero that became zero. An empty cell has none.",
+    ),
+    Grid(
+        title="Saturation in %",
+        value=lambda loss: loss.saturation_percent,
+        percent=True,
+        caption="Values that were too large for their scale. A scale that is found from the tensor itself fits its largest value, "
+        "so anything here is an infinity, or comes of a margin below zero. An empty cell has none.",
+    ),
+)
+
+
+def inspection_page(inspection: Inspection, advice: list[Advice], snr: float) -> Page:
+    """The page, ready to be written."""
+    rows = inspection.measured()
+    operands = [operand for operand in OPERANDS if inspection.measured(operand)]
+    weights = inspection.measured("weight")
+    captured = f", {len(rows) - len(weights)} captured activations" if len(operands) > 1 else ""
+    page = Page(
+        f"What FP8 does to {inspection.path.resolve().name}",
+        f"{len(weights)} weight matrices with {sum(row.elements for row in weights) / 1e6:,.1f} million values{captured}. "
+        f"{inspection.path}",
+    )
+    page.section("Overview").text(
+        "SNR: how much larger the values are than what quantizing them changed; 6 dB are one bit, E4M3 gives about 31 dB and "
+        "E5M2 about 25 dB to values inside its range. Lower is worse. Underflow: values that became zero."
+    )
+    if any(row.note for row in rows):
+        page.text("This checkpoint is FP8 already. Its weights were dequantized first; what is measured is a second quantization.")
+    _overview(page, inspection, advice, operands)
+    page.section(f"What to keep above {snr:g} dB")
+    for a in advice:
+        _keep(page, inspection, a)
+    page.section("The worst ten tensors")
+    _worst(page, inspection, snr)
+    for operand in operands:
+        page.section(f"{OPERANDS[operand]} by layer and role")
+        for grid in GRIDS:
+            _grid(page, inspection, operand, grid, snr)
+        _numbers(page, inspection, operand)
+    skipped = [row for row in inspection.rows if row.skipped]
+    if skipped:
+        page.section("Not quantized").text("These stay as they are under every contract, and were not measured.")
+        _skipped(page, skipped)
+    return page
+
+
+def _stored(operand: Operand) -> str:
+    scale = {"fp32": "FP32", "pow2": "power-of-2", "e8m0": "E8M0"}[operand.scale]
+    tile = "tensor" if operand.block is None else "{}x{} block".format(*operand.block)
+    return f"{operand.format.upper()}, one {scale} scale a {tile}"
+
+
+def _chip(inspection: Inspection, label: str) -> Cell:
+    return Cell(label, figures.color(figures.recipe_of(inspection.recipes[label])))
+
+
+def _overview(page: Page, inspection: Inspection, advice: list[Advice], operands: list[str]) -> None:
+    lines = []
+    for a in advice:
+        for operand in operands:
+            rows = inspection.measured(operand)
+            total = inspection.total(a.label, rows)
+            stored = inspection.recipes[a.label].operand(operand)
+            assert stored is not None
+            lowest = min(rows, key=lambda row: row.losses[a.label].snr_db).losses[a.label].snr_db
+            below = sum(row.operand == operand for row in a.below)
+            numbers = (total.snr_db, lowest, total.block_snr_db, total.underflow_percent, total.saturation_percent, below)
+            lines.append((_chip(inspection, a.label), operand, _stored(stored), *numbers))
+    columns = (
+        "recipe",
+        "operand",
+        "stored as",
+        Column("SNR dB", ".1f", "All tensors together"),
+        Column("lowest SNR", ".1f", "Of any tensor"),
+        Column("lowest of blocks", ".1f", "The lowest, over all tensors, of the SNR that 99% of a tensor's blocks reach"),
+        Column("underflow %", ".3f"),
+        Column("saturation %", ".3f"),
+        Column("tensors below", "d", "Tensors in FP8 that lie below the threshold with their own SNR or that of their blocks"),
+    )
+    page.table(columns, lines)
+    delayed = [label for label, p in inspection.recipes.items() if p.scaling == "delayed"]
+    if delayed:
+        page.text(f"{', '.join(delayed)}: a delayed scale is not in a file; here it comes from the tensor itself, lowered by the margin.")
+
+
+def _keep(page: Page, inspection: Inspection, a: Advice) -> None:
+    compute = a.precision.compute.upper()
+    if not a.below:
+        page.text(f"{a.label}: nothing in FP8 lies below {a.snr:g} dB; the lowest is {_db(a.lowest)}.")
+        return
+    text = f"{a.label}: {len(a.below)} of {len(inspection.measured())} tensors lie below. With these fields of the contract their linears "
+    text += f"stay in {compute}; {a.share:.1%} of the linear weights remain in FP8, and the lowest of them is at {_db(a.lowest)}."
+    page.text(text if a.share else f"{a.label}: no linear stays above {a.snr:g} dB; use another recipe, or {compute}.")
+    page.code(a.changes)
+    whole = a.only_whole_layers(inspection)
+    if whole:
+        page.text(whole)
+
+
+def _db(value: float) -> str:
+    return "without loss" if math.isinf(value) else f"{value:.1f} dB"
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def _cells(inspection: Inspection, operand: str) -> tuple[list[str], dict[tuple[str, int | None], list[Row]]]:
+    """The roles there are, and the tensors of each role and layer."""
+    cells: dict[tuple[str, int | None], list[Row]] = defaultdict(list)
+    for row in inspection.measured(operand):
+        cells[row.place.role, row.place.layer].append(row)
+    return [role for role in ROLES if any(role == name for name, _ in cells)], cells
+
+
+def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, snr: float) -> None:
+    from matplotlib.colors import LogNorm, Normalize
+
+    roles, cells = _cells(inspection, operand)
+    layers: list[int | None] = [*range(inspection.layers)]
+    layers += [None] if any(layer is None for _, layer in cells) else []
+    values = {
+        (label, role, layer): grid.value(inspection.total(label, rows))
+        for (role, layer), rows in cells.items()
+        for label in inspection.recipes
+    }
+    shown = [v for v in values.values() if math.isfinite(v) and (v > 0 or not grid.percent)]
+    norm: Normalize
+    if grid.percent:
+        # Below a thousandth of a percent nobody cares which; the palest colour is enough.
+        norm = LogNorm(1e-3, max([1.0, *shown]), clip=True)
+    else:
+        # Nothing is gained above MOST_DB, and one lossless tensor would take all the colours.
+        norm = Normalize(min([snr, *shown]), min(max([snr + 1, *shown]), max(MOST_DB, snr + 1)), clip=True)
+    columns = min(len(inspection.recipes), 4 if len(layers) <= 16 else 2 if len(layers) <= 48 else 1)
+    lines = -(-len(inspection.recipes) // columns)
+    with figures.drawing(10.6, lines * (0.75 + 0.24 * len(roles)), lines, columns, sharex=True, sharey=True) as (figure, axes):
+        for ax, label in zip(axes.flat, inspection.recipes, strict=False):
+            picture = _panel(ax, label, roles, layers, cells, values, grid, norm, snr)
+        for ax in axes.flat[len(inspection.recipes) :]:
+            ax.set_visible(False)
+        for ax in axes[-1]:
+            ax.set_xlabel("layer")
+        over = "max" if any(v > norm.vmax for v in values.values()) else "neither"
+        figure.colorbar(picture, ax=axes, pad=0.01, aspect=14 * lines, extend=over).outline.set_visible(False)
+    block = "128x128" if operand == "weight" else "1x128"
+    hatched = " Hatched: the contract keeps it in the compute dtype." if any(row.kept for row in inspection.measured(operand)) else ""
+    page.heading(grid.title).figure(figure, grid.caption.format(snr=snr, block=block) + hatched)
+
+
+def _panel(
+    ax: Any,
+    label: str,
+    roles: list[str],
+    layers: list[int | None],
+    cells: dict[tuple[str, int | None], list[Row]],
+    values: dict[tuple[str, str, int | None], float],
+    grid: Grid,
+    norm: Any,
+    snr: float,
+) -> Any:
+    """One recipe: a cell for each layer and role."""
+    from matplotlib.patches import Rectangle
+
+    def value(role: str, layer: int | None) -> float:
+        found = values.get((label, role, layer), math.nan)
+        return math.nan if grid.percent and found == 0 else norm.vmax if found == math.inf else found
+
+    colors = "cividis_r" if grid.percent else "cividis"
+    table = [[value(role, layer) for layer in layers] for role in roles]
+    picture = ax.pcolormesh(table, cmap=colors, norm=norm, edgecolor=figures.PAPER, linewidth=0.8)
+    for (role, layer), rows in cells.items():
+        x, y = layers.index(layer), roles.index(role)
+        if math.isnan(value(role, layer)):  # nothing to show is not the same as no such tensor
+            ax.add_patch(Rectangle((x + 0.1, y + 0.1), 0.8, 0.8, facecolor="none", edgecolor=figures.RULE, linewidth=0.7))
+        if all(label in row.kept for row in rows):
+            ax.add_patch(Rectangle((x, y), 1, 1, fill=False, hatch="////", edgecolor=figures.PAPER, linewidth=0))
+        elif not grid.percent and value(role, layer) < snr:
+            ax.plot(x + 0.5, y + 0.5, marker="x", color="#ffffff", markersize=4.5, markeredgewidth=1.4)
+    ax.set_title(label)
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    ax.set_yticks([i + 0.5 for i in range(len(roles))], roles)
+    step = max(1, -(-len(layers) // 12))
+    ax.set_xticks([i + 0.5 for i in range(0, len(layers), step)], ["-" if layer is None else layer for layer in layers[::step]])
+    if not ax.yaxis_inverted():
+        ax.invert_yaxis()
+    return picture
+
+
+def _worst(page: Page, inspection: Inspection, snr: float) -> None:
+    worst = inspection.worst()
+    names = [row.name.removesuffix(".weight") for row in worst]
+    styles = figures.lines((label, figures.recipe_of(p)) for label, p in inspection.recipes.items())
+    with figures.drawing(10.6, 1.1 + 0.27 * len(worst)) as (figure, axes):
+        ax = axes[0, 0]
+        for line in styles:
+            values = [row.losses[line.label].floor_db for row in worst]
+            style = line.style | {"linestyle": "none", "markersize": 7, "alpha": 0.9}
+            ax.plot([v if math.isfinite(v) else math.nan for v in values], range(len(worst)), **style)
+        ax.axvline(snr, color=figures.MUTED, linewidth=1, linestyle="--", label=f"{snr:g} dB")
+        ax.set_yticks(range(len(worst)), names)
+        ax.invert_yaxis()
+        ax.set_xlabel("SNR in dB, of the tensor or of its blocks, whichever is lower")
+        figures.legend(figure, axes)
+    page.figure(figure, "The lowest under any of the recipes first.")
+    columns: list[str | Column] = ["tensor", "layer", "role", "shape", Column("amax", ".3g")]
+    for label in inspection.recipes:
+        columns += [Column(f"{label}: SNR", ".1f"), Column("blocks", ".1f", label), Column("underflow %", ".3f", label)]
+    page.table(columns, [_worst_line(inspection, row) for row in worst], "SNR in dB, of the tensor and of 99% of its blocks.")
+
+
+def _worst_line(inspection: Inspection, row: Row) -> tuple[Any, ...]:
+    amax = max(loss.amax for loss in row.losses.values())
+    shape = "x".join(map(str, row.shape))
+    numbers = [n for label in inspection.recipes for n in _three(row.losses[label])]
+    return (row.name, row.place.layer, row.place.role, shape, amax, *numbers)
+
+
+def _three(loss: Loss) -> tuple[float, float, float]:
+    return loss.snr_db, loss.block_snr_db, loss.underflow_percent
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def _numbers(page: Page, inspection: Inspection, operand: str) -> None:
+    columns = (
+        "layer",
+        "role",
+        "recipe",
+        Column("tensors", "d"),
+        Column("SNR dB", ".2f"),
+        Column("blocks dB", ".2f", "The SNR that 99% of the blocks reach"),
+        Column("underflow %", ".4f"),
+        Column("saturation %", ".4f"),
+        Column("MSE", ".3g"),
+        Column("amax", ".3g"),
+        Column("scale_inv from", ".3g"),
+        Column("to", ".3g"),
+        Column("range used %", ".0f", "Between the smallest and the largest code in use, of what the format spans"),
+        Column("not finite", "d"),
+    )
+    lines = []
+    for (role, layer), rows in _cells(inspection, operand)[1].items():
+        for label in inspection.recipes:
+            t = inspection.total(label, rows)
+            name = f"{label} (kept)" if all(label in row.kept for row in rows) else label
+            chip = Cell(name, _chip(inspection, label).color)
+            scales = (t.scale_min, t.scale_max, t.range_used_percent, t.nonfinite)
+            losses = (t.snr_db, t.block_snr_db, t.underflow_percent, t.saturation_percent, t.mse, t.amax)
+            lines.append((layer, role, chip, len(rows), *losses, *scales))
+    cut = f" The first {MOST_ROWS} of {len(lines)}; --json holds all." if len(lines) > MOST_ROWS else ""
+    fold = f"All numbers of {OPERANDS[operand].lower()}, by layer and role"
+    page.table(columns, lines[:MOST_ROWS], f"Kept: the contract leaves it in the compute dtype.{cut}", fold)
+
+
+def _skipped(page: Page, rows: list[Row]) -> None:
+    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.place.role if row.place.kept else "other", row.dtype, row.skipped].append(row)
+    lines = [
+        (role, len(found), sum(row.elements for row in found), dtype, why, found[0].name) for (role, dtype, why), found in groups.items()
+    ]
+    page.table(("what", Column("tensors", "d"), Column("values", ",d"), "type", "why", "for example"), lines)
