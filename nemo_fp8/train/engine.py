@@ -2,9 +2,8 @@
 
     te         TE runs them; a machine that cannot is refused before anything is built
     emulated   ``nemo_fp8.numerics`` computes the same codes and scales, with GEMMs in BF16 or FP32
-    auto       TE where this machine supports the recipe. Emulation where its hardware never could. Where the hardware could and
-               the installed software cannot (CUDA too old, TE missing), the run is refused: a person who has such a GPU wants
-               to know, and did not ask for a run several times slower.
+    auto       TE where this machine supports the recipe, else emulation. Where the hardware could and the installed software
+               cannot (CUDA too old, TE missing), that is a warning with the remedy: such a run is several times slower.
 
 The choice is made once, before the model is built, and said in the log with its reason.
 """
@@ -21,7 +20,7 @@ from nemo_fp8.doctor import late_variables, recipes_of, require
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.machine import Machine
 from nemo_fp8.render.te import te_environment
-from nemo_fp8.support import EMULATED, RECIPES, answer
+from nemo_fp8.support import EMULATED, RECIPES, UNSUPPORTED, answer
 
 ENGINES = ("auto", "te", "emulated")
 logger = logging.getLogger("nemo_fp8")
@@ -35,14 +34,16 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
         return None
     machine = machine or Machine.here()
     answers = [answer(recipe, machine) for recipe in recipes_of(precision, sides=("train",))]
-    hardware_cannot = any(found.verdict == EMULATED for found in answers)
-    engine = requested if requested != "auto" else "emulated" if hardware_cannot else "te"
+    te_can = not any(found.verdict in (EMULATED, UNSUPPORTED) for found in answers)
+    engine = requested if requested != "auto" else "te" if te_can else "emulated"
     require(precision, machine, sides=("train",), emulate=engine == "emulated")
     if engine == "te":
         _require_te_obeys(precision)
-    reasons = " ".join(found.reason for found in answers) if requested == "auto" else "It was asked for."
-    recipes = " and ".join(RECIPES[found.recipe] for found in answers)
-    logger.info("FP8 engine for %s: %s. %s", recipes, engine, reasons)
+    for found in answers:
+        could = requested == "auto" and found.verdict == UNSUPPORTED
+        reason = found.reason if requested == "auto" else "It was asked for."
+        remedy = f" {found.remedy}" if could else ""
+        logger.log(logging.WARNING if could else logging.INFO, "FP8 engine for %s: %s. %s%s", RECIPES[found.recipe], engine, reason, remedy)
     return engine
 
 

@@ -192,12 +192,17 @@ def test_auto_takes_te_where_the_machine_can_and_emulates_where_its_hardware_can
     assert choose_engine(nemo_fp8.preset(precision), "auto", Machine.parse(machine)) == engine
 
 
-def test_a_gpu_whose_software_is_too_old_is_refused_in_one_clear_message():
+def test_a_gpu_whose_software_is_too_old_is_met_by_one_clear_message(caplog):
     """NeMo RL's users meet this as an assertion from inside the first step."""
-    for requested in ("auto", "te"):
-        with pytest.raises(PrecisionError, match=r"CUDA >= 12\.9") as caught:
-            choose_engine(nemo_fp8.preset("bf16_with_fp8_blockwise_mixed"), requested, Machine.parse("h200,cuda12.8,te2.9"))
-        assert "torch" in caught.value.problems[0].remedy
+    p, machine = nemo_fp8.preset("bf16_with_fp8_blockwise_mixed"), Machine.parse("h200,cuda12.8,te2.9,torch2.10")
+    with pytest.raises(PrecisionError, match=r"CUDA >= 12\.9") as caught:
+        choose_engine(p, "te", machine)
+    assert "torch" in caught.value.problems[0].remedy
+    assert choose_engine(p, "auto", machine) == "emulated"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "CUDA >= 12.9" in record.message
+    assert "Install torch" in record.message
 
 
 def test_te_on_a_machine_that_cannot_is_refused_and_emulation_is_not():
