@@ -36,6 +36,7 @@ from nemo_fp8.numerics.scales import is_pow2
 
 # Above this, a power of two times a code, or times a sum of products of codes, is a normal BF16 number.
 _LEAST_EXACT_SCALE = 2.0**-90
+_LEAST_EXACT_CODE = 127 - 90  # the same in E8M0
 
 
 def gemm(a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,8 +98,13 @@ def _exact(q: Quantized) -> bool:
     """Whether the values that enter the product are exact in BF16."""
     if q.block is None:
         return True
-    scale_inv = q.scale_inv_fp32
-    return _exact_in_bf16(scale_inv) or (is_pow2(scale_inv.clamp_min(_LEAST_EXACT_SCALE)) and _only_zeros_below(q, scale_inv))
+    if q.scale_inv.numel() == 0:
+        return True
+    if q.scale_inv.dtype != torch.float32:  # E8M0: all powers of two but for NaN, and the codes say how small
+        low, high = torch.aminmax(q.scale_inv.view(torch.uint8))
+        return bool(high < 255) and (bool(low >= _LEAST_EXACT_CODE) or _only_zeros_below(q))
+    scale_inv = q.scale_inv
+    return _exact_in_bf16(scale_inv) or (is_pow2(scale_inv.clamp_min(_LEAST_EXACT_SCALE)) and _only_zeros_below(q))
 
 
 def _exact_in_bf16(scale: torch.Tensor) -> bool:
@@ -106,10 +112,10 @@ def _exact_in_bf16(scale: torch.Tensor) -> bool:
     return is_pow2(scale) and bool((scale >= _LEAST_EXACT_SCALE).all())
 
 
-def _only_zeros_below(q: Quantized, scale_inv: torch.Tensor) -> bool:
+def _only_zeros_below(q: Quantized) -> bool:
     """Whether tiles with very small scales hold nothing: MX gives a tile of zeros the scale 2**-127."""
     assert q.block is not None
-    small = (scale_inv < _LEAST_EXACT_SCALE).to(torch.uint8)
+    small = (q.scale_inv_fp32 < _LEAST_EXACT_SCALE).to(torch.uint8)
     codes = q.data.view(torch.uint8) & 0x7F
     return not bool(per_tile(codes, small, q.block).any())
 
