@@ -11,6 +11,9 @@ sums of statistics are added up in another order and agree to about six digits.
 
 from __future__ import annotations
 
+import importlib
+from typing import Protocol, cast
+
 import torch
 
 from nemo_fp8.errors import PrecisionError
@@ -37,11 +40,8 @@ def quantize(
     """
     if out is not None:
         _check_out(out, x.shape, format_of(element_format).dtype, x.device)
-    if x.device.type == "cpu":
-        from nemo_fp8.numerics.kernels import cpu
-
-        return cpu.quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
-    return None
+    device = _device(x)
+    return None if device is None else device.quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
 
 
 def decode(
@@ -50,20 +50,36 @@ def decode(
     """``code * scale_inv``, computed in FP32 and rounded once to ``dtype``; into ``out``, if given."""
     if out is not None:
         _check_out(out, data.shape, dtype, data.device)
-    if data.device.type == "cpu":
-        from nemo_fp8.numerics.kernels import cpu
-
-        return cpu.decode(data, scale_inv, tile, dtype, out)
-    return None
+    device = _device(data)
+    return None if device is None else device.decode(data, scale_inv, tile, dtype, out)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor | None:
     """The largest magnitude of all elements that are not NaN, in FP32."""
-    if x.device.type == "cpu":
-        from nemo_fp8.numerics.kernels import cpu
+    device = _device(x)
+    return None if device is None else device.amax(x)
 
-        return cpu.amax(x)
-    return None
+
+class _Kernels(Protocol):
+    """What the module of a device offers."""
+
+    def quantize(
+        self, x: torch.Tensor, tile: Tile, element_format: str, scale_kind: str, convention: str, statistics: bool,
+        scale: torch.Tensor | None, out: torch.Tensor | None,
+    ) -> Result | None: ...  # fmt: skip
+
+    def decode(
+        self, data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype, out: torch.Tensor | None
+    ) -> torch.Tensor | None: ...
+
+    def amax(self, x: torch.Tensor) -> torch.Tensor | None: ...
+
+
+def _device(x: torch.Tensor) -> _Kernels | None:
+    """The module for the tensor's device, imported when a tensor of that kind first comes."""
+    if x.device.type not in ("cpu", "cuda"):
+        return None
+    return cast(_Kernels, importlib.import_module(f"{__name__}.{x.device.type}"))
 
 
 def _check_out(out: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:

@@ -8,13 +8,13 @@ Tensors that the kernels do not take (odd tiles, strange strides) are answered w
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from nemo_fp8.numerics.formats import Format, decode_e8m0, format_of
+from nemo_fp8.numerics.formats import Format, format_of
 from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels.results import statistics_of
 from nemo_fp8.numerics.statistics import Statistics
 
 Tile = tuple[int, int] | None
@@ -184,13 +184,5 @@ def _empty_counts(grid: tuple[int, int]) -> dict[str, torch.Tensor]:
 
 
 def _statistics(x: torch.Tensor, tile: Tile, format: Format, counts: dict[str, torch.Tensor], scale_inv: torch.Tensor) -> Statistics:
-    from nemo_fp8.numerics.quantize import _elements
-
-    named = {**counts, "least_code": counts["least"], "largest_code": counts["largest"]}
-    del named["least"], named["largest"]
-    inverse = scale_inv if scale_inv.dtype == torch.float32 else decode_e8m0(scale_inv)
-    elements = _elements(x, tile)
-    if tile is not None:
-        return Statistics(format=format, elements=elements, scale_inv=inverse, **named)
-    cut = Statistics(format=format, elements=elements.new_zeros(counts["amax"].shape), scale_inv=inverse, **named).total()
-    return replace(cut, elements=elements.reshape(()))
+    renamed = {"least": "least_code", "largest": "largest_code"}
+    return statistics_of(x, tile, format, scale_inv, {renamed.get(name, name): found for name, found in counts.items()})

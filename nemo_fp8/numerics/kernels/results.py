@@ -1,0 +1,24 @@
+"""From a kernel's arrays to :class:`Statistics`: by tile, or summed up where the tiles were only a way to cut a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from nemo_fp8.numerics.formats import Format, decode_e8m0
+from nemo_fp8.numerics.statistics import Statistics
+
+
+def statistics_of(
+    x: torch.Tensor, tile: tuple[int, int] | None, format: Format, scale_inv: torch.Tensor, counted: dict[str, torch.Tensor]
+) -> Statistics:
+    """The statistics of ``x`` in tiles, from all fields that a kernel counts."""
+    from nemo_fp8.numerics.quantize import _elements
+
+    inverse = scale_inv if scale_inv.dtype == torch.float32 else decode_e8m0(scale_inv)
+    elements = _elements(x, tile)
+    if tile is not None:
+        return Statistics(format=format, elements=elements, scale_inv=inverse, **counted)
+    cut = Statistics(format=format, elements=torch.zeros_like(counted["underflow"]), scale_inv=inverse, **counted)
+    return replace(cut.total(), elements=elements.reshape(()))

@@ -1,0 +1,41 @@
+"""What the tests of the kernels share: sources that find mistakes, and comparisons that say where they are."""
+
+from __future__ import annotations
+
+import torch
+
+SPECIALS = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-45, -1e-39, 6e-8, 3.3e38, 448.0, -57344.0, 65504.0]
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, kind: str) -> torch.Tensor:
+    """Gaussians, every magnitude that the type has, or any bits at all."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=random)
+    if kind == "magnitudes":
+        x = x * torch.exp2(torch.randint(-145, 127, shape, generator=random).float())
+    if kind == "bits":
+        integer, top = {2: (torch.int16, 1 << 15), 4: (torch.int32, 1 << 31)}[dtype.itemsize]
+        return torch.randint(-top, top - 1, shape, generator=random, dtype=torch.int64).to(integer).view(dtype)
+    if kind == "specials":
+        at = torch.randint(0, x.numel(), (1 + x.numel() // 50,), generator=random)
+        x.view(-1)[at] = torch.tensor(SPECIALS)[torch.randint(0, len(SPECIALS), at.shape, generator=random)]
+    if kind == "zero":
+        x = x * 0.0
+    return x.to(dtype)
+
+
+def same(fast: torch.Tensor, slow: torch.Tensor) -> None:
+    """Equal to the bit, or a message that says where not."""
+    assert (fast.shape, fast.dtype) == (slow.shape, slow.dtype)
+    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (fast, slow))
+    wrong = (a != b).nonzero().flatten()
+    assert not len(wrong), f"{len(wrong)} of {len(a)} bytes differ, first at {wrong[0]}: {a[wrong[0]]} instead of {b[wrong[0]]}"
+
+
+def compare_statistics(fast, slow, sums: bool) -> None:
+    for name in ("elements", "underflow", "saturated", "nonfinite", "amax", "scale_inv", "least_code", "largest_code"):
+        assert torch.equal(getattr(fast, name).double(), getattr(slow, name).double()), name
+    if sums:  # of squares, which FP32 cannot hold for the most extreme values
+        torch.testing.assert_close(fast.signal, slow.signal, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(fast.noise, slow.noise, rtol=1e-4, atol=1e-12 * float(slow.signal.max()))
+    assert fast.summary().keys() == slow.summary().keys()

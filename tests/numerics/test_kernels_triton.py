@@ -1,0 +1,87 @@
+# ruff: noqa: E402
+"""The Triton kernels against the specification in torch: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+
+import pytest
+import torch
+from kernel_cases import compare_statistics, same, values
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    if "triton" in sys.modules:
+        pytest.skip("triton is imported already, and cannot be told any more to interpret", allow_module_level=True)
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it while functions are being defined, its own among them
+try:
+    pytest.importorskip("triton", reason="no triton (`pip install --no-deps --target DIR triton==3.5.1` and PYTHONPATH=DIR will do)")
+    from nemo_fp8.numerics.kernels import triton_kernels  # noqa: F401
+finally:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+from nemo_fp8.numerics.formats import FORMATS
+from nemo_fp8.numerics.kernels import cuda
+from nemo_fp8.numerics.quantize import quantize_reference
+from nemo_fp8.numerics.quantized import Quantized
+
+RULES = [("te", "fp32"), ("te", "pow2"), ("deepgemm", "fp32"), ("deepgemm", "pow2"), ("te", "e8m0")]
+TILES = [(128, 128), (1, 128), (128, 1), (1, 32), (32, 1)]
+FP8 = ["e4m3", "e5m2"]
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids="-".join)
+def test_codes_scales_and_statistics_equal_the_reference(tile, rule):
+    convention, kind = rule
+    kinds = ["gaussian", "magnitudes", "specials", "zero"]
+    for number, (dtype, element) in enumerate(itertools.product([torch.bfloat16, torch.float16, torch.float32], FP8)):
+        values_kind = kinds[(number + TILES.index(tile) + RULES.index(rule)) % 4]  # all of them for every tile and every rule
+        x = values((tile[0] + 5, tile[1] + 12), dtype, number, values_kind).to(DEVICE)
+        slow = quantize_reference(x, tile, FORMATS[element], kind, convention, True)
+        fast = cuda.quantize(x, tile, element, kind, convention, True, None, None)
+        assert fast is not None
+        same(fast[0].cpu(), slow[0].cpu())
+        same(fast[1].cpu(), slow[1].cpu())
+        compare_statistics(fast[2], slow[2], sums=values_kind == "gaussian")
+
+
+@pytest.mark.parametrize("element", FP8)
+def test_whole_tensors(element):
+    for scale in (None, torch.tensor(37.0, device=DEVICE)):
+        for kind in ("gaussian", "specials"):
+            x = values((70, 300), torch.bfloat16, 3, kind).to(DEVICE)
+            fast = cuda.quantize(x, None, element, "fp32", "te", True, scale, None)
+            slow = quantize_reference(x, None, FORMATS[element], "fp32", "te", True, scale=scale)
+            assert fast is not None
+            same(fast[0].cpu(), slow[0].cpu())
+            same(fast[1].cpu(), slow[1].cpu())
+            compare_statistics(fast[2], slow[2], sums=kind == "gaussian")
+
+
+@pytest.mark.parametrize("element", FP8)
+@pytest.mark.parametrize("tile", [*TILES, None], ids=str)
+def test_decode_equals_dequantize(element, tile):
+    codes = torch.arange(256, dtype=torch.uint8).repeat(80)[: 130 * 140].view(130, 140).view(FORMATS[element].dtype).to(DEVICE)
+    for kind in ("fp32", "e8m0"):
+        x = values((130, 140), torch.float32, 4, "magnitudes").to(DEVICE)
+        scale_inv = quantize_reference(x, tile, FORMATS[element], kind)[1]
+        for dtype in (torch.float32,) if DEVICE == "cpu" else (torch.float32, torch.bfloat16):  # the interpreter truncates to BF16
+            fast = cuda.decode(codes, scale_inv, tile, dtype, None)
+            torch.testing.assert_close(fast, Quantized(codes, scale_inv, tile).dequantize(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_that_lie_apart():
+    x = values((64, 300), torch.bfloat16, 5, "gaussian").to(DEVICE)[:, 10:200]
+    same(
+        cuda.quantize(x, (1, 128), "e4m3", "fp32", "te", False, None, None)[0].cpu(),
+        quantize_reference(x, (1, 128), FORMATS["e4m3"], "fp32")[0].cpu(),
+    )
