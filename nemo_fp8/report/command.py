@@ -141,11 +141,11 @@ def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
     ]
     print_pairs([(about, fact) for about, fact in facts if fact])
     operands = list(dict.fromkeys(row.operand for row in rows))
-    lines = [_recipe_line(inspection, a, operand, len(operands) > 1) for a in advice for operand in operands]
+    lines = [_recipe_line(inspection, a, operand) for a in advice for operand in operands]
     _table(
-        ("recipe", "SNR dB", "lowest", "of blocks", "underflow %", "saturation %", f"below {snr:g}"),
+        ("recipe", "operand", "SNR dB", "lowest", "of blocks", "underflow", "saturated", f"below {snr:g}"),
         lines,
-        "lowest: of any tensor. of blocks: the lowest that 99% of a tensor's blocks reach.",
+        "lowest: of any tensor; of blocks: the lowest that 99% of a tensor's blocks reach. Underflow and saturation in %.",
     )
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -165,11 +165,12 @@ def _table(columns: tuple[str, ...], rows: list[tuple[Any, ...]], caption: str) 
     print_table(columns, rows, caption)
 
 
-def _recipe_line(inspection: Inspection, a: Advice, operand: str, several: bool) -> tuple[Any, ...]:
+def _recipe_line(inspection: Inspection, a: Advice, operand: str) -> tuple[Any, ...]:
     rows = inspection.measured(operand)
     total = inspection.total(a.label, rows)
     return (
-        f"{a.label} {operand}" if several else a.label,
+        a.label,
+        operand,
         _db(total.snr_db),
         _db(min(row.losses[a.label].snr_db for row in rows)),
         _db(total.block_snr_db),

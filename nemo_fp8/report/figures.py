@@ -137,7 +137,7 @@ def to_svg(figure: Any, name: str = "") -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     width = figure.get_figwidth() * 72 * _POINTS_TO_PIXELS
     # Never smaller than text can be read: a narrow screen scrolls the figure sideways.
-    style = f'style="width:100%;max-width:{width:.0f}px;min-width:{min(width, 640):.0f}px"'
+    style = f'style="width:100%;max-width:{width:.0f}px;min-width:{min(width, 860):.0f}px"'
     return re.sub(r'(<svg [^>]*?)width="[^"]*pt"', rf"\1{style}", re.sub(r'(<svg [^>]*?)height="[^"]*pt" ?', r"\1", svg, count=1), count=1)
 
 

@@ -200,7 +200,7 @@ def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, snr: flo
             ax.set_visible(False)
         for ax in axes[-1]:
             ax.set_xlabel("layer")
-        over = "max" if any(v > norm.vmax for v in values.values()) else "neither"
+        over = "max" if not grid.percent and any(v > max(MOST_DB, snr + 1) for v in values.values()) else "neither"
         figure.colorbar(picture, ax=axes, pad=0.01, aspect=14 * lines, extend=over).outline.set_visible(False)
     block = "128x128" if operand == "weight" else "1x128"
     hatched = " Hatched: the contract keeps it in the compute dtype." if any(row.kept for row in inspection.measured(operand)) else ""
@@ -254,31 +254,27 @@ def _worst(page: Page, inspection: Inspection, snr: float) -> None:
     styles = figures.lines((label, figures.recipe_of(p)) for label, p in inspection.recipes.items())
     with figures.drawing(10.6, 1.1 + 0.27 * len(worst)) as (figure, axes):
         ax = axes[0, 0]
-        for line in styles:
+        for turn, line in enumerate(styles):
+            aside = 0.13 * (turn - (len(styles) - 1) / 2)  # so that no dot hides another
             values = [row.losses[line.label].floor_db for row in worst]
-            style = line.style | {"linestyle": "none", "markersize": 7, "alpha": 0.9}
-            ax.plot([v if math.isfinite(v) else math.nan for v in values], range(len(worst)), **style)
+            style = line.style | {"linestyle": "none", "markersize": 6.5}
+            ax.plot([v if math.isfinite(v) else math.nan for v in values], [i + aside for i in range(len(worst))], **style)
         ax.axvline(snr, color=figures.MUTED, linewidth=1, linestyle="--", label=f"{snr:g} dB")
         ax.set_yticks(range(len(worst)), names)
         ax.invert_yaxis()
         ax.set_xlabel("SNR in dB, of the tensor or of its blocks, whichever is lower")
         figures.legend(figure, axes)
     page.figure(figure, "The lowest under any of the recipes first.")
-    columns: list[str | Column] = ["tensor", "layer", "role", "shape", Column("amax", ".3g")]
+    columns: list[str | Column] = ["tensor", "shape", Column("amax", ".3g")]
     for label in inspection.recipes:
-        columns += [Column(f"{label}: SNR", ".1f"), Column("blocks", ".1f", label), Column("underflow %", ".3f", label)]
-    page.table(columns, [_worst_line(inspection, row) for row in worst], "SNR in dB, of the tensor and of 99% of its blocks.")
+        columns += [Column(f"{label} dB", ".1f"), Column("underflow %", ".2f", label)]
+    page.table(columns, [_worst_line(inspection, row) for row in worst], "SNR of the tensor or of its blocks, whichever is lower.")
 
 
 def _worst_line(inspection: Inspection, row: Row) -> tuple[Any, ...]:
     amax = max(loss.amax for loss in row.losses.values())
-    shape = "x".join(map(str, row.shape))
-    numbers = [n for label in inspection.recipes for n in _three(row.losses[label])]
-    return (row.name, row.place.layer, row.place.role, shape, amax, *numbers)
-
-
-def _three(loss: Loss) -> tuple[float, float, float]:
-    return loss.snr_db, loss.block_snr_db, loss.underflow_percent
+    losses = (row.losses[label] for label in inspection.recipes)
+    return (row.name, "x".join(map(str, row.shape)), amax, *(n for loss in losses for n in (loss.floor_db, loss.underflow_percent)))
 
 
 # ---------------------------------------------------------------------- tables

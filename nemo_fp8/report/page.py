@@ -37,12 +37,13 @@ nav a { margin-right: 1.2em; white-space: nowrap; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; }
 caption { caption-side: bottom; text-align: left; padding: .4rem .6rem; font-size: .9em; }
 th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--rule); text-align: left; vertical-align: top; }
-th { background: var(--shade); white-space: nowrap; font-weight: 600; }
+th { background: var(--shade); font-weight: 600; vertical-align: bottom; }
 th[data-sort] { cursor: pointer; }
 th[aria-sort=ascending]::after { content: " \\2191"; }
 th[aria-sort=descending]::after { content: " \\2193"; }
-td.number, th.number { text-align: right; white-space: nowrap; }
-td.long { overflow-wrap: anywhere; min-width: 16em; } td.short { white-space: nowrap; }
+td.number, th.number { text-align: right; }
+td.number { white-space: nowrap; }
+td.long { overflow-wrap: anywhere; min-width: 14em; } td.short { white-space: nowrap; }
 figure { margin: 1rem 0; } figcaption { font-size: .9em; max-width: 85ch; margin-top: .3rem; }
 svg { display: block; height: auto; } svg text { font-family: inherit; }
 pre { background: var(--shade); padding: .7rem .9rem; border-radius: 6px; font-size: .88em;
@@ -176,14 +177,24 @@ def _cell(value: Any, column: Column, numeric: bool) -> str:
     number = _number(value)
     if isinstance(value, Cell):
         chip = f'<span class="chip" style="background:{escape(value.color)}"></span>' if value.color else ""
-        text = chip + escape(value.text)
+        text = chip + _breakable(value.text)
     elif value is None:
         text = "–"
     elif number is not None:
-        text = "∞" if math.isinf(number) else format(value, column.format)
+        text = "∞" if math.isinf(number) else _plain(format(value, column.format))
     else:
-        text = escape(str(value))
+        text = _breakable(str(value))
     kind = "long" if len(value.text if isinstance(value, Cell) else str(value)) > 24 else "short"
     if number is not None:
         return f'<td class="number" data-value="{number}">{text}</td>'.replace('"inf"', '"Infinity"')
     return f'<td class="number" data-value="">{text}</td>' if numeric else f'<td class="{kind}">{text}</td>'
+
+
+def _plain(number: str) -> str:
+    """A number that was rounded to zero has no sign."""
+    return number.removeprefix("-") if not number.strip("-0.") else number
+
+
+def _breakable(text: str) -> str:
+    """A name may go on in the next line after a dot."""
+    return escape(text).replace(".", ".<wbr>")
