@@ -121,7 +121,7 @@ def _launch(matrix: torch.Tensor, tile: tuple[int, int], format: Format, scaling
         SCALING=scaling, MANTISSA=format.mantissa_bits, BIAS=format.bias, SPECIAL=_special(format),
         HIGH=high, TILE_ROWS=tile[0], WIDE=wide, TILE_COLS=tile[1],
         BF16=bf16, CAST=codes is not None, STATISTICS=counts is not None, HARDWARE=_rounds_in_hardware(matrix.device),
-        num_warps=_warps(high * tile[0] * wide * tile[1]),
+        num_warps=_warps(high * tile[0] * wide * tile[1], statistics=counts is not None),
     )  # fmt: skip
 
 
@@ -131,8 +131,9 @@ def _rectangle(tile: tuple[int, int]) -> tuple[int, int]:
     return max(1, ELEMENTS // (tile[0] * tile[1] * wide)), wide
 
 
-def _warps(elements: int) -> int:
-    return max(1, elements // VALUES_PER_THREAD // 32)
+def _warps(elements: int, statistics: bool) -> int:
+    """Counting needs twice the registers for each value."""
+    return max(1, elements // VALUES_PER_THREAD // 32) * (2 if statistics else 1)
 
 
 def _takes(tile: Tile) -> bool:

@@ -5,7 +5,8 @@ A program's rectangle is seen as [tile rows, rows, tile columns, columns]; amaxe
 so tiles of every shape are one kernel. It moves 3 bytes an element for BF16, against 5 of an amax pass and a cast pass.
 
 The rounding is the hardware's own (``cvt.rn.satfinite``, from compute capability 8.9 on), or the integer formula of
-`fp8.c` where there is none. Division is ``div.rn``, since Triton's ``/`` is not correctly rounded.
+`fp8.c` where there is none. Scales, which are few, are divided in FP64: Triton's FP32 ``/`` is not correctly rounded,
+and its ``div_rn`` flushes subnormal quotients.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ def _bits(value):
 
 
 @triton.jit
+def _divide(a, b):
+    """Correctly rounded: FP64 has more than twice as many bits as FP32, so that rounding twice is rounding once."""
+    return (a.to(tl.float64) / b.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
 def _find_scales(amax, SCALING: tl.constexpr, format_max, reciprocal_max, scale_if_tiny):
     """Scale, scale_inv and, for E8M0, its byte. The formulas are those of scales.py."""
     byte = _bits(amax)
@@ -39,18 +46,18 @@ def _find_scales(amax, SCALING: tl.constexpr, format_max, reciprocal_max, scale_
         scale = _float(tl.where(byte == 254, 0x400000, (254 - byte) << 23))
         scale_inv = _float(tl.where(byte == 0, 0x400000, byte << 23))
     elif (SCALING == DEEPGEMM) | (SCALING == DEEPGEMM_POW2):
-        scale_inv = tl.div_rn(tl.maximum(amax, 1e-4), tl.full(amax.shape, format_max, tl.float32))
+        scale_inv = _divide(tl.maximum(amax, 1e-4), tl.full(amax.shape, format_max, tl.float32))
         if SCALING == DEEPGEMM_POW2:
             scale_inv = _float((_bits(scale_inv) + 0x7FFFFF) & INFINITE)
         scale_inv = tl.where(_bits(amax) == INFINITE, 1.0, scale_inv)
-        scale = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale_inv)
+        scale = _divide(tl.full(amax.shape, 1.0, tl.float32), scale_inv)
     else:
-        scale = tl.div_rn(tl.full(amax.shape, format_max, tl.float32), amax)
+        scale = _divide(tl.full(amax.shape, format_max, tl.float32), amax)
         scale = tl.where(_bits(scale) == INFINITE, scale_if_tiny, scale)
         if SCALING == TE_POW2:
             scale = _float(_bits(scale) & INFINITE)
         scale = tl.where((amax == 0) | (_bits(amax) == INFINITE), 1.0, scale)
-        scale_inv = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+        scale_inv = _divide(tl.full(amax.shape, 1.0, tl.float32), scale)
     return scale, scale_inv, byte
 
 
@@ -134,7 +141,7 @@ def quantize_kernel(
     if CAST:
         if SCALING == GIVEN:
             scale = tl.load(given_ptr) + tl.zeros((HIGH, WIDE), tl.float32)
-            scale_inv = tl.div_rn(tl.full((HIGH, WIDE), 1.0, tl.float32), scale)
+            scale_inv = _divide(tl.full((HIGH, WIDE), 1.0, tl.float32), scale)
         else:
             scale, scale_inv, byte = _find_scales(amax, SCALING, format_max, reciprocal_max, scale_if_tiny)
             if SCALING == E8M0:
