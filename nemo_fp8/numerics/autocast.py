@@ -94,6 +94,7 @@ class autocast:
         self.enabled = enabled and precision.is_fp8
         self._records: dict[int, _Record] = {}
         self._first: dict[bool, _Record] = {}
+        self._inside: dict[int, autocast] = {}  # every region opened since the outermost one, itself included
         self._entered: list[tuple[Any, list[AbstractContextManager[Any]]]] = []
         if not self.enabled:
             return
@@ -105,6 +106,10 @@ class autocast:
     def __enter__(self) -> autocast:
         outer = _open.get()
         if not outer:
+            self._inside = {}
+        root = outer[0] if outer else self
+        if id(self) not in root._inside:
+            root._inside[id(self)] = self
             self._first = {}
         managers: list[AbstractContextManager[Any]] = [self._te()]
         if self.enabled and self.model is None:
@@ -123,7 +128,8 @@ class autocast:
             manager.__exit__(kind, error, trace)
         _open.reset(token)
         if kind is None and not _open.get() and torch.is_grad_enabled():
-            self._update_forward()
+            for region in self._inside.values():
+                region._update_forward()
 
     def _update_forward(self) -> None:
         update([r.delayed.forward for r in self._records.values() if r.delayed], self.group)
@@ -282,10 +288,15 @@ def _adopt(model: torch.nn.Module, precision: Precision) -> dict[int, _Record]:
     for name, weight in weights.items():
         module, parameter = owners[id(weight)]
         records = module.__dict__.setdefault(_RECORDS, {})
-        record = records.get(parameter)
-        if record is None or record.precision != precision:
-            delayed = DelayedState(precision, weight.device) if precision.scaling == "delayed" else None
-            record = records[parameter] = _Record(name, precision, delayed)
+        record = records.get((parameter, precision))
+        if record is None:
+            record = _Record(name, precision, None)
+            if precision.scaling == "delayed":
+                record.delayed = DelayedState(precision, weight.device)
+                # One state in the state_dict: another delayed contract starts anew.
+                for key in [k for k, r in records.items() if k[0] == parameter and r.delayed]:
+                    del records[key]
+            records[parameter, precision] = record
         found[id(weight)] = record
         _hook(module)
     for module in model.modules():  # an attention runs the linears of its children itself
@@ -309,19 +320,20 @@ _recomputing: ContextVar[tuple[_Mode, ...]] = ContextVar("nemo_fp8_recomputing",
 
 def _before(module: torch.nn.Module, args: Any) -> None:
     """During backward, this is the recompute of a forward that may have run in FP8, and no region need be open."""
-    records = {
-        id(getattr(owner, parameter)): record
+    records = [
+        (id(getattr(owner, parameter)), record)
         for owner in (module, *module.children())
-        for parameter, record in owner.__dict__.get(_RECORDS, {}).items()
-    }
+        for (parameter, _), record in owner.__dict__.get(_RECORDS, {}).items()
+    ]
     if not _in_backward():
-        for record in records.values():
+        for _, record in records:
             record.ran = False  # until this forward has run in FP8
         return
+    ran = {weight: record for weight, record in records if record.ran}
 
     def answer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        record = records.get(id(weight)) or records.get(id(weight._base))
-        return _replay(record, x, weight, bias) if record is not None and record.ran else F.linear(x, weight, bias)
+        record = ran.get(id(weight)) or ran.get(id(weight._base))
+        return F.linear(x, weight, bias) if record is None else _replay(record, x, weight, bias)
 
     mode = _Mode(answer, lambda: True)
     _recomputing.set((*_recomputing.get(), mode))
@@ -338,13 +350,13 @@ def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
 
 def _save(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Delayed scaling in the ``state_dict``: four tensors beside each weight."""
-    for parameter, record in module.__dict__.get(_RECORDS, {}).items():
+    for (parameter, _), record in module.__dict__.get(_RECORDS, {}).items():
         if record.delayed is not None:
             state.update({f"{prefix}{parameter}.fp8.{name}": t for name, t in record.delayed.state_dict().items()})
 
 
-def _load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for parameter, record in module.__dict__.get(_RECORDS, {}).items():
+def _load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for (parameter, _), record in module.__dict__.get(_RECORDS, {}).items():
         start = f"{prefix}{parameter}.fp8."
         saved = {name.removeprefix(start): state.pop(name) for name in [n for n in state if n.startswith(start)]}
         if saved and record.delayed is not None:

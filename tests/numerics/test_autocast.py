@@ -243,6 +243,22 @@ def test_recompute_without_a_model(model, x, p, recompute):
     assert same(train(model, autocast(p), x), train(again, autocast(p), x))
 
 
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+def test_recompute_of_a_module_under_two_contracts(model, x, recompute):
+    """The inner region's contract ran, whichever region was made last."""
+    layer = model.layers[0]
+    inner, outer = autocast(MXFP8, layer), autocast(BLOCKWISE, model)
+    found = []
+    for again in (False, True):
+        model.zero_grad()
+        with outer, inner:
+            leaf = x.clone().requires_grad_()
+            y = checkpoint(layer, leaf, use_reentrant=recompute == "reentrant") if again else layer(leaf)
+        y.float().square().mean().backward()
+        found.append([leaf.grad, *[p.grad.clone() for p in layer.parameters()]])
+    assert same(*found)
+
+
 def test_recompute_with_several_microbatches_in_a_region(model, x):
     again = copy.deepcopy(model)
     again.recompute = "not reentrant"
@@ -296,6 +312,19 @@ def test_when_scales_are_updated(model, x):
     with torch.no_grad(), fp8:
         model(x * 100)
     assert all(torch.equal(fp8_state(model)[name], after_backward[name]) for name in forward)  # evaluation updates nothing
+
+
+def test_an_inner_region_is_updated_when_the_outermost_ends(model, x):
+    inner = autocast(DELAYED, model.layers[1])
+    with autocast(BLOCKWISE, model):
+        h = model.layers[0](x)
+        for _ in range(2):
+            with inner:
+                y = model.layers[1](h)
+            assert (fp8_state(model)["layers.1.linear1.weight.fp8.forward.scale"] == 1).all()
+    assert (fp8_state(model)["layers.1.linear1.weight.fp8.forward.scale"] != 1).all()
+    y.float().square().mean().backward()
+    assert (fp8_state(model)["layers.1.linear1.weight.fp8.backward.scale"] != 1).all()
 
 
 def test_delayed_state_resumes_to_the_bit(model, x):
