@@ -30,6 +30,8 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # The server must not start threads (a fork would lose them), and two cores are shared by all ranks.
+# How long the other ranks of a run may go on when one has ended with an error, in seconds.
+GRACE = 10.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TORCHELASTIC_ERROR_FILE": ""}
 
 
@@ -120,8 +122,8 @@ def _forked(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str
         while any(process.is_alive() for process in ranks):
             failed = [process for process in ranks if process.exitcode]
             if failed:
-                time.sleep(0.5)  # let the other ranks say what they saw
-                return f"a rank ended with exit code {failed[0].exitcode}"
+                late = _outlive(ranks, GRACE)
+                return f"a rank ended with exit code {failed[0].exitcode}" + ("; others were still running" if late else "")
             if time.monotonic() > deadline:
                 return f"no end after {timeout} s"
             time.sleep(0.02)
@@ -131,6 +133,14 @@ def _forked(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+def _outlive(ranks: list[Any], seconds: float) -> bool:
+    """Let the other ranks say what they saw; whether any of them goes on for longer than that."""
+    deadline = time.monotonic() + seconds
+    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return any(process.is_alive() for process in ranks)
 
 
 def _rank(tiny: Tiny, out: str, log: str, rank: int, port: str, env: dict[str, str]) -> None:
@@ -229,13 +239,16 @@ def tiny_trainer(plugin: Any, tiny: Tiny | None = None) -> tuple[Any, Any, Any, 
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
         "logger": False,
-        "enable_checkpointing": tiny.folder is not None,
+        "enable_checkpointing": bool(tiny.folder or tiny.resume),
         "enable_progress_bar": False,
         "log_every_n_steps": 1,
         "use_distributed_sampler": False,
     }
     trainer = nl.Trainer(
-        accelerator=MegatronCPU() if tiny.accelerator == "megatron_cpu" else tiny.accelerator, strategy=nl.MegatronStrategy(**strategy | tiny.strategy), plugins=plugin, **settings | tiny.trainer
+        accelerator=MegatronCPU() if tiny.accelerator == "megatron_cpu" else tiny.accelerator,
+        strategy=nl.MegatronStrategy(**strategy | tiny.strategy),
+        plugins=plugin,
+        **settings | tiny.trainer,
     )
     optim = nl.MegatronOptimizerModule(OptimizerConfig(**optimizer | {"use_distributed_optimizer": True} | tiny.optim))
     return trainer, _model(tiny, data.tokenizer), data, optim
@@ -318,16 +331,12 @@ def _worker(tiny: Tiny, out: str) -> None:
 
         trainer.callbacks.append(Probe())
     folder = tiny.folder or tempfile.mkdtemp()
+    saves = {"every_n_train_steps": tiny.save_every, "save_last": True, "save_top_k": -1, "save_optim_on_train_end": True}
+    # NeMo resumes through its checkpoint callback, so there is one where nothing is to be saved, too.
+    none = {"every_n_train_steps": 10**9, "save_last": False, "save_top_k": 0}
     ckpt = (
-        nl.ModelCheckpoint(
-            every_n_train_steps=tiny.save_every,
-            save_last=True,
-            save_top_k=-1,
-            monitor="reduced_train_loss",
-            save_optim_on_train_end=True,
-            filename="{step}",
-        )
-        if tiny.folder
+        nl.ModelCheckpoint(monitor="reduced_train_loss", filename="{step}", **saves if tiny.folder else none)
+        if tiny.folder or tiny.resume
         else None
     )
     log = nl.NeMoLogger(log_dir=folder, name="tiny", use_datetime_version=False, version="run", ckpt=ckpt, update_logger_directory=False)
