@@ -14,6 +14,7 @@ import typer
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.report.command import inspect
 from nemo_fp8.terminal import print_answers, print_findings, print_json, print_notes, print_pairs, print_problems, print_table
 
 if TYPE_CHECKING:
@@ -109,6 +110,10 @@ def render(
     # What this side cannot say goes to stderr, so that the text can be piped into a file.
     return print_notes(rendering.notes)
 
+
+# ---------------------------------------------------------------------- commands on checkpoints and runs
+
+app.command()(inspect)
 
 # ---------------------------------------------------------------------- commands on machines and models
 
