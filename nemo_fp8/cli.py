@@ -7,6 +7,7 @@ an error was found), 2 the question was wrong. Heavy modules are imported inside
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,8 @@ Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE
 
 def main() -> None:
     """Run the command line; a PrecisionError becomes what, why and remedy on stderr, and exit code 2."""
+    # What torch says of NVIDIA's packages while it is imported is no business of somebody who asked about a checkpoint.
+    warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
     try:
         app()
     except PrecisionError as error:
