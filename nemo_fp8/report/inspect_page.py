@@ -201,7 +201,7 @@ def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, snr: flo
         for ax in axes[-1]:
             ax.set_xlabel("layer")
         over = "max" if not grid.percent and any(v > max(MOST_DB, snr + 1) for v in values.values()) else "neither"
-        figure.colorbar(picture, ax=axes, pad=0.01, aspect=14 * lines, extend=over).outline.set_visible(False)
+        figure.colorbar(picture, ax=axes, pad=0.01, aspect=14 * lines, extend=over, format="%g").outline.set_visible(False)
     block = "128x128" if operand == "weight" else "1x128"
     hatched = " Hatched: the contract keeps it in the compute dtype." if any(row.kept for row in inspection.measured(operand)) else ""
     page.heading(grid.title).figure(figure, grid.caption.format(snr=snr, block=block) + hatched)
