@@ -18,7 +18,7 @@ EVIL = "<script>alert('&')</script>"
 class Parsed(html.parser.HTMLParser):
     """Tags with their attributes, the text of table cells, and a check that tags are closed in order."""
 
-    VOID = ("meta", "br", "img", "link")
+    VOID = ("meta", "br", "wbr", "img", "link")
 
     def __init__(self, text):
         super().__init__()

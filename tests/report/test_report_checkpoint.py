@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from conftest import llama, write_shards
 from safetensors.torch import save_file
+from tiny_llama import llama, write_shards
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
