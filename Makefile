@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Pure-Python wheels that tests read by file. They lie apart: TransformerEngine's breaks `import megatron.core` where both are
-# importable, and Megatron-Bridge wants another megatron-core.
-APART := transformer-engine==2.20.2 megatron-bridge==0.3.1
+# importable, Megatron-Bridge wants another megatron-core, and torchao is a peer that nothing here depends on.
+APART := transformer-engine==2.20.2 megatron-bridge==0.3.1 torchao==0.18.0
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -24,12 +24,12 @@ $(VENV)/.installed: pyproject.toml constraints/training.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11), (3, 12)) else f"make setup needs Python 3.10 to 3.12, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11 setup")'
 	@echo "Setting up $(VENV): two to six minutes, once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints/training.txt --editable '.[train,dev]'
+	$(BIN)/python -m pip install -qq --root-user-action=ignore --constraint constraints/training.txt --editable '.[train,dev]'
 	@touch $@
 
 .te/.installed: Makefile
 	rm -rf .te
-	$(PYTHON) -m pip install --quiet --no-deps --target .te $(APART)
+	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .te $(APART)
 	@touch $@
 
 demo: setup
