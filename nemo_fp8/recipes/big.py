@@ -30,12 +30,12 @@ def _recipe(model: str, num_nodes: int) -> Callable[..., run.Partial[Any]]:
         recipe = theirs.pretrain_recipe(dir=dir, name=name, num_nodes=num_nodes, num_gpus_per_node=num_gpus_per_node)
         recipe.trainer.plugins = plugin_of(precision)
         if not performance_mode:
-            return recipe  # type: ignore[no-any-return]
+            return recipe
         if not hasattr(theirs, "pretrain_performance_optimizations"):
             raise PrecisionError(
                 f"performance_mode=True for {model}.", "NeMo has no performance settings for this model.", "Leave performance_mode out."
             )
-        return theirs.pretrain_performance_optimizations(recipe)  # type: ignore[no-any-return]
+        return theirs.pretrain_performance_optimizations(recipe)
 
     make.__name__ = make.__qualname__ = model
     make.__doc__ = f"NeMo's ``{model}`` pretraining recipe in any precision, on {num_nodes} x 8 GPUs or more."

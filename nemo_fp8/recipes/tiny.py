@@ -25,7 +25,7 @@ from nemo_fp8.train.data import ByteTokenizer, StoryData
 _CPU_ONLY = {"apply_rope_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
 
 
-@run.cli.factory(target=llm.pretrain, name="tiny_llama")
+@run.cli.factory(target=llm.pretrain, name="tiny_llama")  # type: ignore[untyped-decorator]
 def tiny_llama(
     precision: PrecisionLike = "bf16_with_fp8_blockwise_mixed",
     dir: Folder = None,
@@ -66,6 +66,8 @@ def tiny_llama(
         num_sanity_val_steps=0,
         log_every_n_steps=10,
         use_distributed_sampler=False,
+        # NeMo's printer gathers Megatron's timers on rank 0 alone: nothing over NCCL, a deadlock over gloo.
+        enable_progress_bar=gpu,
         strategy=strategy,
         plugins=plugin_of(precision),
         callbacks=[run.Config(TimingCallback)],
