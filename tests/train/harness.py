@@ -205,6 +205,7 @@ def _path() -> Any:
 def tiny_trainer(plugin: Any, tiny: Tiny | None = None) -> tuple[Any, Any, Any, Any]:
     """The trainer, the model, the data and the optimizer of a run, from NeMo's own classes. ``plugin`` is a built plugin."""
     import torch
+    from lightning.pytorch import seed_everything
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from nemo import lightning as nl
@@ -213,10 +214,12 @@ def tiny_trainer(plugin: Any, tiny: Tiny | None = None) -> tuple[Any, Any, Any, 
     from nemo_fp8.train.data import StoryData
 
     tiny = tiny or Tiny()
+    # The only seed that NeMo's strategy heeds: its own is 1234, whatever one asks for.
+    seed_everything(tiny.seed, verbose=False)
     data = (
         _named(tiny.data)(tiny)
         if tiny.data
-        else StoryData(tiny.seq_length, tiny.micro_batch, tiny.global_batch, num_train_samples=100_000, num_val_samples=64)
+        else StoryData(tiny.seq_length, tiny.micro_batch, tiny.global_batch, num_train_samples=100_000, num_val_samples=64, seed=tiny.seed)
     )
     half = plugin.dtype_config.fp16
     params_dtype = torch.half if half else torch.bfloat16
@@ -228,7 +231,6 @@ def tiny_trainer(plugin: Any, tiny: Tiny | None = None) -> tuple[Any, Any, Any, 
         "expert_model_parallel_size": tiny.ep,
         "sequence_parallel": tiny.sequence_parallel,
         "ddp": DistributedDataParallelConfig(**ddp | tiny.ddp),
-        "seed": tiny.seed,
         "ckpt_async_save": False,
         "ckpt_optim_fully_reshardable": tiny.reshardable,
     }

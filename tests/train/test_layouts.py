@@ -45,3 +45,9 @@ def test_models_of_nemo_train(model):
 def test_a_failing_rank_ends_the_run_with_its_error():
     with pytest.raises(RunFailed, match="Expected world_size"):
         train_tiny("bf16_mixed", ranks=1, pp=2)
+
+
+def test_a_seed_changes_weights_and_data_and_repeats_them():
+    runs = [train_tiny("bf16_mixed", steps=2, seed=seed).losses for seed in (1, 2, 1)]
+    assert runs[0] == runs[2]
+    assert runs[0] != runs[1]
