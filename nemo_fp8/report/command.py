@@ -143,9 +143,9 @@ def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
     operands = list(dict.fromkeys(row.operand for row in rows))
     lines = [_recipe_line(inspection, a, operand) for a in advice for operand in operands]
     _table(
-        ("recipe", "operand", "SNR dB", "lowest", "of blocks", "underflow", "saturated", f"below {snr:g}"),
+        ("recipe", "operand", "SNR dB", "lowest", "blocks", "underflow", "saturated", f"below {snr:g}"),
         lines,
-        "lowest: of any tensor; of blocks: the lowest that 99% of a tensor's blocks reach. Underflow and saturation in %.",
+        "lowest: of any tensor; blocks: the lowest that 99% of a tensor's blocks reach. Underflow and saturation in %.",
     )
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -192,7 +192,8 @@ def _print_advice(inspection: Inspection, a: Advice) -> None:
     print_pairs([("", "")])
     if not a.below:
         return print_pairs([(a.label, f"Nothing in FP8 lies below {a.snr:g} dB.")])
-    found = f"{len(a.below)} tensors lie below {a.snr:g} dB. With this, {a.share:.1%} of the linear weights stay in FP8:"
+    count = len(inspection.measured())
+    found = f"{len(a.below)} of {count} tensors below {a.snr:g} dB. With this, {a.share:.1%} of the linear weights stay in FP8:"
     print_pairs([(a.label, found)])
     sys.stdout.write(f"{a.changes}\n")  # in one piece, to be copied
     return print_pairs([("", whole)] if (whole := a.only_whole_layers(inspection)) else [])

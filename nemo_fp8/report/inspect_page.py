@@ -148,7 +148,7 @@ def _keep(page: Page, inspection: Inspection, a: Advice) -> None:
     if not a.below:
         page.text(f"{a.label}: nothing in FP8 lies below {a.snr:g} dB; the lowest is {_db(a.lowest)}.")
         return
-    text = f"{a.label}: {len(a.below)} of {len(inspection.measured())} tensors lie below. With these fields of the contract their linears "
+    text = f"{a.label}: {len(a.below)} of {len(inspection.measured())} tensors below. With these fields of the contract their linears "
     text += f"stay in {compute}; {a.share:.1%} of the linear weights remain in FP8, and the lowest of them is at {_db(a.lowest)}."
     page.text(text if a.share else f"{a.label}: no linear stays above {a.snr:g} dB; use another recipe, or {compute}.")
     page.code(a.changes)

@@ -1,6 +1,7 @@
 """What inspect measures equals what a few plain lines compute; FP8, activations and experts included."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,8 +54,6 @@ def _expected(x, operand, block):
 def test_a_loss_is_what_a_few_plain_lines_compute(label, kind, shape):
     generator = torch.Generator().manual_seed(1)
     x = (torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-30, 2, (shape[0], 1), generator=generator))).bfloat16()
-    from dataclasses import replace
-
     operand = replace(RECIPES[label].operand(kind), delayed=False)
     loss = Loss.of(x, quantize(x, operand, statistics=True), BLOCKS[kind])
     snr, of_blocks, underflow, mse = _expected(x, operand, BLOCKS[kind])
@@ -119,9 +118,8 @@ def test_a_contract_says_what_it_keeps(checkpoint):
 
 def test_a_shape_that_fp8_cannot_hold_is_said(tmp_path):
     save_file({"layers.0.fc1.weight": torch.randn(48, 64), "layers.0.fc2.weight": torch.randn(64, 24)}, tmp_path / "odd.safetensors")
-    rows = inspect_checkpoint(
-        tmp_path / "odd.safetensors", {k: RECIPES[k].replace(first_layers=0, last_layers=0) for k in ("tensorwise", "mxfp8")}
-    ).rows
+    recipes = {label: RECIPES[label].replace(first_layers=0, last_layers=0) for label in ("tensorwise", "mxfp8")}
+    rows = inspect_checkpoint(tmp_path / "odd.safetensors", recipes).rows
     kept = {(row.place.role, label): why for row in rows for label, why in row.kept.items()}
     assert kept.keys() == {("up", "mxfp8"), ("down", "mxfp8"), ("down", "tensorwise")}
     assert kept["down", "tensorwise"] == "not a multiple of 16"

@@ -65,11 +65,9 @@ def test_exactly_the_linears_that_fail_are_kept(inspection):
         assert advice.precision.keeps(at.module, at.layer, layers) == should, (at.module, advice.changes)
         if at.layer is not None:
             assert advice.precision.keeps(f"decoder.layers.{at.layer}.{at.unit}", at.layer, layers) == should
-            whole_layers = p.replace(
-                **dict(zip(("first_layers", "last_layers"), advice.whole_layers or (0, 0), strict=True), scaling="blockwise")
-            )
             if should and advice.whole_layers:
-                assert whole_layers.keeps("", at.layer, layers)
+                first, last = advice.whole_layers
+                assert Precision(first_layers=first, last_layers=last).keeps("", at.layer, layers)
     assert advice.lowest >= 20
     assert (advice.precision.first_layers, advice.precision.last_layers) >= (p.first_layers, p.last_layers)
     assert len(advice.below) == sum(row.losses["r"].floor_db < 20 for row in inspection.rows if not row.kept)
@@ -96,17 +94,8 @@ def test_whole_layers_at_the_ends_need_no_pattern():
 
 def test_a_bad_activation_keeps_its_linear():
     name = "decoder.layers.1.mlp.linear_fc2"
-    weights = [
-        Row(
-            f"decoder.layers.{n}.mlp.linear_fc2",
-            "weight",
-            place(f"decoder.layers.{n}.mlp.linear_fc2"),
-            (9, 9),
-            "BF16",
-            losses={"r": _loss(31.0)},
-        )
-        for n in range(3)
-    ]
+    modules = [f"decoder.layers.{n}.mlp.linear_fc2" for n in range(3)]
+    weights = [Row(m, "weight", place(m), (9, 9), "BF16", losses={"r": _loss(31.0)}) for m in modules]
     grad = Row(f"{name}.grad", "grad", place(f"{name}.grad"), (9, 9), "BF16", losses={"r": _loss(3.0)})
     advice = advise(Inspection(Path("x"), {"r": RECIPES["blockwise"]}, (*weights, grad), 3, 0, 0.0), "r", 20.0)
     assert [row.name for row in advice.below] == [f"{name}.grad"]
