@@ -36,7 +36,7 @@ def tiny_llama(
 ) -> run.Partial[Any]:
     """A six-layer Llama of 5 million parameters that learns to tell little stories, on ``ranks`` processes."""
     gpu = torch.cuda.is_available()
-    seq_length = 256
+    seq_length = 128
     model = run.Config(
         llm.LlamaConfig,
         num_layers=6,

@@ -124,9 +124,7 @@ def run_comparison(
 
 def compare(
     recipe: Annotated[str, typer.Option(help="tiny_llama, another of nemo_fp8.recipes, or package.module.function.")] = "tiny_llama",
-    precisions: Annotated[
-        str, typer.Option(metavar="NAMES", help="Presets, separated by commas; the first without FP8 is the baseline.")
-    ] = DEFAULT,
+    precisions: Annotated[str, typer.Option(metavar="NAMES", help="Presets, by commas; the first without FP8 is the baseline.")] = DEFAULT,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
     seeds: Annotated[str, typer.Option(metavar="LIST", help="Seeds, separated by commas: of weights and of data.")] = "1234",
     ranks: Annotated[int, typer.Option(min=1, help="Processes of each run.")] = 2,
@@ -197,5 +195,6 @@ def _print(comparison: Comparison) -> None:
             (precision.name, f"{s['loss']:.4f}", gap, spread, f"{1000 * s['step_seconds']:.0f}", ratio, f"{s['memory_bytes'] / 2**20:.0f}")
         )
     seeds = len({run.seed for run in comparison.runs})
-    caption = f"{comparison.recipe}, {comparison.steps} steps, {seeds} seed(s). Loss: mean of the last tenth. Gap to BF16 in %, and its extremes over seeds."
+    what = f"{comparison.recipe}, {comparison.steps} steps, {seeds} seed{'s' if seeds > 1 else ''}."
+    caption = f"{what} Loss: mean of the last tenth. Gap to BF16 in %, and its extremes over seeds."
     print_table(("precision", "loss", "gap", "extremes", "ms", "x BF16", "MiB"), rows, caption)

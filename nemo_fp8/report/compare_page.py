@@ -88,7 +88,9 @@ def _gaps(page: Page, comparison: Comparison, seeds: list[int]) -> None:
     rows = [(p.name, *comparison.gaps(p)) for p in others]
     page.section("Gap to BF16").figure(figure, "One line for each seed.")
     page.table(
-        ("precision", *(Column(f"seed {seed}", "+.2f") for seed in seeds)), rows, "Gap of the loss over the last tenth of the steps, in %."
+        ("precision", *(Column(f"seed {seed}, %", "+.2f") for seed in seeds)),
+        rows,
+        "Gap of the loss over the last tenth of the steps, in %.",
     )
 
 
@@ -98,7 +100,7 @@ def _statistics(page: Page, comparison: Comparison) -> None:
     if not watched:
         return
     page.section("Statistics of FP8")
-    columns = ("layer", "operand", Column("amax", ".3g"), Column("scale", ".3g"), *(Column(title, ".3g") for _, title in METRICS))
+    numbers = [Column(title, ".3g") for title in ("amax", "scale", *(title for _, title in METRICS))]
     for precision in watched:
         everything = comparison.of(precision)[0].outcome.statistics
         last = max(row["step"] for row in everything)
@@ -108,4 +110,4 @@ def _statistics(page: Page, comparison: Comparison) -> None:
         if worst is not None:
             page.text(f"Step {last}: the lowest SNR is {worst['snr_db']:.1f} dB, of the {worst['operand']} of {worst['layer']}.")
         table = [(row["layer"], row["operand"], row["amax"], row["scale_max"], *(row[name] for name, _ in METRICS)) for row in rows]
-        page.table(columns, table, f"At step {last}.", fold=f"{len(table)} operands")
+        page.table(["layer", "operand", *numbers], table, f"At step {last}.", fold=f"{len(table)} operands")

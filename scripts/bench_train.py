@@ -1,0 +1,175 @@
+"""What FP8 by emulation costs, and what it does to the loss: the two tables of docs/benchmarks/training.md.
+
+    python scripts/bench_train.py speed [--model tiny|wide] [--steps 12] [--torchao DIR]
+    python scripts/bench_train.py loss --results FILE [--steps 300] [--seeds 1,2,3]
+
+``speed`` alternates BF16 and FP8 steps of one model in one process, so that whatever else the machine does falls on both: a step
+in BF16, the same step under each recipe, and so on; the figure is the median of the ratios of neighbours. FP8 primary weights
+are off, since the BF16 steps use the same weights. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and adds
+each run to FILE as soon as it is done, so that it may be ended and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+RECIPES = {
+    "delayed": "bf16_with_fp8_mixed",
+    "tensorwise": "bf16_with_fp8_current_scaling_mixed",
+    "blockwise": "bf16_with_fp8_blockwise_mixed",
+    "mxfp8": "bf16_with_mxfp8_mixed",
+}
+# hidden, ffn, layers, sequence, micro-batch
+MODELS = {"tiny": (256, 768, 6, 128, 4), "wide": (2048, 5632, 4, 256, 2)}
+
+
+def loss(results: Path, steps: int, seeds: list[int]) -> None:
+    from nemo_fp8 import preset
+    from nemo_fp8.recipes.trial import Trial, run_trial
+
+    done = json.loads(results.read_text()) if results.exists() else []
+    for seed in seeds:
+        for name in ("bf16_mixed", *RECIPES.values()):
+            if any((row["seed"], row["precision"], row["steps"]) == (seed, name, steps) for row in done):
+                continue
+            outcome = run_trial(Trial("tiny_llama", preset(name), steps=steps, seed=seed))
+            last = outcome.losses[-steps // 10 :]
+            done.append({"seed": seed, "precision": name, "steps": steps, "loss": mean(last), "seconds": sum(outcome.seconds)})
+            results.write_text(json.dumps(done, indent=1))
+            print(done[-1], flush=True)
+    print(loss_table(done))
+
+
+def loss_table(rows: list[dict[str, Any]]) -> str:
+    seeds = sorted({row["seed"] for row in rows})
+    found = {(row["precision"], row["seed"]): row["loss"] for row in rows}
+    lines = ["| precision | " + " | ".join(f"seed {s}" for s in seeds) + " | mean gap |", "|---" * (len(seeds) + 2) + "|"]
+    for name in dict.fromkeys(row["precision"] for row in rows):
+        gaps = [100 * (found[name, s] / found["bf16_mixed", s] - 1) for s in seeds if (name, s) in found]
+        cells = [f"{found[name, s]:.4f} ({g:+.2f}%)" for s, g in zip(seeds, gaps, strict=False)]
+        cells += ["-"] * (len(seeds) - len(cells))
+        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {mean(gaps):+.2f}% |")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def speed(model: str, steps: int, torchao: str | None) -> None:
+    """Alternate BF16 and every recipe, step by step, in one Megatron model."""
+    import fiddle as fdl
+
+    from nemo_fp8.recipes import tiny_llama
+
+    hidden, ffn, layers, sequence, micro = MODELS[model]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29531"}
+    kinds = [None, *RECIPES]
+    recipe = tiny_llama("bf16_with_fp8_blockwise_mixed", ranks=1, steps=(steps + 2) * len(kinds), dir="/tmp/bench_train")
+    config = recipe.model.config
+    config.hidden_size, config.ffn_hidden_size, config.num_layers, config.seq_length = hidden, ffn, layers, sequence
+    config.num_attention_heads, config.num_query_groups = hidden // 64, hidden // 128
+    recipe.data.seq_length, recipe.data.micro_batch_size, recipe.data.global_batch_size = sequence, micro, micro
+    recipe.trainer.enable_checkpointing, recipe.log.ckpt, recipe.log.tensorboard, recipe.resume = False, None, None, None
+    train = fdl.build(recipe)
+    trainer = train.keywords["trainer"]
+    alternate = _alternate(kinds)
+    trainer.callbacks = [alternate]
+    train()
+    print(f"{model}: hidden {hidden}, ffn {ffn}, {layers} layers, {sequence * micro} tokens a step, one thread")
+    bf16 = alternate.seconds[None][2:]
+    print(f"  bf16        {1000 * median(bf16):8.1f} ms")
+    for kind in RECIPES:
+        mine = alternate.seconds[kind][2:]
+        ratio = median(a / b for a, b in zip(mine, bf16, strict=True))
+        print(f"  {kind:<11} {1000 * median(mine):8.1f} ms   {ratio:.2f} x BF16")
+    if torchao:
+        linears(torchao, sequence * micro, hidden, ffn)
+
+
+def _alternate(kinds: list[str | None]) -> Any:
+    from lightning.pytorch.callbacks import Callback
+
+    from nemo_fp8 import preset
+
+    class Alternate(Callback):
+        """Before each step, write the next recipe into the model's config, where Megatron reads it in every forward."""
+
+        def __init__(self) -> None:
+            self.seconds: dict[str | None, list[float]] = {kind: [] for kind in kinds}
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            self.kind = kinds[trainer.global_step % len(kinds)]
+            contract = None if self.kind is None else preset(RECIPES[self.kind])
+            for module in trainer.model.modules():
+                if (config := getattr(module, "config", None)) is not None and hasattr(config, "fp8_recipe"):
+                    config.fp8 = None if contract is None else contract.format
+                    if contract is not None:
+                        config.fp8_recipe, config.fp8_amax_history_len = contract.scaling, contract.amax_history_len
+                if hasattr(module, "_weight"):
+                    module._weight = None  # it was quantized for another recipe
+            self.started = time.perf_counter()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.seconds[self.kind].append(time.perf_counter() - self.started)
+
+    return Alternate()
+
+
+def linears(folder: str, tokens: int, hidden: int, ffn: int) -> None:
+    """Forward and backward of one BF16 linear, of ours, and of torchao's emulated float8, in turns."""
+    sys.path.insert(0, folder)
+    import torch
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from nemo_fp8 import preset
+    from nemo_fp8.numerics.linear import linear
+
+    def float8(model: Any) -> Any:
+        return convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    plain = torch.nn.Linear(hidden, ffn, bias=False, dtype=torch.bfloat16)
+    theirs = float8(torch.nn.Sequential(torch.nn.Linear(hidden, ffn, bias=False, dtype=torch.bfloat16)))
+    tensorwise = preset(RECIPES["tensorwise"])
+    calls = {
+        "bf16": plain,
+        "nemo_fp8 tensorwise": lambda x: linear(x, plain.weight, precision=tensorwise),
+        "torchao emulated": theirs,
+    }
+    dy = torch.randn(tokens, ffn, dtype=torch.bfloat16)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(9):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call(x).backward(dy)
+            seconds[name].append(time.perf_counter() - started)
+    print(f"one linear {hidden} -> {ffn}, {tokens} tokens, forward and backward")
+    for name, times in seconds.items():
+        ratio = median(a / b for a, b in zip(times[1:], seconds["bf16"][1:], strict=True))
+        print(f"  {name:<20} {1000 * median(times[1:]):8.1f} ms   {ratio:.2f} x BF16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True, dest="command")
+    quick = commands.add_parser("speed")
+    quick.add_argument("--model", choices=MODELS, default="tiny")
+    quick.add_argument("--steps", type=int, default=12)
+    quick.add_argument("--torchao", metavar="DIR", help="where torchao 0.18 lies")
+    long = commands.add_parser("loss")
+    long.add_argument("--results", type=Path, required=True)
+    long.add_argument("--steps", type=int, default=300)
+    long.add_argument("--seeds", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 3])
+    arguments = vars(parser.parse_args())
+    {"speed": speed, "loss": loss}[arguments.pop("command")](**arguments)
+
+
+if __name__ == "__main__":
+    main()
