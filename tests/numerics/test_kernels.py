@@ -189,6 +189,17 @@ def test_a_folder_open_to_others_is_refused(cache):
         build.build()
 
 
+def test_the_plain_c_that_other_processors_get(cache, monkeypatch):
+    """The same source without this machine's instructions: no AVX-512 path, no fused multiply-add."""
+    monkeypatch.setattr(build, "MACHINE_FLAGS", ((),))
+    for x in [values((140, 2300), dtype, 9, kind) for dtype in SOURCES for kind in ("gaussian", "specials")]:
+        for tile in ((128, 128), (1, 32)):
+            fast, slow = _fast(x, tile), _slow(x, tile)
+            same(fast[0], slow[0])
+            same(fast[1], slow[1])
+    assert len(list(cache.glob("*.so"))) == 1
+
+
 def test_ranks_that_start_together_build_one_library(cache):
     program = "from nemo_fp8.numerics.kernels import build; assert build.library() is not None"
     ranks = [

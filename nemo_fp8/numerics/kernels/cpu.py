@@ -49,7 +49,7 @@ class _DecodeJob(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scale_inv", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "cols", "tile_rows", "tile_cols")),
-        *((name, ctypes.c_int32) for name in ("target", "e8m0", "mantissa_bits", "bias", "first_special", "threads")),
+        *((name, ctypes.c_int32) for name in ("target", "e8m0", "mantissa_bits", "threads")),
         ("next", ctypes.c_int64),
     )
 
@@ -108,7 +108,7 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch
         codes=matrix.data_ptr(), scale_inv=scale_inv.data_ptr(), out=out.data_ptr(),
         rows=matrix.shape[0], cols=matrix.shape[1], tile_rows=tile[0], tile_cols=tile[1],
         target=SOURCES[dtype], e8m0=scale_inv.dtype != torch.float32,
-        mantissa_bits=format.mantissa_bits, bias=format.bias, first_special=format.infinity or format.first_nan, threads=_threads(matrix),
+        mantissa_bits=format.mantissa_bits, threads=_threads(matrix),
     )  # fmt: skip
     library.nemo_fp8_decode(ctypes.byref(job))
     return out

@@ -21,8 +21,11 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#ifdef __AVX512BW__
+#include <immintrin.h>
+#endif
 
-enum { STRIP = 2048, ROWS_OF_A_UNIT = 64, MAX_THREADS = 256 };
+enum { STRIP = 2048, ROWS_OF_A_UNIT = 16, MAX_THREADS = 256 };
 enum source { BF16, FP16, FP32, PAIR };
 enum scaling { GIVEN, TE, TE_POW2, DEEPGEMM, DEEPGEMM_POW2, E8M0 };
 
@@ -105,9 +108,44 @@ INLINE int64_t bytes_of(int source) { return source == FP32 ? 4 : 2; }
 
 /* ------------------------------------------------------------------------------------------------------ one row */
 
+#ifdef __AVX512BW__
+/* What the compiler makes of the PAIR loop below, with one shuffle for 64 codes where it takes a dozen. Returns how many it did. */
+INLINE __m512i encode16(__m512i magnitude, __m512 scale, format f) {
+    __m512 y = _mm512_mul_ps(_mm512_castsi512_ps(magnitude), scale);
+    __m512i e = _mm512_max_epu32(_mm512_castps_si512(y), _mm512_set1_epi32((int)f.least));
+    e = _mm512_and_si512(e, _mm512_set1_epi32((int)INFINITE));
+    __m512 sum = _mm512_fmadd_ps(_mm512_castsi512_ps(e), _mm512_set1_ps(f.magic), y);
+    return _mm512_add_epi32(_mm512_castps_si512(sum), _mm512_srl_epi32(e, _mm_cvtsi32_si128((int)f.drop)));
+}
+
+INLINE __m512i encode16_pairs(__m512i both, const float *scale, format f) {
+    __m512 s = _mm512_loadu_ps(scale);
+    __m512i a = encode16(_mm512_and_si512(_mm512_slli_epi32(both, 16), _mm512_set1_epi32(0x7fff0000)), s, f);
+    __m512i b = encode16(_mm512_and_si512(both, _mm512_set1_epi32(0x7fff0000)), s, f);
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xff), a, _mm512_slli_epi32(b, 8), 0xca); /* 0xca: first ? second : third */
+}
+
+static int64_t cast_tame_pairs(const uint16_t *x, uint8_t *codes, int64_t n, const float *scale, format f) {
+    static const uint16_t evens_then_odds[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+    const __m512i order = _mm512_loadu_si512(evens_then_odds);
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64) {
+        __m512i first = _mm512_loadu_si512(x + i), second = _mm512_loadu_si512(x + i + 32);
+        __m512i a = encode16_pairs(first, scale + i / 2, f), b = encode16_pairs(second, scale + i / 2 + 16, f);
+        __m512i out = _mm512_permutexvar_epi16(order, _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xffff), a, _mm512_slli_epi32(b, 16), 0xca));
+        __mmask64 negative = _mm512_kunpackd(_mm512_movepi16_mask(second), _mm512_movepi16_mask(first));
+        _mm512_storeu_si512(codes + i, _mm512_mask_add_epi8(out, negative, out, _mm512_set1_epi8(-128)));
+    }
+    return i;
+}
+#endif
+
 INLINE void cast_row(const void *x, uint8_t *restrict codes, int64_t n, const float *restrict scale, format f, int source, int tame, int count, counts *restrict s) {
     int64_t i = 0;
     if (source == PAIR) {
+#ifdef __AVX512BW__
+        if (tame && !count) i = cast_tame_pairs(x, codes, n, scale, f) / 2;
+#endif
         for (; i < n / 2; i++) {
             uint32_t both;
             memcpy(&both, (const uint16_t *)x + 2 * i, 4);
@@ -160,14 +198,32 @@ static void count_row(const void *x, const uint8_t *codes, int64_t n, int source
     else count_codes_as(codes, n, 0, s), count_zeros_as(x, n, source, 0, s);
 }
 
-static void raise(const void *x, void *tops, int64_t n, int source) {
-    if (source == FP32) {
-        uint32_t *restrict top = tops;
-        for (int64_t i = 0; i < n; i++) { uint32_t u = ((const uint32_t *)x)[i] & 0x7fffffff; top[i] = u > top[i] ? u : top[i]; }
-    } else {
-        uint16_t *restrict top = tops;
-        for (int64_t i = 0; i < n; i++) { uint16_t u = ((const uint16_t *)x)[i] & 0x7fff; top[i] = u > top[i] ? u : top[i]; }
+/* `tops` raised to the magnitudes of `rows` rows (1 or 4), which lie `step` bytes apart. Four together keep memory busier. */
+#define HIGHER(A, B) ((A) > (B) ? (A) : (B))
+#define RAISE(TYPE, MASK, ROWS) \
+    for (int64_t i = 0; i < n; i++) { \
+        TYPE top = ((TYPE *)tops)[i]; \
+        for (int r = 0; r < (ROWS); r++) top = HIGHER(((const TYPE *)(x + r * step))[i] & (TYPE)(MASK), top); \
+        ((TYPE *)tops)[i] = top; \
     }
+static void raise(const char *restrict x, int64_t step, int64_t rows, void *restrict tops, int64_t n, int source) {
+    if (source == FP32 && rows == 4) RAISE(uint32_t, 0x7fffffff, 4)
+    else if (source == FP32) RAISE(uint32_t, 0x7fffffff, 1)
+    else if (rows == 4) RAISE(uint16_t, 0x7fff, 4)
+    else RAISE(uint16_t, 0x7fff, 1)
+}
+
+/* The row of largest magnitudes. A strip's rows lie pages apart, where the hardware looks ahead only after a few misses:
+   so the beginnings of the next four are asked for early. */
+static void find_tops(const char *x, int64_t step, int64_t rows, void *tops, int64_t n, int source) {
+    memset(tops, 0, (size_t)(n * bytes_of(source)));
+    int64_t r = 0, ahead = least_of(1024, n * bytes_of(source));
+    for (; r + 4 <= rows; r += 4) {
+        for (int64_t c = 0; c < ahead; c += 64)
+            for (int64_t next = r + 4; next < least_of(r + 8, rows); next++) __builtin_prefetch(x + next * step + c, 0, 2);
+        raise(x + r * step, step, 4, tops, n, source);
+    }
+    for (; r < rows; r++) raise(x + r * step, step, 1, tops, n, source);
 }
 
 /* The bits of the largest of n magnitudes, as a float; above INFINITE if one of them is NaN. */
@@ -261,8 +317,7 @@ static void tiles(const job *j, format f, scratch *w, int64_t row, int64_t c0) {
     if (j->scaling != GIVEN || j->amax) {
         const void *tops = x; /* a single row is its own row of largest magnitudes */
         if (r1 - r0 > 1) {
-            memset(w->tops, 0, (size_t)(width * size));
-            for (int64_t r = 0; r < r1 - r0; r++) raise(x + r * j->stride * size, w->tops, width, j->source);
+            find_tops(x, j->stride * size, r1 - r0, w->tops, width, j->source);
             tops = w->tops;
         }
         for (int64_t t = 0; t < n; t++) {
@@ -304,6 +359,22 @@ static void tiles(const job *j, format f, scratch *w, int64_t row, int64_t c0) {
             store_counts(j, &w->counts, first + t, w->scale[t], c, least_of(j->tile_cols, width - c), tame);
 }
 
+/* ------------------------------------------------------------------------------------------------ shares of the work */
+
+/* A unit is some rows of tiles, one strip wide; or as wide as the matrix where there are rows enough for all threads, since
+   memory is read faster from one end to the other. */
+typedef struct { int64_t strips, height, together, across, pieces, units; } plan;
+
+static plan plan_for(int64_t rows, int64_t cols, int64_t tile_rows, int32_t threads) {
+    plan p = {.strips = (cols + STRIP - 1) / STRIP, .height = (rows + tile_rows - 1) / tile_rows};
+    p.together = (ROWS_OF_A_UNIT + tile_rows - 1) / tile_rows;
+    int64_t high = (p.height + p.together - 1) / p.together;
+    p.across = high >= 8 * threads ? p.strips : 1;
+    p.pieces = (p.strips + p.across - 1) / p.across;
+    p.units = high * p.pieces;
+    return p;
+}
+
 /* ------------------------------------------------------------------------------------------------------- the way back */
 
 typedef struct decode_job {
@@ -311,19 +382,19 @@ typedef struct decode_job {
     const void *scale_inv; /* floats or E8M0 bytes, one a tile */
     void *out;             /* BF16 or FP32 */
     int64_t rows, cols, tile_rows, tile_cols;
-    int32_t target, e8m0, mantissa_bits, bias, first_special, threads;
+    int32_t target, e8m0, mantissa_bits, threads;
     _Atomic int64_t next;
 } decode_job;
 
 /* Infinities and NaNs are moved from the format's last binade into FP32's, where they mean the same. */
-INLINE uint32_t decode(uint32_t code, float scale, int mantissa_bits, uint32_t bias, uint32_t special) {
-    uint32_t magnitude = code & 0x7f, drop = 23 - (uint32_t)mantissa_bits, last = 0x7fu >> mantissa_bits;
+INLINE uint32_t decode(uint32_t code, float scale, uint32_t mantissa_bits, uint32_t bias, uint32_t special) {
+    uint32_t magnitude = code & 0x7f, drop = 23 - mantissa_bits, last = 0x7fu >> mantissa_bits;
     uint32_t normal = (magnitude << drop) + (magnitude < special ? (127 - bias) << 23 : (255 - last) << 23);
-    float subnormal = (float)(int32_t)magnitude * value((128 - bias - (uint32_t)mantissa_bits) << 23);
+    float subnormal = (float)(int32_t)magnitude * value((128 - bias - mantissa_bits) << 23);
     return bits(scale * (magnitude >> mantissa_bits ? value(normal) : subnormal)) | (code & 0x80) << 24;
 }
 
-INLINE void decode_row(const uint8_t *restrict codes, void *restrict out, int64_t n, const float *restrict scale, int target, int mantissa_bits, uint32_t bias, uint32_t special) {
+INLINE void decode_row(const uint8_t *restrict codes, void *restrict out, int64_t n, const float *restrict scale, int target, uint32_t mantissa_bits, uint32_t bias, uint32_t special) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t u = decode(codes[i], scale[i], mantissa_bits, bias, special);
         if (target == FP32) ((uint32_t *)out)[i] = u;
@@ -331,26 +402,32 @@ INLINE void decode_row(const uint8_t *restrict codes, void *restrict out, int64_
     }
 }
 
+static void strip_back(const decode_job *j, float *slots, int64_t row, int64_t c0, int64_t grid) {
+    int64_t width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols;
+    for (int64_t t = 0, first = row * grid + c0 / j->tile_cols; t < n; t++) {
+        uint32_t e = j->e8m0 ? ((const uint8_t *)j->scale_inv)[first + t] : 0;
+        float s = j->e8m0 ? value(e == 0 ? 0x400000 : e == 255 ? 0x7fc00000 : e << 23) : ((const float *)j->scale_inv)[first + t];
+        for (int64_t i = 0; i < least_of(j->tile_cols, width - t * j->tile_cols); i++) slots[t * j->tile_cols + i] = s;
+    }
+    for (int64_t r = row * j->tile_rows; r < least_of((row + 1) * j->tile_rows, j->rows); r++) {
+        const uint8_t *codes = j->codes + r * j->cols + c0;
+        void *out = (char *)j->out + (r * j->cols + c0) * bytes_of(j->target);
+        if (j->mantissa_bits == 3 && j->target == FP32) decode_row(codes, out, width, slots, FP32, 3, 7, 0x7f);
+        else if (j->mantissa_bits == 3) decode_row(codes, out, width, slots, BF16, 3, 7, 0x7f);
+        else if (j->target == FP32) decode_row(codes, out, width, slots, FP32, 2, 15, 0x7c);
+        else decode_row(codes, out, width, slots, BF16, 2, 15, 0x7c);
+    }
+}
+
 static void *work_back(void *argument) {
     decode_job *j = argument;
     float slots[STRIP];
-    int64_t strips = (j->cols + STRIP - 1) / STRIP, height = (j->rows + j->tile_rows - 1) / j->tile_rows, grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
-    int64_t together = (ROWS_OF_A_UNIT + j->tile_rows - 1) / j->tile_rows, units = (height + together - 1) / together * strips;
-    for (int64_t u; (u = atomic_fetch_add(&j->next, 1)) < units;)
-        for (int64_t row = u / strips * together, end = least_of(row + together, height); row < end; row++) {
-            int64_t c0 = u % strips * STRIP, width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols;
-            for (int64_t t = 0, first = row * grid + c0 / j->tile_cols; t < n; t++) {
-                uint32_t e = j->e8m0 ? ((const uint8_t *)j->scale_inv)[first + t] : 0;
-                float s = j->e8m0 ? value(e == 0 ? 0x400000 : e == 255 ? 0x7fc00000 : e << 23) : ((const float *)j->scale_inv)[first + t];
-                for (int64_t i = 0; i < least_of(j->tile_cols, width - t * j->tile_cols); i++) slots[t * j->tile_cols + i] = s;
-            }
-            for (int64_t r = row * j->tile_rows; r < least_of((row + 1) * j->tile_rows, j->rows); r++) {
-                const uint8_t *codes = j->codes + r * j->cols + c0;
-                void *out = (char *)j->out + (r * j->cols + c0) * bytes_of(j->target);
-                if (j->target == FP32) decode_row(codes, out, width, slots, FP32, j->mantissa_bits, (uint32_t)j->bias, (uint32_t)j->first_special);
-                else decode_row(codes, out, width, slots, BF16, j->mantissa_bits, (uint32_t)j->bias, (uint32_t)j->first_special);
-            }
-        }
+    int64_t grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
+    plan p = plan_for(j->rows, j->cols, j->tile_rows, j->threads);
+    for (int64_t u; (u = atomic_fetch_add(&j->next, 1)) < p.units;)
+        for (int64_t row = u / p.pieces * p.together, end = least_of(row + p.together, p.height); row < end; row++)
+            for (int64_t strip = u % p.pieces * p.across; strip < least_of(u % p.pieces * p.across + p.across, p.strips); strip++)
+                strip_back(j, slots, row, strip * STRIP, grid);
     return NULL;
 }
 
@@ -361,10 +438,11 @@ static void *work(void *argument) {
     scratch w;
     uint32_t drop = 23 - (uint32_t)j->mantissa_bits, least = 128 - (uint32_t)j->bias;
     format f = {drop, least << 23, bits(j->format_max), value((127 + drop) << 23 | (-(least << j->mantissa_bits) & 0xff)), j->saturates_above};
-    int64_t strips = (j->cols + STRIP - 1) / STRIP, height = (j->rows + j->tile_rows - 1) / j->tile_rows;
-    int64_t together = (ROWS_OF_A_UNIT + j->tile_rows - 1) / j->tile_rows, units = (height + together - 1) / together * strips;
-    for (int64_t u; (u = atomic_fetch_add(&j->next, 1)) < units;)
-        for (int64_t row = u / strips * together, end = least_of(row + together, height); row < end; row++) tiles(j, f, &w, row, u % strips * STRIP);
+    plan p = plan_for(j->rows, j->cols, j->tile_rows, j->threads);
+    for (int64_t u; (u = atomic_fetch_add(&j->next, 1)) < p.units;)
+        for (int64_t row = u / p.pieces * p.together, end = least_of(row + p.together, p.height); row < end; row++)
+            for (int64_t strip = u % p.pieces * p.across; strip < least_of(u % p.pieces * p.across + p.across, p.strips); strip++)
+                tiles(j, f, &w, row, strip * STRIP);
     return NULL;
 }
 
