@@ -16,6 +16,7 @@ import typer
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.report.command import inspect
+from nemo_fp8.report.compare import compare
 from nemo_fp8.terminal import print_answers, print_findings, print_json, print_notes, print_pairs, print_problems, print_table
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def render(
 # ---------------------------------------------------------------------- commands on checkpoints and runs
 
 app.command()(inspect)
+app.command()(compare)
 
 # ---------------------------------------------------------------------- commands on machines and models
 
