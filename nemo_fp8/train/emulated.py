@@ -275,6 +275,9 @@ def _table(get_fp8_context: Callable[..., Any]) -> tuple[Patch, ...]:
     recompute = "it asks TransformerEngine for the FP8 state of the first forward"
     return (
         *parameters.TABLE,
+        Patch(
+            _CORE + "transformer.transformer_config", "is_te_min_version", parameters.is_te_min_version, "it refuses FP8 experts without TE"
+        ),
         *(Patch(_CORE + module, "get_fp8_context", get_fp8_context, region) for module in _HOLDERS_OF_CONTEXT),
         Patch(backend, "column_parallel_linear", _column, "the local layers' linears know no FP8"),
         Patch(backend, "row_parallel_linear", _row, "the local layers' linears know no FP8"),

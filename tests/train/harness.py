@@ -6,7 +6,8 @@ Each rank of each run is a process of its own: Megatron keeps its state in globa
 two runs. Importing NeMo takes many times longer than such a run, so the ranks are forked off one server that has imported it;
 ``torchrun=True`` starts fresh interpreters under torchrun instead. Results cross as JSON. Whatever else a test wants to know it
 collects in the ranks: ``before="module:function"`` names a function ``f(trainer, tiny)`` called before training, and
-``probe="module:function"`` one ``f(trainer, extra)`` called after it on every rank; ``extra`` of the last rank comes back.
+``probe="module:function"`` one ``f(trainer, extra)`` called after it on every rank, and ``after`` one ``f(extra)`` called when the
+trainer is gone; ``extra`` of the last rank comes back.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Tiny:
     """``megatron_cpu`` is ours; ``cpu`` is Lightning's own, and leaves the rest to the plugin."""
     before: str | None = None
     probe: str | None = None
+    after: str | None = None
     data: str | None = None
     """``module:function`` of a function that gives the data module, from this object."""
 
@@ -348,6 +350,8 @@ def _worker(tiny: Tiny, out: str) -> None:
     )
     llm.train(model=model, data=data, trainer=trainer, optim=optim, log=log, resume=resume)
 
+    if tiny.after:
+        _named(tiny.after)(extra)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if rank == world - 1:
         partial = Path(out + ".partial")

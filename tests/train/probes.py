@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 SEEN = Counter()
+NAMES = {}
 FP8 = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
 GEMMS = {("row", "row"): "fprop", ("row", "col"): "dgrad", ("col", "col"): "wgrad"}
 
@@ -101,3 +102,29 @@ def states(trainer, extra):
     torch.distributed.all_gather_object(extra["scales"], mine)
     extra["primary"] = [name for name, module in linears(trainer).items() if hasattr(module.weight, "_held")]
     extra["ran"] = [name for name, module in linears(trainer).items() if module._weight is not None or hasattr(module.weight, "_held")]
+
+
+# ---------------------------------------------------------------------- what is tried, and what is left
+
+
+def gather_mxfp8(trainer, tiny):
+    from nemo_fp8.train.mxfp8_gather import Mxfp8Gather
+
+    trainer.callbacks.append(Mxfp8Gather())
+
+
+def remember_names(trainer, tiny):
+    from test_megatron_cpu import names_as_they_are
+
+    NAMES.update(names_as_they_are())
+
+
+def names_left_behind(extra):
+    from test_megatron_cpu import names_as_they_are
+    from torch.overrides import _get_current_function_mode_stack
+
+    after = names_as_they_are()
+    extra["left"] = sorted(
+        f"{target}.{name}" for target, name in NAMES | after if NAMES.get((target, name)) is not after.get((target, name))
+    )
+    extra["modes"] = len(_get_current_function_mode_stack())

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from harness import train_tiny
 from torch.overrides import _get_current_function_mode_stack
 
 from nemo_fp8.errors import PrecisionError
@@ -39,6 +40,12 @@ def test_nothing_is_left_behind():
     after = names_as_they_are()
     assert {k for k in before | after if before.get(k) is not after.get(k)} == set()
     assert _get_current_function_mode_stack() == []
+
+
+def test_nothing_is_left_behind_by_a_run():
+    run = train_tiny("bf16_with_fp8_mixed", stock=False, steps=2, before="probes:remember_names", after="probes:names_left_behind")
+    assert run.extra["left"] == []
+    assert run.extra["modes"] == 0
 
 
 def test_nothing_is_left_behind_by_an_error():
