@@ -137,6 +137,7 @@ def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
         ("activations", f"{len(rows) - len(weights)} inputs and gradients" if len(rows) > len(weights) else ""),
         ("FP8 already", f"{dequantized} weights, dequantized first" if dequantized else ""),
         ("not quantized", ", ".join(f"{count} {role}" for role, count in skipped.items())),
+        ("NaN or inf", ", ".join(row.name for row in inspection.not_finite())),
         ("read", f"{inspection.bytes / 1e6:,.0f} MB in {inspection.seconds:.1f} s"),
     ]
     print_pairs([(about, fact) for about, fact in facts if fact])

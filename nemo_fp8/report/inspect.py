@@ -94,6 +94,10 @@ class Inspection:
         """The tensors with the lowest SNR under any of the recipes."""
         return sorted(self.measured(), key=lambda row: row.floor_db)[:count]
 
+    def not_finite(self) -> list[Row]:
+        """The tensors that hold a NaN or an infinity."""
+        return [row for row in self.measured() if next(iter(row.losses.values())).nonfinite]
+
     def total(self, label: str, rows: Iterable[Row]) -> Loss:
         """Several tensors under one recipe, as if they were one."""
         return Loss.together(row.losses[label] for row in rows)

@@ -86,6 +86,8 @@ def inspection_page(inspection: Inspection, advice: list[Advice], snr: float) ->
     )
     if any(row.note for row in rows):
         page.text("This checkpoint is FP8 already. Its weights were dequantized first; what is measured is a second quantization.")
+    if broken := inspection.not_finite():
+        page.text(f"NaN or infinity in {len(broken)} tensors, which no recipe mends: {', '.join(row.name for row in broken)}.")
     _overview(page, inspection, advice, operands)
     page.section(f"What to keep above {snr:g} dB")
     for a in advice:

@@ -86,6 +86,13 @@ def test_nan_and_infinity_are_counted_and_enter_no_snr():
     assert clean.nonfinite == 0
 
 
+def test_a_tensor_with_an_infinity_is_named(tmp_path):
+    tensors = llama()
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("inf")
+    found = inspect_checkpoint(write_shards(tmp_path / "broken", tensors), RECIPES)
+    assert [row.name for row in found.not_finite()] == ["model.layers.1.mlp.up_proj.weight"]
+
+
 def test_every_tensor_is_listed_and_the_right_ones_are_measured(checkpoint):
     found = inspect_checkpoint(checkpoint, RECIPES)
     assert {row.name for row in found.rows} == llama().keys()
