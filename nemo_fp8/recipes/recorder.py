@@ -17,8 +17,8 @@ from nemo_fp8.train.monitor import Fp8Monitor
 class Recorder(Callback):
     """Lines of JSON: ``{"loss", "seconds"}`` after each step, ``{"memory", "statistics", "skipped"}`` at the end."""
 
-    def __init__(self, out: Path, monitor: Fp8Monitor | None = None) -> None:
-        self.out, self.monitor = out, monitor
+    def __init__(self, out: Path | str, monitor: Fp8Monitor | None = None) -> None:
+        self.out, self.monitor = Path(out), monitor
         self.before = _bytes_now()
         self._file: TextIO | None = None
         self._started = 0.0

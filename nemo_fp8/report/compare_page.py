@@ -90,7 +90,7 @@ def _gaps(page: Page, comparison: Comparison, seeds: list[int]) -> None:
     page.table(
         ("precision", *(Column(f"seed {seed}, %", "+.2f") for seed in seeds)),
         rows,
-        "Gap of the loss over the last tenth of the steps, in %.",
+        "Of the loss over the last tenth of the steps.",
     )
 
 

@@ -71,7 +71,7 @@ def test_every_layout_shows_the_same_layers(layout, alone):
     reference = {(r["layer"], r["operand"]): r for r in alone}
     for row in rows:
         there = reference[row["layer"], row["operand"]]
-        assert row["snr_db"] == pytest.approx(there["snr_db"], abs=0.5)
+        assert row["snr_db"] == pytest.approx(there["snr_db"], abs=1.0)
         if row["operand"] == "weight" and layout != "pp2":  # whose stages draw their initial weights apart
             assert row["amax"] == pytest.approx(there["amax"], rel=0.05)
 
