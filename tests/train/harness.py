@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,9 @@ def _forked(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str
         return next((f"a rank ended with exit code {p.exitcode}" for p in ranks if p.exitcode), None)
     finally:
         for process in ranks:
-            if process.is_alive():
-                process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it started: saving a checkpoint starts a process that outlives a rank
+            process.kill()
             process.join()
 
 
@@ -147,6 +148,7 @@ def _outlive(ranks: list[Any], seconds: float) -> bool:
 
 def _rank(tiny: Tiny, out: str, log: str, rank: int, port: str, env: dict[str, str]) -> None:
     """One rank, in the environment that torchrun would give it, its output in the log."""
+    os.setpgrp()
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
