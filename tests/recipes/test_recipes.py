@@ -133,9 +133,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_tiny_llama_learns_under_torchrun(tmp_path):
-    (tmp_path / "launch.py").write_text(
-        LAUNCH.replace('"out"', repr(str(tmp_path))).replace('"steps.jsonl"', repr(str(tmp_path / "steps")))
-    )
+    (tmp_path / "launch.py").write_text(LAUNCH.format(folder=str(tmp_path), steps=str(tmp_path / "steps")))
     log = _python(tmp_path / "launch.py", home=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]

@@ -1,0 +1,109 @@
+"""Comparing precisions: the arithmetic on known runs, the page that holds it, and one real comparison from a shell."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nemo_fp8 import PrecisionError, preset
+from nemo_fp8.recipes.trial import Outcome, Trial, run_trial
+from nemo_fp8.report.compare import Comparison, Run, run_comparison
+from nemo_fp8.report.compare_page import comparison_page
+
+BF16, DELAYED, MX = preset("bf16_mixed"), preset("bf16_with_fp8_mixed"), preset("bf16_with_mxfp8_mixed")
+ROW = {"step": 10, "layer": "decoder.layers.0.mlp.linear_fc1", "operand": "grad", "amax": 1.0, "scale_min": 2.0, "scale_max": 4.0}
+ROW |= {"underflow_percent": 0.5, "saturation_percent": 0.0, "snr_db": 25.0, "nonfinite": 0.0}
+
+
+def _run(precision, seed, last, seconds, **outcome):
+    """Twenty steps down to ``last``; the first two are slow."""
+    losses = [5.0 - 0.1 * i for i in range(18)] + [last, last]
+    return Run(precision, seed, Outcome(losses, [9.0, 9.0] + [seconds] * 18, **outcome))
+
+
+@pytest.fixture
+def comparison():
+    runs = [
+        _run(BF16, 1, 2.0, 0.1, memory=2**20),
+        _run(DELAYED, 1, 2.02, 0.2, statistics=[ROW], skipped=3),
+        _run(BF16, 2, 1.0, 0.1),
+        _run(DELAYED, 2, 0.99, 0.4),
+    ]
+    return Comparison("tiny_llama", 20, runs)
+
+
+def test_gaps_are_taken_seed_by_seed(comparison):
+    assert comparison.baseline is BF16
+    assert comparison.gaps(DELAYED) == pytest.approx([1.0, -1.0])
+    assert comparison.gaps(BF16) == [0.0, 0.0]
+
+
+def test_summary(comparison):
+    s = comparison.summary(DELAYED)
+    assert s["gap_percent"] == pytest.approx(0.0)
+    assert s["gap_percent_by_seed"] == {1: pytest.approx(1.0), 2: pytest.approx(-1.0)}
+    assert s["loss"] == pytest.approx(1.505)
+    assert (s["step_seconds"], s["step_ratio"]) == (pytest.approx(0.3), pytest.approx(3.0))  # the slow first steps are left out
+    assert (s["memory_bytes"], s["skipped_steps"]) == (0, 3)
+
+
+def test_without_bf16_there_is_no_gap():
+    alone = Comparison("tiny_llama", 20, [_run(DELAYED, 1, 2.0, 0.1)])
+    assert alone.baseline is None
+    assert alone.summary(DELAYED)["gap_percent"] is None
+    assert "Gap to BF16" not in comparison_page(alone).html()
+
+
+def test_the_page_shows_all_of_it(comparison):
+    html = comparison_page(comparison).html()
+    for words in ("bf16_with_fp8_mixed", "Gap to BF16", "+1.00", "-1.00", "SNR in dB", "linear_fc1", "25", "<svg"):
+        assert words in html
+    assert html.count("<svg") == 2
+    assert "http://" not in html.replace("http://www.w3.org", "").replace("http://purl.org", "").replace("http://creativecommons.org", "")
+
+
+def test_json_holds_every_step(comparison):
+    read = json.loads(json.dumps(comparison.to_dict()))
+    assert [len(run["losses"]) for run in read["runs"]] == [20] * 4
+    assert read["runs"][1]["precision"] == DELAYED.to_dict()
+
+
+def test_an_unknown_recipe_is_told_before_anything_runs():
+    with pytest.raises(PrecisionError, match="Did you mean 'tiny_llama'"):
+        run_trial(Trial("tiny_lama", BF16))
+
+
+@pytest.mark.train
+@pytest.mark.slow
+def test_a_trial_that_fails_says_why(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    with pytest.raises(PrecisionError, match="broken on purpose"):
+        run_comparison("failing.recipe", [BF16], steps=2, ranks=1)
+
+
+SCRIPT = """
+import typer
+from nemo_fp8.report.compare import compare
+if __name__ == "__main__":
+    typer.run(compare)
+"""
+
+
+@pytest.mark.train
+@pytest.mark.slow
+def test_from_a_shell(tmp_path):
+    """Two precisions, really trained on two ranks: the same first loss, JSON on stdout, a page with the statistics."""
+    (tmp_path / "compare.py").write_text(SCRIPT)
+    names = "bf16_mixed,bf16_with_fp8_blockwise_mixed"
+    arguments = ["--precisions", names, "--steps", "6", "--monitor", "3", "--html", str(tmp_path / "c.html"), "--json"]
+    done = subprocess.run([sys.executable, tmp_path / "compare.py", *arguments], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    bf16, fp8 = json.loads(done.stdout)["runs"]
+    assert bf16["losses"][0] == pytest.approx(fp8["losses"][0], rel=5e-3)
+    assert bf16["losses"] != fp8["losses"]
+    assert bf16["statistics"] == []
+    assert {row["step"] for row in fp8["statistics"]} == {3, 6}
+    assert len(fp8["statistics"]) == 2 * 6 * 4 * 3  # steps, layers, linears, operands
+    assert "SNR" in (tmp_path / "c.html").read_text()
