@@ -10,7 +10,7 @@ FP16 aborts on overflow      ``check_for_nan_in_grad`` ends the run at the first
 FP16 + delayed freezes       An overflow writes inf into the amax history, and ``max`` keeps it for a whole history: gradients are
                              cast with stale scales for 1024 steps. Start lower, and forget what overflowed.
 MXFP8 + overlapped gather    The gather reads the gradient buffer, which NeMo has zeroed since the optimizer wrote the weights
-                             there: they become zero. Write them again after the zeroing.
+                             there: they become zero. See ``mxfp8_gather.py``.
 Optimizer flags              ``OptimizerConfig`` derives flags from ``fp8_recipe`` before the plugin sets it.
 """
 
@@ -24,6 +24,7 @@ import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.train.checks import Run
+from nemo_fp8.train.mxfp8_gather import Mxfp8Gather
 
 logger = logging.getLogger("nemo_fp8")
 
@@ -62,7 +63,9 @@ def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
         for chunk in model:
             get_model_config(chunk.module).grad_scale_func = megatron_optimizer.scale_loss
     if p.scaling == "mxfp8" and p.fp8_param and getattr(model.ddp_config, "overlap_param_gather", False):
-        model.callbacks.add(_WriteWeightsAgain(megatron_optimizer))
+        gather = Mxfp8Gather()
+        model.trainer.callbacks.append(gather)
+        model.callbacks.add(gather)
 
 
 def after_step(p: Precision, model: Any, optimizer: Any) -> None:
@@ -89,15 +92,3 @@ def _overflow_stays(p: Precision) -> bool:
     """Whether one overflow outlives its step: it does where scales come from the largest of several amaxes."""
     dynamic = p.loss_scale is None
     return dynamic and p.scaling == "delayed" and p.amax_compute_algo == "max" and p.amax_history_len > 1
-
-
-class _WriteWeightsAgain:
-    """A NeMo callback: after NeMo zeroes the gradient buffer, write the weights that the next gather will read there."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-
-    def on_megatron_step_start(self, step: Any) -> Any:
-        for optimizer in self.optimizers:
-            optimizer._copy_main_params_to_param_buffer()
-        return step
