@@ -5,7 +5,7 @@
 
 ``speed`` alternates BF16 and FP8 steps of one model in one process, so that whatever else the machine does falls on both: a step
 in BF16, the same step under each recipe, and so on; the figure is the median of the ratios of neighbours. FP8 primary weights
-are off, since the BF16 steps use the same weights. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and adds
+are off, since the BF16 steps use the same weights. Time is that of one thread on the processor, so that a busy machine counts less. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and adds
 each run to FILE as soon as it is done, so that it may be ended and started again.
 """
 
@@ -114,10 +114,10 @@ def _alternate(kinds: list[str | None]) -> Any:
                         config.fp8_recipe, config.fp8_amax_history_len = contract.scaling, contract.amax_history_len
                 if hasattr(module, "_weight"):
                     module._weight = None  # it was quantized for another recipe
-            self.started = time.perf_counter()
+            self.started = time.process_time()
 
         def on_train_batch_end(self, *_: Any) -> None:
-            self.seconds[self.kind].append(time.perf_counter() - self.started)
+            self.seconds[self.kind].append(time.process_time() - self.started)
 
     return Alternate()
 
@@ -147,9 +147,9 @@ def linears(folder: str, tokens: int, hidden: int, ffn: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(9):
         for name, call in calls.items():
-            started = time.perf_counter()
+            started = time.process_time()
             call(x).backward(dy)
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(time.process_time() - started)
     print(f"one linear {hidden} -> {ffn}, {tokens} tokens, forward and backward")
     for name, times in seconds.items():
         ratio = median(a / b for a, b in zip(times[1:], seconds["bf16"][1:], strict=True))

@@ -1,5 +1,6 @@
 """Recipes: the big ones are NeMo's with our plugin, in a dry run; tiny_llama runs through nemo-run and torchrun and learns."""
 
+import io
 import json
 import os
 import subprocess
@@ -88,6 +89,8 @@ def test_dry_runs_on_this_machine(recipes, tmp_path, monkeypatch, capsys):
 def test_dry_run_on_slurm(recipes, tmp_path, monkeypatch, capsys):
     """The batch script asks for what the recipe needs."""
     import nemo_run as run
+
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # the tunnel's commands get it, and pytest's cannot be read
 
     monkeypatch.setenv("NEMORUN_HOME", str(tmp_path))
     slurm = run.SlurmExecutor(
