@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
-from torch.distributed.checkpoint.api import CheckpointException
+from nemo.lightning.io.mixin import IOMixin
+from nemo.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.train.checkpoints import newest_usable
@@ -33,10 +34,9 @@ logger = logging.getLogger("nemo_fp8")
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out", "NCCL")
 _NOT_FINITE = ("found NaN in local grad norm", "found Inf in local grad norm")
-_FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed")
 
 
-class Faults(Callback):
+class Faults(Callback, IOMixin):
     """Say what ended a run, and end one that cannot go on.
 
     ``timeout``: how long a rank waits for another, in seconds; None leaves torch's.
@@ -72,7 +72,7 @@ class Faults(Callback):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Add what this run knows to an error of somebody else's."""
         for explains, problem in _TABLE:
-            if any(map(explains, _chain(exception))):
+            if any(explains(trainer, error) for error in _chain(exception)):
                 _add_note(exception, problem(trainer))
                 return
 
@@ -91,8 +91,14 @@ def _chain(exception: BaseException | None) -> Iterator[BaseException]:
         exception = exception.__cause__ or exception.__context__
 
 
-def _says(*words: str) -> Callable[[BaseException], bool]:
-    return lambda error: any(word in str(error) for word in words)
+def _says(*words: str) -> Callable[[Any, BaseException], bool]:
+    return lambda trainer, error: any(word in str(error) for word in words)
+
+
+def _in_save(trainer: Any, error: BaseException) -> bool:
+    """Whether a checkpoint was being written. What a full disk makes a writer say is anything, NeMo's marker is sure."""
+    folder = _folder(trainer)
+    return folder is not None and any(folder.glob(f"*{ModelCheckpoint.UNFINISHED_CHECKPOINT_SUFFIX}"))
 
 
 def _step(trainer: Any) -> int:
@@ -142,7 +148,7 @@ def _problem_lost(trainer: Any) -> Problem:
     )
 
 
-def _problem_full(trainer: Any) -> Problem:
+def _problem_save(trainer: Any) -> Problem:
     folder = _folder(trainer) or Path()
     disk = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
     free = f"{_size(disk.free)} of {_size(disk.total)}"
@@ -162,9 +168,9 @@ def _size(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
-_TABLE: tuple[tuple[Callable[[BaseException], bool], Callable[[Any], Problem]], ...] = (
-    (_says(*_FULL), _problem_full),
-    (lambda error: isinstance(error, CheckpointException), _problem_full),
+# In this order: which errors, and what to say of them. A save in which another rank ended is a rank that ended.
+_TABLE: tuple[tuple[Callable[[Any, BaseException], bool], Callable[[Any], Problem]], ...] = (
     (_says(*_NOT_FINITE), _problem_not_finite),
     (_says(*_LOST), _problem_lost),
+    (_in_save, _problem_save),
 )
