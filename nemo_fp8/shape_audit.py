@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from nemo_fp8.alignment import GEMM
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
 from nemo_fp8.findings import Finding, finding
 from nemo_fp8.machine import Machine
 from nemo_fp8.model_shapes import COLUMN, ROW, Linear, Model
 from nemo_fp8.parallel import Parallel
 
-# Scaling -> what every side of its GEMMs is a multiple of, and what NeMo RL pads packed sequences to.
-MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+# Scaling -> what NeMo RL pads packed sequences to.
 PACKING = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 BLOCK = 128
 
@@ -53,7 +53,7 @@ def shape_problem(scaling: str | None, rows: int, columns: int) -> str | None:
     """Why a weight ``[rows, columns]`` cannot run under a scaling; None where it can."""
     if scaling is None:
         return None
-    return _not_multiples(MULTIPLES[scaling], rows=rows, columns=columns)
+    return _not_multiples(GEMM[scaling], rows=rows, columns=columns)
 
 
 def param_problem(scaling: str | None, rows: int, columns: int) -> str | None:
@@ -248,11 +248,11 @@ def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Mac
     elif parallel.packed:
         yield finding("padding", "packing", multiple=multiple, factors=factors)
     if parallel.seq_length and not parallel.packed:
-        tokens, step = parallel.seq_length * parallel.micro_batch // parallel.context, MULTIPLES[scaling]
+        tokens, step = parallel.seq_length * parallel.micro_batch // parallel.context, GEMM[scaling]
         if tokens % step:
             yield finding("tokens", "seq_length", tokens=tokens, multiple=step, scaling=scaling)
     if model.experts:
-        yield finding("expert-tokens", "experts", multiple=MULTIPLES[scaling], scaling=scaling)
+        yield finding("expert-tokens", "experts", multiple=GEMM[scaling], scaling=scaling)
 
 
 def _rollout_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Finding]:

@@ -12,13 +12,11 @@ from collections.abc import Iterator
 
 import torch
 
+from nemo_fp8 import alignment
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 
 log = logging.getLogger(__name__)
-
-# What both sides of a weight must be a multiple of: cuBLAS's rule for FP8, and the MX block.
-MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
 def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
@@ -42,7 +40,7 @@ def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, to
 
 def fits(weight: torch.Tensor, precision: Precision) -> bool:
     """Whether an FP8 GEMM can hold a weight of this shape."""
-    return all(side % MULTIPLE[str(precision.scaling)] == 0 for side in weight.shape)
+    return all(side % alignment.GEMM[str(precision.scaling)] == 0 for side in weight.shape)
 
 
 def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,6 +96,6 @@ def _layer_of(name: str, prefix: str) -> int | None:
 def _misfit(name: str, weight: torch.Tensor, precision: Precision) -> Problem:
     return Problem(
         f"{name}: a weight of {'x'.join(map(str, weight.shape))} stays in the compute dtype.",
-        f"Both sides must be multiples of {MULTIPLE[str(precision.scaling)]} for an FP8 GEMM with {precision.scaling} scaling.",
+        f"Both sides must be multiples of {alignment.GEMM[str(precision.scaling)]} for an FP8 GEMM with {precision.scaling} scaling.",
         f"Pad the layer, add {name!r} to keep=, or set strict=False.",
     )

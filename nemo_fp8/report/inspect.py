@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from nemo_fp8.alignment import GEMM
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.scales import amax_of, delayed_scale
-from nemo_fp8.numerics.selection import MULTIPLE
 from nemo_fp8.report.checkpoint import CODES, VALUES, Checkpoint, Entry
 from nemo_fp8.report.loss import BLOCKS, Loss
 from nemo_fp8.report.names import Place, decoder, outside, place
@@ -209,7 +209,7 @@ def _kept(p: Precision, row: Row, layers: int) -> str:
         return "first or last layers"
     if p.keeps(row.place.module):
         return "keep"
-    multiple = MULTIPLE[str(p.scaling)]
+    multiple = GEMM[str(p.scaling)]
     misfit = row.operand == "weight" and any(side % multiple for side in row.shape[-2:])
     return f"not a multiple of {multiple}" if misfit else ""
 

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
+from nemo_fp8 import alignment
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.delayed import DelayedState
@@ -32,9 +33,6 @@ from nemo_fp8.train import autocast, parameters
 from nemo_fp8.train.patching import Patch, patched
 
 logger = logging.getLogger("nemo_fp8")
-
-# What TE's GEMMs ask of both dimensions of a weight.
-ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
 @contextmanager
@@ -117,7 +115,7 @@ class _Fp8Linear:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         primary = autocast.current_primary_weights()
-        least = 0 if primary is None else parameters.ALIGNMENT[str(primary.precision.scaling)]
+        least = 0 if primary is None else alignment.PRIMARY[str(primary.precision.scaling)]
         if primary is not None and self.weight is not None and not any(n % least for n in self.weight.shape):
             self._state(primary)
             self.weight = parameters.fp8_parameter(self.weight, primary.precision, self._delayed, primary.group)
@@ -182,7 +180,7 @@ class _Fp8Linear:
 
     def _fits(self, weight: torch.Tensor, precision: Precision) -> bool:
         """Whether the format can hold this weight's shape; if not, it stays in the compute dtype, or is refused."""
-        least = ALIGNMENT[str(precision.scaling)]
+        least = alignment.GEMM[str(precision.scaling)]
         if not any(n % least for n in weight.shape):
             return True
         if precision.strict:

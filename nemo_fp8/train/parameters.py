@@ -33,9 +33,6 @@ from nemo_fp8.numerics.quantize import find_scales
 from nemo_fp8.numerics.quantized import Quantized, per_tile
 from nemo_fp8.train.patching import Patch
 
-# Blocks of a blockwise weight must not straddle its edge, or a share of it could not be cast alone.
-ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-
 
 @dataclass
 class _Held:

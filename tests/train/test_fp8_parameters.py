@@ -4,11 +4,12 @@ import pytest
 import torch
 from harness import train_tiny
 
+from nemo_fp8.alignment import PRIMARY
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.delayed import DelayedState
 from nemo_fp8.numerics.linear import quantize_weight
 from nemo_fp8.presets import preset
-from nemo_fp8.train.parameters import ALIGNMENT, Fp8Tensor, MxFp8Tensor, _cast_shares, _take_storage, fp8_parameter
+from nemo_fp8.train.parameters import Fp8Tensor, MxFp8Tensor, _cast_shares, _take_storage, fp8_parameter
 
 RECIPES = {
     "delayed": "bf16_with_fp8_mixed",
@@ -121,8 +122,8 @@ def test_mxfp8_shares_are_refused_with_the_remedy():
 
 
 def test_blocks_never_straddle_an_edge():
-    assert all(contract(scaling).operand("weight").block in (None, (1, 32), (128, 128)) for scaling in ALIGNMENT)
-    assert ALIGNMENT["blockwise"] == 128
+    assert all(contract(scaling).operand("weight").block in (None, (1, 32), (128, 128)) for scaling in PRIMARY)
+    assert PRIMARY["blockwise"] == 128
 
 
 # ---------------------------------------------------------------------- in a run
