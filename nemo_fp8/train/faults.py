@@ -32,6 +32,8 @@ from nemo_fp8.train.checkpoints import newest_usable
 
 logger = logging.getLogger("nemo_fp8")
 
+PATIENCE = 10
+
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out", "NCCL")
 _NOT_FINITE = ("found NaN in local grad norm", "found Inf in local grad norm")
 
@@ -43,9 +45,13 @@ class Faults(Callback, IOMixin):
     ``patience``: FP16 only: after this many losses in a row that are not finite the run ends.
     """
 
-    def __init__(self, timeout: float | None = None, patience: int = 10) -> None:
+    def __init__(self, timeout: float | None = None, patience: int = PATIENCE) -> None:
         self.timeout, self.patience = timeout, patience
         self._lost = 0
+
+    def io_init(self, **given: Any) -> Any:
+        """NeMo's record of a run gets every argument: one alone it would read back as the name of a file."""
+        return super().io_init(**{"timeout": None, "patience": PATIENCE} | given)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Every process group of Megatron's waits as long as was asked for."""

@@ -304,9 +304,8 @@ def test_a_full_disk_says_so_and_the_run_goes_on_when_there_is_room(run, disk):
     assert train_tiny("bf16_mixed", before="test_faults:ours", **settings, **SMALL).losses == run[1][2:]
 
 
-@pytest.mark.parametrize("room", [2.02, 2.9], ids=["nothing of it fits", "half of it fits"])
-def test_a_full_disk_says_so_on_every_rank(room, run, disk):
-    mount(disk, room, run)
+def test_a_disk_that_holds_nothing_more_says_so_on_every_rank(run, disk):
+    mount(disk, 2.02, run)
     full(disk, ranks=2)
 
 
@@ -449,3 +448,20 @@ def test_after_an_amax_overflow_the_scales_come_back(history):
     assert all(loss == loss and loss < 6 for loss in found.losses), "the cast saturates"
     assert finite[-1]
     assert scale[-1] < scale[1] / 8, "the scale follows what the linear sees"
+
+
+# ---------------------------------------------------------------------- as part of a recipe
+
+
+def test_nemo_records_the_callback_with_the_run_and_reads_it_back(tmp_path):
+    import fiddle as fdl
+    import nemo_run as run
+    from nemo import lightning as nl
+    from nemo.lightning import io
+
+    from nemo_fp8.train.faults import Faults
+
+    config = run.Config(nl.Trainer, accelerator="cpu", devices=1, logger=False, callbacks=[run.Config(Faults, timeout=600)])
+    fdl.build(config).io_dump(tmp_path, yaml_attrs=[])
+    callback = io.load(tmp_path).callbacks[0]
+    assert (type(callback), callback.timeout, callback.patience) == (Faults, 600, 10)
