@@ -5,8 +5,9 @@
 
 ``speed`` alternates BF16 and FP8 steps of one model in one process, so that whatever else the machine does falls on both: a step
 in BF16, the same step under each recipe, and so on; the figure is the median of the ratios of neighbours. FP8 primary weights
-are off, since the BF16 steps use the same weights. Time is that of one thread on the processor, so that a busy machine counts less. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and adds
-each run to FILE as soon as it is done, so that it may be ended and started again.
+are off, since the BF16 steps use the same weights. Time is that of one thread on the processor, so that a busy machine counts
+less. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and adds each run to FILE as soon as it is done, so
+that it may be ended and started again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -69,7 +71,10 @@ def speed(model: str, steps: int, torchao: str | None) -> None:
     from nemo_fp8.recipes import tiny_llama
 
     hidden, ffn, layers, sequence, micro = MODELS[model]
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29531"}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     kinds = [None, *RECIPES]
     recipe = tiny_llama("bf16_mixed", ranks=1, steps=(steps + 2) * len(kinds), dir="/tmp/bench_train")
     config = recipe.model.config
