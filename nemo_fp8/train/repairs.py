@@ -7,8 +7,9 @@ FP16 loss is never scaled    NeMo builds Megatron's gradient scaler and divides 
                              ``config.grad_scale_func``, so the loss is never multiplied: training stands still.
 FP16 aborts on overflow      ``check_for_nan_in_grad`` ends the run at the first overflow, which is how dynamic loss scaling
                              finds its scale.
-FP16 + delayed freezes       An overflow writes inf into the amax history, and ``max`` keeps it for a whole history: gradients are
-                             cast with stale scales for 1024 steps. Start lower, and forget what overflowed.
+Delayed scaling freezes      An overflow writes inf into the amax history, and ``max`` keeps it for a whole history: tensors are cast
+                             with stale scales for 1024 steps. Forget what overflowed. FP16 overflows on purpose, while it looks
+                             for its loss scale: start it lower.
 MXFP8 + overlapped gather    The gather reads the gradient buffer, which NeMo has zeroed since the optimizer wrote the weights
                              there: they become zero. See ``mxfp8_gather.py``.
 Optimizer flags              ``OptimizerConfig`` derives flags from ``fp8_recipe`` before the plugin sets it.
@@ -41,7 +42,7 @@ def before_ddp(p: Precision, run: Run) -> None:
     if getattr(run.ddp, "check_for_nan_in_grad", False):
         run.ddp.check_for_nan_in_grad = False
         logger.info("FP16: check_for_nan_in_grad is off, since dynamic loss scaling meets overflows on purpose and skips them.")
-    if _overflow_stays(p) and getattr(run.optimizer, "initial_loss_scale", 0) > GENTLE_LOSS_SCALE:
+    if _overflow_stays(p) and p.loss_scale is None and getattr(run.optimizer, "initial_loss_scale", 0) > GENTLE_LOSS_SCALE:
         run.optimizer.initial_loss_scale = GENTLE_LOSS_SCALE
         logger.warning(
             "FP16 with delayed scaling: the loss scale starts at %g and not at %g, whose overflows would stay in the amax history "
@@ -70,7 +71,7 @@ def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
 
 def after_step(p: Precision, model: Any, optimizer: Any) -> None:
     """Repairs after every optimizer step."""
-    if p.compute == "fp16" and _overflow_stays(p):
+    if _overflow_stays(p):
         with torch.no_grad():
             for history in amax_histories(model):
                 history.masked_fill_(~torch.isfinite(history), 0.0)
@@ -90,5 +91,4 @@ def amax_histories(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 def _overflow_stays(p: Precision) -> bool:
     """Whether one overflow outlives its step: it does where scales come from the largest of several amaxes."""
-    dynamic = p.loss_scale is None
-    return dynamic and p.scaling == "delayed" and p.amax_compute_algo == "max" and p.amax_history_len > 1
+    return p.scaling == "delayed" and p.amax_compute_algo == "max" and p.amax_history_len > 1

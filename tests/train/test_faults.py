@@ -435,10 +435,7 @@ def scales(trainer, extra):
     extra["scales"] = SCALES
 
 
-ONLY_FP16 = pytest.mark.xfail(strict=True, reason="repairs.after_step forgets infinite amaxes under FP16 only")
-
-
-@pytest.mark.parametrize("history", [16, pytest.param(1024, marks=ONLY_FP16)])
+@pytest.mark.parametrize("history", [16, 1024])
 def test_after_an_amax_overflow_the_scales_come_back(history):
     settings = DELAYED["settings"] | {"fp8_amax_history_len": history}
     found = train_tiny(
