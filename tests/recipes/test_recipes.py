@@ -113,7 +113,13 @@ def test_dry_run_on_slurm(recipes, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_scripts_run_on_nemo_runs_command_line(tmp_path):
-    arguments = ("--factory", "llama3_8b(precision=bf16_with_fp8_mixed,num_nodes=2)", "trainer.plugins.fp8_margin=2", "--dryrun", "--yes")
+    arguments = (
+        "--factory",
+        "fp8_llama3_8b(precision=bf16_with_fp8_mixed,num_nodes=2)",
+        "trainer.plugins.fp8_margin=2",
+        "--dryrun",
+        "--yes",
+    )
     shown = _python(ROOT / "recipes/llama3_8b.py", *arguments, home=tmp_path)
     for words in ("LlamaModel(config=Llama3Config8B())", "num_nodes=2", "fp8_recipe='delayed'", "fp8_margin=2"):
         assert words in shown
