@@ -101,13 +101,13 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch
     format = format_of(data.dtype)
     matrix = _as_wide_rows(data) if tile is None else _as_rows(data).contiguous()
     if tile is None:
-        tile = matrix.shape[0], STRIP
+        tile = WHOLE
         scale_inv = scale_inv.reshape(1, 1).expand(_grid(matrix, tile))
     scale_inv, out = scale_inv.contiguous(), torch.empty(data.shape, dtype=dtype) if out is None else out
     job = _DecodeJob(
         codes=matrix.data_ptr(), scale_inv=scale_inv.data_ptr(), out=out.data_ptr(),
         rows=matrix.shape[0], cols=matrix.shape[1], tile_rows=tile[0], tile_cols=tile[1],
-        target=SOURCES[dtype], e8m0=scale_inv.dtype != torch.float32,
+        target=PAIR if dtype == torch.bfloat16 and tile[1] > 1 else SOURCES[dtype], e8m0=scale_inv.dtype != torch.float32,
         mantissa_bits=format.mantissa_bits, threads=_threads(matrix),
     )  # fmt: skip
     library.nemo_fp8_decode(ctypes.byref(job))

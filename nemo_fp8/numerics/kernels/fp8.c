@@ -50,6 +50,11 @@ INLINE uint32_t bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 INLINE float value(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* The processor's own prefetching stays behind a loop that computes; asking past the end is harmless. */
+INLINE void ask_for(const void *x, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)x + i, 0, 3);
+}
+
 /* -------------------------------------------------------------------------------------------------- one element */
 
 typedef struct { uint32_t drop, least, top; float magic, saturates_above; } format;
@@ -61,8 +66,7 @@ enum counting { NONE, SET, ADD };
 typedef struct {
     float signal[STRIP], noise[STRIP];
     int32_t saturated[STRIP], nonfinite[STRIP];
-    uint8_t zero_codes[STRIP], least[STRIP], largest[STRIP];
-    uint16_t zeros[STRIP];
+    uint8_t lost[STRIP], least[STRIP], largest[STRIP]; /* lost: to zero, though not zero */
 } counts;
 
 /* The code of float x in the low byte, to be XORed with x's sign; the bits above it mean nothing. `tame` means that the
@@ -176,26 +180,23 @@ typedef void row_function(const void *, uint8_t *, int64_t, const float *, forma
 ROWS(BF16) ROWS(FP16) ROWS(FP32) ROWS(PAIR)
 static row_function *const CAST[4][2][3] = {NAMES(BF16), NAMES(FP16), NAMES(FP32), NAMES(PAIR)};
 
-/* Counters of bytes are exact because a tile has at most 255 rows. */
-INLINE void count_codes_as(const uint8_t *restrict codes, int64_t n, int add, counts *restrict s) {
+/* Counters of bytes are exact because a tile has at most 255 rows. Returns whether any code is zero. */
+INLINE int count_codes(const uint8_t *restrict codes, int64_t n, int add, counts *restrict s) {
+    uint8_t any = 0;
     for (int64_t i = 0; i < n; i++) {
         uint8_t code = codes[i] & 0x7f, below = (uint8_t)(code - 1), number = code == 0x7f ? 0 : code, zero = code == 0;
-        s->zero_codes[i] = add ? (uint8_t)(s->zero_codes[i] + zero) : zero;
+        any |= zero;
+        s->lost[i] = add ? (uint8_t)(s->lost[i] + zero) : zero;
         s->least[i] = add && s->least[i] < below ? s->least[i] : below;
         s->largest[i] = add && s->largest[i] > number ? s->largest[i] : number;
     }
+    return any;
 }
 
-INLINE void count_zeros_as(const void *x, int64_t n, int source, int add, counts *restrict s) {
-    if (source == FP32)
-        for (int64_t i = 0; i < n; i++) s->zeros[i] = (uint16_t)((((const uint32_t *)x)[i] & 0x7fffffff) == 0) + (add ? s->zeros[i] : 0);
-    else
-        for (int64_t i = 0; i < n; i++) s->zeros[i] = (uint16_t)((((const uint16_t *)x)[i] & 0x7fff) == 0) + (add ? s->zeros[i] : 0);
-}
-
-static void count_row(const void *x, const uint8_t *codes, int64_t n, int source, int add, counts *s) {
-    if (add) count_codes_as(codes, n, 1, s), count_zeros_as(x, n, source, 1, s);
-    else count_codes_as(codes, n, 0, s), count_zeros_as(x, n, source, 0, s);
+static void count_row(const void *x, const uint8_t *codes, int64_t n, int source, int add, counts *restrict s) {
+    if (!(add ? count_codes(codes, n, 1, s) : count_codes(codes, n, 0, s))) return;
+    if (source == FP32) for (int64_t i = 0; i < n; i++) s->lost[i] -= (((const uint32_t *)x)[i] & 0x7fffffff) == 0;
+    else for (int64_t i = 0; i < n; i++) s->lost[i] -= (((const uint16_t *)x)[i] & 0x7fff) == 0;
 }
 
 /* `tops` raised to the magnitudes of `rows` rows (1 or 4), which lie `step` bytes apart. Four together keep memory busier. */
@@ -293,7 +294,7 @@ INLINE void store_counts_of(const job *j, const counts *s, int64_t at, float sca
     for (int64_t i = 0; i < slots; i++) signal += s->signal[first + i], noise += s->noise[first + i];
     if (!tame)
         for (int64_t i = 0; i < slots; i++) saturated += s->saturated[first + i], nonfinite += s->nonfinite[first + i];
-    for (int64_t i = 0; i < n; i++) underflow += s->zero_codes[c + i] - s->zeros[c + i];
+    for (int64_t i = 0; i < n; i++) underflow += s->lost[c + i];
     for (int64_t i = 0; i < n; i++) least = s->least[c + i] < least ? s->least[c + i] : least;
     for (int64_t i = 0; i < n; i++) largest = s->largest[c + i] > largest ? s->largest[c + i] : largest;
     double inverse = 1.0 / (double)scale;
@@ -322,6 +323,7 @@ static void tiles(const job *j, format f, scratch *w, int64_t row, int64_t c0) {
         }
         for (int64_t t = 0; t < n; t++) {
             int64_t c = t * j->tile_cols, many = least_of(j->tile_cols, width - c);
+            if (r1 - r0 == 1) ask_for((const char *)tops + c * size + 2048, many * size);
             uint32_t top = highest((const char *)tops + c * size, many, j->source);
             if (top > INFINITE) { /* NaNs enter no amax */
                 top = 0;
@@ -351,6 +353,7 @@ static void tiles(const job *j, format f, scratch *w, int64_t row, int64_t c0) {
     for (int64_t r = 0; r < r1 - r0; r++) {
         const void *from = x + r * j->stride * size;
         uint8_t *codes = j->codes + (r0 + r) * j->cols + c0;
+        if (r + 1 < r1 - r0 || (j->scaling == GIVEN && !j->amax)) ask_for((const char *)from + j->stride * size, width * size);
         CAST[j->source][tame][count ? r ? ADD : SET : NONE](from, codes, width, slots, f, &w->counts);
         if (count) count_row(from, codes, width, j->source, r > 0, &w->counts);
     }
@@ -380,42 +383,77 @@ static plan plan_for(int64_t rows, int64_t cols, int64_t tile_rows, int32_t thre
 typedef struct decode_job {
     const uint8_t *codes;
     const void *scale_inv; /* floats or E8M0 bytes, one a tile */
-    void *out;             /* BF16 or FP32 */
+    void *out;             /* BF16, PAIRs of them, or FP32 */
     int64_t rows, cols, tile_rows, tile_cols;
     int32_t target, e8m0, mantissa_bits, threads;
     _Atomic int64_t next;
 } decode_job;
 
-/* Infinities and NaNs are moved from the format's last binade into FP32's, where they mean the same. */
-INLINE uint32_t decode(uint32_t code, float scale, uint32_t mantissa_bits, uint32_t bias, uint32_t special) {
+/* Infinities and NaNs are moved from the format's last binade into FP32's, where they mean the same; `tame` says that
+   there are none. */
+INLINE uint32_t decode(uint32_t code, float scale, uint32_t mantissa_bits, uint32_t bias, uint32_t special, int tame) {
     uint32_t magnitude = code & 0x7f, drop = 23 - mantissa_bits, last = 0x7fu >> mantissa_bits;
-    uint32_t normal = (magnitude << drop) + (magnitude < special ? (127 - bias) << 23 : (255 - last) << 23);
+    uint32_t normal = (magnitude << drop) + (tame || magnitude < special ? (127 - bias) << 23 : (255 - last) << 23);
     float subnormal = (float)(int32_t)magnitude * value((128 - bias - mantissa_bits) << 23);
     return bits(scale * (magnitude >> mantissa_bits ? value(normal) : subnormal)) | (code & 0x80) << 24;
 }
 
-INLINE void decode_row(const uint8_t *restrict codes, void *restrict out, int64_t n, const float *restrict scale, int target, uint32_t mantissa_bits, uint32_t bias, uint32_t special) {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t u = decode(codes[i], scale[i], mantissa_bits, bias, special);
-        if (target == FP32) ((uint32_t *)out)[i] = u;
-        else ((uint16_t *)out)[i] = (uint16_t)((u & 0x7fffffff) > INFINITE ? u >> 16 | 0x40 : (u + 0x7fff + (u >> 16 & 1)) >> 16);
+/* The upper half of the result is BF16. */
+INLINE uint32_t round_to_bf16(uint32_t u, int tame) {
+    uint32_t rounded = u + 0x7fff + (u >> 16 & 1);
+    return !tame && (u & 0x7fffffff) > INFINITE ? u | 0x400000 : rounded;
+}
+
+typedef uint32_t __attribute__((aligned(2), may_alias)) word_of_two;
+typedef uint16_t __attribute__((aligned(1), may_alias)) two_codes;
+
+INLINE void decode_row(const uint8_t *restrict codes, void *restrict out, int64_t n, const float *restrict scale, int target, uint32_t mantissa_bits, uint32_t bias, uint32_t special, int tame) {
+    int64_t i = 0;
+    if (target == PAIR)
+        for (; i < n / 2; i++) {
+            uint32_t both = ((const two_codes *)codes)[i];
+            uint32_t a = round_to_bf16(decode(both & 0xff, scale[i], mantissa_bits, bias, special, tame), tame);
+            uint32_t b = round_to_bf16(decode(both >> 8, scale[i], mantissa_bits, bias, special, tame), tame);
+            word_of_two *to = (word_of_two *)out;
+            to[i] = a >> 16 | (b & 0xffff0000);
+        }
+    for (int64_t k = 2 * i; k < n; k++) {
+        uint32_t u = decode(codes[k], scale[target == PAIR ? i : k], mantissa_bits, bias, special, tame);
+        if (target == FP32) ((uint32_t *)out)[k] = u;
+        else ((uint16_t *)out)[k] = (uint16_t)(round_to_bf16(u, tame) >> 16);
     }
 }
 
+typedef void row_back_function(const uint8_t *, void *, int64_t, const float *);
+#define BACK(NAME, TARGET, TAME, ...) \
+    static void NAME(const uint8_t *codes, void *out, int64_t n, const float *scale) { decode_row(codes, out, n, scale, TARGET, __VA_ARGS__, TAME); }
+#define BACKS(TARGET) \
+    BACK(e4m3_to_##TARGET##_wild, TARGET, 0, 3, 7, 0x7f) BACK(e4m3_to_##TARGET##_tame, TARGET, 1, 3, 7, 0x7f) \
+    BACK(e5m2_to_##TARGET##_wild, TARGET, 0, 2, 15, 0x7c) BACK(e5m2_to_##TARGET##_tame, TARGET, 1, 2, 15, 0x7c)
+#define BACK_NAMES(TARGET) [TARGET] = {{e5m2_to_##TARGET##_wild, e5m2_to_##TARGET##_tame}, {e4m3_to_##TARGET##_wild, e4m3_to_##TARGET##_tame}}
+BACKS(BF16) BACKS(FP32) BACKS(PAIR)
+static row_back_function *const DECODE[4][2][2] = {BACK_NAMES(BF16), BACK_NAMES(FP32), BACK_NAMES(PAIR)};
+
+static int all_numbers(const uint8_t *codes, int64_t n, uint8_t special) {
+    uint8_t top = 0;
+    for (int64_t i = 0; i < n; i++) { uint8_t code = codes[i] & 0x7f; top = code > top ? code : top; }
+    return top < special;
+}
+
 static void strip_back(const decode_job *j, float *slots, int64_t row, int64_t c0, int64_t grid) {
-    int64_t width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols;
+    int64_t width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols, wide = j->tile_cols / (j->target == PAIR ? 2 : 1);
+    uint32_t wild_scale = 0;
     for (int64_t t = 0, first = row * grid + c0 / j->tile_cols; t < n; t++) {
         uint32_t e = j->e8m0 ? ((const uint8_t *)j->scale_inv)[first + t] : 0;
         float s = j->e8m0 ? value(e == 0 ? 0x400000 : e == 255 ? 0x7fc00000 : e << 23) : ((const float *)j->scale_inv)[first + t];
-        for (int64_t i = 0; i < least_of(j->tile_cols, width - t * j->tile_cols); i++) slots[t * j->tile_cols + i] = s;
+        wild_scale |= (bits(s) & INFINITE) == INFINITE;
+        for (int64_t i = 0; i < wide; i++) slots[t * wide + i] = s;
     }
     for (int64_t r = row * j->tile_rows; r < least_of((row + 1) * j->tile_rows, j->rows); r++) {
         const uint8_t *codes = j->codes + r * j->cols + c0;
-        void *out = (char *)j->out + (r * j->cols + c0) * bytes_of(j->target);
-        if (j->mantissa_bits == 3 && j->target == FP32) decode_row(codes, out, width, slots, FP32, 3, 7, 0x7f);
-        else if (j->mantissa_bits == 3) decode_row(codes, out, width, slots, BF16, 3, 7, 0x7f);
-        else if (j->target == FP32) decode_row(codes, out, width, slots, FP32, 2, 15, 0x7c);
-        else decode_row(codes, out, width, slots, BF16, 2, 15, 0x7c);
+        int e4m3 = j->mantissa_bits == 3, tame = !wild_scale && all_numbers(codes, width, e4m3 ? 0x7f : 0x7c);
+        ask_for(codes + j->cols, width);
+        DECODE[j->target][e4m3][tame](codes, (char *)j->out + (r * j->cols + c0) * bytes_of(j->target), width, slots);
     }
 }
 
