@@ -81,12 +81,10 @@ def keep_modules(model: Any, precision: Precision) -> None:
     from megatron.core import parallel_state
 
     from nemo_fp8.train.emulated import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+    from nemo_fp8.train.monitor import linear_names
 
-    linears = {
-        name.removeprefix("module."): module
-        for name, module in model.named_modules()
-        if isinstance(module, (Fp8ColumnParallelLinear, Fp8RowParallelLinear))
-    }
+    named = linear_names(model)  # layers are counted over all pipeline stages, as a person counts them
+    linears = {name: module for name, module in named.items() if isinstance(module, (Fp8ColumnParallelLinear, Fp8RowParallelLinear))}
     kept = [name for name in linears if precision.keeps(name)]
     for name in kept:
         linears[name].keep = True

@@ -134,6 +134,12 @@ def _no_kernel(self: object, mask: object, b: int, np: int, sq: int, sk: int) ->
     return False
 
 
+def _no_timers(
+    self: object, names: list[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
+) -> str | None:
+    return None
+
+
 def _unchanged(ckpt: dict[str, Any]) -> dict[str, Any]:
     return ckpt
 
@@ -168,6 +174,12 @@ _TABLE = (
     _cuda("current_stream", _current_stream, "the communication stream waits for it"),
     _cuda("stream", _stream, "DDP enters its stream"),
     _cuda("manual_seed", _manual_seed, "Megatron seeds the device's generator"),
+    Patch(
+        "megatron.core.timers:Timers",
+        "get_all_timers_string",
+        _no_timers,
+        "NeMo's progress printer asks for it on rank 0 alone, and gloo waits forever for the other ranks' part of the gather",
+    ),
     Patch(_RANDOM, "CudaRNGStatesTracker", rng.CpuRngStatesTracker, "it keeps states of CUDA generators"),
     Patch(_RANDOM, "_get_cuda_rng_state", rng.get_rng_state, "activation recompute saves the device's generator"),
     Patch(_RANDOM, "_set_cuda_rng_state", rng.set_rng_state, "activation recompute restores the device's generator"),
