@@ -1,6 +1,6 @@
 """The compiled CPU kernels: built on the machine that runs them, once, and kept.
 
-`fp8.c` is one file of plain C that is compiled for the processor at hand (AVX-512, AVX2, NEON: detected by the
+`fp8_quantize.c` and `fp8_decode.c` are plain C that is compiled for the processor at hand (AVX-512, AVX2, NEON: detected by the
 compiler, never assumed) the first time somebody quantizes, in about two seconds, and loaded through ctypes. Why
 not an extension module: the package stays one wheel for every platform and Python, an editable install and a
 fresh clone need no build step, and the compiler may use every instruction the machine has. The trade-off is that
@@ -26,7 +26,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("fp8.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("fp8_quantize.c", "fp8_decode.c"))
+HEADER = Path(__file__).with_name("fp8.h")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC", "-pthread")
 # The best that the compiler accepts for this machine; the last is what it does by itself.
 MACHINE_FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
@@ -64,7 +65,7 @@ def _compile(compiler: str, place: Path) -> None:
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
         made = Path(folder) / place.name
         for machine in MACHINE_FLAGS:
-            command = [compiler, *FLAGS, *machine, str(SOURCE), "-o", str(made)]
+            command = [compiler, *FLAGS, *machine, *map(str, SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 os.replace(made, place)
@@ -88,7 +89,14 @@ def _private(folder: Path) -> Path:
 
 def _identity(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = (SOURCE.read_text(), compiler, version, repr((FLAGS, MACHINE_FLAGS)), platform.platform(), _processor())
+    parts = (
+        *(path.read_text() for path in (HEADER, *SOURCES)),
+        compiler,
+        version,
+        repr((FLAGS, MACHINE_FLAGS)),
+        platform.platform(),
+        _processor(),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 

@@ -1,4 +1,4 @@
-"""Quantizing and decoding on a CPU with the compiled kernels of `fp8.c`.
+"""Quantizing and decoding on a CPU with the compiled kernels of `fp8_quantize.c`.
 
 One call is one job: pointers, shape, tile, format and scale rule, shared out among torch's number of threads
 (ctypes lets go of the GIL). A whole tensor with its own scale is two jobs, its amax and then the cast.
@@ -32,7 +32,7 @@ _POINTERS = ("x", "codes", "scale_inv", "amax", "signal", "noise", "underflow", 
 
 
 class _Job(ctypes.Structure):
-    """`struct job` of fp8.c."""
+    """`struct job` of the C source."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -44,7 +44,7 @@ class _Job(ctypes.Structure):
 
 
 class _DecodeJob(ctypes.Structure):
-    """`struct decode_job` of fp8.c."""
+    """`struct decode_job` of the C source."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scale_inv", "out")),

@@ -5,7 +5,7 @@ A program's rectangle is seen as [tile rows, rows, tile columns, columns]; amaxe
 so tiles of every shape are one kernel. It moves 3 bytes an element for BF16, against 5 of an amax pass and a cast pass.
 
 The rounding is the hardware's own (``cvt.rn.satfinite``, from compute capability 8.9 on), or the integer formula of
-`fp8.c` where there is none. Scales, which are few, are divided in FP64: Triton's FP32 ``/`` is not correctly rounded,
+`fp8_quantize.c` where there is none. Scales, which are few, are divided in FP64: Triton's FP32 ``/`` is not correctly rounded,
 and its ``div_rn`` flushes subnormal quotients.
 """
 

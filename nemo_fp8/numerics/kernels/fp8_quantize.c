@@ -16,17 +16,12 @@
 
    Python (cpu.py) fills in a job and makes all choices. Compile without -ffast-math and with -ffp-contract=off. */
 
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
-#include <sys/mman.h>
+#include "fp8.h"
+
 #ifdef __AVX512BW__
 #include <immintrin.h>
 #endif
 
-enum { STRIP = 2048, ROWS_OF_A_UNIT = 16, MAX_THREADS = 256 };
-enum source { BF16, FP16, FP32, PAIR };
 enum scaling { GIVEN, TE, TE_POW2, DEEPGEMM, DEEPGEMM_POW2, E8M0 };
 
 typedef struct job {
@@ -42,18 +37,6 @@ typedef struct job {
     float format_max, saturates_above, given, scale_if_tiny;
     _Atomic int64_t next;
 } job;
-
-#define INLINE static inline __attribute__((always_inline))
-#define INFINITE 0x7f800000u
-
-INLINE uint32_t bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
-INLINE float value(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
-INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* The processor's own prefetching stays behind a loop that computes; asking past the end is harmless. */
-INLINE void ask_for(const void *x, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)x + i, 0, 3);
-}
 
 /* -------------------------------------------------------------------------------------------------- one element */
 
@@ -108,8 +91,6 @@ INLINE uint32_t widen(const void *x, int64_t i, int source) {
     return (u & 0x8000) << 16 | (magnitude < 0x400 ? subnormal : normal);
 }
 
-INLINE int64_t bytes_of(int source) { return source == FP32 ? 4 : 2; }
-
 /* ------------------------------------------------------------------------------------------------------ one row */
 
 #ifdef __AVX512BW__
@@ -130,13 +111,15 @@ INLINE __m512i encode16_pairs(__m512i both, const float *scale, format f) {
 }
 
 static int64_t cast_tame_pairs(const uint16_t *x, uint8_t *codes, int64_t n, const float *scale, format f) {
-    static const uint16_t evens_then_odds[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+    static const uint16_t evens_then_odds[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                                 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
     const __m512i order = _mm512_loadu_si512(evens_then_odds);
     int64_t i = 0;
     for (; i + 64 <= n; i += 64) {
         __m512i first = _mm512_loadu_si512(x + i), second = _mm512_loadu_si512(x + i + 32);
         __m512i a = encode16_pairs(first, scale + i / 2, f), b = encode16_pairs(second, scale + i / 2 + 16, f);
-        __m512i out = _mm512_permutexvar_epi16(order, _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xffff), a, _mm512_slli_epi32(b, 16), 0xca));
+        __m512i mixed = _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xffff), a, _mm512_slli_epi32(b, 16), 0xca);
+        __m512i out = _mm512_permutexvar_epi16(order, mixed);
         __mmask64 negative = _mm512_kunpackd(_mm512_movepi16_mask(second), _mm512_movepi16_mask(first));
         _mm512_storeu_si512(codes + i, _mm512_mask_add_epi8(out, negative, out, _mm512_set1_epi8(-128)));
     }
@@ -144,7 +127,8 @@ static int64_t cast_tame_pairs(const uint16_t *x, uint8_t *codes, int64_t n, con
 }
 #endif
 
-INLINE void cast_row(const void *x, uint8_t *restrict codes, int64_t n, const float *restrict scale, format f, int source, int tame, int count, counts *restrict s) {
+INLINE void cast_row(const void *x, uint8_t *restrict codes, int64_t n, const float *restrict scale, format f, int source, int tame,
+                     int count, counts *restrict s) {
     int64_t i = 0;
     if (source == PAIR) {
 #ifdef __AVX512BW__
@@ -172,7 +156,9 @@ INLINE void cast_row(const void *x, uint8_t *restrict codes, int64_t n, const fl
 /* Every combination becomes a loop of its own, in which the choices are constants. */
 typedef void row_function(const void *, uint8_t *, int64_t, const float *, format, counts *);
 #define ROW(NAME, SOURCE, TAME, COUNT) \
-    static void NAME(const void *x, uint8_t *codes, int64_t n, const float *scale, format f, counts *s) { cast_row(x, codes, n, scale, f, SOURCE, TAME, COUNT, s); }
+    static void NAME(const void *x, uint8_t *codes, int64_t n, const float *scale, format f, counts *s) { \
+        cast_row(x, codes, n, scale, f, SOURCE, TAME, COUNT, s); \
+    }
 #define ROWS(NAME) \
     ROW(NAME##_wild, NAME, 0, NONE) ROW(NAME##_wild_set, NAME, 0, SET) ROW(NAME##_wild_add, NAME, 0, ADD) \
     ROW(NAME##_tame, NAME, 1, NONE) ROW(NAME##_tame_set, NAME, 1, SET) ROW(NAME##_tame_add, NAME, 1, ADD)
@@ -362,153 +348,19 @@ static void tiles(const job *j, format f, scratch *w, int64_t row, int64_t c0) {
             store_counts(j, &w->counts, first + t, w->scale[t], c, least_of(j->tile_cols, width - c), tame);
 }
 
-/* ------------------------------------------------------------------------------------------------ shares of the work */
-
-/* A unit is some rows of tiles, one strip wide; or as wide as the matrix where there are rows enough for all threads, since
-   memory is read faster from one end to the other. */
-typedef struct { int64_t strips, height, together, across, pieces, units; } plan;
-
-static plan plan_for(int64_t rows, int64_t cols, int64_t tile_rows, int32_t threads) {
-    plan p = {.strips = (cols + STRIP - 1) / STRIP, .height = (rows + tile_rows - 1) / tile_rows};
-    p.together = (ROWS_OF_A_UNIT + tile_rows - 1) / tile_rows;
-    int64_t high = (p.height + p.together - 1) / p.together;
-    p.across = high >= 8 * threads ? p.strips : 1;
-    p.pieces = (p.strips + p.across - 1) / p.across;
-    p.units = high * p.pieces;
-    return p;
-}
-
-/* ------------------------------------------------------------------------------------------------------- the way back */
-
-typedef struct decode_job {
-    const uint8_t *codes;
-    const void *scale_inv; /* floats or E8M0 bytes, one a tile */
-    void *out;             /* BF16, PAIRs of them, or FP32 */
-    int64_t rows, cols, tile_rows, tile_cols;
-    int32_t target, e8m0, mantissa_bits, threads;
-    _Atomic int64_t next;
-} decode_job;
-
-/* Infinities and NaNs are moved from the format's last binade into FP32's, where they mean the same; `tame` says that
-   there are none. */
-INLINE uint32_t decode(uint32_t code, float scale, uint32_t mantissa_bits, uint32_t bias, uint32_t special, int tame) {
-    uint32_t magnitude = code & 0x7f, drop = 23 - mantissa_bits, last = 0x7fu >> mantissa_bits;
-    uint32_t normal = (magnitude << drop) + (tame || magnitude < special ? (127 - bias) << 23 : (255 - last) << 23);
-    float subnormal = (float)(int32_t)magnitude * value((128 - bias - mantissa_bits) << 23);
-    return bits(scale * (magnitude >> mantissa_bits ? value(normal) : subnormal)) | (code & 0x80) << 24;
-}
-
-/* The upper half of the result is BF16. */
-INLINE uint32_t round_to_bf16(uint32_t u, int tame) {
-    uint32_t rounded = u + 0x7fff + (u >> 16 & 1);
-    return !tame && (u & 0x7fffffff) > INFINITE ? u | 0x400000 : rounded;
-}
-
-typedef uint32_t __attribute__((aligned(2), may_alias)) word_of_two;
-typedef uint16_t __attribute__((aligned(1), may_alias)) two_codes;
-
-INLINE void decode_row(const uint8_t *restrict codes, void *restrict out, int64_t n, const float *restrict scale, int target, uint32_t mantissa_bits, uint32_t bias, uint32_t special, int tame) {
-    int64_t i = 0;
-    if (target == PAIR)
-        for (; i < n / 2; i++) {
-            uint32_t both = ((const two_codes *)codes)[i];
-            uint32_t a = round_to_bf16(decode(both & 0xff, scale[i], mantissa_bits, bias, special, tame), tame);
-            uint32_t b = round_to_bf16(decode(both >> 8, scale[i], mantissa_bits, bias, special, tame), tame);
-            word_of_two *to = (word_of_two *)out;
-            to[i] = a >> 16 | (b & 0xffff0000);
-        }
-    for (int64_t k = 2 * i; k < n; k++) {
-        uint32_t u = decode(codes[k], scale[target == PAIR ? i : k], mantissa_bits, bias, special, tame);
-        if (target == FP32) ((uint32_t *)out)[k] = u;
-        else ((uint16_t *)out)[k] = (uint16_t)(round_to_bf16(u, tame) >> 16);
-    }
-}
-
-typedef void row_back_function(const uint8_t *, void *, int64_t, const float *);
-#define BACK(NAME, TARGET, TAME, ...) \
-    static void NAME(const uint8_t *codes, void *out, int64_t n, const float *scale) { decode_row(codes, out, n, scale, TARGET, __VA_ARGS__, TAME); }
-#define BACKS(TARGET) \
-    BACK(e4m3_to_##TARGET##_wild, TARGET, 0, 3, 7, 0x7f) BACK(e4m3_to_##TARGET##_tame, TARGET, 1, 3, 7, 0x7f) \
-    BACK(e5m2_to_##TARGET##_wild, TARGET, 0, 2, 15, 0x7c) BACK(e5m2_to_##TARGET##_tame, TARGET, 1, 2, 15, 0x7c)
-#define BACK_NAMES(TARGET) [TARGET] = {{e5m2_to_##TARGET##_wild, e5m2_to_##TARGET##_tame}, {e4m3_to_##TARGET##_wild, e4m3_to_##TARGET##_tame}}
-BACKS(BF16) BACKS(FP32) BACKS(PAIR)
-static row_back_function *const DECODE[4][2][2] = {BACK_NAMES(BF16), BACK_NAMES(FP32), BACK_NAMES(PAIR)};
-
-static int all_numbers(const uint8_t *codes, int64_t n, uint8_t special) {
-    uint8_t top = 0;
-    for (int64_t i = 0; i < n; i++) { uint8_t code = codes[i] & 0x7f; top = code > top ? code : top; }
-    return top < special;
-}
-
-static void strip_back(const decode_job *j, float *slots, int64_t row, int64_t c0, int64_t grid) {
-    int64_t width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols, wide = j->tile_cols / (j->target == PAIR ? 2 : 1);
-    uint32_t wild_scale = 0;
-    for (int64_t t = 0, first = row * grid + c0 / j->tile_cols; t < n; t++) {
-        uint32_t e = j->e8m0 ? ((const uint8_t *)j->scale_inv)[first + t] : 0;
-        float s = j->e8m0 ? value(e == 0 ? 0x400000 : e == 255 ? 0x7fc00000 : e << 23) : ((const float *)j->scale_inv)[first + t];
-        wild_scale |= (bits(s) & INFINITE) == INFINITE;
-        for (int64_t i = 0; i < wide; i++) slots[t * wide + i] = s;
-    }
-    for (int64_t r = row * j->tile_rows; r < least_of((row + 1) * j->tile_rows, j->rows); r++) {
-        const uint8_t *codes = j->codes + r * j->cols + c0;
-        int e4m3 = j->mantissa_bits == 3, tame = !wild_scale && all_numbers(codes, width, e4m3 ? 0x7f : 0x7c);
-        ask_for(codes + j->cols, width);
-        DECODE[j->target][e4m3][tame](codes, (char *)j->out + (r * j->cols + c0) * bytes_of(j->target), width, slots);
-    }
-}
-
-static void *work_back(void *argument) {
-    decode_job *j = argument;
-    float slots[STRIP];
-    int64_t grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
-    plan p = plan_for(j->rows, j->cols, j->tile_rows, j->threads);
-    for (int64_t u; (u = atomic_fetch_add(&j->next, 1)) < p.units;)
-        for (int64_t row = u / p.pieces * p.together, end = least_of(row + p.together, p.height); row < end; row++)
-            for (int64_t strip = u % p.pieces * p.across; strip < least_of(u % p.pieces * p.across + p.across, p.strips); strip++)
-                strip_back(j, slots, row, strip * STRIP, grid);
-    return NULL;
-}
-
-/* ---------------------------------------------------------------------------------------------------------- threads */
+/* ---------------------------------------------------------------------------------------------------- the whole job */
 
 static void *work(void *argument) {
     job *j = argument;
     scratch w;
     uint32_t drop = 23 - (uint32_t)j->mantissa_bits, least = 128 - (uint32_t)j->bias;
-    format f = {drop, least << 23, bits(j->format_max), value((127 + drop) << 23 | (-(least << j->mantissa_bits) & 0xff)), j->saturates_above};
-    plan p = plan_for(j->rows, j->cols, j->tile_rows, j->threads);
-    for (int64_t u; (u = atomic_fetch_add(&j->next, 1)) < p.units;)
-        for (int64_t row = u / p.pieces * p.together, end = least_of(row + p.together, p.height); row < end; row++)
-            for (int64_t strip = u % p.pieces * p.across; strip < least_of(u % p.pieces * p.across + p.across, p.strips); strip++)
-                tiles(j, f, &w, row, strip * STRIP);
+    float magic = value((127 + drop) << 23 | (-(least << j->mantissa_bits) & 0xff));
+    format f = {drop, least << 23, bits(j->format_max), magic, j->saturates_above};
+    FOR_EACH_STRIP(j, row, column, tiles(j, f, &w, row, column))
     return NULL;
-}
-
-/* New memory costs more than the cast: the kernel hands it out, and clears it, page by page. Large pages halve that. */
-static void expect(void *out, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    uintptr_t page = 4096, start = ((uintptr_t)out + page - 1) & ~(page - 1), end = ((uintptr_t)out + (uintptr_t)bytes) & ~(page - 1);
-    if (bytes >= 4 << 20) (void)madvise((void *)start, end - start, MADV_HUGEPAGE); /* advice: if it is not taken, nothing is lost */
-#else
-    (void)out, (void)bytes;
-#endif
-}
-
-/* Threads live as long as the call: starting one costs some 20 microseconds, and nothing is left to break in a fork. */
-static void share(void *(*function)(void *), void *job, int threads) {
-    pthread_t helpers[MAX_THREADS];
-    int n = 0;
-    while (n < threads - 1 && n < MAX_THREADS && !pthread_create(&helpers[n], NULL, function, job)) n++;
-    function(job);
-    while (n > 0) pthread_join(helpers[--n], NULL);
 }
 
 void nemo_fp8_quantize(job *j) {
     if (j->codes) expect(j->codes, j->rows * j->cols);
     share(work, j, j->threads);
-}
-
-void nemo_fp8_decode(decode_job *j) {
-    expect(j->out, j->rows * j->cols * bytes_of(j->target));
-    share(work_back, j, j->threads);
 }

@@ -1,0 +1,102 @@
+/* From FP8 codes back to values: code * scale_inv in FP32, rounded once to BF16 where that is wanted.
+
+   Exponent and mantissa are shifted to where FP32 has them and the bias is corrected by an addition; subnormals, which
+   have no hidden bit, are converted as integers. Two codes make one 32-bit word of two BF16 values (PAIR). Rows without
+   infinities and NaNs, which a glance over the codes shows, take the shorter loop. */
+
+#include "fp8.h"
+
+typedef struct decode_job {
+    const uint8_t *codes;
+    const void *scale_inv; /* floats or E8M0 bytes, one a tile */
+    void *out;             /* BF16, PAIRs of them, or FP32 */
+    int64_t rows, cols, tile_rows, tile_cols;
+    int32_t target, e8m0, mantissa_bits, threads;
+    _Atomic int64_t next;
+} decode_job;
+
+/* Infinities and NaNs are moved from the format's last binade into FP32's, where they mean the same; `tame` says that
+   there are none. */
+INLINE uint32_t decode(uint32_t code, float scale, uint32_t mantissa_bits, uint32_t bias, uint32_t special, int tame) {
+    uint32_t magnitude = code & 0x7f, drop = 23 - mantissa_bits, last = 0x7fu >> mantissa_bits;
+    uint32_t normal = (magnitude << drop) + (tame || magnitude < special ? (127 - bias) << 23 : (255 - last) << 23);
+    float subnormal = (float)(int32_t)magnitude * value((128 - bias - mantissa_bits) << 23);
+    return bits(scale * (magnitude >> mantissa_bits ? value(normal) : subnormal)) | (code & 0x80) << 24;
+}
+
+/* The upper half of the result is BF16. */
+INLINE uint32_t round_to_bf16(uint32_t u, int tame) {
+    uint32_t rounded = u + 0x7fff + (u >> 16 & 1);
+    return !tame && (u & 0x7fffffff) > INFINITE ? u | 0x400000 : rounded;
+}
+
+typedef uint32_t __attribute__((aligned(2), may_alias)) word_of_two;
+typedef uint16_t __attribute__((aligned(1), may_alias)) two_codes;
+
+INLINE void decode_row(const uint8_t *restrict codes, void *restrict out, int64_t n, const float *restrict scale, int target,
+                       uint32_t mantissa_bits, uint32_t bias, uint32_t special, int tame) {
+    int64_t i = 0;
+    if (target == PAIR)
+        for (; i < n / 2; i++) {
+            uint32_t both = ((const two_codes *)codes)[i];
+            uint32_t a = round_to_bf16(decode(both & 0xff, scale[i], mantissa_bits, bias, special, tame), tame);
+            uint32_t b = round_to_bf16(decode(both >> 8, scale[i], mantissa_bits, bias, special, tame), tame);
+            word_of_two *to = (word_of_two *)out;
+            to[i] = a >> 16 | (b & 0xffff0000);
+        }
+    for (int64_t k = 2 * i; k < n; k++) {
+        uint32_t u = decode(codes[k], scale[target == PAIR ? i : k], mantissa_bits, bias, special, tame);
+        if (target == FP32) ((uint32_t *)out)[k] = u;
+        else ((uint16_t *)out)[k] = (uint16_t)(round_to_bf16(u, tame) >> 16);
+    }
+}
+
+typedef void row_back_function(const uint8_t *, void *, int64_t, const float *);
+#define BACK(NAME, TARGET, TAME, ...) \
+    static void NAME(const uint8_t *codes, void *out, int64_t n, const float *scale) { \
+        decode_row(codes, out, n, scale, TARGET, __VA_ARGS__, TAME); \
+    }
+#define BACKS(TARGET) \
+    BACK(e4m3_to_##TARGET##_wild, TARGET, 0, 3, 7, 0x7f) BACK(e4m3_to_##TARGET##_tame, TARGET, 1, 3, 7, 0x7f) \
+    BACK(e5m2_to_##TARGET##_wild, TARGET, 0, 2, 15, 0x7c) BACK(e5m2_to_##TARGET##_tame, TARGET, 1, 2, 15, 0x7c)
+#define BACK_NAMES(TARGET) \
+    [TARGET] = {{e5m2_to_##TARGET##_wild, e5m2_to_##TARGET##_tame}, {e4m3_to_##TARGET##_wild, e4m3_to_##TARGET##_tame}}
+BACKS(BF16) BACKS(FP32) BACKS(PAIR)
+static row_back_function *const DECODE[4][2][2] = {BACK_NAMES(BF16), BACK_NAMES(FP32), BACK_NAMES(PAIR)};
+
+static int all_numbers(const uint8_t *codes, int64_t n, uint8_t special) {
+    uint8_t top = 0;
+    for (int64_t i = 0; i < n; i++) { uint8_t code = codes[i] & 0x7f; top = code > top ? code : top; }
+    return top < special;
+}
+
+static void strip_back(const decode_job *j, float *slots, int64_t row, int64_t c0, int64_t grid) {
+    int64_t width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols;
+    int64_t wide = j->tile_cols / (j->target == PAIR ? 2 : 1);
+    uint32_t wild_scale = 0;
+    for (int64_t t = 0, first = row * grid + c0 / j->tile_cols; t < n; t++) {
+        uint32_t e = j->e8m0 ? ((const uint8_t *)j->scale_inv)[first + t] : 0;
+        float s = j->e8m0 ? value(e == 0 ? 0x400000 : e == 255 ? 0x7fc00000 : e << 23) : ((const float *)j->scale_inv)[first + t];
+        wild_scale |= (bits(s) & INFINITE) == INFINITE;
+        for (int64_t i = 0; i < wide; i++) slots[t * wide + i] = s;
+    }
+    for (int64_t r = row * j->tile_rows; r < least_of((row + 1) * j->tile_rows, j->rows); r++) {
+        const uint8_t *codes = j->codes + r * j->cols + c0;
+        int e4m3 = j->mantissa_bits == 3, tame = !wild_scale && all_numbers(codes, width, e4m3 ? 0x7f : 0x7c);
+        ask_for(codes + j->cols, width);
+        DECODE[j->target][e4m3][tame](codes, (char *)j->out + (r * j->cols + c0) * bytes_of(j->target), width, slots);
+    }
+}
+
+static void *work_back(void *argument) {
+    decode_job *j = argument;
+    float slots[STRIP];
+    int64_t grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
+    FOR_EACH_STRIP(j, row, column, strip_back(j, slots, row, column, grid))
+    return NULL;
+}
+
+void nemo_fp8_decode(decode_job *j) {
+    expect(j->out, j->rows * j->cols * bytes_of(j->target));
+    share(work_back, j, j->threads);
+}
