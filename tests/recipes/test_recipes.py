@@ -22,14 +22,18 @@ def _env(home):
 
 
 def _python(script, *arguments, home, timeout=400):
-    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, env=_env(home), cwd=home, timeout=timeout)
+    done = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, env=_env(home) | {"COLUMNS": "160"}, cwd=home, timeout=timeout
+    )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def recipes():
-    return pytest.importorskip("nemo_fp8.recipes")
+    import nemo_fp8.recipes
+
+    return nemo_fp8.recipes
 
 
 @pytest.mark.parametrize("name", BIG)
