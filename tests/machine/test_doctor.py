@@ -99,7 +99,7 @@ def te_recipes(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> 
     """TransformerEngine's real recipe module, executed under an environment."""
     path = Path(__file__).parents[2] / ".te/transformer_engine/common/recipe/__init__.py"
     if not path.is_file():
-        pytest.skip("no TransformerEngine wheel in .te (make setup brings it)")
+        pytest.fail("There is no TransformerEngine wheel in .te: run make setup.")
     for name in FROZEN:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
