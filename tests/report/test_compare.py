@@ -75,6 +75,11 @@ def test_an_unknown_recipe_is_told_before_anything_runs():
         run_trial(Trial("tiny_lama", BF16))
 
 
+def test_two_precisions_of_one_name_are_refused():
+    with pytest.raises(PrecisionError, match="twice"):
+        run_comparison("tiny_llama", [BF16, BF16.replace(grad_reduce="compute")])
+
+
 @pytest.mark.train
 @pytest.mark.slow
 def test_a_trial_that_fails_says_why(monkeypatch):
@@ -83,22 +88,13 @@ def test_a_trial_that_fails_says_why(monkeypatch):
         run_comparison("failing.recipe", [BF16], steps=2, ranks=1)
 
 
-SCRIPT = """
-import typer
-from nemo_fp8.report.compare import compare
-if __name__ == "__main__":
-    typer.run(compare)
-"""
-
-
 @pytest.mark.train
 @pytest.mark.slow
 def test_from_a_shell(tmp_path):
     """Two precisions, really trained on two ranks: the same first loss, JSON on stdout, a page with the statistics."""
-    (tmp_path / "compare.py").write_text(SCRIPT)
     names = "bf16_mixed,bf16_with_fp8_blockwise_mixed"
     arguments = ["--precisions", names, "--steps", "6", "--monitor", "3", "--html", str(tmp_path / "c.html"), "--json"]
-    done = subprocess.run([sys.executable, tmp_path / "compare.py", *arguments], capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, "-m", "nemo_fp8.cli", "compare", *arguments], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     bf16, fp8 = json.loads(done.stdout)["runs"]
     assert bf16["losses"][0] == pytest.approx(fp8["losses"][0], rel=5e-3)

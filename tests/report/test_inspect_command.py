@@ -8,8 +8,8 @@ from test_report_page import Parsed
 from tiny_llama import LAYERS
 from typer.testing import CliRunner
 
+from nemo_fp8.cli.inspect import DEFAULT, SHORT, inspect
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.report.command import DEFAULT, SHORT, inspect
 
 app = typer.Typer()
 app.command()(inspect)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nemo_fp8.cli.options import Html, Json
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.named import is_file, label_of, load
 from nemo_fp8.presets import PRESETS, preset
 from nemo_fp8.terminal import print_json, print_notes, print_pairs, print_table
 
@@ -47,11 +49,11 @@ def inspect(
         Path | None, typer.Option("--activations", metavar="FILE", help="Inputs and gradients that nemo_fp8.capture recorded.")
     ] = None,
     snr: Annotated[float, typer.Option("--snr", metavar="DB", help="Say what to keep out of FP8 to stay above this.")] = 20.0,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    html: Html = None,
+    as_json: Json = False,
 ) -> None:
     """Measure what FP8 would do to a checkpoint, tensor by tensor: SNR, underflow, saturation, and what to keep out of it."""
-    recipes = {_label(name): _named(name) for name in precision or DEFAULT}
+    recipes = {label_of(name): _named(name) for name in precision or DEFAULT}
     if html is not None:  # before minutes are spent on measuring
         _require_plots(html)
 
@@ -72,22 +74,13 @@ def inspect(
         print_notes([f"The report is in {written}."])
 
 
-def _label(name: str) -> str:
-    return Path(name).stem if name.endswith((".yaml", ".yml")) else name
-
-
 def _named(name: str) -> Precision:
     if name in SHORT:
         base, changes = SHORT[name]
         return preset(base).replace(**changes)
-    if name.endswith((".yaml", ".yml")):
-        try:
-            return Precision.from_yaml(Path(name).read_text())
-        except OSError as error:
-            raise PrecisionError(f"There is no file {name}.", f"{error}.", "Check the path.") from error
-    if name.replace("-", "_") not in PRESETS:
+    if not is_file(name) and name.replace("-", "_") not in PRESETS:
         raise PrecisionError([unknown("precision", name, [*SHORT, *PRESETS])])
-    return preset(name)
+    return load(name)
 
 
 def _require_plots(html: Path) -> None:

@@ -1,0 +1,50 @@
+"""``nemo-fp8``: the command line. Thin: parse, call, print.
+
+Every command takes ``--json``. Exit codes: 0 yes or done, 1 the answer is no (contracts differ, a machine cannot,
+an error was found), 2 the question was wrong. Heavy modules are imported inside the command that needs them.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import typer
+
+from nemo_fp8.cli.compare import compare
+from nemo_fp8.cli.contracts import check, diff, explain, list_presets, render
+from nemo_fp8.cli.inspect import inspect
+from nemo_fp8.cli.machines import doctor, lint, memory
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.terminal import print_json, print_problems
+
+app = typer.Typer(
+    help="One FP8 precision contract for NeMo / Megatron training and vLLM rollout.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("list")(list_presets)
+app.command()(explain)
+app.command()(diff)
+app.command()(render)
+app.command()(check)
+app.command()(doctor)
+app.command()(lint)
+app.command()(memory)
+app.command()(inspect)
+app.command()(compare)
+
+
+def main() -> None:
+    """Run the command line; a PrecisionError becomes what, why and remedy on stderr, and exit code 2."""
+    # What torch says of NVIDIA's packages while it is imported is no business of somebody who asked about a checkpoint.
+    warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
+    try:
+        app()
+    except PrecisionError as error:
+        if "--json" in sys.argv:
+            print_json({"error": [vars(p) for p in error.problems]})
+        else:
+            print_problems(error.problems)
+        sys.exit(2)

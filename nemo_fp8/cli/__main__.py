@@ -1,0 +1,5 @@
+"""``python -m nemo_fp8.cli``."""
+
+from nemo_fp8.cli import main
+
+main()

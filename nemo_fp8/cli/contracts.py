@@ -1,0 +1,97 @@
+"""Commands on contracts: list, explain, diff, render, check."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from nemo_fp8.cli.options import Changes, Json, Name
+from nemo_fp8.named import load, read_text
+from nemo_fp8.terminal import print_answers, print_json, print_notes, print_pairs, print_table
+
+
+def list_presets(as_json: Json = False) -> None:
+    """List the presets and what each one sets."""
+    from nemo_fp8.presets import PRESETS
+
+    if as_json:
+        return print_json({name: p.to_dict() for name, p in PRESETS.items()})
+    rows = [
+        (name, p.format, p.scaling, p.fp8_param or None, f"{p.first_layers}+{p.last_layers}" if p.is_fp8 else None)
+        for name, p in PRESETS.items()
+    ]
+    return print_table(
+        ("preset", "FP8", "scaling", "param", "kept"),
+        rows,
+        "param: FP8 primary weights. kept: decoder layers at start + end that stay in the compute dtype.",
+    )
+
+
+def explain(name: Name, changes: Changes = None, as_json: Json = False) -> None:
+    """Say in plain words what a precision stores, and with which scales."""
+    from nemo_fp8.explain import explain_rows
+
+    rows = explain_rows(load(name, changes))
+    if as_json:
+        return print_json([{"about": heading, "says": sentence} for heading, sentence in rows])
+    return print_pairs(rows)
+
+
+def diff(a: Name, b: Name, as_json: Json = False) -> None:
+    """Show in which fields two precisions differ; exit code 1 if they do."""
+    first, second = load(a), load(b)
+    fields = first.diff(second)
+    if as_json:
+        print_json({name: {"a": mine, "b": theirs} for name, (mine, theirs) in fields.items()})
+    elif fields:
+        print_table(("field", first.name, second.name), [(name, mine, theirs) for name, (mine, theirs) in fields.items()])
+    else:
+        print_pairs([("same", f"{first.name} and {second.name} are the same precision.")])
+    raise typer.Exit(1 if fields else 0)
+
+
+def render(
+    name: Name,
+    to: Annotated[str, typer.Option("--to", help="nemo, bridge, megatron, te, nemo-rl, vllm or env.", show_default=False)],
+    changes: Changes = None,
+    as_json: Json = False,
+) -> None:
+    """Write a precision in another program's words, to paste there."""
+    from nemo_fp8.render import render
+
+    rendering = render(load(name, changes), to)
+    if as_json:
+        return print_json({"to": rendering.to, "settings": rendering.data, "notes": rendering.notes, "lost": rendering.lost})
+    sys.stdout.write(rendering.text.rstrip() + "\n")
+    # What this side cannot say goes to stderr, so that the text can be piped into a file.
+    return print_notes(rendering.notes)
+
+
+def check(
+    train: Name,
+    rollout: Annotated[str | None, typer.Argument(help="The rollout's precision; leave out with --nemo-rl.", show_default=False)] = None,
+    nemo_rl: Annotated[bool, typer.Option("--nemo-rl", help="Read both sides from a NeMo RL YAML.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Prove that training and rollout hold the same weights, or say what differs; exit code 1 if something does."""
+    from nemo_fp8.agreement import check
+    from nemo_fp8.render.nemo_rl import ignored_by_nemo_rl, read_nemo_rl
+
+    notes = []
+    if nemo_rl:
+        text = read_text(train)
+        trained, rolled = read_nemo_rl(text)
+        notes = [f"{p.what} {p.why} {p.remedy}" for p in ignored_by_nemo_rl(text)]
+    else:
+        trained = load(train)
+        rolled = load(rollout) if rollout else trained
+    agreement = check(train=trained, rollout=rolled)
+    if as_json:
+        print_json(agreement.to_dict() | {"notes": notes})
+    else:
+        print_pairs([("agrees" if agreement.agrees else "differs", str(agreement).partition("\n")[0])])
+        print_answers((f.problem.what, f.severity, f.problem.why, f.problem.remedy) for f in agreement.findings)
+        print_notes(notes)
+    raise typer.Exit(0 if agreement.agrees else 1)

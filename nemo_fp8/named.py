@@ -1,0 +1,64 @@
+"""A precision as a person names it: a preset, or a YAML file, with ``field=value`` changes on top."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+
+
+def load(name: str, changes: list[str] | None = None) -> Precision:
+    """The contract of a preset's name or of a YAML file, with ``field=value`` changes applied."""
+    from nemo_fp8.presets import preset
+
+    p = from_file(name) if is_file(name) else preset(name)
+    changed = changes_of(changes)
+    return p.replace(**changed) if changed else p
+
+
+def from_file(name: str) -> Precision:
+    """The contract in a YAML file, which goes by the file's name where it has none of its own."""
+    p = Precision.from_yaml(read_text(name))
+    return p.replace(name=label_of(name)) if p.name == "custom" else p
+
+
+def label_of(name: str) -> str:
+    """What a column of a table is headed with."""
+    return Path(name).stem if is_file(name) else name
+
+
+def settings_of(name: str, changes: list[str] | None = None) -> dict[str, Any]:
+    """The same as plain settings, which need not make a contract: lint says why they do not."""
+    from nemo_fp8.plain_yaml import load_mapping
+
+    if is_file(name):
+        return load_mapping(read_text(name), "a precision contract") | changes_of(changes)
+    try:
+        return load(name, changes).to_dict()
+    except PrecisionError:
+        return load(name).to_dict() | changes_of(changes)
+
+
+def changes_of(changes: list[str] | None) -> dict[str, Any]:
+    """``field=value`` words as settings, each value read as YAML."""
+    import yaml
+
+    pairs = [change.partition("=") for change in changes or []]
+    for field, equals, _ in pairs:
+        if not equals:
+            raise PrecisionError(f"--set {field} has no value.", "A change is a field and its new value.", f"Write --set {field}=VALUE.")
+    return {field: yaml.safe_load(value) for field, _, value in pairs}
+
+
+def is_file(name: str) -> bool:
+    """Whether a name is meant as a YAML file."""
+    return Path(name).suffix in (".yaml", ".yml")
+
+
+def read_text(name: str) -> str:
+    """What a file says."""
+    if not Path(name).is_file():
+        raise PrecisionError(f"There is no file {name}.", "A name that ends in .yaml is read as a file.", "Check the path.")
+    return Path(name).read_text()
