@@ -36,11 +36,11 @@ _NEVER_FP8 = ("router", "mlp.gate", "embed", "lm_head", "output_layer", "norm")
 
 
 @dataclass(frozen=True)
-class Finding:
+class Difference:
     """One thing in which the two sides differ."""
 
     severity: str
-    """``conflict``, ``difference`` or ``note``."""
+    """How grave: ``conflict``, ``difference`` or ``note``."""
     topic: str
     problem: Problem
 
@@ -52,7 +52,7 @@ class Finding:
 class Agreement:
     """What ``check`` found. Ask ``agrees``; the object itself has no truth value, so that it cannot be tested by mistake."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Difference, ...]
 
     @property
     def agrees(self) -> bool:
@@ -142,9 +142,9 @@ def _words(operand: Operand) -> str:
 # ---------------------------------------------------------------------- comparisons
 
 
-def _compute(train: Precision, rollout: Precision) -> Iterator[Finding]:
+def _compute(train: Precision, rollout: Precision) -> Iterator[Difference]:
     if train.compute != rollout.compute:
-        yield _finding(
+        yield _difference(
             "conflict",
             "compute",
             f"Training computes in {train.compute.upper()}, the rollout in {rollout.compute.upper()}.",
@@ -153,11 +153,11 @@ def _compute(train: Precision, rollout: Precision) -> Iterator[Finding]:
         )
 
 
-def _one_sided(train: Precision, rollout: Precision) -> Iterator[Finding]:
+def _one_sided(train: Precision, rollout: Precision) -> Iterator[Difference]:
     if train.is_fp8 == (rollout.rollout == "fp8"):
         return
     where, other = ("Training", "the rollout") if train.is_fp8 else ("The rollout", "training")
-    yield _finding(
+    yield _difference(
         "difference",
         "format",
         f"{where} multiplies in FP8 and {other} in {train.compute.upper()}.",
@@ -166,7 +166,7 @@ def _one_sided(train: Precision, rollout: Precision) -> Iterator[Finding]:
     )
 
 
-def _weights(train: Precision, rollout: Precision) -> Iterator[Finding]:
+def _weights(train: Precision, rollout: Precision) -> Iterator[Difference]:
     ours, theirs = train.operand("weight"), rollout_operand(rollout, "weight")
     if ours is None or theirs is None:
         return
@@ -176,9 +176,9 @@ def _weights(train: Precision, rollout: Precision) -> Iterator[Finding]:
         if _scale_kind(ours) != _scale_kind(theirs):
             cost += f" (a power-of-2 copy that is cast again with FP32 scales lies {CAST_TWICE}% from them)"
         why = f"Same weights, other codes: {cost}."
-        yield _finding(_degree("weight_scale", train, rollout), "weights", what, why, _remedy("weight_scale", ours, theirs))
+        yield _difference(_degree("weight_scale", train, rollout), "weights", what, why, _remedy("weight_scale", ours, theirs))
     elif ours != theirs and ours.block != theirs.block:
-        yield _finding(
+        yield _difference(
             "note",
             "weights",
             what,
@@ -187,11 +187,11 @@ def _weights(train: Precision, rollout: Precision) -> Iterator[Finding]:
         )
 
 
-def _activations(train: Precision, rollout: Precision) -> Iterator[Finding]:
+def _activations(train: Precision, rollout: Precision) -> Iterator[Difference]:
     ours, theirs = train.operand("input"), rollout_operand(rollout, "input")
     if ours is None or theirs is None or _same_values(ours, theirs):
         return
-    yield _finding(
+    yield _difference(
         _degree("activation_scale", train, rollout),
         "activations",
         f"Activations: training casts to {_words(ours)}; the rollout casts to {_words(theirs)}.",
@@ -200,11 +200,11 @@ def _activations(train: Precision, rollout: Precision) -> Iterator[Finding]:
     )
 
 
-def _layers(train: Precision, rollout: Precision) -> Iterator[Finding]:
+def _layers(train: Precision, rollout: Precision) -> Iterator[Difference]:
     for name, where in (("first_layers", "first"), ("last_layers", "last")):
         ours, theirs = getattr(train, name), getattr(rollout, name)
         if ours != theirs and _says(train, name, "train") and _says(rollout, name, "rollout"):
-            yield _finding(
+            yield _difference(
                 "conflict",
                 "layers",
                 f"The {where} {ours} layers train in {train.compute.upper()}, the {where} {theirs} generate in it.",
@@ -214,12 +214,12 @@ def _layers(train: Precision, rollout: Precision) -> Iterator[Finding]:
             )
 
 
-def _kept(train: Precision, rollout: Precision) -> Iterator[Finding]:
+def _kept(train: Precision, rollout: Precision) -> Iterator[Difference]:
     if not (_says(train, "keep", "train") and _says(rollout, "keep", "rollout")):
         return
     only_here = {p for p in {*train.keep} ^ {*rollout.keep} if not any(word in p for word in _NEVER_FP8)}
     if only_here:
-        yield _finding(
+        yield _difference(
             "conflict",
             "modules",
             f"Kept in {train.compute.upper()} on one side only: {', '.join(sorted(only_here))}.",
@@ -228,9 +228,9 @@ def _kept(train: Precision, rollout: Precision) -> Iterator[Finding]:
         )
 
 
-def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Finding]:
+def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Difference]:
     if rollout.kv_cache == "fp8" and not train.attention:
-        yield _finding(
+        yield _difference(
             "difference",
             "attention",
             f"The rollout keeps its KV cache in FP8, training attends in {train.compute.upper()}.",
@@ -239,9 +239,9 @@ def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Finding]:
         )
 
 
-def _correction(train: Precision, rollout: Precision) -> Iterator[Finding]:
+def _correction(train: Precision, rollout: Precision) -> Iterator[Difference]:
     if rollout.rollout == "fp8" and not rollout.importance_sampling:
-        yield _finding(
+        yield _difference(
             "note",
             "loss",
             "The policy loss is not corrected for the difference between trainer and rollout.",
@@ -269,5 +269,5 @@ def _remedy(name: str, ours: Operand, theirs: Operand) -> str:
     return "Train with scaling='blockwise' and generate with rollout_block='128x128' (or 'tensorwise' with 'tensor', 'mxfp8' with '1x32')."
 
 
-def _finding(severity: str, topic: str, what: str, why: str, remedy: str) -> Finding:
-    return Finding(severity, topic, Problem(what, why, remedy))
+def _difference(severity: str, topic: str, what: str, why: str, remedy: str) -> Difference:
+    return Difference(severity, topic, Problem(what, why, remedy))
