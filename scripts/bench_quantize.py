@@ -151,13 +151,14 @@ def measure(shape: tuple[int, int], rounds: int, mode: str, with_peers: bool, co
     ways: Ways = {"copy/new": plain.clone, "copy/there": lambda: target.copy_(plain)}
     for name, (tile, kind) in OPERATIONS.items():
 
-        def run(statistics: bool, out: torch.Tensor | None, tile: Any = tile, kind: str = kind) -> Any:
+        def run(statistics: bool, out: Any, tile: Any = tile, kind: str = kind) -> Any:
             return require(kernels.quantize(x, tile, "e4m3", kind, "te", statistics, given if tile is None else None, out))
 
+        there = (codes, run(False, None)[1])
         ways |= {
             f"{name}/new": lambda run=run: run(False, None),
-            f"{name}/there": lambda run=run: run(False, codes),
-            f"{name}/statistics": lambda run=run: run(True, codes),
+            f"{name}/there": lambda run=run, there=there: run(False, there),
+            f"{name}/statistics": lambda run=run, there=there: run(True, there),
         }
     decode = "decode 128x128 to BF16"
     ways[f"{decode}/new"] = lambda: require(kernels.decode(block_codes, block_scales, (128, 128)))

@@ -5,8 +5,10 @@ Torch only: no NeMo, no vLLM, no TE. ``formats`` and ``scales`` say what the bit
 """
 
 from nemo_fp8.numerics.formats import FORMATS, Format, cast, decode
-from nemo_fp8.numerics.quantize import quantize, quantize_pair, quantize_reference
+from nemo_fp8.numerics.quantize import quantize, quantize_into, quantize_pair, quantize_reference
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.statistics import Statistics
 
-__all__ = ["FORMATS", "Format", "Quantized", "Statistics", "cast", "decode", "quantize", "quantize_pair", "quantize_reference"]
+__all__ = [
+    "FORMATS", "Format", "Quantized", "Statistics", "cast", "decode", "quantize", "quantize_into", "quantize_pair", "quantize_reference",
+]  # fmt: skip

@@ -40,19 +40,41 @@ def quantize(
 
     ``scale`` gives the factor instead of finding it (delayed scaling); ``epsilon`` is a floor for amaxes.
     """
-    check_usage(usage)
-    scales.check_convention(convention)
-    tile = tile_of(operand, usage)
-    _check_source(x, tile)
-    _check_scale(operand, scale, convention)
-    format = format_of(operand.format)
+    tile = _check(x, operand, usage, scale, convention)
     result = None
     if epsilon == 0.0:
         result = kernels.quantize(x, tile, operand.format, operand.scale, convention, statistics, scale)
     if result is None:
+        format = format_of(operand.format)
         result = quantize_reference(x, tile, format, operand.scale, convention, statistics, epsilon=epsilon, scale=scale)
     data, scale_inv, stats = result
     return Quantized(data, scale_inv, tile, usage, stats)
+
+
+@torch.no_grad()
+def quantize_into(
+    x: torch.Tensor,
+    operand: Operand,
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    *,
+    usage: str = "row",
+    scale: torch.Tensor | None = None,
+    convention: str = "te",
+    statistics: bool = False,
+) -> Quantized:
+    """:func:`quantize` into memory that is there: an engine's parameter, one shard of a fused weight, a buffer that is used again.
+
+    ``codes`` has the shape of ``x``; its rows may lie apart, so a slice of rows or of columns will do. ``scale_inv`` has the
+    shape of the scales, one for each tile of ``x``, and may lie anywhere. Both are written once, and read never.
+    """
+    tile = _check(x, operand, usage, scale, convention)
+    out = (codes, scale_inv)
+    result = kernels.quantize(x, tile, operand.format, operand.scale, convention, statistics, scale, out)
+    if result is None:
+        data, inverse, stats = quantize_reference(x, tile, format_of(operand.format), operand.scale, convention, statistics, scale=scale)
+        result = (codes.copy_(data), scale_inv.copy_(inverse.reshape(scale_inv.shape)), stats)
+    return Quantized(codes, scale_inv, tile, usage, result[2])
 
 
 def quantize_pair(
@@ -167,6 +189,16 @@ def _elements(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------- checks
+
+
+def _check(x: torch.Tensor, operand: Operand, usage: str, scale: torch.Tensor | None, convention: str) -> Tile:
+    """The tile, where everything that was asked for fits together."""
+    check_usage(usage)
+    scales.check_convention(convention)
+    tile = tile_of(operand, usage)
+    _check_source(x, tile)
+    _check_scale(operand, scale, convention)
+    return tile
 
 
 def _check_source(x: torch.Tensor, tile: Tile) -> None:

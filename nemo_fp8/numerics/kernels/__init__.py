@@ -1,8 +1,8 @@
 """The same casts at memory speed: one seam, one file for each kind of device.
 
     quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)  ->  (codes, scale_inv, statistics)
-    decode(data, scale_inv, tile, dtype)                                          ->  values
-    amax(x)                                                                       ->  the largest magnitude
+    decode(data, scale_inv, tile, dtype, out)                                          ->  values
+    amax(x)                                                                            ->  the largest magnitude
 
 Each answers None where it has no fast way for that device, type or tile, and the caller computes in torch. What
 they do answer equals :func:`nemo_fp8.numerics.quantize.quantize_reference` to the bit, in codes and in scales;
@@ -18,9 +18,11 @@ import torch
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import format_of
+from nemo_fp8.numerics.kernels.out import check, rows_of
 from nemo_fp8.numerics.statistics import Statistics
 
 Tile = tuple[int, int] | None
+Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
 
 
@@ -32,14 +34,14 @@ def quantize(
     convention: str = "te",
     statistics: bool = False,
     scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    out: Out | None = None,
 ) -> Result | None:
     """Codes, scale_inv and statistics of ``x``. ``scale`` is given for whole tensors only (``tile`` None).
 
-    ``out`` are contiguous codes to write to, of the shape of ``x``: memory that is used again is several times as fast as new.
+    ``out`` are codes and scale_inv to write to: memory that is used again is several times as fast as new.
     """
     if out is not None:
-        _check_out(out, x.shape, format_of(element_format).dtype, x.device)
+        check_out(out, x, tile, format_of(element_format).dtype, scale_kind)
     device = _device(x)
     return None if device is None else device.quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
 
@@ -49,7 +51,11 @@ def decode(
 ) -> torch.Tensor | None:
     """``code * scale_inv``, computed in FP32 and rounded once to ``dtype``; into ``out``, if given."""
     if out is not None:
-        _check_out(out, data.shape, dtype, data.device)
+        check(out, "out", data.shape, dtype, data)
+        if not out.is_contiguous():
+            raise PrecisionError(
+                "out= is not contiguous.", "Values are written in one piece.", "Give torch.empty(data.shape, dtype=dtype)."
+            )
     device = _device(data)
     return None if device is None else device.decode(data, scale_inv, tile, dtype, out)
 
@@ -65,7 +71,7 @@ class _Kernels(Protocol):
 
     def quantize(
         self, x: torch.Tensor, tile: Tile, element_format: str, scale_kind: str, convention: str, statistics: bool,
-        scale: torch.Tensor | None, out: torch.Tensor | None,
+        scale: torch.Tensor | None, out: Out | None,
     ) -> Result | None: ...  # fmt: skip
 
     def decode(
@@ -82,10 +88,12 @@ def _device(x: torch.Tensor) -> _Kernels | None:
     return cast(_Kernels, importlib.import_module(f"{__name__}.{x.device.type}"))
 
 
-def _check_out(out: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-    if out.shape != shape or out.dtype != dtype or out.device != device or not out.is_contiguous():
-        raise PrecisionError(
-            f"out= is {out.dtype} of shape {tuple(out.shape)} on {out.device}{'' if out.is_contiguous() else ', not contiguous'}.",
-            f"The result is contiguous {dtype} of shape {tuple(shape)} on {device}.",
-            "Give torch.empty(shape, dtype=dtype, device=device), or leave out= away.",
-        )
+def check_out(out: Out, x: torch.Tensor, tile: Tile, dtype: torch.dtype, scale_kind: str) -> None:
+    """Refuse memory that cannot hold the codes and scales of ``x``."""
+    codes, scale_inv = out
+    check(codes, "codes", x.shape, dtype, x)
+    rows_of(codes, "codes")
+    shape = tuple(scale_inv.shape) if scale_inv.numel() == 1 else ()  # one scale of a whole tensor may have any shape
+    if tile is not None:
+        shape = (-(-x.shape[:-1].numel() // tile[0]), -(-x.shape[-1] // tile[1]))
+    check(scale_inv, "scale_inv", shape, torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32, x)

@@ -14,10 +14,12 @@ import torch
 
 from nemo_fp8.numerics.formats import Format, format_of
 from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels.out import rows_of
 from nemo_fp8.numerics.kernels.results import statistics_of
 from nemo_fp8.numerics.statistics import Statistics
 
 Tile = tuple[int, int] | None
+Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
 
 STRIP = 2048
@@ -36,7 +38,7 @@ class _Job(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "tile_rows", "tile_cols")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "codes_stride", "scale_stride", "tile_rows", "tile_cols")),
         *((name, ctypes.c_int32) for name in ("source", "scaling", "mantissa_bits", "bias", "threads")),
         *((name, ctypes.c_float) for name in ("format_max", "saturates_above", "given", "scale_if_tiny")),
         ("next", ctypes.c_int64),
@@ -62,7 +64,7 @@ def quantize(
     convention: str,
     statistics: bool,
     scale: torch.Tensor | None,
-    out: torch.Tensor | None,
+    out: Out | None,
 ) -> Result | None:
     """As :func:`nemo_fp8.numerics.quantize.quantize_reference`, or None."""
     library = build.library()
@@ -74,11 +76,15 @@ def quantize(
         return _quantize_whole(library, x, format, scale_kind, convention, statistics, scale, out)
     matrix = _as_rows(x)
     grid = _grid(matrix, tile)
-    scale_inv = torch.empty(grid, dtype=torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32)
-    codes = torch.empty(x.shape, dtype=format.dtype) if out is None else out
+    scale_type = torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32
+    codes, scale_inv = out or (torch.empty(x.shape, dtype=format.dtype), torch.empty(grid, dtype=scale_type))
+    found = scale_inv if scale_inv.stride(1) == 1 or grid[1] == 1 else torch.empty(grid, dtype=scale_type)
     counts = _empty_counts(grid) if statistics else {}
     tiny = torch.finfo(x.dtype).max  # what TE takes for the scale of a tile where it overflows
-    _run(library, matrix, tile, format, scaling=scaling, scale_if_tiny=tiny, codes=codes, scale_inv=scale_inv, **counts)
+    more = {"scale_inv": found, "scale_stride": found.stride(0), **counts}
+    _run(library, matrix, tile, format, codes=codes, scaling=scaling, scale_if_tiny=tiny, **more)
+    if found is not scale_inv:
+        scale_inv.copy_(found)
     return codes, scale_inv, _statistics(x, tile, format, counts, scale_inv) if statistics else None
 
 
@@ -122,11 +128,12 @@ def _quantize_whole(
     convention: str,
     statistics: bool,
     scale: torch.Tensor | None,
-    out: torch.Tensor | None,
+    out: Out | None,
 ) -> Result:
     from nemo_fp8.numerics.quantize import find_scales
 
-    matrix = _as_wide_rows(x)
+    codes = torch.empty(x.shape, dtype=format.dtype) if out is None else out[0]
+    matrix = _as_wide_rows(x) if codes.is_contiguous() else _as_rows(x)
     if scale is None:
         found = amax(matrix)
         assert found is not None
@@ -134,15 +141,20 @@ def _quantize_whole(
     else:
         scale = scale.detach().to("cpu", torch.float32).reshape(())
         scale_inv = torch.reciprocal(scale)
-    codes = torch.empty(x.shape, dtype=format.dtype) if out is None else out
+    if out is not None:
+        scale_inv = out[1].copy_(scale_inv.reshape(out[1].shape))
     counts = _empty_counts(_grid(matrix, WHOLE)) if statistics else {}
     _run(library, matrix, WHOLE, format, scaling=GIVEN, given=float(scale), codes=codes, **counts)
     return codes, scale_inv, _statistics(x, None, format, counts, scale_inv) if statistics else None
 
 
-def _run(library: ctypes.CDLL, matrix: torch.Tensor, tile: tuple[int, int], format: Format, **more: Any) -> None:
+def _run(
+    library: ctypes.CDLL, matrix: torch.Tensor, tile: tuple[int, int], format: Format, codes: torch.Tensor | None = None, **more: Any
+) -> None:
     """One job. Tensors are passed as their addresses."""
     source = SOURCES[matrix.dtype]
+    if codes is not None:
+        more |= {"codes": codes, "codes_stride": matrix.shape[1] if codes.is_contiguous() else rows_of(codes, "codes").stride(0)}
     job = _Job(
         x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0], tile_cols=tile[1],
         source=PAIR if source == BF16 and tile[1] > 1 else source, mantissa_bits=format.mantissa_bits, bias=format.bias,

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import FORMATS, Format, format_of
+from nemo_fp8.numerics.kernels.out import rows_of
 from nemo_fp8.numerics.statistics import Statistics
 
 Tile = tuple[int, int] | None
+Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,7 +42,7 @@ def available() -> bool:
 
 def quantize(
     x: torch.Tensor, tile: Tile, element_format: str, scale_kind: str, convention: str, statistics: bool,
-    scale: torch.Tensor | None, out: torch.Tensor | None,
+    scale: torch.Tensor | None, out: Out | None,
 ) -> Result | None:  # fmt: skip
     """As :func:`nemo_fp8.numerics.quantize.quantize_reference`, or None."""
     scaling = SCALINGS.get((convention, scale_kind))
@@ -50,7 +52,7 @@ def quantize(
     matrix = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     grid = _grid(matrix, tile or WHOLE)
-    codes = torch.empty(x.shape, dtype=format.dtype, device=x.device) if out is None else out
+    codes = torch.empty(x.shape, dtype=format.dtype, device=x.device) if out is None else out[0]
     found = _empty(grid, x.device) if statistics else {}
     if tile is None:
         from nemo_fp8.numerics.quantize import find_scales
@@ -62,9 +64,12 @@ def quantize(
         else:
             scale = scale.detach().to(x.device, torch.float32).reshape(())
             scale_inv = torch.reciprocal(scale)
+        if out is not None:
+            scale_inv = out[1].copy_(scale_inv.reshape(out[1].shape))
         _launch(matrix, WHOLE, format, GIVEN, codes=codes, given=scale, **found)
     else:
-        scale_inv = torch.empty(grid, dtype=torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32, device=x.device)
+        scale_type = torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32
+        scale_inv = torch.empty(grid, dtype=scale_type, device=x.device) if out is None else out[1]
         _launch(matrix, tile, format, scaling, codes=codes, scale_inv=scale_inv, **found)
     return codes, scale_inv, _statistics(x, tile, format, found, scale_inv) if statistics else None
 
@@ -112,11 +117,13 @@ def _launch(matrix: torch.Tensor, tile: tuple[int, int], format: Format, scaling
         scale_inv = scale_inv.view(torch.uint8)
     bf16 = matrix.dtype == torch.bfloat16
     source = matrix.view(torch.int16) if bf16 else matrix
+    codes_stride = 0 if codes is None else rows_of(codes, "codes").stride(0)
+    scale_strides = (0, 0) if scale_inv is None else scale_inv.stride()
     none = matrix  # a pointer that the kernel does not touch
     triton_kernels.quantize_kernel[(-(-grid_rows // high) * -(-grid_cols // wide),)](
         source, none if codes is None else codes.view(torch.uint8), none if scale_inv is None else scale_inv,
         *(arrays.get(name, none) for name in ("given", "amax", "signal", "noise", "counts")),
-        rows, cols, matrix.stride(0), grid_rows, grid_cols,
+        rows, cols, matrix.stride(0), codes_stride, *scale_strides, grid_rows, grid_cols,
         format.max, 1.0 / format.max, torch.finfo(matrix.dtype).max, format.saturates_above,
         SCALING=scaling, MANTISSA=format.mantissa_bits, BIAS=format.bias, SPECIAL=_special(format),
         HIGH=high, TILE_ROWS=tile[0], WIDE=wide, TILE_COLS=tile[1],

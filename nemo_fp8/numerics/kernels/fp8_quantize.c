@@ -26,13 +26,13 @@ enum scaling { GIVEN, TE, TE_POW2, DEEPGEMM, DEEPGEMM_POW2, E8M0 };
 
 typedef struct job {
     const void *x;                                /* rows x cols, `stride` elements from row to row */
-    uint8_t *codes;                               /* rows x cols, contiguous */
-    void *scale_inv;                              /* one a tile: floats, or bytes for E8M0 */
+    uint8_t *codes;                               /* rows x cols, `codes_stride` from row to row */
+    void *scale_inv;                              /* one a tile: floats, or bytes for E8M0; `scale_stride` from row to row */
     float *amax;                                  /* one a tile, if wanted */
     double *signal, *noise;                       /* one a tile, if wanted, and so all that follow */
     int32_t *underflow, *saturated, *nonfinite;
     uint8_t *least, *largest;
-    int64_t rows, cols, stride, tile_rows, tile_cols;
+    int64_t rows, cols, stride, codes_stride, scale_stride, tile_rows, tile_cols;
     int32_t source, scaling, mantissa_bits, bias, threads;
     float format_max, saturates_above, given, scale_if_tiny;
     _Atomic int64_t next;
@@ -327,8 +327,9 @@ static void tiles(const job *j, format f, scratch *w, int64_t row, int64_t c0) {
         if (!j->codes) return;
     }
     find_scales(j, w->amax, w->scale, w->scale_inv, n);
-    if (j->scaling == E8M0) for (int64_t t = 0; t < n; t++) ((uint8_t *)j->scale_inv)[first + t] = (uint8_t)w->scale_inv[t];
-    else if (j->scaling != GIVEN) memcpy((float *)j->scale_inv + first, w->scale_inv, (size_t)n * 4);
+    int64_t scales_at = row * j->scale_stride + c0 / j->tile_cols;
+    if (j->scaling == E8M0) for (int64_t t = 0; t < n; t++) ((uint8_t *)j->scale_inv)[scales_at + t] = (uint8_t)w->scale_inv[t];
+    else if (j->scaling != GIVEN) memcpy((float *)j->scale_inv + scales_at, w->scale_inv, (size_t)n * 4);
 
     const float *slots = w->scale;
     if (j->tile_cols > 1) {
@@ -338,7 +339,7 @@ static void tiles(const job *j, format f, scratch *w, int64_t row, int64_t c0) {
     }
     for (int64_t r = 0; r < r1 - r0; r++) {
         const void *from = x + r * j->stride * size;
-        uint8_t *codes = j->codes + (r0 + r) * j->cols + c0;
+        uint8_t *codes = j->codes + (r0 + r) * j->codes_stride + c0;
         if (r + 1 < r1 - r0 || (j->scaling == GIVEN && !j->amax)) ask_for((const char *)from + j->stride * size, width * size);
         CAST[j->source][tame][count ? r ? ADD : SET : NONE](from, codes, width, slots, f, &w->counts);
         if (count) count_row(from, codes, width, j->source, r > 0, &w->counts);
@@ -361,6 +362,6 @@ static void *work(void *argument) {
 }
 
 void nemo_fp8_quantize(job *j) {
-    if (j->codes) expect(j->codes, j->rows * j->cols);
+    if (j->codes && j->codes_stride == j->cols) expect(j->codes, j->rows * j->cols);
     share(work, j, j->threads);
 }

@@ -114,7 +114,8 @@ def _per_tile_sum(x):
 @triton.jit
 def quantize_kernel(
     x_ptr, codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, signal_ptr, noise_ptr, counts_ptr,
-    rows, cols, stride, grid_rows, grid_cols, format_max, reciprocal_max, scale_if_tiny, saturates_above,
+    rows, cols, stride, codes_stride, scale_rows, scale_cols, grid_rows, grid_cols,
+    format_max, reciprocal_max, scale_if_tiny, saturates_above,
     SCALING: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr,
     HIGH: tl.constexpr, TILE_ROWS: tl.constexpr, WIDE: tl.constexpr, TILE_COLS: tl.constexpr,
     BF16: tl.constexpr, CAST: tl.constexpr, STATISTICS: tl.constexpr, HARDWARE: tl.constexpr,
@@ -144,14 +145,15 @@ def quantize_kernel(
             scale_inv = _divide(tl.full((HIGH, WIDE), 1.0, tl.float32), scale)
         else:
             scale, scale_inv, byte = _find_scales(amax, SCALING, format_max, reciprocal_max, scale_if_tiny)
+            scale_at = tile_row[:, None].to(tl.int64) * scale_rows + tile_col[None, :] * scale_cols
             if SCALING == E8M0:
-                tl.store(scale_inv_ptr + at, byte.to(tl.uint8), mask=real)
+                tl.store(scale_inv_ptr + scale_at, byte.to(tl.uint8), mask=real)
             else:
-                tl.store(scale_inv_ptr + at, scale_inv, mask=real)
+                tl.store(scale_inv_ptr + scale_at, scale_inv, mask=real)
         wide_scale = tl.expand_dims(tl.expand_dims(scale, 1), 3)
         codes = _encode(x, wide_scale, MANTISSA, BIAS, format_max, HARDWARE)
         flat = tl.reshape(codes, (HIGH * TILE_ROWS, WIDE * TILE_COLS))
-        tl.store(codes_ptr + row[:, None].to(tl.int64) * cols + col[None, :], flat, mask=inside)
+        tl.store(codes_ptr + row[:, None].to(tl.int64) * codes_stride + col[None, :], flat, mask=inside)
         if STATISTICS:
             finite = tl.abs(x) < float("inf")
             value = _decode(codes, MANTISSA, BIAS, SPECIAL) * tl.expand_dims(tl.expand_dims(scale_inv, 1), 3)

@@ -1,0 +1,65 @@
+"""Memory that the caller gives for a result: what it must be, checked before anything is written to it.
+
+Codes lie in rows, each in one piece; the rows may lie apart, so that one shard of a fused weight can be written where it
+belongs. Scales may lie anywhere. Neither may overlap the source, of which tiles are read twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nemo_fp8.errors import PrecisionError
+
+
+def check(out: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, source: torch.Tensor) -> None:
+    """Refuse memory that cannot hold the result, or that it would spoil."""
+    problem = None
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != source.device:
+        problem = f"is {out.dtype} of shape {tuple(out.shape)} on {out.device}"
+    elif out.requires_grad:
+        problem = "requires grad"
+    elif out.numel() and out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() and _overlap(out, source):
+        problem = "overlaps its source"
+    elif _written_twice(out):
+        problem = f"has strides {out.stride()}, so that elements share memory"
+    if problem:
+        raise PrecisionError(
+            f"{name}= {problem}.",
+            f"The result is {dtype} of shape {tuple(shape)} on {source.device}, in memory of its own.",
+            f"Give torch.empty({tuple(shape)}, dtype={dtype}, device={str(source.device)!r}) or a slice of such a tensor.",
+        )
+
+
+def rows_of(out: torch.Tensor, name: str) -> torch.Tensor:
+    """The memory as a matrix whose rows lie in one piece each."""
+    try:
+        matrix = out.view(-1, out.shape[-1]) if out.dim() else out.view(1, 1)
+    except RuntimeError:
+        matrix = None
+    if matrix is None or (matrix.shape[1] > 1 and matrix.stride(1) != 1):
+        raise PrecisionError(
+            f"{name}= of shape {tuple(out.shape)} has strides {out.stride()}.",
+            "Codes are written row by row, with the leading dimensions flattened.",
+            "Give a tensor, or a slice of rows or columns of one, whose last dimension lies in one piece.",
+        )
+    return matrix
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    (a0, a1), (b0, b1) = (_span(t) for t in (a, b))
+    return a0 < b1 and b0 < a1
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
+
+
+def _written_twice(t: torch.Tensor) -> bool:
+    """From the shortest stride to the longest, each dimension must step over all that those before it cover."""
+    covered = 1
+    for stride, n in sorted((stride, n) for stride, n in zip(t.stride(), t.shape, strict=True) if n > 1):
+        if stride < covered:
+            return True
+        covered = stride * (n - 1) + covered
+    return False
