@@ -118,7 +118,7 @@ def _bar() -> Iterator[Callable[[int], Callable[[int, str], None]]]:
 
 
 def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
-    from nemo_fp8.report.names import ROLES
+    from nemo_fp8.tensor_names import ROLES
 
     rows, labels = inspection.measured(), list(inspection.recipes)
     skipped = Counter(row.place.role if row.place.kept else "other" for row in inspection.rows if row.skipped)

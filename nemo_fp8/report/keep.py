@@ -1,6 +1,6 @@
 """Which linears to keep in the compute dtype, so that everything that stays in FP8 is above a given SNR.
 
-What can be kept on its own is a *unit* (see ``names``): Q, K and V together, gate and up together, all routed experts
+What can be kept on its own is a *unit* (see ``tensor_names``): Q, K and V together, gate and up together, all routed experts
 of a layer. A unit is kept if any operand of any part of it is below the threshold, with its own SNR or with that of
 its blocks (see ``loss``). Decoder layers at either end of
 which nothing remains become ``first_layers`` and ``last_layers``; the others become patterns, which match the names of

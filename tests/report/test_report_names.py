@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_fp8.report.names import ROLES, decoder, outside, place
+from nemo_fp8.tensor_names import ROLES, decoder, outside, place
 
 # name -> role, layer, the linear of Megatron that it is a part of ("" where it is never quantized)
 NAMES = {

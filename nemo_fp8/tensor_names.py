@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 # What stays in the compute dtype under every contract: role, the sign of it in a name, and the reason.
 KEPT = (
@@ -70,6 +71,7 @@ class Place:
     """Why no contract quantizes it; empty for a linear."""
 
 
+@lru_cache(maxsize=1 << 17)
 def place(tensor: str) -> Place:
     """The place of a tensor, by its name alone."""
     module = re.sub(r"\.(weight\d*|input|grad)$", "", tensor)

@@ -1,0 +1,306 @@
+"""Which weights of a model a rollout holds in FP8: one rule, on names and shapes, for every side that has to agree on it.
+
+The exporter asks it about the tensors of a checkpoint, the vLLM plugin about the modules that vLLM builds, a check about both;
+none of them has a rule of its own. What is decided on is a *unit*, the linears that an engine holds as one: Q, K and V; gate and
+up; DeepSeek's two down projections; all routed experts of a layer. A unit stays in the compute dtype
+
+    always    routers, embeddings, heads, norms, biases, and whatever lies outside of the decoder (vision towers, projectors)
+    layers    in the contract's first and last decoder layers, and behind the last (draft heads)
+    keep      if a pattern matches the name of any part of it: Hugging Face's, the engine's, or Megatron's
+    shape     if a side does not fit the blocks (below); refused, all such units at once, if the contract is strict
+
+    128x128   columns are whole blocks; so are the rows of each fused part but the last, which ends on a multiple of 32, and of
+              experts also the last: these are what vLLM's kernels take, on GPUs and CPUs
+    tensor    rows and columns are multiples of 16
+
+The trade-off: the rule knows whole weights and no tensor parallelism. What a rank's share of a weight cannot hold is the
+engine's to solve or to refuse, since one checkpoint serves every layout. Standard library only.
+
+    exporter            select({name: shape, ...}, precision, layers=num_hidden_layers)
+    plugin, a linear    why_kept(precision, part_names(prefix, packed_modules_mapping), [(rows of each part, columns)], layers)
+    plugin, experts     why_kept(precision, part_names(prefix, experts=n), [((i, i), h), ((h,), i)], layers, experts=True)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.tensor_names import Place, place
+
+ALWAYS, LAYERS, KEEP, SHAPE, COMPUTE = "always", "layers", "keep", "shape", "compute"
+
+# Linears of one module that engines hold as one matrix, in the order of its rows.
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+# vLLM's names of the same.
+FUSED_AS = {"qkv_proj": FUSED[0], "gate_up_proj": FUSED[3], "fused_qkv_a_proj": FUSED[5], "in_proj_qkvz": FUSED[6], "in_proj_ba": FUSED[7]}
+_FUSED_OF = {word: words for words in FUSED for word in words}
+# A stack of layers with one of these in its path is no decoder.
+_TOWER = re.compile(r"visual|vision|audio|image|speech|encoder|(^|\.)mtp(\.|$)")
+_EXPERTS = re.compile(r"^(.*?(?:^|\.)experts)(\.|$)")
+LAST_ROWS = 32
+WHOLE_TENSOR = 16
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Why a unit stays in the compute dtype: the rule, and the reason in words."""
+
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linears that an engine holds as one: their tensors and their shapes."""
+
+    tensors: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(module_of(tensor) for tensor in self.tensors)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What its parts are called, behind the engine's name of it all, as :func:`part_names` gives them from there."""
+        parent, _, word = self.modules[0].rpartition(".")
+        if place(self.tensors[0]).role == "experts":
+            return (_experts(self.tensors[0]), *self.modules)
+        own = next((fused for fused, words in FUSED_AS.items() if word in words), None)
+        return (f"{parent}.{own}", *self.modules) if own else self.modules
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Every tensor of a model, in FP8 or kept."""
+
+    units: tuple[Unit, ...]
+    """What is held in FP8."""
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    """Tensor -> why not."""
+    misaligned: tuple[Problem, ...] = ()
+    """A line for every unit that is kept for its shape alone; whoever asked for the selection says them."""
+
+    @property
+    def quantized(self) -> frozenset[str]:
+        """The tensors that are held in FP8."""
+        return frozenset(tensor for unit in self.units for tensor in unit.tensors)
+
+    @property
+    def not_converted(self) -> tuple[str, ...]:
+        """The modules that an engine would take for FP8 linears if it were not told: a config's ``modules_to_not_convert``."""
+        found = ((name, place(name)) for name in self.kept)
+        modules = (_experts(name) if p.role == "experts" else p.module for name, p in found if _could_be_linear(name, p))
+        return tuple(dict.fromkeys(modules))
+
+    def by_rule(self, rule: str) -> dict[str, Kept]:
+        """The tensors that one rule keeps."""
+        return {name: kept for name, kept in self.kept.items() if kept.rule == rule}
+
+
+# ---------------------------------------------------------------------- the rule for one unit
+
+
+Shape = tuple[Sequence[int], int]
+
+
+def why_kept(
+    precision: Precision, names: Sequence[str], shapes: Iterable[Shape], layers: int | None, *, experts: bool = False
+) -> Kept | None:
+    """Why a unit stays in the compute dtype; None where it is held in FP8.
+
+    ``names`` are the modules of its parts, as whoever asks calls them (with its own before them, if it has one). Each of ``shapes``
+    is a matrix that the engine holds: the rows of its parts, and its columns. ``layers`` is the number of decoder layers.
+    """
+    if precision.rollout != "fp8":
+        return Kept(COMPUTE, "the contract generates in the compute dtype")
+    by_name = why_kept_by_name(precision, names, layers)
+    if by_name is not None:
+        return by_name
+    reason = next((reason for parts, columns in shapes if (reason := misfit(precision, parts, columns, experts=experts))), None)
+    return Kept(SHAPE, reason) if reason else None
+
+
+def why_kept_by_name(precision: Precision, names: Sequence[str], layers: int | None) -> Kept | None:
+    """The rules that ask for names only: always, layers, keep."""
+    places = [place(name) for name in names]
+    for p in places:
+        if p.kept:
+            return Kept(ALWAYS, p.kept)
+    at = places[0]
+    if at.layer is None or _TOWER.search(at.container):
+        return Kept(ALWAYS, "it lies outside of the decoder, where training has no FP8 either")
+    first, last = precision.first_layers, precision.last_layers
+    if layers is not None and at.layer >= layers:
+        return Kept(LAYERS, f"layer {at.layer} lies behind the {layers} layers of the decoder")
+    if layers is not None and (at.layer < first or at.layer >= layers - last):
+        return Kept(LAYERS, f"decoder layer {at.layer} of {layers}, and the contract keeps the first {first} and the last {last}")
+    for name in (*names, *_in_megatron(places)):
+        if precision.keeps(name):
+            return Kept(KEEP, f"the contract's keep patterns match {name}")
+    return None
+
+
+def misfit(precision: Precision, parts: Sequence[int], columns: int, *, experts: bool = False) -> str | None:
+    """Why the contract's blocks cannot hold a matrix of these parts; None where they can. Experts' parts are split for good."""
+    block = ROLLOUT_BLOCKS[precision.rollout_block]
+    if block is None:
+        wrong = [f"{n} {side}" for side, n in (("rows", sum(parts)), ("columns", columns)) if n % WHOLE_TENSOR]
+        return f"{' and '.join(wrong)} not a multiple of {WHOLE_TENSOR}" if wrong else None
+    rows, across = block
+    if columns % across:
+        return f"{columns} columns are not a multiple of {across}"
+    *fused, last = parts
+    for part in (*fused, last) if experts else fused:
+        if part % rows:
+            return f"a part of {part} rows is not a multiple of {rows}"
+    return f"{last} rows are not a multiple of {LAST_ROWS}" if last % LAST_ROWS else None
+
+
+def part_names(prefix: str, fused: Mapping[str, Sequence[str]] | None = None, experts: int = 0) -> tuple[str, ...]:
+    """An engine's module and the checkpoint's modules that it is made of: ``fused`` is vLLM's ``packed_modules_mapping``."""
+    if experts:
+        words = ("w1", "w3", "w2") if "block_sparse_moe" in prefix else ("gate_proj", "up_proj", "down_proj")
+        return (prefix, *(f"{prefix}.{i}.{word}" for i in range(experts) for word in words))
+    parent, _, word = prefix.rpartition(".")
+    parts = (fused or {}).get(word) or FUSED_AS.get(word, ())
+    return (prefix, *(f"{parent}.{part}" if parent else part for part in parts))
+
+
+def module_of(tensor: str) -> str:
+    """The module of a tensor: its name without ``.weight``."""
+    return place(tensor).module
+
+
+def _in_megatron(places: Iterable[Place]) -> Iterable[str]:
+    """The names under which a pattern that was written for training knows these linears."""
+    return dict.fromkeys(f"decoder.layers.{p.layer}.{p.unit}" for p in places if p.unit and p.layer is not None)
+
+
+# ---------------------------------------------------------------------- the rule for a whole checkpoint
+
+
+def select(
+    tensors: Mapping[str, Sequence[int]], precision: Precision, *, layers: int | None = None, kv_rows: int | None = None
+) -> Selection:
+    """What of a checkpoint's tensors (name -> shape) is held in FP8, and why the others are not.
+
+    ``layers`` is the model's number of decoder layers; without it, it is that of the names. ``kv_rows`` are the rows of K, for
+    checkpoints that hold Q, K and V as one. Misaligned units are refused, all at once, if the contract is strict.
+    """
+    layers = layers if layers is not None else _count_layers(tensors)
+    chosen: list[Unit] = []
+    kept: dict[str, Kept] = {}
+    misaligned: list[Problem] = []
+    for unit in units_of(tensors):
+        reason = _why_unit(unit, precision, layers, kv_rows)
+        if reason is None:
+            chosen.append(unit)
+            continue
+        kept |= dict.fromkeys(unit.tensors, reason)
+        if reason.rule == SHAPE:
+            misaligned.append(_problem(unit, reason, precision))
+    if misaligned and precision.strict:
+        raise PrecisionError(misaligned)
+    return Selection(tuple(chosen), {name: kept[name] for name in tensors if name in kept}, tuple(misaligned))
+
+
+def units_of(tensors: Mapping[str, Sequence[int]]) -> list[Unit]:
+    """The tensors of a checkpoint as units; what belongs to no linear is a unit of its own."""
+    groups: dict[str, list[str]] = {}
+    for name in tensors:
+        groups.setdefault(_key(name), []).append(name)
+    return [Unit(found := _in_order(names), tuple(tuple(tensors[name]) for name in found)) for names in groups.values()]
+
+
+def _key(tensor: str) -> str:
+    """What the tensors of a unit have in common."""
+    if place(tensor).role == "experts":
+        return _experts(tensor)
+    if tensor.endswith(".weight"):
+        parent, _, word = module_of(tensor).rpartition(".")
+        if word in _FUSED_OF:
+            return f"{parent}.{'+'.join(_FUSED_OF[word])}"
+    return tensor
+
+
+def _experts(tensor: str) -> str:
+    """The module of all routed experts of a layer."""
+    found = _EXPERTS.match(module_of(tensor))
+    return found[1] if found else module_of(tensor)
+
+
+def _could_be_linear(tensor: str, p: Place) -> bool:
+    return p.role == "experts" or (tensor.endswith(".weight") and p.role not in ("norm", "bias", "embedding"))
+
+
+def _in_order(names: Sequence[str]) -> tuple[str, ...]:
+    """The parts of a unit in the order of the fused matrix's rows."""
+
+    def rank(name: str) -> int:
+        word = module_of(name).rpartition(".")[2]
+        return _FUSED_OF[word].index(word) if word in _FUSED_OF else 0
+
+    return tuple(names) if place(names[0]).role == "experts" else tuple(sorted(names, key=rank))
+
+
+def _why_unit(unit: Unit, precision: Precision, layers: int, kv_rows: int | None) -> Kept | None:
+    names, first = unit.names, place(unit.tensors[0])
+    experts = first.role == "experts"
+    if not first.kept and not all(_is_matrix(name, shape, experts) for name, shape in zip(unit.tensors, unit.shapes, strict=True)):
+        return Kept(ALWAYS, "it is not the weight of a linear")
+    if experts:
+        # One stack or many matrices: whichever way round they lie, both sides of each have to fit.
+        return why_kept(precision, names, {((shape[-2],), shape[-1]) for shape in unit.shapes}, layers, experts=True)
+    if first.kept:
+        return why_kept(precision, names, (), layers)
+    rows = [shape[0] for shape in unit.shapes]
+    if first.role == "gate_up":
+        rows = [rows[0] // 2, rows[0] - rows[0] // 2]
+    elif first.role == "qkv" and kv_rows:
+        rows = [rows[0] - 2 * kv_rows, kv_rows, kv_rows]
+    columns = {shape[-1] for shape in unit.shapes}
+    if len(columns) > 1:
+        raise PrecisionError(
+            f"{', '.join(unit.tensors)} have {' and '.join(map(str, sorted(columns)))} columns.",
+            "They are parts of one linear, so they have the same input.",
+            "Check where the checkpoint comes from; its tensors do not belong together.",
+        )
+    return why_kept(precision, names, [(rows, columns.pop())], layers)
+
+
+def _is_matrix(name: str, shape: tuple[int, ...], experts: bool) -> bool:
+    """Whether a tensor is a linear's weight, or a stack of experts' weights, which may lack the word."""
+    if experts:
+        return len(shape) in (2, 3) and not name.endswith("bias")
+    return len(shape) == 2 and name.endswith(".weight")
+
+
+def _count_layers(tensors: Iterable[str]) -> int:
+    found = [p.layer for p in map(place, tensors) if p.layer is not None and not _TOWER.search(p.container)]
+    return max(found, default=-1) + 1
+
+
+def _problem(unit: Unit, kept: Kept, precision: Precision) -> Problem:
+    names = unit.modules
+    name = names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} with it)"
+    weights = sum(math.prod(shape) for shape in unit.shapes)
+    return Problem(
+        f"{name}: {weights:,} weights stay in {precision.compute.upper()}.",
+        f"{kept.reason[0].upper()}{kept.reason[1:]}, as blocks of {precision.rollout_block} need.",
+        f"Add {names[0]!r} to keep=, or set strict=False.",
+    )
