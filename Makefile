@@ -10,12 +10,13 @@ APART := transformer-engine==2.20.2 megatron-bridge==0.3.1 torchao==0.18.0
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check format docs clean
+.PHONY: help setup demo test test-long check format docs clean
 
 help:
 	@echo "make setup   build the environments: training in .venv, rollout in .venv-rollout (seconds when nothing changed)"
 	@echo "make demo    see the package at work"
 	@echo "make test    the whole test suite"
+	@echo "make test-long  the matrix that takes too long for every change"
 	@echo "make check   ruff, mypy, generated documents up to date"
 	@echo "make docs    write the generated documents again"
 	@echo "make format  let ruff format the code"
@@ -49,6 +50,11 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 	$(ROLLOUT)/bin/python -m pytest tests/rollout
+
+# What takes too long for every change: every model, every executor, 50 pushes, whole training runs.
+test-long: setup
+	$(BIN)/python -m pytest -m long
+	$(ROLLOUT)/bin/python -m pytest -m long tests/rollout
 
 check: setup
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
