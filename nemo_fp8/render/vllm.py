@@ -22,6 +22,13 @@ PLUGIN = "nemo_fp8"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # What the plugin is told, under the contract's names.
 PLUGIN_FIELDS = ("weight_scale", "activation_scale", "rollout_block", "activation_scheme", "first_layers", "last_layers", "keep", "strict")
+# How the plugin carries it out, which no contract says: each option, and its values with the default first.
+PLUGIN_OPTIONS = {
+    # Activations as the kernel takes them, or quantized in 1x128 groups before a kernel that takes BF16 (CPUs).
+    "activations": ("kernel", "emulated"),
+    # vLLM's FP8 kernel where it has one for this machine, or weights that are decoded before an ordinary GEMM.
+    "kernel": ("auto", "decode"),
+}
 # Stock vLLM's online quantization with FP32 scales, by weight block.
 STOCK = {"128x128": "fp8_per_block", "tensor": "fp8_per_tensor"}
 
@@ -96,13 +103,24 @@ def to_plugin(precision: Precision) -> dict[str, Any]:
 
 def from_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
     """The contract fields that a plugin's ``quantization_config`` sets. Unknown keys are errors."""
-    known = ("quant_method", *PLUGIN_FIELDS)
+    known = ("quant_method", *PLUGIN_FIELDS, *PLUGIN_OPTIONS)
     problems = [unknown(f"key in the {PLUGIN} quantization_config:", name, known) for name in config if name not in known]
     if config.get("quant_method", PLUGIN) != PLUGIN:
         problems.append(unknown("quant_method", config["quant_method"], (PLUGIN,)))
     if problems:
         raise PrecisionError(problems)
     return {name: value for name, value in config.items() if name in PLUGIN_FIELDS}
+
+
+def options_of_plugin(config: Mapping[str, Any]) -> dict[str, str]:
+    """How a plugin's ``quantization_config`` wants the contract carried out: every option, the default where it is silent."""
+    chosen = {name: config.get(name, values[0]) for name, values in PLUGIN_OPTIONS.items()}
+    problems = [
+        unknown(f"{name} for {PLUGIN}:", chosen[name], values) for name, values in PLUGIN_OPTIONS.items() if chosen[name] not in values
+    ]
+    if problems:
+        raise PrecisionError(problems)
+    return chosen
 
 
 def pattern_to_regex(pattern: str) -> str:

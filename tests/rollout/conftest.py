@@ -1,0 +1,62 @@
+"""For every rollout test: checkpoints, and real vLLM engines that are started once for each set of arguments.
+
+An engine start costs 15 to 20 seconds, so tests share them: ``engine`` gives the running one where the arguments are
+the same, and ends the one that was used longest ago where there are too many for a small machine. vLLM starts its
+processes by spawning, which imports the main module again; pytest's own is safe to import.
+"""
+
+import importlib.util
+import os
+from collections import OrderedDict
+
+import pytest
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]  # these run in .venv-rollout
+
+if HAS_VLLM:  # before anybody imports vLLM or starts OpenMP, which read them then
+    for name, value in {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "2",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """``checkpoint(kind, seed)`` is the folder of a tiny model; see ``models.KINDS``."""
+    from rollout import models
+
+    root, made = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def give(kind, seed=0, **changes):
+        name = "-".join([kind, str(seed), *(f"{k}{v}" for k, v in changes.items())])
+        if name not in made:
+            made[name] = models.write(root / name, kind, seed, **changes)
+        return made[name]
+
+    return give
+
+
+@pytest.fixture(scope="session")
+def engine():
+    """``engine(folder, **arguments)`` is a running ``vllm.LLM``. At most two run at once."""
+    from rollout import engines
+
+    running = OrderedDict()
+
+    def give(folder, **arguments):
+        key = repr((str(folder), sorted(arguments.items())))
+        if key not in running:
+            while len(running) > 1:
+                engines.stop(running.popitem(last=False)[1])
+            running[key] = engines.start(folder, **arguments)
+        running.move_to_end(key)
+        return running[key]
+
+    yield give
+    for llm in running.values():
+        engines.stop(llm)
