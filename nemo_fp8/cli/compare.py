@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,6 +28,7 @@ def compare(
     seeds: Annotated[str, typer.Option(metavar="LIST", help="Seeds, separated by commas: of weights and of data.")] = "1234",
     ranks: Annotated[int, typer.Option(min=1, help="Processes of each run.")] = 2,
     monitor: Annotated[int, typer.Option(metavar="N", min=0, help="Measure FP8 in every layer each N steps; 0 never.")] = 50,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the last checkpoint of each run there.")] = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
@@ -38,7 +40,7 @@ def compare(
 
         require_matplotlib()
     with _bars(len(contracts) * len(numbers), steps) as on_run:
-        comparison = run_comparison(recipe, contracts, steps=steps, seeds=numbers, ranks=ranks, every=monitor, on_run=on_run)
+        comparison = run_comparison(recipe, contracts, steps=steps, seeds=numbers, ranks=ranks, every=monitor, keep=keep, on_run=on_run)
     if as_json:
         print_json(comparison.to_dict())
     else:

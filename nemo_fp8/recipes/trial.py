@@ -4,7 +4,7 @@
 
 A run gets torchrun and fresh interpreters: Megatron keeps its state in globals, and two runs in one process would not be two
 runs. The last rank, which holds the last pipeline stage and with it the loss, writes one line of JSON for each step into a
-file, from which the caller learns how far it is. A trial saves no checkpoint.
+file, from which the caller learns how far it is. A trial saves a checkpoint only where ``keep`` says so, after its last step.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Trial:
     ranks: int = 2
     every: int = 0
     """Monitor FP8 every so many steps; 0 is never."""
+    keep: str | None = None
+    """The folder that its last checkpoint goes to; None saves none."""
 
 
 @dataclass
@@ -114,10 +116,22 @@ def _recipe(trial: Trial) -> Any:
     recipe = getattr(importlib.import_module(module or "nemo_fp8.recipes"), name)(precision=trial.precision)
     recipe.trainer.devices, recipe.trainer.max_steps = trial.ranks, trial.steps
     recipe.trainer.strategy.seed = recipe.data.seed = trial.seed
-    recipe.trainer.enable_checkpointing = False
+    recipe.trainer.enable_checkpointing = trial.keep is not None
     recipe.trainer.enable_progress_bar = False
     recipe.log.ckpt = recipe.log.tensorboard = recipe.resume = None
+    if trial.keep is not None:
+        recipe.trainer.callbacks.append(_last_checkpoint(trial))
     return recipe
+
+
+def _last_checkpoint(trial: Trial) -> Any:
+    """NeMo's callback, which saves once: after the last step, into the folder itself."""
+    import nemo_run as run
+    from nemo import lightning as nl
+
+    folder = Path(str(trial.keep)).absolute()
+    saves = {"every_n_train_steps": trial.steps, "save_top_k": 1, "save_last": False, "monitor": "reduced_train_loss"}
+    return run.Config(nl.ModelCheckpoint, dirpath=str(folder.parent), filename=folder.name, **saves)
 
 
 # ---------------------------------------------------------------------- in the ranks

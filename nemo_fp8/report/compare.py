@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -102,15 +103,20 @@ def run_comparison(
     seeds: Sequence[int] = (1234,),
     ranks: int = 2,
     every: int = 0,
+    keep: Path | None = None,
     on_run: Callable[[Precision, int], OnStep] | None = None,
 ) -> Comparison:
-    """Train every precision with every seed; ``on_run`` is told of each run, and what it gives is told of each step."""
+    """Train every precision with every seed; ``on_run`` is told of each run, and what it gives is told of each step.
+
+    ``keep`` is a folder: the last checkpoint of each run goes into it, as ``PRECISION-seedSEED``.
+    """
     names = [precision.name for precision in precisions]
     if twice := {name for name in names if names.count(name) > 1}:
         raise PrecisionError(f"{', '.join(sorted(twice))} is given twice.", "Runs go by the name of their precision.", "Give each a name=.")
     runs = []
     for seed in seeds:  # seed by seed, so that a slow spell of the machine falls on all precisions
         for precision in precisions:
-            trial = Trial(recipe, precision, steps=steps, seed=seed, ranks=ranks, every=every)
+            kept = None if keep is None else str(keep / f"{precision.name}-seed{seed}")
+            trial = Trial(recipe, precision, steps=steps, seed=seed, ranks=ranks, every=every, keep=kept)
             runs.append(Run(precision, seed, run_trial(trial, on_run(precision, seed) if on_run else None)))
     return Comparison(recipe, steps, runs)

@@ -93,7 +93,10 @@ def test_a_trial_that_fails_says_why(monkeypatch):
 def test_from_a_shell(tmp_path):
     """Two precisions, really trained on two ranks: the same first loss, JSON on stdout, a page with the statistics."""
     names = "bf16_mixed,bf16_with_fp8_blockwise_mixed"
-    arguments = ["--precisions", names, "--steps", "6", "--monitor", "3", "--html", str(tmp_path / "c.html"), "--json"]
+    from nemo_fp8.train.checkpoints import Checkpoint
+
+    arguments = ["--precisions", names, "--steps", "6", "--monitor", "3", "--html", str(tmp_path / "c.html")]
+    arguments += ["--keep", str(tmp_path / "kept"), "--json"]
     done = subprocess.run([sys.executable, "-m", "nemo_fp8.cli", "compare", *arguments], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     bf16, fp8 = json.loads(done.stdout)["runs"]
@@ -103,3 +106,6 @@ def test_from_a_shell(tmp_path):
     assert {row["step"] for row in fp8["statistics"]} == {3, 6}
     assert len(fp8["statistics"]) == 2 * 6 * 4 * 3  # steps, layers, linears, operands
     assert "SNR" in (tmp_path / "c.html").read_text()
+    kept = sorted((tmp_path / "kept").iterdir())
+    assert [path.name for path in kept] == ["bf16_mixed-seed1234", "bf16_with_fp8_blockwise_mixed-seed1234"]
+    assert [Checkpoint.at(path).problems(contents=True) for path in kept] == [[], []]
