@@ -25,7 +25,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.scales import amax_of, delayed_scale
-from nemo_fp8.report.checkpoint import CODES, VALUES, Checkpoint, Entry
+from nemo_fp8.numerics.checkpoint import CODES, VALUES, Checkpoint, Entry
 from nemo_fp8.report.loss import BLOCKS, Loss
 from nemo_fp8.tensor_names import Place, decoder, outside, place
 

@@ -12,7 +12,7 @@ from tiny_llama import llama, write_shards
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
-from nemo_fp8.report.checkpoint import INDEX, Checkpoint
+from nemo_fp8.numerics.checkpoint import INDEX, Checkpoint
 
 TENSORS = llama()
 

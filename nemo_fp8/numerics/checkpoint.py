@@ -2,10 +2,10 @@
 
     for matrix in Checkpoint.open("llama-3-8b").matrices("model.layers.0.mlp.down_proj.weight"): ...
 
-Reading a file maps it into memory, and the pages that were touched count as the process's until the file is closed;
-so a file is opened anew after ``LET_GO`` bytes, which costs a look at its header. A stack of experts is read matrix by
-matrix. Weights that are FP8 already come back as the values that they stand for: code times the scale that lies beside
-them, of a tensor, a row, or a block.
+The safetensors library checks a file's header (sizes, overlaps, gaps, the file's length); the bytes are then read from where the
+header says they lie, and not mapped: pages of a mapped file count as the process's until the file is closed. A stack of experts
+is read matrix by matrix. Weights that are FP8 already come back as the values that they stand for: code times the scale that lies
+beside them, of a tensor, a row, or a block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,10 +24,23 @@ from safetensors import SafetensorError, safe_open
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.quantized import Quantized
 
-LET_GO = 64 * 2**20
 INDEX = "model.safetensors.index.json"
-# safetensors' words for types -> bytes of an element. Those of VALUES can be measured, those of CODES with their scales.
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+# safetensors' words for types -> torch's. Those of VALUES can be measured, those of CODES with their scales.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 VALUES = ("BF16", "F16", "F32", "F64")
 CODES = ("F8_E4M3", "F8_E5M2")
 SCALES = ("_scale_inv", "_scale")
@@ -42,14 +55,13 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     file: Path
+    start: int
+    """Where its bytes begin in the file."""
+    bytes: int
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * BYTES.get(self.dtype, 1)
 
 
 class Checkpoint:
@@ -57,9 +69,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, entries: dict[str, Entry]) -> None:
         self.path, self.entries = path, entries
-        self._file: Path | None = None
-        self._handle: Any = None
-        self._touched = 0
+        self._file: BinaryIO | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -103,10 +113,19 @@ class Checkpoint:
             yield matrix.float() if matrix.dtype == torch.float64 else matrix
             del matrix  # before the next one is read
 
+    def chunks(self, name: str, size: int = 16 * 2**20) -> Iterator[memoryview]:
+        """The bytes of a tensor as they are; each chunk is good until the next one is asked for."""
+        entry, buffer = self.entries[name], bytearray(min(size, self.entries[name].bytes))
+        for at in range(0, entry.bytes, size):
+            part = memoryview(buffer)[: min(size, entry.bytes - at)]
+            self._read_into(part, entry, at)
+            yield part
+
     def close(self) -> None:
         """Let go of the file that was read last."""
-        self._file = self._handle = None
-        self._touched = 0
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
     def _scale(self, entry: Entry) -> torch.Tensor:
         name = self.scale_of(entry.name)
@@ -120,14 +139,32 @@ class Checkpoint:
         return scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
 
     def _read(self, entry: Entry, index: int | None) -> torch.Tensor:
+        """A whole tensor, or one of a stack."""
+        if entry.dtype not in DTYPES:
+            raise PrecisionError(
+                f"{entry.name} has elements of type {entry.dtype}.",
+                f"Nothing is known of that type; those that are known are {', '.join(DTYPES)}.",
+                "Give the BF16 checkpoint that it was made from.",
+            )
+        shape = entry.shape if index is None else entry.shape[1:]
+        size = entry.bytes if index is None else entry.bytes // entry.shape[0]
+        found = torch.empty(size, dtype=torch.uint8)
+        if size:
+            self._read_into(memoryview(found.numpy()), entry, size * (index or 0))
+        return found.view(DTYPES[entry.dtype]).view(shape)
+
+    def _read_into(self, part: memoryview, entry: Entry, at: int) -> None:
         with _readable(entry.file):
-            if self._file != entry.file or self._touched > LET_GO:
+            if self._file is None or self._file.name != str(entry.file):
                 self.close()
-                self._file, self._handle = entry.file, safe_open(str(entry.file), framework="pt")
-            self._touched += entry.bytes // (1 if index is None else max(1, entry.shape[0]))
-            found = self._handle.get_tensor(entry.name) if index is None else self._handle.get_slice(entry.name)[index]
-        assert isinstance(found, torch.Tensor)
-        return found
+                self._file = entry.file.open("rb", buffering=0)
+            self._file.seek(entry.start + at)
+            read = 0
+            while read < len(part):
+                count = self._file.readinto(part[read:])  # type: ignore[attr-defined]
+                if not count:
+                    raise OSError(f"it ends in the middle of {entry.name}")
+                read += count
 
 
 # ---------------------------------------------------------------------- FP8 that is there already
@@ -209,9 +246,18 @@ def _indexed(index: Path) -> dict[Path, set[str] | None]:
 
 def _entries(file: Path) -> list[Entry]:
     """The tensors that a file says it holds."""
-    with _readable(file), safe_open(str(file), framework="pt") as handle:
-        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-        return [Entry(name, tuple(s.get_shape()), s.get_dtype(), file) for name, s in slices.items()]
+    with _readable(file):
+        with safe_open(str(file), framework="pt"):
+            pass  # it has checked that the tensors fill the file, without a gap and without an overlap
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    spans = {name: about["data_offsets"] for name, about in header.items()}
+    return [
+        Entry(name, tuple(about["shape"]), about["dtype"], file, 8 + length + spans[name][0], spans[name][1] - spans[name][0])
+        for name, about in header.items()
+    ]
 
 
 @contextmanager
