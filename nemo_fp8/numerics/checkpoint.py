@@ -113,6 +113,12 @@ class Checkpoint:
             yield matrix.float() if matrix.dtype == torch.float64 else matrix
             del matrix  # before the next one is read
 
+    def stored(self, name: str) -> Iterator[torch.Tensor]:
+        """The matrices of a tensor as they are stored: FP8 as codes, without their scales."""
+        entry = self.entries[name]
+        for i in range(entry.shape[0]) if len(entry.shape) > 2 else (None,):
+            yield self._read(entry, i)
+
     def chunks(self, name: str, size: int = 16 * 2**20) -> Iterator[memoryview]:
         """The bytes of a tensor as they are; each chunk is good until the next one is asked for."""
         entry, buffer = self.entries[name], bytearray(min(size, self.entries[name].bytes))

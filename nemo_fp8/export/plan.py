@@ -1,0 +1,225 @@
+"""What will be written, before a byte of a weight is read: every file, every tensor in it, and where its bytes go.
+
+Names and shapes decide everything: which weights are quantized (``rollout_layers``), what their scales are called (the layout), how
+long each file becomes. So a plan can be shown, checked against the disk and compared with what an earlier, killed export left.
+
+A safetensors file is the length of its header, the header (JSON: name -> dtype, shape, span), and the bytes. Spans leave no gap, so
+tensors of wide elements come first: each one then starts at a multiple of its element's size, as readers that map files need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.export.layouts import Layout, layout_of
+from nemo_fp8.export.source import Described, Source, require_quantizable
+from nemo_fp8.numerics.checkpoint import DTYPES
+from nemo_fp8.rollout_layers import Selection, select
+
+# Changes when the same source and contract would be written differently.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor of an output file: a copy, or the codes or the scales of a quantized one."""
+
+    name: str
+    about: Described
+    source: str
+    scale: bool = False
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file."""
+
+    file: str
+    outputs: tuple[Output, ...]
+    metadata: dict[str, str]
+
+    @cached_property
+    def header(self) -> bytes:
+        """The file up to the first byte of a tensor."""
+        spans: dict[str, Any] = {"__metadata__": self.metadata}
+        at = 0
+        for output in self._in_order():
+            spans[output.name] = {
+                "dtype": output.about.dtype,
+                "shape": [*output.about.shape],
+                "data_offsets": [at, at + output.about.bytes],
+            }
+            at += output.about.bytes
+        text = json.dumps(spans, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Where in the file each tensor begins."""
+        at, found = len(self.header), {}
+        for output in self._in_order():
+            found[output.name] = at
+            at += output.about.bytes
+        return found
+
+    @cached_property
+    def size(self) -> int:
+        return len(self.header) + sum(output.about.bytes for output in self.outputs)
+
+    def _in_order(self) -> list[Output]:
+        return sorted(self.outputs, key=lambda o: (-DTYPES[o.about.dtype].itemsize if o.about.dtype in DTYPES else -1, o.name))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An export, decided."""
+
+    source: Source
+    precision: Precision
+    layout: Layout
+    selection: Selection
+    shards: tuple[Shard, ...]
+    config: dict[str, Any] | None
+    """The config.json to write; None where the source has none."""
+    quantization: dict[str, Any] | None
+    """Its ``quantization_config``."""
+    identity: dict[str, Any]
+    """What an unfinished export must agree on with this one, to be gone on with."""
+
+    @classmethod
+    def of(cls, source: Source, precision: Precision, layout: str = "deepseek") -> Plan:
+        """Decide everything, and refuse what cannot be written."""
+        how = layout_of(layout)
+        operand_of(precision)
+        model = _text_model(source.config)
+        shapes = {name: about.shape for name, about in source.tensors.items()}
+        selection = select(shapes, precision, layers=model.get("num_hidden_layers"), kv_rows=_kv_rows(model))
+        require_quantizable(source, sorted(selection.quantized))
+        if precision.rollout == "fp8" and not selection.quantized:
+            raise PrecisionError(
+                f"Nothing of {source.name} would be quantized.",
+                _why_nothing(selection),
+                "Check first_layers, last_layers and keep; --precision bf16_mixed writes a checkpoint that is not quantized.",
+            )
+        stacks = [name for name in selection.quantized if len(shapes[name]) == 3]
+        if stacks and not how.stacks:
+            raise PrecisionError(
+                f"{sorted(stacks)[0]} is a stack of experts, in the {layout} layout.",
+                "That layout has a name for the scale of a module, and a stack is none.",
+                "Write the deepseek layout.",
+            )
+        quantization = how.config(precision, selection.not_converted) if selection.quantized else None
+        identity = {
+            "version": VERSION,
+            "source": source.identity(),
+            "precision": {k: v for k, v in precision.to_dict().items() if k != "name"},
+            "layout": layout,
+        }
+        metadata = {"format": "pt", "nemo_fp8_export": _digest(identity)}
+        shards = tuple(
+            Shard(file, tuple(o for name in names for o in _outputs(source, name, selection, how)), metadata)
+            for file, names in source.shards.items()
+        )
+        _require_distinct(shards)
+        config = source.config
+        if config is not None and quantization is not None:
+            config = {**config, "quantization_config": quantization}
+        return cls(source, precision, how, selection, shards, config, quantization, identity)
+
+    @property
+    def fingerprint(self) -> str:
+        """What the identity comes down to; every file carries it."""
+        return _digest(self.identity)
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(about.bytes for about in self.source.tensors.values())
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(shard.size for shard in self.shards)
+
+    @property
+    def index(self) -> dict[str, Any] | None:
+        """The model.safetensors.index.json; None where one file is all."""
+        if len(self.shards) == 1 and self.shards[0].file == "model.safetensors":
+            return None
+        outputs = [(output, shard.file) for shard in self.shards for output in shard.outputs]
+        total = sum(output.about.bytes for output, _ in outputs)
+        return {"metadata": {"total_size": total}, "weight_map": dict(sorted((output.name, file) for output, file in outputs))}
+
+
+def operand_of(precision: Precision) -> Operand | None:
+    """How a weight is stored; None where nothing is quantized."""
+    if precision.rollout != "fp8":
+        return None
+    if precision.rollout_block != "128x128":
+        raise PrecisionError(
+            f"rollout_block={precision.rollout_block!r} as a checkpoint.",
+            "Engines that fuse Q, K and V, or gate and up, take whole blocks of 128x128 from a checkpoint as they are; one scale for a "
+            "tensor would have to be shared between files, and MX has a format of its own.",
+            "Add --set rollout_block=128x128.",
+        )
+    if precision.activation_scheme != "dynamic":
+        raise PrecisionError(
+            "activation_scheme='static' as a checkpoint.",
+            "Static scales of activations are calibrated, and a checkpoint's weights say nothing of them.",
+            "Add --set activation_scheme=dynamic.",
+        )
+    return Operand("e4m3", ROLLOUT_BLOCKS[precision.rollout_block], precision.weight_scale)
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The scales of a weight, or of a stack of them."""
+    *stack, rows, columns = shape
+    return (*stack, -(-rows // 128), -(-columns // 128))
+
+
+def _outputs(source: Source, name: str, selection: Selection, layout: Layout) -> tuple[Output, ...]:
+    about = source.tensors[name]
+    if name not in selection.quantized:
+        return (Output(name, about, name),)
+    codes = Output(name, Described.of(about.shape, "F8_E4M3"), name)
+    return codes, Output(layout.scale_name(name), Described.of(scale_shape(about.shape), "F32"), name, scale=True)
+
+
+def _require_distinct(shards: Sequence[Shard]) -> None:
+    seen: set[str] = set()
+    for output in (output for shard in shards for output in shard.outputs):
+        if output.name in seen:
+            raise PrecisionError(
+                f"There would be two tensors of the name {output.name}.",
+                "The source holds one of the name that a scale has in the export.",
+                "Give the BF16 checkpoint without scales.",
+            )
+        seen.add(output.name)
+
+
+def _text_model(config: dict[str, Any] | None) -> dict[str, Any]:
+    """The part of a config that is about the decoder."""
+    config = config or {}
+    return next((config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict)), config)
+
+
+def _kv_rows(model: dict[str, Any]) -> int | None:
+    heads = model.get("num_attention_heads")
+    if not heads or "hidden_size" not in model:
+        return None
+    return int(model.get("num_key_value_heads") or heads) * int(model.get("head_dim") or model["hidden_size"] // heads)
+
+
+def _why_nothing(selection: Selection) -> str:
+    rules = {kept.rule: kept.reason for kept in selection.kept.values()}
+    return "; ".join(f"{rule}: {reason}" for rule, reason in rules.items() if rule != "always") or "It holds no linear of a decoder."
+
+
+def _digest(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]

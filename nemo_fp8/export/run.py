@@ -1,0 +1,196 @@
+"""The export itself: one tensor after the other, read, quantized, written.
+
+    codes, scales = canonical(quantize(weight in the compute dtype))
+
+The weight is rounded to the compute dtype first, since that is what an engine quantizes when it does so on the fly. A stack of
+experts goes through matrix by matrix. The source is looked at again after every file: one that changes while it is read would
+give a model that never was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.export.folder import Destination, _text
+from nemo_fp8.export.plan import Output, Plan, Shard, operand_of
+from nemo_fp8.export.source import Source, bytes_of
+from nemo_fp8.numerics.canonical import canonical
+from nemo_fp8.numerics.checkpoint import INDEX
+from nemo_fp8.numerics.quantize import quantize
+from nemo_fp8.numerics.quantized import Quantized
+
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Bytes of the source that were dealt with, and the tensor that they belong to.
+Progress = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export did."""
+
+    plan: Plan
+    folder: Path
+    seconds: float
+    resumed: int
+    """Files that an earlier, killed export had written already."""
+    done_before: bool
+    """Whether there was nothing left to do."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "folder": str(self.folder),
+            "seconds": self.seconds,
+            "files_written_before": self.resumed,
+            "done_before": self.done_before,
+            "bytes_in": self.plan.bytes_in,
+            "bytes_out": self.plan.bytes_out,
+            "notes": [*self.plan.source.notes],
+            **summary(self.plan),
+        }
+
+
+def export(
+    source: Source,
+    destination: str | Path,
+    precision: Precision,
+    *,
+    layout: str = "deepseek",
+    restart: bool = False,
+    progress: Callable[[int], Progress] | None = None,
+) -> Exported:
+    """Write a source as ``precision`` says. Called again after it was killed, it goes on; called again when done, it does nothing."""
+    began = time.monotonic()
+    plan = Plan.of(source, precision, layout)
+    target = Destination(destination)
+    _require_apart(source, target.folder)
+    with target.locked():
+        if target.begin(plan, restart=restart):
+            return Exported(plan, target.folder, time.monotonic() - began, len(plan.shards), True)
+        step = progress(plan.bytes_in) if progress else lambda count, name: None
+        resumed = 0
+        for shard in plan.shards:
+            if target.has(shard):
+                resumed += 1
+                step(sum(source.tensors[output.source].bytes for output in shard.outputs if not output.scale), shard.file)
+                continue
+            with target.writing(shard.file) as file:
+                _write(file, shard, plan, step)
+                _require_unchanged(plan)
+        written = _write_the_rest(plan, target)
+        target.finish({"fingerprint": plan.fingerprint, "identity": plan.identity, "files": written, **summary(plan)})
+        return Exported(plan, target.folder, time.monotonic() - began, resumed, False)
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """What of the model is in FP8, and what is not and why."""
+    kept: dict[str, list[str]] = {}
+    for name, why in plan.selection.kept.items():
+        kept.setdefault(f"{why.rule}: {why.reason}", []).append(name)
+    return {
+        "source_name": Path(plan.source.name).name,
+        "precision": plan.precision.to_dict(),
+        "layout": plan.layout.name,
+        "quantized": len(plan.selection.quantized),
+        "kept": kept,
+        "misaligned": [vars(problem) for problem in plan.selection.misaligned],
+        "quantization_config": plan.quantization,
+    }
+
+
+def quantize_weight(matrix: torch.Tensor, operand: Operand, compute: str, name: str) -> Quantized:
+    """A weight as it lies in an export."""
+    x = matrix.to(COMPUTE[compute])
+    if not bool(torch.isfinite(x).all()):
+        raise PrecisionError(
+            f"{name} holds values that are not finite.",
+            "NaN or infinity in a weight means that the training run which wrote it had diverged, or that the file is damaged; or a "
+            f"value is too large for {compute.upper()}.",
+            "Export an earlier checkpoint.",
+        )
+    return canonical(quantize(x, operand))
+
+
+# ---------------------------------------------------------------------- one file
+
+
+def _write(file: BinaryIO, shard: Shard, plan: Plan, step: Progress) -> None:
+    operand = operand_of(plan.precision)
+    file.write(shard.header)
+    scales = {output.source: output for output in shard.outputs if output.scale}
+    for output in shard.outputs:
+        if output.scale:
+            continue
+        file.seek(shard.starts[output.name])
+        if output.source not in scales:
+            for chunk in _exactly(output, plan.source.chunks(output.source)):
+                file.write(chunk)
+                step(len(chunk), output.source)
+            continue
+        assert operand is not None
+        found = []
+        for matrix in plan.source.matrices(output.source):
+            q = quantize_weight(matrix, operand, plan.precision.compute, output.source)
+            file.write(bytes_of(q.data))
+            found.append(q.scale_inv)
+            step(matrix.numel() * matrix.element_size(), output.source)
+            del matrix, q  # before the next one is read
+        scale = scales[output.source]
+        file.seek(shard.starts[scale.name])
+        for chunk in _exactly(scale, map(bytes_of, found)):
+            file.write(chunk)
+
+
+def _exactly(output: Output, chunks: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The chunks, which must have as many bytes as planned."""
+    count = 0
+    for chunk in chunks:
+        count += len(chunk)
+        yield chunk
+    if count != output.about.bytes:
+        raise PrecisionError(
+            f"{output.name} has {count:,} bytes, where its shape says {output.about.bytes:,}.",
+            "The source gave another tensor than it had announced.",
+            "Copy or download the source again.",
+        )
+
+
+def _write_the_rest(plan: Plan, target: Destination) -> list[str]:
+    """Everything but weights; config.json at the end. The names of all files."""
+    written = [shard.file for shard in plan.shards]
+    for name, content in plan.source.files():
+        target.write(name, content)
+        written.append(name)
+    for name, value in ((INDEX, plan.index), ("config.json", plan.config)):
+        if value is not None:
+            target.write(name, _text(value))
+            written.append(name)
+    return written
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _require_apart(source: Source, folder: Path) -> None:
+    inside, outside = folder.resolve(), Path(source.name).resolve()
+    if inside == outside or (inside == outside.parent and outside.is_file()):
+        raise PrecisionError(
+            f"{folder} is the source itself.", "An export never writes over what it reads.", "Give the name of a new folder."
+        )
+
+
+def _require_unchanged(plan: Plan) -> None:
+    if plan.source.identity() != plan.identity["source"]:
+        raise PrecisionError(
+            f"{plan.source.name} changed while it was read.",
+            "What was written so far may be of two models.",
+            "Wait until it is whole, and export again with --restart.",
+        )

@@ -1,0 +1,242 @@
+"""Where the weights come from: names, shapes and bytes by name, and the files that belong to them.
+
+:class:`Source` is all that the exporter asks for; a Hugging Face checkpoint is one, NeMo's is another (``nemo_fp8.train``).
+Tensors come one at a time, whichever one is asked for. A checkpoint that is FP8 already is a source as well: its weights come
+as the values that they stand for, rounded to BF16, and its scales do not come at all.
+
+Nothing here is trusted for more than it says: an index or a link that leads out of the folder is refused, since what a link in a
+downloaded folder leads to would be copied beside the weights and be published with them. Hugging Face's cache, whose folders
+are made of links to its ``blobs``, is the exception. Weights that are pickled are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.numerics.checkpoint import CODES, DTYPES, SCALES, VALUES, Checkpoint
+
+RECEIPT = "nemo_fp8_export.json"
+# Weights in other formats, which would be a second model in the same folder.
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".tflite", ".distcp", ".nemo")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_FOLDERS = ("additional_chat_templates",)
+# Settings in a config.json that are about the quantization which a source has, and the export has not.
+_QUANTIZATION = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class Described:
+    """One tensor of a source."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """In safetensors' words."""
+    bytes: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: str) -> Described:
+        """With the bytes that such a tensor has."""
+        return cls(tuple(shape), dtype, math.prod(shape) * DTYPES[dtype].itemsize)
+
+
+class Source(Protocol):
+    """Everything that the exporter asks for."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+
+    @property
+    def tensors(self) -> Mapping[str, Described]:
+        """Every tensor, in the order in which it is best read."""
+
+    @property
+    def shards(self) -> Mapping[str, Sequence[str]]:
+        """The files to write, and the tensors of each; together all of them, each one once."""
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The model's config.json, without a word on quantization."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a person should know about it."""
+
+    def matrices(self, name: str) -> Iterator[torch.Tensor]:
+        """The matrices of a tensor, one after the other: itself, or each one of a stack."""
+
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        """The bytes of a tensor."""
+
+    def files(self) -> Iterator[tuple[str, bytes | Path]]:
+        """What belongs to the model besides: the tokenizer, the license."""
+
+    def identity(self) -> dict[str, Any]:
+        """What changes when the source does; asked again while it is read."""
+
+
+class HuggingFace:
+    """A Hugging Face checkpoint: a safetensors file, or a folder of shards."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
+        self._checkpoint, self._folder = checkpoint, folder
+        self._entries = checkpoint.entries
+        self._files = list(dict.fromkeys(entry.file for entry in self._entries.values()))
+        self._config = _read_config(folder)
+        self._codes = {name for name, entry in self._entries.items() if entry.dtype in CODES}
+        self.name = str(checkpoint.path)
+        consumed = self._consumed()
+        self.tensors: Mapping[str, Described] = {
+            name: Described.of(entry.shape, "BF16") if name in self._codes else Described(entry.shape, entry.dtype, entry.bytes)
+            for name, entry in self._entries.items()
+            if name not in consumed
+        }
+
+    @classmethod
+    def open(cls, path: str | Path) -> HuggingFace:
+        """From a safetensors file, a folder of them, or a folder with an index."""
+        path = Path(path)
+        folder = path if path.is_dir() else path.parent
+        if path.suffix in _PICKLED or (path.is_dir() and not [*path.glob("*.safetensors")] and _pickled(path)):
+            raise _no_pickles(path)
+        checkpoint = Checkpoint.open(path)
+        found = cls(checkpoint, folder)
+        if path.is_dir():
+            _stay_inside(folder, found._files)
+        return found
+
+    @property
+    def shards(self) -> Mapping[str, Sequence[str]]:
+        if len(self._files) == 1:
+            return {"model.safetensors": [*self.tensors]}
+        by_file: dict[str, list[str]] = {}
+        for name in self.tensors:
+            by_file.setdefault(self._entries[name].file.relative_to(self._folder).as_posix(), []).append(name)
+        return by_file
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        return None if self._config is None else {k: v for k, v in self._config.items() if k not in _QUANTIZATION}
+
+    @property
+    def notes(self) -> Sequence[str]:
+        notes = []
+        if self._codes:
+            notes.append(f"{len(self._codes)} weights of the source are FP8 already; they were dequantized to BF16 first.")
+        if self._config is None:
+            notes.append("There is no config.json beside the weights; what it should say of quantization lies in nemo_fp8_export.json.")
+        return notes
+
+    def matrices(self, name: str) -> Iterator[torch.Tensor]:
+        for matrix in self._checkpoint.matrices(name):
+            yield matrix.bfloat16() if name in self._codes else matrix
+
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        if name not in self._codes:
+            yield from self._checkpoint.chunks(name)
+            return
+        for matrix in self.matrices(name):
+            yield bytes_of(matrix)
+
+    def files(self) -> Iterator[tuple[str, bytes | Path]]:
+        found = [path for path in sorted(self._folder.iterdir()) if self._belongs(path)]
+        for folder in _FOLDERS:
+            found += sorted(path for path in (self._folder / folder).glob("*") if path.is_file())
+        _stay_inside(self._folder, found)
+        for path in found:
+            yield path.relative_to(self._folder).as_posix(), path
+
+    def identity(self) -> dict[str, Any]:
+        files = [*self._files, *([self._folder / "config.json"] if self._config is not None else [])]
+        return {path.name: [(about := path.stat()).st_size, about.st_mtime_ns] for path in files}
+
+    def _consumed(self) -> set[str]:
+        """The scales that belong to weights which are FP8 already."""
+        stems = {name.removesuffix("_packed") for name in self._codes}
+        modules = {name.removesuffix(".weight") for name in stems}
+        found = {stem + ending for stem in stems for ending in SCALES}
+        return found | {f"{module}.{activation}" for module in modules for activation in ("input_scale", "activation_scale")}
+
+    def _belongs(self, path: Path) -> bool:
+        weights = path.suffix in _OTHER_WEIGHTS or path.name.endswith(".index.json")
+        return path.is_file() and not weights and not path.name.startswith(".") and path.name not in ("config.json", RECEIPT)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, without a copy where it is contiguous."""
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def require_quantizable(source: Source, names: Sequence[str]) -> None:
+    """Refuse weights that hold no numbers which FP8 could be made from."""
+    wrong = [name for name in names if source.tensors[name].dtype not in VALUES]
+    if wrong:
+        raise PrecisionError(
+            Problem(
+                f"{name} has elements of type {source.tensors[name].dtype}.",
+                f"FP8 is made from {', '.join(VALUES)}; this weight is packed in another way.",
+                "Give the BF16 checkpoint that it was made from.",
+            )
+            for name in wrong[:5]
+        )
+
+
+# ---------------------------------------------------------------------- what is not trusted
+
+
+def _read_config(folder: Path) -> dict[str, Any] | None:
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    _stay_inside(folder, [path])
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PrecisionError(
+            f"{path} cannot be read.", f"{type(error).__name__}: {error}.", "Copy or download the folder again."
+        ) from error
+    if not isinstance(config, dict):
+        raise PrecisionError(f"{path} holds no mapping.", "A model's config is one.", "Copy or download the folder again.")
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method not in (None, "fp8", "compressed-tensors"):
+        raise PrecisionError(
+            f"The source is quantized already, with {method!r}.",
+            "What can be dequantized here is FP8 with scales beside the codes.",
+            "Give the BF16 checkpoint that it was made from.",
+        )
+    return config
+
+
+def _stay_inside(folder: Path, paths: Sequence[Path]) -> None:
+    """Refuse files that are links to somewhere else, but for those of Hugging Face's cache."""
+    root = folder.resolve()
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    for path in paths:
+        target = path.resolve()
+        if not any(target.is_relative_to(allowed) for allowed in roots):
+            raise PrecisionError(
+                f"{path.name} in {folder} is a link to {target}, outside of the folder.",
+                "What it leads to would be copied into the export, and be published with it.",
+                "Copy the file into the folder if it belongs there, or give the folder where it lies; else do not trust this checkpoint.",
+            )
+
+
+def _pickled(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.suffix in _PICKLED]
+
+
+def _no_pickles(path: Path) -> PrecisionError:
+    return PrecisionError(
+        f"{path} holds pickled weights.",
+        "A pickle runs whatever code lies in it when it is loaded, and cannot be read tensor by tensor.",
+        "Download the safetensors of the same model; or, if you trust the file, load it in transformers and "
+        "model.save_pretrained(folder, safe_serialization=True).",
+    )

@@ -1,0 +1,151 @@
+"""The certificate: what lies in an exported folder is what the contract says of the source, and comes back to itself.
+
+For every quantized weight W with its codes C and scales s, all read from the disk and compared to the bit:
+
+    right        (C, s) = Q(W)                           the numerics, on the source
+    idempotent   (C, s) = Q(bf16(C * s))                 whoever dequantizes it to BF16 and exports that gets the same file
+    copied       every tensor that was kept has the source's bytes
+
+Q is ``canonical(quantize(.))``. Without ``canonical`` idempotence holds for values only: with power-of-two scales the codes of about
+one tile in twenty double once while their scale halves (see :mod:`nemo_fp8.numerics.canonical`); ``moved`` counts those tiles. With FP32
+scales the codes would hold, and the scales through BF16 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.export.folder import Destination
+from nemo_fp8.export.plan import Plan, operand_of
+from nemo_fp8.export.run import COMPUTE, Progress, quantize_weight
+from nemo_fp8.numerics.checkpoint import Checkpoint
+from nemo_fp8.numerics.quantize import quantize
+from nemo_fp8.numerics.quantized import Quantized
+
+
+@dataclass
+class Certificate:
+    """What was compared, and what differed."""
+
+    weights: int = 0
+    codes: int = 0
+    scales: int = 0
+    tiles_moved: int = 0
+    """Tiles that are written with half the scale and twice the codes of the numerics' first cast; no value differs."""
+    copied: int = 0
+    copied_bytes: int = 0
+    codes_wrong: int = 0
+    scales_wrong: int = 0
+    codes_changed: int = 0
+    """Codes that change when the values are quantized again."""
+    scales_changed: int = 0
+    bytes_wrong: int = 0
+    names: list[str] = field(default_factory=list)
+    """Tensors with any difference."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing differs."""
+        return not self.names
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"holds": self.holds, **asdict(self)}
+
+    def problems(self) -> list[Problem]:
+        """Every difference in words."""
+        rows = (
+            (self.codes_wrong + self.scales_wrong, "codes and scales are not those of the source", _DAMAGED),
+            (self.codes_changed + self.scales_changed, "codes and scales change when the values are quantized again", _UNSTABLE),
+            (self.bytes_wrong, "bytes of kept tensors are not the source's", _DAMAGED),
+        )
+        where = f"{', '.join(self.names[:3])}{f' and {len(self.names) - 3} more' if len(self.names) > 3 else ''}"
+        return [Problem(f"{count:,} {what}: {where}.", *words) for count, what, words in rows if count]
+
+
+_DAMAGED = ("The export or the source was changed since it was written, or a disk loses bytes.", "Export again with --restart.")
+_UNSTABLE = ("The values do not fit the compute dtype that they come back through.", "Export with a compute dtype of bf16.")
+
+
+def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress] | None = None) -> Certificate:
+    """Compare a finished export with its source, tensor by tensor."""
+    target = Destination(folder)
+    if target.receipt.get("fingerprint") != plan.fingerprint:
+        raise PrecisionError(
+            f"{folder} is not an export of this source under this contract.",
+            "Its fingerprint is another one.",
+            "Give the source, the precision and the layout that it was made with.",
+        )
+    written = Checkpoint.open(target.folder)
+    _require_planned(plan, written)
+    found = Certificate()
+    step = progress(plan.bytes_in) if progress else lambda count, name: None
+    try:
+        for name, about in plan.source.tensors.items():
+            before = (found.codes_wrong, found.scales_wrong, found.codes_changed, found.scales_changed, found.bytes_wrong)
+            if name in plan.selection.quantized:
+                _compare_weight(found, plan, written, name)
+            else:
+                _compare_copy(found, plan, written, name)
+            if before != (found.codes_wrong, found.scales_wrong, found.codes_changed, found.scales_changed, found.bytes_wrong):
+                found.names.append(name)
+            step(about.bytes, name)
+    finally:
+        written.close()
+    return found
+
+
+def _compare_weight(found: Certificate, plan: Plan, written: Checkpoint, name: str) -> None:
+    operand = operand_of(plan.precision)
+    assert operand is not None
+    compute = plan.precision.compute
+    stored = _stored(written, name, plan.layout.scale_name(name))
+    for matrix, ours in zip(plan.source.matrices(name), stored, strict=True):
+        right = quantize_weight(matrix, operand, compute, name)
+        first = quantize(matrix.to(COMPUTE[compute]), operand)
+        again = quantize_weight(ours.dequantize(COMPUTE[compute]), operand, compute, name)
+        found.codes += ours.data.numel()
+        found.scales += ours.scale_inv.numel()
+        found.tiles_moved += _differing(first.scale_inv, right.scale_inv)
+        found.codes_wrong += _differing(ours.data, right.data)
+        found.scales_wrong += _differing(ours.scale_inv, right.scale_inv)
+        found.codes_changed += _differing(ours.data, again.data)
+        found.scales_changed += _differing(ours.scale_inv, again.scale_inv)
+    found.weights += 1
+
+
+def _stored(written: Checkpoint, name: str, scale: str) -> Iterator[Quantized]:
+    """The codes and the scales of a weight as they lie in the file, matrix by matrix."""
+    for codes, scale_inv in zip(written.stored(name), written.stored(scale), strict=True):
+        yield Quantized(codes, scale_inv, (128, 128))
+
+
+def _compare_copy(found: Certificate, plan: Plan, written: Checkpoint, name: str) -> None:
+    found.copied += 1
+    theirs = plan.source.chunks(name)
+    for ours in written.chunks(name):
+        found.copied_bytes += len(ours)
+        found.bytes_wrong += ours != next(theirs, None)
+
+
+def _require_planned(plan: Plan, written: Checkpoint) -> None:
+    """Refuse a folder whose tensors are not those of the plan, in name, shape or type."""
+    planned = {o.name: (o.about.shape, o.about.dtype) for shard in plan.shards for o in shard.outputs}
+    there = {name: (entry.shape, entry.dtype) for name, entry in written.entries.items()}
+    wrong = sorted(name for name in planned.keys() | there.keys() if planned.get(name) != there.get(name))
+    if wrong:
+        raise PrecisionError(
+            f"{written.path}: {wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''} is not as it was planned.",
+            "A file was replaced or deleted since the export.",
+            "Export again with --restart.",
+        )
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor) -> int:
+    kind = torch.uint8 if a.element_size() == 1 else torch.int32
+    return int((a.view(kind) != b.view(kind)).sum())
