@@ -47,8 +47,9 @@ $(ROLLOUT)/.installed: pyproject.toml constraints/rollout.txt
 demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
+# Two workers: much of the suite is Python starting up and importing NeMo, on one core.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(ROLLOUT)/bin/python -m pytest tests/rollout
 
 # What takes too long for every change: every model, every executor, 50 pushes, whole training runs.

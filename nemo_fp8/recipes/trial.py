@@ -139,14 +139,15 @@ def _last_checkpoint(trial: Trial) -> Any:
 
 def main(task: dict[str, Any]) -> None:
     """One rank of a trial."""
+    folder, out = task.pop("folder"), Path(task.pop("out"))
+    trial = Trial(**task | {"precision": Precision.from_dict(task["precision"])})
+    recipe = _recipe(trial)  # before anything heavy is imported: a recipe that cannot be built says so at once
+
     import fiddle as fdl
 
     from nemo_fp8.recipes.recorder import Recorder
     from nemo_fp8.train.monitor import Fp8Monitor
 
-    folder, out = task.pop("folder"), Path(task.pop("out"))
-    trial = Trial(**task | {"precision": Precision.from_dict(task["precision"])})
-    recipe = _recipe(trial)
     recipe.log.log_dir = folder
     train = fdl.build(recipe)
     monitor = Fp8Monitor(every_n_steps=trial.every) if trial.every else None
