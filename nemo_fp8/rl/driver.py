@@ -1,0 +1,170 @@
+"""The driver of a run: it starts the actors on Ray, waits, and starts again what died.
+
+    an engine dies       Ray starts it again, and rank 0 fills it (:mod:`nemo_fp8.rl.engines`); the training goes on
+    a rank dies          the other ranks are ended, and all of them start again from the last checkpoint; the engines stay
+    the driver dies      Ray ends everything; the same call goes on from the last checkpoint
+
+An error that a rank *raises* would come again, and is raised here. Each kind of actor has its own Python, with what it needs
+installed; Ray and nemo_fp8 are in both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rl import rollout
+from nemo_fp8.rl.record import read_record
+from nemo_fp8.rl.settings import GrpoSettings
+from nemo_fp8.rl.trainer import TrainerRank
+
+OnStep = Callable[[dict[str, Any]], None]
+# How often Ray starts a dead engine again, and the driver the ranks; a run that needs more of it is not well.
+RESTARTS = 10
+# How long the other ranks have to say what they saw when one has ended, in seconds.
+GRACE = 5.0
+_TRAINER = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+
+
+@contextmanager
+def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
+    """Ray, on this machine for as long as the context lasts, or the cluster of that address."""
+    if address is not None:
+        ray.init(address=address, log_to_driver=False)
+    else:
+        ray.init(
+            num_cpus=actors,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="warning",
+            object_store_memory=128 * 2**20,
+            # What an actor started ends with it: saving a checkpoint starts a process that outlives a killed rank.
+            _system_config={"process_group_cleanup_enabled": True},
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def run_grpo(
+    settings: GrpoSettings, *, rollout_python: str | None = None, threads: int | None = None, on_step: OnStep | None = None
+) -> list[dict[str, Any]]:
+    """Run to the last step, inside a :func:`ray_session`; gives the record, whose lines ``on_step`` gets as they come."""
+    follow = _Follow(settings, on_step or (lambda row: None))
+    if not follow.finished:
+        run = _Run(settings, rollout_python or find_rollout_python(), threads)
+        try:
+            run.to_the_end(follow)
+        finally:
+            run.stop()
+    follow()
+    return follow.rows
+
+
+def find_rollout_python() -> str:
+    """The rollout environment beside this one, where ``make setup`` builds it."""
+    python = Path(sys.prefix).parent / ".venv-rollout" / "bin" / "python"
+    if not python.exists():
+        raise PrecisionError(
+            f"There is no {python}.",
+            "vLLM and NeMo cannot share an environment, and this is where the rollout's is looked for.",
+            "Build it with `make setup`, or give the Python of yours (--rollout-python).",
+        )
+    return str(python)
+
+
+class _Run:
+    """The actors of a run."""
+
+    def __init__(self, settings: GrpoSettings, rollout_python: str, threads: int | None) -> None:
+        self.settings = settings
+        self.plain = settings.to_dict()
+        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        self._trainer_env = {"py_executable": sys.executable, "env_vars": _TRAINER | env}
+        engine = ray.remote(max_restarts=RESTARTS)(rollout.RolloutEngine)
+        engine = engine.options(runtime_env={"py_executable": rollout_python, "env_vars": rollout.ENVIRONMENT | env})
+        self.engines = [engine.remote(self.plain) for _ in range(settings.engines)]
+        self.ranks: list[Any] = []
+
+    def to_the_end(self, follow: Callable[[], None]) -> None:
+        """The base model, then the policy, through whatever dies."""
+        base = self._through_deaths(1, lambda meeting: [self.ranks[0].base.remote(meeting)], follow)[0]
+        self._through_deaths(
+            self.settings.ranks, lambda meeting: [rank.train.remote(meeting, base, self.engines) for rank in self.ranks], follow
+        )
+
+    def stop(self) -> None:
+        """End all actors."""
+        self._stop_ranks()
+        for actor in self.engines:
+            ray.kill(actor)
+
+    def _through_deaths(self, ranks: int, work: Callable[[tuple[str, int]], list[Any]], follow: Callable[[], None]) -> list[Any]:
+        actor = ray.remote(TrainerRank).options(runtime_env=self._trainer_env)
+        for _ in range(RESTARTS + 1):
+            self.ranks = [actor.remote(self.plain, rank, ranks) for rank in range(ranks)]
+            try:
+                return _all_or_error(work(ray.get(self.ranks[0].meeting_point.remote())), follow)
+            except RayActorError as error:
+                died = error
+            finally:
+                self._stop_ranks()
+        raise PrecisionError(
+            f"Ranks of the training died {RESTARTS + 1} times.", str(died), "Look at their logs in /tmp/ray/session_latest/logs."
+        )
+
+    def _stop_ranks(self) -> None:
+        for actor in self.ranks:
+            ray.kill(actor)
+        self.ranks = []
+
+
+def _all_or_error(answers: Sequence[Any], follow: Callable[[], None]) -> list[Any]:
+    """What all ranks answer. Where some fail, a death is the cause of the others' errors, whichever came first."""
+    waiting = list(answers)
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=0.5)
+        follow()
+        if any(_error(answer) for answer in done):
+            done += ray.wait(waiting, num_returns=len(waiting), timeout=GRACE)[0] if waiting else []
+            errors = [error for answer in done if (error := _error(answer))]
+            raise next((error for error in errors if isinstance(error, RayActorError)), errors[0])
+    return ray.get(list(answers))  # type: ignore[no-any-return]
+
+
+def _error(answer: Any) -> Exception | None:
+    try:
+        ray.get(answer)
+    except (RayActorError, RayTaskError) as error:
+        return error
+    return None
+
+
+class _Follow:
+    """Hands on the lines of a record as they come."""
+
+    def __init__(self, settings: GrpoSettings, on_step: OnStep) -> None:
+        self.path, self.last, self.on_step = settings.record, settings.steps, on_step
+        self.rows: list[dict[str, Any]] = []
+        self.rows = read_record(self.path)
+        self._seen = {row["step"] for row in self.rows}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is there."""
+        return self.last in self._seen
+
+    def __call__(self) -> None:
+        self.rows = read_record(self.path)
+        for row in self.rows:
+            if row["step"] not in self._seen:
+                self._seen.add(row["step"])
+                self.on_step(row)

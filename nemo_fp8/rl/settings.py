@@ -1,0 +1,158 @@
+"""Everything that makes a GRPO run: one frozen description, which goes as it is to every process of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.presets import preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySize:
+    """A Llama. Sizes are multiples of 128, so that every block of every format is whole."""
+
+    layers: int = 4
+    hidden: int = 128
+    ffn: int = 384
+    heads: int = 2
+    kv_heads: int = 2
+    vocab: int = 256
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def hugging_face(self, positions: int) -> dict[str, Any]:
+        """Its ``config.json``."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.hidden // self.heads,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_base,
+            "max_position_embeddings": positions,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "dtype": "bfloat16",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoSettings:
+    """A run. The contract says what trains and what generates in FP8; everything else is the same for all contracts."""
+
+    folder: str
+    """Where checkpoints and the record of steps go. A run that finds its own there goes on from them."""
+    base: str
+    """Where the base model lies; it is trained first where there is none. Runs that are compared share it."""
+    precision: Precision = field(default_factory=lambda: preset("bf16_with_fp8_blockwise_mixed"))
+    seed: int = 1234
+
+    digits: int = 8
+    policy: PolicySize = field(default_factory=PolicySize)
+
+    base_steps: int = 600
+    """Steps on demonstrations that make the base model."""
+    base_batch: int = 64
+    base_lr: float = 2e-3
+
+    steps: int = 100
+    problems: int = 32
+    """Problems in a step."""
+    answers: int = 8
+    """Answers that are sampled for each problem."""
+    temperature: float = 1.0
+    lr: float = 3e-4
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_beta: float = 0.005
+    loss_fn: dict[str, Any] | None = None
+    """NeMo RL's keys on importance sampling. None: truncated at 2 where the contract asks for a correction."""
+    one_step_off: bool = False
+    """Generate the next step's answers while this step trains: their weights are one step old."""
+
+    validation: int = 256
+    """Held-out problems, answered greedily."""
+    validate_every: int = 10
+    save_every: int = 1
+
+    ranks: int = 1
+    tensor_parallel: int = 1
+    micro_batch: int = 64
+    engines: int = 1
+
+    def __post_init__(self) -> None:
+        problems = list(_contradictions(self))
+        if problems:
+            raise PrecisionError(problems)
+
+    @property
+    def samples(self) -> int:
+        """Samples in a step: Megatron's global batch."""
+        return self.problems * self.answers
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of a sample: a problem, its answer and their marks, without the last token, to a multiple of 16 for FP8."""
+        return -(-(2 * self.digits + 2) // 16) * 16
+
+    @property
+    def correction(self) -> dict[str, Any]:
+        """The importance sampling of the run, under NeMo RL's keys."""
+        if self.loss_fn is not None:
+            return self.loss_fn
+        if not self.precision.importance_sampling:
+            return {"use_importance_sampling_correction": False}
+        return {
+            "use_importance_sampling_correction": True,
+            "truncated_importance_sampling_type": "tis",
+            "truncated_importance_sampling_ratio": 2.0,
+        }
+
+    @property
+    def record(self) -> Path:
+        """Where the record of steps lies."""
+        return Path(self.folder, "steps.jsonl")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; ``from_dict`` gives the same settings back."""
+        return asdict(self) | {"precision": self.precision.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> GrpoSettings:
+        """Settings from plain values."""
+        return cls(**values | {"precision": Precision.from_dict(values["precision"]), "policy": PolicySize(**values["policy"])})
+
+
+def _contradictions(s: GrpoSettings) -> Iterator[Problem]:
+    data_parallel = s.ranks // s.tensor_parallel
+    if s.ranks != data_parallel * s.tensor_parallel:
+        yield Problem(
+            f"ranks={s.ranks} with tensor_parallel={s.tensor_parallel}.",
+            "A model split over so many ranks fills them all.",
+            "Choose ranks as a multiple of tensor_parallel.",
+        )
+    elif s.samples % (s.micro_batch * data_parallel):
+        yield Problem(
+            f"{s.problems} problems x {s.answers} answers with micro_batch={s.micro_batch} on {data_parallel} data-parallel ranks.",
+            "Megatron's global batch is a whole number of micro-batches on each rank.",
+            f"Choose micro_batch so that it divides {s.samples // data_parallel}.",
+        )
+    if s.problems % s.engines:
+        yield Problem(
+            f"{s.problems} problems on {s.engines} engines.", "Each engine answers as many.", "Choose problems as a multiple of engines."
+        )
