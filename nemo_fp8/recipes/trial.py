@@ -39,7 +39,7 @@ class Trial:
     every: int = 0
     """Monitor FP8 every so many steps; 0 is never."""
     keep: str | None = None
-    """The folder that its last checkpoint goes to; None saves none."""
+    """The folder that its last checkpoint goes to; None saves none. Of stories, log-probs go to ``KEEP.log_probs.safetensors``."""
 
 
 @dataclass
@@ -107,7 +107,9 @@ def _follow(process: subprocess.Popen[bytes], out: Path, on_step: Callable[[int,
 
 
 def _last_words(log: Path, characters: int = 3000) -> str:
-    return log.read_text(errors="replace")[-characters:]
+    """The end of what the ranks said, without torchrun's own report on them."""
+    said = log.read_text(errors="replace").partition("torch/distributed/elastic/multiprocessing")[0]
+    return said[-characters:]
 
 
 def _recipe(trial: Trial) -> Any:
@@ -120,18 +122,24 @@ def _recipe(trial: Trial) -> Any:
     recipe.trainer.enable_progress_bar = False
     recipe.log.ckpt = recipe.log.tensorboard = recipe.resume = None
     if trial.keep is not None:
-        recipe.trainer.callbacks.append(_last_checkpoint(trial))
+        recipe.trainer.callbacks += _keepers(recipe, trial.keep, trial.steps)
     return recipe
 
 
-def _last_checkpoint(trial: Trial) -> Any:
-    """NeMo's callback, which saves once: after the last step, into the folder itself."""
+def _keepers(recipe: Any, keep: str, steps: int) -> list[Any]:
+    """What saves once, after the last step: NeMo's callback the checkpoint, ours what the trainer thinks of validation stories."""
     import nemo_run as run
     from nemo import lightning as nl
 
-    folder = Path(str(trial.keep)).absolute()
-    saves = {"every_n_train_steps": trial.steps, "save_top_k": 1, "save_last": False, "monitor": "reduced_train_loss"}
-    return run.Config(nl.ModelCheckpoint, dirpath=str(folder.parent), filename=folder.name, **saves)
+    from nemo_fp8.train.data import StoryData
+    from nemo_fp8.train.log_probs import ValidationLogProbs
+
+    folder = Path(keep).absolute()
+    saves = {"every_n_train_steps": steps, "save_top_k": 1, "save_last": False, "monitor": "reduced_train_loss"}
+    keepers = [run.Config(nl.ModelCheckpoint, dirpath=str(folder.parent), filename=folder.name, **saves)]
+    if recipe.data.__fn_or_cls__ is StoryData:
+        keepers.append(run.Config(ValidationLogProbs, out=f"{folder}.log_probs.safetensors"))
+    return keepers
 
 
 # ---------------------------------------------------------------------- in the ranks

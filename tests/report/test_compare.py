@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 
 from nemo_fp8 import PrecisionError, preset
 from nemo_fp8.recipes.trial import Outcome, Trial, run_trial
@@ -106,6 +107,10 @@ def test_from_a_shell(tmp_path):
     assert {row["step"] for row in fp8["statistics"]} == {3, 6}
     assert len(fp8["statistics"]) == 2 * 6 * 4 * 3  # steps, layers, linears, operands
     assert "SNR" in (tmp_path / "c.html").read_text()
-    kept = sorted((tmp_path / "kept").iterdir())
+    kept = sorted(path for path in (tmp_path / "kept").iterdir() if path.is_dir())
     assert [path.name for path in kept] == ["bf16_mixed-seed1234", "bf16_with_fp8_blockwise_mixed-seed1234"]
     assert [Checkpoint.at(path).problems(contents=True) for path in kept] == [[], []]
+    for path, run in zip(kept, (bf16, fp8), strict=True):
+        found = load_file(f"{path}.log_probs.safetensors")
+        assert found["log_probs"].shape == (16, found["tokens"].shape[1] - 1)
+        assert -found["log_probs"].mean() == pytest.approx(run["losses"][-1], rel=0.1), "other stories, nearly the same loss"
