@@ -1,0 +1,112 @@
+"""Memory that two processes of one user share, with no name that could outlive them.
+
+The sender makes an anonymous file in memory (``memfd``), and receivers open it through ``/proc/PID/fd/N``. The kernel
+lets only the same user (or root) do that, and frees the memory when the last process lets go of it or dies, however it
+dies: there is no file in ``/dev/shm`` to remove, and no cleaning up after a killed trainer. The trade-off: sender and
+receivers must see each other's process ids, so two containers that share only ``/dev/shm`` push over HTTP instead.
+
+A receiver checks what it opens: it must be such a file, sealed so that it cannot shrink under the reader (a read beyond
+the end would kill the process), and as large as it says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from nemo_fp8.errors import PrecisionError
+
+NAME = "nemo_fp8-refit"
+# Linux' numbers, which Python's fcntl has only since 3.13.
+_ADD_SEALS, _GET_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1034, 1, 2, 4
+_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
+
+
+class Shared:
+    """The sender's side: ``size`` bytes that others can open by ``handle``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(self._fd, 0o600)
+            os.ftruncate(self._fd, size)
+            fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self._fd, size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @property
+    def handle(self) -> dict[str, int]:
+        """What a receiver needs to know, as plain values."""
+        return {"pid": os.getpid(), "fd": self._fd, "size": self.size}
+
+    def close(self) -> None:
+        """Let go of it; the memory is free when the receivers have done so too."""
+        if self._fd >= 0:
+            del self.tensor, self._map
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Opened:
+    """The receiver's side: the same bytes, to be read."""
+
+    def __init__(self, handle: Any) -> None:
+        try:
+            pid, fd, size = (handle[key] for key in ("pid", "fd", "size"))
+        except (TypeError, KeyError):
+            raise _refused(handle, "it is no pid, fd and size") from None
+        if not all(type(n) is int and n > 0 for n in (pid, fd, size)):
+            raise _refused(handle, "pid, fd and size are positive whole numbers")
+        path = f"/proc/{pid}/fd/{fd}"
+        try:
+            target = os.readlink(path)
+            if not target.startswith(f"/memfd:{NAME} "):
+                raise _refused(handle, f"it is {target}, and not memory that a Refit made")
+            own = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _refused(
+                handle, f"{path} cannot be opened: {error.strerror}. Both sides need one user and one list of processes"
+            ) from None
+        try:
+            if fcntl.fcntl(own, _GET_SEALS) & _SEALS != _SEALS:
+                raise _refused(handle, "it is not sealed, so that it could shrink while it is read")
+            if os.fstat(own).st_size != size:
+                raise _refused(handle, f"it holds {os.fstat(own).st_size} bytes")
+            self._map = mmap.mmap(own, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        except OSError as error:
+            raise _refused(handle, f"it cannot be mapped: {error.strerror}") from None
+        finally:
+            os.close(own)
+        self.handle, self.size = {"pid": pid, "fd": fd, "size": size}, size
+
+    def read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor that lies in it, without a copy. Nobody may write to it."""
+        count = 1
+        for n in shape:
+            count *= n
+        if offset < 0 or offset % dtype.itemsize or offset + count * dtype.itemsize > self.size:
+            raise PrecisionError(
+                f"A tensor of {count * dtype.itemsize} bytes at {offset} of {self.size} bytes of shared memory.",
+                "It does not lie inside.",
+                "Push with nemo_fp8.rollout.Refit; if that did it, report it.",
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "not writable": that is what we want
+            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _refused(handle: Any, why: str) -> PrecisionError:
+    return PrecisionError(
+        f"Shared memory {str(handle)[:120]} is refused.",
+        f"{why[0].upper()}{why[1:]}.",
+        "Push from the same host, user and container, or over HTTP with Refit(url, transport='http').",
+    )

@@ -1,0 +1,234 @@
+"""The receipt of a push: what came, where it went, and how good it is. Every worker tells; this puts it together.
+
+A number of quality (SNR, bad scales) is that of the quantization the weights went through on their way. A fingerprint
+names the bytes that lie in the engine: codes and scales of an FP8 tensor, values of another. Under tensor parallelism
+every worker fingerprints the part that it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.rollout.refit.fingerprint import together
+from nemo_fp8.rollout.refit.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Written:
+    """One tensor in the engine."""
+
+    name: str
+    kind: str
+    """``fp8``, the dtype that it is kept in, or ``kv scale``."""
+    snr_db: float | None
+    """Of its quantization; None where nothing was quantized in the engine."""
+    saturated: int
+    underflow: int
+    nonfinite: int
+    scales: int
+    bad_scales: int
+    aligned: bool
+    """Whether its blocks are those of the unsharded tensor."""
+    verified: bool | None
+    """Read back from the engine's memory and found right; None where that was not asked for, or cannot be done."""
+    fingerprints: Mapping[str, str]
+    """By the part of the tensor that a worker holds."""
+
+    @property
+    def fingerprint(self) -> str:
+        """One for all parts."""
+        return together([self.fingerprints[part] for part in sorted(self.fingerprints)]) if self.fingerprints else ""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a push did. ``print`` it, keep ``to_dict()`` of it, ``require()`` it to be good."""
+
+    push: str
+    tensors: tuple[Written, ...]
+    passed_over: tuple[str, ...]
+    """Names that the engine's own loader passes over, as it does when it starts: they were not sent."""
+    never_written: tuple[str, ...]
+    """Parameters of vLLM's model that no tensor of any checkpoint is for."""
+    workers: int
+    bytes: int
+    chunks: int
+    chunk_bytes: int
+    staged_bytes: int
+    """The largest layer that a worker had to hold whole beside the model."""
+    seconds: float
+    prefix_cache_reset: bool
+    after_failure: str = ""
+    """What the engine said of the push before, if that one did not end."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by what they were spent on."""
+
+    # ------------------------------------------------------------------ what it comes to
+
+    @property
+    def fp8(self) -> tuple[Written, ...]:
+        return tuple(t for t in self.tensors if t.kind == "fp8")
+
+    @property
+    def misaligned(self) -> tuple[str, ...]:
+        """Tensors whose blocks straddle the cuts of tensor parallelism or of a fused weight."""
+        return tuple(t.name for t in self.fp8 if not t.aligned)
+
+    @property
+    def verified(self) -> bool | None:
+        """Whether all that can be read back is right; None where that was not asked for."""
+        answers = [t.verified for t in self.tensors if t.verified is not None]
+        return all(answers) if answers else None
+
+    @property
+    def snr_db(self) -> tuple[float, str] | None:
+        """The lowest, and whose it is."""
+        known = [(t.snr_db, t.name) for t in self.fp8 if t.snr_db is not None]
+        return min(known) if known else None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything: two engines that hold the same weights, cut the same way, have the same."""
+        return together([f"{t.name}:{t.fingerprint}" for t in sorted(self.tensors, key=lambda t: t.name)])
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What a training loop should stop for. The engine holds exactly what was pushed, all the same."""
+        return tuple(_problems(self))
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def require(self) -> Receipt:
+        """The receipt, or an error with everything that is wrong."""
+        if self.problems:
+            raise PrecisionError(self.problems)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: all of it, and what it comes to."""
+        lowest = self.snr_db
+        return asdict(self) | {
+            "ok": self.ok,
+            "verified": self.verified,
+            "fingerprint": self.fingerprint,
+            "lowest_snr_db": None if lowest is None else lowest[0],
+            "misaligned": list(self.misaligned),
+            "problems": [asdict(p) for p in self.problems],
+        }
+
+    # ------------------------------------------------------------------ for people
+
+    def __str__(self) -> str:
+        """At most 80 columns."""
+        rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+        took = f"{_size(self.bytes)} in {self.seconds:.2f} s ({rate:.1f} GB/s)"
+        head = f"push {self.push}: {len(self.tensors)} tensors, {took}, {self.workers} worker{'' if self.workers == 1 else 's'}"
+        return "\n".join([head, *(f"  {name:<14}{_fit(text)}" for name, text in self._rows())])
+
+    def _rows(self) -> list[tuple[str, str]]:
+        kinds = Counter(t.kind for t in self.tensors)
+        rows = [("written", ", ".join(f"{count} as {kind}" for kind, count in kinds.most_common()))]
+        lowest = self.snr_db
+        if lowest:
+            rows.append(("lowest SNR", f"{lowest[0]:.1f} dB in {lowest[1]}"))
+        if self.fp8:
+            scales, bad = sum(t.scales for t in self.fp8), sum(t.bad_scales for t in self.fp8)
+            rows.append(("scales", f"{scales}, all positive and finite" if not bad else f"{bad} of {scales} zero, infinite or no number"))
+            rows.append(("blocks", _some(self.misaligned, "those of the unsharded weights", "straddle cuts in")))
+        if self.passed_over:
+            rows.append(("passed over", _some(self.passed_over)))
+        if self.never_written:
+            rows.append(("never written", _some(self.never_written)))
+        if self.verified is not None:
+            checked = sum(t.verified is not None for t in self.tensors)
+            rows.append(("verified", f"{checked} of {len(self.tensors)} read back" if self.verified else "NO"))
+        memory = f"{_size(self.chunk_bytes)} of buffers, {self.chunks} chunks"
+        rows.append(("memory", memory + (f", {_size(self.staged_bytes)} for a layer packed whole" if self.staged_bytes else "")))
+        rows.append(("prefix cache", "reset" if self.prefix_cache_reset else "NOT reset"))
+        if self.after_failure:
+            rows.append(("repairs", self.after_failure))
+        rows.append(("fingerprint", self.fingerprint))
+        return rows + [("PROBLEM", p.what) for p in self.problems]
+
+
+def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: Any) -> Receipt:
+    """From the workers' answers to the end of a push."""
+    written = []
+    for i, entry in enumerate(manifest):
+        told = [answer["facts"][str(i)] for answer in answers if str(i) in answer["facts"]]
+        if told:
+            written.append(_written(entry.name, told))
+    never = {name for answer in answers for name in answer["unwritten"]}
+    staged = max(answer["staged"] for answer in answers)
+    return Receipt(tensors=tuple(written), never_written=tuple(sorted(never)), workers=len(answers), staged_bytes=staged, **about)
+
+
+def _written(name: str, told: Sequence[Mapping[str, Any]]) -> Written:
+    signal, noise = (sum(one[key] for one in told) for key in ("signal", "noise"))
+    checks = [one["verified"] for one in told if one["verified"] is not None]
+    fingerprints: dict[str, str] = {}
+    for one in told:
+        for part, print_ in one["fingerprints"].items():
+            if fingerprints.setdefault(part, print_) != print_:
+                fingerprints[part] = "workers differ"
+    return Written(
+        name=name,
+        kind=told[0]["kind"],
+        snr_db=None if signal == 0 else math.inf if noise == 0 else 10 * math.log10(signal / noise),
+        aligned=all(one["aligned"] for one in told),
+        verified=all(checks) if checks else None,
+        fingerprints=fingerprints,
+        **{key: sum(one[key] for one in told) for key in ("saturated", "underflow", "nonfinite", "scales", "bad_scales")},
+    )
+
+
+def _problems(r: Receipt) -> list[Problem]:
+    rows = (
+        (
+            [t.name for t in r.tensors if t.bad_scales],
+            "Scales that are zero, infinite, no number, or no power of two where the contract wants one",
+            "What they multiply becomes zero or NaN, or is read otherwise than it was written.",
+            "Look at these weights in the trainer: they have overflowed, or were quantized under another contract.",
+        ),
+        (
+            [t.name for t in r.tensors if t.nonfinite],
+            "Infinite values or NaNs",
+            "The trainer sent them; an infinity became FP8's largest value, and a NaN stays one.",
+            "Look at these weights in the trainer.",
+        ),
+        (
+            [t.name for t in r.tensors if t.verified is False],
+            "Bits that are not those of the reference",
+            "The engine's memory was read back and compared.",
+            "Push again; if it stays, report it with this receipt.",
+        ),
+        (
+            [t.name for t in r.tensors if "workers differ" in t.fingerprints.values()],
+            "Workers that hold different bits of the same part",
+            "They were sent the same bytes.",
+            "Push again; if it stays, report it with this receipt.",
+        ),
+    )
+    return [Problem(f"{what}: {_some(names)}.", why, remedy) for names, what, why, remedy in rows if names]
+
+
+def _some(names: Sequence[str], none: str = "", lead: str = "") -> str:
+    if not names:
+        return none
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{lead} {names[0]}{more}".strip()
+
+
+def _fit(text: str, width: int = 64) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"

@@ -1,0 +1,83 @@
+"""A stream of named tensors, cut into pieces that fit a buffer of a fixed size.
+
+    piece = (number of its tensor in the manifest, first row, rows, offset in the buffer)
+
+Matrices are cut between rows of blocks, so that a worker can quantize every piece as it comes; everything else between
+the slabs of its first dimension. A tensor that some worker needs in one piece is not cut at all. Pieces of one tensor
+come in order. So the memory a push takes does not depend on the size of the model, nor on that of its largest tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit.manifest import Entry, Manifest
+
+ALIGNMENT = 64
+Piece = tuple[int, int, int, int]
+
+
+def capacity(manifest: Manifest, wanted: int, whole: Collection[int] = ()) -> int:
+    """The size of buffer that a push needs: what is wanted, or less for a small model, or what cannot be cut smaller."""
+    parts = (e.bytes if i in whole else min(e.step, e.rows) * e.row_bytes for i, e in enumerate(manifest))
+    everything = sum(_aligned(e.bytes) for e in manifest)
+    return max(ALIGNMENT, min(wanted, everything), max(map(_aligned, parts), default=0))
+
+
+def cut(
+    tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, buffer: Callable[[], torch.Tensor], whole: Collection[int] = ()
+) -> Iterator[tuple[list[Piece], int]]:
+    """Fill buffers with the tensors' bytes; yields what lies in each and how many bytes that is.
+
+    ``buffer()`` gives the next one to fill (uint8, as large as :func:`capacity` says), after the last was yielded.
+    """
+    room, pieces, used = buffer(), [], 0
+    for name, tensor in tensors:
+        i = manifest.places.get(name)
+        entry = _same(name, tensor, None if i is None else manifest[i])
+        assert i is not None
+        row, step = 0, entry.rows if i in whole else entry.step
+        while row < entry.rows:
+            fits = (room.numel() - used) // max(1, entry.row_bytes)
+            rows = entry.rows - row if fits >= entry.rows - row else fits // step * step
+            if rows == 0:
+                yield pieces, used
+                room, pieces, used = buffer(), [], 0
+                continue
+            _copy(tensor[row : row + rows] if entry.shape else tensor, room, used)
+            pieces.append((i, row, rows, used))
+            row, used = row + rows, _aligned(used + rows * entry.row_bytes)
+    if pieces:
+        yield pieces, used
+
+
+def pairs(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """A mapping or an iterator of pairs, as an iterator of pairs."""
+    return tensors.items() if isinstance(tensors, Mapping) else tensors
+
+
+@torch.no_grad()
+def _copy(source: torch.Tensor, room: torch.Tensor, offset: int) -> None:
+    size = source.numel() * source.itemsize
+    room[offset : offset + size].view(source.dtype).view(source.shape).copy_(source)
+
+
+def _same(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
+    """The entry of a tensor that came, which must be what was announced."""
+    if entry is not None and Entry.of(name, tensor) == entry:
+        return entry
+    said = "is not in it" if entry is None else f"is {list(entry.shape)} in {entry.dtype} there"
+    came = str(tensor.dtype).removeprefix("torch.")
+    raise PrecisionError(
+        f"{name} came as {list(tensor.shape)} in {came}, and {said}.",
+        "The tensors of a push must be those of its manifest: the engine was asked about those only.",
+        "Give a manifest of what the iterator brings (manifest=), or a mapping, of which it is made.",
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

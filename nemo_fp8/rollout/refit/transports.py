@@ -1,0 +1,96 @@
+"""How the bytes of a push get to the workers: a buffer to fill, and a way to deliver what is in it.
+
+    memory   the workers map the sender's buffer (:mod:`nemo_fp8.rollout.refit.memory`): same host, no copy on the way
+    http     the buffer is the body of a request; the server hands it to its workers through such memory of its own
+
+Two buffers take turns, so that one is filled while the workers read the other. NCCL and CUDA IPC are not here: vLLM
+runs those itself, and :mod:`nemo_fp8.rollout.in_vllm.reload_transfer` joins its engines to the same receiver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit.control import Answer, Control, Server
+from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.rollout.refit.stream import Piece
+
+BUFFERS = 2
+LENGTH = 8  # bytes of the number before a message in a body
+
+
+class Transport(Protocol):
+    """Buffers of a push, and the way from them to the workers."""
+
+    def buffer(self, i: int) -> torch.Tensor: ...
+
+    def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]: ...
+
+    def close(self) -> None: ...
+
+
+class SharedMemory:
+    """Workers read the sender's memory."""
+
+    def __init__(self, control: Control, size: int) -> None:
+        self.control = control
+        self.shared = [Shared(size) for _ in range(BUFFERS)]
+
+    def buffer(self, i: int) -> torch.Tensor:
+        return self.shared[i].tensor
+
+    def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]:
+        message = {"push": push, "memory": self.shared[i].handle, "pieces": [list(piece) for piece in pieces]}
+        return self.control.call("write", message)
+
+    def close(self) -> None:
+        for one in self.shared:
+            one.close()
+
+
+class Body:
+    """The server gets the bytes, behind a message that says what they are."""
+
+    def __init__(self, control: Control, size: int) -> None:
+        if not isinstance(control, Server):
+            raise PrecisionError("transport='http' without a URL.", "An engine of this process takes no requests.", "Leave transport out.")
+        self.control = control
+        self.buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(BUFFERS)]
+
+    def buffer(self, i: int) -> torch.Tensor:
+        return self.buffers[i]
+
+    def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]:
+        message = json.dumps({"push": push, "used": used, "pieces": [list(piece) for piece in pieces]}).encode()
+        head = len(message).to_bytes(LENGTH, "little") + message
+        return self.control.post("bytes", [head, memoryview(self.buffers[i].numpy())[:used]], "application/octet-stream")
+
+    def close(self) -> None:
+        self.buffers.clear()
+
+
+def transport_of(name: str, control: Control, size: int) -> Transport:
+    """By name; ``auto`` takes shared memory wherever an engine may be on this host."""
+    local = not isinstance(control, Server) or is_loopback(control.url)
+    ways: dict[str, Callable[[Control, int], Transport]] = {"memory": SharedMemory, "http": Body}
+    if name == "auto":
+        name = "memory" if local and hasattr(os, "memfd_create") else "http"
+    return ways[name](control, size)
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL names this machine."""
+    import ipaddress
+    from urllib.parse import urlsplit
+
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
