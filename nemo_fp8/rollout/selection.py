@@ -50,6 +50,11 @@ def reason_to_keep(precision: Precision, name: str, layers: int, packed: Mapping
     return "named in keep" if kept else None
 
 
+def in_every_layer(name: str) -> str:
+    """``model.layers.3.mlp`` as ``model.layers.*.mlp``: one line in a log for what is so in every layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def decoder_layer(name: str) -> int | None:
     """The number of the decoder layer that a module lies in; None where it lies in none.
 

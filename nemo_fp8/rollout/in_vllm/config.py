@@ -19,18 +19,20 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.render.vllm import PLUGIN, from_plugin, options_of_plugin
-from nemo_fp8.rollout.in_vllm.experts import NemoFp8MoEMethod
+from nemo_fp8.rollout.in_vllm import experts
 from nemo_fp8.rollout.in_vllm.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.selection import reason_to_keep
+from nemo_fp8.rollout.storage import storage_of
 
 
-class NemoFp8Config(QuantizationConfig):  # type: ignore[misc]
+class NemoFp8Config(QuantizationConfig):
     """A contract's rollout side, as vLLM asks for it."""
 
     def __init__(self, precision: Precision | None = None, options: dict[str, str] | None = None) -> None:
         super().__init__()
         self.precision = Precision(rollout="fp8") if precision is None else precision
         self.options = options_of_plugin({}) if options is None else options
+        self.storage = storage_of(self.precision)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> NemoFp8Config:
@@ -56,15 +58,32 @@ class NemoFp8Config(QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """How this layer is stored; None leaves embeddings, the head and everything unknown as they are."""
         if isinstance(layer, LinearBase):
-            return UnquantizedLinearMethod() if self._keeps(prefix) else NemoFp8LinearMethod(self, prefix)
+            reason = self._reason_to_keep(prefix)
+            return NemoFp8LinearMethod(self, prefix) if reason is None else self.unquantized(reason)
         if isinstance(layer, RoutedExperts):
-            if self._keeps(prefix, expert=True):
-                return UnquantizedFusedMoEMethod(layer.moe_config)
-            return NemoFp8MoEMethod(self, layer)
+            reason = self._reason_to_keep(prefix, expert=True)
+            if reason is None:
+                return experts.method_for(self, layer, prefix)
+            method = UnquantizedFusedMoEMethod(layer.moe_config)
+            method.nemo_fp8_reason = reason
+            return method
         if isinstance(layer, Attention):
             return BaseKVCacheMethod(self)
         return None
 
-    def _keeps(self, prefix: str, expert: bool = False) -> bool:
+    def unquantized(self, reason: str) -> UnquantizedLinearMethod:
+        """vLLM's method for the compute dtype, which remembers why it was taken."""
+        method = UnquantizedLinearMethod()
+        method.nemo_fp8_reason = reason
+        return method
+
+    def parts(self, prefix: str, count: int) -> list[str]:
+        """The names of the weights that were fused into a layer; numbers where vLLM's model does not say."""
+        names = self.packed_modules_mapping.get(prefix.rsplit(".", 1)[-1], ())
+        if len(names) == count:
+            return [*names]
+        return [""] if count == 1 else [f"part {i}" for i in range(count)]
+
+    def _reason_to_keep(self, prefix: str, expert: bool = False) -> str | None:
         layers = get_current_vllm_config().model_config.hf_text_config.num_hidden_layers
-        return reason_to_keep(self.precision, prefix, layers, self.packed_modules_mapping, expert) is not None
+        return reason_to_keep(self.precision, prefix, layers, self.packed_modules_mapping, expert)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_fp8.rollout.in_vllm.reload import NemoFp8Refit
+from nemo_fp8.rollout.in_vllm.report import plain_report
 
-class NemoFp8Worker:
-    """The methods that this package adds to a worker."""
 
-    model_runner: Any
+class NemoFp8Worker(NemoFp8Refit):
+    """The methods that this package adds to a worker; those of a push are in ``reload``."""
 
-    def nemo_fp8_layers(self) -> dict[str, str]:
-        """How every layer with a method of its own is stored: its name, and the name of the method."""
-        model = self.model_runner.model
-        return {name: type(layer.quant_method).__name__ for name, layer in model.named_modules() if hasattr(layer, "quant_method")}
+    def nemo_fp8_report(self) -> dict[str, dict[str, Any]]:
+        """How every layer is stored, and why: see :class:`nemo_fp8.rollout.in_vllm.report.LayerReport`."""
+        return plain_report(self.model_runner.model)

@@ -1,0 +1,53 @@
+"""vLLM's models without vLLM's engine: built, loaded and quantized in this process, in a second.
+
+The same classes as in a worker, with one worker and no forward pass of attention: enough for every question about how
+a layer is stored and what it computes by itself. What engines do with it is asked of engines.
+"""
+
+import os
+import tempfile
+
+import torch
+from rollout.engines import SMALL, fp8
+
+
+def build(folder, **contract):
+    """The model of this checkpoint as a worker holds it under this contract, weights loaded."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    arguments = {name: value for name, value in SMALL.items() if name != "disable_log_stats"} | fp8(**contract)
+    config = EngineArgs(model=str(folder), **arguments).create_engine_config()
+    with set_current_vllm_config(config):
+        _one_worker()
+        model = get_model(vllm_config=config)
+    model.vllm_config = config
+    return model
+
+
+def call(model, name, *arguments):
+    """What one layer answers, as in a forward pass."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(model.vllm_config), torch.inference_mode():
+        out = model.get_submodule(name)(*arguments)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _one_worker():
+    from vllm.distributed import parallel_state
+
+    if not torch.distributed.is_initialized():
+        meeting = f"file://{tempfile.mkdtemp()}/meeting"
+        parallel_state.init_distributed_environment(1, 0, meeting, 0, backend="gloo")
+    parallel_state.destroy_model_parallel()  # a MoE model wants a group more than others
+    parallel_state.initialize_model_parallel(1, 1)
+
+
+def log_lines(capfd_text):
+    """What nemo_fp8 said in the log."""
+    return [line.split("nemo_fp8: ", 1)[1] for line in capfd_text.splitlines() if "nemo_fp8: " in line]
+
+
+assert os.environ.get("VLLM_CPU_KVCACHE_SPACE"), "conftest sets vLLM's environment before anything imports it"
