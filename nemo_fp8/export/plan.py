@@ -19,8 +19,8 @@ from typing import Any
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.layouts import Layout, layout_of
-from nemo_fp8.export.source import Described, Source, require_quantizable
-from nemo_fp8.numerics.checkpoint import DTYPES
+from nemo_fp8.export.source import Source, require_quantizable
+from nemo_fp8.numerics.checkpoint import DTYPES, Described
 from nemo_fp8.rollout_layers import Selection, select
 
 # Changes when the same source and contract would be written differently.

@@ -21,9 +21,9 @@ from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.folder import Destination, _text
 from nemo_fp8.export.plan import Output, Plan, Shard, operand_of
-from nemo_fp8.export.source import Source, bytes_of
+from nemo_fp8.export.source import Source
 from nemo_fp8.numerics.canonical import canonical
-from nemo_fp8.numerics.checkpoint import INDEX
+from nemo_fp8.numerics.checkpoint import INDEX, bytes_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
 

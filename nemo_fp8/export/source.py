@@ -12,16 +12,14 @@ are made of links to its ``blobs``, is the exception. Weights that are pickled a
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.numerics.checkpoint import CODES, DTYPES, SCALES, VALUES, Checkpoint
+from nemo_fp8.numerics.checkpoint import CODES, SCALES, VALUES, Checkpoint, Described, bytes_of
 
 RECEIPT = "nemo_fp8_export.json"
 # Weights in other formats, which would be a second model in the same folder.
@@ -30,21 +28,6 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _FOLDERS = ("additional_chat_templates",)
 # Settings in a config.json that are about the quantization which a source has, and the export has not.
 _QUANTIZATION = ("quantization_config", "compression_config")
-
-
-@dataclass(frozen=True)
-class Described:
-    """One tensor of a source."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """In safetensors' words."""
-    bytes: int
-
-    @classmethod
-    def of(cls, shape: Sequence[int], dtype: str) -> Described:
-        """With the bytes that such a tensor has."""
-        return cls(tuple(shape), dtype, math.prod(shape) * DTYPES[dtype].itemsize)
 
 
 class Source(Protocol):
@@ -168,11 +151,6 @@ class HuggingFace:
     def _belongs(self, path: Path) -> bool:
         weights = path.suffix in _OTHER_WEIGHTS or path.name.endswith(".index.json")
         return path.is_file() and not weights and not path.name.startswith(".") and path.name not in ("config.json", RECEIPT)
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, without a copy where it is contiguous."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def require_quantizable(source: Source, names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -45,6 +45,21 @@ VALUES = ("BF16", "F16", "F32", "F64")
 CODES = ("F8_E4M3", "F8_E5M2")
 SCALES = ("_scale_inv", "_scale")
 _SOUND = "Copy or download the file again; its size and checksum are on the page it came from."
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """In safetensors' words."""
+    bytes: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: str) -> Described:
+        """With the bytes that such a tensor has."""
+        return cls(tuple(shape), dtype, math.prod(shape) * DTYPES[dtype].itemsize)
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,7 @@ class Checkpoint:
         size = entry.bytes if index is None else entry.bytes // entry.shape[0]
         found = torch.empty(size, dtype=torch.uint8)
         if size:
-            self._read_into(memoryview(found.numpy()), entry, size * (index or 0))
+            self._read_into(found.numpy().data, entry, size * (index or 0))
         return found.view(DTYPES[entry.dtype]).view(shape)
 
     def _read_into(self, part: memoryview, entry: Entry, at: int) -> None:
@@ -171,6 +186,11 @@ class Checkpoint:
                 if not count:
                     raise OSError(f"it ends in the middle of {entry.name}")
                 read += count
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, without a copy where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 # ---------------------------------------------------------------------- FP8 that is there already

@@ -1,0 +1,68 @@
+"""The byte tokenizer of ``train.data`` in Hugging Face's files, for engines that speak text.
+
+Token ``i`` is the byte ``i``, so a byte-level BPE with 256 tokens and no merges is the same thing. Its special tokens are the three
+control characters themselves, U+0000 to U+0002, which are the bytes that ``ByteTokenizer`` gives that meaning; so both encode every text
+alike, and both leave them out when they decode.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+SIZE = 256
+PAD, BOS, EOS = 0, 1, 2
+TARGET = "nemo_fp8.train.data.ByteTokenizer"
+
+
+def files() -> dict[str, bytes]:
+    """The files that lie beside a model."""
+    special = {"pad_token": chr(PAD), "bos_token": chr(BOS), "eos_token": chr(EOS)}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "model_max_length": 10**9,
+        **special,
+    }
+    return {"tokenizer.json": _text(_tokenizer()), "tokenizer_config.json": _text(about), "special_tokens_map.json": _text(special)}
+
+
+def _tokenizer() -> dict[str, Any]:
+    control = (PAD, BOS, EOS)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    letters = _letters()
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": chr(i), **flags} for i in control],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {chr(i) if i in control else letters[i]: i for i in range(SIZE)},
+            "merges": [],
+        },
+    }
+
+
+def _letters() -> list[str]:
+    """The letter by which byte-level tokenizers write each byte: itself where it can be seen, else one from U+0100 on."""
+    seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = iter(range(0x100, 0x100 + SIZE))
+    return [chr(i if i in seen else next(hidden)) for i in range(SIZE)]
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, indent=1).encode() + b"\n"

@@ -1,0 +1,261 @@
+"""Megatron's tensors in Hugging Face's words: which architecture, which names, and how fused weights come apart.
+
+Megatron fuses what Hugging Face keeps apart, and both keep the same rows:
+
+    linear_qkv   [groups, heads of the group + K + V, head_dim, hidden]  ->  q_proj, k_proj, v_proj
+    linear_fc1   [gate; up]                                              ->  gate_proj, up_proj
+    vocabulary   padded to a multiple of 128 x TP                        ->  as many rows as the tokenizer has tokens
+
+Each row of ``LAYER`` and ``OUTER`` is one tensor of Megatron's, each row of ``ARCHITECTURES`` one family of models with its own
+words for experts. A tensor that no row knows is refused: a checkpoint that lacks a bias would be another model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nemo_fp8.errors import PrecisionError, Problem, unknown
+
+# Megatron's name below a layer -> Hugging Face's, and how it comes apart. {experts}, {e} and the expert's words are the family's.
+LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
+    "self_attention.linear_qkv.weight": ("qkv", ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")),
+    "self_attention.linear_qkv.bias": ("qkv", ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")),
+    "self_attention.linear_proj.weight": ("whole", ("self_attn.o_proj.weight",)),
+    "self_attention.q_layernorm.weight": ("whole", ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": ("whole", ("self_attn.k_norm.weight",)),
+    # A norm before a linear is a part of TransformerEngine's linear, and a module of its own without TE.
+    "self_attention.linear_qkv.layer_norm_weight": ("whole", ("input_layernorm.weight",)),
+    "input_layernorm.weight": ("whole", ("input_layernorm.weight",)),
+    "mlp.linear_fc1.layer_norm_weight": ("whole", ("post_attention_layernorm.weight",)),
+    "pre_mlp_layernorm.weight": ("whole", ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": ("gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": ("whole", ("mlp.down_proj.weight",)),
+    "mlp.router.weight": ("whole", ("{moe}.gate.weight",)),
+    "mlp.experts.{e}.linear_fc1.weight": ("gate_up", ("{moe}.experts.{e}.{gate}.weight", "{moe}.experts.{e}.{up}.weight")),
+    "mlp.experts.{e}.linear_fc2.weight": ("whole", ("{moe}.experts.{e}.{down}.weight",)),
+}
+OUTER: dict[str, tuple[str, tuple[str, ...]]] = {
+    "embedding.word_embeddings.weight": ("vocabulary", ("model.embed_tokens.weight",)),
+    "decoder.final_layernorm.weight": ("whole", ("model.norm.weight",)),
+    "output_layer.weight": ("vocabulary", ("lm_head.weight",)),
+}
+# What a model keeps besides weights.
+_STATE = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$|\.expert_bias$|local_tokens_per_expert$")
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One family of models as Hugging Face knows it."""
+
+    type: str
+    name: str
+    moe: Mapping[str, str] = field(default_factory=dict)
+    """Its words for a MoE layer."""
+    config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda c: {}
+    """What its config.json holds beyond every other's."""
+
+
+def _rope_scaling(c: Mapping[str, Any]) -> dict[str, Any]:
+    if c.get("scale_factor") is None or c.get("old_context_len") is None:
+        return {}
+    words = {"factor": "scale_factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
+    scaling = {theirs: c[ours] for theirs, ours in words.items()}
+    return {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": c["old_context_len"], **scaling}}
+
+
+def _window(c: Mapping[str, Any]) -> dict[str, Any]:
+    window = c.get("window_size")
+    return {"sliding_window": window[0] if isinstance(window, Sequence) and window[0] > 0 else None}
+
+
+_EXPERTS = {"moe": "mlp", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_MIXTRAL = {"moe": "block_sparse_moe", "gate": "w1", "up": "w3", "down": "w2"}
+# NeMo's model class -> its family; a second one for its models with experts.
+ARCHITECTURES: dict[str, tuple[Architecture, Architecture | None]] = {
+    "LlamaModel": (Architecture("llama", "LlamaForCausalLM", config=_rope_scaling), None),
+    "MistralModel": (Architecture("mistral", "MistralForCausalLM", config=_window), None),
+    "Qwen2Model": (Architecture("qwen2", "Qwen2ForCausalLM", config=lambda c: {"use_sliding_window": False}), None),
+    "Qwen3Model": (
+        Architecture("qwen3", "Qwen3ForCausalLM", config=lambda c: {"use_sliding_window": False}),
+        Architecture(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            _EXPERTS,
+            lambda c: {
+                "num_experts": c["num_moe_experts"],
+                "num_experts_per_tok": c["moe_router_topk"],
+                "moe_intermediate_size": c["moe_ffn_hidden_size"],
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                "use_sliding_window": False,
+            },
+        ),
+    ),
+    "MixtralModel": (
+        Architecture("mixtral", "MixtralForCausalLM"),
+        Architecture(
+            "mixtral",
+            "MixtralForCausalLM",
+            _MIXTRAL,
+            lambda c: {"num_local_experts": c["num_moe_experts"], "num_experts_per_tok": c["moe_router_topk"], **_window(c)},
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Hugging Face tensor: a part of one of Megatron's."""
+
+    name: str
+    megatron: str
+    split: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Names:
+    """How the tensors of one model are called, and come apart."""
+
+    architecture: Architecture
+    heads: int
+    groups: int
+    head_dim: int
+    vocabulary: int | None
+    """Tokens; None where the padding is not known, and stays."""
+
+    @classmethod
+    def of(cls, model: str, config: Mapping[str, Any], vocabulary: int | None) -> Names:
+        """From the name of NeMo's model class and its config."""
+        if model not in ARCHITECTURES:
+            raise PrecisionError([unknown("model class", model, ARCHITECTURES)])
+        dense, sparse = ARCHITECTURES[model]
+        architecture = (sparse or dense) if config.get("num_moe_experts") else dense
+        _require_plain(model, config, architecture)
+        heads = int(config["num_attention_heads"])
+        return cls(
+            architecture,
+            heads,
+            int(config.get("num_query_groups") or heads),
+            int(config.get("kv_channels") or config["hidden_size"] // heads),
+            vocabulary,
+        )
+
+    def parts(self, megatron: str) -> Iterator[Part]:
+        """The Hugging Face tensors that are made of one of Megatron's; none of what is no weight."""
+        if _STATE.search(megatron):
+            return
+        layer = _LAYER.match(megatron)
+        below = layer[2] if layer else ""
+        expert = _EXPERT.match(below)
+        key = _EXPERT.sub("mlp.experts.{e}.", below)
+        row = LAYER.get(key) if layer else OUTER.get(megatron)
+        if row is None:
+            raise PrecisionError([unknown("tensor of Megatron", megatron, [*OUTER, *(f"decoder.layers.N.{name}" for name in LAYER)])])
+        words = {**self.architecture.moe, "e": expert[1] if expert else ""}
+        split, names = row
+        for i, name in enumerate(names):
+            yield Part((f"model.layers.{layer[1]}." if layer else "") + name.format(**words), megatron, split, i)
+
+    def take(self, part: Part, whole: torch.Tensor) -> torch.Tensor:
+        """The rows of a part out of Megatron's tensor."""
+        return whole[self.rows(part, whole.shape[0])] if part.split != "qkv" else self._qkv(whole)[part.index]
+
+    def shape(self, part: Part, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a part of a tensor of this shape."""
+        if part.split == "qkv":
+            return ((self.heads if part.index == 0 else self.groups) * self.head_dim, *whole[1:])
+        rows = range(whole[0])[self.rows(part, whole[0])] if whole else ()
+        return (len(rows), *whole[1:]) if whole else ()
+
+    def rows(self, part: Part, count: int) -> slice:
+        if part.split == "gate_up":
+            return slice(part.index * (count // 2), (part.index + 1) * (count // 2))
+        return slice(0, min(count, self.vocabulary or count) if part.split == "vocabulary" else count)
+
+    def _qkv(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        each = self.heads // self.groups
+        grouped = whole.view(self.groups, each + 2, self.head_dim, *whole.shape[1:])
+        parts = (grouped[:, :each], grouped[:, each : each + 1], grouped[:, each + 1 :])
+        return tuple(part.reshape(-1, *whole.shape[1:]) for part in parts)
+
+    def config(self, c: Mapping[str, Any], dtype: str, tokens: Mapping[str, int | None]) -> dict[str, Any]:
+        """The model's config.json."""
+        return {
+            "architectures": [self.architecture.name],
+            "model_type": self.architecture.type,
+            "hidden_size": c["hidden_size"],
+            "intermediate_size": c["ffn_hidden_size"],
+            "num_hidden_layers": c["num_layers"],
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.groups,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": c.get("max_position_embeddings") or c["seq_length"],
+            "rms_norm_eps": c["layernorm_epsilon"],
+            "rope_theta": float(c["rotary_base"]),
+            "initializer_range": c.get("init_method_std", 0.02),
+            "tie_word_embeddings": bool(c.get("share_embeddings_and_output_weights", False)),
+            "attention_bias": bool(c.get("add_qkv_bias", False)),
+            "torch_dtype": dtype,
+            **{name: value for name, value in tokens.items() if value is not None},
+            **self.architecture.config(c),
+        }
+
+
+def in_order(megatron: str) -> tuple[int, ...]:
+    """What tensors are sorted by: the embedding, then layer by layer as ``LAYER`` has it, then what comes after."""
+    layer = _LAYER.match(megatron)
+    if layer is None:
+        return (0,) if megatron.startswith("embedding") else (2, [*OUTER].index(megatron) if megatron in OUTER else 0)
+    expert = _EXPERT.match(layer[2])
+    key = _EXPERT.sub("mlp.experts.{e}.", layer[2])
+    place = [*LAYER].index(key) if key in LAYER else len(LAYER)
+    return (1, int(layer[1]), int(expert is not None), int(expert[1]) if expert else 0, place)
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A live model's config under the names that it has in a checkpoint."""
+    found = {name: getattr(config, name) for name in dir(config) if not name.startswith("_") and not callable(getattr(config, name, None))}
+    activation = getattr(config, "activation_func", None)
+    return found | {"activation_func": {"_target_": f"{getattr(activation, '__module__', '')}.{getattr(activation, '__name__', '')}"}}
+
+
+def _require_plain(model: str, c: Mapping[str, Any], architecture: Architecture) -> None:
+    """Refuse a model that computes something else than the family that it would be called."""
+    activation = c.get("activation_func")
+    named = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation or "")
+    rows = (
+        (c.get("normalization") != "RMSNorm", f"normalization={c.get('normalization')!r}"),
+        (bool(c.get("layernorm_zero_centered_gamma")), "layernorm_zero_centered_gamma=True"),
+        (not c.get("gated_linear_unit"), "gated_linear_unit=False"),
+        (bool(named) and not named.endswith("silu"), f"activation_func={named}"),
+        (c.get("position_embedding_type", "rope") != "rope", f"position_embedding_type={c.get('position_embedding_type')!r}"),
+        (float(c.get("rotary_percent") or 1.0) != 1.0, f"rotary_percent={c.get('rotary_percent')}"),
+        (bool(c.get("rotary_interleaved")), "rotary_interleaved=True"),
+        (bool(c.get("seq_len_interpolation_factor")), f"seq_len_interpolation_factor={c.get('seq_len_interpolation_factor')}"),
+        (bool(c.get("add_bias_linear")), "add_bias_linear=True"),
+        (bool(c.get("num_moe_experts")) and not architecture.moe, f"num_moe_experts={c.get('num_moe_experts')}"),
+        (bool(c.get("moe_shared_expert_intermediate_size")), "shared experts"),
+        (c.get("moe_layer_freq", 1) != 1, f"moe_layer_freq={c.get('moe_layer_freq')}"),
+        (bool(c.get("qk_layernorm")) and not architecture.type.startswith("qwen3"), "qk_layernorm=True"),
+    )
+    wrong = [words for is_wrong, words in rows if is_wrong]
+    if wrong:
+        raise PrecisionError(
+            Problem(
+                f"A {model} with {words} as {architecture.name}.",
+                "Hugging Face's model of that name computes something else.",
+                "Export it with NeMo's own llm.export_ckpt, if NeMo has an exporter for it.",
+            )
+            for words in wrong
+        )
