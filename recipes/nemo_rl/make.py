@@ -1,0 +1,145 @@
+"""Write the NeMo RL overlays in this folder from contracts, or with ``--check`` say which are out of date.
+
+An overlay is one row of ``OVERLAYS``: the file of NeMo RL that it goes on top of, the contract, and what NeMo RL needs beside it
+that is no precision. ``docs/nemo_rl.md`` says how to use them.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.presets import preset
+from nemo_fp8.render import nemo_rl, vllm
+
+HERE = Path(__file__).parent
+_HEAD = """\
+# {what}
+# Rendered from the contract
+#   {contract}
+# by recipes/nemo_rl/make.py of nemo_fp8: do not edit, change the row there.
+"""
+
+# FP32 scales on both sides and gradients reduced in BF16, as in NeMo RL's own grpo_math_8B_megatron_fp8.yaml and its base files.
+SCALES = {"weight_scale": "fp32", "activation_scale": "fp32", "grad_reduce": "compute", "deep_gemm": True}
+E2E = ("bf16_with_fp8_blockwise_mixed", {"format": "e4m3", **SCALES})
+ROLLOUT = ("bf16_mixed", {"rollout": "fp8", **SCALES})
+# Megatron never puts a router in FP8; vLLM does unless it is told.
+MOE = (E2E[0], E2E[1] | {"keep": ("*mlp.gate*",)})
+
+# The precision-aware optimizer of NeMo RL's base files does not go with FP8; a colocated FP8 engine needs room for the refit.
+_BESIDE_TRAINING: dict[str, Any] = {"policy": {"megatron_cfg": {"optimizer": {"use_precision_aware_optimizer": False}}}}
+_BESIDE_ROLLOUT: dict[str, Any] = {"policy": {"generation": {"vllm_cfg": {"gpu_memory_utilization": 0.5}}}}
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """One file."""
+
+    what: str
+    defaults: str
+    """NeMo RL's file under ``examples/configs``."""
+    said: tuple[str, dict[str, Any]]
+    """The contract: a preset, and what is changed of it."""
+    beside: tuple[dict[str, Any], ...] = ()
+    plugin: bool = False
+    """Quantize with this package's vLLM plugin in place of NeMo RL's patches."""
+
+    @property
+    def contract(self) -> Precision:
+        """The contract itself."""
+        return preset(self.said[0]).replace(**self.said[1])
+
+    def data(self) -> dict[str, Any]:
+        """The whole file as plain values."""
+        data = merged({"defaults": self.defaults}, nemo_rl.to_nemo_rl(self.contract))
+        for more in self.beside:
+            data = merged(data, more)
+        return with_plugin(data, self.contract) if self.plugin else data
+
+    def text(self) -> str:
+        """The file."""
+        changes = ", ".join(f"{name}={value!r}" for name, value in self.said[1].items())
+        return _HEAD.format(what=self.what, contract=f'preset("{self.said[0]}").replace({changes})') + yaml.safe_dump(
+            self.data(), sort_keys=False
+        )
+
+
+def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """``a`` with ``b`` on top, section by section."""
+    found = copy.deepcopy(a)
+    for key, value in b.items():
+        found[key] = merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+    return found
+
+
+def with_plugin(data: dict[str, Any], contract: Precision) -> dict[str, Any]:
+    """The same file for an engine that quantizes by itself: NeMo RL believes it to be BF16, applies no patch and sends BF16."""
+    found = copy.deepcopy(data)
+    generation = found["policy"]["generation"]
+    generation["vllm_cfg"] = {
+        "precision": "bfloat16",
+        "refit_with_reload_api": True,
+        **{k: v for k, v in generation["vllm_cfg"].items() if k == "gpu_memory_utilization"},
+    }
+    generation["vllm_kwargs"] = {
+        "quantization": vllm.PLUGIN,
+        "hf_overrides": {"quantization_config": vllm.to_plugin(contract)},
+        **({"linear_backend": "deep_gemm"} if contract.deep_gemm else {}),
+    }
+    generation["refit_transport"] = None
+    generation["colocated"] = {"enabled": False, "resources": {"num_nodes": 1, "gpus_per_node": 8}}
+    return found
+
+
+OVERLAYS: dict[str, Overlay] = {
+    "grpo_math_8B_megatron_fp8_e2e.yaml": Overlay(
+        "Llama 3.1 8B: blockwise FP8 training and rollout.",
+        "grpo_math_8B_megatron.yaml",
+        E2E,
+        (_BESIDE_TRAINING, _BESIDE_ROLLOUT),
+    ),
+    "grpo_math_8B_megatron_fp8_rollout.yaml": Overlay(
+        "Llama 3.1 8B: BF16 training, FP8 rollout.", "grpo_math_8B_megatron.yaml", ROLLOUT, (_BESIDE_ROLLOUT,)
+    ),
+    "grpo_math_8B_megatron_fp8_plugin.yaml": Overlay(
+        "Llama 3.1 8B: blockwise FP8 training, FP8 rollout by nemo_fp8's vLLM plugin in place of NeMo RL's patches.",
+        "grpo_math_8B_megatron.yaml",
+        E2E,
+        (_BESIDE_TRAINING, {"cluster": {"num_nodes": 2}}),
+        plugin=True,
+    ),
+    "grpo_math_70B_megatron_fp8_e2e.yaml": Overlay(
+        "Llama 3.3 70B: blockwise FP8 training and rollout.",
+        "grpo_math_70B_megatron.yaml",
+        E2E,
+        (_BESIDE_TRAINING, _BESIDE_ROLLOUT),
+    ),
+    "grpo_math_qwen30ba3b_megatron_fp8_e2e.yaml": Overlay(
+        "Qwen3 30B-A3B, a mixture of experts: blockwise FP8 training and rollout.",
+        "grpo_math_qwen30ba3b_megatron.yaml",
+        MOE,
+        # Experts are 768 wide: over four ranks that is 192, and vLLM's blocks are 128.
+        (_BESIDE_TRAINING, _BESIDE_ROLLOUT, {"policy": {"generation": {"vllm_cfg": {"tensor_parallel_size": 2}}}}),
+    ),
+}
+
+
+def main() -> None:
+    check = "--check" in sys.argv[1:]
+    stale = [name for name, overlay in OVERLAYS.items() if not (HERE / name).is_file() or (HERE / name).read_text() != overlay.text()]
+    if check and stale:
+        sys.exit(f"Out of date: {', '.join(stale)}. Run: python recipes/nemo_rl/make.py")
+    for name in stale:
+        (HERE / name).write_text(OVERLAYS[name].text())
+    sys.stdout.write(f"wrote {', '.join(stale)}\n" if stale else f"{len(OVERLAYS)} overlays are up to date\n")
+
+
+if __name__ == "__main__":
+    main()

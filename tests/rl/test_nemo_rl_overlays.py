@@ -1,0 +1,77 @@
+"""The overlays for NeMo RL: up to date, read back as the contract they came from, and fit for the models they are for."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_fp8.lint import lint
+from nemo_fp8.render.nemo_rl import from_nemo_rl, ignored_by_nemo_rl
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "nemo_rl"
+_spec = importlib.util.spec_from_file_location("nemo_rl_overlays", FOLDER / "make.py")
+make = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = make
+_spec.loader.exec_module(make)
+
+NAMES = list(make.OVERLAYS)
+# Hugging Face's config.json and the parallelism of NeMo RL's file below the overlay.
+MODELS = {
+    "8B": ("llama-3-8b.json", "pp2,rollout-tp1"),
+    "qwen30ba3b": ("qwen3-30b-a3b.json", "tp2,ep8,etp1,sp,rollout-tp{tp}"),
+}
+
+
+def test_nothing_else_lies_there():
+    assert sorted(p.name for p in FOLDER.glob("*.yaml")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_overlays_are_up_to_date(name):
+    assert (FOLDER / name).read_text() == make.OVERLAYS[name].text(), "run: python recipes/nemo_rl/make.py"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not make.OVERLAYS[n].plugin])
+def test_an_overlay_says_its_contract(name):
+    overlay = make.OVERLAYS[name]
+    text = (FOLDER / name).read_text()
+    # `keep` is said to the rollout alone; training keeps routers out of FP8 by itself.
+    keep = overlay.contract.keep
+    back = from_nemo_rl(text) if not keep else from_nemo_rl(yaml.safe_dump(without_ignored(yaml.safe_load(text)))).replace(keep=keep)
+    assert back == overlay.contract
+    assert ignored_by_nemo_rl(text) == []
+
+
+def without_ignored(data):
+    del data["policy"]["generation"]["vllm_cfg"]["quantization_ignored_layer_kws"]
+    return data
+
+
+def test_the_plugin_takes_the_place_of_the_patches():
+    data = yaml.safe_load((FOLDER / "grpo_math_8B_megatron_fp8_plugin.yaml").read_text())
+    generation = data["policy"]["generation"]
+    assert generation["vllm_cfg"]["precision"] == "bfloat16", "fp8 would call NeMo RL's init_fp8"
+    assert generation["vllm_kwargs"]["quantization"] == "nemo_fp8"
+    assert generation["vllm_kwargs"]["hf_overrides"]["quantization_config"]["weight_scale"] == "fp32"
+    # Its reload API is for engines on GPUs of their own.
+    assert generation["vllm_cfg"]["refit_with_reload_api"] is True
+    assert generation["colocated"]["enabled"] is False
+
+
+@pytest.mark.parametrize(("name", "model"), [(n, m) for n in NAMES for m in MODELS if m in n])
+def test_shapes_fit(name, model):
+    overlay = make.OVERLAYS[name]
+    config, words = MODELS[model]
+    tp = overlay.data()["policy"]["generation"]["vllm_cfg"].get("tensor_parallel_size", 1)
+    path = Path(__file__).parents[1] / "lint" / "data" / config
+    errors = [f for f in lint(overlay.contract, model=path, parallel=words.format(tp=tp)) if f.severity == "error"]
+    assert errors == []
+
+
+def test_the_experts_would_not_fit_over_the_base_files_four_ranks():
+    """Why the MoE overlay changes vLLM's tensor parallelism."""
+    path = Path(__file__).parents[1] / "lint" / "data" / "qwen3-30b-a3b.json"
+    found = lint(make.OVERLAYS["grpo_math_qwen30ba3b_megatron_fp8_e2e.yaml"].contract, model=path, parallel="tp2,ep8,etp1,sp,rollout-tp4")
+    assert any("192" in f.what or "192" in f.why for f in found)
