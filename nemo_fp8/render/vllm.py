@@ -1,7 +1,7 @@
 """vLLM: engine arguments, the flags of ``vllm serve``, and Hugging Face's ``quantization_config``.
 
 Two ways lead to an FP8 rollout. Stock vLLM quantizes a BF16 checkpoint by itself (``fp8_per_block``), with FP32
-scales and no choice of layers by number; it is used where that is all the contract asks. Everything else goes to our
+scales and no choice of layers by number; it is rendered where that is all the contract asks. Everything else goes to our
 plugin (``quantization="nemo_fp8"``), whose options travel in ``hf_overrides`` under the contract's own names.
 A checkpoint that is quantized already says so itself, in its ``quantization_config``.
 """
@@ -29,8 +29,9 @@ PLUGIN_OPTIONS = {
     # vLLM's FP8 kernel where it has one for this machine, or weights that are decoded before an ordinary GEMM.
     "kernel": ("auto", "decode"),
 }
-# Stock vLLM's online quantization with FP32 scales, by weight block.
-STOCK = {"128x128": "fp8_per_block", "tensor": "fp8_per_tensor"}
+# Stock vLLM's online quantization, by weight block, and the scales that it takes.
+STOCK = {"128x128": "fp8_per_block", "tensor": "fp8_per_tensor", "1x32": "mxfp8"}
+STOCK_SCALES = {"128x128": "fp32", "tensor": "fp32", "1x32": "pow2"}
 
 _TRAINING = "Said of training; a rollout has no use for it."
 _REASONS = {
@@ -49,18 +50,18 @@ _REASONS = {
 def needs_plugin(precision: Precision) -> bool:
     """Whether stock vLLM cannot do what the contract asks of an FP8 rollout."""
     p = precision
-    plain = p.rollout_block in STOCK and p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == "fp32"
+    plain = p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == STOCK_SCALES[p.rollout_block]
     whole = not (p.first_layers or p.last_layers or p.strict) and not any("[" in pattern for pattern in p.keep)
     return not (plain and whole)
 
 
-def to_vllm(precision: Precision) -> dict[str, Any]:
-    """Keyword arguments for ``vllm.LLM`` on a checkpoint that is not quantized."""
+def to_vllm(precision: Precision, plugin: bool = False) -> dict[str, Any]:
+    """Keyword arguments for ``vllm.LLM`` on a checkpoint that is not quantized; with ``plugin``, ours even where stock vLLM suffices."""
     p = precision
     arguments: dict[str, Any] = {"dtype": _DTYPES[p.compute], "kv_cache_dtype": p.kv_cache}
     if p.rollout != "fp8":
         return arguments
-    if needs_plugin(p):
+    if plugin or needs_plugin(p):
         arguments |= {"quantization": PLUGIN, "hf_overrides": {"quantization_config": to_plugin(p)}}
     else:
         arguments["quantization"] = STOCK[p.rollout_block]
@@ -90,7 +91,8 @@ def from_vllm(arguments: Mapping[str, Any]) -> Precision:
     if quantization == PLUGIN:
         fields |= from_plugin(arguments.get("hf_overrides", {}).get("quantization_config", {"quant_method": PLUGIN}))
     elif quantization is not None:
-        fields["rollout_block"] = next(block for block, name in STOCK.items() if name == quantization)
+        block = next(block for block, name in STOCK.items() if name == quantization)
+        fields |= {"rollout_block": block, "weight_scale": STOCK_SCALES[block], "activation_scale": STOCK_SCALES[block]}
         fields["keep"] = tuple(regex_to_pattern(text) for text in arguments.get("quantization_config", {}).get("ignore", ()))
     return Precision(**fields)
 
@@ -240,8 +242,14 @@ def render(precision: Precision) -> Rendering:
             data["quantization_config"] = to_hugging_face(precision)
         except PrecisionError as error:
             notes += [f"No quantization_config for a checkpoint: {p.what} {p.why} {p.remedy}" for p in error.problems]
+    pairs = flags(arguments)
+    text = " \\\n".join(f"{name} {shlex.quote(value)}" for name, value in zip(pairs[::2], pairs[1::2], strict=True))
+    return Rendering("vllm", text, data, tuple(notes), lost)
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Engine arguments as words of a command line."""
     words = []
     for name, value in arguments.items():
-        text = json.dumps(value) if isinstance(value, dict) else str(value)
-        words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
-    return Rendering("vllm", " \\\n".join(words), data, tuple(notes), lost)
+        words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words

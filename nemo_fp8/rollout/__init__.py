@@ -6,3 +6,7 @@ processes, quantizes BF16 weights into 128x128 blocks at load and at every push,
 """
 
 from __future__ import annotations
+
+from nemo_fp8.rollout.arguments import engine_args, environment, init_fp8
+
+__all__ = ["engine_args", "environment", "init_fp8"]

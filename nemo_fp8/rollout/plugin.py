@@ -2,10 +2,14 @@
 
 The main process, EngineCore and every worker of every executor load plugins before they build anything, so the
 quantization method ``nemo_fp8`` is there wherever a model is. Nothing is patched: vLLM has a register for this.
+A vLLM whose internals are not what we know is left alone, and refused when an engine asks for ``nemo_fp8``.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render.vllm import PLUGIN
 
 
@@ -13,6 +17,28 @@ def register() -> None:
     """Make ``quantization="nemo_fp8"`` known to this process. Called again, it changes nothing."""
     from vllm.model_executor.layers.quantization import register_quantization_config
 
+    from nemo_fp8.rollout.in_vllm import compatibility
+
+    wrong = compatibility.misfits()
+    register_quantization_config(PLUGIN)(_refusing(compatibility.error_of(wrong)) if wrong else _config())
+
+
+def _config() -> type:
     from nemo_fp8.rollout.in_vllm.config import NemoFp8Config
 
-    register_quantization_config(PLUGIN)(NemoFp8Config)
+    return NemoFp8Config
+
+
+def _refusing(error: PrecisionError) -> type:
+    """A method that only says why it is none."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    class NemoFp8DoesNotFit(QuantizationConfig):
+        def __new__(cls) -> NemoFp8DoesNotFit:
+            raise error
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> NemoFp8DoesNotFit:
+            raise error
+
+    return NemoFp8DoesNotFit

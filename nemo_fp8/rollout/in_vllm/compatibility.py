@@ -1,0 +1,115 @@
+"""Every internal of vLLM that this package touches, in one table, checked against the installed vLLM before it is used.
+
+vLLM promises little about its internals, and a rollout that goes wrong in silence is the worst there is. So the
+plugin looks first: is each name there, and does it take the arguments that we give it? If not, vLLM starts as ever
+without us, and an engine that asks for ``nemo_fp8`` ends with one error that names all that does not fit. A test holds
+the table to the imports of this folder.
+
+Stable since long: plugins, ``register_quantization_config``, ``worker_extension_cls``, ``collective_rpc``. Since 0.20
+``online.fp8``; since 0.24 ``RoutedExperts`` and ``linear_backend``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nemo_fp8.errors import PrecisionError
+
+TESTED = ("0.28.0", "0.31.0", "0.32.0")
+
+
+@dataclass(frozen=True)
+class Internal:
+    """A name in one of vLLM's modules, and arguments that it must take."""
+
+    module: str
+    name: str
+    takes: tuple[str, ...] = ()
+
+    def misfit(self) -> str | None:
+        """What is wrong with it in the installed vLLM."""
+        try:
+            found = importlib.import_module(self.module)
+        except ImportError as error:
+            return f"{self.module} cannot be imported ({error})"
+        for part in self.name.split("."):
+            if not hasattr(found, part):
+                return f"{self.module} has no {self.name}"
+            found = getattr(found, part)
+        missing = [name for name in self.takes if not _takes(found, name)]
+        return f"{self.module}.{self.name} does not take {', '.join(missing)}" if missing else None
+
+
+_LAYERS = "vllm.model_executor.layers"
+_QUANTIZATION = f"{_LAYERS}.quantization"
+_UTILS = f"{_QUANTIZATION}.utils.quant_utils"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_CREATE_LINEAR = (
+    "layer", "input_size_per_partition", "output_partition_sizes", "input_size", "output_size", "params_dtype", "extra_weight_attrs",
+)  # fmt: skip
+_KERNEL = ("activation_quant_key", "weight_quant_key", "weight_shape", "input_dtype", "out_dtype", "module_name")
+_APPLY_EXPERTS = ("layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input")
+_SETUP = ("layer", "w13", "w2", "w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale")
+
+INTERNALS = (
+    # the quantization method, and what it is asked about
+    Internal(_QUANTIZATION, "register_quantization_config", ("quantization",)),
+    Internal("vllm.config", "get_current_vllm_config"),
+    Internal("vllm.config", "set_current_vllm_config", ("vllm_config",)),
+    Internal("vllm.logger", "init_logger", ("name",)),
+    Internal("vllm.platforms", "current_platform.is_cpu"),
+    Internal(f"{_QUANTIZATION}.base_config", "QuantizationConfig"),
+    Internal(f"{_QUANTIZATION}.base_config", "QuantizeMethodBase"),
+    # linear layers
+    Internal(f"{_LAYERS}.linear", "LinearBase"),
+    Internal(f"{_LAYERS}.linear", "LinearMethodBase.create_weights", _CREATE_LINEAR),
+    Internal(f"{_LAYERS}.linear", "QKVParallelLinear"),
+    Internal(f"{_LAYERS}.linear", "UnquantizedLinearMethod.create_weights", ("layer", "extra_weight_attrs")),
+    Internal("vllm.model_executor.parameter", "ModelWeightParameter"),
+    Internal("vllm.model_executor.utils", "replace_parameter", ("layer", "param_name")),
+    Internal("vllm.model_executor.kernels.linear", "init_fp8_linear_kernel", _KERNEL),
+    Internal(_UTILS, "GroupShape"),
+    Internal(_UTILS, "create_fp8_quant_key", ("static", "group_shape")),
+    Internal(_UTILS, "amax_for_tp_weight_quant", ("amax", "is_sharded")),
+    Internal("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
+    # experts
+    Internal(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase.maybe_roundup_sizes", ("hidden_size", "intermediate_size_per_partition")),
+    Internal(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase.apply", _APPLY_EXPERTS),
+    Internal(f"{_LAYERS}.fused_moe", "RoutedExperts"),
+    Internal(f"{_LAYERS}.fused_moe", "UnquantizedFusedMoEMethod"),
+    Internal(f"{_LAYERS}.fused_moe.activation", "MoEActivation.SILU"),
+    Internal(f"{_QUANTIZATION}.online.fp8", "Fp8PerBlockOnlineMoEMethod._setup_kernel", _SETUP),
+    Internal(f"{_QUANTIZATION}.online.moe_base", "OnlineMoEMethodBase._zero_padding", ("layer",)),
+    Internal(_UTILS, "amax_for_moe_weight_quant", ("amax", "moe_tp_size")),
+    # the KV cache
+    Internal(f"{_LAYERS}.attention", "Attention"),
+    Internal(f"{_QUANTIZATION}.kv_cache", "BaseKVCacheMethod"),
+    # loading
+    Internal(f"{_RELOAD}.layerwise", "initialize_online_processing", ("layer",)),
+)  # fmt: skip
+
+
+def misfits(internals: Iterable[Internal] | None = None) -> list[str]:
+    """What does not fit, a line each; nothing with a vLLM that does."""
+    return [wrong for internal in (INTERNALS if internals is None else internals) if (wrong := internal.misfit())]
+
+
+def error_of(wrong: list[str]) -> PrecisionError:
+    """One error for all that does not fit."""
+    import vllm
+
+    return PrecisionError(
+        f"vLLM {vllm.__version__} does not fit nemo_fp8.",
+        f"It is used through internals that are not as they were: {'; '.join(wrong)}.",
+        f"Install a vLLM that was tested ({', '.join(TESTED)}), or a nemo_fp8 that knows this one.",
+    )
+
+
+def _takes(function: object, name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
