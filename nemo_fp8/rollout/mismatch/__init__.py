@@ -3,10 +3,31 @@
 pair = LogProbs(trainer, rollout, mask)                  the same tokens' log-probs from both sides
 metrics(pair)                                            NeMo RL's names: token_mult_prob_error, gen_kl_error, ...
 ImportanceSampling(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0).weights(pair)
+
+prediction = predict(config, weights, tokens, precision) what rounding alone would do, by emulation
+Gate().judge(prediction, pair).require()                 an error, with the names of the layers, if it is more
 """
 
+from nemo_fp8.rollout.mismatch.forward import Run, log_probs, pad
+from nemo_fp8.rollout.mismatch.gate import Gate, Prediction, Verdict, predict
 from nemo_fp8.rollout.mismatch.importance import ImportanceSampling, Weights
 from nemo_fp8.rollout.mismatch.logprobs import LogProbs
 from nemo_fp8.rollout.mismatch.metrics import metrics, token_errors
+from nemo_fp8.rollout.mismatch.weights import Difference, compare_weights
 
-__all__ = ["ImportanceSampling", "LogProbs", "Weights", "metrics", "token_errors"]
+__all__ = [
+    "Difference",
+    "Gate",
+    "ImportanceSampling",
+    "LogProbs",
+    "Prediction",
+    "Run",
+    "Verdict",
+    "Weights",
+    "compare_weights",
+    "log_probs",
+    "metrics",
+    "pad",
+    "predict",
+    "token_errors",
+]

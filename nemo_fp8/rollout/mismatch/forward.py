@@ -1,0 +1,317 @@
+"""A decoder in plain torch, run as the rollout would: log-probs in the compute dtype, or under a contract's FP8.
+
+    log_probs(config, weights, tokens)                       as a trainer or an engine computes them in BF16
+    log_probs(config, weights, tokens, Run(precision))       the same with the rollout side of the contract emulated
+
+``config`` is a Hugging Face ``config.json`` (Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE), ``weights`` any
+mapping of Hugging Face names to tensors; it is asked for one layer at a time, so it may read a checkpoint as it goes
+and never holds more than one layer. Which linears are in FP8 follows :mod:`nemo_fp8.rollout_layers`, the rule of the
+engine; each is quantized by :mod:`nemo_fp8.numerics`, so codes and scales are those of the workers, to the bit.
+
+    activations=True      both operands quantized, x in 1x128 groups: what FP8 kernels on GPUs do
+    activations=False     weights alone, decoded to BF16: vLLM's kernels on CPUs
+
+What is not emulated: the order of a kernel's sums, and BF16 roundings inside of attention. They shift a log-prob by
+far less than FP8 does, but not by nothing; the gate leaves room for them. It is no fast engine: no cache, the whole
+prompt at once, for a batch of samples and not for a service.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nemo_fp8.agreement import rollout_operand
+from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.numerics import cast, decode, quantize
+from nemo_fp8.numerics.formats import FORMATS
+from nemo_fp8.numerics.gemm import gemm
+from nemo_fp8.rollout.mismatch.weights import Weights, reference
+
+# model_type -> where its MLP lies, its linears' names, and what else is special.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True, "experts": True},
+    "mixtral": {"experts": True, "mlp": "block_sparse_moe", "names": ("w1", "w3", "w2"), "normalize": True},
+}
+# Rows of logits at a time: a vocabulary of 150,000 in FP32 is 0.6 MB a row.
+_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes and switches of a model that its forward depends on."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+    frequencies: torch.Tensor = field(repr=False)
+    """Of the rotary embedding, [head_dim / 2]."""
+    tied: bool
+    qk_norm: bool
+    mlp: str
+    names: tuple[str, str, str]
+    experts: int = 0
+    experts_per_token: int = 0
+    normalize: bool = False
+    dense_layers: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Decoder:
+        """From a ``config.json``; what is not emulated is refused."""
+        kind = config.get("model_type")
+        if kind not in FAMILIES:
+            raise PrecisionError([unknown("model_type to emulate", kind, FAMILIES)])
+        family = FAMILIES[kind]
+        _refuse_special(config)
+        heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        experts = int(config.get("num_experts") or config["num_local_experts"]) if "experts" in family else 0
+        step = int(config.get("decoder_sparse_step") or 1)
+        dense = {i for i in range(layers) if (i + 1) % step} | set(config.get("mlp_only_layers") or ()) if experts else set(range(layers))
+        return cls(
+            layers=layers,
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=head_dim,
+            epsilon=float(config["rms_norm_eps"]),
+            frequencies=_rope(config, head_dim),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=bool(family.get("qk_norm")),
+            mlp=family.get("mlp", "mlp"),
+            names=family.get("names", ("gate_proj", "up_proj", "down_proj")),
+            experts=experts,
+            experts_per_token=int(config["num_experts_per_tok"]) if experts else 0,
+            normalize=bool(family.get("normalize") or config.get("norm_topk_prob")),
+            dense_layers=frozenset(dense),
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a forward is run: in which types, and what of it in FP8."""
+
+    precision: Precision | None = None
+    side: str = "rollout"
+    """Whose operands the contract is asked for: the ``rollout``'s or the ``train``er's."""
+    activations: bool = True
+    dtype: torch.dtype | None = None
+    """What everything but FP8 is computed in; the type of the weights where it is None."""
+
+    def operand(self, role: str) -> Operand | None:
+        """How ``input`` or ``weight`` is quantized; None where nothing is."""
+        if self.precision is None:
+            return None
+        found = self.precision.operand(role) if self.side == "train" else rollout_operand(self.precision, role)
+        if found is not None and found.delayed and self.side == "rollout" and self.activations:
+            raise PrecisionError(
+                "activation_scheme='static' cannot be emulated from weights.",
+                "Its scales were found on calibration data that only the engine has seen.",
+                "Set activation_scheme='dynamic' for the prediction.",
+            )
+        return found and replace(found, delayed=False)
+
+    def cast(self, t: torch.Tensor) -> torch.Tensor:
+        return t if self.dtype is None else t.to(self.dtype)
+
+
+def log_probs(config: Mapping[str, Any], weights: Weights, tokens: torch.Tensor, run: Run | None = None, *, batch: int = 8) -> torch.Tensor:
+    """The log-prob of every token given those before it, [sequences, tokens] in FP32; 0 for the first one.
+
+    ``tokens`` are padded on the right, with anything. ``batch`` sequences go through a layer at a time.
+    """
+    model, run = Decoder.of(config), run or Run()
+    if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
+        raise PrecisionError(
+            f"Tokens of shape {tuple(tokens.shape)} and type {tokens.dtype}.",
+            "They are whole numbers, [sequences, tokens].",
+            "Pad the sequences on the right to one length.",
+        )
+    with torch.no_grad():
+        embedding = _get(weights, "model.embed_tokens.weight")
+        _refuse_strange_tokens(tokens, len(embedding))
+        hidden = run.cast(F.embedding(tokens, embedding))
+        angles = model.frequencies.to(tokens.device)[None] * torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+        rope = (angles.cos(), angles.sin())
+        for i in range(model.layers):
+            layer = _Layer(model, i, weights, run)
+            hidden = torch.cat([layer(part, rope) for part in torch.split(hidden, batch)])
+        hidden = rms_norm(hidden, run.cast(_get(weights, "model.norm.weight")), model.epsilon)
+        head = embedding if model.tied else _get(weights, "lm_head.weight")
+        return _gather(hidden, run.cast(head), tokens)
+
+
+def _refuse_strange_tokens(tokens: torch.Tensor, vocabulary: int) -> None:
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise PrecisionError(
+            f"Token ids from {int(tokens.min())} to {int(tokens.max())} for a vocabulary of {vocabulary}.",
+            "The model has no embedding for some of them.",
+            "Check that tokens and model belong together, and pad with 0.",
+        )
+
+
+def _gather(hidden: torch.Tensor, head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The log-softmax of the logits at each next token, a few rows at a time."""
+    rows, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1).long()
+    found = [
+        F.linear(part, head).float().log_softmax(-1).gather(1, target[:, None])[:, 0]
+        for part, target in zip(torch.split(rows, _ROWS), torch.split(targets, _ROWS), strict=True)
+    ]
+    return F.pad(torch.cat(found).view(tokens.shape[0], -1), (1, 0))
+
+
+class _Layer:
+    """One decoder layer with its weights, quantized where the contract says so."""
+
+    def __init__(self, model: Decoder, index: int, weights: Weights, run: Run) -> None:
+        self.model, self.index, self.run = model, index, run
+        self.at = f"model.layers.{index}."
+        stored = {name: weights[name] for name in weights if name.startswith(self.at)}
+        quantized = dict(reference(stored, run.precision, model.layers, side=run.side)) if run.precision and run.operand("weight") else {}
+        self.weights = {name: run.cast(t) for name, t in stored.items() if name not in quantized}
+        if not run.activations:
+            self.weights |= {name: q.dequantize(run.dtype or stored[name].dtype) for name, q in quantized.items()}
+            quantized = {}
+        self.quantized, self.operand = quantized, run.operand("input")
+
+    def __call__(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x = x + self._attention(self._norm("input_layernorm", x), rope)
+        return x + self._mlp(self._norm("post_attention_layernorm", x))
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, _get(self.weights, f"{self.at}{name}.weight"), self.model.epsilon)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = f"{self.at}{name}.weight", self.weights.get(f"{self.at}{name}.bias")
+        q = self.quantized.get(weight)
+        if q is None:
+            return F.linear(x, _get(self.weights, weight), bias)
+        assert self.operand is not None
+        y = gemm(quantize(x.reshape(-1, x.shape[-1]), self.operand), q, out_dtype=x.dtype, bias=bias)
+        return y.view(*x.shape[:-1], -1)
+
+    def _attention(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        m = self.model
+        q, k, v = (self._linear(f"self_attn.{part}_proj", x) for part in "qkv")
+        q, k, v = (t.view(*t.shape[:-1], -1, m.head_dim) for t in (q, k, v))
+        if m.qk_norm:
+            q, k = self._norm("self_attn.q_norm", q), self._norm("self_attn.k_norm", k)
+        q, k, v = (t.transpose(1, 2) for t in (_rotate(q, rope), _rotate(k, rope), v))
+        if self.run.side == "rollout" and self.run.precision and self.run.precision.kv_cache == "fp8":
+            k, v = (_cached(t) for t in (k, v))
+        groups = m.heads // m.kv_heads
+        y = F.scaled_dot_product_attention(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), is_causal=True)
+        return self._linear("self_attn.o_proj", y.transpose(1, 2).flatten(2))
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        m = self.model
+        if self.index in m.dense_layers:
+            return self._gated(m.mlp, x)
+        flat = x.reshape(-1, x.shape[-1])
+        chances = F.linear(flat, _get(self.weights, f"{self.at}{m.mlp}.gate.weight")).float().softmax(-1)
+        share, chosen = chances.topk(m.experts_per_token, -1)
+        if m.normalize:
+            share = share / share.sum(-1, keepdim=True)
+        out = torch.zeros_like(flat, dtype=torch.float32)
+        for expert in range(m.experts):
+            token, slot = (chosen == expert).nonzero(as_tuple=True)
+            if len(token):
+                out.index_add_(0, token, self._gated(f"{m.mlp}.experts.{expert}", flat[token]).float() * share[token, slot, None])
+        return out.to(x.dtype).view(x.shape)
+
+    def _gated(self, at: str, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (f"{at}.{name}" for name in self.model.names)
+        return self._linear(down, F.silu(self._linear(gate, x)) * self._linear(up, x))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / rms(x) in FP32, rounded, times the weight."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
+
+
+def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The rotary embedding on [sequences, tokens, heads, head_dim], halves against halves."""
+    cos, sin = (t[None, :, None].to(torch.float32) for t in rope)
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def _cached(x: torch.Tensor) -> torch.Tensor:
+    """Through an FP8 KV cache with scale 1, vLLM's where no scale was calibrated."""
+    return decode(cast(x.float(), FORMATS["e4m3"]), x.dtype)
+
+
+def _get(weights: Weights, name: str) -> torch.Tensor:
+    try:
+        return weights[name]
+    except KeyError:
+        raise PrecisionError(
+            f"There is no {name} among the weights.",
+            "The forward needs every tensor of the model under its Hugging Face name.",
+            "Pass the state dict of the Hugging Face model, or its checkpoint.",
+        ) from None
+
+
+# ---------------------------------------------------------------------- the config
+
+
+def _refuse_special(config: Mapping[str, Any]) -> None:
+    act = config.get("hidden_act", "silu")
+    rows = (
+        (act != "silu", f"hidden_act={act!r}", "silu"),
+        (bool(config.get("use_sliding_window")), "use_sliding_window=True", "full attention"),
+        (bool(config.get("sliding_window")) and config.get("model_type") in ("mistral", "mixtral"), "sliding_window", "full attention"),
+    )
+    for wrong, what, known in rows:
+        if wrong:
+            raise PrecisionError(
+                f"A model with {what}.",
+                f"The emulation knows {known} only.",
+                "Take log-probs from a BF16 engine instead of predicting them.",
+            )
+
+
+def _rope(config: Mapping[str, Any], head_dim: int) -> torch.Tensor:
+    """The frequencies of the rotary embedding. transformers 5 writes ``rope_parameters``, older ones two keys."""
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if kind == "linear":
+        frequencies = frequencies / given["factor"]
+    elif kind == "llama3":
+        frequencies = _llama3(frequencies, given)
+    elif kind != "default":
+        raise PrecisionError([unknown("rope_type to emulate", kind, ("default", "linear", "llama3"))])
+    return frequencies.float()
+
+
+def _llama3(frequencies: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long waves are stretched by a factor, short ones are not, and those between are blended."""
+    names = ("original_max_position_embeddings", "factor", "low_freq_factor", "high_freq_factor")
+    old, factor, low, high = (float(given[name]) for name in names)
+    turns = old * frequencies / (2 * math.pi)
+    blend = torch.clamp((turns - low) / (high - low), 0, 1)
+    return frequencies / factor * (1 - blend) + frequencies * blend
+
+
+def pad(sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids of different lengths as one tensor, padded on the right, and the mask of what has a log-prob."""
+    if not sequences or not all(len(s) for s in sequences):
+        raise PrecisionError("There is a sequence without tokens.", "Nothing can be predicted from it.", "Leave empty sequences out.")
+    longest = max(len(s) for s in sequences)
+    tokens = torch.tensor([[*s, *([0] * (longest - len(s)))] for s in sequences])
+    mask = torch.tensor([[0 < i < len(s) for i in range(longest)] for s in sequences])
+    return tokens, mask

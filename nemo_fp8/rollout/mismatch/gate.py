@@ -1,0 +1,274 @@
+"""The gate: is the mismatch the noise of FP8, or is the engine running other weights than the trainer's?
+
+    prediction = predict(config, weights, tokens, precision)      three forwards of a small emulation, once in a while
+    verdict = Gate().judge(prediction, pair)                      at every step; verdict.fired, print(verdict)
+
+The prediction emulates both sides on some sequences: the trainer, the rollout under the contract, and the rollout once
+more in other arithmetic (FP32 in place of BF16). Two typical differences are held against a band
+(:mod:`nemo_fp8.rollout.mismatch.band`):
+
+    distance    d = trainer - rollout, observed, against the emulated one. For any tokens of the same kind.
+    residual    d = rollout - emulated rollout, token by token, against what other arithmetic alone changes. It needs the
+                tokens of the prediction, and sees more: the noise of quantized weights is predicted, and so it cancels.
+
+Above the band the gate fires. Below it, the engine is closer to the trainer than FP8 can be, which happens where it
+silently runs in BF16: a warning. Where weights are told (``held``: a receipt's fingerprints, or weights read back from
+the workers), the gate names each one that is not the trainer's, and fires for it even inside of the band: a stale
+weight after a small step is less than FP8's noise, and wrong all the same. Other scales than the contract's are a
+warning, since their values are right.
+
+Sound weights make the gate fire with a chance of at most ``false_positives``, shared by its checks. ``factor`` and
+``residual_factor`` are what emulation may be off by; docs/mismatch.md has what was measured on vLLM, and which faults a
+band can and cannot see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.rollout.mismatch.band import Band, Sample, band
+from nemo_fp8.rollout.mismatch.forward import Run, log_probs
+from nemo_fp8.rollout.mismatch.logprobs import LogProbs
+from nemo_fp8.rollout.mismatch.metrics import metrics
+from nemo_fp8.rollout.mismatch.weights import ERROR, KINDS, Difference, Held, Weights, compare_weights
+
+DISTANCE, RESIDUAL = "distance", "residual"
+_CALM, _BROKEN = "warning", "error"
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What emulation says of some sequences. Each is [sequences, tokens]."""
+
+    precision: Precision
+    tokens: torch.Tensor
+    trainer: torch.Tensor
+    rollout: torch.Tensor
+    again: torch.Tensor
+    """The rollout in other arithmetic."""
+    mask: torch.Tensor
+
+    @property
+    def pair(self) -> LogProbs:
+        """Trainer and rollout, as :func:`metrics` takes them. The rollout in other arithmetic, as a real engine's is."""
+        return LogProbs(self.trainer, self.again, self.mask)
+
+    def distance(self) -> Sample:
+        """How far the rollout is from the trainer."""
+        return Sample.of(self.trainer - self.again, self.mask)
+
+    def residual(self) -> Sample:
+        """How far two sound rollouts are from each other."""
+        return Sample.of(self.rollout - self.again, self.mask)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the two sides are quantized differently; else arithmetic is all that keeps them apart."""
+        return not torch.equal(self.trainer[self.mask], self.rollout[self.mask])
+
+
+def predict(
+    config: Mapping[str, Any],
+    weights: Weights,
+    tokens: torch.Tensor,
+    precision: Precision,
+    *,
+    mask: torch.Tensor | None = None,
+    activations: bool = True,
+    batch: int = 8,
+) -> Prediction:
+    """Emulate trainer and rollout of a Hugging Face model on these tokens, padded on the right.
+
+    ``mask`` says which tokens count (all but the first where not given). ``activations`` says whether the engine's
+    kernels quantize activations: True for FP8 kernels on GPUs, False for vLLM's on CPUs.
+    """
+    if mask is None:
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask = mask.bool().clone()
+    mask[:, 0] = False  # nothing comes before the first token
+    trained = Run(precision, side="train") if precision.is_fp8 else Run()
+    runs = (trained, Run(precision, activations=activations), Run(precision, activations=activations, dtype=torch.float32))
+    trainer, rollout, again = (log_probs(config, weights, tokens, run, batch=batch) for run in runs)
+    return Prediction(precision, tokens, trainer, rollout, again, mask)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One typical difference and its band."""
+
+    name: str
+    observed: float
+    band: Band
+
+    @property
+    def side(self) -> str:
+        return self.band.side(self.observed)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate says."""
+
+    checks: tuple[Check, ...]
+    metrics: Mapping[str, float]
+    expected: Mapping[str, float]
+    """The metrics of the prediction."""
+    differences: tuple[Difference, ...] = ()
+    told: bool = False
+    """Whether the gate was told what weights the engine holds."""
+    false_positives: float = field(default=0.0, repr=False)
+
+    @property
+    def left(self) -> bool:
+        """Whether a typical difference lies above its band."""
+        return any(check.side == "above" for check in self.checks)
+
+    @property
+    def fired(self) -> bool:
+        """Whether something is broken."""
+        return self.left or any(d.severity == ERROR for d in self.differences)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the weights that are wrong."""
+        return tuple(d.name for d in self.differences if d.severity == ERROR)
+
+    def problems(self) -> list[tuple[str, Problem]]:
+        """Everything to be said, each with how grave it is: ``error`` or ``warning``."""
+        return [*_of_checks(self), *_of_weights(self)]
+
+    def require(self) -> Verdict:
+        """The same verdict, or an error with everything that is broken."""
+        if self.fired:
+            raise PrecisionError([problem for severity, problem in self.problems() if severity == ERROR])
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "fired": self.fired,
+            "false_positives": self.false_positives,
+            "checks": [{**asdict(check), "side": check.side} for check in self.checks],
+            "metrics": dict(self.metrics),
+            "expected": dict(self.expected),
+            "weights": [{**asdict(d), "severity": d.severity} for d in self.differences] if self.told else None,
+            "problems": [{"severity": severity, **asdict(problem)} for severity, problem in self.problems()],
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{c.name}: {c.observed:.3g}, expected {c.band.expected:.3g}, band {c.band.low:.3g} to {c.band.high:.3g}" for c in self.checks
+        ]
+        lines += [f"{severity}: {problem.what}" for severity, problem in self.problems()]
+        return "\n".join([f"the gate {'FIRES' if self.fired else 'is calm'}", *lines])
+
+
+@dataclass(frozen=True)
+class Gate:
+    """When to fire."""
+
+    false_positives: float = 1e-3
+    """The chance to fire on sound weights, at most."""
+    factor: float = 1.15
+    """By how much the distance may be off its prediction."""
+    residual_factor: float = 1.5
+    """By how much the residual may be."""
+
+    def __post_init__(self) -> None:
+        if not 1e-9 <= self.false_positives <= 0.1 or self.factor < 1 or self.residual_factor < 1:
+            raise PrecisionError(
+                f"A gate with false_positives={self.false_positives}, factors {self.factor} and {self.residual_factor}.",
+                "It is a chance between 1e-9 and 0.1, and a factor of one is no room at all.",
+                "Use Gate(), whose room was measured.",
+            )
+
+    def judge(
+        self,
+        prediction: Prediction,
+        pair: LogProbs,
+        tokens: torch.Tensor | None = None,
+        *,
+        weights: Weights | None = None,
+        held: Mapping[str, Held] | None = None,
+        previous: Weights | None = None,
+        layers: int | None = None,
+    ) -> Verdict:
+        """Hold observed log-probs against the prediction.
+
+        With ``tokens``, those of ``pair``, the residual is checked where they are the prediction's. With ``weights`` (the
+        trainer's) and ``held`` (the engine's), the weights are compared by name; see :func:`compare_weights`.
+        """
+        same = tokens is not None and tokens.shape == prediction.tokens.shape and torch.equal(tokens.cpu(), prediction.tokens.cpu())
+        chance = self.false_positives / (2 if same else 1)
+        observed = Sample.of(pair.log_ratio, pair.mask)
+        factor = self.factor if prediction.quantized else self.residual_factor
+        found = [Check(DISTANCE, observed.typical, band(prediction.distance(), observed, chance, factor))]
+        if same:
+            mask = pair.mask & prediction.mask.to(pair.mask.device)
+            rest = Sample.of(pair.rollout - prediction.rollout.to(pair.rollout.device), mask)
+            found.append(Check(RESIDUAL, rest.typical, band(prediction.residual(), rest, chance, self.residual_factor)))
+        differences: list[Difference] = []
+        if held is not None:
+            if weights is None:
+                raise PrecisionError(
+                    "The gate is told what the engine holds, and not what it should hold.",
+                    "Fingerprints mean nothing without the trainer's weights.",
+                    "Pass weights=, the trainer's, by their Hugging Face names.",
+                )
+            differences = compare_weights(weights, held, prediction.precision, layers=layers, previous=previous)
+        return Verdict(tuple(found), metrics(pair), metrics(prediction.pair), tuple(differences), held is not None, self.false_positives)
+
+
+# ---------------------------------------------------------------------- in words
+
+_ABOVE = {
+    DISTANCE: (
+        "Trainer and rollout are {times:.1f} times as far apart as the contract makes them.",
+        "Their log-probs typically differ by {observed:.3g}, and rounding leaves that below {high:.3g}.",
+    ),
+    RESIDUAL: (
+        "The rollout is {times:.1f} times as far from its emulation as arithmetic makes it.",
+        "The engine does not compute with the trainer's weights under this contract: {observed:.3g}, where {high:.3g} is the most.",
+    ),
+}
+_NAME_THEM = "Pass held=, fingerprints or weights read back from the engine, and the gate names the layers; push again with verify=True."
+
+
+def _of_checks(verdict: Verdict) -> list[tuple[str, Problem]]:
+    found = []
+    for check in verdict.checks:
+        words = {"observed": check.observed, "high": check.band.high, "times": check.observed / check.band.expected}
+        if check.side == "above":
+            what, why = (text.format(**words) for text in _ABOVE[check.name])
+            remedy = _NAME_THEM if not verdict.told else _after_naming(verdict)
+            found.append((_BROKEN, Problem(what, why, remedy)))
+        elif check.side == "below" and check.name == DISTANCE:
+            what = f"Trainer and rollout are closer than the contract lets them be: {check.observed:.3g}, where {check.band.low:.3g} is the least."
+            why = "An engine that silently runs in BF16 looks like this."
+            found.append((_CALM, Problem(what, why, "Look for the quantization method in the engine's log.")))
+    return found
+
+
+def _after_naming(verdict: Verdict) -> str:
+    if verdict.layers:
+        return f"Look at {verdict.layers[0]}{f' and {len(verdict.layers) - 1} more' if len(verdict.layers) > 1 else ''}, below."
+    return "All weights that were told are right: look at the tokens, the sampling settings, and what was not told (KV scales, LoRA)."
+
+
+def _of_weights(verdict: Verdict) -> list[tuple[str, Problem]]:
+    found = []
+    for d in verdict.differences:
+        word = {"missing": "was not found in the engine", "scales": "has other scales than the contract's"}.get(d.kind, f"is {d.kind}")
+        found.append(
+            (
+                d.severity,
+                Problem(f"{d.name} {word.replace('is differs', 'is another')}.", f"{d.detail[0].upper()}{d.detail[1:]}.", KINDS[d.kind][1]),
+            )
+        )
+    return found

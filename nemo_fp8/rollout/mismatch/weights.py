@@ -1,0 +1,242 @@
+"""Which weights of an engine are not those of the trainer, and what happened to each: told by their fingerprints.
+
+Given are the trainer's weights and what the engine holds, both by Hugging Face name. The reference is what
+:mod:`nemo_fp8.numerics` makes of the trainer's weights under the contract. Where the engine holds something else, the
+accidents that are known are tried one after the other, each being what the engine would hold after it:
+
+    missing          nothing is known of the tensor
+    zeroed           codes of the reference with scales of zero; scales that are zero, infinite or NaN
+    swapped          the reference of another tensor of the same shape, say gate for up
+    stale            the reference of the weights before the last push
+    scales           the reference under the other scale convention (FP32 or powers of two): right to FP8's precision
+    differs          none of these
+
+What the engine holds may be told as codes and scales, as values where it is not in FP8, or as a fingerprint, whole or
+by the parts that tensor-parallel workers hold, as in the receipt of a push. So a name costs sixteen digits, and the
+answer is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Union
+
+import torch
+
+from nemo_fp8.agreement import rollout_operand
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import Quantized, quantize
+from nemo_fp8.rollout.refit.fingerprint import fingerprint
+from nemo_fp8.rollout_layers import select
+from nemo_fp8.tensor_names import place
+
+Weights = Mapping[str, torch.Tensor]
+Parts = Mapping[str, str]
+Held = Union[Quantized, "tuple[torch.Tensor, torch.Tensor]", torch.Tensor, str, Parts]
+
+ERROR, WARNING = "error", "warning"
+# kind -> how grave it is, and what to do.
+KINDS: dict[str, tuple[str, str]] = {
+    "missing": (ERROR, "Push every tensor of the model; the receipt's manifest names what an engine lacks."),
+    "zeroed": (ERROR, "Push again; if it stays, the engine's loader drops scales (verl#7224 was one)."),
+    "swapped": (ERROR, "Correct the order of the fused parts where names are mapped, and push again."),
+    "stale": (ERROR, "Push again, and require the receipt: a tensor was not written."),
+    "differs": (ERROR, "Push again with verify=True; the receipt says what was written."),
+    "scales": (WARNING, "Give trainer and rollout one contract; the values are right to FP8's precision, the codes are others."),
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not what it should be."""
+
+    name: str
+    kind: str
+    detail: str
+
+    @property
+    def severity(self) -> str:
+        return KINDS[self.kind][0]
+
+    @property
+    def remedy(self) -> str:
+        return KINDS[self.kind][1]
+
+
+def reference(
+    weights: Weights, precision: Precision, layers: int | None = None, *, side: str = "rollout"
+) -> Iterator[tuple[str, Quantized]]:
+    """What is held in FP8 under the contract, tensor by tensor: the codes and scales that every worker must have.
+
+    ``side="train"`` gives the trainer's own FP8 weights where the contract trains in FP8.
+    """
+    operand = precision.operand("weight") if side == "train" else rollout_operand(precision, "weight")
+    if operand is None:
+        return
+    chosen = select(shapes_of(weights), precision.replace(rollout="fp8"), layers=layers).quantized
+    for name in weights:
+        if name in chosen:
+            yield name, quantize(weights[name], replace(operand, delayed=False))
+
+
+def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor; a checkpoint on disk knows them without reading one."""
+    known = getattr(weights, "shapes", None)
+    return known() if callable(known) else {name: tuple(t.shape) for name, t in weights.items()}
+
+
+def compare_weights(
+    weights: Weights, held: Mapping[str, Held], precision: Precision, *, layers: int | None = None, previous: Weights | None = None
+) -> list[Difference]:
+    """Every tensor in which the engine differs from the trainer's ``weights``, in their order.
+
+    Tensors outside of FP8 are compared where ``held`` tells of them. ``previous`` are the weights of the push before,
+    by which what is stale is known.
+    """
+    found = []
+    quantized = set()
+    search = _Search(weights, precision, previous)
+    for name, q in reference(weights, precision, layers):
+        quantized.add(name)
+        if name not in held:
+            found.append(Difference(name, "missing", "nothing is known of it"))
+        elif not _same(held[name], q):
+            found.append(search.explain(name, q, held[name]))
+    for name in (n for n in weights if n in held and n not in quantized):
+        if not _same(held[name], weights[name]):
+            found.append(search.explain(name, weights[name], held[name]))
+    return found
+
+
+Candidate = tuple[str, str, Callable[[], "Quantized | torch.Tensor"]]
+
+
+class _Search:
+    """Finds the accident after which a tensor would look as it does."""
+
+    def __init__(self, weights: Weights, precision: Precision, previous: Weights | None) -> None:
+        self.weights, self.previous = weights, previous or {}
+        self.shapes = shapes_of(weights)
+        self.operand = rollout_operand(precision, "weight")
+
+    def explain(self, name: str, expected: Quantized | torch.Tensor, held: Held) -> Difference:
+        bad = _bad_scales(held)
+        if bad:
+            return Difference(name, "zeroed", bad)
+        for kind, detail, make in self._candidates(name, expected):
+            if _same(held, make()):
+                return Difference(name, kind, detail)
+        return Difference(name, "differs", _how_much(expected, held))
+
+    def _candidates(self, name: str, expected: Quantized | torch.Tensor) -> Iterator[Candidate]:
+        if isinstance(expected, Quantized):
+            q = expected
+            yield "zeroed", "all scales are zero", lambda: replace(q, scale_inv=torch.zeros_like(q.scale_inv))
+            yield "zeroed", "all codes are zero", lambda: replace(q, data=torch.zeros_like(q.data.view(torch.uint8)).view(q.data.dtype))
+            if self.operand is not None and self.operand.scale in _OTHER:
+                other = replace(self.operand, scale=_OTHER[self.operand.scale])
+                detail = f"{_words(other.scale)} scales, and the contract says {_words(self.operand.scale)}"
+                yield "scales", detail, lambda: quantize(self.weights[name], other)
+        else:
+            yield "zeroed", "all values are zero", lambda: torch.zeros_like(expected)
+        if name in self.previous:
+            yield "stale", "the weights of the push before", lambda: self._like(expected, self.previous[name])
+        for twin in self._twins(name):
+            yield "swapped", f"it holds {twin}", lambda twin=twin: self._like(expected, self.weights[twin])  # type: ignore[misc]
+
+    def _twins(self, name: str) -> list[str]:
+        """Tensors that could be taken for this one: of its shape, in its layer or at its place in another one."""
+        mine = place(name)
+        same = [other for other, shape in self.shapes.items() if other != name and shape == self.shapes[name]]
+        near = [other for other in same if place(other).layer == mine.layer]
+        return near + [other for other in same if other not in near and place(other).tail == mine.tail]
+
+    def _like(self, expected: Quantized | torch.Tensor, weight: torch.Tensor) -> Quantized | torch.Tensor:
+        if not isinstance(expected, Quantized):
+            return weight
+        assert self.operand is not None
+        return quantize(weight, self.operand)
+
+
+_OTHER = {"fp32": "pow2", "pow2": "fp32"}
+
+
+# ---------------------------------------------------------------------- equal or not
+
+
+def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
+    """Whether what is held is the same bytes, told as tensors or as fingerprints."""
+    mine = (expected.data, expected.scale_inv) if isinstance(expected, Quantized) else (expected,)
+    if isinstance(held, str):
+        return held == fingerprint(*mine)
+    if isinstance(held, Mapping):
+        return all(told == fingerprint(*_cut(mine, part)) for part, told in held.items())
+    theirs = _tensors(held)
+    return len(mine) == len(theirs) and all(_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same = a.shape == b.shape and a.dtype == b.dtype
+    return (
+        same and torch.equal(a.contiguous().view(torch.uint8), b.to(a.device).contiguous().view(torch.uint8)) if a.dim() else bool(a == b)
+    )
+
+
+def _tensors(held: Quantized | tuple[torch.Tensor, torch.Tensor] | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if isinstance(held, Quantized):
+        return (held.data, held.scale_inv)
+    return (held,) if isinstance(held, torch.Tensor) else tuple(held)
+
+
+def _cut(tensors: tuple[torch.Tensor, ...], part: str) -> tuple[torch.Tensor, ...]:
+    """The part of a tensor, and of its scales, that a worker holds; ``0:128,0:256``, or ``whole``."""
+    if part == "whole":
+        return tensors
+    try:
+        box = [tuple(map(int, side.split(":"))) for side in part.split(",")]
+        cut = tensors[0][tuple(slice(start, stop) for start, stop in box)]
+    except ValueError:
+        raise PrecisionError(
+            f"{part!r} is no part of a tensor.", "Parts are written as start:stop for each dimension.", "Use a receipt's fingerprints."
+        ) from None
+    if len(tensors) == 1:
+        return (cut,)
+    blocks = [-(-n // m) for n, m in zip(tensors[0].shape, tensors[1].shape, strict=True)]
+    return cut, tensors[1][tuple(slice(start // b, -(-stop // b)) for (start, stop), b in zip(box, blocks, strict=True))]
+
+
+# ---------------------------------------------------------------------- in words
+
+
+def _bad_scales(held: Held) -> str:
+    if isinstance(held, (str, Mapping)):
+        return ""
+    tensors = _tensors(held)
+    if len(tensors) < 2:
+        return ""
+    scales = tensors[1].float()
+    bad = int((~(scales > 0) | scales.isinf()).sum())
+    return f"{bad} of {scales.numel()} scales are zero, infinite or no number" if bad else ""
+
+
+def _how_much(expected: Quantized | torch.Tensor, held: Held) -> str:
+    if isinstance(held, (str, Mapping)):
+        return "its fingerprint is another"
+    theirs = _tensors(held)
+    values = expected.dequantize() if isinstance(expected, Quantized) else expected.float()
+    if theirs[0].shape != values.shape:
+        return f"its shape is {tuple(theirs[0].shape)}, and not {tuple(values.shape)}"
+    if isinstance(expected, Quantized) and len(theirs) == 2:
+        if theirs[1].shape != expected.scale_inv.shape or theirs[0].dtype != expected.data.dtype:
+            return f"its scales have the shape {tuple(theirs[1].shape)}, and not {tuple(expected.scale_inv.shape)}"
+        other = replace(expected, data=theirs[0], scale_inv=theirs[1]).dequantize()
+    else:
+        other = theirs[0].float()
+    distance = float((other - values).norm() / values.norm().clamp_min(1e-30))
+    return f"its values are off by {distance:.2%} of their size"
+
+
+def _words(scale: str) -> str:
+    return "power-of-2" if scale == "pow2" else "FP32"
