@@ -4,10 +4,10 @@
 layouts. What it takes depends on the recipe:
 
     one FP32 scale a tensor      sm89 and later
-    1x128 times 128x128, or      sm90, with a cuBLASLt of CUDA 12.9 or later
-    1x128 times 1x128
+    1x128 times 128x128, or      sm90, with a cuBLASLt of CUDA 12.9 or later; E4M3 times E4M3 only, and rows a multiple of 4,
+    1x128 times 1x128            since the scales of 1x128 tiles lie by columns, which cuBLAS wants to begin on 16 bytes
 
-E5M2 times E5M2 exists nowhere. The sums are FP32 on the device, in its own order.
+E5M2 times E5M2 exists nowhere, nor a bias on an FP32 result. The sums are FP32 on the device, in its own order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def scaled_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: torch.Te
     recipes = _recipes(left, right)
     if recipes is None:
         return None
-    if bias is not None and bias.dtype != out_dtype:
+    if bias is not None and (bias.dtype != out_dtype or out_dtype == torch.float32):
         return None
     from torch.nn.functional import ScalingType
 
@@ -64,13 +64,16 @@ def _recipes(left: Quantized, right: Quantized) -> tuple[str, str] | None:
         return ("TensorWise", "TensorWise") if capability >= (8, 9) else None
     if left.block is None or right.block is None or left.block == right.block == (128, 128):
         return None
+    if torch.float8_e5m2 in (left.data.dtype, right.data.dtype):
+        return None
     if capability != (9, 0) or _cuda_version() < (12, 9) or _ragged(left) or _ragged(right):
         return None
     return _CONTRACTED[left.block], _CONTRACTED[right.block]
 
 
 def _ragged(q: Quantized) -> bool:
-    return q.block is not None and any(side % tile for side, tile in zip(q.shape, q.block, strict=True))
+    rows, columns = q.block or (1, 1)
+    return bool(q.shape[0] % max(rows, 4) or q.shape[1] % columns)
 
 
 def _cuda_version() -> tuple[int, ...]:

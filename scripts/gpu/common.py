@@ -30,6 +30,18 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from nemo_fp8.contract import Precision  # noqa: E402
+
+# Every layer in FP8, primary weights in BF16: what a recipe costs, and nothing else. TE's block recipe is E4M3, and so is this one.
+CONTRACTS = {
+    "delayed": Precision(format="hybrid", scaling="delayed", amax_history_len=1024, amax_compute_algo="max"),
+    "tensorwise": Precision(format="hybrid", scaling="tensorwise"),
+    "blockwise pow2": Precision(format="e4m3", scaling="blockwise", weight_scale="pow2", activation_scale="pow2"),
+    "blockwise fp32": Precision(format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32"),
+    "mxfp8": Precision(format="e4m3", scaling="mxfp8"),
+}
 # Ours and theirs, as far as they are installed; TE lies in .te where there is no GPU.
 PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "nemo-toolkit", "numpy", "nemo-fp8")
 Ways = dict[str, Callable[[], Any]]
@@ -92,6 +104,10 @@ class Run:
             torch.cuda.empty_cache()
         return result
 
+    def race(self, ways: Ways, seconds: float, *, graphs: bool = False) -> dict[str, Any]:
+        """:func:`race` on this run's device; a dry run takes each way twice."""
+        return race(ways, self.device, 0.0 if self.cpu else seconds, 2 if self.cpu else 5, graphs)
+
     def late(self) -> bool:
         """Whether nothing more shall begin."""
         return self.elapsed() > self.options.limit
@@ -130,7 +146,7 @@ class Run:
 # ---------------------------------------------------------------------- clocks
 
 
-def race(ways: Ways, device: str, *, seconds: float = 1.0, least: int = 5, most: int = 60, graphs: bool = False) -> dict[str, Any]:
+def race(ways: Ways, device: str, seconds: float, least: int, graphs: bool) -> dict[str, Any]:
     """Median milliseconds of each way, with the first and ninth decile; they take turns. A way that fails has its error instead.
 
     On a GPU the clock is the device's. With ``graphs`` a way is also captured and replayed, so that ``graph_ms`` is free of what
@@ -146,16 +162,16 @@ def race(ways: Ways, device: str, *, seconds: float = 1.0, least: int = 5, most:
             ready[name] = way
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-    times = _turns(ready, device, seconds, least, most)
+    times = _turns(ready, device, seconds, least)
     found |= {name: _summary(values) for name, values in times.items()}
     if graphs and device == "cuda":
         replays = {name: replay for name, way in ready.items() if (replay := _captured(way)) is not None}
-        for name, values in _turns(replays, device, seconds, least, most).items():
+        for name, values in _turns(replays, device, seconds, least).items():
             found[name]["graph_ms"] = _summary(values)["ms"]
     return found
 
 
-def _turns(ways: Ways, device: str, seconds: float, least: int, most: int) -> dict[str, list[float]]:
+def _turns(ways: Ways, device: str, seconds: float, least: int, most: int = 60) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     started, rounds = time.monotonic(), 0
     while ways and rounds < most and (rounds < least or time.monotonic() - started < seconds):
