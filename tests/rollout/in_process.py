@@ -45,9 +45,11 @@ def _one_worker():
     parallel_state.initialize_model_parallel(1, 1)
 
 
-def log_lines(capfd_text):
-    """What nemo_fp8 said in the log."""
-    return [line.split("nemo_fp8: ", 1)[1] for line in capfd_text.splitlines() if "nemo_fp8: " in line]
+def weights_of(folder):
+    """Every tensor of a checkpoint, by its Hugging Face name."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
 
 
 assert os.environ.get("VLLM_CPU_KVCACHE_SPACE"), "conftest sets vLLM's environment before anything imports it"

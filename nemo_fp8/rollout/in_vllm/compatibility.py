@@ -89,6 +89,15 @@ INTERNALS = (
     Internal(f"{_QUANTIZATION}.kv_cache", "BaseKVCacheMethod"),
     # loading
     Internal(f"{_RELOAD}.layerwise", "initialize_online_processing", ("layer",)),
+    # pushing
+    Internal(f"{_RELOAD}.layerwise", "get_layerwise_info", ("layer",)),
+    Internal(f"{_RELOAD}.layerwise", "_get_original_loader", ("tensor",)),
+    Internal(f"{_RELOAD}.meta", "SKIP_TENSORS"),
+    Internal(f"{_RELOAD}.meta", "materialize_meta_tensor", ("meta_tensor",)),
+    Internal(f"{_RELOAD}.meta", "to_meta_tensor", ("tensor",)),
+    Internal(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
+    Internal(f"{_LAYERS}.attention", "is_deferred_attention_layer"),
+    Internal(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
 )  # fmt: skip
 
 

@@ -15,7 +15,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, create_fp8_quant_key
 from vllm.platforms import current_platform
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
+from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.in_vllm import ops
 from nemo_fp8.rollout.storage import Storage
@@ -57,9 +59,21 @@ def choose(storage: Storage, wanted: str, shape: tuple[int, int], out_dtype: tor
         )
     except ValueError as error:
         return _without_kernel(storage, str(error).splitlines()[-1])
+    refuse_second_quantization(type(kernel).__name__, storage.weight, e8m0=is_deep_gemm_e8m0_used())
     if storage.activation.scale == "pow2" and hasattr(kernel, "quant_fp8"):
         kernel.quant_fp8.use_ue8m0 = True  # this kernel's own quantizer of activations; others keep theirs
     return kernel
+
+
+def refuse_second_quantization(kernel: str, weight: Operand, e8m0: bool) -> None:
+    """DeepGEMM with E8M0 scales turns codes with FP32 scales into others, after they were proven to be the right ones."""
+    if "DeepGemm" in kernel.replace("DeepGEMM", "DeepGemm") and e8m0 and weight.scale == "fp32":
+        raise PrecisionError(
+            f"{kernel} with E8M0 scales, under a contract of FP32 weight scales.",
+            "vLLM would decode the codes and quantize them again for it.",
+            "os.environ.update(nemo_fp8.rollout.environment(precision)) before the engine starts (VLLM_USE_DEEP_GEMM_E8M0=0), "
+            "or set weight_scale='pow2' and activation_scale='pow2'.",
+        )
 
 
 def quantizes_activations(kernel: Any) -> bool:

@@ -1,0 +1,169 @@
+"""vLLM's OpenAI server under a contract: its command line and environment, and a process that leaves nothing behind.
+
+    server = server_for("Qwen/Qwen3-8B", precision)      # what would run; prints as a command to paste
+    with running(server): ...                            # runs it, and ends every process that it started
+
+It listens on loopback. Told to listen elsewhere it wants a token first, and then guards every path with it, where
+vLLM's own key guards some (:mod:`nemo_fp8.rollout.in_vllm.guard`). vLLM is started as a module and not as the ``vllm``
+command, which CPU builds do not have.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.render.vllm import flags
+from nemo_fp8.rollout.arguments import engine_args, environment
+
+MODULE = "vllm.entrypoints.openai.api_server"
+GUARD = "nemo_fp8.rollout.in_vllm.guard.TokenGuard"
+TOKEN = "VLLM_API_KEY"
+LOOPBACK = "127.0.0.1"
+PATIENCE = 20.0  # seconds that a server has to end by itself
+
+
+@dataclass(frozen=True)
+class Server:
+    """What runs, and with which variables. The token is in none of its words."""
+
+    words: tuple[str, ...]
+    variables: Mapping[str, str]
+    url: str
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __str__(self) -> str:
+        """A command to paste."""
+        said = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        return " ".join([*said, "python", *map(shlex.quote, self.words[1:])])
+
+
+def server_for(
+    model: str,
+    precision: Precision | str,
+    *,
+    host: str = LOOPBACK,
+    port: int = 8000,
+    token: str | None = None,
+    activations: str = "kernel",
+    kernel: str = "auto",
+    more: Sequence[str] = (),
+) -> Server:
+    """The server of this model under this contract. ``more`` are words for vLLM, such as ``--max-model-len 4096``."""
+    if token is None and not is_loopback(host):
+        raise PrecisionError(
+            f"A server on {host} without a token.",
+            "Whoever reaches that address could use the model, and push weights into it.",
+            f"Set {TOKEN} to a secret, or listen on {LOOPBACK} (and come through ssh -L).",
+        )
+    if importlib.util.find_spec("vllm") is None:
+        raise PrecisionError(
+            "vLLM is not installed here.",
+            f"{sys.executable} has no vllm; it lives in an environment of its own, without NeMo.",
+            "Run this in that environment (make setup builds .venv-rollout; .venv-rollout/bin/nemo-fp8 serve ...).",
+        )
+    arguments = engine_args(precision, activations=activations, kernel=kernel)
+    words = [sys.executable, "-m", MODULE, "--model", model, "--host", host, "--port", str(port), *flags(arguments)]
+    if token is not None:
+        words += ["--middleware", GUARD]
+    reached = LOOPBACK if host in ("0.0.0.0", "::") else host
+    url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
+    return Server((*words, *more), environment(precision), url, {} if token is None else {TOKEN: token})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. A name that is no number is trusted to be none, but for localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def run(server: Server) -> int:
+    """Run a server until it ends or is told to; its exit code. Ctrl-C and SIGTERM end it and everything it started."""
+    with running(server) as process:
+        return process.wait()
+
+
+@contextmanager
+def running(server: Server) -> Iterator[subprocess.Popen[bytes]]:
+    """A server while the block lasts."""
+    with _interruptible():
+        # A session of its own: its engine and workers are its children's children, and a signal to the group reaches all.
+        process = subprocess.Popen(server.words, env={**os.environ, **server.variables, **server.secrets}, start_new_session=True)
+        try:
+            yield process
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a server: it is asked, and ends its own; after a while whatever is left of its group is killed."""
+    process.terminate()
+    deadline = time.monotonic() + PATIENCE
+    while _is_left(process) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_until_ready(server: Server, process: subprocess.Popen[bytes], patience: float = 600.0) -> None:
+    """Return when the server answers; an error when it ended, or took too long."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise PrecisionError(
+                f"The server ended with code {process.returncode} before it answered.",
+                "vLLM said why in its output above.",
+                "Mend that, and start it again.",
+            )
+        try:
+            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    waited = f"No answer from {server.url} in {patience:.0f} seconds."
+    raise PrecisionError(waited, "The model may be large, or the machine busy.", "Wait longer, or look at its output.")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that what it started is ended too."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread, which alone has signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _is_left(process: subprocess.Popen[bytes]) -> bool:
+    """Whether anything of the process's group runs."""
+    process.poll()  # takes note of its end; a child that nobody asked about would stay
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
