@@ -24,6 +24,7 @@ from nemo_fp8.rl import rollout
 from nemo_fp8.rl.record import read_record
 from nemo_fp8.rl.settings import GrpoSettings
 from nemo_fp8.rl.trainer import TrainerRank
+from nemo_fp8.rollout import environment
 
 OnStep = Callable[[dict[str, Any]], None]
 # How often Ray starts a dead engine again, and the driver the ranks; a run that needs more of it is not well.
@@ -90,7 +91,9 @@ class _Run:
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         self._trainer_env = {"py_executable": sys.executable, "env_vars": _TRAINER | env}
         engine = ray.remote(max_restarts=RESTARTS)(rollout.RolloutEngine)
-        engine = engine.options(runtime_env={"py_executable": rollout_python, "env_vars": rollout.ENVIRONMENT | env})
+        engine = engine.options(
+            runtime_env={"py_executable": rollout_python, "env_vars": rollout.ENVIRONMENT | environment(settings.precision) | env}
+        )
         self.engines = [engine.remote(self.plain) for _ in range(settings.engines)]
         self.ranks: list[Any] = []
 

@@ -1,37 +1,90 @@
-"""The rollout engines as rank 0 of a training speaks with them: fill them, ask them, and notice when one has died.
+"""The rollout engines as rank 0 of a training speaks with them: fill them, ask them, and start over when one has died.
 
-Ray starts a dead engine again; it comes back empty, and the next push fills it. So whoever gets :class:`EngineDied` pushes and asks
-again. An engine that dies more often than Ray was told to start it again ends the run.
+    synchronous     push W_k,  sample from W_k,  train on that                                             -> W_k+1
+    one step off    take what W_k-1 sampled,  push W_k,  let W_k sample for step k+1 meanwhile,  train     -> W_k+1
+
+Ray starts a dead engine again; it comes back empty, and refuses to answer until it is filled. So a death in a step means: push
+again, ask again. An engine that dies more often than Ray was told to start it again ends the run. The first step after a resume
+has nothing that was sampled a step ago, and samples anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import ActorDiedError, RayActorError
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rl.rollout import Answers
+from nemo_fp8.rl.settings import GrpoSettings
 from nemo_fp8.rollout.refit import Receipt, Refit
 
-Pending = list[Any]
-CONTROL = ("call", "hold", "free", "refuse", "allow", "forget")
+Weights = Mapping[str, torch.Tensor]
+Prompts = list[list[int]]
+# Seeds of two steps never meet: no step has so many answers.
+_SEEDS_A_STEP = 1 << 20
+GREEDY = 0.0
 
 
-class EngineDied(Exception):
-    """An engine ended while it was asked; it comes back empty."""
+@dataclass
+class Taken:
+    """What a step got from the engines."""
+
+    answers: list[Answers]
+    """To each of the step's prompts; none after the last step."""
+    age: int
+    """How many steps older than the policy the weights are that sampled them."""
+    greedy: list[Answers] | None
+    """To the held-out prompts, where they were asked."""
+    receipts: list[Receipt]
+    restarts: int
+    seconds: dict[str, float]
 
 
+@dataclass
 class Engines:
     """All engines of a run. ``actors`` are handles of :class:`~nemo_fp8.rl.rollout.RolloutEngine`."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self.actors = list(actors)
+    settings: GrpoSettings
+    actors: Sequence[Any]
+    prompts: Callable[[int], Prompts]
+    """The prompts of a step."""
+    held_out: Prompts
+    _pending: list[Any] | None = None
+    _seconds: dict[str, float] = field(default_factory=dict)
 
-    def wait(self) -> None:
+    def take(self, step: int, weights: Weights) -> Taken:
+        """This step's answers. The engines then hold this step's weights."""
+        self._seconds = {}
+        old, restarts = None, 0
+        while True:
+            try:
+                old = old or self._pending_answers()
+                receipts = self._push(step, weights)
+                greedy = self._validate(step)
+                answers = old or self._sample(step)
+                self._sample_ahead(step)
+                return Taken(answers, int(old is not None), greedy, receipts, restarts, self._seconds)
+            except RayActorError:
+                self._pending = None
+                restarts += 1
+
+    # ------------------------------------------------------------------ the parts of a step
+
+    def _push(self, step: int, weights: Weights) -> list[Receipt]:
+        with self._clock("push"):
+            self._wait()
+            receipts = [Refit(_Control(actor)).push(weights).require() for actor in self.actors]
+            ray.get([actor.pushed.remote(step) for actor in self.actors])
+            return receipts
+
+    def _wait(self) -> None:
         """Until all of them have started."""
         try:
             ray.get([actor.ready.remote() for actor in self.actors])
@@ -42,48 +95,65 @@ class Engines:
                 "Its own words are in the folder of Ray's session, /tmp/ray/session_latest/logs.",
             ) from error
 
-    def push(self, i: int, tensors: Iterable[tuple[str, Any]], manifest: Mapping[str, Any], version: int) -> Receipt:
-        """These weights to an engine."""
-        with _alive():
-            receipt = Refit(_Remote(self.actors[i])).push(tensors, manifest=manifest)
-            ray.get(self.actors[i].pushed.remote(version))
-        return receipt.require()
+    def _validate(self, step: int) -> list[Answers] | None:
+        if step % self.settings.validate_every and step < self.settings.steps:
+            return None
+        with self._clock("validation"):
+            return self._answers(self._ask(self.held_out, step, answers=1, temperature=GREEDY, seed=0))
 
-    def ask(self, prompts: Sequence[list[int]], version: int, *, answers: int, temperature: float, seed: int) -> Pending:
-        """Start to generate; each engine answers its share of the prompts."""
+    def _sample(self, step: int) -> list[Answers]:
+        if step >= self.settings.steps:
+            return []
+        with self._clock("rollout"):
+            return self._answers(self._ask_for(step, step))
+
+    def _sample_ahead(self, step: int) -> None:
+        if self.settings.one_step_off and step + 1 < self.settings.steps:
+            self._pending = self._ask_for(step + 1, step)
+
+    def _pending_answers(self) -> list[Answers] | None:
+        if self._pending is None:
+            return None
+        with self._clock("rollout"):
+            found, self._pending = self._answers(self._pending), None
+            return found
+
+    # ------------------------------------------------------------------ questions
+
+    def _ask_for(self, step: int, version: int) -> list[Any]:
+        s = self.settings
+        seed = (s.seed * 1_000_003 + step) * _SEEDS_A_STEP % 2**62
+        return self._ask(self.prompts(step), version, answers=s.answers, temperature=s.temperature, seed=seed)
+
+    def _ask(self, prompts: Prompts, version: int, *, answers: int, temperature: float, seed: int) -> list[Any]:
+        """Every engine gets its share of the prompts."""
         share = -(-len(prompts) // len(self.actors))
         return [
             actor.generate.remote(
-                prompts[i * share : (i + 1) * share],
-                version,
-                answers=answers,
-                temperature=temperature,
-                seed=seed + i * share * answers,
+                prompts[first : first + share], version, answers=answers, temperature=temperature, seed=seed + first * answers
             )
-            for i, actor in enumerate(self.actors)
+            for first, actor in zip(range(0, len(prompts), share), self.actors, strict=False)
         ]
 
-    def answers(self, pending: Pending) -> list[Answers]:
-        """What :meth:`ask` started, in the order of the prompts."""
-        with _alive():
-            return [answers for part in ray.get(pending) for answers in part]
+    def _answers(self, asked: list[Any]) -> list[Answers]:
+        return [answers for part in ray.get(asked) for answers in part]
+
+    @contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
 
-class _Remote:
+class _Control:
     """How a push speaks to an engine that is an actor: :class:`nemo_fp8.rollout.refit.Control`."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
     def __getattr__(self, what: str) -> Any:
-        if what not in CONTROL:
+        if what not in ("call", "hold", "free", "refuse", "allow", "forget"):
             raise AttributeError(what)
         return lambda *args: ray.get(self.actor.control.remote(what, *args))
-
-
-@contextmanager
-def _alive() -> Iterator[None]:
-    try:
-        yield
-    except RayActorError as error:
-        raise EngineDied(str(error)) from error

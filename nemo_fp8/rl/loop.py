@@ -1,9 +1,10 @@
 """The loop of GRPO: a Lightning callback that makes each step's experience before NeMo trains on it.
 
-    take answers  ->  rewards, advantages  ->  log-probs of policy and reference  ->  mismatch, correction  ->  NeMo's step
+    weights -> engines -> answers -> rewards, advantages -> log-probs of policy and reference -> gate, correction -> NeMo's step
 
-What came of the step is one line of the record: reward, KL to the reference, mismatch under NeMo RL's names, the receipts of the
-push, and how long each part took.
+Rank 0 speaks with the engines, and what it learns goes to all ranks; every rank then computes the same. What came of the step is
+one line of the record: reward, KL to the reference, mismatch under NeMo RL's names, the gate's verdict, the receipts of the push,
+and how long each part took.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from nemo_fp8.rl.data import prompt_ids
-from nemo_fp8.rl.engines import Engines
+from nemo_fp8.rl.engines import Engines, Taken
 from nemo_fp8.rl.experience import Experience
 from nemo_fp8.rl.grpo import group_advantages, kl_divergence
 from nemo_fp8.rl.policy import Reference, log_probs
 from nemo_fp8.rl.record import Record
-from nemo_fp8.rl.rollout import Answers
-from nemo_fp8.rl.rollouts import Rollouts, Taken, flat
+from nemo_fp8.rl.rollout import END, Answers
 from nemo_fp8.rl.settings import GrpoSettings
 from nemo_fp8.rl.task import Sorting
+from nemo_fp8.rl.watch import Watch
 from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, metrics
 from nemo_fp8.rollout.refit import Receipt
 from nemo_fp8.train.data import ByteTokenizer
@@ -35,8 +36,8 @@ from nemo_fp8.train.to_hugging_face import named_tensors
 class GrpoLoop(Callback):
     """Turns a NeMo training into GRPO."""
 
-    def __init__(self, settings: GrpoSettings, base: str, engines: Engines) -> None:
-        self.settings, self.base, self.engines = settings, base, engines
+    def __init__(self, settings: GrpoSettings, base: str, actors: Sequence[Any]) -> None:
+        self.settings, self.base, self.actors = settings, base, actors
         self.task = Sorting(settings.digits)
         self.tokenizer = ByteTokenizer()
         self.importance = ImportanceSampling.of(settings.correction)
@@ -49,34 +50,46 @@ class GrpoLoop(Callback):
         """The policy is there, from the base model or from a checkpoint."""
         s = self.settings
         self.held_out = [self.task.problem("validation", 0, i) for i in range(s.validation)]
-        held_out = [prompt_ids(p) for p in self.held_out]
-        self.rollouts = Rollouts(s, self.engines, lambda: named_tensors(trainer.strategy.megatron_parallel), self._prompts, held_out)
         self.reference = Reference(trainer, self.base)
-        self.record = Record(s.record, trainer.global_step) if trainer.global_rank == 0 else None
+        if trainer.global_rank == 0:
+            self.engines = Engines(s, self.actors, self._prompts, [prompt_ids(p) for p in self.held_out])
+            self.watch = Watch(s)
+            self.record = Record(s.record, trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """All of a step but its training."""
-        taken = self._take(trainer)
+        taken, weights = self._take(trainer)
         started = time.perf_counter()
         trainer.datamodule.rows.experience = self._experience(trainer, taken)
+        self._row["seconds"]["log_probs"] = time.perf_counter() - started
+        if trainer.global_rank == 0:
+            self._judge(trainer.datamodule.rows.experience, taken.age, weights)
         self._started = time.perf_counter()
-        self._row["seconds"]["log_probs"] = self._started - started
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """The step is done, and not yet saved."""
         self._row["seconds"]["train"] = time.perf_counter() - self._started
         self._row["loss"] = float(trainer.callback_metrics["reduced_train_loss"])
-        self._write()
+        if trainer.global_rank == 0:
+            self.record.write(self._row)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         """What the last weights are worth."""
         self._take(trainer)
-        self._write()
+        if trainer.global_rank == 0:
+            self.record.write(self._row)
 
     # ------------------------------------------------------------------ a step
 
-    def _take(self, trainer: Any) -> Taken:
-        taken = self.rollouts.take(trainer.global_step)
+    def _take(self, trainer: Any) -> tuple[Taken, dict[str, torch.Tensor]]:
+        """What the engines answer to this step's weights, on all ranks, and the weights under Hugging Face's names."""
+        started = time.perf_counter()
+        weights = dict(named_tensors(trainer.strategy.megatron_parallel))
+        gathered = time.perf_counter() - started
+        found: list[Any] = [self.engines.take(trainer.global_step, weights) if trainer.global_rank == 0 else None]
+        torch.distributed.broadcast_object_list(found)
+        taken: Taken = found[0]
+        taken.seconds["push"] += gathered
         self._row = {
             "step": trainer.global_step,
             "age": taken.age,
@@ -86,14 +99,15 @@ class GrpoLoop(Callback):
         }
         if taken.greedy is not None:
             self._row["validation_accuracy"] = mean(self._rewards(self.held_out, taken.greedy))
-        return taken
+        return taken, weights
 
     def _experience(self, trainer: Any, taken: Taken) -> Experience:
         s = self.settings
         problems = self._problems(trainer.global_step)
         rewards = torch.tensor(self._rewards(problems, taken.answers)).view(s.problems, s.answers)
         prompts = [prompt_ids(p) for p in problems for _ in range(s.answers)]
-        experience = Experience.of(prompts, flat(taken.answers), group_advantages(rewards).flatten(), s.seq_length)
+        answers = [answer for of_one in taken.answers for answer in of_one]
+        experience = Experience.of(prompts, answers, group_advantages(rewards).flatten(), s.seq_length)
         experience.trainer = log_probs(trainer, experience, s.micro_batch)
         with self.reference.in_place():
             experience.reference = log_probs(trainer, experience, s.micro_batch)
@@ -111,6 +125,21 @@ class GrpoLoop(Callback):
         }
         return experience
 
+    def _judge(self, experience: Experience, age: int, weights: dict[str, torch.Tensor]) -> None:
+        verdict = self.watch.judge(experience, age, weights)
+        if verdict is None:
+            return
+        self._row["gate"] = {
+            "fired": verdict.fired,
+            "checks": {c.name: {"observed": c.observed, "low": c.band.low, "high": c.band.high} for c in verdict.checks},
+            "expected": dict(verdict.expected),
+        }
+        if verdict.fired and self.settings.gate_stops:
+            self.record.write(self._row)
+            verdict.require()
+
+    # ------------------------------------------------------------------ the task
+
     def _problems(self, step: int) -> list[str]:
         s = self.settings
         return [self.task.problem("train", s.seed, step * s.problems + i) for i in range(s.problems)]
@@ -120,16 +149,11 @@ class GrpoLoop(Callback):
 
     def _rewards(self, problems: Sequence[str], answers: Sequence[Answers]) -> list[float]:
         """The reward of every answer, one problem after the other. An answer without its end mark is none."""
-        end = ByteTokenizer.eos_id
         return [
-            self.task.reward(problem, self.tokenizer.ids_to_text(tokens)) if tokens[-1] == end else 0.0
+            self.task.reward(problem, self.tokenizer.ids_to_text(tokens)) if tokens[-1] == END else 0.0
             for problem, of_one in zip(problems, answers, strict=True)
             for tokens, _ in of_one
         ]
-
-    def _write(self) -> None:
-        if self.record is not None:
-            self.record.write(self._row)
 
 
 def _short(receipt: Receipt) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rl.settings import GrpoSettings
 
@@ -40,7 +42,7 @@ class RolloutEngine:
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
 
-        from nemo_fp8.render.vllm import to_vllm
+        from nemo_fp8.rollout import engine_args
 
         s = self.settings = GrpoSettings.from_dict(settings)
         self.version: int | None = None
@@ -56,8 +58,8 @@ class RolloutEngine:
                 enforce_eager=True,
                 disable_log_stats=True,
                 seed=s.seed,
-                worker_extension_cls="nemo_fp8.rollout.in_vllm.worker.NemoFp8Worker",
-                **to_vllm(s.precision),
+                # A CPU's kernels take BF16 activations: quantize them before, so that its log-probs are those of a GPU's W8A8.
+                **engine_args(s.precision, activations="kernel" if torch.cuda.is_available() else "emulated"),
             )
 
     def ready(self) -> None:

@@ -89,6 +89,10 @@ class GrpoSettings:
     """Held-out problems, answered greedily."""
     validate_every: int = 10
     save_every: int = 1
+    gate_samples: int = 32
+    """Samples of each step that the mismatch gate judges; 0 switches it off."""
+    gate_stops: bool = True
+    """End the run where the gate fires, before anything is learnt; else it is only recorded."""
 
     ranks: int = 1
     tensor_parallel: int = 1

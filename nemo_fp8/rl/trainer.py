@@ -37,12 +37,11 @@ class TrainerRank:
 
     def train(self, meeting: tuple[str, int], base: str, engines: Sequence[Any]) -> None:
         """Train the policy to the last step."""
-        from nemo_fp8.rl.engines import Engines
         from nemo_fp8.rl.fit import fit_policy
         from nemo_fp8.rl.loop import GrpoLoop
 
         self._join(meeting)
-        fit_policy(self.settings, base, GrpoLoop(self.settings, base, Engines(engines)))
+        fit_policy(self.settings, base, GrpoLoop(self.settings, base, engines))
 
     def _join(self, meeting: tuple[str, int]) -> None:
         """The environment that torchrun would give; each rank is alone in its actor, so ranks of one machine are counted as one each."""
