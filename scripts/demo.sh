@@ -16,5 +16,15 @@ nemo-fp8 doctor bf16_with_fp8_blockwise_mixed --for h200,cuda12.8,te2.9 || true
 step "NeMo's llama3_8b pretraining recipe with an FP8 plugin (loading NeMo takes ten seconds)"
 python scripts/demo_recipe.py 2> >(grep -v -i -E 'warn|pynvml|OneLogger|exporters|zarr|end of life|deploy|evaluate' >&2)
 step "nemo-fp8 compare: NeMo and Megatron train a small Llama in BF16 and in FP8, on two ranks with the distributed optimizer"
-mkdir -p out
-nemo-fp8 compare --recipe tiny_llama --precisions bf16_mixed,bf16_with_fp8_blockwise_mixed --steps 150 --html out/compare.html
+rm -rf out/runs out/tiny_llama out/tiny_llama_fp8 && mkdir -p out
+precision=bf16_with_fp8_blockwise_mixed
+nemo-fp8 compare --recipe tiny_llama --precisions bf16_mixed,$precision --steps 150 --keep out/runs --html out/compare.html
+trained=out/runs/$precision-seed1234
+step "nemo-fp8 export: the trained model for Hugging Face and vLLM, in BF16, and in FP8 with a certificate"
+nemo-fp8 export --from-nemo "$trained" out/tiny_llama --precision bf16_mixed
+nemo-fp8 export --from-nemo "$trained" out/tiny_llama_fp8 --precision $precision --verify --no-vllm
+step "FP8 rollout: vLLM starts from random weights, takes the trained ones by a push, and is held against the trainer"
+noise='triton|deprecated|FutureWarning|hasattr\(value|wrapper = lookup|NUMA binding|resource_tracker'
+VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 \
+    .venv-rollout/bin/python scripts/demo_rollout.py out/tiny_llama "$trained.log_probs.safetensors" $precision \
+    2> >(grep -v -i -E "$noise" >&2)

@@ -7,6 +7,20 @@ processes, quantizes BF16 weights into 128x128 blocks at load and at every push,
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from nemo_fp8.rollout.arguments import engine_args, environment, init_fp8
 
-__all__ = ["engine_args", "environment", "init_fp8"]
+if TYPE_CHECKING:
+    from nemo_fp8.rollout.refit import Receipt, Refit
+
+__all__ = ["Receipt", "Refit", "engine_args", "environment", "init_fp8"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch, loaded when it is asked for."""
+    if name in ("Receipt", "Refit"):
+        from nemo_fp8.rollout import refit
+
+        return getattr(refit, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
