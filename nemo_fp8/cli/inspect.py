@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nemo_fp8.cli.bars import byte_bar
 from nemo_fp8.cli.options import Html, Json
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, unknown
@@ -60,7 +59,7 @@ def inspect(
     from nemo_fp8.report.inspect import inspect_checkpoint
     from nemo_fp8.report.keep import advise
 
-    with _bar() as progress:
+    with byte_bar() as progress:
         inspection = inspect_checkpoint(checkpoint, recipes, activations=activations, progress=progress)
     advice = [advise(inspection, label, snr) for label in recipes]
     if as_json:
@@ -90,28 +89,6 @@ def _require_plots(html: Path) -> None:
     require_matplotlib()
     if not html.parent.is_dir() or html.is_dir():
         raise PrecisionError(f"Cannot write {html}.", "Its folder does not exist, or it is a folder itself.", "Give another path.")
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int], Callable[[int, str], None]]]:
-    """A progress bar on stderr, in bytes read."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-
-        def start(total: int) -> Callable[[int, str], None]:
-            task = bar.add_task("", total=total)
-            return lambda count, name: bar.update(task, advance=count, description=name.removesuffix(".weight"))
-
-        yield start
 
 
 # ---------------------------------------------------------------------- text

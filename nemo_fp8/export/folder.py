@@ -58,7 +58,8 @@ class Destination:
     def begin(self, plan: Plan, *, restart: bool = False) -> bool:
         """Get ready to write, or to go on. Whether the export is done already."""
         receipt, state = self._load(RECEIPT), self._load(STATE)
-        if restart and (receipt or state):
+        began = receipt is not None or state is not None
+        if restart and began:
             self._clear()
             receipt = state = None
         if receipt is not None:
@@ -67,7 +68,7 @@ class Destination:
             return True
         if state is not None:
             self._require_same(plan, state, "an unfinished export")
-        elif strangers := sorted(path.name for path in self.folder.iterdir()):
+        elif not began and (strangers := sorted({path.name for path in self.folder.iterdir()} - {STATE + PART})):
             raise PrecisionError(
                 f"{self.folder} holds {strangers[0]}{f' and {len(strangers) - 1} more' if len(strangers) > 1 else ''}, and no export.",
                 "An export goes into a folder of its own, so that it never mixes with another model's files.",

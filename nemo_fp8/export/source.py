@@ -118,6 +118,11 @@ class HuggingFace:
             notes.append("There is no config.json beside the weights; what it should say of quantization lies in nemo_fp8_export.json.")
         return notes
 
+    @property
+    def bf16_folder(self) -> Path | None:
+        """The folder, if an engine can load it as it is."""
+        return self._folder if self._config is not None and not self._codes and self._checkpoint.path.is_dir() else None
+
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
         for matrix in self._checkpoint.matrices(name):
             yield matrix.bfloat16() if name in self._codes else matrix
