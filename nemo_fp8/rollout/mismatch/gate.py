@@ -36,10 +36,9 @@ from nemo_fp8.rollout.mismatch.band import Band, Sample, band
 from nemo_fp8.rollout.mismatch.forward import Run, log_probs
 from nemo_fp8.rollout.mismatch.logprobs import LogProbs
 from nemo_fp8.rollout.mismatch.metrics import metrics
-from nemo_fp8.rollout.mismatch.weights import ERROR, KINDS, Difference, Held, Weights, compare_weights
+from nemo_fp8.rollout.mismatch.weights import ERROR, WARNING, Difference, Held, Weights, compare_weights
 
 DISTANCE, RESIDUAL = "distance", "residual"
-_CALM, _BROKEN = "warning", "error"
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +140,7 @@ class Verdict:
 
     def problems(self) -> list[tuple[str, Problem]]:
         """Everything to be said, each with how grave it is: ``error`` or ``warning``."""
-        return [*_of_checks(self), *_of_weights(self)]
+        return [*_of_checks(self), *((d.severity, d.problem) for d in self.differences)]
 
     def require(self) -> Verdict:
         """The same verdict, or an error with everything that is broken."""
@@ -197,7 +196,6 @@ class Gate:
         weights: Weights | None = None,
         held: Mapping[str, Held] | None = None,
         previous: Weights | None = None,
-        layers: int | None = None,
     ) -> Verdict:
         """Hold observed log-probs against the prediction.
 
@@ -221,7 +219,7 @@ class Gate:
                     "Fingerprints mean nothing without the trainer's weights.",
                     "Pass weights=, the trainer's, by their Hugging Face names.",
                 )
-            differences = compare_weights(weights, held, prediction.precision, layers=layers, previous=previous)
+            differences = compare_weights(weights, held, prediction.precision, previous=previous)
         return Verdict(tuple(found), metrics(pair), metrics(prediction.pair), tuple(differences), held is not None, self.false_positives)
 
 
@@ -247,11 +245,11 @@ def _of_checks(verdict: Verdict) -> list[tuple[str, Problem]]:
         if check.side == "above":
             what, why = (text.format(**words) for text in _ABOVE[check.name])
             remedy = _NAME_THEM if not verdict.told else _after_naming(verdict)
-            found.append((_BROKEN, Problem(what, why, remedy)))
+            found.append((ERROR, Problem(what, why, remedy)))
         elif check.side == "below" and check.name == DISTANCE:
-            what = f"Trainer and rollout are closer than the contract lets them be: {check.observed:.3g}, where {check.band.low:.3g} is the least."
-            why = "An engine that silently runs in BF16 looks like this."
-            found.append((_CALM, Problem(what, why, "Look for the quantization method in the engine's log.")))
+            what = "Trainer and rollout are closer than the contract lets them be."
+            why = f"It leaves at least {check.band.low:.3g}, and here are {check.observed:.3g}: an engine that silently runs in BF16."
+            found.append((WARNING, Problem(what, why, "Look for the quantization method in the engine's log.")))
     return found
 
 
@@ -259,16 +257,3 @@ def _after_naming(verdict: Verdict) -> str:
     if verdict.layers:
         return f"Look at {verdict.layers[0]}{f' and {len(verdict.layers) - 1} more' if len(verdict.layers) > 1 else ''}, below."
     return "All weights that were told are right: look at the tokens, the sampling settings, and what was not told (KV scales, LoRA)."
-
-
-def _of_weights(verdict: Verdict) -> list[tuple[str, Problem]]:
-    found = []
-    for d in verdict.differences:
-        word = {"missing": "was not found in the engine", "scales": "has other scales than the contract's"}.get(d.kind, f"is {d.kind}")
-        found.append(
-            (
-                d.severity,
-                Problem(f"{d.name} {word.replace('is differs', 'is another')}.", f"{d.detail[0].upper()}{d.detail[1:]}.", KINDS[d.kind][1]),
-            )
-        )
-    return found

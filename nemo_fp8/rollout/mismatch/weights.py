@@ -26,7 +26,7 @@ import torch
 
 from nemo_fp8.agreement import rollout_operand
 from nemo_fp8.contract import Precision
-from nemo_fp8.errors import PrecisionError
+from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.numerics import Quantized, quantize
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout_layers import select
@@ -37,14 +37,14 @@ Parts = Mapping[str, str]
 Held = Union[Quantized, "tuple[torch.Tensor, torch.Tensor]", torch.Tensor, str, Parts]
 
 ERROR, WARNING = "error", "warning"
-# kind -> how grave it is, and what to do.
-KINDS: dict[str, tuple[str, str]] = {
-    "missing": (ERROR, "Push every tensor of the model; the receipt's manifest names what an engine lacks."),
-    "zeroed": (ERROR, "Push again; if it stays, the engine's loader drops scales (verl#7224 was one)."),
-    "swapped": (ERROR, "Correct the order of the fused parts where names are mapped, and push again."),
-    "stale": (ERROR, "Push again, and require the receipt: a tensor was not written."),
-    "differs": (ERROR, "Push again with verify=True; the receipt says what was written."),
-    "scales": (WARNING, "Give trainer and rollout one contract; the values are right to FP8's precision, the codes are others."),
+# kind -> how grave it is, what is said of the tensor, and what to do.
+KINDS: dict[str, tuple[str, str, str]] = {
+    "missing": (ERROR, "was not found in the engine", "Push every tensor of the model; the receipt's manifest names what an engine lacks."),
+    "zeroed": (ERROR, "is zeroed in the engine", "Push again; if it stays, the engine's loader drops scales (verl#7224 was one)."),
+    "swapped": (ERROR, "is another tensor in the engine", "Correct the order of fused parts where names are mapped, and push again."),
+    "stale": (ERROR, "is stale in the engine", "Push again, and require the receipt: a tensor was not written."),
+    "differs": (ERROR, "is not the trainer's in the engine", "Push again with verify=True; the receipt says what was written."),
+    "scales": (WARNING, "has other scales than the contract's", "Give trainer and rollout one contract; only codes and scales differ."),
 }
 
 
@@ -61,8 +61,9 @@ class Difference:
         return KINDS[self.kind][0]
 
     @property
-    def remedy(self) -> str:
-        return KINDS[self.kind][1]
+    def problem(self) -> Problem:
+        _, what, remedy = KINDS[self.kind]
+        return Problem(f"{self.name} {what}.", f"{self.detail[0].upper()}{self.detail[1:]}.", remedy)
 
 
 def reference(

@@ -1,0 +1,162 @@
+"""Comparing weights: every accident is named, by codes and scales as by fingerprints, and sound weights are not."""
+
+import pytest
+import torch
+from mismatch import tiny
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import Quantized
+from nemo_fp8.rollout.mismatch import Difference, compare_weights
+from nemo_fp8.rollout.mismatch.weights import reference
+from nemo_fp8.rollout.refit import fingerprint
+
+FP8 = Precision(rollout="fp8")
+POW2 = FP8.replace(weight_scale="pow2")
+LAYER = "model.layers.1."
+GATE, UP, DOWN = (f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+
+def held_as(kind, weights, precision=FP8):
+    """What an engine that was given these weights would tell."""
+    told = {}
+    quantized = dict(reference(weights, precision))
+    for name, t in weights.items():
+        q = quantized.get(name)
+        parts = (t,) if q is None else (q.data, q.scale_inv)
+        if kind == "fingerprint":
+            told[name] = fingerprint(*parts)
+        elif kind == "parts":
+            told[name] = cut(*parts)
+        else:
+            told[name] = t if q is None else (q if kind == "quantized" else parts)
+    return told
+
+
+def cut(tensor, scales=None):
+    """Two tensor-parallel workers, each with half of the rows, cut at blocks where there are two."""
+    rows = tensor.shape[0] // 2 if scales is None or tensor.shape[0] >= 256 else tensor.shape[0]
+    rest = "".join(f",0:{n}" for n in tensor.shape[1:])
+    told = {}
+    for start in range(0, tensor.shape[0], rows):
+        mine = (tensor[start : start + rows],)
+        if scales is not None:
+            mine += (scales[start // 128 : -(-(start + rows) // 128)],)
+        told[f"{start}:{start + rows}{rest}"] = fingerprint(*mine)
+    return told
+
+
+HELD = pytest.mark.parametrize("kind", ["quantized", "tensors", "fingerprint", "parts"])
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def weights(request):
+    return tiny.state_dict(tiny.config(request.param))
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return tiny.state_dict(tiny.config("qwen3"))
+
+
+@HELD
+@pytest.mark.parametrize("precision", [FP8, POW2, FP8.replace(first_layers=1, keep=("*.o_proj",))], ids=["fp32", "pow2", "some kept"])
+def test_sound_weights(weights, kind, precision):
+    assert compare_weights(weights, held_as(kind, weights, precision), precision) == []
+
+
+@HELD
+def test_scales_of_one_layer_are_zero(dense, kind):
+    held = held_as(kind, dense)
+    q = dict(reference(dense, FP8))[DOWN]
+    broken = Quantized(q.data, torch.zeros_like(q.scale_inv), q.block)
+    held[DOWN] = {"quantized": broken, "tensors": (q.data, broken.scale_inv), "fingerprint": fingerprint(q.data, broken.scale_inv)}.get(
+        kind
+    ) or cut(q.data, broken.scale_inv)
+    (found,) = compare_weights(dense, held, FP8)
+    assert (found.name, found.kind, found.severity) == (DOWN, "zeroed", "error")
+    assert "scales" in found.detail
+
+
+def test_one_bad_scale_of_many(dense):
+    for value in (0.0, float("inf"), float("nan"), -1.0):
+        held = held_as("tensors", dense)
+        codes, scales = held[GATE]
+        held[GATE] = (codes, scales.index_fill(0, torch.tensor([1]), value))
+        (found,) = compare_weights(dense, held, FP8)
+        assert (found.name, found.kind, found.detail) == (GATE, "zeroed", "1 of 2 scales are zero, infinite or no number")
+
+
+@HELD
+def test_gate_and_up_swapped(dense, kind):
+    found = compare_weights(dense, held_as(kind, tiny.swapped(dense, GATE, UP)), FP8)
+    assert [(d.name, d.kind, d.detail) for d in found] == [
+        (GATE, "swapped", f"it holds {UP}"),
+        (UP, "swapped", f"it holds {GATE}"),
+    ]
+
+
+@HELD
+def test_two_experts_and_two_layers_swapped(kind):
+    moe = tiny.state_dict(tiny.config("qwen3_moe"))
+    a, b = (f"{LAYER}mlp.experts.{e}.up_proj.weight" for e in (0, 3))
+    c, d = (f"model.layers.{i}.self_attn.o_proj.weight" for i in (0, 2))
+    found = compare_weights(moe, held_as(kind, tiny.swapped(tiny.swapped(moe, a, b), c, d)), FP8)
+    assert {(f.name, f.detail) for f in found} == {(x, f"it holds {y}") for x, y in ((a, b), (b, a), (c, d), (d, c))}
+
+
+@HELD
+def test_one_layer_is_stale(dense, kind):
+    previous = tiny.noisy(dense, LAYER, 1e-2)
+    mixed = dense | {name: t for name, t in previous.items() if name.startswith(LAYER)}
+    held = held_as(kind, mixed)
+    with_history = compare_weights(dense, held, FP8, previous=previous)
+    without = compare_weights(dense, held, FP8)
+    assert {d.name for d in with_history} == {n for n in dense if n.startswith(LAYER) and dense[n].dim() == 2}
+    assert {d.kind for d in with_history} == {"stale"}
+    assert {d.kind for d in without} == {"differs"}
+    assert {d.name for d in with_history} == {d.name for d in without}
+    if kind in ("tensors", "quantized"):
+        assert "off by" in without[0].detail
+
+
+@HELD
+@pytest.mark.parametrize(("mine", "other"), [(FP8, POW2), (POW2, FP8)])
+def test_the_other_scale_convention_is_a_warning(dense, kind, mine, other):
+    held = held_as(kind, dense, mine)
+    held[UP] = held_as(kind, dense, other)[UP]
+    (found,) = compare_weights(dense, held, mine)
+    assert (found.name, found.kind, found.severity) == (UP, "scales", "warning")
+
+
+@HELD
+def test_a_step_too_small_for_fp8_is_seen_where_bf16_changed(dense, kind):
+    """A norm that was not written, and a weight of which some codes changed."""
+    step = dense | {"model.norm.weight": dense["model.norm.weight"] + 0.01}
+    (found,) = compare_weights(step, held_as(kind, dense), FP8, previous=dense)
+    assert (found.name, found.kind) == ("model.norm.weight", "stale")
+
+
+def test_missing_and_reshaped(dense):
+    held = held_as("tensors", dense)
+    del held[DOWN]
+    codes, scales = held[GATE]
+    held[GATE] = (codes[:128].contiguous(), scales[:1])
+    held[UP] = (held[UP][0], scales[:1])
+    kinds = {d.name: d for d in compare_weights(dense, held, FP8)}
+    assert kinds[DOWN].kind == "missing"
+    assert "its shape is (128, 128), and not (256, 128)" in kinds[GATE].detail
+    assert "its scales have the shape (1, 1)" in kinds[UP].detail
+
+
+def test_nothing_is_asked_of_tensors_outside_of_fp8_that_are_not_told(dense):
+    held = {name: told for name, told in held_as("fingerprint", dense).items() if "_proj" in name}
+    assert compare_weights(dense, held, FP8) == []
+    assert compare_weights(dense, {}, Precision(rollout="compute")) == []
+
+
+def test_a_difference_says_what_to_do():
+    problem = Difference("a.weight", "zeroed", "all scales are zero").problem
+    assert str(problem).splitlines()[0] == "a.weight is zeroed in the engine."
+    with pytest.raises(PrecisionError, match="no part of a tensor"):
+        compare_weights({"model.norm.weight": torch.ones(4)}, {"model.norm.weight": {"half": "0"}}, FP8)
