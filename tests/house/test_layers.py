@@ -1,4 +1,4 @@
-"""Imports run one way: core <- numerics <- {train, rollout, export} <- recipes <- report <- command line.
+"""Imports run one way: core <- numerics <- {train, rollout, export} <- {rl, recipes} <- report <- command line.
 
 The light core must import without torch, the training side never needs vLLM, and the rollout side never needs NeMo.
 """
@@ -17,10 +17,11 @@ LAYERS = {
     "core": (0, STANDARD_OR_LIGHT),
     "render": (0, STANDARD_OR_LIGHT),
     "numerics": (1, {"torch", "numpy", "safetensors", "triton"}),
-    "train": (2, {"torch", "numpy", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
+    "train": (2, {"torch", "numpy", "safetensors", "yaml", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
     "rollout": (2, {"torch", "numpy", "safetensors"}),
     "rollout/in_vllm": (2, {"torch", "numpy", "safetensors", "vllm"}),  # runs in vLLM's processes only
     "export": (2, {"torch", "numpy", "safetensors"}),
+    "rl": (3, {"torch", "ray", "nemo", "lightning", "megatron"}),  # each process takes its side from here
     "recipes": (3, {"nemo_run", "nemo", "torch", "fiddle", "lightning", "megatron"}),
     "report": (4, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
     "cli": (5, STANDARD_OR_LIGHT),
