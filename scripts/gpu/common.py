@@ -304,7 +304,7 @@ def plain(value: Any) -> Any:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Markdown; numbers are right-aligned, and what is None is left empty."""
-    rows = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    rows = [["" if cell is None else " ".join(str(cell).split())[:160] for cell in row] for row in rows]
     numeric = [all(_is_number(row[i]) for row in rows if row[i]) for i in range(len(head))]
     lines = [f"| {' | '.join(head)} |", "|" + "|".join("---:" if n else "---" for n in numeric) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
