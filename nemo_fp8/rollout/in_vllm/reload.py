@@ -168,21 +168,19 @@ class NemoFp8Refit:
         plan = self._refit_plan
         if plan is None or plan.manifest != manifest:
             plan = self._refit_plan = Plan(self.model_runner.get_model(), manifest)
-        baseline = self._refit_checkpoint() if plan.missing(None) else None
-        missing = plan.missing(baseline[1] if baseline else None)
         refused = {name for name, _ in plan.routes.problems}
+        unrouted = [i for i, entry in enumerate(manifest) if i not in plan.needed and entry.name not in refused]
+        own = self._refit_checkpoint() if unrouted or plan.missing(None) else None
+        missing = plan.missing(own[1] if own else None)
         answer = {
             "refused": [[p.what, p.why, p.remedy] for p in plan.problems],
-            "unrouted": [i for i, entry in enumerate(manifest) if i not in plan.needed and entry.name not in refused],
-            "known": [],
-            "missing": [*_names_of(missing, baseline, manifest)],
+            "unrouted": unrouted,
+            "known": [i for i in unrouted if own and manifest[i].name in own[0].places],
+            "missing": [*_names_of(missing, own, manifest)],
             "whole": sorted(plan.whole),
             "tied": [*plan.routes.aliases],
             "mixed": self._refit_mixed,
         }
-        if answer["unrouted"]:
-            baseline = baseline or self._refit_checkpoint()
-            answer["known"] = [i for i in answer["unrouted"] if baseline and manifest[i].name in baseline[0].places]
         if not plan.problems and not missing:
             self._refit_session = Session(plan, str(message.get("push")), bool(message.get("verify")))
         return answer
@@ -248,14 +246,14 @@ class NemoFp8Refit:
         return None if manifest is None else (manifest, record(self.model_runner.get_model(), manifest))
 
 
-def _names_of(missing: list[tuple[Target, int]], baseline: tuple[Manifest, Routes] | None, manifest: Manifest) -> Iterator[str]:
+def _names_of(missing: list[tuple[Target, int]], own: tuple[Manifest, Routes] | None, manifest: Manifest) -> Iterator[str]:
     """What a push lacks, as the trainer calls it where that is known."""
     for target, elements in missing:
-        names = []
-        if baseline:
-            own, routes = baseline
-            names = [own[r.entry].name for r in routes if r.target == target and own[r.entry].name not in manifest.places]
-        yield from names or [f"{elements} elements of vLLM's {target.name}"]
+        if own is None:
+            yield f"{elements} elements of vLLM's {target.name}"
+        else:
+            names = (own[0][route.entry].name for route in own[1] if route.target == target)
+            yield from (name for name in names if name not in manifest.places)  # what is there, and refused, does not lack
 
 
 def _in_blocks(box: Box) -> Box:

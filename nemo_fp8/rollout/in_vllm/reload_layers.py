@@ -153,7 +153,6 @@ class Blocks(Sink):
         (start, stop), (left, right) = to[-2:]
         place = place[..., start:stop, left:right]
         place.copy_(scales.reshape(place.shape))
-        self.facts[route.entry].count_scales(scales, self.operand.scale == "pow2")
 
     def _quantize(self, route: Route, m: int, row: int, values: torch.Tensor) -> None:
         step = max(ROWS, STRIP // self.matrix[1] // ROWS * ROWS)
@@ -173,7 +172,6 @@ class Blocks(Sink):
         for route in routes:
             facts = self.facts[route.entry]
             facts.count(quantized.statistics)
-            facts.count_scales(scales, False)
             if self.against_reference:
                 facts.check(good)
 
@@ -204,22 +202,24 @@ class Blocks(Sink):
     def finish(self) -> None:
         self.scratch = None
         for route in self.routes:
-            self._tell(route, "fp8", self._with_scales(route, self.prints[route]))
+            scales = self._scales(route)
+            self._tell(route, "fp8", together([self.prints[route].digest(), fingerprint(scales)]))
             facts = self.facts[route.entry]
             facts.aligned = facts.aligned and self.same_grid(route)
+            facts.count_scales(scales, self.operand.scale)
 
-    def _with_scales(self, route: Route, codes: Fingerprint) -> str:
+    def _scales(self, route: Route) -> torch.Tensor:
+        """Those of a tensor's blocks."""
         (start, stop), (left, right) = route.to[-2:]
         above, below, left, right = start // self.high, -(-stop // self.high), left // self.wide, -(-right // self.wide)
-        scales = self.scales[list(self._matrices(route)), above:below, left:right]
-        return together([codes.digest(), fingerprint(scales)])
+        return self.scales[list(self._matrices(route)), above:below, left:right]
 
     def read(self, route: Route) -> str | None:
         (start, stop), (left, right) = route.to[-2:]
         codes = Fingerprint()
         for m in self._matrices(route):
             codes.add(self._read(m, start, stop)[:, left:right])
-        return self._with_scales(route, codes)
+        return together([codes.digest(), fingerprint(self._scales(route))])
 
     def _read(self, m: int, start: int, stop: int) -> torch.Tensor:
         """The codes of these rows, from the memory that the kernel reads."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import decode_e8m0
-from nemo_fp8.numerics.scales import is_pow2
+from nemo_fp8.numerics.scales import floor_pow2
 from nemo_fp8.numerics.statistics import Statistics
 from nemo_fp8.rollout.in_vllm.experts import Quantizing
 
@@ -94,13 +94,13 @@ class Facts:
         self.saturated, self.underflow = self.saturated + int(whole.saturated), self.underflow + int(whole.underflow)
         self.nonfinite += int(whole.nonfinite)
 
-    def count_scales(self, scales: torch.Tensor, pow2: bool) -> None:
+    def count_scales(self, scales: torch.Tensor, kind: str) -> None:
         scales = scales if scales.dtype == torch.float32 else decode_e8m0(scales)
         good = scales.isfinite() & (scales > 0)
+        if kind == "pow2":
+            good &= floor_pow2(scales) == scales
         self.scales += scales.numel()
         self.bad_scales += scales.numel() - int(good.sum())
-        if pow2 and not is_pow2(scales):
-            self.bad_scales += sum(not is_pow2(one) for one in scales[good])
 
     def check(self, good: bool) -> None:
         self.verified = good and self.verified is not False

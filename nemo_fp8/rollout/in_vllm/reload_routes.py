@@ -97,7 +97,7 @@ def size_of(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def record(model: torch.nn.Module, entries: Sequence[Entry], passed_over: Collection[int] = ()) -> Routes:
+def record(model: Any, entries: Sequence[Entry], passed_over: Collection[int] = ()) -> Routes:
     """Where ``model.load_weights`` takes these tensors. The model is the same afterwards, whatever happens."""
     routes = Routes()
     with _as_before_loading(model, routes) as targets, torch.no_grad():
@@ -171,11 +171,11 @@ def _identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[misc]
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes copies down and makes none."""
 
     def __init__(self, entries: Sequence[Entry], sources: list[torch.Tensor], targets: dict[int, Target], routes: Routes) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.entries, self.targets, self.routes = entries, targets, routes
         self.sources = {_identity(tensor): i for i, tensor in enumerate(sources)}
         self.current = 0

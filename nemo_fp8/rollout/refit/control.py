@@ -14,7 +14,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from nemo_fp8.errors import PrecisionError, Problem
@@ -153,7 +153,7 @@ class Server:
         body = json.dumps(message | {"running": self.running}).encode()
         return self.post(method, [body], "application/json")
 
-    def post(self, method: str, parts: Sequence[bytes | memoryview], kind: str) -> list[Answer]:
+    def post(self, method: str, parts: list[Any], kind: str) -> list[Answer]:
         """Send a body, which may lie in several places, and have the workers' answers."""
         headers = {"Content-Type": kind, "Content-Length": str(sum(map(len, parts)))}
         if self.token:

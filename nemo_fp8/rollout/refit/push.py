@@ -168,7 +168,7 @@ def _accepted(manifest: Manifest, begun: Sequence[Answer]) -> set[int]:
     known = {i for answer in begun for i in answer["known"]}
     tied = {name for answer in begun for name in answer["tied"]}
     passed_over = {i for i in unrouted if i in known or _is_one_of(manifest[i].name, tied)}
-    problems = [*dict.fromkeys(Problem(*row) for answer in begun for row in answer["refused"])]
+    problems = list({row[0]: Problem(*row) for answer in begun for row in answer["refused"]}.values())
     strange = [manifest[i].name for i in sorted(unrouted - passed_over)]
     if strange:
         what = f"The engine has no place for {_listed(strange)}."

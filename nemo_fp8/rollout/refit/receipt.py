@@ -141,7 +141,7 @@ class Receipt:
         if self.fp8:
             scales, bad = sum(t.scales for t in self.fp8), sum(t.bad_scales for t in self.fp8)
             rows.append(("scales", f"{scales}, all positive and finite" if not bad else f"{bad} of {scales} zero, infinite or no number"))
-            rows.append(("blocks", _some(self.misaligned, "those of the unsharded weights", "straddle cuts in")))
+            rows.append(("blocks", _some(self.misaligned, "those of the unsharded weights", "others than the unsharded weight's in")))
         if self.passed_over:
             rows.append(("passed over", _some(self.passed_over)))
         if self.never_written:

@@ -35,7 +35,8 @@ def cut(
 
     ``buffer()`` gives the next one to fill (uint8, as large as :func:`capacity` says), after the last was yielded.
     """
-    room, pieces, used = buffer(), [], 0
+    pieces: list[Piece] = []
+    room, used = buffer(), 0
     for name, tensor in tensors:
         i = manifest.places.get(name)
         entry = _same(name, tensor, None if i is None else manifest[i])

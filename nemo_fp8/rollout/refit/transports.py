@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.checkpoint import bytes_of
 from nemo_fp8.rollout.refit.control import Answer, Control, Server
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.stream import Piece
@@ -69,7 +70,7 @@ class Body:
     def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]:
         message = json.dumps({"push": push, "used": used, "pieces": [list(piece) for piece in pieces]}).encode()
         head = len(message).to_bytes(LENGTH, "little") + message
-        return self.control.post("bytes", [head, memoryview(self.buffers[i].numpy())[:used]], "application/octet-stream")
+        return self.control.post("bytes", [head, bytes_of(self.buffers[i][:used])], "application/octet-stream")
 
     def close(self) -> None:
         self.buffers.clear()
