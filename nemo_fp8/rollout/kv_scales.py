@@ -69,7 +69,7 @@ def scales_of(answers: Iterable[Mapping[str, Sequence[Mapping[Any, int]]]], perc
 
 def percentile_of(counts: Mapping[int, int], percentile: float) -> float:
     """The least magnitude that ``percentile`` of all do not exceed, from counts by BF16 bits (which order like values)."""
-    left = math.ceil(sum(counts.values()) * percentile / 100)
+    left = math.ceil(sum(counts.values()) * percentile / 100 - 1e-6)  # 99.9 is no binary number
     for bits in sorted(counts):
         left -= counts[bits]
         if left <= 0:

@@ -97,3 +97,10 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+def tensors_of(folder):
+    """Names and tensors of a checkpoint, as a trainer would push them."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors").items()

@@ -1,12 +1,141 @@
-"""Real engines under the plugin: they load BF16 checkpoints, keep FP8 codes, and generate."""
+"""Real engines under the plugin: what they generate, what their workers hold, and the scales of their KV cache."""
+
+import math
 
 import pytest
-from rollout.engines import fp8, log_probs
+import torch
+from rollout import engines
+from rollout.in_process import build, call
+from rollout.models import VOCABULARY
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.rollout import engine_args, kv_scales
+
+FP8 = Precision(rollout="fp8", kv_cache="fp8")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "llama_tied", "qwen3_moe"])
-def test_a_bf16_checkpoint_is_quantized_at_load(engine, checkpoint, kind):
-    llm = engine(checkpoint(kind), **fp8())
-    (layers,) = llm.collective_rpc("nemo_fp8_report")
-    assert layers["model.layers.0.self_attn.qkv_proj"]["stored"] == "fp8"
-    assert log_probs(llm).isfinite().all()
+@pytest.fixture
+def llm(engine, checkpoint):
+    """A dense model in FP8 with an FP8 KV cache: arguments as ``engine_args`` gives them."""
+    return engine(checkpoint("qwen3"), **engine_args(FP8))
+
+
+def test_fp8_on_a_bf16_checkpoint_generates_and_never_yields_nan(llm):
+    found = engines.log_probs(llm)
+    assert found.isfinite().all()
+    assert torch.allclose(found.exp().sum(-1), torch.ones(found.shape[:2]), atol=1e-3)
+    (report,) = llm.collective_rpc("nemo_fp8_report")
+    assert {row["stored"] for row in report.values()} == {"fp8"}
+    assert {row["kernel"] for row in report.values()} == {"CPUFp8BlockScaledMMKernel"}
+    assert len(report) == 4 * 4
+
+
+# ---------------------------------------------------------------------- the KV cache
+
+
+def test_kv_scales_are_calibrated_from_what_is_cached(llm, checkpoint):
+    llm.reset_prefix_cache()
+    scales = kv_scales.calibrate(llm.collective_rpc, lambda: one_token_each(llm))
+    assert set(scales) == {f"model.layers.{i}.self_attn.attn.{which}_scale" for i in range(4) for which in "kv"}
+    # The values of layer 0 depend on nothing before them, so the same layer in this process gives them.
+    model = build(checkpoint("qwen3"))
+    tokens = torch.tensor([prompt["prompt_token_ids"] for prompt in engines.prompts(8)]).flatten()
+    hidden = call(model, "model.embed_tokens", tokens)
+    values = call(model, "model.layers.0.self_attn.qkv_proj", call(model, "model.layers.0.input_layernorm", hidden))[:, -128:]
+    wanted = values.float().abs().flatten().kthvalue(math.ceil(values.numel() * 0.999)).values * 1.05 / 448
+    assert scales["model.layers.0.self_attn.attn.v_scale"] == pytest.approx(wanted.item(), rel=2**-7)
+
+
+def one_token_each(llm):
+    from vllm import SamplingParams
+
+    for prompt in engines.prompts(8):
+        llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_kv_scales_can_be_put_in_place(llm):
+    before = llm.collective_rpc("nemo_fp8_kv_scales")[0]
+    plain = engines.log_probs(llm)
+    kv_scales.apply(llm.collective_rpc, dict.fromkeys(before, 0.03))
+    assert llm.collective_rpc("nemo_fp8_kv_scales")[0] == pytest.approx(dict.fromkeys(before, 0.03))
+    scaled = engines.log_probs(llm)
+    kv_scales.apply(llm.collective_rpc, before)
+    assert not torch.equal(scaled, plain)
+    assert (scaled - plain).abs().mean() < 0.1
+    assert torch.equal(engines.log_probs(llm), plain)
+
+
+def test_calibrating_nothing_is_an_error(llm):
+    from nemo_fp8.errors import PrecisionError
+
+    with pytest.raises(PrecisionError, match="Nothing was written to the KV cache of 8 layers"):
+        kv_scales.calibrate(llm.collective_rpc, lambda: None)
+    with pytest.raises(PrecisionError, match="percentile=0"):
+        kv_scales.calibrate(llm.collective_rpc, lambda: None, percentile=0)
+    with pytest.raises(RuntimeError, match="mine"):  # the listener is taken off whatever happens
+        kv_scales.calibrate(llm.collective_rpc, lambda: (_ for _ in ()).throw(RuntimeError("mine")))
+    assert engines.log_probs(llm, count=1).isfinite().all()
+
+
+@pytest.mark.parametrize("percentile", [50.0, 99.9, 100.0])
+def test_percentiles_are_those_of_all_values_however_they_lie_on_workers(percentile):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    counts = [counted(part) for part in values.split([300, 700])]
+    scales = kv_scales.scales_of([{"layer": [c, c]} for c in counts], percentile, 1.0)
+    wanted = values.float().abs().sort().values[max(0, round(1000 * percentile / 100) - 1)].item() / 448
+    assert scales == {"layer.k_scale": pytest.approx(wanted), "layer.v_scale": pytest.approx(wanted)}
+    assert kv_scales.scales_of([{"layer": [counted(values), {0: 5}]}], percentile, 1.0)["layer.v_scale"] == 1.0  # nothing but zeros
+
+
+def counted(values):
+    bits = (values.view(torch.int16) & 0x7FFF).tolist()
+    return {b: bits.count(b) for b in set(bits)}
+
+
+# ---------------------------------------------------------------------- more than one worker, and other starts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("executor", ["mp", "ray", "ray_before_v2"])
+@pytest.mark.parametrize(("kind", "fields"), [("qwen3_wide", {}), ("qwen3_moe", {"weight_scale": "pow2"})])
+def test_every_worker_holds_the_codes_of_its_shard(checkpoint, executor, kind, fields):
+    """Two workers on each of vLLM's executors; the check cuts and quantizes shards by itself."""
+    from rollout.several_workers import ask
+
+    folder = checkpoint(kind)
+    answer = ask(executor, folder, fields)
+    assert [worker["rank"] for worker in answer["checks"]] == [0, 1]
+    for worker in answer["checks"]:
+        assert worker["differ"] == []
+        assert worker["compared"] == (16 if kind == "qwen3_wide" else 72)
+    assert answer["finite"]
+    assert all(row["other_blocks"] is None for report in answer["reports"] for row in report.values() if kind == "qwen3_wide")
+    if kind == "qwen3_moe":  # 64 of 128 rows of each expert
+        said = answer["reports"][1]["model.layers.0.mlp.experts.routed_experts"]["other_blocks"]
+        assert said == "the shard begins at row 64 of gate_proj, inside a block of 128"
+
+
+@pytest.mark.long
+def test_compiled_graphs_hold_the_emulation(checkpoint):
+    """The same log-probabilities with and without torch.compile, up to how sums are ordered; and not those without emulation."""
+    found = {}
+    for eager in (True, False):
+        for activations in ("kernel", "emulated"):
+            arguments = engine_args(Precision(rollout="fp8"), activations=activations)
+            llm = engines.start(checkpoint("qwen3"), **arguments, enforce_eager=eager)
+            found[eager, activations] = engines.log_probs(llm)
+            engines.stop(llm)
+    for activations in ("kernel", "emulated"):
+        assert (found[True, activations] - found[False, activations]).abs().mean() < 0.01
+    for eager in (True, False):
+        assert (found[eager, "kernel"] - found[eager, "emulated"]).abs().mean() > 0.03
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen3_moe"])
+@pytest.mark.parametrize("options", [{}, {"activations": "emulated"}, {"kernel": "decode"}])
+def test_every_model_generates_on_every_path(checkpoint, kind, options):
+    llm = engines.start(checkpoint(kind), **engine_args(Precision(rollout="fp8"), **options))
+    assert engines.log_probs(llm).isfinite().all()
+    assert engines.log_probs(llm).shape[-1] == VOCABULARY
+    engines.stop(llm)
