@@ -10,6 +10,7 @@ installed; Ray and nemo_fp8 are in both.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,14 +57,20 @@ def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
 
 
 def run_grpo(
-    settings: GrpoSettings, *, rollout_python: str | None = None, threads: int | None = None, on_step: OnStep | None = None
+    settings: GrpoSettings,
+    *,
+    rollout_python: str | None = None,
+    on_step: OnStep | None = None,
+    engine: type[rollout.RolloutEngine] = rollout.RolloutEngine,
 ) -> list[dict[str, Any]]:
     """Run to the last step, inside a :func:`ray_session`; gives the record, whose lines ``on_step`` gets as they come."""
     follow = _Follow(settings, on_step or (lambda row: None))
     if not follow.finished:
-        run = _Run(settings, rollout_python or find_rollout_python(), threads)
+        run = _Run(settings, engine, rollout_python or find_rollout_python())
         try:
             run.to_the_end(follow)
+        except RayTaskError as error:
+            raise _cause(error) from error
         finally:
             run.stop()
     follow()
@@ -85,16 +92,12 @@ def find_rollout_python() -> str:
 class _Run:
     """The actors of a run."""
 
-    def __init__(self, settings: GrpoSettings, rollout_python: str, threads: int | None) -> None:
-        self.settings = settings
-        self.plain = settings.to_dict()
-        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        self._trainer_env = {"py_executable": sys.executable, "env_vars": _TRAINER | env}
-        engine = ray.remote(max_restarts=RESTARTS)(rollout.RolloutEngine)
-        engine = engine.options(
-            runtime_env={"py_executable": rollout_python, "env_vars": rollout.ENVIRONMENT | environment(settings.precision) | env}
-        )
-        self.engines = [engine.remote(self.plain) for _ in range(settings.engines)]
+    def __init__(self, settings: GrpoSettings, engine: type[rollout.RolloutEngine], rollout_python: str) -> None:
+        self.settings, self.plain = settings, settings.to_dict()
+        self._trainer_env = _environment(sys.executable, _TRAINER, settings.ranks)
+        env = _environment(rollout_python, rollout.ENVIRONMENT | environment(settings.precision), settings.engines)
+        actor = ray.remote(max_restarts=RESTARTS)(engine).options(runtime_env=env)
+        self.engines = [actor.remote(self.plain) for _ in range(settings.engines)]
         self.ranks: list[Any] = []
 
     def to_the_end(self, follow: Callable[[], None]) -> None:
@@ -130,6 +133,12 @@ class _Run:
         self.ranks = []
 
 
+def _environment(python: str, variables: dict[str, str], processes: int) -> dict[str, Any]:
+    """Ray's runtime environment of one kind of actor. They take turns, so each kind may use the whole machine."""
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    return {"py_executable": python, "env_vars": {"OMP_NUM_THREADS": str(threads), **variables}}
+
+
 def _all_or_error(answers: Sequence[Any], follow: Callable[[], None]) -> list[Any]:
     """What all ranks answer. Where some fail, a death is the cause of the others' errors, whichever came first."""
     waiting = list(answers)
@@ -149,6 +158,14 @@ def _error(answer: Any) -> Exception | None:
     except (RayActorError, RayTaskError) as error:
         return error
     return None
+
+
+def _cause(error: RayTaskError) -> Exception:
+    """What was wrong, from whichever actor said it first."""
+    found: Exception = error
+    while isinstance(found, RayTaskError):
+        found = found.cause
+    return found if isinstance(found, PrecisionError) else error
 
 
 class _Follow:

@@ -123,6 +123,7 @@ def _model_config(s: GrpoSettings) -> llm.LlamaConfig:
         ffn_hidden_size=size.ffn,
         num_attention_heads=size.heads,
         num_query_groups=size.kv_heads,
+        kv_channels=size.head_dim,
         seq_length=s.seq_length,
         rotary_base=size.rope_base,
         layernorm_epsilon=size.norm_eps,

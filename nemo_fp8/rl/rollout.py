@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 from nemo_fp8.errors import PrecisionError
@@ -62,8 +63,9 @@ class RolloutEngine:
                 **engine_args(s.precision, activations="kernel" if torch.cuda.is_available() else "emulated"),
             )
 
+    @ray.method(max_task_retries=-1)
     def ready(self) -> None:
-        """Answers when the engine has started."""
+        """Answers when the engine has started, or started again."""
 
     def control(self, what: str, *args: Any) -> Any:
         """One of the ways in which :class:`nemo_fp8.rollout.refit.Control` speaks to an engine."""

@@ -14,13 +14,14 @@ from nemo_fp8.presets import preset
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySize:
-    """A Llama. Sizes are multiples of 128, so that every block of every format is whole."""
+    """A Llama. Its sides are multiples of 128, heads too, on one rank and on each of two: trainer and rollout cut the same blocks."""
 
     layers: int = 4
     hidden: int = 128
-    ffn: int = 384
+    ffn: int = 512
     heads: int = 2
     kv_heads: int = 2
+    head_dim: int = 128
     vocab: int = 256
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
@@ -36,7 +37,7 @@ class PolicySize:
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "head_dim": self.hidden // self.heads,
+            "head_dim": self.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_base,
@@ -81,7 +82,7 @@ class GrpoSettings:
     clip_high: float = 0.2
     kl_beta: float = 0.005
     loss_fn: dict[str, Any] | None = None
-    """NeMo RL's keys on importance sampling. None: truncated at 2 where the contract asks for a correction."""
+    """NeMo RL's keys on importance sampling. None: truncated at 2, where the contract asks for a correction or answers are old."""
     one_step_off: bool = False
     """Generate the next step's answers while this step trains: their weights are one step old."""
 
@@ -96,7 +97,7 @@ class GrpoSettings:
 
     ranks: int = 1
     tensor_parallel: int = 1
-    micro_batch: int = 64
+    micro_batch: int = 128
     engines: int = 1
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class GrpoSettings:
         """The importance sampling of the run, under NeMo RL's keys."""
         if self.loss_fn is not None:
             return self.loss_fn
-        if not self.precision.importance_sampling:
+        if not (self.precision.importance_sampling or self.one_step_off):
             return {"use_importance_sampling_correction": False}
         return {
             "use_importance_sampling_correction": True,
