@@ -32,6 +32,7 @@ from nemo_fp8.rollout.arguments import engine_args, environment
 
 MODULE = "vllm.entrypoints.openai.api_server"
 GUARD = "nemo_fp8.rollout.in_vllm.guard.TokenGuard"
+PUSHES = "nemo_fp8.rollout.refit.endpoints.RefitEndpoints"
 TOKEN = "VLLM_API_KEY"
 LOOPBACK = "127.0.0.1"
 PATIENCE = 20.0  # seconds that a server has to end by itself
@@ -78,6 +79,7 @@ def server_for(
         )
     arguments = engine_args(precision, activations=activations, kernel=kernel)
     words = [sys.executable, "-m", MODULE, "--model", model, "--host", host, "--port", str(port), *flags(arguments)]
+    words += ["--middleware", PUSHES]
     if token is not None:
         words += ["--middleware", GUARD]
     reached = LOOPBACK if host in ("0.0.0.0", "::") else host

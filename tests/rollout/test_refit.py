@@ -1,0 +1,219 @@
+"""Pushes into real engines: bitwise a fresh engine's, refused before the first byte, restored after a death, over HTTP too."""
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+from rollout.engines import fp8, log_probs
+from safetensors.torch import load_file
+
+from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import quantize
+from nemo_fp8.rollout import Refit
+from nemo_fp8.rollout.refit import Manifest, fingerprint
+
+K_PROJ = "model.layers.2.self_attn.k_proj.weight"
+ENGINES = {
+    "qwen3": ("qwen3", {}),
+    "llama_tied": ("llama_tied", {"weight_scale": "pow2", "first_layers": 1}),
+    "qwen3_moe": ("qwen3_moe", {"last_layers": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def weights(checkpoint):
+    return lambda kind, seed: load_file(checkpoint(kind, seed) / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def run(engine, checkpoint):
+    """The engine of a row of ENGINES, and a function for the log-probs of one prompt: a batch of one is the same each time."""
+
+    def give(row):
+        kind, fields = ENGINES[row]
+        llm = engine(checkpoint(kind, 0), **fp8(**fields))
+        return llm, lambda: log_probs(llm, 1, 200)
+
+    return give
+
+
+@pytest.mark.parametrize("row", ENGINES)
+def test_a_push_is_bitwise_a_fresh_engine(run, engine, checkpoint, weights, row):
+    llm, ask = run(row)
+    kind, fields = ENGINES[row]
+    old = ask()
+    receipt = Refit(llm, chunk=2**20).push(weights(kind, 1), verify=True).require()
+    new = ask()
+    assert receipt.verified is True
+    assert receipt.chunks > 1
+    assert {t.name for t in receipt.tensors} == set(weights(kind, 1))
+    assert all(len(line) <= 80 for line in str(receipt).splitlines())
+    json.dumps(receipt.to_dict())
+    fresh = engine(checkpoint(kind, 1), **fp8(**fields))
+    assert torch.equal(new, log_probs(fresh, 1, 200))
+    Refit(llm).push(weights(kind, 0))
+    assert torch.equal(ask(), old)
+    assert not torch.equal(new, old)
+
+
+def test_fingerprints_are_those_of_the_reference(run, weights):
+    llm, _ = run("qwen3")
+    tensors = weights("qwen3", 1)
+    told = {t.name: t for t in Refit(llm).push(tensors).tensors}
+    quantized = quantize(tensors[K_PROJ], Operand("e4m3", (128, 128), "fp32"))
+    assert told[K_PROJ].fingerprint == fingerprint(quantized.data, quantized.scale_inv)
+    assert told["model.norm.weight"].fingerprint == fingerprint(tensors["model.norm.weight"])
+
+
+def test_codes_of_the_trainer_are_the_same_to_the_bit(run, weights):
+    llm, ask = run("qwen3")
+    tensors = weights("qwen3", 1)
+    in_bf16 = Refit(llm).push(tensors)
+    expected = ask()
+    Refit(llm).push(weights("qwen3", 0))
+    coded = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            quantized = quantize(tensor, Operand("e4m3", (128, 128), "fp32"))
+            coded |= {name: quantized.data, f"{name}_scale_inv": quantized.scale_inv}
+        else:
+            coded[name] = tensor
+    receipt = Refit(llm).push(coded, verify=True).require()
+    assert receipt.bytes < 0.7 * in_bf16.bytes
+    assert receipt.fingerprint == in_bf16.fingerprint
+    assert torch.equal(ask(), expected)
+
+
+def _without(tensors):
+    return {name: t for name, t in tensors.items() if name not in (K_PROJ, "model.layers.1.input_layernorm.weight")}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_without, f"model.layers.1.input_layernorm.weight, {K_PROJ}"),
+        (lambda t: t | {"model.layers.2.self_attn.k_proj.bias": torch.zeros(128).bfloat16()}, "no place for .*k_proj.bias"),
+        (lambda t: t | {"model.layers.0.bogus.weight": torch.zeros(3).bfloat16()}, "bogus.weight is not what"),
+        (lambda t: t | {K_PROJ: t[K_PROJ][:-1]}, "k_proj.weight is not what"),
+        (lambda t: t | {K_PROJ: t[K_PROJ].float()}, "comes in float32"),
+        (lambda t: t | {K_PROJ: t[K_PROJ].to(torch.float8_e4m3fn)}, "comes as FP8 codes"),
+        (lambda t: t | {"model.layers.0.self_attn.k_scale": torch.tensor(0.1)}, "scale of an FP8 KV cache"),
+    ],
+    ids=["missing", "ignored by vLLM", "unknown", "shape", "dtype", "codes without scales", "scale without cache"],
+)
+def test_a_wrong_manifest_is_refused_and_changes_nothing(run, weights, change, words):
+    llm, ask = run("qwen3")
+    Refit(llm).push(weights("qwen3", 0))
+    before = ask()
+    with pytest.raises(PrecisionError, match=words):
+        Refit(llm).push(change(weights("qwen3", 1)))
+    assert torch.equal(ask(), before)
+
+
+def test_a_push_that_dies_is_refused_until_the_next_one(run, weights):
+    llm, ask = run("qwen3")
+    tensors = weights("qwen3", 1)
+    expected = Refit(llm).push(tensors)
+    answers = ask()
+
+    def dying(after):
+        for i, pair in enumerate(weights("qwen3", 0).items()):
+            if i == after:
+                raise ConnectionError("the trainer went away")
+            yield pair
+
+    refit = Refit(llm, chunk=2**20)
+    with pytest.raises(ConnectionError):
+        refit.push(dying(0), manifest=tensors)
+    assert torch.equal(ask(), answers)  # nothing had been written
+    for after in (17, 20, 23):
+        with pytest.raises(ConnectionError):
+            refit.push(dying(after), manifest=tensors)
+        with pytest.raises(PrecisionError, match="old and new weights"):
+            ask()
+    restored = refit.push(iter(tensors.items()))  # the manifest is the engine's own checkpoint's
+    assert "half-way" in restored.after_failure
+    assert restored.fingerprint == expected.fingerprint
+    assert torch.equal(ask(), answers)
+
+
+def test_old_prefixes_are_forgotten(run, weights):
+    """Hazard 5: keys and values that were computed with old weights must not be used."""
+    from vllm import SamplingParams
+
+    llm, _ = run("qwen3")
+    prompt = [{"prompt_token_ids": [5] * 200}]
+    asked = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
+
+    def first():
+        return {t: p.logprob for t, p in llm.generate(prompt, asked, use_tqdm=False)[0].outputs[0].logprobs[0].items()}
+
+    Refit(llm).push(weights("qwen3", 1))
+    expected = first()
+    Refit(llm).push(weights("qwen3", 0))
+    first()
+    assert Refit(llm).push(weights("qwen3", 1)).prefix_cache_reset
+    assert first() == expected
+
+
+def test_bad_weights_are_told(run, weights):
+    llm, _ = run("qwen3")
+    tensors = weights("qwen3", 1)
+    tensors[K_PROJ][0, 0] = float("nan")
+    receipt = Refit(llm).push(tensors)
+    assert not receipt.ok
+    assert K_PROJ in receipt.problems[0].what
+    with pytest.raises(PrecisionError, match="NaN"):
+        receipt.require()
+    Refit(llm).push(weights("qwen3", 0)).require()
+
+
+def test_memory_stays_flat_over_pushes(run, weights):
+    llm, _ = run("qwen3")
+    (answer,) = llm.collective_rpc("nemo_fp8_refit_expected", args=({},))
+    assert Manifest.from_plain(answer["tensors"]) == Manifest.of(weights("qwen3", 0))
+    refit, both = Refit(llm), [weights("qwen3", seed) for seed in (0, 1)]
+    prints = {refit.push(both[i % 2]).fingerprint for i in range(10)}
+    assert len(prints) == 2
+
+
+def test_a_server_takes_pushes(checkpoint, weights, tmp_path):
+    from nemo_fp8.rollout import serve
+
+    more = ["--max-model-len", "256", "--enforce-eager", "--served-model-name", "m"]
+    server = serve.server_for(str(checkpoint("qwen3", 0)), Precision(rollout="fp8"), port=18437, more=more)
+
+    def ask():
+        body = {"model": "m", "prompt": [5, 6, 7, 8, 9, 10], "max_tokens": 4, "temperature": 0, "logprobs": 1}
+        request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        return json.loads(urllib.request.urlopen(request, timeout=60).read())["choices"][0]["logprobs"]["token_logprobs"]
+
+    with serve.running(server) as process:
+        serve.wait_until_ready(server, process)
+        old = ask()
+        sent = Refit(server.url).push(weights("qwen3", 1), verify=True).require()
+        new = ask()
+        assert new != old
+        assert Refit(server.url, transport="http", chunk=2**20).push(weights("qwen3", 0)).require().chunks > 1
+        assert ask() == old
+        with pytest.raises(PrecisionError, match="lacks"):
+            Refit(server.url).push(_without(weights("qwen3", 1)))
+
+        def dying():
+            yield from [*weights("qwen3", 1).items()][:20]
+            raise ConnectionError
+
+        with pytest.raises(ConnectionError):
+            Refit(server.url, chunk=2**20).push(dying(), manifest=weights("qwen3", 1))
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask()
+        assert refused.value.code == 503
+        assert Refit(server.url).push(weights("qwen3", 1)).fingerprint == sent.fingerprint
+        assert ask() == new
+        request = urllib.request.Request(f"{server.url}/nemo_fp8/refit/expected", b"{}", {"Origin": "http://somewhere"})
+        with pytest.raises(urllib.error.HTTPError) as forbidden:
+            urllib.request.urlopen(request, timeout=10)
+        assert forbidden.value.code == 403
