@@ -107,7 +107,7 @@ def _decode_e4m3(data: torch.Tensor) -> torch.Tensor:
 
 def decode_e8m0(exponents: torch.Tensor) -> torch.Tensor:
     """``2 ** (exponent - 127)`` in FP32 from E8M0 codes (uint8 or float8_e8m0fnu); code 255 is NaN."""
-    e = exponents.view(torch.uint8).to(torch.int32)
+    codes = exponents.view(torch.uint8)
     # FP32 shares the exponent byte; its two ends, 2**-127 (a subnormal) and NaN, have patterns of their own.
-    bits = torch.where(e == 0, 0x400000, torch.where(e == 255, 0x7FC00000, e << 23))
-    return bits.to(torch.int32).view(torch.float32)
+    bits = codes.to(torch.int32).bitwise_left_shift_(23).clamp_min_(0x400000)
+    return bits.masked_fill_(codes == 255, 0x7FC00000).view(torch.float32)

@@ -183,6 +183,8 @@ def _elements(x: torch.Tensor, tile: Tile) -> torch.Tensor:
         return torch.tensor([[x.numel()]], device=x.device)
     rows, columns = tile
     m, k = x.shape[:-1].numel(), x.shape[-1]
+    if m % rows == 0 and k % columns == 0:
+        return torch.tensor(rows * columns, device=x.device).expand(m // rows, k // columns)
     high = torch.arange(0, m, rows, device=x.device).sub_(m).neg_().clamp_max_(rows)
     wide = torch.arange(0, k, columns, device=x.device).sub_(k).neg_().clamp_max_(columns)
     return high[:, None] * wide[None, :]

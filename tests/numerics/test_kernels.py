@@ -15,7 +15,7 @@ from kernel_cases import compare_statistics, same, values
 
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS, format_of
-from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels import build, cpu
 from nemo_fp8.numerics.quantize import find_scales, quantize_reference
 from nemo_fp8.numerics.quantized import Quantized
 
@@ -80,6 +80,22 @@ def test_every_bfloat16_value_is_rounded_as_torch_rounds_it():
         same(codes.view(-1).view(torch.uint8), expected)
 
 
+@pytest.mark.parametrize("element", FP8)
+@pytest.mark.parametrize("rule", RULES, ids="-".join)
+def test_every_mantissa_under_every_amax(rule, element):
+    """All 128 mantissas of BF16 from an amax down to where codes end, for all 128 mantissas that an amax can have."""
+    mantissa = 1 + torch.arange(128) / 128
+    below = torch.exp2(-torch.arange(36.0))
+    rows = torch.minimum(below[:, None] * mantissa, mantissa[:, None, None])  # amax, how far below it, mantissa
+    rows[:, :, 0] = mantissa[:, None]
+    rows[:, :, 1::2] *= -1
+    for binade in (2.0**-110, 2.0**-3, 2.0**100):
+        x = (rows.view(-1, 128) * binade).bfloat16()
+        fast, slow = (f(x, (1, 128), element, rule) for f in (_fast, _slow))
+        same(fast[0], slow[0])
+        same(fast[1], slow[1])
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("element", FP8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -123,18 +139,68 @@ def test_what_the_kernels_do_not_take_is_left_to_torch():
     assert kernels.decode(x.to(torch.float8_e4m3fn), torch.ones(()), None, torch.float16) is None
 
 
+@pytest.mark.parametrize("dtype", SOURCES, ids=str)
+@pytest.mark.parametrize(("tile", "rule"), [((128, 128), ("te", "fp32")), ((1, 32), ("te", "e8m0")), ((32, 1), ("te", "pow2"))], ids=str)
+def test_large_results_which_go_past_the_caches(dtype, tile, rule):
+    """Rows that end within a cache line, rows that begin on one and rows that do not, and a wild tile among tame ones."""
+    for shape in ((2050, 2112), (2050, 2115)):
+        x = values(shape, dtype, 10, "gaussian")
+        x[700, 2100] = float("nan")
+        fast = kernels.quantize(x, tile, "e4m3", rule[1], rule[0], True)
+        slow = quantize_reference(x, tile, FORMATS["e4m3"], rule[1], rule[0], True)
+        same(fast[0], slow[0])
+        same(fast[1], slow[1])
+        compare_statistics(fast[2], slow[2], sums=True)
+        decoded = kernels.decode(fast[0], fast[1], tile, torch.bfloat16)
+        expected = Quantized(fast[0], fast[1], tile).dequantize_reference(torch.bfloat16)
+        torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan"), float("inf")])
+def test_a_given_scale_that_is_no_scale(scale):
+    """Whoever answers, the answer is the specification's."""
+    x, factor = values((130, 300), torch.bfloat16, 11, "specials"), torch.tensor(scale)
+    fast = kernels.quantize(x, None, "e4m3", "fp32", "te", False, factor)
+    if fast is not None:
+        same(fast[0], quantize_reference(x, None, FORMATS["e4m3"], "fp32", "te", False, scale=factor)[0])
+
+
+def test_in_a_process_that_was_forked_off():
+    """OpenMP's workers do not live on in the child, which must not wait for them."""
+    program = """if True:
+        import os, signal, torch
+        from nemo_fp8.numerics import kernels
+        torch.set_num_threads(2)
+        x = torch.randn(1024, 1024).bfloat16()
+        expected = kernels.quantize(x, (128, 128), "e4m3", "fp32")[0].view(torch.uint8)
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # ends the child should it hang
+            codes = kernels.quantize(x, (128, 128), "e4m3", "fp32")[0].view(torch.uint8)
+            os._exit(0 if bytes(codes.numpy()) == bytes(expected.numpy()) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+def test_threads_of_its_own_where_torch_has_no_openmp(monkeypatch):
+    x = values((700, 5000), torch.bfloat16, 12, "gaussian")
+    monkeypatch.setattr(cpu, "_parallel", lambda: None)
+    same(_fast(x, (128, 128))[0], _slow(x, (128, 128))[0])
+
+
 def test_amax_passes_over_nan():
     x = torch.tensor([[1.0, float("nan"), -3.0]])
     assert kernels.amax(x) == 3.0
     assert kernels.amax(x * float("inf")) == float("inf")
 
 
-def _fast(x, tile):
-    return kernels.quantize(x, tile, "e4m3", "fp32", "te", False)
+def _fast(x, tile, element="e4m3", rule=("te", "fp32")):
+    return kernels.quantize(x, tile, element, rule[1], rule[0], False)
 
 
-def _slow(x, tile):
-    return quantize_reference(x, tile, FORMATS["e4m3"], "fp32", "te", False)
+def _slow(x, tile, element="e4m3", rule=("te", "fp32")):
+    return quantize_reference(x, tile, FORMATS[element], rule[1], rule[0], False)
 
 
 # ---------------------------------------------------------------------- building

@@ -1,7 +1,7 @@
 """The compiled CPU kernels: built on the machine that runs them, once, and kept.
 
 `fp8_quantize.c` and `fp8_decode.c` are plain C that is compiled for the processor at hand (AVX-512, AVX2, NEON: detected by the
-compiler, never assumed) the first time somebody quantizes, in about two seconds, and loaded through ctypes. Why
+compiler, never assumed) the first time somebody quantizes, in about four seconds, and loaded through ctypes. Why
 not an extension module: the package stays one wheel for every platform and Python, an editable install and a
 fresh clone need no build step, and the compiler may use every instruction the machine has. The trade-off is that
 a machine without a C compiler quantizes with torch: the same bits, more slowly, and said once in the log. (Triton
@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("fp8_quantize.c", "fp8_decode.c"))
-HEADER = Path(__file__).with_name("fp8.h")
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("fp8.h", "fp8_rows.h", "fp8_avx512.h"))
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC", "-pthread")
 # The best that the compiler accepts for this machine; the last is what it does by itself.
 MACHINE_FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
@@ -90,7 +90,7 @@ def _private(folder: Path) -> Path:
 def _identity(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     parts = (
-        *(path.read_text() for path in (HEADER, *SOURCES)),
+        *(path.read_text() for path in (*HEADERS, *SOURCES)),
         compiler,
         version,
         repr((FLAGS, MACHINE_FLAGS)),

@@ -1,13 +1,16 @@
 """Quantizing and decoding on a CPU with the compiled kernels of `fp8_quantize.c`.
 
-One call is one job: pointers, shape, tile, format and scale rule, shared out among torch's number of threads
+One call is one job: pointers, shape, tile, format and scale rule, shared out among torch's own threads
 (ctypes lets go of the GIL). A whole tensor with its own scale is two jobs, its amax and then the cast.
 Tensors that the kernels do not take (odd tiles, strange strides) are answered with None, and torch does them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import os
 from typing import Any
 
 import torch
@@ -28,16 +31,20 @@ BF16, FP16, FP32, PAIR = range(4)
 SOURCES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 GIVEN = 0
 SCALINGS = {("te", "fp32"): 1, ("te", "pow2"): 2, ("deepgemm", "fp32"): 3, ("deepgemm", "pow2"): 4, ("te", "e8m0"): 5}
-ELEMENTS_PER_THREAD = 1 << 16  # fewer than this are done before a thread has started
+ELEMENTS_FOR_THREADS = 1 << 17  # fewer than this are done before all threads have woken
 
-_POINTERS = ("x", "codes", "scale_inv", "amax", "signal", "noise", "underflow", "saturated", "nonfinite", "least", "largest")
+_COUNTS = {
+    "signal": torch.float64, "noise": torch.float64, "amax": torch.float32, "underflow": torch.int32, "saturated": torch.int32,
+    "nonfinite": torch.int32, "least": torch.uint8, "largest": torch.uint8,
+}  # fmt: skip
+_BYTES_A_TILE = sum(dtype.itemsize for dtype in _COUNTS.values())
 
 
 class _Job(ctypes.Structure):
     """`struct job` of the C source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scale_inv", *_COUNTS, "parallel")),
         *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "codes_stride", "scale_stride", "tile_rows", "tile_cols")),
         *((name, ctypes.c_int32) for name in ("source", "scaling", "mantissa_bits", "bias", "threads")),
         *((name, ctypes.c_float) for name in ("format_max", "saturates_above", "given", "scale_if_tiny")),
@@ -49,7 +56,7 @@ class _DecodeJob(ctypes.Structure):
     """`struct decode_job` of the C source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scale_inv", "out")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scale_inv", "out", "parallel")),
         *((name, ctypes.c_int64) for name in ("rows", "cols", "tile_rows", "tile_cols")),
         *((name, ctypes.c_int32) for name in ("target", "e8m0", "mantissa_bits", "threads")),
         ("next", ctypes.c_int64),
@@ -114,7 +121,7 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch
         codes=matrix.data_ptr(), scale_inv=scale_inv.data_ptr(), out=out.data_ptr(),
         rows=matrix.shape[0], cols=matrix.shape[1], tile_rows=tile[0], tile_cols=tile[1],
         target=PAIR if dtype == torch.bfloat16 and tile[1] > 1 else SOURCES[dtype], e8m0=scale_inv.dtype != torch.float32,
-        mantissa_bits=format.mantissa_bits, threads=_threads(matrix),
+        mantissa_bits=format.mantissa_bits, threads=_threads(matrix), parallel=_parallel(),
     )  # fmt: skip
     library.nemo_fp8_decode(ctypes.byref(job))
     return out
@@ -129,7 +136,7 @@ def _quantize_whole(
     statistics: bool,
     scale: torch.Tensor | None,
     out: Out | None,
-) -> Result:
+) -> Result | None:
     from nemo_fp8.numerics.quantize import find_scales
 
     codes = torch.empty(x.shape, dtype=format.dtype) if out is None else out[0]
@@ -140,6 +147,8 @@ def _quantize_whole(
         scale, scale_inv = find_scales(found, format, scale_kind, convention)
     else:
         scale = scale.detach().to("cpu", torch.float32).reshape(())
+        if not scale > 0:
+            return None
         scale_inv = torch.reciprocal(scale)
     if out is not None:
         scale_inv = out[1].copy_(scale_inv.reshape(out[1].shape))
@@ -158,7 +167,7 @@ def _run(
     job = _Job(
         x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0], tile_cols=tile[1],
         source=PAIR if source == BF16 and tile[1] > 1 else source, mantissa_bits=format.mantissa_bits, bias=format.bias,
-        threads=_threads(matrix), format_max=format.max, saturates_above=format.saturates_above,
+        threads=_threads(matrix), parallel=_parallel(), format_max=format.max, saturates_above=format.saturates_above,
         **{name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in more.items()},
     )  # fmt: skip
     library.nemo_fp8_quantize(ctypes.byref(job))
@@ -170,7 +179,23 @@ def _takes(tile: Tile) -> bool:
 
 
 def _threads(matrix: torch.Tensor) -> int:
-    return max(1, min(torch.get_num_threads(), matrix.numel() // ELEMENTS_PER_THREAD))
+    """All or one: OpenMP ends the workers that a smaller team leaves out, and torch would have to start them anew."""
+    return 1 if matrix.numel() < ELEMENTS_FOR_THREADS else torch.get_num_threads()
+
+
+def _parallel() -> int | None:
+    """The address of torch's ``GOMP_parallel``; not in a process that was forked off, where its workers are no more."""
+    process, address = _workers()
+    return address if process == os.getpid() else None
+
+
+@functools.cache
+def _workers() -> tuple[int, int | None]:
+    """This process, and ``GOMP_parallel`` as torch itself finds it: in the process, or among torch's own libraries."""
+    for library in (None, torch._C.__file__):
+        with contextlib.suppress(OSError, AttributeError):
+            return os.getpid(), ctypes.cast(ctypes.CDLL(library).GOMP_parallel, ctypes.c_void_p).value
+    return os.getpid(), None
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -191,8 +216,13 @@ def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def _empty_counts(grid: tuple[int, int]) -> dict[str, torch.Tensor]:
-    types = {"amax": torch.float32, "signal": torch.float64, "noise": torch.float64, "least": torch.uint8, "largest": torch.uint8}
-    return {name: torch.empty(grid, dtype=types.get(name, torch.int32)) for name in _POINTERS[3:]}
+    """All that is counted for each tile, in one piece of memory, which the allocator is more likely to have at hand."""
+    tiles, first, counts = grid[0] * grid[1], 0, {}
+    block = torch.empty(tiles * _BYTES_A_TILE, dtype=torch.uint8)
+    for name, dtype in _COUNTS.items():
+        counts[name] = block[first : first + tiles * dtype.itemsize].view(dtype).view(grid)
+        first += tiles * dtype.itemsize
+    return counts
 
 
 def _statistics(x: torch.Tensor, tile: Tile, format: Format, counts: dict[str, torch.Tensor], scale_inv: torch.Tensor) -> Statistics:

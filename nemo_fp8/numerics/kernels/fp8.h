@@ -8,7 +8,11 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { STRIP = 2048, ROWS_OF_A_UNIT = 16, MAX_THREADS = 256 };
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+enum { STRIP = 2048, ROWS_OF_A_UNIT = 16, MAX_THREADS = 256, LARGE = 4 << 20 };
 enum type { BF16, FP16, FP32, PAIR /* BF16, two at a time */ };
 
 #define INLINE static inline __attribute__((always_inline))
@@ -21,8 +25,10 @@ INLINE int64_t bytes_of(int type) { return type == FP32 ? 4 : 2; }
 
 /* The processor's own prefetching stays behind a loop that computes; asking past the end is harmless. */
 INLINE void ask_for(const void *x, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)x + i, 0, 3);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)x + i, 0, 2);
 }
+
+/* ------------------------------------------------------------------------------------------------- sharing out work */
 
 /* A unit is some rows of tiles, one strip wide; or as wide as the matrix where there are rows enough for all threads, since
    memory is read faster from one end to the other. */
@@ -38,30 +44,76 @@ static inline plan plan_for(int64_t rows, int64_t cols, int64_t tile_rows, int32
     return p;
 }
 
-/* `DO` for every strip of every row of tiles, as the units of the plan are taken by threads. */
-#define FOR_EACH_STRIP(JOB, ROW, COLUMN, DO) \
-    plan p_ = plan_for((JOB)->rows, (JOB)->cols, (JOB)->tile_rows, (JOB)->threads); \
-    for (int64_t u_; (u_ = atomic_fetch_add(&(JOB)->next, 1)) < p_.units;) { \
-        int64_t first_ = u_ / p_.pieces * p_.together, left_ = u_ % p_.pieces * p_.across; \
-        for (int64_t ROW = first_; ROW < least_of(first_ + p_.together, p_.height); ROW++) \
-            for (int64_t s_ = left_; s_ < least_of(left_ + p_.across, p_.strips); s_++) { int64_t COLUMN = s_ * STRIP; DO; } \
+/* A thread's way through the strips. It takes a unit before it has finished the last one, so that it knows one strip ahead
+   where it will read next. */
+typedef struct { int64_t row, column; } spot; /* a row of tiles, and a column; at the end the row is -1 */
+typedef struct { plan p; _Atomic int64_t *next; int64_t row, last_row, strip, first_strip, last_strip; } way;
+
+static inline way way_through(plan p, _Atomic int64_t *next) { return (way){.p = p, .next = next}; }
+
+static inline spot go_on(way *w) {
+    if (++w->strip >= w->last_strip) {
+        w->strip = w->first_strip;
+        if (++w->row >= w->last_row) {
+            int64_t unit = atomic_fetch_add(w->next, 1);
+            if (unit >= w->p.units) return (spot){-1, 0};
+            w->row = unit / w->p.pieces * w->p.together, w->last_row = least_of(w->row + w->p.together, w->p.height);
+            w->strip = w->first_strip = unit % w->p.pieces * w->p.across;
+            w->last_strip = least_of(w->strip + w->p.across, w->p.strips);
+        }
     }
+    return (spot){w->row, w->strip * STRIP};
+}
+
+/* The workers of torch's own OpenMP do their share, if Python found it (`parallel` is its GOMP_parallel): after an operation of
+   torch they spin for a while, and threads beside them would have to fight for the processors. Otherwise threads live as long
+   as the call: starting one costs some 20 microseconds. */
+typedef void parallel_function(void (*)(void *), void *, unsigned threads, unsigned flags);
+typedef struct { void (*function)(void *); void *job; } errand;
+
+static void *run_errand(void *e) { ((errand *)e)->function(((errand *)e)->job); return NULL; }
+
+static inline void share(void (*function)(void *), void *job, int threads, parallel_function *parallel) {
+    if (threads > 1 && parallel) { parallel(function, job, (unsigned)threads, 0); return; }
+    pthread_t helpers[MAX_THREADS];
+    errand e = {function, job};
+    int n = 0;
+    while (n < threads - 1 && n < MAX_THREADS && !pthread_create(&helpers[n], NULL, run_errand, &e)) n++;
+    function(job);
+    while (n > 0) pthread_join(helpers[--n], NULL);
+}
+
+/* ------------------------------------------------------------------------------------------------------ new memory */
 
 /* New memory costs more than the cast: the kernel hands it out, and clears it, page by page. Large pages halve that. */
 static inline void expect(void *out, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     uintptr_t first = ((uintptr_t)out + 4095) & ~(uintptr_t)4095, end = ((uintptr_t)out + (uintptr_t)bytes) & ~(uintptr_t)4095;
-    if (bytes >= 4 << 20) (void)madvise((void *)first, end - first, MADV_HUGEPAGE); /* advice: if it is not taken, nothing is lost */
+    if (bytes >= LARGE) (void)madvise((void *)first, end - first, MADV_HUGEPAGE); /* advice: if it is not taken, nothing is lost */
 #else
     (void)out, (void)bytes;
 #endif
 }
 
-/* Threads live as long as the call: starting one costs some 20 microseconds, and nothing is left to break in a fork. */
-static inline void share(void *(*function)(void *), void *job, int threads) {
-    pthread_t helpers[MAX_THREADS];
-    int n = 0;
-    while (n < threads - 1 && n < MAX_THREADS && !pthread_create(&helpers[n], NULL, function, job)) n++;
-    function(job);
-    while (n > 0) pthread_join(helpers[--n], NULL);
+/* Large results go past the caches, which spares reading what is overwritten: a row is made in the first-level cache, and sent
+   from there. Whoever streams ends with `streamed`. */
+INLINE int large(int64_t bytes) { return bytes >= LARGE; }
+
+INLINE void stream(void *to, const void *from, int64_t bytes) {
+    int64_t i = 0;
+#ifdef __AVX512BW__
+    if (((uintptr_t)to & 63) == 0)
+        for (; i + 64 <= bytes; i += 64) _mm512_stream_si512((void *)((char *)to + i), _mm512_loadu_si512((const char *)from + i));
+#elif defined(__SSE2__)
+    if (((uintptr_t)to & 15) == 0)
+        for (; i + 16 <= bytes; i += 16)
+            _mm_stream_si128((void *)((char *)to + i), _mm_loadu_si128((const void *)((const char *)from + i)));
+#endif
+    memcpy((char *)to + i, (const char *)from + i, (size_t)(bytes - i));
+}
+
+INLINE void streamed(void) {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
 }

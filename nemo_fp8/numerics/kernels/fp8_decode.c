@@ -10,6 +10,7 @@ typedef struct decode_job {
     const uint8_t *codes;
     const void *scale_inv; /* floats or E8M0 bytes, one a tile */
     void *out;             /* BF16, PAIRs of them, or FP32 */
+    parallel_function *parallel;
     int64_t rows, cols, tile_rows, tile_cols;
     int32_t target, e8m0, mantissa_bits, threads;
     _Atomic int64_t next;
@@ -70,7 +71,12 @@ static int all_numbers(const uint8_t *codes, int64_t n, uint8_t special) {
     return top < special;
 }
 
-static void strip_back(const decode_job *j, float *slots, int64_t row, int64_t c0, int64_t grid) {
+typedef struct { float slots[STRIP]; uint32_t row[STRIP] __attribute__((aligned(64))); } scratch_back;
+
+static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_t c0, int64_t grid) {
+    float *slots = w->slots;
+    int64_t size = bytes_of(j->target);
+    int streams = large(j->rows * j->cols * size);
     int64_t width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols;
     int64_t wide = j->tile_cols / (j->target == PAIR ? 2 : 1);
     uint32_t wild_scale = 0;
@@ -84,19 +90,22 @@ static void strip_back(const decode_job *j, float *slots, int64_t row, int64_t c
         const uint8_t *codes = j->codes + r * j->cols + c0;
         int e4m3 = j->mantissa_bits == 3, tame = !wild_scale && all_numbers(codes, width, e4m3 ? 0x7f : 0x7c);
         ask_for(codes + j->cols, width);
-        DECODE[j->target][e4m3][tame](codes, (char *)j->out + (r * j->cols + c0) * bytes_of(j->target), width, slots);
+        char *out = (char *)j->out + (r * j->cols + c0) * size;
+        DECODE[j->target][e4m3][tame](codes, streams ? (char *)w->row : out, width, slots);
+        if (streams) stream(out, w->row, width * size);
     }
 }
 
-static void *work_back(void *argument) {
+static void work_back(void *argument) {
     decode_job *j = argument;
-    float slots[STRIP];
+    scratch_back w;
     int64_t grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
-    FOR_EACH_STRIP(j, row, column, strip_back(j, slots, row, column, grid))
-    return NULL;
+    way through = way_through(plan_for(j->rows, j->cols, j->tile_rows, j->threads), &j->next);
+    for (spot at = go_on(&through); at.row >= 0; at = go_on(&through)) strip_back(j, &w, at.row, at.column, grid);
+    streamed();
 }
 
 void nemo_fp8_decode(decode_job *j) {
     expect(j->out, j->rows * j->cols * bytes_of(j->target));
-    share(work_back, j, j->threads);
+    share(work_back, j, j->threads, j->parallel);
 }

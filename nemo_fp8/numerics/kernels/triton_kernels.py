@@ -79,7 +79,7 @@ def _encode(x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, format_max, HA
     # e * magic is exact, so whether this becomes one fused operation or two makes no difference
     total = _float(u) + _float(e) * _float(tl.full(x.shape, magic, tl.int32))
     code = (_bits(total) + (e >> drop)) & 0x7F
-    code = tl.where(magnitude > INFINITE, 0x7F, code | ((_bits(x) >> 24) & 0x80))
+    code = tl.where(magnitude > INFINITE, 0x7F, code | ((_bits(y) >> 24) & 0x80))
     return code.to(tl.uint8)
 
 
