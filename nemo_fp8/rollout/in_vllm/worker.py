@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_fp8.rollout.in_vllm import kv
-from nemo_fp8.rollout.in_vllm.reload import NemoFp8Refit
+from nemo_fp8.rollout.in_vllm.held import NemoFp8Held
 from nemo_fp8.rollout.in_vllm.report import plain_report
 
 
-class NemoFp8Worker(NemoFp8Refit):
+class NemoFp8Worker(NemoFp8Held):
     """The methods that this package adds to a worker; those of a push are in ``reload``."""
 
     model_runner: Any

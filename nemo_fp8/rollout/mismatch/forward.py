@@ -19,7 +19,7 @@ prompt at once, for a batch of samples and not for a service.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,10 +126,19 @@ class Run:
         return t if self.dtype is None else t.to(self.dtype)
 
 
-def log_probs(config: Mapping[str, Any], weights: Weights, tokens: torch.Tensor, run: Run | None = None, *, batch: int = 8) -> torch.Tensor:
+def log_probs(
+    config: Mapping[str, Any],
+    weights: Weights,
+    tokens: torch.Tensor,
+    run: Run | None = None,
+    *,
+    batch: int = 8,
+    progress: Callable[[], None] | None = None,
+) -> torch.Tensor:
     """The log-prob of every token given those before it, [sequences, tokens] in FP32; 0 for the first one.
 
-    ``tokens`` are padded on the right, with anything. ``batch`` sequences go through a layer at a time.
+    ``tokens`` are padded on the right, with anything. ``batch`` sequences go through a layer at a time, and ``progress``
+    is called after each layer.
     """
     model, run = Decoder.of(config), run or Run()
     if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
@@ -147,6 +156,8 @@ def log_probs(config: Mapping[str, Any], weights: Weights, tokens: torch.Tensor,
         for i in range(model.layers):
             layer = _Layer(model, i, weights, run)
             hidden = torch.cat([layer(part, rope) for part in torch.split(hidden, batch)])
+            if progress:
+                progress()
         hidden = rms_norm(hidden, run.cast(_get(weights, "model.norm.weight")), model.epsilon)
         head = embedding if model.tied else _get(weights, "lm_head.weight")
         return _gather(hidden, run.cast(head), tokens)

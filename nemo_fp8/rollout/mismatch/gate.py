@@ -24,8 +24,8 @@ band can and cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,11 @@ class Prediction:
         """Trainer and rollout, as :func:`metrics` takes them. The rollout in other arithmetic, as a real engine's is."""
         return LogProbs(self.trainer, self.again, self.mask)
 
+    def cpu(self) -> Prediction:
+        """The same, in the memory of this machine."""
+        tensors = ("tokens", "trainer", "rollout", "again", "mask")
+        return replace(self, **{name: getattr(self, name).cpu() for name in tensors})
+
     def distance(self) -> Sample:
         """How far the rollout is from the trainer."""
         return Sample.of(self.trainer - self.again, self.mask)
@@ -81,11 +86,13 @@ def predict(
     mask: torch.Tensor | None = None,
     activations: bool = True,
     batch: int = 8,
+    progress: Callable[[], None] | None = None,
 ) -> Prediction:
     """Emulate trainer and rollout of a Hugging Face model on these tokens, padded on the right.
 
     ``mask`` says which tokens count (all but the first where not given). ``activations`` says whether the engine's
-    kernels quantize activations: True for FP8 kernels on GPUs, False for vLLM's on CPUs.
+    kernels quantize activations: True for FP8 kernels on GPUs, False for vLLM's on CPUs. ``progress`` is called three times
+    for each layer.
     """
     if mask is None:
         mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -93,7 +100,7 @@ def predict(
     mask[:, 0] = False  # nothing comes before the first token
     trained = Run(precision, side="train") if precision.is_fp8 else Run()
     runs = (trained, Run(precision, activations=activations), Run(precision, activations=activations, dtype=torch.float32))
-    trainer, rollout, again = (log_probs(config, weights, tokens, run, batch=batch) for run in runs)
+    trainer, rollout, again = (log_probs(config, weights, tokens, run, batch=batch, progress=progress) for run in runs)
     return Prediction(precision, tokens, trainer, rollout, again, mask)
 
 
@@ -129,9 +136,18 @@ class Verdict:
         return any(check.side == "above" for check in self.checks)
 
     @property
+    def only_scales(self) -> bool:
+        """Whether all weights are known, and other scales than the contract's are all that is strange about them."""
+        return bool(self.differences) and not self.layers
+
+    def severity(self, check: Check) -> str:
+        """How grave it is that a check left its band: a residual that other scales explain is a warning, as they are."""
+        return WARNING if check.name == RESIDUAL and self.only_scales else ERROR
+
+    @property
     def fired(self) -> bool:
         """Whether something is broken."""
-        return self.left or any(d.severity == ERROR for d in self.differences)
+        return bool(self.layers) or any(check.side == "above" and self.severity(check) == ERROR for check in self.checks)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -245,7 +261,7 @@ def _of_checks(verdict: Verdict) -> list[tuple[str, Problem]]:
         if check.side == "above":
             what, why = (text.format(**words) for text in _ABOVE[check.name])
             remedy = _NAME_THEM if not verdict.told else _after_naming(verdict)
-            found.append((ERROR, Problem(what, why, remedy)))
+            found.append((verdict.severity(check), Problem(what, why, remedy)))
         elif check.side == "below" and check.name == DISTANCE:
             what = "Trainer and rollout are closer than the contract lets them be."
             why = f"It leaves at least {check.band.low:.3g}, and here are {check.observed:.3g}: an engine that silently runs in BF16."
@@ -256,4 +272,6 @@ def _of_checks(verdict: Verdict) -> list[tuple[str, Problem]]:
 def _after_naming(verdict: Verdict) -> str:
     if verdict.layers:
         return f"Look at {verdict.layers[0]}{f' and {len(verdict.layers) - 1} more' if len(verdict.layers) > 1 else ''}, below."
+    if verdict.only_scales:
+        return "Other scales than the contract's do this; see below."
     return "All weights that were told are right: look at the tokens, the sampling settings, and what was not told (KV scales, LoRA)."

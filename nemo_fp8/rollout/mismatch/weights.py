@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Union
+from typing import Any, Union
 
 import torch
 
@@ -112,6 +112,18 @@ def compare_weights(
 
 
 Candidate = tuple[str, str, Callable[[], "Quantized | torch.Tensor"]]
+
+
+def told_by(receipt: Any) -> dict[str, Held]:
+    """What a push's receipt, or its ``to_dict()``, tells of the weights in the engine.
+
+    KV-cache scales are no weights of a checkpoint. A tensor whose blocks straddle a cut has codes of its own in every layout:
+    it is there, and nothing can be said of it.
+    """
+    if not isinstance(receipt, Mapping):
+        receipt = receipt.to_dict()
+    rows = [row for row in receipt["tensors"] if row["kind"] != "kv scale"]
+    return {str(row["name"]): {str(k): str(v) for k, v in row["fingerprints"].items()} if row["aligned"] else {} for row in rows}
 
 
 class _Search:

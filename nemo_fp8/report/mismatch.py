@@ -1,0 +1,146 @@
+"""What a mismatch looks like, as numbers to be printed and drawn: by metric, by position, in the tail, the worst tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, Prediction, Verdict, metrics
+from nemo_fp8.rollout.mismatch.files import Recording
+
+# metric -> what it says, in a line.
+MEANING = {
+    "token_mult_prob_error": "mean exp|t - g|; 1 where both agree",
+    "gen_kl_error": "KL of the rollout from the trainer",
+    "policy_kl_error": "KL of the trainer from the rollout",
+    "js_divergence_error": "JS divergence, mean log cosh((t - g) / 2)",
+    "sampling_importance_ratio": "mean exp(t - g); 1 without bias",
+    "is_oob_ratio": "share out of the bounds of the correction",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Mismatch:
+    """One recording, measured; with a verdict where a band was predicted."""
+
+    source: str
+    recording: Recording
+    pair: LogProbs
+    importance: ImportanceSampling
+    kl_type: str = "k3"
+    prediction: Prediction | None = None
+    verdict: Verdict | None = None
+    limits: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of everything that was recorded."""
+        return metrics(self.pair, self.importance, kl_type=self.kl_type)
+
+    @property
+    def expected(self) -> dict[str, float] | None:
+        """Of the prediction."""
+        return None if self.prediction is None else metrics(self.prediction.pair, self.importance, kl_type=self.kl_type)
+
+    @property
+    def over(self) -> list[tuple[str, float, float]]:
+        """Metrics above the limit that was set for them: name, value, limit."""
+        found = self.metrics
+        return [(name, found[name], limit) for name, limit in self.limits if not found[name] <= limit]
+
+    @property
+    def fired(self) -> bool:
+        """Whether the answer is no."""
+        return bool(self.over) or (self.verdict is not None and self.verdict.fired)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "source": self.source,
+            "sequences": self.pair.sequences,
+            "tokens": self.pair.tokens,
+            "dropped": self.pair.dropped,
+            "metrics": self.metrics,
+            "expected": self.expected,
+            "limits": [{"metric": name, "value": value, "limit": limit} for name, value, limit in self.over],
+            "quantiles": quantiles(self.pair),
+            "worst": [vars(token) for token in worst(self)],
+            "gate": None if self.verdict is None else self.verdict.to_dict(),
+            "fired": self.fired,
+        }
+
+
+def quantiles(pair: LogProbs, points: tuple[float, ...] = (0.5, 0.9, 0.99, 0.999, 1.0)) -> dict[str, float]:
+    """Of |t - g| over tokens."""
+    size = torch.sort(pair.log_ratio[pair.mask].abs())[0]
+    return {f"{100 * p:g}%": float(size[min(len(size) - 1, math.ceil(p * len(size)) - 1)]) for p in points} if len(size) else {}
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token that both sides see otherwise."""
+
+    sequence: int
+    position: int
+    token: int | None
+    trainer: float
+    rollout: float
+
+    @property
+    def log_ratio(self) -> float:
+        return self.trainer - self.rollout
+
+
+def worst(mismatch: Mismatch, count: int = 20) -> list[Token]:
+    """The tokens with the largest |t - g|."""
+    pair, tokens = mismatch.pair, mismatch.recording.tokens
+    size = pair.log_ratio.abs().masked_fill(~pair.mask, -1.0)
+    chosen = size.flatten().topk(min(count, pair.tokens)).indices
+    width = size.shape[1]
+    return [
+        Token(
+            i // width,
+            i % width,
+            None if tokens is None else int(tokens[i // width, i % width]),
+            float(pair.trainer[i // width, i % width]),
+            float(pair.rollout[i // width, i % width]),
+        )
+        for i in chosen.tolist()
+    ]
+
+
+def by_position(pair: LogProbs, bins: int = 60) -> list[tuple[float, float, float]]:
+    """Mean |t - g| by position, with its standard error over sequences; positions in at most so many bins."""
+    found = []
+    width = max(1, -(-pair.mask.shape[1] // bins))
+    for start in range(0, pair.mask.shape[1], width):
+        mask, size = pair.mask[:, start : start + width], pair.log_ratio[:, start : start + width].abs()
+        rows = mask.any(1)
+        if not rows.any():
+            continue
+        each = (size * mask).sum(1)[rows] / mask.sum(1)[rows]
+        error = float(each.std() / math.sqrt(len(each))) if len(each) > 1 else 0.0
+        found.append((start + (width - 1) / 2, float((size * mask).sum() / mask.sum()), error))
+    return found
+
+
+def tail(pair: LogProbs, most: int = 400) -> tuple[list[float], list[float]]:
+    """The share of tokens with a larger |t - g|, at sizes spread evenly over ranks: (sizes, shares)."""
+    size = torch.sort(pair.log_ratio[pair.mask].abs(), descending=True)[0]
+    ranks = torch.unique(torch.logspace(0, math.log10(max(1, len(size))), most).long().clamp(1, len(size))) - 1
+    return size[ranks].tolist(), [(int(rank) + 1) / len(size) for rank in ranks]
+
+
+def sample(pair: LogProbs, most: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens to be drawn one by one: an eighth of them the furthest apart, the others drawn without a choice."""
+    t, g = pair.trainer[pair.mask], pair.rollout[pair.mask]
+    if len(t) <= most:
+        return t, g
+    order = (t - g).abs().argsort(descending=True)
+    far, rest = order[: most // 8], order[most // 8 :]
+    drawn = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(0))[: most - len(far)]]
+    chosen = torch.cat((far, drawn))
+    return t[chosen], g[chosen]

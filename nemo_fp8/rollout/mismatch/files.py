@@ -1,0 +1,251 @@
+"""What a mismatch is computed from, on disk: log-probs, a model, and what an engine holds.
+
+Log-probs lie in a safetensors file, or in JSON lines with one sequence each, under these names (NeMo RL's own are understood,
+so its ``train_data_step*.jsonl`` can be read as they are):
+
+    trainer       [sequences, tokens]   prev_logprobs         column t is the log-prob of token t
+    rollout       [sequences, tokens]   generation_logprobs
+    mask          [sequences, tokens]   token_mask            1 on sampled tokens; all tokens where it is missing
+    sample_mask   [sequences]           sample_mask
+    tokens        [sequences, tokens]   input_ids             needed to predict a band
+
+Trainer and rollout may come in two files; then each may call its own ``log_probs``. In JSON lines sequences may differ in
+length, and null (the first token, which nothing predicts) is masked out. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.checkpoint import CODES, Checkpoint
+from nemo_fp8.rollout.mismatch.logprobs import LogProbs
+from nemo_fp8.rollout.mismatch.weights import Held, told_by
+
+# What it is -> the names under which it may lie in a file.
+NAMES = {
+    "trainer": ("trainer", "prev_logprobs"),
+    "rollout": ("rollout", "generation_logprobs"),
+    "mask": ("mask", "token_mask", "token_loss_mask"),
+    "sample_mask": ("sample_mask", "sample_loss_mask"),
+    "tokens": ("tokens", "input_ids", "token_ids"),
+}
+_ONE_SIDE = ("log_probs", "logprobs")
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What a file holds; None for what it does not."""
+
+    trainer: torch.Tensor | None = None
+    rollout: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    sample_mask: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+
+    @classmethod
+    def read(cls, path: str | Path, other: str | Path | None = None) -> Recording:
+        """From one file with both sides, or from the trainer's and the rollout's."""
+        if other is None:
+            return _both(cls(**_named(_load(Path(path)), path, "")), path)
+        first, second = (cls(**_named(_load(Path(p)), p, side)) for p, side in ((path, "trainer"), (other, "rollout")))
+        return _both(_joined(first, second, path, other), path)
+
+    @property
+    def sides(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.trainer is not None
+        assert self.rollout is not None
+        return self.trainer, self.rollout
+
+    def pair(self, infinite: str = "refuse") -> LogProbs:
+        """Both sides, checked."""
+        return LogProbs(*self.sides, self.mask, self.sample_mask, infinite=infinite)  # type: ignore[arg-type]
+
+    def not_numbers(self) -> int:
+        """How many of the rollout's log-probs are NaN where tokens count: what an engine with broken scales answers."""
+        mask = torch.ones_like(self.sides[1], dtype=torch.bool) if self.mask is None else self.mask.bool()
+        return int((self.sides[1].isnan() & mask).sum())
+
+    def some(self, sequences: int) -> Recording:
+        """So many sequences, spread evenly over all of them."""
+        count = len(self.sides[0])
+        if count <= sequences:
+            return self
+        chosen = torch.linspace(0, count - 1, sequences).round().long()
+        return Recording(**{name: t if t is None else t[chosen] for name, t in vars(self).items()})
+
+
+def _load(path: Path) -> Mapping[str, torch.Tensor]:
+    if not path.is_file():
+        raise PrecisionError(f"There is no file {path}.", "Log-probs are read from it.", "Check the path.")
+    if path.suffix == ".safetensors":
+        checkpoint = Checkpoint.open(path)
+        found = {name: next(checkpoint.stored(name)) for name in checkpoint.entries}
+        checkpoint.close()
+        return found
+    if path.suffix in (".jsonl", ".json"):
+        return _load_lines(path)
+    raise PrecisionError(
+        f"{path.name} is neither .safetensors nor .jsonl.",
+        "Other formats (pickles, torch.save) may run code when they are read.",
+        'Write safetensors.torch.save_file({"trainer": ..., "rollout": ..., "mask": ...}, path).',
+    )
+
+
+def _load_lines(path: Path) -> dict[str, torch.Tensor]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise PrecisionError(f"Line {number} of {path.name} is not JSON.", f"{error}.", "Write one object a line.") from error
+        if not isinstance(row, dict):
+            raise PrecisionError(f"Line {number} of {path.name} is no object.", "A line is one sequence, by name.", "Write {...} a line.")
+        rows.append(row)
+    if not rows:
+        raise PrecisionError(f"{path.name} is empty.", "There is no sequence in it.", "Write one sequence a line.")
+    wanted = {name for names in NAMES.values() for name in names} | set(_ONE_SIDE)
+    try:
+        return {name: _stack([row[name] for row in rows], name) for name in rows[0] if name in wanted and rows[0][name] is not None}
+    except (KeyError, TypeError, ValueError) as error:
+        raise PrecisionError(
+            f"{path.name} holds something that is no list of numbers, or not in every line.",
+            f"{type(error).__name__}: {error}.",
+            "Every line has the same names, each a list with one number a token.",
+        ) from error
+
+
+def _stack(rows: list[Any], name: str) -> torch.Tensor:
+    """Lists of different lengths as one tensor; what is missing is 0 in masks and tokens, NaN in log-probs."""
+    whole = name in (*NAMES["mask"], *NAMES["sample_mask"], *NAMES["tokens"])
+    if not isinstance(rows[0], list):
+        return torch.tensor([float(row) for row in rows]) if name in NAMES["sample_mask"] else torch.tensor(rows)
+    filler = 0 if whole else float("nan")
+    longest = max(len(row) for row in rows)
+    padded = [[filler if x is None else x for x in row] + [filler] * (longest - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64 if name in NAMES["tokens"] else torch.float64)
+
+
+def _named(found: Mapping[str, torch.Tensor], path: str | Path, side: str) -> dict[str, torch.Tensor]:
+    """Under our names. In JSON lines, what no token stands for is NaN, and goes out of the mask."""
+    names = NAMES | ({side: (*NAMES[side], *_ONE_SIDE)} if side else {})
+    taken = {ours: found[theirs] for ours, theirs in ((o, next((t for t in ts if t in found), None)) for o, ts in names.items()) if theirs}
+    if Path(path).suffix == ".safetensors":
+        return taken
+    gaps = [taken[side].isnan() for side in ("trainer", "rollout") if side in taken]
+    if gaps and (gap := torch.stack(gaps).all(0)).any():
+        taken["mask"] = taken.get("mask", torch.ones_like(gap, dtype=torch.float64)) * ~gap
+    return taken
+
+
+def _joined(first: Recording, second: Recording, path: str | Path, other: str | Path) -> Recording:
+    """The trainer's file and the rollout's as one."""
+    if first.tokens is not None and second.tokens is not None and not torch.equal(first.tokens, second.tokens):
+        raise PrecisionError(
+            f"{path} and {other} are of different tokens.",
+            "A difference of log-probs means something only where both sides speak of one token.",
+            "Let the trainer compute log-probs of the tokens that the rollout sampled.",
+        )
+    masks = [r.mask.bool() for r in (first, second) if r.mask is not None]
+    if len(masks) == 2 and masks[0].shape != masks[1].shape:
+        raise PrecisionError(
+            f"{path} and {other} have masks of shapes {tuple(masks[0].shape)} and {tuple(masks[1].shape)}.",
+            "Both sides must speak of the same tokens, position by position.",
+            "Pad both to one length.",
+        )
+    return Recording(
+        first.trainer,
+        second.rollout,
+        masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None,
+        first.sample_mask if first.sample_mask is not None else second.sample_mask,
+        first.tokens if first.tokens is not None else second.tokens,
+    )
+
+
+def _both(found: Recording, path: str | Path) -> Recording:
+    missing = [side for side in ("trainer", "rollout") if getattr(found, side) is None]
+    if missing:
+        raise PrecisionError(
+            f"{path} does not hold the log-probs of the {' and '.join(missing)}.",
+            f"They are looked for as {' or '.join(NAMES[missing[0]])}.",
+            "Name them so, or give the trainer's file and the rollout's, each with its log_probs.",
+        )
+    tensors = {name: t[None] if t is not None and t.dim() == 1 and name != "sample_mask" else t for name, t in vars(found).items()}
+    return replace(found, **tensors)
+
+
+# ---------------------------------------------------------------------- a model, and what an engine holds
+
+
+class Folder(Mapping[str, torch.Tensor]):
+    """A Hugging Face checkpoint as a mapping of names to tensors, each read when it is asked for."""
+
+    def __init__(self, path: str | Path, device: str = "cpu") -> None:
+        self._checkpoint, self.path, self.device = Checkpoint.open(path), Path(path), device
+        coded = [name for name, entry in self._checkpoint.entries.items() if entry.dtype in CODES]
+        if coded:
+            raise PrecisionError(
+                f"{path} is an FP8 checkpoint: {coded[0]} and {len(coded) - 1} more are codes.",
+                "The reference is made from the trainer's own weights; codes are what it is compared with.",
+                "Give the BF16 checkpoint.",
+            )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        matrices = list(self._checkpoint.matrices(name))
+        return (matrices[0] if len(matrices) == 1 else torch.stack(matrices)).to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.entries)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._checkpoint.entries
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, from the files' headers."""
+        return {name: entry.shape for name, entry in self._checkpoint.entries.items()}
+
+    def config(self) -> dict[str, Any]:
+        """The ``config.json`` beside the weights."""
+        path = (self.path if self.path.is_dir() else self.path.parent) / "config.json"
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise PrecisionError(f"{path} cannot be read.", f"{error}.", "Give the folder of a Hugging Face model.") from error
+        if not isinstance(found, dict):
+            raise PrecisionError(f"{path} holds no mapping.", "A model config is one.", "Give the folder of a Hugging Face model.")
+        return found
+
+
+def read_held(path: str | Path) -> dict[str, Held]:
+    """What an engine holds: a push's receipt as JSON, or a checkpoint of codes and scales that was read back."""
+    path = Path(path)
+    if path.suffix == ".json":
+        try:
+            return told_by(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, PrecisionError):
+                raise
+            raise PrecisionError(
+                f"{path} is no receipt.", f"{type(error).__name__}: {error}.", "Write json.dumps(receipt.to_dict()) there."
+            ) from error
+    checkpoint = Checkpoint.open(path)
+    found: dict[str, Held] = {}
+    for name, entry in checkpoint.entries.items():
+        scale = checkpoint.scale_of(name) if entry.dtype in CODES else None
+        if scale is not None:
+            found[name] = (next(checkpoint.stored(name)), next(checkpoint.stored(scale)))
+        elif not name.endswith(("_scale_inv", "_scale")):
+            found[name] = next(checkpoint.stored(name))
+    checkpoint.close()
+    return found
