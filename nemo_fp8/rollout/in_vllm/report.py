@@ -33,7 +33,7 @@ def grid_report(model: torch.nn.Module) -> dict[str, LayerReport]:
         method = getattr(layer, "quant_method", None)
         if isinstance(method, (NemoFp8LinearMethod, Quantizing)):
             found[name] = LayerReport("fp8", None, _kernel(method), method.operand.block, method.other_blocks)
-        elif hasattr(method, "nemo_fp8_reason"):
+        elif method is not None and hasattr(method, "nemo_fp8_reason"):
             found[name] = LayerReport(_dtype(layer), method.nemo_fp8_reason)
     return found
 
