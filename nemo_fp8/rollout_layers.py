@@ -10,8 +10,9 @@ up; DeepSeek's two down projections; all routed experts of a layer. A unit stays
     shape     if a side does not fit the blocks (below); refused, all such units at once, if the contract is strict
 
     128x128   columns are whole blocks; so are the rows of each fused part but the last, which ends on a multiple of 32, and of
-              experts also the last: these are what vLLM's kernels take, on GPUs and CPUs
-    tensor    rows and columns are multiples of 16
+              experts also the last: these are what vLLM takes from a checkpoint, and its kernels on GPUs and CPUs
+    tensor    columns are a multiple of 128, all rows together of 32: kernels for blocks run these too
+    1x32      columns are a multiple of 32
 
 The trade-off: the rule knows whole weights and no tensor parallelism. What a rank's share of a weight cannot hold is the
 engine's to solve or to refuse, since one checkpoint serves every layout. Standard library only.
@@ -48,11 +49,11 @@ FUSED = (
 # vLLM's names of the same.
 FUSED_AS = {"qkv_proj": FUSED[0], "gate_up_proj": FUSED[3], "fused_qkv_a_proj": FUSED[5], "in_proj_qkvz": FUSED[6], "in_proj_ba": FUSED[7]}
 _FUSED_OF = {word: words for words in FUSED for word in words}
-# A stack of layers with one of these in its path is no decoder.
-_TOWER = re.compile(r"visual|vision|audio|image|speech|encoder|(^|\.)mtp(\.|$)")
+# What stands before the list of layers of a language model's decoder and nowhere else, and what says that it is another list.
+_DECODERS = frozenset({"", "model", "language_model", "transformer", "decoder", "backbone", "gpt_neox", "text_model", "llm", "thinker"})
+_TOWERS = re.compile(r"visual|vision|image|audio|speech|video|encoder|projector|resampler|mtp|eagle|draft")
 _EXPERTS = re.compile(r"^(.*?(?:^|\.)experts)(\.|$)")
-LAST_ROWS = 32
-WHOLE_TENSOR = 16
+LAST_ROWS, KERNEL_COLUMNS = 32, 128
 
 
 @dataclass(frozen=True)
@@ -141,34 +142,52 @@ def why_kept_by_name(precision: Precision, names: Sequence[str], layers: int | N
     for p in places:
         if p.kept:
             return Kept(ALWAYS, p.kept)
-    at = places[0]
-    if at.layer is None or _TOWER.search(at.container):
-        return Kept(ALWAYS, "it lies outside of the decoder, where training has no FP8 either")
     first, last = precision.first_layers, precision.last_layers
-    if layers is not None and at.layer >= layers:
-        return Kept(LAYERS, f"layer {at.layer} lies behind the {layers} layers of the decoder")
-    if layers is not None and (at.layer < first or at.layer >= layers - last):
-        return Kept(LAYERS, f"decoder layer {at.layer} of {layers}, and the contract keeps the first {first} and the last {last}")
+    layer = decoder_layer(names[0], counted=bool(first or last))
+    if layer is None:
+        return Kept(ALWAYS, "it lies outside of the decoder, where training has no FP8 either")
+    if layers is not None and layer >= layers:
+        return Kept(LAYERS, f"layer {layer} lies behind the {layers} layers of the decoder")
+    if layers is not None and (layer < first or layer >= layers - last):
+        return Kept(LAYERS, f"decoder layer {layer} of {layers}, and the contract keeps the first {first} and the last {last}")
     for name in (*names, *_in_megatron(places)):
         if precision.keeps(name):
             return Kept(KEEP, f"the contract's keep patterns match {name}")
     return None
 
 
+def decoder_layer(name: str, *, counted: bool = False) -> int | None:
+    """The number of the decoder layer that a module lies in; None where it lies in none.
+
+    ``counted``: the contract counts layers, so that a list of layers under an unknown name is an error: counting the wrong one
+    would change a model's precision in silence.
+    """
+    at = place(name)
+    path = at.container.split(".")[:-1]
+    if at.layer is None or any(_TOWERS.search(word) for word in path):
+        return None
+    if counted and not set(path) <= _DECODERS:
+        raise PrecisionError(
+            f"Cannot tell whether {name} lies in a decoder layer.",
+            "The contract counts decoder layers from the start or the end, and this list of layers has an unknown name.",
+            f"Set first_layers=0 and last_layers=0, and name the layers in keep, as in keep=('{at.container}.0.*',).",
+        )
+    return at.layer
+
+
 def misfit(precision: Precision, parts: Sequence[int], columns: int, *, experts: bool = False) -> str | None:
     """Why the contract's blocks cannot hold a matrix of these parts; None where they can. Experts' parts are split for good."""
     block = ROLLOUT_BLOCKS[precision.rollout_block]
-    if block is None:
-        wrong = [f"{n} {side}" for side, n in (("rows", sum(parts)), ("columns", columns)) if n % WHOLE_TENSOR]
-        return f"{' and '.join(wrong)} not a multiple of {WHOLE_TENSOR}" if wrong else None
-    rows, across = block
+    rows, across = block or (1, KERNEL_COLUMNS)
     if columns % across:
         return f"{columns} columns are not a multiple of {across}"
     *fused, last = parts
     for part in (*fused, last) if experts else fused:
         if part % rows:
             return f"a part of {part} rows is not a multiple of {rows}"
-    return f"{last} rows are not a multiple of {LAST_ROWS}" if last % LAST_ROWS else None
+    ending = last if rows > 1 else sum(parts)
+    step = 1 if precision.rollout_block == "1x32" else LAST_ROWS
+    return f"{ending} rows are not a multiple of {step}" if ending % step else None
 
 
 def part_names(prefix: str, fused: Mapping[str, Sequence[str]] | None = None, experts: int = 0) -> tuple[str, ...]:
@@ -291,8 +310,7 @@ def _is_matrix(name: str, shape: tuple[int, ...], experts: bool) -> bool:
 
 
 def _count_layers(tensors: Iterable[str]) -> int:
-    found = [p.layer for p in map(place, tensors) if p.layer is not None and not _TOWER.search(p.container)]
-    return max(found, default=-1) + 1
+    return max((layer for layer in map(decoder_layer, tensors) if layer is not None), default=-1) + 1
 
 
 def _problem(unit: Unit, kept: Kept, precision: Precision) -> Problem:

@@ -90,11 +90,11 @@ def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Pa
     vocabulary = _vocabulary(Path(folder))
     with tempfile.TemporaryDirectory() as work:
         out, log = Path(work, "out.json"), Path(work, "log.txt")
-        task = {"model": str(folder), "arguments": SETTINGS | dict(arguments), "vocabulary": vocabulary, "out": str(out)}
+        task = {"model": str(Path(folder).resolve()), "arguments": SETTINGS | dict(arguments), "vocabulary": vocabulary, "out": str(out)}
         with log.open("w") as file:
             # From a folder of its own: whatever lies in the current one must not be imported.
             done = subprocess.run(
-                [str(python), "-m", __name__, json.dumps(task)],
+                [str(Path(python).absolute()), "-m", __name__, json.dumps(task)],
                 env=ENVIRONMENT | os.environ,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -13,7 +13,8 @@ from nemo_fp8.numerics.quantize import quantize_reference
 from nemo_fp8.rollout.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.in_vllm import compatibility
 from nemo_fp8.rollout.in_vllm.report import grid_report
-from nemo_fp8.rollout.selection import decoder_layer, reason_to_keep
+from nemo_fp8.rollout.selection import reason_to_keep, reason_to_keep_experts
+from nemo_fp8.rollout_layers import decoder_layer
 
 QKV = ("q_proj", "k_proj", "v_proj")
 POW2 = {"weight_scale": "pow2", "activation_scale": "pow2"}
@@ -79,7 +80,6 @@ def packed(codes):
         ("qwen3", {"kernel": "decode"}, (128, 128), "fp32"),
         ("qwen3", {"rollout_block": "tensor"}, None, "fp32"),
         ("qwen3", MX, (1, 32), "e8m0"),
-        ("qwen3_odd", {}, (128, 128), "fp32"),
     ],
 )
 def test_a_linear_holds_the_codes_and_scales_of_the_reference(model, checkpoint, kind, contract, block, scale):
@@ -203,10 +203,13 @@ def test_the_operators_live_in_compiled_graphs():
 def test_first_and_last_layers_routers_and_names(model):
     report = grid_report(model("qwen3_moe", first_layers=1, last_layers=1, keep=("*layers.1*o_proj", r"re:layers\.2\..*experts")))
     stored = {name.removeprefix("model.layers."): (row.stored, row.why) for name, row in report.items()}
-    assert stored["0.self_attn.qkv_proj"] == ("bfloat16", "decoder layer 0 of 4")
-    assert stored["3.mlp.experts.routed_experts"][1] == "decoder layer 3 of 4"
-    assert stored["1.mlp.gate"] == ("bfloat16", "a router")
-    assert stored["1.self_attn.o_proj"] == stored["2.mlp.experts.routed_experts"] == ("bfloat16", "named in keep")
+    ends = "and the contract keeps the first 1 and the last 1"
+    assert stored["0.self_attn.qkv_proj"] == ("bfloat16", f"decoder layer 0 of 4, {ends}")
+    assert stored["3.mlp.experts.routed_experts"][1] == f"decoder layer 3 of 4, {ends}"
+    assert stored["1.mlp.gate"] == ("bfloat16", "routers stay in the compute dtype")
+    for name in ("1.self_attn.o_proj", "2.mlp.experts.routed_experts"):
+        assert stored[name][0] == "bfloat16"
+        assert stored[name][1].startswith("the contract's keep patterns match model.layers.")
     assert stored["1.mlp.experts.routed_experts"] == stored["2.self_attn.o_proj"] == ("fp8", None)
 
 
@@ -231,7 +234,9 @@ def test_embeddings_and_head_stay(model):
 def test_only_decoder_layers_count(name, layer):
     assert decoder_layer(name) == layer
     first = Precision(rollout="fp8", first_layers=1)
-    assert (reason_to_keep(first, name.replace(".3.", ".0."), 4, {}) is not None) == (layer is not None)
+    reason = reason_to_keep(first, name.replace(".3.", ".0."), 4, {})
+    assert reason is not None
+    assert reason.startswith("decoder layer 0 of 4") == (layer is not None)
 
 
 def test_a_list_of_layers_under_an_unknown_name_is_refused_where_layers_are_counted():
@@ -240,28 +245,37 @@ def test_a_list_of_layers_under_an_unknown_name_is_refused_where_layers_are_coun
     assert reason_to_keep(Precision(rollout="fp8"), "perceiver.layers.0.mlp", 4, {}) is None
 
 
-def test_a_pattern_that_names_half_of_a_fused_layer_is_refused():
-    packed = {"qkv_proj": [*QKV], "gate_up_proj": ["gate_proj", "up_proj"]}
-    half = Precision(rollout="fp8", keep=("*.q_proj",))
-    with pytest.raises(PrecisionError, match=r"q_proj and not .*k_proj.*\n.*fuses them into a\.qkv_proj"):
-        reason_to_keep(half, "a.qkv_proj", 4, packed)
-    assert reason_to_keep(half, "a.o_proj", 4, packed) is None
-    for pattern in ("*qkv_proj", "re:[qkv]_proj"):
-        assert reason_to_keep(Precision(rollout="fp8", keep=(pattern,)), "a.qkv_proj", 4, packed) == "named in keep"
-    with pytest.raises(PrecisionError, match="experts"):
-        reason_to_keep(Precision(rollout="fp8", keep=("*down_proj*",)), "a.experts", 4, packed, expert=True)
-    assert reason_to_keep(Precision(rollout="fp8", keep=("*experts.*_proj",)), "a.experts", 4, packed, expert=True)
+def test_a_pattern_that_names_a_part_keeps_the_whole():
+    """What vLLM fuses is in FP8 as a whole or not at all; in a checkpoint, too, and in training."""
+    packed, at = {"qkv_proj": [*QKV], "gate_up_proj": ["gate_proj", "up_proj"]}, "model.layers.2"
+    for pattern in ("*.q_proj", "*qkv_proj", "re:[qkv]_proj", "*.linear_qkv"):
+        keep = Precision(rollout="fp8", keep=(pattern,))
+        assert "keep patterns match" in reason_to_keep(keep, f"{at}.self_attn.qkv_proj", 4, packed)
+        assert reason_to_keep(keep, f"{at}.self_attn.o_proj", 4, packed) is None
+    for pattern in ("*experts.7.down_proj", "*mlp.experts", "*.experts.linear_fc2"):
+        keep = Precision(rollout="fp8", keep=(pattern,))
+        assert reason_to_keep_experts(keep, f"{at}.mlp.experts", 4, 8, 128, 256)
+    assert reason_to_keep_experts(Precision(rollout="fp8"), f"{at}.mlp.experts", 4, 8, 128, 256) is None
+
+
+def test_experts_of_a_shape_that_blocks_do_not_fit():
+    name, plain = "model.layers.2.mlp.experts", Precision(rollout="fp8")
+    assert "192 rows" in reason_to_keep_experts(plain, name, 4, 8, 192, 256)
+    with pytest.raises(PrecisionError, match="experts cannot be in FP8"):
+        reason_to_keep_experts(plain.replace(strict=True), name, 4, 8, 192, 256)
 
 
 def test_a_shape_that_kernels_do_not_take_stays_with_a_line_that_names_it(model, checkpoint, said):
     report = grid_report(build(checkpoint("qwen3_odd")))
     assert report[f"{LAYER}.mlp.down_proj"].stored == "bfloat16"
-    assert report[f"{LAYER}.mlp.gate_up_proj"].stored == "fp8"
-    assert [line for line in said if "model.layers.*.mlp.down_proj stays in the compute dtype: its 256x320" in line]
+    assert report[f"{LAYER}.mlp.gate_up_proj"].stored == report[f"{LAYER}.self_attn.qkv_proj"].stored == "bfloat16"
+    assert report[f"{LAYER}.self_attn.o_proj"].stored == "fp8"
+    assert [line for line in said if "model.layers.*.mlp.down_proj stays in the compute dtype: 320 columns" in line]
+    assert [line for line in said if "model.layers.*.self_attn.qkv_proj stays in the compute dtype: a part of 64 rows" in line]
 
 
 def test_a_strict_contract_refuses_it(checkpoint):
-    with pytest.raises(PrecisionError, match=r"model\.layers\.0\.mlp\.down_proj: a weight of 256x320 on this worker cannot be in FP8"):
+    with pytest.raises(PrecisionError, match=r"model\.layers\.0\.self_attn\.qkv_proj: a weight of 384x256 on this worker cannot be in FP8"):
         build(checkpoint("qwen3_odd"), strict=True)
     build(checkpoint("qwen3"), strict=True)
 
@@ -269,11 +283,12 @@ def test_a_strict_contract_refuses_it(checkpoint):
 # ---------------------------------------------------------------------- blocks
 
 
-def test_blocks_other_than_training_s_are_said_once(checkpoint, said):
-    report = grid_report(build(checkpoint("qwen3_odd")))
-    assert report[f"{LAYER}.self_attn.qkv_proj"].other_blocks == "row 0 of v_proj lies at row 320, inside a block of 128"
-    assert report[f"{LAYER}.self_attn.o_proj"].other_blocks is None
-    assert len([line for line in said if "qkv_proj has other blocks than the unsharded weights" in line]) == 1
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_odd", "qwen3_moe"])
+def test_on_one_worker_every_layer_has_the_blocks_of_the_unsharded_weights(checkpoint, kind):
+    """What would not stays in BF16; several workers may cut through blocks, which their reports say."""
+    report = grid_report(build(checkpoint(kind)))
+    assert {row.stored for row in report.values()} == {"fp8", "bfloat16"} if kind != "qwen3" else {"fp8"}
+    assert all(row.other_blocks is None for row in report.values())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

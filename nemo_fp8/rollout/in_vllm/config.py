@@ -21,7 +21,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.render.vllm import PLUGIN, from_plugin, options_of_plugin
 from nemo_fp8.rollout.in_vllm import experts
 from nemo_fp8.rollout.in_vllm.linear import NemoFp8LinearMethod
-from nemo_fp8.rollout.selection import reason_to_keep
+from nemo_fp8.rollout.selection import reason_to_keep, reason_to_keep_experts
 from nemo_fp8.rollout.storage import storage_of
 
 
@@ -58,10 +58,12 @@ class NemoFp8Config(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """How this layer is stored; None leaves embeddings, the head and everything unknown as they are."""
         if isinstance(layer, LinearBase):
-            reason = self._reason_to_keep(prefix)
+            reason = reason_to_keep(self.precision, prefix, self._layers(), self.packed_modules_mapping)
             return NemoFp8LinearMethod(self, prefix) if reason is None else self.unquantized(reason)
         if isinstance(layer, RoutedExperts):
-            reason = self._reason_to_keep(prefix, expert=True)
+            moe = layer.moe_config
+            inner = moe.intermediate_size_per_partition_unpadded * moe.tp_size
+            reason = reason_to_keep_experts(self.precision, prefix, self._layers(), moe.num_logical_experts, inner, moe.hidden_dim_unpadded)
             if reason is None:
                 return experts.method_for(self, layer, prefix)
             method = UnquantizedFusedMoEMethod(layer.moe_config)
@@ -84,6 +86,5 @@ class NemoFp8Config(QuantizationConfig):
             return [*names]
         return [""] if count == 1 else [f"part {i}" for i in range(count)]
 
-    def _reason_to_keep(self, prefix: str, expert: bool = False) -> str | None:
-        layers = get_current_vllm_config().model_config.hf_text_config.num_hidden_layers
-        return reason_to_keep(self.precision, prefix, layers, self.packed_modules_mapping, expert)
+    def _layers(self) -> int:
+        return int(get_current_vllm_config().model_config.hf_text_config.num_hidden_layers)

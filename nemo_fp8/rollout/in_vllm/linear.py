@@ -24,6 +24,7 @@ from nemo_fp8.rollout.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.in_vllm import kernels, ops
 from nemo_fp8.rollout.in_vllm.quantizer import quantize_weight
 from nemo_fp8.rollout.selection import in_every_layer
+from nemo_fp8.rollout_layers import misfit
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.in_vllm.config import NemoFp8Config
@@ -53,16 +54,17 @@ class NemoFp8LinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         rows, columns = sum(output_partition_sizes), input_size_per_partition
-        if not self.storage.fits(rows, columns):
-            layer.quant_method = self._unquantized(rows, columns)
+        spans = self._rows(layer, output_partition_sizes, output_size)
+        # The rule of every side, on the unsharded weight; then what kernels take of this worker's share of it.
+        reason = misfit(self.config.precision, [span.whole for span in spans], input_size)
+        if reason or not self.storage.fits(rows, columns):
+            layer.quant_method = self._unquantized(rows, columns, reason)
             layer.quant_method.create_weights(
                 layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra_weight_attrs
             )
             return
         self.sharded = (rows, columns) != (output_size, input_size)
-        self.other_blocks = other_blocks(
-            self._rows(layer, output_partition_sizes, output_size), self._columns(layer, columns, input_size), self.storage.weight.block
-        )
+        self.other_blocks = other_blocks(spans, self._columns(layer, columns, input_size), self.storage.weight.block)
         if self.other_blocks:
             logger.info_once("nemo_fp8: %s has other blocks than the unsharded weights: %s", in_every_layer(self.prefix), self.other_blocks)
         layer.logical_widths = output_partition_sizes
@@ -100,16 +102,15 @@ class NemoFp8LinearMethod(LinearMethodBase):
 
     # ------------------------------------------------------------------ shapes
 
-    def _unquantized(self, rows: int, columns: int) -> UnquantizedLinearMethod:
+    def _unquantized(self, rows: int, columns: int, reason: str | None) -> UnquantizedLinearMethod:
         high, wide = self.storage.alignment
-        what = f"{self.prefix}: a weight of {rows}x{columns} on this worker"
+        reason = reason or f"its {rows}x{columns} on this worker are no multiples of {high} rows and {wide} columns"
         if self.config.precision.strict:
             raise PrecisionError(
-                f"{what} cannot be in FP8.",
-                f"vLLM's FP8 kernels take multiples of {high} rows and {wide} columns, and the contract is strict.",
+                f"{self.prefix}: a weight of {rows}x{columns} on this worker cannot be in FP8.",
+                f"{reason[0].upper()}{reason[1:]}, and the contract is strict.",
                 f"Pad the layer, add {self.prefix!r} to keep, use fewer tensor-parallel workers, or set strict=False.",
             )
-        reason = f"its {rows}x{columns} are no multiples of {high} rows and {wide} columns"
         logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", in_every_layer(self.prefix), reason)
         return self.config.unquantized(reason)
 
