@@ -17,6 +17,7 @@ from nemo_fp8.cli.export import export
 from nemo_fp8.cli.inspect import inspect
 from nemo_fp8.cli.machines import doctor, lint, memory
 from nemo_fp8.cli.mismatch import mismatch
+from nemo_fp8.cli.rl import rl_compare
 from nemo_fp8.cli.serve import VLLM_WORDS, serve
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.terminal import print_json, print_problems
@@ -39,6 +40,7 @@ app.command()(inspect)
 app.command()(compare)
 app.command()(export)
 app.command()(mismatch)
+app.command()(rl_compare)
 app.command(context_settings=VLLM_WORDS)(serve)
 
 

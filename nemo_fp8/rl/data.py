@@ -62,7 +62,7 @@ class DemonstrationData(StoryData):
 
     def setup(self, stage: str = "") -> None:
         """Both splits, which share no problem."""
-        self._stories = {  # type: ignore[assignment]
+        self._stories: dict[str, Any] = {
             split: Demonstrations(Sorting(self.digits), split, self.samples[split], self.seq_length, self.seed)
             for split in ("train", "validation")
         }

@@ -10,6 +10,7 @@ installed; Ray and nemo_fp8 are in both.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +46,7 @@ def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
             num_cpus=actors,
             include_dashboard=False,
             log_to_driver=False,
-            logging_level="warning",
+            logging_level=logging.ERROR,
             object_store_memory=128 * 2**20,
             # What an actor started ends with it: saving a checkpoint starts a process that outlives a killed rank.
             _system_config={"process_group_cleanup_enabled": True},
@@ -96,7 +97,7 @@ class _Run:
         self.settings, self.plain = settings, settings.to_dict()
         self._trainer_env = _environment(sys.executable, _TRAINER, settings.ranks)
         env = _environment(rollout_python, rollout.ENVIRONMENT | environment(settings.precision), settings.engines)
-        actor = ray.remote(max_restarts=RESTARTS)(engine).options(runtime_env=env)
+        actor: Any = ray.remote(max_restarts=RESTARTS)(engine).options(runtime_env=env)
         self.engines = [actor.remote(self.plain) for _ in range(settings.engines)]
         self.ranks: list[Any] = []
 
@@ -149,7 +150,7 @@ def _all_or_error(answers: Sequence[Any], follow: Callable[[], None]) -> list[An
             done += ray.wait(waiting, num_returns=len(waiting), timeout=GRACE)[0] if waiting else []
             errors = [error for answer in done if (error := _error(answer))]
             raise next((error for error in errors if isinstance(error, RayActorError)), errors[0])
-    return ray.get(list(answers))  # type: ignore[no-any-return]
+    return ray.get(list(answers))
 
 
 def _error(answer: Any) -> Exception | None:

@@ -54,11 +54,11 @@ class Grpo:
         return found
 
 
-class GrpoLlama(Grpo, llm.LlamaModel):  # type: ignore[misc]
+class GrpoLlama(Grpo, llm.LlamaModel):
     """NeMo's Llama as a policy."""
 
 
-class GrpoReduction(MegatronLossReduction):  # type: ignore[type-arg]
+class GrpoReduction(MegatronLossReduction):
     """GRPO's loss, the mean over all tokens of a step whatever ranks and micro-batches hold them."""
 
     def __init__(self, loss: GrpoLoss) -> None:
@@ -77,7 +77,7 @@ class GrpoReduction(MegatronLossReduction):  # type: ignore[type-arg]
         return _mean_over_ranks(torch.stack([row["loss"] for row in losses_reduced_per_micro_batch]).mean())
 
 
-class _TokenLogProbs(MegatronLossReduction):  # type: ignore[type-arg]
+class _TokenLogProbs(MegatronLossReduction):
     """No loss: the log-probs themselves."""
 
     def forward(self, batch: _Batch, forward_out: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -90,7 +90,7 @@ class _TokenLogProbs(MegatronLossReduction):  # type: ignore[type-arg]
 def _mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     group = parallel_state.get_data_parallel_group()
     torch.distributed.all_reduce(value, group=group)
-    return value / group.size()
+    return value / float(group.size())
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from nemo_fp8.rl.settings import GrpoSettings
@@ -23,7 +24,7 @@ class TrainerRank:
         """Where the ranks meet, if this is rank 0: an address and a free port of its machine."""
         import ray
 
-        address = ray.util.get_node_ip_address()
+        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         with socket.socket() as free:
             free.bind((address, 0))
             return address, int(free.getsockname()[1])
@@ -41,7 +42,7 @@ class TrainerRank:
         from nemo_fp8.rl.loop import GrpoLoop
 
         self._join(meeting)
-        fit_policy(self.settings, base, GrpoLoop(self.settings, base, engines))
+        fit_policy(self.settings, Path(base), GrpoLoop(self.settings, base, engines))
 
     def _join(self, meeting: tuple[str, int]) -> None:
         """The environment that torchrun would give; each rank is alone in its actor, so ranks of one machine are counted as one each."""

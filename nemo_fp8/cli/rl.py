@@ -1,0 +1,99 @@
+"""``nemo-fp8 rl-compare``: which contracts, which seeds, and how to show it. Light until it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nemo_fp8.cli.options import Html, Json
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.terminal import print_json, print_notes, print_table
+
+if TYPE_CHECKING:
+    from nemo_fp8.rl.compare import RlComparison
+    from nemo_fp8.rl.driver import OnStep
+
+
+def rl_compare(
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where runs lie; those that are there go on.")] = Path("rl-compare"),
+    seeds: Annotated[str, typer.Option(metavar="LIST", help="Seeds, separated by commas.")] = "1,2,3",
+    steps: Annotated[int, typer.Option(min=2, help="GRPO steps of each run.")] = 80,
+    variants: Annotated[str, typer.Option(metavar="LIST", help="Some of them, by commas; all where not given.")] = "",
+    one_step_off: Annotated[bool, typer.Option("--one-step-off", help="Sample the next step's answers while a step trains.")] = False,
+    rollout_python: Annotated[str | None, typer.Option(metavar="FILE", help="The Python that has vLLM; .venv-rollout's.")] = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """GRPO with BF16 or FP8 in training and rollout: reward, validation accuracy, KL, mismatch, and where the time goes."""
+    from nemo_fp8.rl.compare import VARIANTS, run_rl_comparison
+    from nemo_fp8.rl.settings import GrpoSettings
+
+    numbers = _numbers(seeds)
+    names = [name.strip() for name in variants.split(",")] if variants else list(VARIANTS)
+    if html is not None:  # before minutes are spent on training
+        from nemo_fp8.report.figures import require_matplotlib
+
+        require_matplotlib()
+    template = GrpoSettings(folder=str(folder.absolute()), base="", steps=steps, one_step_off=one_step_off)
+    with _bars(len(names) * len(numbers), steps) as on_run:
+        comparison = run_rl_comparison(template, seeds=numbers, variants=names, rollout_python=rollout_python, on_run=on_run)
+    if as_json:
+        print_json(comparison.to_dict())
+    else:
+        _print(comparison)
+    if html is not None:
+        from nemo_fp8.report.rl_page import rl_page
+
+        print_notes([f"The report is in {rl_page(comparison).write(html)}."])
+
+
+def _numbers(seeds: str) -> list[int]:
+    try:
+        return [int(seed) for seed in seeds.split(",")]
+    except ValueError as error:
+        raise PrecisionError(f"--seeds {seeds!r} is no list of numbers.", f"{error}.", "Write --seeds 1,2,3.") from error
+
+
+@contextmanager
+def _bars(runs: int, steps: int) -> Iterator[Callable[[str, int], OnStep]]:
+    """Two progress bars on stderr: all runs, and the steps of the present one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        everything = bars.add_task("", total=runs)
+        each = bars.add_task("", total=steps)
+
+        def on_run(variant: str, seed: int) -> OnStep:
+            bars.reset(each, description=f"{variant}, seed {seed}: starting")
+
+            def on_step(row: dict[str, Any]) -> None:
+                reward = f": reward {row['reward']:.2f}" if "reward" in row else ""
+                bars.update(each, completed=row["step"], description=f"{variant}, seed {seed}{reward}")
+                if row["step"] == steps:
+                    bars.advance(everything)
+
+            return on_step
+
+        yield on_run
+
+
+def _print(comparison: RlComparison) -> None:
+    rows = []
+    for variant in comparison.variants:
+        s = comparison.summary(variant)
+        points = None if s["points_to_baseline"] is None else f"{s['points_to_baseline']:+.1f}"
+        accuracy = f"{100 * s['base_accuracy']:.1f}", f"{100 * s['final_accuracy']:.1f}"
+        errors = f"{s['token_mult_prob_error']:.4f}", f"{s['gen_kl_error']:.1e}"
+        rows.append((variant, *accuracy, points, f"{s['kl']:.3f}", *errors, f"{sum(s['seconds'].values()):.1f}"))
+    seeds = len({run.seed for run in comparison.runs})
+    caption = (
+        f"{comparison.settings.steps} steps, {seeds} seed{'s' if seeds > 1 else ''}. Accuracy on held-out problems in %, of the base model "
+        "and at the end; points to bf16-bf16. Prob error and gen KL: NeMo RL's token_mult_prob_error and gen_kl_error, mean over steps."
+    )
+    print_table(("training-rollout", "base", "end", "points", "KL", "prob error", "gen KL", "s/step"), rows, caption)
