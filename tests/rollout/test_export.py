@@ -1,0 +1,136 @@
+"""Exported checkpoints in real vLLM: they load, hold the layers that the plugin holds, and give the same bits as quantizing on the fly."""
+
+import json
+import sys
+
+import pytest
+import torch
+from rollout.engines import fp8, log_probs
+from safetensors.torch import load_file
+
+from nemo_fp8 import Precision
+from nemo_fp8.export import HuggingFace, export, verify
+from nemo_fp8.rollout_layers import Selection
+
+FP32 = Precision(rollout="fp8")
+POW2 = FP32.replace(weight_scale="pow2", activation_scale="pow2")
+WORKER = {"worker_extension_cls": "nemo_fp8.rollout.in_vllm.worker.NemoFp8Worker"}
+
+
+def exported(source, folder, precision, **how):
+    done = export(HuggingFace.open(source), folder, precision, **how)
+    assert verify(done.plan, folder).holds
+    return done.plan.selection
+
+
+def fields(precision):
+    return {name: value for name, (_, value) in Precision(rollout="fp8").diff(precision).items()}
+
+
+def chosen(selection: Selection):
+    """The selection as vLLM's layers: parts under the name of what they are fused into."""
+    return {unit.names[0] for unit in selection.units}
+
+
+def in_fp8(llm):
+    (layers,) = llm.collective_rpc("nemo_fp8_report")
+    return {name for name, about in layers.items() if about["stored"] == "fp8"}
+
+
+def test_an_export_and_the_source_on_the_fly_are_bitwise_equal(engine, checkpoint, tmp_path):
+    """With power-of-two scales, whose canonical codes are not those that the plugin holds; their values are."""
+    precision = POW2.replace(first_layers=1, keep=("*.layers.2.*q_proj", "*.layers.3.mlp.down_proj"))
+    selection = exported(checkpoint("qwen3"), tmp_path / "out", precision)
+    fly = engine(checkpoint("qwen3"), **fp8(**fields(precision)))
+    assert in_fp8(fly) == chosen(selection)
+    right = log_probs(fly)
+    assert right.isfinite().all()
+    assert torch.equal(log_probs(engine(tmp_path / "out")), right)
+
+
+def test_the_real_compressed_tensors_reads_the_config(checkpoint, tmp_path):
+    """The library's own classes accept it, and mean by it what the contract means."""
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStrategy
+
+    precision = FP32.replace(first_layers=1)
+    exported(checkpoint("qwen3"), tmp_path / "out", precision, layout="compressed-tensors")
+    written = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    read = QuantizationConfig.model_validate(written)
+    (scheme,) = read.config_groups.values()
+    assert (scheme.weights.num_bits, scheme.weights.type, scheme.weights.symmetric) == (8, "float", True)
+    assert (scheme.weights.strategy, scheme.weights.block_structure) == (QuantizationStrategy.BLOCK, [128, 128])
+    assert (scheme.input_activations.strategy, scheme.input_activations.group_size) == (QuantizationStrategy.GROUP, 128)
+    assert scheme.input_activations.dynamic is True
+    assert scheme.targets == ["Linear"]
+    assert set(read.ignore) == {n.removesuffix(".weight") for n, t in load_file(tmp_path / "out/model.safetensors").items() if kept(n, t)}
+    assert read.format == "float-quantized"
+
+
+def kept(name, tensor):
+    return tensor.dtype == torch.bfloat16 and tensor.dim() == 2 and "embed" not in name
+
+
+def test_transformers_decodes_what_we_encoded(checkpoint, tmp_path):
+    """transformers' own FP8 loader, on a CPU, where it dequantizes: every weight to the bit."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    exported(checkpoint("qwen3"), tmp_path / "fp8", POW2.replace(first_layers=1))
+    back = export(HuggingFace.open(tmp_path / "fp8"), tmp_path / "bf16", Precision()).folder
+    settings = FineGrainedFP8Config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", quantization_config=settings, dtype=torch.bfloat16)
+    theirs, ours = model.state_dict(), load_file(back / "model.safetensors")
+    assert ours.keys() <= theirs.keys()
+    assert all(torch.equal(theirs[name].bfloat16(), value) for name, value in ours.items())
+
+
+# ---------------------------------------------------------------------- many engines
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["deepseek", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "llama_tied", "qwen3_moe"])
+def test_every_model_in_every_layout(engine, checkpoint, tmp_path, kind, layout):
+    selection = exported(checkpoint(kind), tmp_path / "out", FP32, layout=layout)
+    fly = engine(checkpoint(kind), **fp8())
+    assert in_fp8(fly) == chosen(selection)
+    assert torch.equal(log_probs(engine(tmp_path / "out")), log_probs(fly))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_power_of_two_scales(engine, checkpoint, tmp_path, kind):
+    exported(checkpoint(kind), tmp_path / "out", POW2)
+    assert torch.equal(log_probs(engine(tmp_path / "out")), log_probs(engine(checkpoint(kind), **fp8(**fields(POW2)))))
+
+
+@pytest.mark.long
+def test_odd_shapes_stay_in_bf16_on_both_sides(engine, checkpoint, tmp_path):
+    """K of 64 rows, and an MLP of 320: nothing that vLLM would refuse to load, and nothing that differs."""
+    selection = exported(checkpoint("qwen3_odd"), tmp_path / "out", FP32)
+    assert len(selection.misaligned) == 4 * 3
+    fly = engine(checkpoint("qwen3_odd"), **fp8())
+    assert in_fp8(fly) == chosen(selection)
+    assert torch.equal(log_probs(engine(tmp_path / "out")), log_probs(fly))
+
+
+@pytest.mark.long
+def test_the_command_verifies_with_vllm(checkpoint, tmp_path, monkeypatch, capsys):
+    from nemo_fp8.cli import main
+
+    words = [
+        "export",
+        str(checkpoint("qwen3")),
+        str(tmp_path / "out"),
+        "--precision",
+        "bf16_with_fp8_blockwise_mixed",
+        "--verify",
+        "--json",
+    ]
+    monkeypatch.setattr(sys, "argv", ["nemo-fp8", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    assert found["certificate"]["holds"]
+    assert found["vllm"]["bitwise_equal"]
+    assert found["vllm"]["compared"] > 2000
