@@ -1,8 +1,10 @@
 """Pushes into real engines: bitwise a fresh engine's, refused before the first byte, restored after a death, over HTTP too."""
 
 import json
+import re
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,3 +219,11 @@ def test_a_server_takes_pushes(checkpoint, weights, tmp_path):
         with pytest.raises(urllib.error.HTTPError) as forbidden:
             urllib.request.urlopen(request, timeout=10)
         assert forbidden.value.code == 403
+
+
+def test_the_page_is_true(run, weights):
+    """Every snippet of docs/refit.md that needs vLLM, from the top, against one engine."""
+    page = (Path(__file__).parents[2] / "docs/refit.md").read_text()
+    names = {"llm": run("qwen3")[0], "weights": weights("qwen3", 1)}
+    for snippet in re.findall(r"^```python rollout\n(.*?)^```", page, re.M | re.S):
+        exec(compile(snippet, "docs/refit.md", "exec"), names)

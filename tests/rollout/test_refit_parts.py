@@ -48,11 +48,13 @@ def test_a_tensor_that_was_not_announced_is_refused():
             list(cut([(name, tensor)], manifest, lambda: torch.zeros(10**6, dtype=torch.uint8)))
 
 
+BAD_ROWS = [None, ["a", "bfloat16"], ["", "bfloat16", [1]], ["a", "int64", [1]], ["a" * 5000, "bfloat16", [1]]]
+BAD_SHAPES = [[-1], [0], [1.5], [2**40] * 3, [1] * 9, "11", None]
+
+
 @pytest.mark.parametrize(
-    "rows",
-    [None, [], [["a", "bfloat16"]], [["", "bfloat16", [1]]], [["a", "int64", [1]]], [["a", "bfloat16", [-1]]], [["a", "bfloat16", [2**40] * 3]],
-     [["a", "bfloat16", [1.5]]], [["a", "bfloat16", [1]], ["a", "bfloat16", [1]]], [["a" * 5000, "bfloat16", [1]]], [["a", "bfloat16", [1] * 9]]],
-)  # fmt: skip
+    "rows", [None, [], [["a", "bfloat16", [1]]] * 2, *([row] for row in BAD_ROWS), *([["a", "bfloat16", s]] for s in BAD_SHAPES)]
+)
 def test_a_manifest_from_outside_is_not_believed(rows):
     with pytest.raises(PrecisionError):
         Manifest.from_plain(rows)

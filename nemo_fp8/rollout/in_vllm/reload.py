@@ -176,7 +176,7 @@ class NemoFp8Refit:
             "refused": [[p.what, p.why, p.remedy] for p in plan.problems],
             "unrouted": unrouted,
             "known": [i for i in unrouted if own and manifest[i].name in own[0].places],
-            "missing": [*_names_of(missing, own, manifest)],
+            "missing": [*names_of(missing, own, manifest)],
             "whole": sorted(plan.whole),
             "tied": [*plan.routes.aliases],
             "mixed": self._refit_mixed,
@@ -198,10 +198,7 @@ class NemoFp8Refit:
         """End a push; only now are all weights the new ones."""
         session = self._refit_open(message)
         facts = session.finish()
-        layers: list[Any] = [*session.plan.model.modules()]
-        for layer in layers:
-            if is_deferred_attention_layer(layer):  # what it derives from weights, it derives again
-                layer.process_weights_after_loading(self.vllm_config.model_config.dtype)
+        process_attention(session.plan.model, self.vllm_config)
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
@@ -246,7 +243,15 @@ class NemoFp8Refit:
         return None if manifest is None else (manifest, record(self.model_runner.get_model(), manifest))
 
 
-def _names_of(missing: list[tuple[Target, int]], own: tuple[Manifest, Routes] | None, manifest: Manifest) -> Iterator[str]:
+def process_attention(model: torch.nn.Module, config: Any) -> None:
+    """What attention derives from weights at load, it derives again."""
+    layers: list[Any] = [*model.modules()]
+    for layer in layers:
+        if is_deferred_attention_layer(layer):
+            layer.process_weights_after_loading(config.model_config.dtype)
+
+
+def names_of(missing: list[tuple[Target, int]], own: tuple[Manifest, Routes] | None, manifest: Manifest) -> Iterator[str]:
     """What a push lacks, as the trainer calls it where that is known."""
     for target, elements in missing:
         if own is None:
