@@ -70,17 +70,21 @@ def kept(name, tensor):
     return tensor.dtype == torch.bfloat16 and tensor.dim() == 2 and "embed" not in name
 
 
-def test_transformers_decodes_what_we_encoded(checkpoint, tmp_path):
-    """transformers' own FP8 loader, on a CPU, where it dequantizes: every weight to the bit."""
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+def test_the_real_compressed_tensors_decodes_what_we_encoded(checkpoint, tmp_path):
+    """Its own dequantization, under its own reading of our config: every weight to the bit."""
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-    exported(checkpoint("qwen3"), tmp_path / "fp8", POW2.replace(first_layers=1))
+    exported(checkpoint("qwen3"), tmp_path / "fp8", FP32.replace(weight_scale="pow2"), layout="compressed-tensors")
     back = export(HuggingFace.open(tmp_path / "fp8"), tmp_path / "bf16", Precision()).folder
-    settings = FineGrainedFP8Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", quantization_config=settings, dtype=torch.bfloat16)
-    theirs, ours = model.state_dict(), load_file(back / "model.safetensors")
-    assert ours.keys() <= theirs.keys()
-    assert all(torch.equal(theirs[name].bfloat16(), value) for name, value in ours.items())
+    config = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"].weights
+    written, ours = (load_file(folder / "model.safetensors") for folder in (tmp_path / "fp8", back))
+    codes = {name: value for name, value in written.items() if value.dtype == torch.float8_e4m3fn}
+    assert len(codes) == 4 * 7
+    for name, value in codes.items():
+        theirs = dequantize(value, written[f"{name}_scale"], args=scheme, dtype=torch.bfloat16)
+        assert torch.equal(theirs, ours[name])
 
 
 # ---------------------------------------------------------------------- many engines
