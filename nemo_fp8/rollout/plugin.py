@@ -21,6 +21,10 @@ def register() -> None:
 
     wrong = compatibility.misfits()
     register_quantization_config(PLUGIN)(_refusing(compatibility.error_of(wrong)) if wrong else _config())
+    if not wrong:
+        from nemo_fp8.rollout.in_vllm import reload_transfer
+
+        reload_transfer.register()
 
 
 def _config() -> type:

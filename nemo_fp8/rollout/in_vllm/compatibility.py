@@ -47,6 +47,7 @@ _LAYERS = "vllm.model_executor.layers"
 _QUANTIZATION = f"{_LAYERS}.quantization"
 _UTILS = f"{_QUANTIZATION}.utils.quant_utils"
 _RELOAD = "vllm.model_executor.model_loader.reload"
+_TRANSFER = "vllm.distributed.weight_transfer"
 _CREATE_LINEAR = (
     "layer", "input_size_per_partition", "output_partition_sizes", "input_size", "output_size", "params_dtype", "extra_weight_attrs",
 )  # fmt: skip
@@ -98,6 +99,7 @@ INTERNALS = (
     Internal(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
     Internal(f"{_LAYERS}.attention", "is_deferred_attention_layer"),
     Internal(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
+    Internal(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls", "class_name")),
 )  # fmt: skip
 
 
