@@ -1,0 +1,102 @@
+"""One case of the long matrix, in a process of its own: pushes into an engine, held against a fresh one.
+
+    python tests/rollout/refit_matrix.py EXECUTOR KIND FIELDS PUSHES ANSWER FOLDER
+
+Two checkpoints are pushed in turns. Every push must have the fingerprint of the first of its kind, the last of each must
+answer as a fresh engine does, bit by bit, and the workers' memory must not grow. Ray on a CPU needs the shim of
+``several_workers.py``; on GPUs nothing of it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+EXECUTORS = {"one": None, "mp": "mp", "ray": "ray", "ray_before_v2": "ray"}
+
+
+def run(executor, kind, fields, pushes=4):
+    """The answer of a case."""
+    with tempfile.TemporaryDirectory() as place:
+        answer = Path(place) / "answer.json"
+        paths = [str(HERE / "ray_on_cpu"), str(HERE.parent), str(HERE.parents[1])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_USAGE_STATS_ENABLED": "0"}
+        if executor == "ray_before_v2":
+            environment["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
+        command = [sys.executable, __file__, executor, kind, json.dumps(fields), str(pushes), str(answer), place]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+        assert answer.exists(), (done.stdout + done.stderr)[-4000:]
+        return json.loads(answer.read_text())
+
+
+def resident(pids):
+    return sum(
+        int(line.split()[1]) for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")
+    )
+
+
+def main(executor, kind, fields, pushes, answer, place):
+    import psutil
+    import torch
+    from rollout import engines, models
+    from safetensors.torch import load_file
+
+    from nemo_fp8.rollout import Refit
+
+    fields, pushes, backend = json.loads(fields), int(pushes), EXECUTORS[executor]
+    if backend == "ray":
+        import ray
+
+        ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20)
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    arguments = engines.fp8(**fields)
+    if backend:
+        arguments |= {"tensor_parallel_size": 2, "distributed_executor_backend": backend}
+    folders = [models.write(Path(place) / f"seed{seed}", kind, seed) for seed in (0, 1)]
+    weights = [load_file(folder / "model.safetensors") for folder in folders]
+    llm = engines.start(folders[0], **arguments)
+    refit, prints, sizes = Refit(llm, chunk=2**20), [set(), set()], []
+    asked = [engines.log_probs(llm, 1, 200), None]
+    receipt = None
+    for i in range(pushes):
+        seed = (i + 1) % 2
+        receipt = refit.push(weights[seed], verify=i < 2).require()
+        prints[seed].add(receipt.fingerprint)
+        if i < 2 or i >= pushes - 2:
+            now = engines.log_probs(llm, 1, 200)
+            assert asked[seed] is None or torch.equal(now, asked[seed]), f"push {i} answers otherwise than before"
+            asked[seed] = now
+        workers = [p.pid for p in psutil.process_iter(["name", "cmdline"]) if _is_worker(p)]
+        sizes.append(resident(workers))
+    engines.stop(llm)
+    fresh = engines.start(folders[1], **arguments)
+    bitwise = bool(torch.equal(engines.log_probs(fresh, 1, 200), asked[1]))
+    engines.stop(fresh)
+    told = {
+        "bitwise": bitwise,
+        "prints": [len(p) for p in prints],
+        "rss_kb": sizes,
+        "workers": receipt.workers,
+        "misaligned": len(receipt.misaligned),
+    }
+    Path(answer).write_text(json.dumps(told))
+    if backend == "ray":
+        ray.shutdown()
+
+
+def _is_worker(process):
+    """A worker of this engine: a child of this process, or of the Ray that it started."""
+    import psutil
+
+    try:
+        mine = os.getpid() in [parent.pid for parent in process.parents()]
+        return mine and ("VLLM::Worker" in process.name() or "RayWorker" in process.name() or "ray::" in process.name())
+    except psutil.Error:
+        return False
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,65 @@
+"""The whole matrix of pushes, each case with two engine starts: dense and MoE, tied and not, both scales, every executor."""
+
+import pytest
+import torch
+from rollout import refit_matrix
+from rollout.engines import fp8, log_probs
+from safetensors.torch import load_file
+
+from nemo_fp8.rollout import Refit
+
+KINDS = ("qwen3", "llama", "llama_tied", "qwen3_moe")
+EXECUTORS = ("one", "mp", "ray", "ray_before_v2")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("scale", ["fp32", "pow2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pushes_are_bitwise_a_fresh_engine(kind, scale, executor):
+    told = refit_matrix.run(executor, kind, {"weight_scale": scale})
+    assert told["bitwise"]
+    assert told["prints"] == [1, 1]
+    assert told["workers"] == (1 if executor == "one" else 2)
+
+
+@pytest.mark.long
+def test_fifty_pushes_leave_memory_flat():
+    told = refit_matrix.run("one", "qwen3", {}, pushes=50)
+    assert told["bitwise"]
+    assert told["prints"] == [1, 1]
+    after_warm_up, at_end = told["rss_kb"][9], told["rss_kb"][-1]
+    assert after_warm_up > 0
+    assert at_end - after_warm_up < 2048, told["rss_kb"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fields", [{"rollout_block": "tensor"}, {"kernel": "decode"}, {"activations": "emulated"}], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_every_way_to_store_weights(engine, checkpoint, kind, fields):
+    llm = engine(checkpoint(kind, 0), **fp8(**fields))
+    Refit(llm).push(load_file(checkpoint(kind, 1) / "model.safetensors"), verify=True).require()
+    pushed = log_probs(llm, 1, 200)
+    fresh = engine(checkpoint(kind, 1), **fp8(**fields))
+    assert torch.equal(pushed, log_probs(fresh, 1, 200))
+
+
+@pytest.mark.long
+def test_scales_of_an_fp8_cache_come_along(engine, checkpoint):
+    """Pushed scales change the answers, are what a calibrated engine would have, and go with the weights."""
+    llm = engine(checkpoint("qwen3", 0), **fp8(kv_cache="fp8"), kv_cache_dtype="fp8")
+    weights = load_file(checkpoint("qwen3", 0) / "model.safetensors")
+    plain = log_probs(llm, 1, 200)
+    scales = {f"model.layers.{i}.self_attn.attn.{which}_scale": torch.tensor(0.05) for i in range(4) for which in "kv"}
+    receipt = Refit(llm).push(weights | scales).require()
+    assert sum(t.kind == "kv scale" for t in receipt.tensors) == 8
+    scaled = log_probs(llm, 1, 200)
+    assert not torch.equal(scaled, plain)
+    Refit(llm).push(weights)  # without scales, those of the engine stay
+    assert torch.equal(log_probs(llm, 1, 200), scaled)
+    Refit(llm).push(weights | {name: torch.tensor(1.0) for name in scales})
+    assert torch.equal(log_probs(llm, 1, 200), plain)
+    with pytest.raises(Exception, match="divided by it"):
+        Refit(llm).push(weights | {name: torch.tensor(0.0) for name in scales})
+    Refit(llm).push(weights | scales)
+    assert torch.equal(log_probs(llm, 1, 200), scaled)
