@@ -42,7 +42,9 @@ def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
     if address is not None:
         ray.init(address=address, log_to_driver=False)
     else:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
+            _node_ip_address="127.0.0.1",
             num_cpus=actors,
             include_dashboard=False,
             log_to_driver=False,

@@ -66,7 +66,7 @@ class GrpoSettings:
     digits: int = 8
     policy: PolicySize = field(default_factory=PolicySize)
 
-    base_steps: int = 600
+    base_steps: int = 200
     """Steps on demonstrations that make the base model."""
     base_batch: int = 64
     base_lr: float = 2e-3
@@ -77,7 +77,7 @@ class GrpoSettings:
     answers: int = 8
     """Answers that are sampled for each problem."""
     temperature: float = 1.0
-    lr: float = 3e-4
+    lr: float = 1e-4
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_beta: float = 0.005

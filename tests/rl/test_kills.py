@@ -1,0 +1,62 @@
+"""Everything that can be killed is killed in one run, and the curve is that of a run that was left alone. Minutes: see `make test-long`."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rl import actors
+
+from nemo_fp8.presets import preset
+from nemo_fp8.rl.record import read_record
+from nemo_fp8.rl.settings import GrpoSettings
+
+SCRIPT = Path(__file__).with_name("run_and_kill.py")
+
+
+def run(settings, **kills):
+    """The exit code of a driver, and what was in its processes' shared memory."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, SCRIPT, json.dumps(settings.to_dict()), json.dumps(kills)], env=environment)
+    names = set()
+    while process.poll() is None:
+        names |= actors.shared_memory()
+        time.sleep(0.5)
+    return process.returncode, names
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("one_step_off", [False, True])
+def test_a_killed_run_has_the_curve_of_one_left_alone(one_step_off, tmp_path):
+    alone = GrpoSettings(
+        folder=str(tmp_path / "alone"),
+        base=str(tmp_path / "base"),
+        precision=preset("bf16_with_fp8_blockwise_mixed"),
+        digits=4,
+        base_steps=60,
+        steps=7,
+        problems=16,
+        validation=64,
+        validate_every=7,
+        one_step_off=one_step_off,
+    )
+    killed = replace(alone, folder=str(tmp_path / "killed"))
+    assert run(alone)[0] == 0
+    code, names = run(killed, **{"1": "RolloutEngine", "2": "TrainerRank", "4": "driver"})
+    assert code == -9
+    code, more = run(killed)
+    assert code == 0
+    time.sleep(5)  # Ray ends what is left of the driver's session
+    assert not (names | more) & set(os.listdir("/dev/shm"))
+
+    rows, others = read_record(alone.record), read_record(killed.record)
+    assert [r["step"] for r in rows] == [r["step"] for r in others] == list(range(8))
+    assert sum(r["engine_restarts"] for r in others) == 1
+    for row, other in zip(rows[:-1], others[:-1], strict=True):
+        assert other["reward"] == pytest.approx(row["reward"], abs=0.15)
+    assert others[-1]["validation_accuracy"] == pytest.approx(rows[-1]["validation_accuracy"], abs=0.1)
