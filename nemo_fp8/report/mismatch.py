@@ -13,12 +13,12 @@ from nemo_fp8.rollout.mismatch.files import Recording
 
 # metric -> what it says, in a line.
 MEANING = {
-    "token_mult_prob_error": "mean exp|t - g|; 1 where both agree",
-    "gen_kl_error": "KL of the rollout from the trainer",
-    "policy_kl_error": "KL of the trainer from the rollout",
-    "js_divergence_error": "JS divergence, mean log cosh((t - g) / 2)",
-    "sampling_importance_ratio": "mean exp(t - g); 1 without bias",
-    "is_oob_ratio": "share out of the bounds of the correction",
+    "token_mult_prob_error": "mean exp|t - g|",
+    "gen_kl_error": "KL(g || t)",
+    "policy_kl_error": "KL(t || g)",
+    "js_divergence_error": "mean log cosh((t - g) / 2)",
+    "sampling_importance_ratio": "mean exp(t - g)",
+    "is_oob_ratio": "share out of bounds",
 }
 
 

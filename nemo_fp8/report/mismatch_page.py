@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -127,7 +126,8 @@ def _tail(page: Page, mismatch: Mismatch, predicted: LogProbs | None) -> None:
     with drawing(9, 3) as (figure, axes):
         for side, style in [(mismatch.pair, OBSERVED), *([(predicted, PREDICTED)] if predicted is not None else [])]:
             sizes, shares = tail(side)
-            kept = [(size, 100 * share) for size, share in zip(sizes, shares, strict=True) if size > 0 and math.isfinite(size)]
+            least = 1e-3 * max(sizes)  # further left there is nothing but 100%
+            kept = [(size, 100 * share) for size, share in zip(sizes, shares, strict=True) if size > least]
             if kept:
                 axes[0, 0].plot(*zip(*kept, strict=True), **style)
         axes[0, 0].set(xscale="log", yscale="log", xlabel="|log-ratio|", ylabel="% of tokens that are larger")

@@ -147,7 +147,7 @@ class _Search:
         if isinstance(expected, Quantized):
             q = expected
             yield "zeroed", "all scales are zero", lambda: replace(q, scale_inv=torch.zeros_like(q.scale_inv))
-            yield "zeroed", "all codes are zero", lambda: replace(q, data=torch.zeros_like(q.data.view(torch.uint8)).view(q.data.dtype))
+            yield "zeroed", "all weights are zero", lambda: self._like(q, torch.zeros_like(self.weights[name]))
             if self.operand is not None and self.operand.scale in _OTHER:
                 other = replace(self.operand, scale=_OTHER[self.operand.scale])
                 detail = f"{_words(other.scale)} scales, and the contract says {_words(self.operand.scale)}"
