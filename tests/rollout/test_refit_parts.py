@@ -1,5 +1,6 @@
 """What a push is made of, without an engine: manifests, chunks, shared memory, fingerprints, the receipt's words."""
 
+import json
 import os
 import signal
 import subprocess
@@ -79,35 +80,39 @@ def test_shared_memory_is_private_and_says_no_to_what_it_is_not(tmp_path):
         for offset, shape in ((-64, (1,)), (0, (4097,)), (4090, (10,)), (1, (1,))):
             with pytest.raises(PrecisionError, match="does not lie inside"):
                 opened.read(offset, torch.uint8 if offset != 1 else torch.float32, shape)
-        for wrong in ({"size": 8192}, {"fd": 10_000}, {"pid": -1}, {"pid": "1"}, {"size": True}):
+        for wrong in ({"size": 8192}, {"fd": 10_000}, {"pid": -1}, {"pid": "1"}, {"size": True}, {"name": "nemo_fp8-refit-0"}, {"name": 1}):
             with pytest.raises(PrecisionError, match="refused"):
                 Opened(shared.handle | wrong)
         with open(tmp_path / "secret", "wb") as file:
             file.write(b"x" * 4096)
             file.flush()
-            with pytest.raises(PrecisionError, match="not memory that a Refit made"):
-                Opened({"pid": os.getpid(), "fd": file.fileno(), "size": 4096})
+            with pytest.raises(PrecisionError, match="not the memory that a Refit made"):
+                Opened(shared.handle | {"fd": file.fileno()})
     finally:
+        handle = shared.handle
         shared.close()
+    again = Shared(4096)  # most likely under the same number
+    assert again.handle != handle
     with pytest.raises(PrecisionError, match="refused"):
-        Opened({"pid": os.getpid(), "fd": 999, "size": 4096})
+        Opened(handle)
+    again.close()
 
 
 def test_a_killed_sender_leaves_nothing_behind():
     code = (
         "import sys, time; from nemo_fp8.rollout.refit.memory import Shared; s = Shared(1 << 20); s.tensor.fill_(7);"
-        "print(s.handle['pid'], s.handle['fd'], flush=True); time.sleep(60)"
+        "import json; print(json.dumps(s.handle), flush=True); time.sleep(60)"
     )
     before = set(os.listdir("/dev/shm"))
     sender = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    pid, fd = map(int, sender.stdout.readline().split())
-    opened = Opened({"pid": pid, "fd": fd, "size": 1 << 20})
+    handle = json.loads(sender.stdout.readline())
+    opened = Opened(handle)
     sender.send_signal(signal.SIGKILL)
     sender.wait()
     assert int(opened.read(0, torch.uint8, (1 << 20,)).sum()) == 7 << 20  # what is open can be read to the end
     assert set(os.listdir("/dev/shm")) <= before
     with pytest.raises(PrecisionError, match="cannot be opened"):
-        Opened({"pid": pid, "fd": fd, "size": 1 << 20})
+        Opened(handle)
 
 
 def test_a_fingerprint_depends_on_every_bit_and_not_on_the_cuts():

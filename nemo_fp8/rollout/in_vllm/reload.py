@@ -27,7 +27,7 @@ from nemo_fp8.rollout.in_vllm.reload_layouts import Facts
 from nemo_fp8.rollout.in_vllm.reload_plan import Plan, of_checkpoint
 from nemo_fp8.rollout.in_vllm.reload_routes import Box, Routes, Target, record
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Manifest
-from nemo_fp8.rollout.refit.memory import Opened
+from nemo_fp8.rollout.refit.memory import BUFFERS, Opened
 
 Answer = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class Session:
         """Pieces of tensors, each (number, first row, rows, offset in the memory behind ``handle``)."""
         memory = self.memory.get(repr(handle))
         if memory is None:
+            while len(self.memory) >= BUFFERS:  # a server makes new memory for every body
+                del self.memory[next(iter(self.memory))]
             memory = self.memory[repr(handle)] = Opened(handle)
         for piece in pieces:
             i, row, rows, offset = self._checked(piece)

@@ -6,7 +6,8 @@ dies: there is no file in ``/dev/shm`` to remove, and no cleaning up after a kil
 receivers must see each other's process ids, so two containers that share only ``/dev/shm`` push over HTTP instead.
 
 A receiver checks what it opens: it must be such a file, sealed so that it cannot shrink under the reader (a read beyond
-the end would kill the process), and as large as it says.
+the end would kill the process), and as large as it says. Its name is random, since numbers of files are used again: a
+handle never means other memory than the one it was made for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import warnings
 from typing import Any
 
@@ -22,6 +24,8 @@ import torch
 from nemo_fp8.errors import PrecisionError
 
 NAME = "nemo_fp8-refit"
+BUFFERS = 2
+"""Of a push: one is filled while the other is read."""
 # Linux' numbers, which Python's fcntl has only since 3.13.
 _ADD_SEALS, _GET_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1034, 1, 2, 4
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
@@ -31,8 +35,8 @@ class Shared:
     """The sender's side: ``size`` bytes that others can open by ``handle``."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.size, self.name = size, f"{NAME}-{secrets.token_hex(16)}"
+        self._fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, size)
@@ -44,9 +48,9 @@ class Shared:
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @property
-    def handle(self) -> dict[str, int]:
+    def handle(self) -> dict[str, Any]:
         """What a receiver needs to know, as plain values."""
-        return {"pid": os.getpid(), "fd": self._fd, "size": self.size}
+        return {"pid": os.getpid(), "fd": self._fd, "size": self.size, "name": self.name}
 
     def close(self) -> None:
         """Let go of it; the memory is free when the receivers have done so too."""
@@ -61,16 +65,16 @@ class Opened:
 
     def __init__(self, handle: Any) -> None:
         try:
-            pid, fd, size = (handle[key] for key in ("pid", "fd", "size"))
+            pid, fd, size, name = (handle[key] for key in ("pid", "fd", "size", "name"))
         except (TypeError, KeyError):
-            raise _refused(handle, "it is no pid, fd and size") from None
+            raise _refused(handle, "it is no pid, fd, size and name") from None
         if not all(type(n) is int and n > 0 for n in (pid, fd, size)):
             raise _refused(handle, "pid, fd and size are positive whole numbers")
         path = f"/proc/{pid}/fd/{fd}"
         try:
             target = os.readlink(path)
-            if not target.startswith(f"/memfd:{NAME} "):
-                raise _refused(handle, f"it is {target}, and not memory that a Refit made")
+            if not str(name).startswith(NAME) or target != f"/memfd:{name} (deleted)":
+                raise _refused(handle, f"it is {target}, and not the memory that a Refit made")
             own = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise _refused(
@@ -86,7 +90,7 @@ class Opened:
             raise _refused(handle, f"it cannot be mapped: {error.strerror}") from None
         finally:
             os.close(own)
-        self.handle, self.size = {"pid": pid, "fd": fd, "size": size}, size
+        self.size = size
 
     def read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor that lies in it, without a copy. Nobody may write to it."""

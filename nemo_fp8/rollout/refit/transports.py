@@ -19,10 +19,9 @@ import torch
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.checkpoint import bytes_of
 from nemo_fp8.rollout.refit.control import Answer, Control, Server
-from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.rollout.refit.memory import BUFFERS, Shared
 from nemo_fp8.rollout.refit.stream import Piece
 
-BUFFERS = 2
 LENGTH = 8  # bytes of the number before a message in a body
 
 
