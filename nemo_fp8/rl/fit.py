@@ -8,7 +8,6 @@ step. So precision plugin, parallelism, distributed optimizer, checkpoints and r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,8 +98,8 @@ def _trainer(s: GrpoSettings, precision: Precision, steps: int, callbacks: Seque
     )
     return nl.Trainer(
         accelerator="gpu" if gpu else MegatronCPU(),
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
-        num_nodes=ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
+        devices=ranks,
+        num_nodes=1,
         strategy=strategy,
         plugins=MixedPrecision(**plugin_arguments(precision)),
         callbacks=list(callbacks),
