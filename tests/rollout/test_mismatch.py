@@ -4,6 +4,8 @@ Faults get into the workers as they would in a run: by a push of what a broken t
 """
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +69,17 @@ def test_calm_as_loaded_and_after_a_push(dense):
         if receipt is not None:  # the receipt tells the same as the workers' memory
             assert compare_weights(dense.weights, told_by(receipt), CONTRACT) == []
             assert told_by(receipt) == read_back(dense.llm)
+
+
+def test_the_page_s_snippets(dense):
+    page = (Path(__file__).parents[2] / "docs/mismatch.md").read_text()
+    snippets = re.findall(r"^```python rollout\n(.*?)^```", page, re.M | re.S)
+    assert snippets
+    receipt = dense.push(dense.weights)
+    pair = LogProbs(dense.prediction.trainer, log_probs(dense.llm), dense.prediction.mask)
+    given = {"llm": dense.llm, "receipt": receipt, "Gate": Gate, "prediction": dense.prediction, "pair": pair}
+    for snippet in snippets:
+        exec(compile(snippet, "mismatch.md", "exec"), given | {"tokens": TOKENS, "weights": dense.weights})
 
 
 def test_scales_of_one_layer_zeroed(dense):
