@@ -45,7 +45,7 @@ class TrainerRank:
         fit_policy(self.settings, Path(base), GrpoLoop(self.settings, base, engines))
 
     def _join(self, meeting: tuple[str, int]) -> None:
-        """The environment that torchrun would give; each rank is alone in its actor, so ranks of one machine are counted as one each."""
+        """Into the environment that torchrun would give to the ranks of one machine."""
         rank, ranks = str(self.rank), str(self.ranks)
         os.environ |= {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": "0"}
         os.environ |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1]), "TORCHELASTIC_RUN_ID": "nemo_fp8"}
