@@ -8,13 +8,15 @@ a machine without a C compiler quantizes with torch: the same bits, more slowly,
 and TorchInductor make the same choice.) ``python -m nemo_fp8.numerics.kernels.build`` builds ahead, for an image.
 
 The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a name that hashes everything it
-depends on: the source, the compiler and its flags, the processor. It is written beside its place and renamed into
-it, so that ranks which start together never load half a file, and a folder that others may write to is refused.
+depends on: the source, the compiler and its flags, the processor. One of the ranks that start together builds it; it is written
+beside its place and renamed into it, so that nobody ever loads half a file. A folder that others may write to is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -24,6 +26,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("fp8_quantize.c", "fp8_decode.c"))
@@ -57,8 +60,22 @@ def build() -> Path:
         raise CannotBuild("there is no C compiler (install gcc to have the fast kernels)")
     place = _private(_cache()) / f"fp8-{_identity(compiler)}.so"
     if not place.exists():
-        _compile(compiler, place)
+        with _one_at_a_time(place.parent):
+            if not place.exists():
+                _compile(compiler, place)
     return place
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Ranks that start together wait for the first, where the file system can lock a folder; elsewhere each compiles."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _compile(compiler: str, place: Path) -> None:

@@ -32,10 +32,10 @@ INLINE void ask_for(const void *x, int64_t bytes) {
 
 /* A unit is some rows of tiles, one strip wide; or as wide as the matrix where there are rows enough for all threads, since
    memory is read faster from one end to the other. */
-typedef struct { int64_t strips, height, together, across, pieces, units; } plan;
+typedef struct { int64_t strips, height, together, across, pieces, units, threads; } plan;
 
 static inline plan plan_for(int64_t rows, int64_t cols, int64_t tile_rows, int32_t threads) {
-    plan p = {.strips = (cols + STRIP - 1) / STRIP, .height = (rows + tile_rows - 1) / tile_rows};
+    plan p = {.strips = (cols + STRIP - 1) / STRIP, .height = (rows + tile_rows - 1) / tile_rows, .threads = threads};
     p.together = (ROWS_OF_A_UNIT + tile_rows - 1) / tile_rows;
     int64_t high = (p.height + p.together - 1) / p.together;
     p.across = high >= 8 * threads ? p.strips : 1;
@@ -45,7 +45,8 @@ static inline plan plan_for(int64_t rows, int64_t cols, int64_t tile_rows, int32
 }
 
 /* A thread's way through the strips. It takes a unit before it has finished the last one, so that it knows one strip ahead
-   where it will read next. */
+   where it will read next. Units that follow on each other in time lie far apart, so that threads which find the same new page
+   missing, and would all clear it, are rare. */
 typedef struct { int64_t row, column; } spot; /* a row of tiles, and a column; at the end the row is -1 */
 typedef struct { plan p; _Atomic int64_t *next; int64_t row, last_row, strip, first_strip, last_strip; } way;
 
@@ -55,8 +56,12 @@ static inline spot go_on(way *w) {
     if (++w->strip >= w->last_strip) {
         w->strip = w->first_strip;
         if (++w->row >= w->last_row) {
-            int64_t unit = atomic_fetch_add(w->next, 1);
-            if (unit >= w->p.units) return (spot){-1, 0};
+            int64_t unit, apart = (w->p.units + w->p.threads - 1) / w->p.threads;
+            do {
+                int64_t turn = atomic_fetch_add(w->next, 1);
+                if (turn >= apart * w->p.threads) return (spot){-1, 0};
+                unit = turn % w->p.threads * apart + turn / w->p.threads;
+            } while (unit >= w->p.units);
             w->row = unit / w->p.pieces * w->p.together, w->last_row = least_of(w->row + w->p.together, w->p.height);
             w->strip = w->first_strip = unit % w->p.pieces * w->p.across;
             w->last_strip = least_of(w->strip + w->p.across, w->p.strips);
