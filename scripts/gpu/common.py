@@ -32,6 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import nemo_fp8  # noqa: E402
 from nemo_fp8.contract import Precision  # noqa: E402
 
 # Every layer in FP8, primary weights in BF16: what a recipe costs, and nothing else. TE's block recipe is E4M3, and so is this one.
@@ -43,7 +44,7 @@ CONTRACTS = {
     "mxfp8": Precision(format="e4m3", scaling="mxfp8"),
 }
 # Ours and theirs, as far as they are installed; TE lies in .te where there is no GPU.
-PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "nemo-toolkit", "numpy", "nemo-fp8")
+PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "nemo-toolkit", "numpy")
 Ways = dict[str, Callable[[], Any]]
 
 
@@ -245,7 +246,7 @@ def versions() -> dict[str, str]:
             if held is not None:
                 found[package] = held
                 break
-    found["torch"] = torch.__version__
+    found |= {"torch": torch.__version__, "nemo-fp8": nemo_fp8.__version__}
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
     if torch.cuda.is_available():

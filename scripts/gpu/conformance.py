@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ for folder in (ROOT, ROOT / "scripts" / "gpu", ROOT / "tests" / "golden", ROOT /
 from common import Run, Skipped, require_te, result_of, table, te_version  # noqa: E402
 from golden import RANKS, STEPS, Golden, delayed_inputs, hold, inputs, operand_of  # noqa: E402
 from kernel_cases import values  # noqa: E402
-from recorders import Pair, python_rank, spawn, te_kernels, te_python, te_rank  # noqa: E402
+from recorders import Pair, on_ranks, python_case, te_case, te_kernels, te_python  # noqa: E402
 
 from nemo_fp8.contract import Operand  # noqa: E402
 from nemo_fp8.numerics import kernels  # noqa: E402
@@ -87,20 +86,17 @@ def record(run: Run, file: str, source: str, quantize_by: Quantize, names: tuple
     return save(run, file, golden, left_out)
 
 
-def record_delayed(golden: Golden, rank: Callable[..., None], zeros: bool) -> Golden:
-    """The cases of delayed scaling, each in processes of its own."""
+def record_delayed(golden: Golden, one: Callable[..., dict[str, torch.Tensor]], zeros: bool) -> Golden:
+    """The cases of delayed scaling, on two ranks."""
     golden.tensors |= {f"inputs/delayed/{step}/{key}": x for step, given in delayed_inputs(zeros) for key, x in given.items()}
-    for number, settings in enumerate(DELAYED):
-        name = f"delayed.{number}"
-        case = {"name": name, "kind": "delayed", "steps": STEPS, "ranks": RANKS} | settings
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = spawn(rank, case, folder)
-        for key in ranks[0].keys() & ranks[1].keys():  # the state after a step, which the ranks share
-            same = torch.equal(ranks[0][key].view(torch.int32), ranks[1][key].view(torch.int32))
-            assert same, f"the ranks disagree on {key}: {ranks[0][key]} and {ranks[1][key]}"
-        for kept in ranks:
-            golden.tensors |= {f"{name}/{key}": t for key, t in kept.items()}
-        golden.cases.append(case)
+    about = {"kind": "delayed", "steps": STEPS, "ranks": RANKS}
+    cases = [{"name": f"delayed.{number}"} | about | settings for number, settings in enumerate(DELAYED)]
+    for case, *kept in zip(cases, *on_ranks(one, cases), strict=True):
+        for key in kept[0].keys() & kept[1].keys():  # the state after a step, which the ranks share
+            same = torch.equal(kept[0][key].view(torch.int32), kept[1][key].view(torch.int32))
+            assert same, f"the ranks disagree on {case['name']}/{key}: {kept[0][key]} and {kept[1][key]}"
+        golden.tensors |= {f"{case['name']}/{key}": t for found in kept for key, t in found.items()}
+    golden.cases += cases
     return golden
 
 
@@ -265,7 +261,7 @@ def main() -> None:
         def python_reference() -> dict[str, Any]:
             file = run.folder / "te_python_reference.safetensors"
             done = record(run, file.stem, source, te_python, PYTHON_INPUTS, "tensorwise", "blockwise_fp32", "blockwise_pow2")
-            return save(run, file.stem, record_delayed(Golden.load(file), python_rank, zeros=False), done["left_out"])
+            return save(run, file.stem, record_delayed(Golden.load(file), python_case, zeros=False), done["left_out"])
 
         run.part("golden te_python_reference", python_reference)
     else:
@@ -273,7 +269,7 @@ def main() -> None:
         for recipe in RECIPES:
             run.part(f"golden {recipe}", lambda recipe=recipe: record(run, recipe, source, te_kernels, tuple(inputs()), recipe))
         delayed = Golden(_about(run, source))
-        run.part("golden delayed", lambda: require_te() and save(run, "delayed", record_delayed(delayed, te_rank, zeros=True), {}))
+        run.part("golden delayed", lambda: require_te() and save(run, "delayed", record_delayed(delayed, te_case, zeros=True), {}))
     run.part("live", lambda: live(run, te_python if run.cpu else te_kernels))
     run.part("own kernels", lambda: own_kernels(run))
     run.finish(tell)

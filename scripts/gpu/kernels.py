@@ -35,6 +35,7 @@ from nemo_fp8.numerics.quantize import quantize, quantize_pair  # noqa: E402
 from nemo_fp8.numerics.scaled_mm import scaled_mm  # noqa: E402
 
 GIVEN = 37.0
+CASTS = (*OPERATIONS, "decode 128x128 to BF16")
 
 
 # ---------------------------------------------------------------------- casts
@@ -295,7 +296,7 @@ def tell(record: dict[str, Any]) -> str:
         shape, moved = " x ".join(map(str, found["shape"])), _rate(found["bytes"], copy)
         out += [f"Casts of {shape} BF16 into memory that is there; a copy moves {moved} GB/s.", ""]
         rows = []
-        for name in [*OPERATIONS, "decode 128x128 to BF16"]:
+        for name in CASTS:
             there, new, counted = (found["ways"].get(name + suffix, {}) for suffix in ("", ", new tensor", ", with statistics"))
             rows.append([name, _rate(found["bytes"], there), _share(copy, there), _rate(found["bytes"], new), _share(copy, new),
                          _rate(found["bytes"], counted), _share(copy, counted)])  # fmt: skip
@@ -344,9 +345,15 @@ def _rate(moved: int, way: dict[str, Any]) -> str:
     return way.get("error", "") if time is None else number(moved / time / 1e6)
 
 
-def _share(copy: dict[str, Any], way: dict[str, Any]) -> str:
+def share(copy: dict[str, Any], way: dict[str, Any]) -> float | None:
+    """The speed of a way as a share of the copy's."""
     ours, theirs = _time(way), _time(copy)
-    return "" if ours is None or theirs is None else f"{theirs / ours:.0%}"
+    return None if ours is None or theirs is None else theirs / ours
+
+
+def _share(copy: dict[str, Any], way: dict[str, Any]) -> str:
+    found = share(copy, way)
+    return "" if found is None else f"{found:.0%}"
 
 
 def _ratio(way: dict[str, Any], other: dict[str, Any], graph: bool = True) -> str:

@@ -14,6 +14,7 @@ import ast
 import itertools
 import multiprocessing
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,12 +68,13 @@ def te_kernels(x: torch.Tensor, operand: Operand, usage: str) -> Pair:
     return data, scales[:tiles_across, :m].t() if row else scales[:tiles_down, :k]
 
 
-def te_rank(rank: int, case: dict[str, Any], folder: str) -> None:
+def te_case(rank: int, group: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A real ``te.Linear`` through several steps, amaxes reduced over the ranks by TE: the codes it makes, the state it keeps."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Format
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    group = _group(rank, folder)
+    FP8GlobalStateManager.reset()
     recipe = DelayedScaling(
         fp8_format=Format[case["format"].upper()],
         amax_history_len=case["history_len"],
@@ -105,8 +107,7 @@ def te_rank(rank: int, case: dict[str, Any], folder: str) -> None:
             state = linear.fp8_meta[keys[direction]]
             kept[f"{step}/{direction}.scale"] = state.scale[: len(roles)].clone()
             kept[f"{step}/{direction}.history"] = state.amax_history[:, : len(roles)].clone()
-    torch.save({name: t.detach().cpu() for name, t in kept.items()}, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return {name: t.detach().cpu() for name, t in kept.items()}
 
 
 # ---------------------------------------------------------------------- TE's Python reference
@@ -132,13 +133,12 @@ def te_python(x: torch.Tensor, operand: Operand, usage: str) -> Pair:
     return codes[: x.shape[0], : x.shape[1]].contiguous().view(torch.uint8), scales
 
 
-def python_rank(rank: int, case: dict[str, Any], folder: str) -> None:
+def python_case(rank: int, group: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     """TE's own Python update of scales and histories, on amaxes other than 0, reduced over a real group.
 
     The format's maximum is given to it as a tensor, so that torch divides, as TE's kernel does. (Given as the float that TE
     gives, torch multiplies with a reciprocal, and a quarter of the scales are an ulp off the kernel's.)
     """
-    group = _group(rank, folder)
     update = lift(
         "quantization.py", "_update_amax_history", "_default_get_amax_and_update_history", "_default_sf_compute",
         "_compute_amax_and_update_history", "_compute_scaling_factor", "_amax_and_scale_update",
@@ -155,8 +155,7 @@ def python_rank(rank: int, case: dict[str, Any], folder: str) -> None:
             largest = torch.tensor(FORMATS["e5m2" if direction == "backward" and case["format"] == "hybrid" else "e4m3"].max)
             update["_amax_and_scale_update"](history, scale, largest, recipe)
             kept |= {f"{step}/{direction}.scale": scale.clone(), f"{step}/{direction}.history": history.clone()}
-    torch.save(kept, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return kept
 
 
 def lift(file: str, *names: str) -> dict[str, Any]:
@@ -175,28 +174,30 @@ def lift(file: str, *names: str) -> dict[str, Any]:
     return found
 
 
-def _group(rank: int, folder: str) -> Any:
-    """Two processes share one GPU, which NCCL refuses; gloo carries tensors of either device."""
-    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    return torch.distributed.group.WORLD
-
-
 # ---------------------------------------------------------------------- ranks
 
 
-def spawn(function: Callable[..., None], case: dict[str, Any], folder: str) -> list[dict[str, torch.Tensor]]:
-    """Run every rank in a fresh process, and read what they saved."""
+def on_ranks(one: Callable[..., dict[str, torch.Tensor]], cases: list[dict[str, Any]]) -> list[list[dict[str, torch.Tensor]]]:
+    """What each rank finds in each case, [rank][case]; the ranks are fresh processes, and share the device if there is one."""
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=function, args=(rank, case, folder)) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(240)
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        process.terminate()
-    codes = [process.exitcode for process in processes]
-    if late or any(codes):
-        raise RuntimeError(f"the ranks ended with {codes}; what they said is above")
-    return [torch.load(f"{folder}/{rank}.pt") for rank in range(RANKS)]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=_rank, args=(rank, one, cases, folder)) for rank in range(RANKS)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(240)
+        late = [process for process in processes if process.is_alive()]
+        for process in late:
+            process.terminate()
+        codes = [process.exitcode for process in processes]
+        if late or any(codes):
+            raise RuntimeError(f"the ranks ended with {codes}; what they said is above")
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(RANKS)]
+
+
+def _rank(rank: int, one: Callable[..., dict[str, torch.Tensor]], cases: list[dict[str, Any]], folder: str) -> None:
+    # Two processes share one GPU, which NCCL refuses; gloo carries tensors of either device.
+    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    torch.save([one(rank, torch.distributed.group.WORLD, case) for case in cases], f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()

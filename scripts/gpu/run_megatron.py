@@ -268,8 +268,8 @@ class Watch:
         x = x.detach()
         statistics = quantize(x.reshape(-1, x.shape[-1]), now, statistics=True).statistics
         assert statistics is not None
-        summary = statistics.summary()
-        self.found[key] = {name: summary[name] for name in ("amax", "snr_db", "underflow_percent")}
+        whole = statistics.total()
+        self.found[key] = {name: float(getattr(whole, name)) for name in ("amax", "snr_db", "underflow_percent")}
 
     def close(self, model: torch.nn.Module) -> dict[str, dict[str, float]]:
         for handle in self.handles:

@@ -245,11 +245,11 @@ def _off(found: dict[str, Any] | None, what: str) -> str:
     return f"{found['median']:.2%} ({found['largest']:.2%})"
 
 
-def figure(record: dict[str, Any]) -> Any:
-    """The series of the loss plot: (label, recipe, losses)."""
+def series(record: dict[str, Any]) -> list[tuple[str, str, list[float]]]:
+    """Every loss curve: the case, the recipe whose colour it has, the losses."""
     recipes = ("delayed", "tensorwise", "blockwise")
     return [
-        (case, next((r for r in recipes if case.startswith(r)), "bf16"), part["result"]["losses"])
+        (case, next((recipe for recipe in recipes if case.startswith(recipe)), "bf16"), part["result"]["losses"])
         for case, part in record["parts"].items()
         if part.get("result")
     ]
