@@ -1,0 +1,122 @@
+"""Engine arguments: what a contract and NeMo RL's keys become, and what is refused."""
+
+import pytest
+from rollout import models
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.presets import PRESETS
+from nemo_fp8.render.vllm import from_vllm
+from nemo_fp8.rollout import engine_args, environment, init_fp8
+
+ROLLOUTS = {name: p for name, p in PRESETS.items() if p.rollout == "fp8"} | {
+    "bf16": Precision(),
+    "fp32_scales": Precision(rollout="fp8"),
+    "kept": Precision(rollout="fp8", keep=("*.gate", r"re:layers\.3\."), first_layers=1, kv_cache="fp8", deep_gemm=True),
+}
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_engine_args_say_the_contract(name, monkeypatch):
+    for variable, value in environment(ROLLOUTS[name]).items():
+        monkeypatch.setenv(variable, value)
+    arguments = engine_args(ROLLOUTS[name])
+    back, wanted = from_vllm(arguments), ROLLOUTS[name]
+    fields = (
+        "rollout",
+        "rollout_block",
+        "weight_scale",
+        "activation_scale",
+        "first_layers",
+        "last_layers",
+        "keep",
+        "kv_cache",
+        "deep_gemm",
+    )
+    assert {f: getattr(back, f) for f in fields if wanted.rollout == "fp8"} == {
+        f: getattr(wanted, f) for f in fields if wanted.rollout == "fp8"
+    }
+    assert arguments["worker_extension_cls"].endswith("NemoFp8Worker")
+
+
+def test_options_are_checked():
+    assert engine_args(Precision(rollout="fp8"), activations="emulated")["hf_overrides"]["quantization_config"]["activations"] == "emulated"
+    with pytest.raises(PrecisionError, match="Did you mean 'emulated'"):
+        engine_args(Precision(rollout="fp8"), activations="emulate")
+
+
+# ---------------------------------------------------------------------- the environment
+
+
+def test_deep_gemm_never_sees_scales_that_it_would_change():
+    assert environment(Precision(rollout="fp8")) == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    pow2 = Precision(rollout="fp8", weight_scale="pow2", activation_scale="pow2", deep_gemm=True)
+    assert environment(pow2) == {"VLLM_USE_DEEP_GEMM_E8M0": "1", "VLLM_USE_DEEP_GEMM": "1"}
+    assert engine_args(pow2)["linear_backend"] == "deep_gemm"
+    assert environment(Precision()) == {}
+
+
+def test_an_environment_that_contradicts_is_an_error(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")
+    with pytest.raises(PrecisionError, match=r"VLLM_USE_DEEP_GEMM_E8M0=1 in the environment"):
+        engine_args(Precision(rollout="fp8"))
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "0")
+    engine_args(Precision(rollout="fp8"))
+
+
+# ---------------------------------------------------------------------- NeMo RL
+
+
+def config_of(arguments):
+    return arguments["hf_overrides"]["quantization_config"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field", "becomes"),
+    [
+        ("num_first_layers_in_bf16", 2, "first_layers", 2),
+        ("num_last_layers_in_bf16", 1, "last_layers", 1),
+        ("pow2_weight_scaling_factors", True, "weight_scale", "pow2"),
+        ("pow2_activation_scaling_factors", True, "activation_scale", "pow2"),
+        ("use_weight_pow2_scale", True, "weight_scale", "pow2"),
+        ("use_activation_pow2_scale", True, "activation_scale", "pow2"),
+        ("quantization_ignored_layer_kws", ["o_proj"], "keep", ["*o_proj*"]),
+        ("is_mx", True, "rollout_block", "1x32"),
+    ],
+)
+def test_each_key_of_nemo_rl_becomes_a_field(key, value, field, becomes):
+    arguments = init_fp8({"precision": "fp8", "tensor_parallel_size": 2, key: value}, "Qwen/Qwen3-8B", 2)
+    assert config_of(arguments)[field] == becomes
+    assert arguments["quantization"] == "nemo_fp8"
+
+
+def test_the_kv_cache_and_deep_gemm_are_arguments_of_the_engine():
+    arguments = init_fp8({"precision": "fp8", "use_deep_gemm": True, "kv_cache_dtype": "fp8"}, "Qwen/Qwen3-8B", 1)
+    assert (arguments["linear_backend"], arguments["kv_cache_dtype"]) == ("deep_gemm", "fp8")
+
+
+def test_init_fp8_changes_nothing_in_this_process():
+    import os
+
+    before, config = dict(os.environ), {"precision": "fp8", "use_deep_gemm": True}
+    init_fp8(config, "Qwen/Qwen3-8B", 1)
+    assert dict(os.environ) == before
+    assert config == {"precision": "fp8", "use_deep_gemm": True}
+
+
+def test_what_init_fp8_refuses(tmp_path):
+    import json
+
+    with pytest.raises(PrecisionError, match="Did you mean 'num_first_layers_in_bf16'"):
+        init_fp8({"precision": "fp8", "num_first_layer_in_bf16": 1}, "m", 1)
+    with pytest.raises(PrecisionError, match="init_fp8 with precision='bfloat16'"):
+        init_fp8({"precision": "bfloat16"}, "m", 1)
+    with pytest.raises(PrecisionError, match="model_parallel_size=0"):
+        init_fp8({"precision": "fp8"}, "m", 0)
+    folder = models.write(tmp_path / "model", "qwen3")
+    with pytest.raises(PrecisionError, match="3 first and 2 last layers in BF16, of 4"):
+        init_fp8({"precision": "fp8", "num_first_layers_in_bf16": 3, "num_last_layers_in_bf16": 2}, str(folder), 1)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PrecisionError, match="is a quantized checkpoint"):
+        init_fp8({"precision": "fp8"}, str(folder), 1)
