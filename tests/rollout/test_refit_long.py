@@ -1,9 +1,14 @@
 """The whole matrix of pushes, each case with two engine starts: dense and MoE, tied and not, both scales, every executor."""
 
+import os
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
 from rollout import refit_matrix
 from rollout.engines import fp8, log_probs
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from nemo_fp8.rollout import Refit
@@ -63,3 +68,35 @@ def test_scales_of_an_fp8_cache_come_along(engine, checkpoint):
         Refit(llm).push(weights | {name: torch.tensor(0.0) for name in scales})
     Refit(llm).push(weights | scales)
     assert torch.equal(log_probs(llm, 1, 200), scaled)
+
+
+def _memory(pid, what):
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+@pytest.mark.long
+def test_a_push_takes_no_more_memory_than_its_chunk(engine, checkpoint):
+    """150 MB of weights, read tensor by tensor, through 8 MiB: neither side grows by more, whatever the model's size."""
+    chunk, slack = 8 << 20, 12 << 20  # slack: strips of codes, one tensor of the file, allocators
+    path = checkpoint("qwen3", 1, hidden=1024, layers=6, intermediate=3072) / "model.safetensors"
+    llm = engine(checkpoint("qwen3", 0, hidden=1024, layers=6, intermediate=3072), **fp8())
+    refit, me = Refit(llm, chunk=chunk), psutil.Process()
+
+    def tensors():
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name).clone()
+
+    refit.push(tensors())
+    pids = [me.pid, *(child.pid for child in me.children(recursive=True) if "Worker" in child.name())]
+    for pid in pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+    before = [_memory(pid, "RssAnon") + _memory(pid, "RssShmem") for pid in pids]
+    receipt = refit.push(tensors())
+    assert receipt.chunk_bytes <= chunk
+    assert receipt.bytes > 10 * chunk
+    for pid, start in zip(pids, before, strict=True):
+        mapped = path.stat().st_size if pid == me.pid else 0  # the file's own pages, which are the test's
+        grown = _memory(pid, "VmHWM") - start - _memory(pid, "RssFile") - mapped
+        assert grown < chunk + slack, f"{'sender' if pid == os.getpid() else 'worker'} grew by {grown / 2**20:.0f} MiB"
