@@ -30,6 +30,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.delayed import DelayedState
 from nemo_fp8.numerics.linear import Pair, linear, quantize_weight
 from nemo_fp8.train import autocast, parameters
+from nemo_fp8.train.megatron_cpu import sequential_experts
 from nemo_fp8.train.patching import Patch, patched
 
 logger = logging.getLogger("nemo_fp8")
@@ -279,6 +280,13 @@ def _table(get_fp8_context: Callable[..., Any]) -> tuple[Patch, ...]:
         *(Patch(_CORE + module, "get_fp8_context", get_fp8_context, region) for module in _HOLDERS_OF_CONTEXT),
         Patch(backend, "column_parallel_linear", _column, "the local layers' linears know no FP8"),
         Patch(backend, "row_parallel_linear", _row, "the local layers' linears know no FP8"),
+        Patch(backend, "grouped_mlp_modules", sequential_experts, "grouped GEMMs know no FP8, and would be BF16 in silence"),
+        Patch(
+            "nemo.collections.llm.gpt.model.base",
+            "HAVE_TE",
+            False,
+            "where TE is installed its layers are taken, which no emulation reaches",
+        ),
         Patch(_CORE + "extensions.transformer_engine", "te_checkpoint", _checkpoint, recompute),
         Patch(_CORE + "transformer.transformer_block", "te_checkpoint", _checkpoint, recompute),
         Patch(_CORE + "transformer.moe.moe_layer", "te_checkpoint", _checkpoint, recompute, optional=True),

@@ -74,6 +74,20 @@ def _hold_cpu(contexts: ExitStack) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(torch.initial_seed())
 
 
+def require_emulated(model: Any) -> None:
+    """Refuse a model that holds linears of TransformerEngine's: they would compute in BF16, whatever was asked for."""
+    from nemo_fp8.numerics.selection import is_te
+
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    theirs = [name for chunk in chunks for name, module in chunk.named_modules() if is_te(module) and "Linear" in type(module).__name__]
+    if theirs:
+        raise PrecisionError(
+            f"FP8 is emulated, and {theirs[0]} is TransformerEngine's.",
+            "The emulation changes Megatron's own linears; those of TE would compute in BF16 without a word.",
+            "Build the model from Megatron's local layer spec, or set engine='te' on a machine that supports the recipe.",
+        )
+
+
 def keep_modules(model: Any, precision: Precision) -> None:
     """Tell the emulated linears that the contract keeps by name to stay in the compute dtype."""
     if not (precision.is_fp8 and precision.keep):

@@ -164,8 +164,11 @@ def _parts(weight: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor
     codes = next((c for n in ("_data", "_rowwise_data") if isinstance(c := getattr(weight, n, None), torch.Tensor)), None)
     scales = (getattr(weight, n, None) for n in ("_scale_inv", "_rowwise_scale_inv"))
     scale_inv = next(s for s in scales if isinstance(s, torch.Tensor))
+    rows, columns = weight.shape[0], weight.numel() // weight.shape[0]
     if scale_inv.dtype == torch.uint8:  # MX: the byte of an exponent
-        scale_inv = scale_inv.view(torch.float8_e8m0fnu).float()
+        scale_inv = scale_inv.view(torch.float8_e8m0fnu).float()[:rows, : -(-columns // 32)]
+    elif scale_inv.dim() == 2:  # TE pads scales of blocks for its kernels, with whatever lies there
+        scale_inv = scale_inv[: -(-rows // 128), : -(-columns // 128)]
     # TE keeps codes as bytes; FP8 weights are E4M3 in every recipe.
     return None if codes is None else codes.view(torch.float8_e4m3fn), scale_inv, weight.dequantize(dtype=torch.float32)
 

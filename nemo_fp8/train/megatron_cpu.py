@@ -122,7 +122,8 @@ def _layer_norm(self: object, rms_norm: bool = False, for_qk: bool = False) -> t
     return Norm
 
 
-def _sequential_experts(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, MLPSubmodules]:
+def sequential_experts(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, MLPSubmodules]:
+    """Experts as a row of MLPs, of the linears that this provider has: those the emulation knows."""
     return SequentialMLP, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
 
 
@@ -195,7 +196,7 @@ _TABLE = (
     Patch(_LOCAL, "layer_norm", _layer_norm, _NORM),
     Patch("megatron.core.transformer.transformer_block", "LayerNormImpl", Norm, _NORM),
     Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", Norm, _NORM),
-    Patch(_LOCAL, "grouped_mlp_modules", _sequential_experts, "grouped GEMMs are CUDA kernels, and the fallback knows plain linears only"),
+    Patch(_LOCAL, "grouped_mlp_modules", sequential_experts, "grouped GEMMs are CUDA kernels, and the fallback knows plain linears only"),
     Patch("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax", "is_kernel_available", _no_kernel, "it is a CUDA kernel"),
     Patch(
         "megatron.core.transformer.moe.token_dispatcher",

@@ -24,7 +24,7 @@ from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, Megatron
 from nemo_fp8.contract import Precision
 from nemo_fp8.render.nemo import IMPLIED, SETTINGS, changes_from_nemo, from_nemo, resolve_dtypes, to_nemo
 from nemo_fp8.train import checks, repairs
-from nemo_fp8.train.engine import choose_engine, hold_engine, keep_modules
+from nemo_fp8.train.engine import choose_engine, hold_engine, keep_modules, require_emulated
 
 
 def plugin_arguments(precision: Precision) -> dict[str, Any]:
@@ -84,6 +84,7 @@ class MixedPrecision(MegatronMixedPrecision):
         self.contract = from_nemo({"precision": precision, **settings})
         self.engine = engine or "auto"
         self._contexts = ExitStack()
+        self._chosen: str | None = None
         super().__init__(**resolve_dtypes(to_nemo(self.contract)))
         if not self.contract.is_fp8:
             theirs = self.dtype_config
@@ -102,7 +103,8 @@ class MixedPrecision(MegatronMixedPrecision):
     def module_init_context(self) -> Generator[None, None, None]:
         """Around the building of the model: the last moment at which a run that cannot be done costs nothing."""
         self._contexts.close()
-        hold_engine(self._contexts, self.contract, choose_engine(self.contract, self.engine))
+        self._chosen = choose_engine(self.contract, self.engine)
+        hold_engine(self._contexts, self.contract, self._chosen)
         with super().module_init_context():
             yield
 
@@ -111,6 +113,8 @@ class MixedPrecision(MegatronMixedPrecision):
         run = checks.Run.of(module)
         repairs.before_ddp(self.contract, run)
         checks.require_agreement(self.contract, run)
+        if self._chosen == "emulated":
+            require_emulated(module)
         keep_modules(module, self.contract)
         return super().convert_module(module)
 
