@@ -25,6 +25,12 @@ if HAS_VLLM:  # before anybody imports vLLM or starts OpenMP, which read them th
         os.environ.setdefault(name, value)
 
 
+@pytest.fixture(autouse=True)
+def nobodys_leavings(monkeypatch):
+    """vLLM sets this variable in its own process when it reads a checkpoint with power-of-2 scales, and keeps it set."""
+    monkeypatch.delenv("VLLM_USE_DEEP_GEMM_E8M0", raising=False)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """``checkpoint(kind, seed)`` is the folder of a tiny model; see ``models.KINDS``."""

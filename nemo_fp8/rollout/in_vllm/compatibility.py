@@ -58,6 +58,7 @@ _SETUP = ("layer", "w13", "w2", "w13_scale", "w2_scale", "w13_input_scale", "w2_
 INTERNALS = (
     # the quantization method, and what it is asked about
     Internal(_QUANTIZATION, "register_quantization_config", ("quantization",)),
+    Internal("vllm.config", "VllmConfig"),
     Internal("vllm.config", "get_current_vllm_config"),
     Internal("vllm.config", "set_current_vllm_config", ("vllm_config",)),
     Internal("vllm.logger", "init_logger", ("name",)),
@@ -101,6 +102,12 @@ INTERNALS = (
     Internal(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
     Internal(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls", "class_name")),
 )  # fmt: skip
+
+# Asked for only by who pushes with these backends: their modules import what only GPUs have.
+GPU_TRANSFER = (
+    Internal(f"{_TRANSFER}.nccl_engine", "NCCLWeightTransferEngine"),
+    Internal(f"{_TRANSFER}.ipc_engine", "IPCWeightTransferEngine"),
+)
 
 
 def misfits(internals: Iterable[Internal] | None = None) -> list[str]:

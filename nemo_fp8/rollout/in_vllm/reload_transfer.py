@@ -21,6 +21,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.rollout.in_vllm.compatibility import GPU_TRANSFER, error_of, misfits
 from nemo_fp8.rollout.in_vllm.reload import Session, names_of, process_attention
 from nemo_fp8.rollout.in_vllm.reload_plan import Plan, of_checkpoint
 from nemo_fp8.rollout.in_vllm.reload_routes import Routes, record
@@ -121,6 +122,8 @@ class _Pushing:
 
 def __getattr__(name: str) -> type:
     """The backends, made when vLLM asks for one: their modules import what only GPUs have."""
+    if name in BACKENDS.values() and (wrong := misfits(GPU_TRANSFER)):
+        raise error_of(wrong)
     if name == "NemoFp8NCCL":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
