@@ -21,6 +21,7 @@ def test_the_backends_are_what_we_stand_on():
         reload_transfer._Pushing().parse_update_info({"ipc_handles_pickled": "gASVAAAA"})
 
 
+@pytest.mark.long
 def test_a_transfer_is_bitwise_a_push(engine, checkpoint):
     arguments = fp8() | {"worker_extension_cls": "rollout.refit_door.DoorWorker", "weight_transfer_config": {"backend": "nemo_fp8_files"}}
     llm = engine(checkpoint("llama_tied", 0), **arguments)

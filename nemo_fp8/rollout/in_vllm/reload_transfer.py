@@ -8,7 +8,7 @@ plan. The trainer's side is vLLM's own (``NCCLTrainerWeightTransferEngine`` and 
 error here is an exception in the worker, as vLLM's protocol has it, and its caller must pause the engine and reset the
 prefix cache, as vLLM's endpoints have it too.
 
-Neither backend has been run: there was no GPU. The door has, under vLLM's own sequence of calls, with tensors of the CPU.
+None of this has been run: the backends need a GPU, and the test of the door on a CPU (``long``) awaits its first run.
 """
 
 from __future__ import annotations
