@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from nemo_fp8.cli.options import Html, Json
+from nemo_fp8.cli.options import Html, Json, seeds_of
 from nemo_fp8.contract import Precision
-from nemo_fp8.errors import PrecisionError
 from nemo_fp8.named import load
 from nemo_fp8.report.compare import Comparison, OnStep, run_comparison
 from nemo_fp8.terminal import print_json, print_notes, print_table
@@ -34,7 +33,7 @@ def compare(
 ) -> None:
     """Train a recipe under several precisions from the same seed and data: loss, gap to BF16, step time, memory, statistics."""
     contracts = [load(name.strip()) for name in precisions.split(",")]
-    numbers = _numbers(seeds)
+    numbers = seeds_of(seeds)
     if html is not None:  # before minutes are spent on training
         from nemo_fp8.report.figures import require_matplotlib
 
@@ -49,13 +48,6 @@ def compare(
         from nemo_fp8.report.compare_page import comparison_page
 
         print_notes([f"The report is in {comparison_page(comparison).write(html)}."])
-
-
-def _numbers(seeds: str) -> list[int]:
-    try:
-        return [int(seed) for seed in seeds.split(",")]
-    except ValueError as error:
-        raise PrecisionError(f"--seeds {seeds!r} is no list of numbers.", f"{error}.", "Write --seeds 1,2,3.") from error
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from nemo_fp8.errors import PrecisionError
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Name = Annotated[str, typer.Argument(help="A preset (see `nemo-fp8 list`) or a YAML file.", show_default=False)]
 For = Annotated[str | None, typer.Option("--for", metavar="WORDS", help="Another machine, such as h200,cuda12.8,te2.9.")]
@@ -14,3 +16,11 @@ ModelConfig = Annotated[str | None, typer.Option("--model", help="A Hugging Face
 Layout = Annotated[str | None, typer.Option("--parallel", metavar="WORDS", help="How ranks split it, such as tp4,pp2,dp8,sp,seq4096.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the contract; may be repeated.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots.")]
+
+
+def seeds_of(text: str) -> list[int]:
+    """``1,2,3`` as numbers."""
+    try:
+        return [int(seed) for seed in text.split(",")]
+    except ValueError as error:
+        raise PrecisionError(f"--seeds {text!r} is no list of numbers.", f"{error}.", "Write --seeds 1,2,3.") from error

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_fp8.cli.options import Html, Json
-from nemo_fp8.errors import PrecisionError
+from nemo_fp8.cli.options import Html, Json, seeds_of
 from nemo_fp8.terminal import print_json, print_notes, print_table
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def rl_compare(
     from nemo_fp8.rl.compare import VARIANTS, run_rl_comparison
     from nemo_fp8.rl.settings import GrpoSettings
 
-    numbers = _numbers(seeds)
+    numbers = seeds_of(seeds)
     names = [name.strip() for name in variants.split(",")] if variants else list(VARIANTS)
     if html is not None:  # before minutes are spent on training
         from nemo_fp8.report.figures import require_matplotlib
@@ -49,13 +48,6 @@ def rl_compare(
         from nemo_fp8.report.rl_page import rl_page
 
         print_notes([f"The report is in {rl_page(comparison).write(html)}."])
-
-
-def _numbers(seeds: str) -> list[int]:
-    try:
-        return [int(seed) for seed in seeds.split(",")]
-    except ValueError as error:
-        raise PrecisionError(f"--seeds {seeds!r} is no list of numbers.", f"{error}.", "Write --seeds 1,2,3.") from error
 
 
 @contextmanager
