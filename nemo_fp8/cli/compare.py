@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from nemo_fp8.cli.bars import run_bars
 from nemo_fp8.cli.options import Html, Json, seeds_of
 from nemo_fp8.contract import Precision
 from nemo_fp8.named import load
@@ -38,7 +37,12 @@ def compare(
         from nemo_fp8.report.figures import require_matplotlib
 
         require_matplotlib()
-    with _bars(len(contracts) * len(numbers), steps) as on_run:
+    with run_bars(len(contracts) * len(numbers), steps) as start:
+
+        def on_run(precision: Precision, seed: int) -> OnStep:
+            told = start(f"{precision.name}, seed {seed}")
+            return lambda step, loss: told(step, f"loss {loss:.3f}")
+
         comparison = run_comparison(recipe, contracts, steps=steps, seeds=numbers, ranks=ranks, every=monitor, keep=keep, on_run=on_run)
     if as_json:
         print_json(comparison.to_dict())
@@ -48,29 +52,6 @@ def compare(
         from nemo_fp8.report.compare_page import comparison_page
 
         print_notes([f"The report is in {comparison_page(comparison).write(html)}."])
-
-
-@contextmanager
-def _bars(runs: int, steps: int) -> Iterator[Callable[[Precision, int], OnStep]]:
-    """Two progress bars on stderr: all runs, and the steps of the present one with its loss."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        everything = bars.add_task("", total=runs * steps)
-        each = bars.add_task("", total=steps)
-
-        def on_run(precision: Precision, seed: int) -> OnStep:
-            bars.reset(each, description=f"{precision.name}, seed {seed}: starting")
-
-            def on_step(step: int, loss: float) -> None:
-                bars.advance(everything)
-                bars.update(each, completed=step, description=f"{precision.name}, seed {seed}: loss {loss:.3f}")
-
-            return on_step
-
-        yield on_run
 
 
 def _print(comparison: Comparison) -> None:

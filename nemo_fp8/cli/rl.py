@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nemo_fp8.cli.bars import run_bars
 from nemo_fp8.cli.options import Html, Json, seeds_of
 from nemo_fp8.terminal import print_json, print_notes, print_table
 
@@ -38,7 +37,12 @@ def rl_compare(
 
         require_matplotlib()
     template = GrpoSettings(folder=str(folder.absolute()), base="", steps=steps, one_step_off=one_step_off)
-    with _bars(len(names) * len(numbers), steps) as on_run:
+    with run_bars(len(names) * len(numbers), steps) as start:
+
+        def on_run(variant: str, seed: int) -> OnStep:
+            told = start(f"{variant}, seed {seed}")
+            return lambda row: told(row["step"], f"reward {row['reward']:.2f}" if "reward" in row else "done")
+
         comparison = run_rl_comparison(template, seeds=numbers, variants=names, rollout_python=rollout_python, on_run=on_run)
     if as_json:
         print_json(comparison.to_dict())
@@ -48,31 +52,6 @@ def rl_compare(
         from nemo_fp8.report.rl_page import rl_page
 
         print_notes([f"The report is in {rl_page(comparison).write(html)}."])
-
-
-@contextmanager
-def _bars(runs: int, steps: int) -> Iterator[Callable[[str, int], OnStep]]:
-    """Two progress bars on stderr: all runs, and the steps of the present one."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        everything = bars.add_task("", total=runs)
-        each = bars.add_task("", total=steps)
-
-        def on_run(variant: str, seed: int) -> OnStep:
-            bars.reset(each, description=f"{variant}, seed {seed}: starting")
-
-            def on_step(row: dict[str, Any]) -> None:
-                reward = f": reward {row['reward']:.2f}" if "reward" in row else ""
-                bars.update(each, completed=row["step"], description=f"{variant}, seed {seed}{reward}")
-                if row["step"] == steps:
-                    bars.advance(everything)
-
-            return on_step
-
-        yield on_run
 
 
 def _print(comparison: RlComparison) -> None:

@@ -23,6 +23,8 @@ from ray.exceptions import ActorDiedError, RayActorError
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rl.rollout import Answers
 from nemo_fp8.rl.settings import GrpoSettings
+from nemo_fp8.rollout.mismatch.engine import read_back
+from nemo_fp8.rollout.mismatch.weights import Held
 from nemo_fp8.rollout.refit import Receipt, Refit
 
 Weights = Mapping[str, torch.Tensor]
@@ -74,6 +76,10 @@ class Engines:
             except RayActorError:
                 self._pending = None
                 restarts += 1
+
+    def held(self) -> list[Mapping[str, Held]]:
+        """What each engine computes with now, by the fingerprints of its tensors."""
+        return [read_back(_Control(actor)) for actor in self.actors]
 
     # ------------------------------------------------------------------ the parts of a step
 

@@ -21,7 +21,7 @@ from nemo_fp8.rl.data import prompt_ids
 from nemo_fp8.rl.engines import Engines, Taken
 from nemo_fp8.rl.experience import Experience
 from nemo_fp8.rl.grpo import group_advantages, kl_divergence
-from nemo_fp8.rl.policy import Reference, log_probs
+from nemo_fp8.rl.policy import Reference
 from nemo_fp8.rl.record import Record
 from nemo_fp8.rl.rollout import END, Answers
 from nemo_fp8.rl.settings import GrpoSettings
@@ -30,6 +30,7 @@ from nemo_fp8.rl.watch import Watch
 from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, metrics
 from nemo_fp8.rollout.refit import Receipt
 from nemo_fp8.train.data import ByteTokenizer
+from nemo_fp8.train.log_probs import token_log_probs
 from nemo_fp8.train.to_hugging_face import named_tensors
 
 
@@ -108,9 +109,10 @@ class GrpoLoop(Callback):
         prompts = [prompt_ids(p) for p in problems for _ in range(s.answers)]
         answers = [answer for of_one in taken.answers for answer in of_one]
         experience = Experience.of(prompts, answers, group_advantages(rewards).flatten(), s.seq_length)
-        experience.trainer = log_probs(trainer, experience, s.micro_batch)
+        samples, collate = [experience.sample(i) for i in range(len(experience))], trainer.datamodule.rows.collate_fn
+        experience.trainer = token_log_probs(trainer, samples, collate, s.micro_batch)
         with self.reference.in_place():
-            experience.reference = log_probs(trainer, experience, s.micro_batch)
+            experience.reference = token_log_probs(trainer, samples, collate, s.micro_batch)
         pair = LogProbs(experience.trainer, experience.rollout, experience.mask)
         experience.importance = self.importance.weights(pair).values
         tokens = experience.mask.sum()
@@ -129,8 +131,11 @@ class GrpoLoop(Callback):
         verdict = self.watch.judge(experience, age, weights)
         if verdict is None:
             return
+        if verdict.fired:  # not to be had for nothing: every worker hashes all that it holds
+            verdict = self.watch.name_weights(verdict, weights, self.engines.held())
         self._row["gate"] = {
             "fired": verdict.fired,
+            "weights": {d.name: d.kind for d in verdict.differences},
             "checks": {c.name: {"observed": c.observed, "low": c.band.low, "high": c.band.high} for c in verdict.checks},
             "expected": dict(verdict.expected),
         }

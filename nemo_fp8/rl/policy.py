@@ -1,4 +1,4 @@
-"""The policy: any of NeMo's GPT models with GRPO's loss, the log-probs that it gives, and the reference that it is held near.
+"""The policy: any of NeMo's GPT models with GRPO's loss, and the reference that it is held near.
 
 NeMo asks a model for two things that make a step: what the loss is, and what it reads of a batch. :class:`Grpo` answers both,
 and is mixed into a model class; forward pass, parallelism, precision, optimizer and checkpoints stay NeMo's.
@@ -21,8 +21,6 @@ from nemo.collections import llm
 from nemo.lightning._strategy_lib import load_model_state_dict
 from nemo.lightning.megatron_parallel import MegatronLossReduction
 
-from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rl.experience import Experience
 from nemo_fp8.rl.grpo import GrpoLoss
 
 _Batch = dict[str, torch.Tensor]
@@ -77,50 +75,10 @@ class GrpoReduction(MegatronLossReduction):
         return _mean_over_ranks(torch.stack([row["loss"] for row in losses_reduced_per_micro_batch]).mean())
 
 
-class _TokenLogProbs(MegatronLossReduction):
-    """No loss: the log-probs themselves."""
-
-    def forward(self, batch: _Batch, forward_out: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return forward_out.new_zeros(()), {"log_probs": -forward_out.detach().float() * batch["loss_mask"]}
-
-    def reduce(self, losses_reduced_per_micro_batch: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
-        return torch.cat([row["log_probs"] for row in losses_reduced_per_micro_batch])
-
-
 def _mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     group = parallel_state.get_data_parallel_group()
     torch.distributed.all_reduce(value, group=group)
     return value / float(group.size())
-
-
-@torch.no_grad()
-def log_probs(trainer: Any, experience: Experience, micro_batch: int) -> torch.Tensor:
-    """The model's log-probs of all labels of an experience [samples, tokens], 0 outside of the mask; every rank gets all of them."""
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        raise PrecisionError(
-            "GRPO over pipeline stages.",
-            "Only the last stage has log-probs, and nothing here sends them to the others.",
-            "Use tensor and data parallelism.",
-        )
-    group = parallel_state.get_data_parallel_group()
-    share = len(experience) // group.size()
-    rows = trainer.datamodule.rows
-    first = group.rank() * share
-    batches = (
-        rows.collate_fn([experience.sample(i) for i in range(start, start + micro_batch)])
-        for start in range(first, first + share, micro_batch)
-    )
-    parallel = trainer.strategy.megatron_parallel
-    mine = parallel.validation_step(
-        batches,
-        loss_reduction=_TokenLogProbs(),
-        seq_length=experience.tokens.shape[1],
-        micro_batch_size=micro_batch,
-        num_microbatches=share // micro_batch,
-    )
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, mine.contiguous(), group=group)
-    return torch.cat(parts).cpu()
 
 
 class Reference:

@@ -2,18 +2,21 @@
 
 Some of the step's samples are emulated with the weights that sampled them, and the log-probs that came back are held against that
 (:mod:`nemo_fp8.rollout.mismatch.gate`). Samples that are one step old are judged by the weights of that step, so that what the
-policy has learnt meanwhile is not taken for a fault. Where the gate fires, nothing has been learnt from these samples yet.
+policy has learnt meanwhile is not taken for a fault. Where the gate fires, nothing has been learnt from these samples yet, and what
+the engines hold is read back, to name the weights that are wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from nemo_fp8.rl.experience import Experience
 from nemo_fp8.rl.settings import GrpoSettings
-from nemo_fp8.rollout.mismatch import Gate, LogProbs, Verdict, predict
+from nemo_fp8.rollout.mismatch import Gate, LogProbs, Verdict, compare_weights, predict
+from nemo_fp8.rollout.mismatch.weights import Held
 
 
 class Watch:
@@ -36,6 +39,11 @@ class Watch:
         prediction = predict(self.config, sampled_by, tokens, self.settings.precision, mask=mask.bool())
         pair = LogProbs(prediction.trainer if age else trainer, rollout, mask)
         return Gate().judge(prediction, pair, tokens)
+
+    def name_weights(self, verdict: Verdict, weights: Mapping[str, torch.Tensor], engines: Sequence[Mapping[str, Held]]) -> Verdict:
+        """The verdict with every weight in which one of the engines is not the policy; each engine tells what it holds."""
+        found = [d for held in engines for d in compare_weights(weights, held, self.settings.precision)]
+        return replace(verdict, differences=tuple(dict.fromkeys(found)), told=True)
 
 
 def _behind_the_first(labels: torch.Tensor) -> torch.Tensor:

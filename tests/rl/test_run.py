@@ -36,7 +36,7 @@ def test_two_steps_a_killed_rank_and_a_broken_engine(tmp_path):
 
     with ray_session(4), pytest.raises(PrecisionError, match="as far") as stopped:
         run_grpo(s, on_step=on_step, engine=actors.BreaksAfterAPush)
-    assert "NaN" not in str(stopped.value)
+    assert f"{actors.BROKEN_LAYER}.weight is zeroed in the engine" in str(stopped.value)
 
     rows = read_record(s.record)
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -50,6 +50,7 @@ def test_two_steps_a_killed_rank_and_a_broken_engine(tmp_path):
     assert rows[1]["kl"] > 0
     assert rows[0]["push"][0]["fingerprint"] != rows[1]["push"][0]["fingerprint"]
     assert rows[2]["gate"]["fired"]
+    assert rows[2]["gate"]["weights"] == {f"{actors.BROKEN_LAYER}.weight": "zeroed"}
     assert "loss" not in rows[2]
 
     assert actors.processes("ray::") == []
