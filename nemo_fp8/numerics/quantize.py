@@ -122,8 +122,7 @@ def quantize_reference(
     stats = None
     if statistics:
         assert amax is not None
-        inverse = scale_inv if scale_inv.dtype == torch.float32 else decode_e8m0(scale_inv)
-        stats = measure(tiles, scaled, data, amax, inverse, _elements(x, tile), format)
+        stats = measure(tiles, scaled, data, amax, scale_inv, _elements(x, tile), format)
         stats = stats.whole() if tile is None else stats
     return _untile(data, x, tile), scale_inv.reshape(()) if tile is None else scale_inv, stats
 

@@ -8,6 +8,8 @@
 
 Everything is kept as sums and extremes of tiles, from which the numbers of a tile, of a tensor or of several
 tensors follow. The trade-off: a few extra reductions over values that are at hand anyway, and no second pass.
+Tiles may be as many as one in 32 elements, so theirs are kept narrow: roots of sums of squares, for which FP32 has
+the range, counters of the width that a tile needs, and scales as they are stored.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from nemo_fp8.numerics.formats import Format
+from nemo_fp8.numerics.formats import Format, decode_e8m0
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,26 @@ class Statistics:
     underflow: torch.Tensor
     saturated: torch.Tensor
     nonfinite: torch.Tensor
-    signal: torch.Tensor
-    """sum x**2 over finite values."""
-    noise: torch.Tensor
-    """sum (x - dequantized)**2 over finite values."""
+    norm: torch.Tensor
+    """The root of sum x**2 over finite values."""
+    error_norm: torch.Tensor
+    """The root of sum (x - dequantized)**2 over finite values."""
     amax: torch.Tensor
     scale_inv: torch.Tensor
+    """As it is stored: FP32 or E8M0."""
     least_code: torch.Tensor
     """The smallest non-zero magnitude code (int), 0 where every code is zero."""
     largest_code: torch.Tensor
+
+    @property
+    def signal(self) -> torch.Tensor:
+        """sum x**2 over finite values, in FP64."""
+        return self.norm.double().square_()
+
+    @property
+    def noise(self) -> torch.Tensor:
+        """sum (x - dequantized)**2 over finite values, in FP64."""
+        return self.error_norm.double().square_()
 
     @property
     def underflow_percent(self) -> torch.Tensor:
@@ -54,15 +67,15 @@ class Statistics:
     @property
     def snr_db(self) -> torch.Tensor:
         """Infinite where nothing was lost."""
-        lossless = torch.where(self.noise == 0, float("inf"), self.signal / self.noise)
-        return 10.0 * torch.log10(lossless)
+        noise = self.noise
+        return 10.0 * torch.log10(torch.where(noise == 0, float("inf"), self.signal / noise))
 
     @property
     def scale_range(self) -> tuple[float, float]:
         """The smallest and the largest scale_inv."""
         if self.scale_inv.numel() == 0:
             return (1.0, 1.0)
-        low, high = torch.aminmax(self.scale_inv)
+        low, high = torch.aminmax(_values_of(self.scale_inv))
         return (float(low), float(high))
 
     @property
@@ -81,7 +94,9 @@ class Statistics:
         least = torch.where(zero, 255, self.least_code).amin() if zero.numel() else self.least_code.new_tensor(255)
         return Statistics(
             format=self.format,
-            **{f: getattr(self, f).sum() for f in ("elements", "underflow", "saturated", "nonfinite", "signal", "noise")},
+            **{f: getattr(self, f).sum() for f in ("elements", "underflow", "saturated", "nonfinite")},
+            norm=self.signal.sum().sqrt(),
+            error_norm=self.noise.sum().sqrt(),
             amax=_most(self.amax),
             scale_inv=self.scale_inv,
             least_code=torch.where(least == 255, 0, least),
@@ -110,6 +125,10 @@ class Statistics:
         }
 
 
+def _values_of(scale_inv: torch.Tensor) -> torch.Tensor:
+    return scale_inv if scale_inv.dtype == torch.float32 else decode_e8m0(scale_inv)
+
+
 def _most(x: torch.Tensor) -> torch.Tensor:
     return x.amax() if x.numel() else x.new_zeros(())
 
@@ -131,7 +150,7 @@ def measure(
     source = source.float()
     finite = source.isfinite()
     codes = data.view(torch.uint8) & 0x7F
-    values = data.to(torch.float32) * scale_inv[:, None, :, None]
+    values = data.to(torch.float32) * _values_of(scale_inv)[:, None, :, None]
     error = torch.where(finite, source - values, 0.0)
     source = torch.where(finite, source, 0.0)
     whole = (1, 3)
@@ -142,8 +161,8 @@ def measure(
         underflow=((codes == 0) & (source != 0)).sum(whole),
         saturated=(scaled.abs() > format.saturates_above).sum(whole),
         nonfinite=(~finite).sum(whole),
-        signal=source.square().sum(whole, dtype=torch.float64),
-        noise=error.square().sum(whole, dtype=torch.float64),
+        norm=source.double().square_().sum(whole).sqrt_(),
+        error_norm=error.double().square_().sum(whole).sqrt_(),
         amax=amax,
         scale_inv=scale_inv,
         # 0 - 1 wraps to 255, so that zero codes are never the smallest

@@ -11,7 +11,6 @@ command, which CPU builds do not have.
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import os
 import shlex
 import signal
@@ -28,13 +27,12 @@ from types import FrameType
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render.vllm import flags
+from nemo_fp8.rollout.access import LOOPBACK, TOKEN, is_loopback
 from nemo_fp8.rollout.arguments import engine_args, environment
 
 MODULE = "vllm.entrypoints.openai.api_server"
 GUARD = "nemo_fp8.rollout.in_vllm.guard.TokenGuard"
 PUSHES = "nemo_fp8.rollout.refit.endpoints.RefitEndpoints"
-TOKEN = "VLLM_API_KEY"
-LOOPBACK = "127.0.0.1"
 PATIENCE = 20.0  # seconds that a server has to end by itself
 
 
@@ -71,6 +69,13 @@ def server_for(
             "Whoever reaches that address could use the model, and push weights into it.",
             f"Set {TOKEN} to a secret, or listen on {LOOPBACK} (and come through ssh -L).",
         )
+    hidden = [word for word in more if len(word) > 3 and any(own.startswith(word.split("=")[0]) for own in ("--host", "--port"))]
+    if hidden:
+        raise PrecisionError(
+            f"{hidden[0]} among the words for vLLM.",
+            "vLLM takes the last address that it is told, and shortened options too, so nobody would have asked for a token.",
+            "Say where to listen with --host and --port themselves.",
+        )
     if importlib.util.find_spec("vllm") is None:
         raise PrecisionError(
             "vLLM is not installed here.",
@@ -85,14 +90,6 @@ def server_for(
     reached = LOOPBACK if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
     return Server((*words, *more), environment(precision), url, {} if token is None else {TOKEN: token})
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name that is no number is trusted to be none, but for localhost."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def run(server: Server) -> int:

@@ -1,11 +1,12 @@
 """What the GPU scripts share: parts that fail alone, a record that grows while they run, clocks, the machine.
 
 A GPU is lent for minutes, so a script must give what it can: each measurement is a *part*, its result or its error goes into the
-record as soon as it is there, and a part that would begin after the deadline is left out, with that as its reason. ``--cpu`` runs
-the same code on small shapes, which proves everything but the numbers; such a record is marked ``dry_run`` and never published.
+record as soon as it is there, and a part that would begin after the deadline is left out, with that as its reason. A part has a
+budget, which supervise.py holds it to, and which is printed. ``--cpu`` runs the same code on small shapes, which proves everything
+but the numbers; such a record is marked ``dry_run`` and never published.
 
     run = Run("kernels", __doc__)
-    speeds = run.part("copy", lambda: ...)
+    run.part("copy", lambda: ..., seconds=30)
     run.finish(table)
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -30,7 +30,10 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+for folder in (ROOT, ROOT / "scripts" / "gpu"):
+    sys.path.insert(0, str(folder))
+
+import records  # noqa: E402
 
 import nemo_fp8  # noqa: E402
 from nemo_fp8.contract import Precision  # noqa: E402
@@ -60,27 +63,40 @@ class Run:
         parser.add_argument("--cpu", action="store_true", help="a dry run on small shapes, without a GPU")
         parser.add_argument("--out", type=Path, help="the folder for the record (default: $OUT, or out/gpu)")
         parser.add_argument("--limit", type=float, default=540.0, help="begin nothing after so many seconds")
+        parser.add_argument("--resume", action="store_true", help="leave out what the record has an outcome of")
         for names, settings in options:
             parser.add_argument(*names, **settings)
+        self.began = time.monotonic()
         self.options = parser.parse_args()
         self.script, self.cpu = script, self.options.cpu
         self.device = "cpu" if self.cpu else "cuda"
-        self.folder: Path = self.options.out or Path(os.environ.get("OUT") or ROOT / "out" / "gpu")
+        self.folder = records.folder(self.options.out)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = self.folder / f"{script}.json"
-        self.began = time.monotonic()
+        kind = f"_{self.options.set}" if "set" in self.options else ""
+        self.file = self.folder / f"{script}{kind}.json"
         self.record: dict[str, Any] = {"about": about(script, self.cpu), "parts": {}}
+        if self.options.resume:
+            self.record["parts"] = records.read(self.file)["parts"]
         torch.manual_seed(0)
         self.say(f"{script}: {self.record['about']['device']}, into {self.file}")
 
     # ------------------------------------------------------------------ parts
 
-    def part(self, name: str, function: Callable[[], Any]) -> Any:
-        """Run one part and record it; None where it failed, did not apply, or came too late."""
+    def part(self, name: str, function: Callable[[], Any], seconds: float = 60.0) -> Any:
+        """Run one part and record it; None where it failed, did not apply, came too late or has an outcome from before.
+
+        It may take ``seconds`` on a GPU; a CPU, which may be busy with other things, is given ten times as long.
+        """
+        parts, seconds = self.record["parts"], seconds * (10 if self.cpu else 1)
+        if name in parts and self.options.resume:
+            return None
         if self.late():
-            self.record["parts"][name] = {"skipped": f"not begun within {self.options.limit:g} s"}
+            parts[name] = {"skipped": f"not begun within {self.options.limit:g} s"}
             self.write()
             return None
+        parts[name] = {records.RUNNING: {"since": time.time(), "budget": seconds}}
+        self.write()
+        self.say(f"{name}: begins, {seconds:g} s at most")
         started = time.monotonic()
         result, outcome = None, {}
         try:
@@ -98,12 +114,25 @@ class Run:
             }
             result = None
         outcome["seconds"] = round(time.monotonic() - started, 2)
-        self.record["parts"][name] = outcome
+        parts[name] = outcome
         self.write()
         self.say(f"{name}: {outcome.get('error') or outcome.get('skipped') or 'done'} ({outcome['seconds']} s)")
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
+        self._go_on_in_good_health()
         return result
+
+    def _go_on_in_good_health(self) -> None:
+        """A CUDA context that is broken stays so, and a graph that could not be captured leaves traces: ask for a new process."""
+        if self.device != "cuda":
+            return
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            healthy = not _failed_captures
+        except RuntimeError:
+            healthy = False
+        if not healthy and self.options.resume:
+            sys.stdout.flush()
+            os._exit(records.AGAIN)
 
     def race(self, ways: Ways, seconds: float, *, graphs: bool = False) -> dict[str, Any]:
         """:func:`race` on this run's device; a dry run takes each way twice."""
@@ -124,19 +153,17 @@ class Run:
     # ------------------------------------------------------------------ telling
 
     def say(self, text: str) -> None:
-        print(f"[{self.elapsed() if hasattr(self, 'began') else 0:6.1f} s] {text}", flush=True)
+        print(f"[{self.elapsed():6.1f} s] {text}", flush=True)
 
     def write(self) -> None:
-        """The record as it is by now, whole at any time."""
+        """The record as it is by now."""
         self.record["about"]["seconds"] = round(self.elapsed(), 1)
-        partial = self.file.with_suffix(".partial")
-        partial.write_text(json.dumps(plain(self.record), indent=1))
-        partial.replace(self.file)
+        records.write(self.file, plain(self.record))
 
     def finish(self, tell: Callable[[dict[str, Any]], str]) -> None:
         """Print the table, and end with 1 where a part failed."""
         self.write()
-        record = json.loads(self.file.read_text())
+        record = records.read(self.file)
         print(f"\n{tell(record)}\n", flush=True)
         failed = {name: part["error"] for name, part in record["parts"].items() if "error" in part}
         for name, error in failed.items():
@@ -196,19 +223,30 @@ def once(way: Callable[[], Any], device: str) -> float:
     return begin.elapsed_time(end)
 
 
+_failed_captures: list[str] = []
+
+
 def _captured(way: Callable[[], Any]) -> Callable[[], None] | None:
+    """A way as a CUDA graph, or None. One that waits for the device is found out before, since a capture that fails does harm."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     try:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_sync_debug_mode("error")
         with torch.cuda.stream(stream):
             way()
+    except RuntimeError:
+        return None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(stream)
+    try:
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             way()
         graph.replay()
         torch.cuda.synchronize()
-    except Exception:
-        torch.cuda.synchronize()
+    except Exception as error:
+        _failed_captures.append(f"{type(error).__name__}: {error}")
         return None
     return graph.replay
 

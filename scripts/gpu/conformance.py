@@ -77,9 +77,9 @@ def record(run: Run, file: str, source: str, quantize_by: Quantize, names: tuple
                     "usage": usage,
                 }
                 try:
-                    codes, scale_inv = quantize_by(given[name].to(run.device), operand_of(case), usage)
-                except (Skipped, RuntimeError) as refused:
-                    left_out[case["name"]] = str(refused).strip()[:200]
+                    codes, scale_inv = (t.cpu() for t in quantize_by(given[name].to(run.device), operand_of(case), usage))
+                except (Skipped, RuntimeError) as refused:  # at once, not in some later call: what was recorded before stays good
+                    left_out[case["name"]] = f"{type(refused).__name__}: {str(refused).strip()[:200]}"
                     continue
                 golden.cases.append(case)
                 golden.tensors |= {f"{case['name']}/codes": codes, f"{case['name']}/scale_inv": scale_inv, f"inputs/{name}": given[name]}
@@ -103,7 +103,8 @@ def record_delayed(golden: Golden, one: Callable[..., dict[str, torch.Tensor]], 
 def save(run: Run, file: str, golden: Golden, left_out: dict[str, str]) -> dict[str, Any]:
     """Write the file, and hold our numerics to it at once, on this device and on the CPU."""
     if not golden.cases:
-        raise Skipped(next(iter(left_out.values()), "no case"))
+        reason = next(iter(left_out.values()), "no case")
+        raise Skipped(reason.removeprefix("Skipped: ")) if reason.startswith("Skipped") else RuntimeError(f"nothing was recorded: {reason}")
     size = golden.save(run.folder / f"{file}.safetensors")
     golden = Golden.load(run.folder / f"{file}.safetensors")
     rows, first = {}, {}
@@ -220,15 +221,21 @@ def tell(record: dict[str, Any]) -> str:
         if name.startswith("golden"):
             found = part.get("result")
             if not found:
-                rows.append([name.removeprefix("golden "), None, None, None, None, None, part.get("error") or part.get("skipped")])
+                rows.append([name.removeprefix("golden "), *[None] * 6, part.get("error") or part.get("skipped")])
                 continue
             for device, counts in found["compared"].items():
-                rows.append([name.removeprefix("golden "), found["cases"], device, *(f"{n:,}" for n in counts[:3]), f"{counts[3]:,}"])
+                rows.append([name.removeprefix("golden "), found["cases"], len(found["left_out"]), device, *(f"{n:,}" for n in counts)])
     out = [
         "Golden vectors, and nemo_fp8 held to them:",
         "",
-        table(["file", "cases", "on", "codes", "scales", "histories", "different"], rows),
+        table(["file", "cases", "left out", "on", "codes", "scales", "histories", "different"], rows),
     ]
+    for name, part in record["parts"].items():
+        found = part.get("result") or {}
+        said = [*found.get("different", {}).values(), *(f"{case}: {why}" for case, why in found.get("left_out", {}).items())]
+        if name.startswith("golden") and said:
+            out += ["", f"{name.removeprefix('golden ')}:", "", *(f"- {text}" for text in said[:8])]
+            out += [f"- and {len(said) - 8} more, in the record"] if len(said) > 8 else []
     beside = result_of(record, "live")
     if beside:
         lines = [
@@ -263,15 +270,15 @@ def main() -> None:
             done = record(run, file.stem, source, te_python, PYTHON_INPUTS, "tensorwise", "blockwise_fp32", "blockwise_pow2")
             return save(run, file.stem, record_delayed(Golden.load(file), python_case, zeros=False), done["left_out"])
 
-        run.part("golden te_python_reference", python_reference)
+        run.part("golden te_python_reference", python_reference, seconds=120)
     else:
         source = f"TransformerEngine {version}, its CUDA kernels on {torch.cuda.get_device_name()}"
         for recipe in RECIPES:
             run.part(f"golden {recipe}", lambda recipe=recipe: record(run, recipe, source, te_kernels, tuple(inputs()), recipe))
         delayed = Golden(_about(run, source))
         run.part("golden delayed", lambda: require_te() and save(run, "delayed", record_delayed(delayed, te_case, zeros=True), {}))
-    run.part("live", lambda: live(run, te_python if run.cpu else te_kernels))
-    run.part("own kernels", lambda: own_kernels(run))
+    run.part("own kernels", lambda: own_kernels(run), seconds=70)
+    run.part("live", lambda: live(run, te_python if run.cpu else te_kernels), seconds=60)
     run.finish(tell)
 
 

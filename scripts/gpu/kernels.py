@@ -368,15 +368,15 @@ def _tflops(flops: int, way: dict[str, Any]) -> str:
 
 def main() -> None:
     run = Run("kernels", __doc__)
-    for name, part in (
-        ("casts", casts),
-        ("gemms", gemms),
-        ("linears", linears),
-        ("layer", layer),
-        ("peers", peers),
-        ("e5m2 in tiles", e5m2_in_tiles),
+    for name, part, seconds in (
+        ("casts", casts, 60),
+        ("gemms", gemms, 30),
+        ("linears", linears, 40),
+        ("layer", layer, 40),
+        ("peers", peers, 60),
+        ("e5m2 in tiles", e5m2_in_tiles, 20),
     ):
-        run.part(name, lambda part=part: part(run))
+        run.part(name, lambda part=part: part(run), seconds=seconds)
     run.finish(tell)
 
 

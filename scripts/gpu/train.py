@@ -31,7 +31,8 @@ for folder in (ROOT, ROOT / "scripts" / "gpu"):
     sys.path.insert(0, str(folder))
 
 from common import Run, number, table  # noqa: E402
-from run_megatron import CASES, SHAPES, WARM_UP  # noqa: E402
+from run_megatron import WARM_UP  # noqa: E402
+from slices import CASES, SHAPES  # noqa: E402
 
 CHILD = Path(__file__).with_name("run_megatron.py")
 # What is run, the most wanted first: (case, steps).
@@ -62,6 +63,8 @@ SETS: dict[str, list[tuple[str, int]]] = {
     ],
 }
 CPU_STEPS = 4
+# A case takes some 20 s; one that hangs costs no more than this.
+CASE_SECONDS = 100.0
 
 
 class Child:
@@ -122,6 +125,15 @@ def cases(run: Run, folder: Path) -> None:
     unfused = run.cpu
     child: Child | None = None
     waiting: Child | None = None
+
+    def train(name: str) -> Any:
+        assert child is not None
+        most = CASE_SECONDS * (10 if run.cpu else 1)
+        result = run.part(name, lambda: child.train(min(most, run.options.limit + 30 - run.elapsed())), seconds=CASE_SECONDS)
+        run.say(next(reversed(child.said(200).splitlines()), "it said nothing"))
+        child.end()
+        return result
+
     try:
         for i, (case, steps) in enumerate(todo):
             if run.late():
@@ -130,20 +142,15 @@ def cases(run: Run, folder: Path) -> None:
             child = waiting or Child(run, case, steps, folder, unfused)
             ahead = todo[i + 1 : i + 2]
             waiting = Child(run, *ahead[0], folder, unfused) if ahead else None
-            result = run.part(case, lambda child=child: child.train(run.options.limit + 30 - run.elapsed()))
-            run.say(child.said(200).splitlines()[-1] if child.said() else "it said nothing")
-            if result is None and i == 0 and not unfused:
+            if train(case) is None and i == 0 and not unfused:
                 # Megatron's fusions are compiled where they run: do without, if the first case shows that they do not compile.
                 unfused = True
+                run.record["parts"][f"{case}, with fusions"] = run.record["parts"].pop(case)
                 if waiting is not None:
                     waiting.end()
                     waiting = None
-                again = Child(run, case, steps, folder, unfused)
-                try:
-                    run.part(f"{case}, without fusions", lambda again=again: again.train(run.options.limit + 30 - run.elapsed()))
-                finally:
-                    again.end()
-            child.end()
+                child = Child(run, case, steps, folder, unfused)
+                train(case)
             run.record["unfused"] = unfused
     finally:
         for each in (child, waiting):
@@ -261,7 +268,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (("--only",), {"help": "some cases of the set, separated by semicolons"}),
     ]
     run = Run("train", __doc__, options)
-    run.file = run.file.with_name(f"train_{run.options.set}.json")
     shape = SHAPES["tiny" if run.cpu else run.options.set]
     run.record |= {"set": run.options.set, "shape": vars(shape)}
     if not run.cpu:

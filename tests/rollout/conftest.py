@@ -6,23 +6,16 @@ processes by spawning, which imports the main module again; pytest's own is safe
 """
 
 import importlib.util
-import os
 from collections import OrderedDict
 
 import pytest
+from rollout import settings
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]  # these run in .venv-rollout
 
-if HAS_VLLM:  # before anybody imports vLLM or starts OpenMP, which read them then
-    for name, value in {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "2",
-    }.items():
-        os.environ.setdefault(name, value)
+if HAS_VLLM:
+    settings.put_in_place()
 
 
 @pytest.fixture(autouse=True)

@@ -34,10 +34,9 @@ SCALINGS = {("te", "fp32"): 1, ("te", "pow2"): 2, ("deepgemm", "fp32"): 3, ("dee
 ELEMENTS_FOR_THREADS = 1 << 17  # fewer than this are done before all threads have woken
 
 _COUNTS = {
-    "signal": torch.float64, "noise": torch.float64, "amax": torch.float32, "underflow": torch.int32, "saturated": torch.int32,
+    "norm": torch.float32, "error_norm": torch.float32, "amax": torch.float32, "underflow": torch.int32, "saturated": torch.int32,
     "nonfinite": torch.int32, "least": torch.uint8, "largest": torch.uint8,
 }  # fmt: skip
-_BYTES_A_TILE = sum(dtype.itemsize for dtype in _COUNTS.values())
 
 
 class _Job(ctypes.Structure):
@@ -46,7 +45,7 @@ class _Job(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "codes", "scale_inv", *_COUNTS, "parallel")),
         *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "codes_stride", "scale_stride", "tile_rows", "tile_cols")),
-        *((name, ctypes.c_int32) for name in ("source", "scaling", "mantissa_bits", "bias", "threads")),
+        *((name, ctypes.c_int32) for name in ("source", "scaling", "mantissa_bits", "bias", "count_bytes", "threads")),
         *((name, ctypes.c_float) for name in ("format_max", "saturates_above", "given", "scale_if_tiny")),
         ("next", ctypes.c_int64),
     )
@@ -86,7 +85,7 @@ def quantize(
     scale_type = torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32
     codes, scale_inv = out or (torch.empty(x.shape, dtype=format.dtype), torch.empty(grid, dtype=scale_type))
     found = scale_inv if scale_inv.stride(1) == 1 or grid[1] == 1 else torch.empty(grid, dtype=scale_type)
-    counts = _empty_counts(grid) if statistics else {}
+    counts = _empty_counts(grid, tile) if statistics else {}
     tiny = torch.finfo(x.dtype).max  # what TE takes for the scale of a tile where it overflows
     more = {"scale_inv": found, "scale_stride": found.stride(0), **counts}
     _run(library, matrix, tile, format, codes=codes, scaling=scaling, scale_if_tiny=tiny, **more)
@@ -121,7 +120,7 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch
         codes=matrix.data_ptr(), scale_inv=scale_inv.data_ptr(), out=out.data_ptr(),
         rows=matrix.shape[0], cols=matrix.shape[1], tile_rows=tile[0], tile_cols=tile[1],
         target=PAIR if dtype == torch.bfloat16 and tile[1] > 1 else SOURCES[dtype], e8m0=scale_inv.dtype != torch.float32,
-        mantissa_bits=format.mantissa_bits, threads=_threads(matrix), parallel=_parallel(),
+        mantissa_bits=format.mantissa_bits, threads=_threads(matrix), count_bytes=_counter(tile).itemsize, parallel=_parallel(),
     )  # fmt: skip
     library.nemo_fp8_decode(ctypes.byref(job))
     return out
@@ -152,7 +151,7 @@ def _quantize_whole(
         scale_inv = torch.reciprocal(scale)
     if out is not None:
         scale_inv = out[1].copy_(scale_inv.reshape(out[1].shape))
-    counts = _empty_counts(_grid(matrix, WHOLE)) if statistics else {}
+    counts = _empty_counts(_grid(matrix, WHOLE), WHOLE) if statistics else {}
     _run(library, matrix, WHOLE, format, scaling=GIVEN, given=float(scale), codes=codes, **counts)
     return codes, scale_inv, _statistics(x, None, format, counts, scale_inv) if statistics else None
 
@@ -167,7 +166,7 @@ def _run(
     job = _Job(
         x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0], tile_cols=tile[1],
         source=PAIR if source == BF16 and tile[1] > 1 else source, mantissa_bits=format.mantissa_bits, bias=format.bias,
-        threads=_threads(matrix), parallel=_parallel(), format_max=format.max, saturates_above=format.saturates_above,
+        threads=_threads(matrix), count_bytes=_counter(tile).itemsize, parallel=_parallel(), format_max=format.max, saturates_above=format.saturates_above,
         **{name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in more.items()},
     )  # fmt: skip
     library.nemo_fp8_quantize(ctypes.byref(job))
@@ -215,14 +214,18 @@ def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
     return -(-matrix.shape[0] // tile[0]), -(-matrix.shape[1] // tile[1])
 
 
-def _empty_counts(grid: tuple[int, int]) -> dict[str, torch.Tensor]:
+def _counter(tile: tuple[int, int]) -> torch.dtype:
+    """What counts the elements of a tile. Small tiles are many, and new memory costs more than what is written to it."""
+    return torch.uint8 if tile[0] * tile[1] <= 255 else torch.int32
+
+
+def _empty_counts(grid: tuple[int, int], tile: tuple[int, int]) -> dict[str, torch.Tensor]:
     """All that is counted for each tile, in one piece of memory, which the allocator is more likely to have at hand."""
-    tiles, first, counts = grid[0] * grid[1], 0, {}
-    block = torch.empty(tiles * _BYTES_A_TILE, dtype=torch.uint8)
-    for name, dtype in _COUNTS.items():
-        counts[name] = block[first : first + tiles * dtype.itemsize].view(dtype).view(grid)
-        first += tiles * dtype.itemsize
-    return counts
+    tiles, counter = grid[0] * grid[1], _counter(tile)
+    types = {name: counter if dtype == torch.int32 else dtype for name, dtype in _COUNTS.items()}
+    block = torch.empty(tiles * sum(dtype.itemsize for dtype in types.values()), dtype=torch.uint8)
+    pieces = block.split([tiles * dtype.itemsize for dtype in types.values()])
+    return {name: piece.view(dtype).view(grid) for (name, dtype), piece in zip(types.items(), pieces, strict=True)}
 
 
 def _statistics(x: torch.Tensor, tile: Tile, format: Format, counts: dict[str, torch.Tensor], scale_inv: torch.Tensor) -> Statistics:

@@ -170,7 +170,7 @@ def _statistics(x: torch.Tensor, tile: Tile, format: Format, found: dict[str, to
 
     underflow, saturated, nonfinite, least, largest = found["counts"]
     fields: dict[str, Any] = {
-        "amax": found["amax"], "signal": found["signal"].double(), "noise": found["noise"].double(),
+        "amax": found["amax"], "norm": found["signal"].sqrt_(), "error_norm": found["noise"].sqrt_(),
         "underflow": underflow, "saturated": saturated, "nonfinite": nonfinite,
         "least_code": least.to(torch.uint8), "largest_code": largest.to(torch.uint8),
     }  # fmt: skip

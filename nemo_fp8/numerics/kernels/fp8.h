@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>

@@ -22,13 +22,13 @@ typedef struct job {
     const void *x;                                /* rows x cols, `stride` elements from row to row */
     uint8_t *codes;                               /* rows x cols, `codes_stride` from row to row */
     void *scale_inv;                              /* one a tile: floats, or bytes for E8M0; `scale_stride` from row to row */
-    double *signal, *noise;                       /* one a tile, if wanted, and so all that follow: in one piece of memory */
+    float *norm, *error_norm;                     /* one a tile, if wanted, and so all that follow: in one piece of memory */
     float *amax;                                  /* may be wanted alone */
-    int32_t *underflow, *saturated, *nonfinite;
+    void *underflow, *saturated, *nonfinite;      /* `count_bytes` each: 1 for tiles of few elements, else 4 */
     uint8_t *least, *largest;
     parallel_function *parallel;
     int64_t rows, cols, stride, codes_stride, scale_stride, tile_rows, tile_cols;
-    int32_t source, scaling, mantissa_bits, bias, threads;
+    int32_t source, scaling, mantissa_bits, bias, count_bytes, threads;
     float format_max, saturates_above, given, scale_if_tiny;
     _Atomic int64_t next;
 } job;
@@ -169,15 +169,22 @@ static void gather(const strip *s, int tame) {
     }
 }
 
-/* Sums were made of scaled values; unscaled they may need the range of doubles. */
+static void store_counters(const job *j, void *to, const int32_t *from, int64_t at, int64_t n) {
+    if (j->count_bytes == 4) memcpy((int32_t *)to + at, from, (size_t)n * 4);
+    else for (int64_t t = 0; t < n; t++) ((uint8_t *)to)[at + t] = (uint8_t)from[t];
+}
+
+/* Sums were made of scaled values. Their roots, unscaled, have the range of floats; the sums would need doubles. */
 static void store_counts(const job *j, const scratch *w, int64_t at, int64_t n) {
     for (int64_t t = 0; t < n; t++) {
-        double inverse = 1.0 / (double)w->scale[t], square = inverse * inverse;
-        j->signal[at + t] = (double)w->signal[t] * square, j->noise[at + t] = (double)w->noise[t] * square;
+        j->norm[at + t] = sqrtf(w->signal[t]) / w->scale[t];
+        j->error_norm[at + t] = sqrtf(w->noise[t]) / w->scale[t];
+        j->least[at + t] = (uint8_t)(w->least[t] + 1);
     }
-    memcpy(j->underflow + at, w->underflow, (size_t)n * 4), memcpy(j->saturated + at, w->saturated, (size_t)n * 4);
-    memcpy(j->nonfinite + at, w->nonfinite, (size_t)n * 4), memcpy(j->largest + at, w->largest, (size_t)n);
-    for (int64_t t = 0; t < n; t++) j->least[at + t] = (uint8_t)(w->least[t] + 1);
+    store_counters(j, j->underflow, w->underflow, at, n);
+    store_counters(j, j->saturated, w->saturated, at, n);
+    store_counters(j, j->nonfinite, w->nonfinite, at, n);
+    memcpy(j->largest + at, w->largest, (size_t)n);
 }
 
 /* --------------------------------------------------------------------------------------------------- one row of tiles */
@@ -196,11 +203,11 @@ static void cast_strip(const strip *s, uint8_t *codes, format f, int tame) {
         const char *x = s->x + r * step;
         uint8_t *out = codes + r * j->codes_stride, *row = streams ? w->row : out;
         if (r + 1 < s->rows) ask_for(x + step, s->width * bytes_of(j->source));
-        CAST[j->source][tame][j->signal ? r ? ADD : SET : NONE](x, row, s->width, slots, f, &w->counts);
-        if (j->signal) count_row(x, row, s->width, j->source, r > 0, &w->counts);
+        CAST[j->source][tame][j->norm ? r ? ADD : SET : NONE](x, row, s->width, slots, f, &w->counts);
+        if (j->norm) count_row(x, row, s->width, j->source, r > 0, &w->counts);
         if (streams) stream(out, row, s->width);
     }
-    if (j->signal) gather(s, tame);
+    if (j->norm) gather(s, tame);
 }
 
 #ifdef __AVX512BW__
@@ -217,10 +224,10 @@ static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, steps k, c
     for (int64_t first = 0; first < s->rows; first += ABREAST)
         for (int64_t c = 0; c < s->width; c += PIECE)
             for (int64_t r = first; r < least_of(first + ABREAST, s->rows); r++)
-                any |= CAST_BF16[columns][j->signal ? r ? ADD : SET : NONE](
+                any |= CAST_BF16[columns][j->norm ? r ? ADD : SET : NONE](
                     (const uint16_t *)s->x + r * j->stride, codes + r * j->codes_stride, c, least_of(c + PIECE, s->width),
                     ask + r * j->stride * 2, o, k, &w->counts);
-    if (!j->signal) return;
+    if (!j->norm) return;
     int64_t there = (s->width + 63) / 64 * 64, n = s->tiles;
     if (columns) {
         apart(w->counts.signal, w->signal, there, 1), apart(w->counts.noise, w->noise, there, 1);
@@ -263,7 +270,7 @@ static void work_on(const job *j, format f, scratch *w, spot at, spot next) {
     else
 #endif
         cast_strip(&s, codes, f, tame);
-    if (j->signal) store_counts(j, w, at.row * grid + tile, s.tiles);
+    if (j->norm) store_counts(j, w, at.row * grid + tile, s.tiles);
 }
 
 /* ---------------------------------------------------------------------------------------------------- the whole job */
@@ -284,6 +291,6 @@ static void work(void *argument) {
 
 void nemo_fp8_quantize(job *j) {
     if (j->codes && j->codes_stride == j->cols) expect(j->codes, j->rows * j->cols);
-    if (j->signal) expect(j->signal, (char *)j->largest - (char *)j->signal);
+    if (j->norm) expect(j->norm, (char *)j->largest - (char *)j->norm);
     share(work, j, j->threads, j->parallel);
 }

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from nemo_fp8.numerics.formats import Format, decode_e8m0
+from nemo_fp8.numerics.formats import Format
 from nemo_fp8.numerics.statistics import Statistics
 
 
@@ -16,9 +16,8 @@ def statistics_of(
     """The statistics of ``x`` in tiles, from all fields that a kernel counts."""
     from nemo_fp8.numerics.quantize import _elements
 
-    inverse = scale_inv if scale_inv.dtype == torch.float32 else decode_e8m0(scale_inv)
     elements = _elements(x, tile)
     if tile is not None:
-        return Statistics(format=format, elements=elements, scale_inv=inverse, **counted)
-    cut = Statistics(format=format, elements=torch.zeros_like(counted["underflow"]), scale_inv=inverse, **counted)
+        return Statistics(format=format, elements=elements, scale_inv=scale_inv, **counted)
+    cut = Statistics(format=format, elements=torch.zeros_like(counted["underflow"]), scale_inv=scale_inv, **counted)
     return replace(cut.total(), elements=elements.reshape(()))

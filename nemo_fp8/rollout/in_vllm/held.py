@@ -6,13 +6,12 @@ and they serve both ways. Nothing is written. What a kernel has packed in a way 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.in_vllm.reload import Answer, NemoFp8Refit, _answer
+from nemo_fp8.rollout.in_vllm.reload import Answer, NemoFp8Refit, answering
 from nemo_fp8.rollout.in_vllm.reload_layers import Blocks, name_of
-from nemo_fp8.rollout.in_vllm.reload_layouts import Facts
+from nemo_fp8.rollout.in_vllm.reload_layouts import Ledger
 from nemo_fp8.rollout.in_vllm.reload_plan import Plan
 from nemo_fp8.rollout.refit.manifest import SCALES
 
@@ -22,7 +21,7 @@ class NemoFp8Held(NemoFp8Refit):
 
     model_runner: Any
 
-    @_answer
+    @answering
     def nemo_fp8_refit_held(self, message: Answer) -> Answer:
         """The fingerprint of every tensor, by the parts of it that this worker holds, as a receipt has them."""
         plan = self._refit_plan
@@ -35,7 +34,7 @@ class NemoFp8Held(NemoFp8Refit):
                     "Push once, or start it from a checkpoint.",
                 )
             plan = Plan(self.model_runner.get_model(), own[0])
-        sinks = plan.sinks(defaultdict(Facts), verify=False)
+        sinks = plan.sinks(Ledger(), verify=False)
         held: dict[str, dict[str, str]] = {}
         for route in plan.routes:
             name, sink = plan.manifest[route.entry].name, sinks[route.target]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.in_vllm.reload_layers import Blocks, Staged, release
-from nemo_fp8.rollout.in_vllm.reload_layouts import Facts
+from nemo_fp8.rollout.in_vllm.reload_layouts import Ledger
 from nemo_fp8.rollout.in_vllm.reload_plan import Plan, of_checkpoint
 from nemo_fp8.rollout.in_vllm.reload_routes import Box, Routes, Target, record
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Manifest
@@ -33,7 +32,7 @@ Answer = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-def _answer(method: Callable[[Any, Answer], Answer]) -> Callable[[Any, Answer], Answer]:
+def answering(method: Callable[[Any, Answer], Answer]) -> Callable[[Any, Answer], Answer]:
     """Every answer says whose it is, and an error is an answer."""
 
     @functools.wraps(method)
@@ -59,14 +58,18 @@ class Session:
 
     def __init__(self, plan: Plan, number: str, verify: bool) -> None:
         self.plan, self.number, self.verify = plan, number, verify
-        self.facts: dict[int, Facts] = defaultdict(Facts)
-        self.sinks = plan.sinks(self.facts, verify)
+        self.ledger = Ledger()
+        self.sinks = plan.sinks(self.ledger, verify)
         self.rows = [0] * len(plan.manifest)
+        self.written = False
+        """Whether anything has been; before that, the engine is what it was."""
         self.staged = [sink for sink in dict.fromkeys(self.sinks.values()) if isinstance(sink, Staged)]
         self.memory: dict[str, Opened] = {}
 
     def write(self, handle: Any, pieces: Any) -> None:
         """Pieces of tensors, each (number, first row, rows, offset in the memory behind ``handle``)."""
+        if not isinstance(pieces, list):
+            raise _bad_piece(pieces, "it is no list of pieces")
         memory = self.memory.get(repr(handle))
         if memory is None:
             while len(self.memory) >= BUFFERS:  # a server makes new memory for every body
@@ -95,6 +98,7 @@ class Session:
     @torch.no_grad()
     def write_rows(self, i: int, row: int, tensor: torch.Tensor) -> None:
         """Some rows of a tensor to everywhere where they belong in this worker."""
+        self.written = True
         self.rows[i] += len(tensor) if tensor.dim() else 1
         for route in self.plan.routes.by_entry.get(i, ()):
             sink = self.sinks[route.target]
@@ -124,7 +128,7 @@ class Session:
             sink.write_scales(route, _in_blocks(route.to), scales[tuple(slice(*one) for one in _in_blocks(route.source))])
 
     @torch.no_grad()
-    def finish(self) -> dict[int, Facts]:
+    def finish(self) -> None:
         """Pack what waited for the end, and tell of every tensor that this worker holds a part of."""
         manifest = self.plan.manifest
         left = [manifest[i].name for i in sorted(self.plan.needed) if self.rows[i] < manifest[i].rows]
@@ -144,7 +148,6 @@ class Session:
             for sink in sinks:
                 sink.verify()
         self.memory.clear()
-        return self.facts
 
 
 class NemoFp8Refit:
@@ -157,15 +160,10 @@ class NemoFp8Refit:
     _refit_session: Session | None = None
     _refit_mixed = ""
 
-    @_answer
+    @answering
     def nemo_fp8_refit_begin(self, message: Answer) -> Answer:
         """Hold a manifest against the model. Nothing is written; what is wrong is in the answer."""
-        if self.vllm_config.parallel_config.data_parallel_size > 1:
-            raise PrecisionError(
-                "A push to an engine with data parallelism.",
-                "vLLM gives back the answers of its first replica only, so nobody would know of the others.",
-                "Start one engine for each replica, and push to every one of them.",
-            )
+        _refuse_replicas(self.vllm_config.parallel_config)
         manifest = Manifest.from_plain(message.get("tensors"))
         plan = self._refit_plan
         if plan is None or plan.manifest != manifest:
@@ -182,34 +180,38 @@ class NemoFp8Refit:
             "whole": sorted(plan.whole),
             "tied": [*plan.routes.aliases],
             "mixed": self._refit_mixed,
+            "accepted": not plan.problems and not missing,
         }
-        if not plan.problems and not missing:
+        if answer["accepted"]:
             self._refit_session = Session(plan, str(message.get("push")), bool(message.get("verify")))
         return answer
 
-    @_answer
+    @answering
     def nemo_fp8_refit_write(self, message: Answer) -> Answer:
         """Write pieces of tensors that lie in shared memory."""
         session = self._refit_open(message)
-        self._refit_mixed = f"push {session.number} has begun and has not ended"
-        session.write(message.get("memory"), message.get("pieces"))
+        try:
+            session.write(message.get("memory"), message.get("pieces"))
+        finally:
+            if session.written:
+                self._refit_mixed = f"push {session.number} has begun and has not ended"
         return {}
 
-    @_answer
+    @answering
     def nemo_fp8_refit_finish(self, message: Answer) -> Answer:
         """End a push; only now are all weights the new ones."""
         session = self._refit_open(message)
-        facts = session.finish()
+        session.finish()
         process_attention(session.plan.model, self.vllm_config)
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
         self._refit_session, self._refit_mixed = None, ""
         unwritten = [t.name for t in session.plan.routes.parameters if t not in session.sinks and session.plan.way(t) != "scales"]
-        told = {str(i): one.to_plain() for i, one in facts.items()}
-        return {"facts": told, "staged": max((sink.largest for sink in session.staged), default=0), "unwritten": unwritten}
+        told = {str(i): facts.to_plain() for i, facts in session.ledger.facts.items()}
+        return {"facts": told, "held": session.ledger.most_held, "unwritten": unwritten}
 
-    @_answer
+    @answering
     def nemo_fp8_refit_abandon(self, message: Answer) -> Answer:
         """A push has died; what it wrote stays until the next."""
         session = self._refit_session
@@ -219,7 +221,7 @@ class NemoFp8Refit:
                 self._refit_mixed = f"push {session.number} died half-way"
         return {"mixed": self._refit_mixed}
 
-    @_answer
+    @answering
     def nemo_fp8_refit_expected(self, message: Answer) -> Answer:
         """The manifest that this worker expects, from the checkpoint that the engine was started from."""
         found = self._refit_checkpoint()
@@ -261,6 +263,22 @@ def names_of(missing: list[tuple[Target, int]], own: tuple[Manifest, Routes] | N
         else:
             names = (own[0][route.entry].name for route in own[1] if route.target == target)
             yield from (name for name in names if name not in manifest.places)  # what is there, and refused, does not lack
+
+
+def _refuse_replicas(parallel: Any) -> None:
+    """Where one push would reach a part of an engine only, or hold up a part of its requests only."""
+    if parallel.data_parallel_size > 1:
+        raise PrecisionError(
+            "A push to an engine with data parallelism.",
+            "vLLM gives back the answers of its first replica only, so nobody would know of the others.",
+            "Start one engine for each replica, and push to every one of them.",
+        )
+    if getattr(parallel, "_api_process_count", 1) > 1:
+        raise PrecisionError(
+            "A push to a server of several processes.",
+            "Requests that another process takes would not wait for its end, nor be refused if it dies.",
+            "Start the server with --api-server-count 1.",
+        )
 
 
 def _in_blocks(box: Box) -> Box:

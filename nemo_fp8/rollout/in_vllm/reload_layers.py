@@ -25,7 +25,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
-from nemo_fp8.rollout.in_vllm.reload_layouts import Facts, Layout
+from nemo_fp8.rollout.in_vllm.reload_layouts import Layout, Ledger
 from nemo_fp8.rollout.in_vllm.reload_routes import Box, Route, Target, before_loading
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 
@@ -36,8 +36,8 @@ STRIP = 1 << 22  # codes that are quantized, counted and packed while they lie i
 class Sink:
     """Where the pieces of some routes go."""
 
-    def __init__(self, facts: dict[int, Facts]) -> None:
-        self.facts = facts
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.facts = ledger, ledger.facts
         self.prints: dict[Route, Fingerprint] = defaultdict(Fingerprint)
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
@@ -59,6 +59,11 @@ class Sink:
                 facts = self.facts[route.entry]
                 facts.check(there == facts.fingerprints[name_of(route)])
 
+    def _note(self, route: Route, values: torch.Tensor) -> None:
+        """Values that go where they go as they are."""
+        self.prints[route].add(values)
+        self.facts[route.entry].count_nonfinite(values)
+
     def _tell(self, route: Route, kind: str, fingerprint: str) -> None:
         self.facts[route.entry].kind = kind
         self.facts[route.entry].fingerprints[name_of(route)] = fingerprint
@@ -67,15 +72,15 @@ class Sink:
 class InPlace(Sink):
     """Copies into a live tensor."""
 
-    def __init__(self, facts: dict[int, Facts], live: torch.Tensor, constants: Iterable[tuple[Box, float]]) -> None:
-        super().__init__(facts)
+    def __init__(self, ledger: Ledger, live: torch.Tensor, constants: Iterable[tuple[Box, float]]) -> None:
+        super().__init__(ledger)
         self.parameter, self.live = live, live.data
         self.constants = list(constants)
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
         place = _at(self.live, part_of(route, row, len(values) if values.dim() else 1))
         place.copy_(values.reshape(place.shape))
-        self.prints[route].add(values)
+        self._note(route, values)
 
     def finish(self) -> None:
         for box, value in self.constants:
@@ -94,7 +99,7 @@ class Blocks(Sink):
 
     def __init__(
         self,
-        facts: dict[int, Facts],
+        ledger: Ledger,
         codes: torch.Tensor,
         scales: torch.Tensor,
         layout: Layout,
@@ -102,7 +107,7 @@ class Blocks(Sink):
         routes: Iterable[Route],
         against_reference: bool,
     ) -> None:
-        super().__init__(facts)
+        super().__init__(ledger)
         self.against_reference = against_reference
         self.codes = codes.data if codes.dim() == 3 else codes.data[None]
         self.scales = scales.data if scales.dim() == 3 else scales.data[None]
@@ -144,6 +149,7 @@ class Blocks(Sink):
             elif values.dtype == self.codes.dtype:
                 self.layout.store(self.codes[m], start, matrix)
                 self.prints[route].add(matrix)
+                self.facts[route.entry].count_nan_codes(matrix)
             else:
                 self._quantize(route, m, start, matrix)
 
@@ -183,10 +189,12 @@ class Blocks(Sink):
         """Blocks that lie in two tensors wait for both."""
         if m not in self.gathered:
             self.gathered[m] = torch.zeros(self.matrix, dtype=values.dtype, device=values.device)
+            self.ledger.hold(self.gathered[m].nbytes)
         _at(self.gathered[m], to[-2:]).copy_(values)
         self.awaited[m] -= values.numel()
         if self.awaited[m] == 0:
             whole = self.gathered.pop(m)
+            self.ledger.hold(-whole.nbytes)
             codes = torch.empty(self.matrix, dtype=self.codes.dtype, device=whole.device)
             routes = [route for route in self.routes if m in self._matrices(route)]
             self._cast(whole, codes, self.scales[m], routes)
@@ -231,8 +239,8 @@ class Blocks(Sink):
 class KvScales(Sink):
     """Sets the scales of a KV cache, all of a layer at once."""
 
-    def __init__(self, facts: dict[int, Facts], layer: Any) -> None:
-        super().__init__(facts)
+    def __init__(self, ledger: Ledger, layer: Any) -> None:
+        super().__init__(ledger)
         self.layer, self.values = layer, dict[Route, torch.Tensor]()
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
@@ -259,16 +267,15 @@ class Staged(Sink):
 
     def __init__(
         self,
-        facts: dict[int, Facts],
+        ledger: Ledger,
         layer: Any,
         routes: Iterable[Route],
         constants: Iterable[tuple[Target, list[tuple[Box, float]]]],
     ) -> None:
-        super().__init__(facts)
+        super().__init__(ledger)
         self.layer, self.values = layer, dict[str, torch.Tensor]()
         self.constants = list(constants)
         self.awaited = {route.entry for route in routes}
-        self.largest = 0
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
         name = route.target.parameter
@@ -276,7 +283,7 @@ class Staged(Sink):
             self.values[name] = self._empty(name)
         place = _at(self.values[name].data, part_of(route, row, len(values) if values.dim() else 1))
         place.copy_(values.reshape(place.shape))
-        self.prints[route].add(values)
+        self._note(route, values)
 
     def complete(self, entry: int) -> None:
         """All of a tensor has come, to every worker: with the last one, all of them process the layer at once.
@@ -285,13 +292,15 @@ class Staged(Sink):
         """
         self.awaited.discard(entry)
         if not self.awaited and self.values:
-            self.largest = sum(value.nbytes for value in self.values.values())
+            size = sum(value.nbytes for value in self.values.values())
             self._process()
+            self.ledger.hold(-size)
 
     def _empty(self, name: str) -> torch.Tensor:
         before, _ = get_layerwise_info(self.layer).restore_metadata
         with get_layerwise_info(self.layer).restore_device:
             made: torch.Tensor = materialize_meta_tensor(before_loading(before[name], self.layer))
+        self.ledger.hold(made.nbytes)
         return made
 
     def _process(self) -> None:

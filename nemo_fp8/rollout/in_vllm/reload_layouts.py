@@ -7,6 +7,7 @@ there is processed by its own method, as at load, which is right on every kernel
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,8 +103,32 @@ class Facts:
         self.scales += scales.numel()
         self.bad_scales += scales.numel() - int(good.sum())
 
+    def count_nonfinite(self, values: torch.Tensor) -> None:
+        """Of values that are kept as they are: counted only where the least or the largest tells that there are some."""
+        if not bool(torch.stack(torch.aminmax(values)).isfinite().all()):
+            self.nonfinite += int((~values.isfinite()).sum())
+
+    def count_nan_codes(self, codes: torch.Tensor) -> None:
+        self.nonfinite += int((codes.view(torch.uint8) & 0x7F == 0x7F).sum())
+
     def check(self, good: bool) -> None:
         self.verified = good and self.verified is not False
 
     def to_plain(self) -> dict[str, Any]:
         return dict(vars(self))
+
+
+@dataclass
+class Ledger:
+    """What one worker can tell of one push."""
+
+    facts: dict[int, Facts] = field(default_factory=lambda: defaultdict(Facts))
+    """By the number of the tensor."""
+    held: int = 0
+    most_held: int = 0
+    """Bytes that wait beside the model for the rest of their layer or of their blocks."""
+
+    def hold(self, size: int) -> None:
+        """So many more, or fewer."""
+        self.held += size
+        self.most_held = max(self.most_held, self.held)

@@ -25,7 +25,7 @@ from nemo_fp8.numerics.checkpoint import Checkpoint
 from nemo_fp8.rollout.in_vllm.experts import Quantizing
 from nemo_fp8.rollout.in_vllm.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.in_vllm.reload_layers import Blocks, InPlace, KvScales, Sink, Staged
-from nemo_fp8.rollout.in_vllm.reload_layouts import Facts, layout_of
+from nemo_fp8.rollout.in_vllm.reload_layouts import Ledger, layout_of
 from nemo_fp8.rollout.in_vllm.reload_routes import Box, Route, Routes, Target, record
 from nemo_fp8.rollout.refit.manifest import BLOCK, DTYPES, SCALES, Entry, Manifest
 
@@ -70,7 +70,7 @@ class Plan:
             return "in place"  # biases, which are made after the weights and left as they are
         return "staged" if isinstance(method, QuantizeMethodBase) else ""
 
-    def sinks(self, facts: dict[int, Facts], verify: bool) -> dict[Target, Sink]:
+    def sinks(self, ledger: Ledger, verify: bool) -> dict[Target, Sink]:
         """Where everything goes, and what it is told to."""
         staged: dict[str, list[Target]] = defaultdict(list)
         sinks: dict[Target, Sink] = {}
@@ -81,18 +81,18 @@ class Plan:
                 layout = layout_of(layer)
                 assert layout is not None
                 codes, scales = (getattr(layer, name) for name in (target.parameter, scale_name(target)))
-                sinks[target] = Blocks(facts, codes, scales, layout, layer.quant_method.operand, routes, verify)
+                sinks[target] = Blocks(ledger, codes, scales, layout, layer.quant_method.operand, routes, verify)
             elif way == "scales":
-                sinks[target] = attention.setdefault(target.layer, KvScales(facts, layer))
+                sinks[target] = attention.setdefault(target.layer, KvScales(ledger, layer))
             elif way == "in place":
                 live = _live(layer, target)
                 assert live is not None
-                sinks[target] = InPlace(facts, live, self.routes.constants.get(target, ()))
+                sinks[target] = InPlace(ledger, live, self.routes.constants.get(target, ()))
             else:
                 staged[target.layer].append(target)
         for name, targets in staged.items():
             constants = [(target, self.routes.constants[target]) for target in targets if target in self.routes.constants]
-            sink = Staged(facts, self.layers[name], [route for target in targets for route in self.to[target]], constants)
+            sink = Staged(ledger, self.layers[name], [route for target in targets for route in self.to[target]], constants)
             sinks |= dict.fromkeys(targets, sink)
         return sinks
 
@@ -124,6 +124,15 @@ class Plan:
                     f"{names} are one tensor of the engine.", f"Both would be written to {route.target.name}.", "Push one of them."
                 )
             yield from self._wrong_type(entry, route)
+        yield from self._lone_scales()
+
+    def _lone_scales(self) -> Iterator[Problem]:
+        """vLLM would give the scale of the keys to the values, or the other way round, without a word."""
+        pushed = {target.name for target in self.to if self.way(target) == "scales"}
+        for name in sorted(pushed):
+            for one, other in (("k_scale", "v_scale"), ("v_scale", "k_scale")):
+                if name.endswith(one) and (twin := name.removesuffix(one) + other) not in pushed:
+                    yield Problem(f"{name} comes without {twin}.", "vLLM would use one scale for both.", "Push both.")
 
     def _wrong_type(self, entry: Entry, route: Route) -> Iterator[Problem]:
         target, layer = route.target, self.layers[route.target.layer]

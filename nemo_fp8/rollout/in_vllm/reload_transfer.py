@@ -8,7 +8,8 @@ plan. The trainer's side is vLLM's own (``NCCLTrainerWeightTransferEngine`` and 
 error here is an exception in the worker, as vLLM's protocol has it, and its caller must pause the engine and reset the
 prefix cache, as vLLM's endpoints have it too.
 
-None of this has been run: the backends need a GPU, and the test of the door on a CPU (``long``) awaits its first run.
+The door was run on a CPU, behind a backend that brings tensors from files (``tests/rollout/refit_door.py``), and a
+transfer through it is bitwise a fresh engine. vLLM's two backends need GPUs and have not been run.
 """
 
 from __future__ import annotations

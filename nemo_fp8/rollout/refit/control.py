@@ -22,7 +22,6 @@ from nemo_fp8.errors import PrecisionError, Problem
 Answer = dict[str, Any]
 PREFIX = "nemo_fp8_refit_"
 ROUTE = "/nemo_fp8/refit"
-TOKEN = "VLLM_API_KEY"
 
 
 class Control(Protocol):

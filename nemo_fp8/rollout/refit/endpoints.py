@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import os
 import time
@@ -24,7 +23,8 @@ from typing import Any
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.checkpoint import bytes_of
-from nemo_fp8.rollout.refit.control import PREFIX, ROUTE, TOKEN, Answer, refusal
+from nemo_fp8.rollout.access import TOKEN, is_loopback
+from nemo_fp8.rollout.refit.control import PREFIX, ROUTE, Answer, refusal
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.transports import LENGTH
 
@@ -42,7 +42,8 @@ class RefitEndpoints:
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self.app, self.token = app, os.environ.get(TOKEN, "")
-        self.push, self.heard, self.died = "", 0.0, ""
+        self.begun = self.push = self.died = ""  # accepted by the workers; writing; why the engine answers nobody
+        self.heard, self.tasks = 0.0, 0  # when the sender last had an answer; what the engine is doing for it now
         self.free = asyncio.Event()
         self.free.set()
 
@@ -64,7 +65,7 @@ class RefitEndpoints:
 
     async def _wait_for_end(self) -> None:
         while self.push and not self.died:
-            left = SILENCE - (time.monotonic() - self.heard)
+            left = SILENCE if self.tasks else SILENCE - (time.monotonic() - self.heard)
             if left <= 0:
                 self._die(f"push {self.push} has not been heard of for {SILENCE:.0f} seconds")
                 return
@@ -94,13 +95,13 @@ class RefitEndpoints:
         await _reply(send, status, answer)
 
     def _may(self, scope: Scope) -> bool:
-        headers = {name.decode().lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if "origin" in headers:  # a page in somebody's browser
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if b"origin" in headers:  # a page in somebody's browser
             return False
         if self.token:
-            return hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self.token}".encode())
+            return hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self.token}".encode())
         client = scope.get("client")
-        return client is None or _is_loopback(client[0])  # none: a socket in the file system, which has permissions of its own
+        return client is None or is_loopback(client[0])  # none: a socket in the file system, which has permissions of its own
 
     async def _do(self, engine: Any, method: str, scope: Scope, receive: Receive) -> list[Answer]:
         if method == "bytes":
@@ -115,6 +116,8 @@ class RefitEndpoints:
         if method == "finish":
             return await self._finish(engine, message)
         answers = await self._call(engine, method, message)
+        if method == "begin" and all(answer.get("accepted") for answer in answers):
+            self.begun = str(message.get("push"))
         if method == "abandon" and str(message.get("push")) == self.push:
             mixed = next((a["mixed"] for a in answers if a.get("mixed")), "")
             if mixed:
@@ -125,12 +128,11 @@ class RefitEndpoints:
 
     async def _write(self, engine: Any, message: Answer) -> list[Answer]:
         push = str(message.get("push"))
-        if push != self.push:
-            running = message.get("running", "wait")
-            await engine.pause_generation(mode=running if running in MODES else "wait")
+        if push == self.begun != self.push:  # any other is refused by the workers, and holds nobody up
             self.push = push
             self.free.clear()
-        self.heard = time.monotonic()
+            running = message.get("running", "wait")
+            await self._at_work(engine.pause_generation(mode=running if running in MODES else "wait"))
         return await self._call(engine, "write", message)
 
     async def _finish(self, engine: Any, message: Answer) -> list[Answer]:
@@ -146,14 +148,16 @@ class RefitEndpoints:
         self.free.set()
 
     async def _call(self, engine: Any, method: str, message: Answer) -> list[Answer]:
-        return list(await engine.collective_rpc(PREFIX + method, args=(message,)))
+        return list(await self._at_work(engine.collective_rpc(PREFIX + method, args=(message,))))
 
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    async def _at_work(self, task: Awaitable[Any]) -> Any:
+        """What the engine takes its time for is no silence of the sender's."""
+        self.tasks += 1
+        try:
+            return await task
+        finally:
+            self.tasks -= 1
+            self.heard = time.monotonic()
 
 
 # ---------------------------------------------------------------------- bodies, of no trusted size

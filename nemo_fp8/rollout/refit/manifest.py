@@ -153,12 +153,12 @@ def _entry(row: Any) -> Entry:
         raise _unreadable(f"{row!r} is no name, dtype and shape.") from None
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
         raise _unreadable(f"{str(name)[:80]!r} is no tensor's name.")
-    if dtype not in DTYPES:
-        raise PrecisionError([unknown(f"dtype of {name}:", dtype, DTYPES)])
+    if str(dtype) not in DTYPES:
+        raise PrecisionError([unknown(f"dtype of {name}:", str(dtype), DTYPES)])
     whole = isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS and all(type(n) is int and n > 0 for n in shape)
     if not whole or math.prod(shape) > MOST_BYTES:
         raise _unreadable(f"{name} has no shape that a tensor could have: {str(shape)[:80]}.")
-    return Entry(name, dtype, tuple(shape))
+    return Entry(name, str(dtype), tuple(shape))
 
 
 def _unreadable(why: str) -> PrecisionError:

@@ -68,8 +68,8 @@ class Opened:
             pid, fd, size, name = (handle[key] for key in ("pid", "fd", "size", "name"))
         except (TypeError, KeyError):
             raise _refused(handle, "it is no pid, fd, size and name") from None
-        if not all(type(n) is int and n > 0 for n in (pid, fd, size)):
-            raise _refused(handle, "pid, fd and size are positive whole numbers")
+        if not all(type(n) is int and n >= 0 for n in (pid, fd, size)) or size == 0:
+            raise _refused(handle, "pid, fd and size are whole numbers, and size is not 0")
         path = f"/proc/{pid}/fd/{fd}"
         try:
             target = os.readlink(path)

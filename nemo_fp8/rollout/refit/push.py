@@ -105,6 +105,7 @@ class Refit:
         """Fill, deliver, and fill the other one meanwhile. How many chunks, and how many bytes."""
         transport = transport_of(self.transport, self.control, size)
         try:
+            _good(transport.open(push))
             return self._deliver(push, cut(tensors, manifest, _turns(transport), whole), transport)
         finally:
             transport.close()

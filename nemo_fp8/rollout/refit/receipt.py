@@ -59,8 +59,8 @@ class Receipt:
     bytes: int
     chunks: int
     chunk_bytes: int
-    staged_bytes: int
-    """The largest layer that a worker had to hold whole beside the model."""
+    held_bytes: int
+    """The most that a worker held beside the model at once: layers that a kernel packs whole, and blocks that lie in two tensors."""
     seconds: float
     prefix_cache_reset: bool
     after_failure: str = ""
@@ -150,7 +150,7 @@ class Receipt:
             checked = sum(t.verified is not None for t in self.tensors)
             rows.append(("verified", f"{checked} of {len(self.tensors)} read back" if self.verified else "NO"))
         memory = f"{_size(self.chunk_bytes)} of buffers, {self.chunks} chunks"
-        rows.append(("memory", memory + (f", {_size(self.staged_bytes)} for a layer packed whole" if self.staged_bytes else "")))
+        rows.append(("memory", memory + (f", {_size(self.held_bytes)} held for whole layers" if self.held_bytes else "")))
         rows.append(("prefix cache", "reset" if self.prefix_cache_reset else "NOT reset"))
         if self.after_failure:
             rows.append(("repairs", self.after_failure))
@@ -166,8 +166,8 @@ def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: A
         if told:
             written.append(_written(entry.name, told))
     never = {name for answer in answers for name in answer["unwritten"]}
-    staged = max(answer["staged"] for answer in answers)
-    return Receipt(tensors=tuple(written), never_written=tuple(sorted(never)), workers=len(answers), staged_bytes=staged, **about)
+    held = max(answer["held"] for answer in answers)
+    return Receipt(tensors=tuple(written), never_written=tuple(sorted(never)), workers=len(answers), held_bytes=held, **about)
 
 
 def _written(name: str, told: Sequence[Mapping[str, Any]]) -> Written:

@@ -13,11 +13,13 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import torch
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.checkpoint import bytes_of
+from nemo_fp8.rollout.access import is_loopback
 from nemo_fp8.rollout.refit.control import Answer, Control, Server
 from nemo_fp8.rollout.refit.memory import BUFFERS, Shared
 from nemo_fp8.rollout.refit.stream import Piece
@@ -27,6 +29,8 @@ LENGTH = 8  # bytes of the number before a message in a body
 
 class Transport(Protocol):
     """Buffers of a push, and the way from them to the workers."""
+
+    def open(self, push: str) -> list[Answer]: ...
 
     def buffer(self, i: int) -> torch.Tensor: ...
 
@@ -41,6 +45,10 @@ class SharedMemory:
     def __init__(self, control: Control, size: int) -> None:
         self.control = control
         self.shared = [Shared(size) for _ in range(BUFFERS)]
+
+    def open(self, push: str) -> list[Answer]:
+        """Have every worker map a buffer, before the first byte: not all of them need be on this host."""
+        return self.deliver(0, [], 0, push)
 
     def buffer(self, i: int) -> torch.Tensor:
         return self.shared[i].tensor
@@ -63,11 +71,14 @@ class Body:
         self.control = control
         self.buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(BUFFERS)]
 
+    def open(self, push: str) -> list[Answer]:
+        return []  # the server makes the memory, on the host of its workers
+
     def buffer(self, i: int) -> torch.Tensor:
         return self.buffers[i]
 
     def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]:
-        message = json.dumps({"push": push, "used": used, "pieces": [list(piece) for piece in pieces]}).encode()
+        message = json.dumps({"push": push, "pieces": [list(piece) for piece in pieces]}).encode()
         head = len(message).to_bytes(LENGTH, "little") + message
         return self.control.post("bytes", [head, bytes_of(self.buffers[i][:used])], "application/octet-stream")
 
@@ -77,20 +88,8 @@ class Body:
 
 def transport_of(name: str, control: Control, size: int) -> Transport:
     """By name; ``auto`` takes shared memory wherever an engine may be on this host."""
-    local = not isinstance(control, Server) or is_loopback(control.url)
+    local = not isinstance(control, Server) or is_loopback(urlsplit(control.url).hostname or "")
     ways: dict[str, Callable[[Control, int], Transport]] = {"memory": SharedMemory, "http": Body}
     if name == "auto":
         name = "memory" if local and hasattr(os, "memfd_create") else "http"
     return ways[name](control, size)
-
-
-def is_loopback(url: str) -> bool:
-    """Whether a URL names this machine."""
-    import ipaddress
-    from urllib.parse import urlsplit
-
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
