@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine():
-    """``engine(folder, **arguments)`` is a running ``vllm.LLM``. At most two run at once."""
+    """``engine(folder, **arguments)`` is a running ``vllm.LLM``, and ``.as_started`` what it answered first. At most two run at once."""
     from rollout import engines
 
     running = OrderedDict()
@@ -53,6 +53,7 @@ def engine():
             while len(running) > 1:
                 engines.stop(running.popitem(last=False)[1])
             running[key] = engines.start(folder, **arguments)
+            running[key].as_started = engines.log_probs(running[key], 1, 200)  # before anything was pushed
         running.move_to_end(key)
         return running[key]
 

@@ -1,4 +1,6 @@
-"""Engine arguments: what a contract and NeMo RL's keys become, and what is refused."""
+"""Engine arguments: what a contract and NeMo RL's keys become, what is refused, and that vLLM's own parser takes every word."""
+
+import shlex
 
 import pytest
 from rollout import models
@@ -6,8 +8,9 @@ from rollout import models
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.presets import PRESETS
-from nemo_fp8.render.vllm import from_vllm
-from nemo_fp8.rollout import engine_args, environment, init_fp8
+from nemo_fp8.render import render
+from nemo_fp8.render.vllm import flags, from_vllm
+from nemo_fp8.rollout import engine_args, environment, init_fp8, serve
 
 ROLLOUTS = {name: p for name, p in PRESETS.items() if p.rollout == "fp8"} | {
     "bf16": Precision(),
@@ -37,6 +40,38 @@ def test_engine_args_say_the_contract(name, monkeypatch):
         f: getattr(wanted, f) for f in fields if wanted.rollout == "fp8"
     }
     assert arguments["worker_extension_cls"].endswith("NemoFp8Worker")
+
+
+def parsed(words):
+    """Words of a command line as the real server reads them: what it is started with, and its engine's arguments."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    server = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    return server, AsyncEngineArgs.from_cli_args(server)
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_vllm_s_own_parser_takes_the_flags_to_paste_and_those_of_our_server(name, monkeypatch):
+    for variable, value in environment(ROLLOUTS[name]).items():
+        monkeypatch.setenv(variable, value)
+    rendering, arguments = render(ROLLOUTS[name], "vllm"), engine_args(ROLLOUTS[name])
+    pasted = shlex.split(rendering.text.replace("\\\n", " "))
+    for words, wanted in ((pasted, rendering.data["engine"]), (flags(arguments), arguments)):
+        _, read = parsed(["--model", "somewhere", *words])
+        assert {argument: getattr(read, argument) for argument in wanted} == wanted
+    server, read = parsed(serve.server_for("somewhere", ROLLOUTS[name], port=8123).words[3:])
+    assert (server.host, server.port, server.middleware) == ("127.0.0.1", 8123, [serve.PUSHES])
+    assert {argument: getattr(read, argument) for argument in arguments} == arguments
+
+
+def test_no_word_for_vllm_moves_the_server():
+    """vLLM takes shortened options, and the last of several."""
+    assert parsed(["--model", "m", "--host", "127.0.0.1", "--hos=0.0.0.0"])[0].host == "0.0.0.0"
+    for word in ("--host", "--host=0.0.0.0", "--hos=0.0.0.0", "--port"):
+        with pytest.raises(PrecisionError, match="among the words for vLLM"):
+            serve.server_for("m", Precision(rollout="fp8"), more=[word, "0.0.0.0"])
 
 
 def test_options_are_checked():

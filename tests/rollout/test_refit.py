@@ -2,26 +2,26 @@
 
 import json
 import re
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
+from rollout import servers
 from rollout.engines import fp8, log_probs
 from safetensors.torch import load_file
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
-from nemo_fp8.rollout import Refit
+from nemo_fp8.rollout import Refit, serve
 from nemo_fp8.rollout.refit import Manifest, fingerprint
+from nemo_fp8.rollout.refit.memory import Shared
 
 K_PROJ = "model.layers.2.self_attn.k_proj.weight"
-ENGINES = {  # the one that most tests ask comes last, and is still running when they begin
+ENGINES = {
+    "qwen3": ("qwen3", {}),
     "llama_tied": ("llama_tied", {"weight_scale": "pow2", "first_layers": 1}),
     "qwen3_moe": ("qwen3_moe", {"last_layers": 1}),
-    "qwen3": ("qwen3", {}),
 }
 
 
@@ -40,25 +40,6 @@ def run(engine, checkpoint):
         return llm, lambda: log_probs(llm, 1, 200)
 
     return give
-
-
-@pytest.mark.parametrize("row", ENGINES)
-def test_a_push_is_bitwise_a_fresh_engine(run, engine, checkpoint, weights, row):
-    llm, ask = run(row)
-    kind, fields = ENGINES[row]
-    old = ask()
-    receipt = Refit(llm, chunk=2**20).push(weights(kind, 1), verify=True).require()
-    new = ask()
-    assert receipt.verified is True
-    assert receipt.chunks > 1
-    assert {t.name for t in receipt.tensors} == set(weights(kind, 1))
-    assert all(len(line) <= 80 for line in str(receipt).splitlines())
-    json.dumps(receipt.to_dict())
-    fresh = engine(checkpoint(kind, 1), **fp8(**fields))
-    assert torch.equal(new, log_probs(fresh, 1, 200))
-    Refit(llm).push(weights(kind, 0))
-    assert torch.equal(ask(), old)
-    assert not torch.equal(new, old)
 
 
 def test_fingerprints_are_those_of_the_reference(run, weights):
@@ -115,25 +96,37 @@ def test_a_wrong_manifest_is_refused_and_changes_nothing(run, weights, change, w
     assert torch.equal(ask(), before)
 
 
+def _dying(tensors, after):
+    yield from [*tensors.items()][:after]
+    raise ConnectionError("the trainer went away")
+
+
+def test_memory_that_a_worker_cannot_open_is_known_before_the_first_byte(run, weights, monkeypatch):
+    """As where trainer and engine are in two containers."""
+    llm, ask = run("qwen3")
+    Refit(llm).push(weights("qwen3", 0))
+    before = ask()
+    with monkeypatch.context() as patch:
+        patch.setattr(Shared, "handle", {"pid": 1, "fd": 10_000, "size": 64, "name": "nemo_fp8-refit"})
+        with pytest.raises(PrecisionError, match="cannot be opened") as refused:
+            Refit(llm).push(weights("qwen3", 1))
+    assert "transport='http'" in str(refused.value)
+    assert torch.equal(ask(), before)
+
+
 def test_a_push_that_dies_is_refused_until_the_next_one(run, weights):
     llm, ask = run("qwen3")
     tensors = weights("qwen3", 1)
     expected = Refit(llm).push(tensors)
     answers = ask()
 
-    def dying(after):
-        for i, pair in enumerate(weights("qwen3", 0).items()):
-            if i == after:
-                raise ConnectionError("the trainer went away")
-            yield pair
-
     refit = Refit(llm, chunk=2**20)
     with pytest.raises(ConnectionError):
-        refit.push(dying(0), manifest=tensors)
+        refit.push(_dying(weights("qwen3", 0), 0), manifest=tensors)
     assert torch.equal(ask(), answers)  # nothing had been written
     for after in (17, 20, 23):
         with pytest.raises(ConnectionError):
-            refit.push(dying(after), manifest=tensors)
+            refit.push(_dying(weights("qwen3", 0), after), manifest=tensors)
         with pytest.raises(PrecisionError, match="old and new weights"):
             ask()
     restored = refit.push(iter(tensors.items()))  # the manifest is the engine's own checkpoint's
@@ -182,43 +175,34 @@ def test_memory_stays_flat_over_pushes(run, weights):
     assert len(prints) == 2
 
 
-def test_a_server_takes_pushes(checkpoint, weights, tmp_path):
-    from nemo_fp8.rollout import serve
-
-    more = ["--max-model-len", "256", "--enforce-eager", "--served-model-name", "m"]
-    server = serve.server_for(str(checkpoint("qwen3", 0)), Precision(rollout="fp8"), port=18437, more=more)
-
-    def ask():
-        body = {"model": "m", "prompt": [5, 6, 7, 8, 9, 10], "max_tokens": 4, "temperature": 0, "logprobs": 1}
-        request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        return json.loads(urllib.request.urlopen(request, timeout=60).read())["choices"][0]["logprobs"]["token_logprobs"]
-
+def test_a_server_takes_pushes_from_who_brings_the_token(run, checkpoint, weights):
+    """It listens on every address, so nobody pushes without the token; log-probs are those of an engine of this process."""
+    server = serve.server_for(
+        str(checkpoint("qwen3", 0)), Precision(rollout="fp8"), host="0.0.0.0", port=servers.free_port(), token="secret", more=servers.MORE
+    )
+    llm, _ = run("qwen3")
     with serve.running(server) as process:
         serve.wait_until_ready(server, process)
-        old = ask()
-        sent = Refit(server.url).push(weights("qwen3", 1), verify=True).require()
-        new = ask()
-        assert new != old
-        assert Refit(server.url, transport="http", chunk=2**20).push(weights("qwen3", 0)).require().chunks > 1
-        assert ask() == old
+        for token in (None, "wrong"):
+            with pytest.raises(PrecisionError, match=r"answers a push with 40[13]"):
+                Refit(server.url, token=token).push(weights("qwen3", 1))
+            assert servers.complete(server.url, token)[0] == 401
+        refit = Refit(server.url, token="secret")
+        for seed in (1, 0):
+            Refit(llm).push(weights("qwen3", seed))
+            sent = refit.push(weights("qwen3", seed), verify=True).require()
+            assert servers.complete(server.url, "secret") == (200, servers.complete_offline(llm))
+        assert Refit(server.url, token="secret", transport="http", chunk=2**20).push(weights("qwen3", 0)).fingerprint == sent.fingerprint
         with pytest.raises(PrecisionError, match="lacks"):
-            Refit(server.url).push(_without(weights("qwen3", 1)))
-
-        def dying():
-            yield from [*weights("qwen3", 1).items()][:20]
-            raise ConnectionError
-
+            refit.push(_without(weights("qwen3", 1)))
         with pytest.raises(ConnectionError):
-            Refit(server.url, chunk=2**20).push(dying(), manifest=weights("qwen3", 1))
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            ask()
-        assert refused.value.code == 503
-        assert Refit(server.url).push(weights("qwen3", 1)).fingerprint == sent.fingerprint
-        assert ask() == new
-        request = urllib.request.Request(f"{server.url}/nemo_fp8/refit/expected", b"{}", {"Origin": "http://somewhere"})
-        with pytest.raises(urllib.error.HTTPError) as forbidden:
-            urllib.request.urlopen(request, timeout=10)
-        assert forbidden.value.code == 403
+            Refit(server.url, token="secret", chunk=2**20).push(_dying(weights("qwen3", 1), 20), manifest=weights("qwen3", 1))
+        status, answer = servers.complete(server.url, "secret")
+        assert status == 503
+        assert "died half-way" in answer["error"]["message"]
+        assert refit.push(weights("qwen3", 0)).fingerprint == sent.fingerprint
+        assert servers.complete(server.url, "secret") == (200, servers.complete_offline(llm))
+        assert servers.ask(server.url, "/nemo_fp8/refit/expected", token="secret", Origin="http://somewhere")[0] == 403
 
 
 def test_the_page_is_true(run, weights):
@@ -227,3 +211,24 @@ def test_the_page_is_true(run, weights):
     names = {"llm": run("qwen3")[0], "weights": weights("qwen3", 1)}
     for snippet in re.findall(r"^```python rollout\n(.*?)^```", page, re.M | re.S):
         exec(compile(snippet, "docs/refit.md", "exec"), names)
+
+
+@pytest.mark.parametrize("row", ENGINES)
+def test_a_push_is_bitwise_a_fresh_engine(run, weights, row):
+    """Other weights, and then those that it was started from: it answers as it did when it was fresh, bit by bit.
+
+    So one engine serves for both; engines started from what is pushed are compared in ``test_refit_long.py``. The last of
+    this file, since these are the rows that no other test asks.
+    """
+    llm, ask = run(row)
+    kind, _ = ENGINES[row]
+    receipt = Refit(llm, chunk=2**20).push(weights(kind, 1), verify=True).require()
+    new = ask()
+    assert receipt.verified is True
+    assert receipt.chunks > 1
+    assert {t.name for t in receipt.tensors} == set(weights(kind, 1))
+    assert all(len(line) <= 80 for line in str(receipt).splitlines())
+    json.dumps(receipt.to_dict())
+    Refit(llm).push(weights(kind, 0))
+    assert torch.equal(ask(), llm.as_started)
+    assert not torch.equal(new, llm.as_started)

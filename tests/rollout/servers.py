@@ -1,0 +1,53 @@
+"""Asking real servers over HTTP."""
+
+import json
+import socket
+import urllib.error
+import urllib.request
+
+MORE = ("--max-model-len", "256", "--enforce-eager", "--served-model-name", "m", "--dtype", "bfloat16")
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+def ask(url, path="/v1/completions", body=None, token=None, **headers):
+    """Status and answer of a POST."""
+    said = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"}) | headers
+    request = urllib.request.Request(url + path, headers=said, data=json.dumps(body or {}).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, json.loads(answer.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"{}")
+
+
+def complete(url, token=None):
+    """Status, and the log-probs of four tokens that the model says after a prompt."""
+    wanted = {"model": "m", "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    status, answer = ask(url, body=wanted, token=token)
+    return status, answer["choices"][0]["logprobs"]["token_logprobs"] if status == 200 else answer
+
+
+def complete_offline(llm):
+    """The same of an engine of this process."""
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    asked = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1)
+    (said,) = llm.generate([{"prompt_token_ids": PROMPT}], asked, use_tqdm=False)[0].outputs
+    return [place[token].logprob for token, place in zip(said.token_ids, said.logprobs, strict=True)]
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def beyond_loopback():
+    """An address of this machine that others reach; None where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: asks which address would be taken
+        except OSError:
+            return None
+        return probe.getsockname()[0]
