@@ -166,7 +166,8 @@ def _run(
     job = _Job(
         x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0], tile_cols=tile[1],
         source=PAIR if source == BF16 and tile[1] > 1 else source, mantissa_bits=format.mantissa_bits, bias=format.bias,
-        threads=_threads(matrix), count_bytes=_counter(tile).itemsize, parallel=_parallel(), format_max=format.max, saturates_above=format.saturates_above,
+        count_bytes=_counter(tile).itemsize, threads=_threads(matrix), parallel=_parallel(), format_max=format.max,
+        saturates_above=format.saturates_above,
         **{name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in more.items()},
     )  # fmt: skip
     library.nemo_fp8_quantize(ctypes.byref(job))
@@ -224,7 +225,7 @@ def _empty_counts(grid: tuple[int, int], tile: tuple[int, int]) -> dict[str, tor
     tiles, counter = grid[0] * grid[1], _counter(tile)
     types = {name: counter if dtype == torch.int32 else dtype for name, dtype in _COUNTS.items()}
     block = torch.empty(tiles * sum(dtype.itemsize for dtype in types.values()), dtype=torch.uint8)
-    pieces = block.split([tiles * dtype.itemsize for dtype in types.values()])
+    pieces = torch.split(block, [tiles * dtype.itemsize for dtype in types.values()])
     return {name: piece.view(dtype).view(grid) for (name, dtype), piece in zip(types.items(), pieces, strict=True)}
 
 

@@ -51,16 +51,16 @@ INLINE __m512i encode32(__m512i x, const float *scale, int columns, steps k, int
     return _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xff), a, _mm512_slli_epi32(b, 8), 0xca); /* 0xca: first ? second : third */
 }
 
-typedef struct { const float *scale; int shift, stream; } row_options;
+typedef struct { const float *scale; int32_t *underflow; int shift, stream; } row_options;
 
 /* Columns c to n of a row of BF16. `scale` is one for each tile of 2**shift >= 32 columns, or one for each column, evens of 32
-   first. What `ask` points to will be read next. Returns whether a value that is not zero has become zero. */
-INLINE int cast_bf16(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, const char *ask, row_options o, steps k, int columns,
+   first; and so is `underflow`, which counts values that are not zero and become zero. What `ask` points to will be read next. */
+INLINE void cast_bf16(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, const char *ask, row_options o, steps k, int columns,
                      int count, counts *restrict s) {
     static const uint16_t evens_then_odds[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
                                                  1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
     const __m512i order = _mm512_loadu_si512(evens_then_odds);
-    int any = 0, stream = o.stream && ((uintptr_t)codes & 63) == 0;
+    int stream = o.stream && ((uintptr_t)codes & 63) == 0;
     for (; c < n; c += 64) {
         __mmask64 live = n - c >= 64 ? ~0ull : ~0ull >> (64 - (n - c));
         __m512i x0 = _mm512_maskz_loadu_epi16((__mmask32)live, x + c), x1 = _mm512_maskz_loadu_epi16((__mmask32)(live >> 32), x + c + 32);
@@ -74,15 +74,19 @@ INLINE int cast_bf16(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, co
         if (count) {
             __m512i below = _mm512_sub_epi8(out, _mm512_set1_epi8(1));
             if (count == ADD) below = _mm512_min_epu8(below, _mm512_loadu_si512(s->least + c));
-            else _mm512_storeu_si512(s->lost + c, _mm512_setzero_si512());
+            else if (columns) _mm512_storeu_si512(s->lost + c, _mm512_setzero_si512());
             _mm512_storeu_si512(s->least + c, below);
             __mmask64 zero = _mm512_testn_epi8_mask(out, out);
             if (zero) {
                 const __m512i magnitude = _mm512_set1_epi16(0x7fff);
                 __mmask64 lost = zero & _mm512_kunpackd(_mm512_test_epi16_mask(x1, magnitude), _mm512_test_epi16_mask(x0, magnitude));
-                __m512i lost_before = _mm512_loadu_si512(s->lost + c);
-                _mm512_storeu_si512(s->lost + c, _mm512_mask_sub_epi8(lost_before, lost, lost_before, _mm512_set1_epi8(-1)));
-                any |= lost != 0;
+                if (columns) {
+                    __m512i before = _mm512_loadu_si512(s->lost + c);
+                    _mm512_storeu_si512(s->lost + c, _mm512_mask_sub_epi8(before, lost, before, _mm512_set1_epi8(-1)));
+                } else {
+                    o.underflow[c >> o.shift] += __builtin_popcount((uint32_t)lost);
+                    o.underflow[(c + 32) >> o.shift] += __builtin_popcount((uint32_t)(lost >> 32));
+                }
             }
         }
         __mmask64 negative = _mm512_kunpackd(_mm512_movepi16_mask(x1), _mm512_movepi16_mask(x0));
@@ -90,13 +94,12 @@ INLINE int cast_bf16(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, co
         if (stream && n - c >= 64) _mm512_stream_si512((void *)(codes + c), out);
         else _mm512_mask_storeu_epi8(codes + c, live, out);
     }
-    return any;
 }
 
-typedef int bf16_function(const uint16_t *, uint8_t *, int64_t, int64_t, const char *, row_options, steps, counts *);
+typedef void bf16_function(const uint16_t *, uint8_t *, int64_t, int64_t, const char *, row_options, steps, counts *);
 #define BF16_ROW(NAME, COLUMNS, COUNT) \
-    static int NAME(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, const char *ask, row_options o, steps k, counts *s) { \
-        return cast_bf16(x, codes, c, n, ask, o, k, COLUMNS, COUNT, s); \
+    static void NAME(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, const char *ask, row_options o, steps k, counts *s) { \
+        cast_bf16(x, codes, c, n, ask, o, k, COLUMNS, COUNT, s); \
     }
 BF16_ROW(bf16_wide, 0, NONE) BF16_ROW(bf16_wide_set, 0, SET) BF16_ROW(bf16_wide_add, 0, ADD)
 BF16_ROW(bf16_columns, 1, NONE) BF16_ROW(bf16_columns_set, 1, SET) BF16_ROW(bf16_columns_add, 1, ADD)

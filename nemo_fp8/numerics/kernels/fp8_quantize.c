@@ -127,12 +127,12 @@ static void find_scales(const job *j, const float *restrict amax, float *restric
             scale[i] = 1 / s;
         }
         return;
-    case E8M0: /* scale_inv holds the bytes, as floats */
+    case E8M0:
         for (int64_t i = 0; i < n; i++) {
             uint32_t u = bits(amax[i] * reciprocal), e = u >> 23, m = u & 0x7fffff;
             e += m && e != 254 && !(e == 0 && m <= 0x400000);
             e = u == INFINITE ? 254 : e;
-            scale_inv[i] = (float)(int32_t)e;
+            scale_inv[i] = value(e == 0 ? 0x400000 : e << 23);
             scale[i] = value(e == 254 ? 0x400000 : (254 - e) << 23);
         }
         return;
@@ -169,21 +169,24 @@ static void gather(const strip *s, int tame) {
     }
 }
 
-static void store_counters(const job *j, void *to, const int32_t *from, int64_t at, int64_t n) {
-    if (j->count_bytes == 4) memcpy((int32_t *)to + at, from, (size_t)n * 4);
-    else for (int64_t t = 0; t < n; t++) ((uint8_t *)to)[at + t] = (uint8_t)from[t];
+INLINE void store_counters(void *restrict to, const int32_t *restrict from, int64_t n, int bytes) {
+    if (bytes == 4) memcpy(to, from, (size_t)n * 4);
+    else for (int64_t t = 0; t < n; t++) ((uint8_t *)to)[t] = (uint8_t)from[t];
+}
+
+static void unscale_roots(const float *restrict sums, const float *restrict scale_inv, float *restrict to, int64_t n) {
+    for (int64_t t = 0; t < n; t++) to[t] = sqrtf(sums[t]) * scale_inv[t];
 }
 
 /* Sums were made of scaled values. Their roots, unscaled, have the range of floats; the sums would need doubles. */
 static void store_counts(const job *j, const scratch *w, int64_t at, int64_t n) {
-    for (int64_t t = 0; t < n; t++) {
-        j->norm[at + t] = sqrtf(w->signal[t]) / w->scale[t];
-        j->error_norm[at + t] = sqrtf(w->noise[t]) / w->scale[t];
-        j->least[at + t] = (uint8_t)(w->least[t] + 1);
-    }
-    store_counters(j, j->underflow, w->underflow, at, n);
-    store_counters(j, j->saturated, w->saturated, at, n);
-    store_counters(j, j->nonfinite, w->nonfinite, at, n);
+    int64_t bytes = j->count_bytes;
+    unscale_roots(w->signal, w->scale_inv, j->norm + at, n), unscale_roots(w->noise, w->scale_inv, j->error_norm + at, n);
+    store_counters((char *)j->underflow + at * bytes, w->underflow, n, bytes);
+    store_counters((char *)j->saturated + at * bytes, w->saturated, n, bytes);
+    store_counters((char *)j->nonfinite + at * bytes, w->nonfinite, n, bytes);
+    uint8_t *restrict least = j->least + at;
+    for (int64_t t = 0; t < n; t++) least[t] = (uint8_t)(w->least[t] + 1);
     memcpy(j->largest + at, w->largest, (size_t)n);
 }
 
@@ -218,13 +221,14 @@ enum { ABREAST = 4, PIECE = 512 };
 static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, steps k, const char *ask) {
     const job *j = s->j;
     scratch *w = s->w;
-    int columns = j->tile_cols == 1, any = 0;
-    row_options o = {w->scale, 63 - __builtin_clzll((uint64_t)j->tile_cols), large(j->rows * j->cols)};
+    int columns = j->tile_cols == 1;
+    row_options o = {w->scale, w->underflow, 63 - __builtin_clzll((uint64_t)j->tile_cols), large(j->rows * j->cols)};
     if (columns) apart(w->scale, w->slots, s->width, 0), o.scale = w->slots;
+    else if (j->norm) memset(w->underflow, 0, (size_t)s->tiles * 4);
     for (int64_t first = 0; first < s->rows; first += ABREAST)
         for (int64_t c = 0; c < s->width; c += PIECE)
             for (int64_t r = first; r < least_of(first + ABREAST, s->rows); r++)
-                any |= CAST_BF16[columns][j->norm ? r ? ADD : SET : NONE](
+                CAST_BF16[columns][j->norm ? r ? ADD : SET : NONE](
                     (const uint16_t *)s->x + r * j->stride, codes + r * j->codes_stride, c, least_of(c + PIECE, s->width),
                     ask + r * j->stride * 2, o, k, &w->counts);
     if (!j->norm) return;
@@ -236,8 +240,6 @@ static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, steps k, c
     } else {
 #define GATHER_WIDE(N) gather_wide(&w->counts, N, n, there, w->signal, w->noise, w->least)
         FOR_WIDTH(j->tile_cols, GATHER_WIDE);
-        memset(w->underflow, 0, (size_t)n * 4);
-        for (int64_t c = 0; any && c < s->width; c++) w->underflow[c >> o.shift] += w->counts.lost[c];
     }
     memset(w->saturated, 0, (size_t)n * 4), memset(w->nonfinite, 0, (size_t)n * 4);
     for (int64_t t = 0; t < n; t++) w->largest[t] = (uint8_t)encode(bits(w->amax[t]), w->scale[t], f, 1, NONE, NULL, 0);
@@ -258,7 +260,7 @@ static void work_on(const job *j, format f, scratch *w, spot at, spot next) {
     if (!j->codes) return;
     find_scales(j, w->amax, w->scale, w->scale_inv, s.tiles);
     int64_t scales_at = at.row * j->scale_stride + tile;
-    if (j->scaling == E8M0) for (int64_t t = 0; t < s.tiles; t++) ((uint8_t *)j->scale_inv)[scales_at + t] = (uint8_t)w->scale_inv[t];
+    if (j->scaling == E8M0) for (int64_t t = 0; t < s.tiles; t++) ((uint8_t *)j->scale_inv)[scales_at + t] = (uint8_t)(bits(w->scale_inv[t]) >> 23);
     else if (j->scaling != GIVEN) memcpy((float *)j->scale_inv + scales_at, w->scale_inv, (size_t)s.tiles * 4);
     else for (int64_t t = 0; t < s.tiles; t++) tame &= w->amax[t] * j->given <= j->format_max;
 
