@@ -6,6 +6,7 @@ processes by spawning, which imports the main module again; pytest's own is safe
 """
 
 import importlib.util
+import logging
 from collections import OrderedDict
 
 import pytest
@@ -60,3 +61,35 @@ def engine():
     yield give
     for llm in running.values():
         engines.stop(llm)
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint):
+    """``model(kind, **contract)`` is vLLM's model in this process, each built once: nobody changes it."""
+    from rollout.in_process import build
+
+    built = {}
+
+    def give(kind, **contract):
+        key = repr((kind, sorted(contract.items())))
+        if key not in built:
+            built[key] = build(checkpoint(kind), **contract)
+        return built[key]
+
+    return give
+
+
+@pytest.fixture
+def said():
+    """What nemo_fp8 writes to vLLM's log from here on, even if it was said before."""
+    import vllm.logger
+
+    vllm.logger._print_info_once.cache_clear()
+    vllm.logger._print_warning_once.cache_clear()
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("vllm.nemo_fp8")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)

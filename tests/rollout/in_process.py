@@ -10,6 +10,9 @@ import tempfile
 import torch
 from rollout.engines import SMALL, fp8
 
+from nemo_fp8.numerics.formats import format_of
+from nemo_fp8.numerics.quantize import quantize_reference
+
 
 def build(folder, **contract):
     """The model of this checkpoint as a worker holds it under this contract, weights loaded."""
@@ -50,6 +53,18 @@ def weights_of(folder):
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
+
+
+def reference(weight, block=(128, 128), kind="fp32"):
+    """Codes and scales on the kernel's grid, by the specification; a whole-tensor scale stands in every block."""
+    codes, scale_inv, _ = quantize_reference(weight, block, format_of("e4m3"), kind)
+    if block is None:
+        scale_inv = scale_inv.expand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+    return codes, scale_inv
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 assert os.environ.get("VLLM_CPU_KVCACHE_SPACE"), "conftest sets vLLM's environment before anything imports it"

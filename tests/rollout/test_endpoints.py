@@ -106,7 +106,7 @@ def test_who_may_push(token, client, headers, status):
 
 def test_nothing_else_is_there():
     door = Door(Engine())
-    for path, method in ((f"{ROUTE}/held", "POST"), (f"{ROUTE}/", "POST"), (f"{ROUTE}/begin", "GET"), (f"{ROUTE}/../begin", "POST")):
+    for path, method in ((f"{ROUTE}/report", "POST"), (f"{ROUTE}/", "POST"), (f"{ROUTE}/begin", "GET"), (f"{ROUTE}/../begin", "POST")):
         assert asyncio.run(door.knock(path, method=method))[0] == 404
     assert door.engine.asked == []
 

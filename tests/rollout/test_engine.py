@@ -132,6 +132,29 @@ def test_compiled_graphs_hold_the_emulation(checkpoint):
 
 
 @pytest.mark.long
+def test_an_engine_without_amx_s_kernel_falls_back_and_says_so_once(checkpoint, monkeypatch, capfd):
+    """vLLM's own switch takes the kernel away in every process; then the same engine runs, is pushed to, and answers as ``decode`` does."""
+    from rollout.models import tensors_of
+
+    from nemo_fp8.rollout import Refit
+
+    wanted = engines.start(checkpoint("qwen3"), **engine_args(Precision(rollout="fp8"), kernel="decode"))
+    right = engines.log_probs(wanted)
+    engines.stop(wanted)
+    capfd.readouterr()
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "CPUFp8BlockScaledMMKernel")
+    llm = engines.start(checkpoint("qwen3", 1), **engine_args(Precision(rollout="fp8")))
+    Refit(llm).push(dict(tensors_of(checkpoint("qwen3"))), verify=True).require()
+    (report,) = llm.collective_rpc("nemo_fp8_report")
+    found = engines.log_probs(llm)
+    engines.stop(llm)
+    assert {row["kernel"] for row in report.values()} == {"DecodeKernel"}
+    assert torch.equal(found, right)
+    said = "".join(capfd.readouterr())
+    assert said.count("weights are decoded before each GEMM on this CPU") == 1
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen3_moe"])
 @pytest.mark.parametrize("options", [{}, {"activations": "emulated"}, {"kernel": "decode"}])
 def test_every_model_generates_on_every_path(checkpoint, kind, options):

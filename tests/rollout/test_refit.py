@@ -14,6 +14,8 @@ from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
 from nemo_fp8.rollout import Refit, serve
+from nemo_fp8.rollout.mismatch.engine import read_back
+from nemo_fp8.rollout.mismatch.weights import told_by
 from nemo_fp8.rollout.refit import Manifest, fingerprint
 from nemo_fp8.rollout.refit.memory import Shared
 
@@ -192,6 +194,7 @@ def test_a_server_takes_pushes_from_who_brings_the_token(run, checkpoint, weight
             Refit(llm).push(weights("qwen3", seed))
             sent = refit.push(weights("qwen3", seed), verify=True).require()
             assert servers.complete(server.url, "secret") == (200, servers.complete_offline(llm))
+        assert read_back(server.url, "secret") == told_by(sent)
         assert Refit(server.url, token="secret", transport="http", chunk=2**20).push(weights("qwen3", 0)).fingerprint == sent.fingerprint
         with pytest.raises(PrecisionError, match="lacks"):
             refit.push(_without(weights("qwen3", 1)))

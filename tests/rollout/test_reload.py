@@ -80,26 +80,26 @@ def shuffled(pairs):
     ],
     ids=str,
 )
-def test_a_push_leaves_every_bit_as_a_fresh_load_does(checkpoint, kind, contract):
+def test_a_push_leaves_every_bit_as_a_fresh_load_does(checkpoint, model, kind, contract):
     """In any order. Whatever waits for the rest of its layer is a copy: the buffer that it came in is used again at once."""
-    model, fresh = (build(checkpoint(kind, seed), **contract) for seed in (0, 1))
-    wanted = {0: held(model), 1: held(fresh)}
-    assert differing(wanted[0], wanted[1])
-    for seed, order in ((1, list), (0, shuffled), (1, shuffled)):
-        session = push(model, weights_of(checkpoint(kind, seed)), order=order)
-        assert differing(held(model), wanted[seed]) == []
+    pushed = build(checkpoint(kind, 1), **contract)
+    wanted = [held(model(kind, **contract)), held(pushed)]
+    assert differing(*wanted)
+    for seed, order in ((0, list), (1, shuffled), (0, shuffled)):
+        session = push(pushed, weights_of(checkpoint(kind, seed)), order=order)
+        assert differing(held(pushed), wanted[seed]) == []
         assert session.ledger.held == 0
         assert all(facts.verified is not False for facts in session.ledger.facts.values())
 
 
-def test_what_waits_beside_the_model_is_counted(checkpoint):
+def test_what_waits_beside_the_model_is_counted(checkpoint, qwen3):
     """Layer by layer it is one layer; in the worst order it is all of them."""
-    model, tensors = build(checkpoint("qwen3", 0), rollout_block="tensor"), weights_of(checkpoint("qwen3", 1))
+    model, tensors = build(checkpoint("qwen3", 0), rollout_block="tensor"), qwen3[1]
     by_layer = push(model, tensors).ledger.most_held
     assert by_layer == 1024 * 256 * 2  # gate and up of one layer
     scattered = push(model, tensors, order=lambda pairs: sorted(pairs, key=lambda pair: "up_proj" in pair[0])).ledger.most_held
     assert scattered >= 4 * by_layer
-    assert push(build(checkpoint("qwen3", 0)), tensors).ledger.most_held == 0
+    assert push(qwen3[0], tensors).ledger.most_held == 0
 
 
 def test_blocks_that_lie_in_two_tensors_wait_for_both():

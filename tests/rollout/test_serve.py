@@ -1,15 +1,24 @@
-"""The server: where it listens, who may ask, and what is left of it."""
+"""The server: where it listens, who may ask, what is left of it; and real ones, by the command and by the flags to paste."""
 
 import asyncio
 import os
+import re
+import shlex
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from rollout import servers
+from rollout.models import tensors_of
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout import serve
+from nemo_fp8.presets import preset
+from nemo_fp8.render import render
+from nemo_fp8.rollout import Refit, environment, serve
 from nemo_fp8.rollout.in_vllm.guard import TokenGuard
 
 FP8 = Precision(rollout="fp8")
@@ -93,6 +102,57 @@ def test_a_server_that_died_is_said_so():
     server = serve.Server((sys.executable, "-c", "raise SystemExit(3)"), {}, "http://127.0.0.1:1")
     with serve.running(server) as process, pytest.raises(PrecisionError, match="ended with code 3"):
         serve.wait_until_ready(server, process)
+
+
+# ---------------------------------------------------------------------- real ones
+
+
+@pytest.mark.long
+def test_the_command_serves_a_model_to_who_brings_the_token_and_ends_when_told(checkpoint, tmp_path):
+    url, log = f"http://127.0.0.1:{servers.free_port()}", tmp_path / "log"
+    words = [sys.executable, "-m", "nemo_fp8.cli", "serve", str(checkpoint("qwen3")), "--precision", "bf16_with_fp8_blockwise_mixed"]
+    words += ["--port", url.rsplit(":")[-1], "--json", *servers.MORE]
+    with log.open("w") as file:
+        process = subprocess.Popen(words, env={**os.environ, "VLLM_API_KEY": "secret"}, stdout=file, stderr=file)
+        try:
+            serve.wait_until_ready(serve.Server((), {}, url), process, 300)
+            assert servers.complete(url)[0] == 401
+            assert servers.ask(url, "/invocations", {})[0] == 401  # vLLM's own key leaves it open
+            status, old = servers.complete(url, "secret")
+            assert status == 200, log.read_text()[-6000:]
+            receipt = Refit(url, token="secret").push(dict(tensors_of(checkpoint("qwen3", 1)))).require()
+            assert len(receipt.fp8) == 4 * 7
+            assert servers.complete(url, "secret")[1] != old
+            below = children_of(process.pid)
+            assert len(below) >= 3  # the server, its engine, its worker
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+    assert [pid for pid in below if is_running(pid)] == []
+    assert "secret" not in log.read_text()
+
+
+@pytest.mark.long
+def test_plain_vllm_with_the_flags_to_paste(checkpoint):
+    """Those of ``nemo-fp8 render --to vllm`` and of docs/refit.md. On every address and without a token, only this machine may push."""
+    name = "bf16_with_fp8_blockwise_mixed"
+    page = (Path(__file__).parents[2] / "docs/refit.md").read_text()
+    (two,) = re.findall(r"^(--worker-extension-cls .*\n--middleware .*)$", page, re.M)
+    flags = shlex.split(render(preset(name), "vllm").text.replace("\\\n", " ")) + shlex.split(two)
+    port = servers.free_port()
+    words = (sys.executable, "-m", serve.MODULE, "--model", str(checkpoint("qwen3")), "--host", "0.0.0.0", "--port", str(port))
+    server = serve.Server((*words, *flags, *servers.MORE), environment(name), f"http://127.0.0.1:{port}")
+    with serve.running(server) as process:
+        serve.wait_until_ready(server, process)
+        status, old = servers.complete(server.url)
+        assert status == 200
+        others = servers.beyond_loopback()
+        if others:
+            with pytest.raises(PrecisionError, match="answers a push with 403"):
+                Refit(f"http://{others}:{port}").push(dict(tensors_of(checkpoint("qwen3", 1))))
+            assert servers.complete(server.url) == (200, old)
+        Refit(server.url).push(dict(tensors_of(checkpoint("qwen3", 1)))).require()
+        assert servers.complete(server.url)[1] != old
 
 
 def children_of(pid):

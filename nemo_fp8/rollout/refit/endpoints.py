@@ -31,7 +31,7 @@ from nemo_fp8.rollout.refit.transports import LENGTH
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-METHODS = ("begin", "write", "bytes", "finish", "abandon", "expected")
+METHODS = ("begin", "write", "bytes", "finish", "abandon", "expected", "held")
 MODES = ("wait", "abort", "keep")
 LARGEST_MESSAGE, LARGEST_BODY = 1 << 28, 1 << 31
 SILENCE = 60.0  # seconds without a word from the sender, after which a push counts as dead
