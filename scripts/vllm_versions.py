@@ -6,8 +6,8 @@
 Each version is laid over the rollout environment in a folder of its own (``pip install --no-deps --target``), which
 takes a minute and half a gigabyte under ``--folder``. Then, in a process that sees it first: the table of internals is
 checked, a dense and a MoE model are quantized at load, every code and scale is compared with the reference inside the
-worker, a push of other weights is compared with a fresh engine, and text is generated. `--json` for scripts; exit code
-1 if a version does not work.
+worker, then and after a push of other weights; a push of the first weights brings back what the engine answered when it
+was fresh, bit by bit; and text is generated. `--json` for scripts; exit code 1 if a version does not work.
 """
 
 from __future__ import annotations
@@ -102,17 +102,21 @@ def steps() -> Any:
             yield f"{kind}: codes and scales compared, different", [checked["compared"], len(checked["differ"])]
             assert checked["compared"]
             assert not checked["differ"]
-            Refit(llm).push(models.tensors_of(new))
-            pushed = engines.log_probs(llm)
+            fresh = engines.log_probs(llm)
+            Refit(llm).push(dict(models.tensors_of(new)), verify=True).require()
+            (checked,) = llm.collective_rpc("nemo_fp8_check", args=(str(new),))
+            yield f"{kind}: after a push, different", len(checked["differ"])
+            other = engines.log_probs(llm)
+            Refit(llm).push(dict(models.tensors_of(old)), verify=True).require()
+            same = torch.equal(engines.log_probs(llm), fresh)
             text = llm.generate(engines.prompts(1), use_tqdm=False)[0].outputs[0].text
-            engines.stop(llm)
-            assert pushed.isfinite().all()
-            assert text
-            llm = engines.start(new, **arguments)
-            same = torch.equal(engines.log_probs(llm), pushed)
             engines.stop(llm)
             yield f"{kind}: push bitwise as a fresh engine", same
             assert same
+            assert not checked["differ"]
+            assert other.isfinite().all()
+            assert not torch.equal(other, fresh)
+            assert text
 
 
 if __name__ == "__main__":

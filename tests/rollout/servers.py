@@ -5,8 +5,8 @@ import socket
 import urllib.error
 import urllib.request
 
-MORE = ("--max-model-len", "256", "--enforce-eager", "--served-model-name", "m", "--dtype", "bfloat16")
-PROMPT = [5, 6, 7, 8, 9, 10]
+MORE = ("--max-model-len", "256", "--enforce-eager", "--served-model-name", "m")
+PROMPT = [5, 6, 7, 8]  # four tokens, which once ended a worker that had not asked for AMX
 
 
 def ask(url, path="/v1/completions", body=None, token=None, **headers):
