@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 for folder in (ROOT, ROOT / "scripts", ROOT / "scripts" / "gpu"):
     sys.path.insert(0, str(folder))
 
-from bench_quantize import OPERATIONS, padded_eager, two_pass, two_pass_back  # noqa: E402
+from bench_peers import padded_eager, two_pass, two_pass_back  # noqa: E402
+from bench_quantize import OPERATIONS  # noqa: E402
 from common import CONTRACTS, Run, Skipped, Ways, number, require_te, result_of, table  # noqa: E402
 
 import nemo_fp8  # noqa: E402

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 for folder in (ROOT, ROOT / "scripts", ROOT / "scripts" / "gpu"):
     sys.path.insert(0, str(folder))
 
-from bench_quantize import padded_eager  # noqa: E402
+from bench_peers import padded_eager  # noqa: E402
 from common import Run, Skipped, number, require_te, result_of, table  # noqa: E402
 
 from nemo_fp8.contract import Operand  # noqa: E402

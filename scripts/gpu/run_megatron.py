@@ -11,6 +11,7 @@ distributed optimizer and its schedule.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import tempfile
@@ -142,13 +143,16 @@ def train(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
 
+    from nemo_fp8.machine import Machine
     from nemo_fp8.train import checks, repairs
     from nemo_fp8.train.engine import choose_engine, hold_engine
 
     device, steps = "cpu" if cpu else "cuda", len(walks)
     found: dict[str, Any] = {"tokens": shape.tokens, "flops": shape.flops, "steps": steps, "losses": [], "ms": [], "statistics": {}}
     with ExitStack() as contexts:
-        engine = choose_engine(case.precision, "emulated" if cpu else case.engine)
+        # NeMo is no part of this path: whether it is installed, and which, decides nothing.
+        machine = dataclasses.replace(Machine.here(), nemo=None)
+        engine = choose_engine(case.precision, "emulated" if cpu else case.engine, machine)
         hold_engine(contexts, case.precision, engine)
         store = contexts.enter_context(tempfile.TemporaryDirectory())
         torch.distributed.init_process_group("gloo" if cpu else "nccl", init_method=f"file://{store}/store", rank=0, world_size=1)

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
 
 import common  # noqa: E402 - lies beside the scripts
+import records  # noqa: E402
+import supervise  # noqa: E402
 
 
 @pytest.fixture
@@ -52,6 +54,59 @@ def test_nothing_begins_after_the_limit(run):
     assert "not begun" in parts(run)["late"]["skipped"]
 
 
+def test_what_has_an_outcome_is_left_out_when_a_script_goes_on(run, monkeypatch):
+    run.part("done", lambda: {"value": 1})
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume"])
+    again = common.Run("kernels", "A description.")
+    assert again.part("done", lambda: pytest.fail("it ran again")) is None
+    assert again.part("next", lambda: {"value": 2}) == {"value": 2}
+    assert {name: part["result"]["value"] for name, part in parts(again).items()} == {"done": 1, "next": 2}
+
+
+# A script of four parts in the supervisor's terms: one good, one that dies, one that hangs, one after all that.
+SCRIPT = """
+import os, pathlib, sys, time
+sys.path.insert(0, {folder!r})
+import records
+file = pathlib.Path({file!r})
+def part(name, budget, do):
+    record = records.read(file)
+    if name in record["parts"]:
+        return
+    record["parts"][name] = {{records.RUNNING: {{"since": time.time(), "budget": budget}}}}
+    records.write(file, record)
+    record["parts"][name] = {{"result": do()}}
+    records.write(file, record)
+part("good", 30, lambda: 1)
+part("dies", 30, lambda: os._exit(139))
+part("hangs", 0.1, lambda: time.sleep(60))
+if "broken" not in records.read(file)["parts"]:
+    part("broken", 30, lambda: 2)
+    sys.exit(records.AGAIN)
+part("after", 30, lambda: 3)
+"""
+
+
+def test_a_part_that_dies_or_hangs_takes_nothing_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "GRACE", 0.0)
+    monkeypatch.setattr(supervise, "LOOK", 0.05)
+    script, file = tmp_path / "script.py", tmp_path / "script.json"
+    script.write_text(SCRIPT.format(folder=str(ROOT / "scripts/gpu"), file=str(file)))
+    assert supervise.supervise(script, [], file, 50) == 0
+    found = records.read(file)["parts"]
+    assert [found[name].get("result") for name in ("good", "broken", "after")] == [1, 2, 3]
+    assert found["dies"]["error"] == "the process ended with 139"
+    assert found["hangs"]["error"] == "ended after the 0.1 s that it may take"
+
+
+def test_when_the_time_is_over_all_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "LOOK", 0.05)
+    script, file = tmp_path / "script.py", tmp_path / "script.json"
+    script.write_text(SCRIPT.format(folder=str(ROOT / "scripts/gpu"), file=str(file)).replace("0.1", "99").replace("os._exit(139)", "0"))
+    assert supervise.supervise(script, [], file, 2) == 1
+    assert records.read(file)["parts"]["hangs"]["error"] == "ended: the time for this script was over"
+
+
 def test_the_record_says_where_its_numbers_come_from(run):
     run.part("good", dict)
     about = json.loads(run.file.read_text())["about"]
@@ -81,7 +136,7 @@ def test_every_call_fits_the_lease():
     calls = re.findall(r"^  (bits|llama|moe)\) setup;(.*);;", (ROOT / "scripts/gpu/run.sh").read_text(), re.M)
     assert [name for name, _ in calls] == ["bits", "llama", "moe"]
     for _, commands in calls:
-        most = [(int(most), int(limit)) for most, limit in re.findall(r"run (\d+) (\d+) ", commands)]
+        most = [(int(most), int(limit)) for most, limit in re.findall(r"(?:supervised|train) (\d+) (\d+) ", commands)]
         assert most
         assert sum(seconds for seconds, _ in most) <= 540
         assert all(limit < seconds for seconds, limit in most)
