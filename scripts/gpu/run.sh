@@ -45,7 +45,7 @@ train() { # the same; every case of it is a process of its own already
 
 case "${1:-}" in
   pack) pack ;;
-  bits) setup; supervised 200 150 conformance.py; supervised 180 140 kernels.py; supervised 120 80 refit.py ;;
+  bits) setup; supervised 210 170 conformance.py; supervised 180 140 kernels.py; supervised 110 75 refit.py ;;
   llama) setup; train 530 470 llama ;;
   moe) setup; train 530 470 moe ;;
   *) sed -n '2,9p' "$0"; exit 2 ;;
