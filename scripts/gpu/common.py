@@ -289,7 +289,8 @@ def versions() -> dict[str, str]:
         found["CUDA"] = torch.version.cuda
     if torch.cuda.is_available():
         found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    packed = ROOT / ".gpu" / "commit"  # git's own folder does not travel to a lent machine
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or (packed.read_text().strip() if packed.exists() else "")
     return {name: text for name, text in (found | {"commit": commit}).items() if text}
 
 
@@ -366,3 +367,9 @@ def number(value: float | str | None, digits: int = 3) -> str:
 def result_of(record: dict[str, Any], part: str) -> Any:
     """What a part found, or None."""
     return record["parts"].get(part, {}).get("result")
+
+
+def why_not(part: dict[str, Any]) -> str:
+    """Why a part found nothing, in a line."""
+    said = part.get("error") or part.get("skipped") or "ended while it ran"
+    return str(said).strip().splitlines()[-1][:160]

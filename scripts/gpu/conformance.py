@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 for folder in (ROOT, ROOT / "scripts" / "gpu", ROOT / "tests" / "golden", ROOT / "tests" / "numerics"):
     sys.path.insert(0, str(folder))
 
-from common import Run, Skipped, require_te, result_of, table, te_version  # noqa: E402
+from common import Run, Skipped, require_te, result_of, table, te_version, why_not  # noqa: E402
 from golden import RANKS, STEPS, Golden, delayed_inputs, hold, inputs, operand_of  # noqa: E402
 from kernel_cases import values  # noqa: E402
 from recorders import Pair, on_ranks, python_case, te_case, te_kernels, te_python  # noqa: E402
@@ -231,7 +231,7 @@ def tell(record: dict[str, Any]) -> str:
         if name.startswith("golden"):
             found = part.get("result")
             if not found:
-                rows.append([name.removeprefix("golden "), *[None] * 6, part.get("error") or part.get("skipped")])
+                rows.append([name.removeprefix("golden "), *[None] * 6, why_not(part)])
                 continue
             for device, counts in found["compared"].items():
                 rows.append([name.removeprefix("golden "), found["cases"], len(found["left_out"]), device, *(f"{n:,}" for n in counts)])
@@ -241,11 +241,14 @@ def tell(record: dict[str, Any]) -> str:
         table(["file", "cases", "left out", "on", "codes", "scales", "histories", "different"], rows),
     ]
     for name, part in record["parts"].items():
-        found = part.get("result") or {}
-        said = [*found.get("different", {}).values(), *(f"{case}: {why}" for case, why in found.get("left_out", {}).items())]
-        if name.startswith("golden") and said:
+        if not name.startswith("golden") or not part.get("result"):
+            continue
+        found = part["result"]
+        said = [*found["different"].values(), *(f"{case}: {why}" for case, why in found["left_out"].items())]
+        if said:
             out += ["", f"{name.removeprefix('golden ')}:", "", *(f"- {text}" for text in said[:8])]
-            out += [f"- and {len(said) - 8} more, in the record"] if len(said) > 8 else []
+        if len(said) > 8:
+            out.append(f"- and {len(said) - 8} more, in the record")
     beside = result_of(record, "live")
     if beside:
         lines = [

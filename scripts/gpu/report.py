@@ -28,12 +28,13 @@ import refit  # noqa: E402
 import train  # noqa: E402
 from common import result_of, table  # noqa: E402
 
+BETS = Path(__file__).with_name("bets.md")
 DOCS, GOLDEN = ROOT / "docs" / "benchmarks", ROOT / "tests" / "golden"
 # record -> (title, what it shows, who tells it, the call that makes it)
 SCRIPTS: dict[str, tuple[str, str, Any, str]] = {
     "conformance": (
         "The same bits",
-        "golden vectors of TE's kernels, TE live beside us, our Triton kernels",
+        "golden vectors of TE's kernels, our Triton kernels, TE live beside us",
         conformance.tell,
         "bits",
     ),
@@ -41,6 +42,10 @@ SCRIPTS: dict[str, tuple[str, str, Any, str]] = {
     "refit": ("Refit", "quantizing and pushing an 8B model from device to device", refit.tell, "bits"),
     "train_llama": ("Training: Llama-3.1-8B's layers", "TE under each recipe, FP8 weights, the emulation beside it", train.tell, "llama"),
     "train_moe": ("Training: a mixture of experts", "the same for two layers of Qwen3-30B-A3B", train.tell, "moe"),
+}
+VECTORS = {
+    "TE's CUDA kernels": ("tensorwise", "blockwise_fp32", "blockwise_pow2", "delayed"),
+    "TE's Python": ("te_python_reference",),
 }
 CALLS = {"bits": "conformance, kernels, refit, golden vectors", "llama": "train_llama", "moe": "train_moe"}
 HEAD = """# On a GPU
@@ -50,7 +55,7 @@ Written by `scripts/gpu/report.py` from the records beside this page; do not edi
 HOW = """## How to take them
 
 Everything is written and dry-run on the CPU (`--cpu`, `tests/gpu`). A lent H200 gives all results in three calls of under ten minutes
-each, in any order; TE and megatron-core travel along in `.gpu`, about 30 MiB:
+each, in any order (`bits` gives most); TE and megatron-core travel along in `.gpu`, 31 MiB:
 
 ```text
 bash scripts/gpu/run.sh pack
@@ -61,9 +66,11 @@ device.run  command: bash scripts/gpu/run.sh moe     carry: [".gpu"]  timeout_s:
 .venv/bin/python -m pytest tests/golden tests/gpu
 ```
 
-Back comes: {back}. FOLDER is where the reply says that the files lie (`files_at`), one call after
-the other; the last line but one puts records beside this page and golden vectors into `tests/golden`, where the CPU tests hold
-nemo_fp8.numerics to them.
+Back come: {back}.
+FOLDER is where the reply says that the files lie (`files_at`), one call after the other. A call that ends early brings what was
+measured by then: golden vectors come first, every part is noted as soon as it is measured, and a part that fails ends no other. One
+that dies, hangs or breaks CUDA is ended by `scripts/gpu/supervise.py`, which starts the script again behind it. The last line but one
+puts records beside this page and golden vectors into `tests/golden`, where the CPU tests hold nemo_fp8.numerics to them.
 
 On a machine of one's own with TransformerEngine and megatron-core 0.15.3, each script runs by itself: `python3 scripts/gpu/kernels.py`.
 """
@@ -84,14 +91,15 @@ def page(docs: Path, golden: Path) -> str:
             lines.insert(0, "- A DRY RUN on a CPU: the numbers mean nothing.")
         out += [f"## {title}\n", "\n".join(lines) + "\n", tell(records[name]) + "\n"]
         out += [f"![{shown}]({file.name})\n" for file, shown in plots(name, records[name], docs)]
-    return "\n".join([*out, HOW.format(back="; ".join(f"`{call}`: {files}" for call, files in CALLS.items()))])
+    how = HOW.format(back="; ".join(f"`{call}`: {files}" for call, files in CALLS.items()))
+    return "\n".join([*out, how, BETS.read_text()])
 
 
 def _missing(records: dict[str, Any], golden: Path) -> str:
     rows = []
     for name, (_, shows, _, _) in SCRIPTS.items():
         parts = records.get(name, {}).get("parts", {})
-        failed = [part for part, told in parts.items() if "error" in told]
+        failed = [part for part, told in parts.items() if "result" not in told and "skipped" not in told]
         late = [part for part, told in parts.items() if "skipped" in told]
         state = (
             "**missing**: no GPU was at hand yet" if name not in records else f"{sum('result' in told for told in parts.values())} parts"
@@ -99,8 +107,17 @@ def _missing(records: dict[str, Any], golden: Path) -> str:
         state += f"; failed: {', '.join(failed)}" if failed else ""
         state += f"; left out: {', '.join(late)}" if late else ""
         rows.append([f"`{name}`", shows, state])
-    files = sorted(path.stem for path in golden.glob("*.safetensors"))
-    rows.append(["golden vectors", "in `tests/golden`", ", ".join(f"`{file}`" for file in files) or "**missing**"])
+    here = {path.stem for path in golden.glob("*.safetensors")}
+    for whose, names in VECTORS.items():
+        lacking, held = ([f"`{name}`" for name in names if (name in here) == there] for there in (False, True))
+        state = f"**missing**: {', '.join(lacking)}" if lacking else ""
+        rows.append(
+            [
+                f"golden vectors of {whose}",
+                "codes, scales and histories in `tests/golden`",
+                "; ".join(filter(None, [state, ", ".join(held)])),
+            ]
+        )
     return f"## What is here, and what is missing\n\n{table(['record', 'what it shows', 'state'], rows)}\n"
 
 

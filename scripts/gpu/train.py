@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 for folder in (ROOT, ROOT / "scripts" / "gpu"):
     sys.path.insert(0, str(folder))
 
-from common import Run, number, table  # noqa: E402
+from common import Run, number, table, why_not  # noqa: E402
 from run_megatron import WARM_UP  # noqa: E402
 from slices import CASES, SHAPES  # noqa: E402
 
@@ -205,7 +205,7 @@ def tell(record: dict[str, Any]) -> str:
     for case, part in parts.items():
         found = part.get("result")
         if not found:
-            rows.append([case, None, None, None, None, None, None, (part.get("skipped") or part.get("error") or "").splitlines()[-1][:120]])
+            rows.append([case, None, None, None, None, None, None, why_not(part)])
             continue
         ms, last = _time(found), found["losses"][-max(1, len(found["losses"]) // 10) :]
         peak, built = found.get("memory_peak"), found.get("memory_built")
