@@ -3,6 +3,7 @@
 
     python scripts/bench_quantize.py --quick            a minute
     python scripts/bench_quantize.py --write            everything, into docs/benchmarks/quantize.md
+    python scripts/bench_quantize.py --only "MX 1x32"   single operations
     PYTHONPATH=/tmp/torchao python scripts/...          with torchao among the peers
                                                         (pip install --no-deps --target /tmp/torchao "torchao==0.18.*")
 
@@ -19,34 +20,25 @@ gives the same shares, only from fewer pairs.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import datetime
-import itertools
 import json
 import logging
 import os
 import platform
-import resource
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
+from bench_pairs import BYTES, Pairs, Place, memcpy_in_parts, pair_up, places_for, seconds, share, tensors_from_the_system
+from bench_peers import E4M3, Ways, padded_eager, peers
 
 from nemo_fp8 import __version__
 from nemo_fp8.numerics import kernels
-from nemo_fp8.numerics.formats import format_of
-from nemo_fp8.numerics.quantize import quantize_reference
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/quantize.md"
-E4M3 = torch.float8_e4m3fn
-BYTES = 3  # that an element moves
 
 # name: tile, kind of scale
 OPERATIONS: dict[str, tuple[tuple[int, int] | None, str]] = {
@@ -60,240 +52,76 @@ OPERATIONS: dict[str, tuple[tuple[int, int] | None, str]] = {
     "whole tensor, given scale": (None, "fp32"),
 }
 DECODED: dict[str, tuple[int, int]] = {"decode 128x128 to BF16": (128, 128), "decode 1x128 to BF16": (1, 128)}
-Ways = dict[str, Callable[[], Any]]
-
-
-# ---------------------------------------------------------------------- other people's ways
-
-
-def padded_eager(x: torch.Tensor, power_of_2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """NeMo RL's algorithm, written anew: pad with the last element, bring each block together, scale it, put it back."""
-    rows, cols = x.shape
-    down, right = -rows % 128, -cols % 128
-    if down or right:
-        x = torch.nn.functional.pad(x, (0, right, 0, down), value=float(x[-1, -1]))
-    high, wide = x.shape[0] // 128, x.shape[1] // 128
-    blocks = x.reshape(high, 128, wide, 128).permute(0, 2, 1, 3).to(torch.float32).contiguous().flatten(2)
-    amax = blocks.abs().amax(dim=-1, keepdim=True)
-    scale = torch.div(448.0, amax)
-    scale = torch.where(amax == 0, 1.0, scale)
-    scale = torch.where(amax == torch.inf, 1.0, scale)
-    if power_of_2:
-        scale = torch.exp2(torch.floor(torch.log2(scale)))
-    codes = (blocks * scale).clamp(-448, 448).to(E4M3)
-    codes = codes.reshape(high, wide, 128, 128).permute(0, 2, 1, 3).reshape(high * 128, wide * 128)
-    return codes[:rows, :cols].contiguous(), torch.reciprocal(scale).reshape(high, wide)
-
-
-def two_pass(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shortest way in torch: one pass for amaxes, one for codes."""
-    tiles = x.view(x.shape[0] // 128, 128, x.shape[1] // 128, 128)
-    scale = 448.0 / tiles.abs().amax((1, 3)).float()
-    return (tiles * scale[:, None, :, None]).clamp(-448, 448).to(E4M3).view(x.shape), 1 / scale
-
-
-def two_pass_back(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-    tiles = codes.view(scale_inv.shape[0], 128, scale_inv.shape[1], 128)
-    return (tiles.float() * scale_inv[:, None, :, None]).to(torch.bfloat16).view(codes.shape)
-
-
-def peers(x: torch.Tensor, compiled: bool) -> tuple[Ways, Ways, Ways]:
-    """The ways of others to quantize weights in 128x128 blocks, to decode them, and to quantize to MX."""
-    codes, scale_inv = two_pass(x)
-    there: Ways = {"NeMo RL's algorithm, eager": lambda: padded_eager(x), "two passes, eager": lambda: two_pass(x)}
-    back: Ways = {"eager": lambda: two_pass_back(codes, scale_inv)}
-    mx: Ways = {}
-    there["our specification, eager"] = lambda: quantize_reference(x, (128, 128), format_of("e4m3"), "fp32")
-    if compiled:
-        fused, fused_back = torch.compile(two_pass), torch.compile(two_pass_back)
-        there["two passes, torch.compile"] = lambda: fused(x)
-        back["torch.compile"] = lambda: fused_back(codes, scale_inv)
-    try:
-        from torchao.prototype.mx_formats.mx_tensor import to_mx
-        from torchao.quantization import quant_primitives as ao
-    except ImportError as error:
-        print(f"torchao is left out: {error}", file=sys.stderr)
-        return there, back, mx
-
-    def torchao_blocks() -> Any:
-        scale = ao._choose_scale_float8(x, (128, 128), E4M3)
-        return ao._quantize_affine_float8(x, scale, E4M3), scale
-
-    there["torchao, eager"] = torchao_blocks
-    back["torchao, eager"] = lambda: ao._dequantize_affine_float8(codes, scale_inv, torch.bfloat16)
-    mx["torchao to_mx, eager"] = lambda: to_mx(x, E4M3, 32)
-    if compiled:
-        fused_blocks = torch.compile(torchao_blocks)
-        there["torchao, torch.compile"] = lambda: fused_blocks()
-    return there, back, mx
 
 
 # ---------------------------------------------------------------------- measuring
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A way, timed right after its yardstick, in seconds."""
-
-    yardstick: float
-    way: float
-    disturbed: bool
-
-
-def undisturbed(pairs: list[Pair]) -> list[Pair]:
-    return [p for p in pairs if not p.disturbed] or pairs
-
-
-def seconds(pairs: list[Pair]) -> float:
-    return median(p.way for p in undisturbed(pairs))
-
-
-def share(pairs: list[Pair]) -> float:
-    return median(p.yardstick / p.way for p in undisturbed(pairs))
-
-
-def pair_up(ways: Pairs, places: list[Place], rounds: int, device: str) -> dict[str, list[Pair]]:
-    """Every way and its yardstick, round after round; they take turns, and each turn has the next place in memory."""
-
-    def once(run: Callable[[Place], Any], place: Place) -> float:
-        start = time.perf_counter()
-        run(place)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    def interruptions() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-    for pair in ways.values():  # builds, compiles, allocates
-        for run in pair:
-            run(places[0])
-    found: dict[str, list[Pair]] = {name: [] for name in ways}
-    turn = itertools.cycle(places)
-    for _ in range(rounds):
-        for name, (way, yardstick) in ways.items():
-            place, before = next(turn), interruptions()
-            found[name].append(Pair(once(yardstick, place), once(way, place), interruptions() > before))
-    return found
-
-
-@dataclass(frozen=True)
-class Place:
-    """Memory for one turn. There are as many as outgrow the caches, so that every turn finds its own in main memory."""
-
-    x: torch.Tensor
-    codes: torch.Tensor
-    values: torch.Tensor
-    plain: torch.Tensor
-    target: torch.Tensor
-
-
-Pairs = dict[str, tuple[Callable[[Place], Any], Callable[[Place], Any]]]
-OUTGROWN = 1 << 30  # no processor that this has seen has caches of a GiB
-
-
-def places_for(shape: tuple[int, int], device: str) -> list[Place]:
-    def place() -> Place:
-        x = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
-        codes = torch.ones(shape, dtype=torch.uint8, device=device).view(E4M3)
-        plain = torch.ones(x.numel() * BYTES // 2, dtype=torch.uint8, device=device)
-        return Place(x, codes, torch.ones_like(x), plain, torch.ones_like(plain))
-
-    first = place()
-    size = sum(t.numel() * t.itemsize for t in vars(first).values())
-    return [first, *(place() for _ in range(OUTGROWN // size))]
-
-
-def memcpy_in_parts(threads: int) -> Callable[[Place], Any] | None:
-    """The C library's copy, a part for each of torch's own threads, if OpenMP can be asked for them."""
-    from nemo_fp8.numerics.kernels import cpu
-
-    address, pointer = cpu._parallel(), ctypes.c_void_p
-    if address is None:
-        return None
-    function = ctypes.CFUNCTYPE(None, pointer)
-    parallel = ctypes.CFUNCTYPE(None, function, pointer, ctypes.c_uint, ctypes.c_uint)(address)
-    copy = ctypes.CDLL(None).memcpy
-    copy.argtypes, copy.restype = (pointer, pointer, ctypes.c_size_t), pointer
-
-    def run(place: Place) -> None:
-        size = place.plain.numel() // threads
-        part = itertools.count()
-
-        def work(_: Any) -> None:
-            at = next(part) * size
-            copy(place.target.data_ptr() + at, place.plain.data_ptr() + at, size)
-
-        parallel(function(work), None, threads, 0)
-
-    return run
-
-
-def measure(shape: tuple[int, int], rounds: int, device: str, with_peers: bool, compiled: bool) -> dict[str, Any]:
+def measure(shape: tuple[int, int], rounds: int, device: str, only: str = "") -> dict[str, Any]:
+    """Every operation whose name contains ``only``: to new memory, into memory that is there, and with statistics."""
     with tensors_from_the_system(device):
         places = places_for(shape, device)
-    given = torch.tensor(37.0, device=device)
-
-    def copy(place: Place) -> Any:
-        return place.target.copy_(place.plain)
-
-    def clone(place: Place) -> Any:
-        return place.plain.clone()
-
-    there: Pairs = {"copy/there": (copy, copy)}
-    new: Pairs = {"copy/new": (clone, clone)}
-    if device == "cpu" and (memcpy := memcpy_in_parts(torch.get_num_threads())):
-        there["copy/memcpy"] = (memcpy, copy)
+    there, new = ways_to_copy(device)
     for name, (tile, kind) in OPERATIONS.items():
-        scale = given if tile is None else None
-
-        def run(x: torch.Tensor, statistics: bool, out: Any, tile: Any = tile, kind: str = kind, scale: Any = scale) -> Any:
-            return require(kernels.quantize(x, tile, "e4m3", kind, "te", statistics, scale, out))
-
-        scale_inv = run(places[0].x, False, None)[1]
-        there[f"{name}/there"] = (lambda p, run=run, s=scale_inv: run(p.x, False, (p.codes, s)), copy)
-        there[f"{name}/statistics"] = (lambda p, run=run, s=scale_inv: run(p.x, True, (p.codes, s)), copy)
-        new[f"{name}/new"] = (lambda p, run=run: run(p.x, False, None), clone)
+        if only in name:
+            add_quantizing(name, tile, kind, places[0].x, there, new)
     for name, tile in DECODED.items():
-
-        def back(place: Place, out: Any, tile: Any = tile, scale_inv: Any = None) -> Any:
-            return require(kernels.decode(place.codes, scale_inv, tile, torch.bfloat16, out))
-
-        scale_inv = require(kernels.quantize(places[0].x, tile, "e4m3", "fp32"))[1]
-        there[f"{name}/there"] = (lambda p, back=back, s=scale_inv: back(p, p.values, scale_inv=s), copy)
-        new[f"{name}/new"] = (lambda p, back=back, s=scale_inv: back(p, None, scale_inv=s), clone)
+        if only in name:
+            add_decoding(name, tile, places[0].x, there, new)
     with tensors_from_the_system(device):
         pairs = pair_up(new, places, max(4, rounds // 4), device)
-    pairs |= pair_up(there, places, rounds, device)
-    result: dict[str, Any] = {"shape": shape, "pairs": pairs}
-    if with_peers:
-        x = places[0].x
-        quantizing, backwards, mx = peers(x, compiled)
-
-        def against(ours: Callable[[], Any], others: Ways) -> dict[str, float]:
-            ways: Pairs = {name: ((lambda p, w=way: w()),) * 2 for name, way in ({"nemo_fp8": ours} | others).items()}
-            return {name: seconds(found) for name, found in pair_up(ways, places[:1], max(3, rounds // 8), device).items()}
-
-        codes, scale_inv, _ = require(kernels.quantize(x, (128, 128), "e4m3", "fp32"))
-        result["peers"] = {
-            "BF16 to FP8, 128x128": against(lambda: kernels.quantize(x, (128, 128), "e4m3", "fp32"), quantizing),
-            "FP8 to BF16, 128x128": against(lambda: kernels.decode(codes, scale_inv, (128, 128)), backwards),
-            "BF16 to MX, 1x32": against(lambda: kernels.quantize(x, (1, 32), "e4m3", "e8m0"), mx),
-        }
-    return result
+    return {"shape": shape, "pairs": pairs | pair_up(there, places, rounds, device), "places": places}
 
 
-@contextlib.contextmanager
-def tensors_from_the_system(device: str) -> Iterator[None]:
-    """Inside, every large tensor is memory that the process has never had: glibc keeps nothing back of what is freed."""
-    threshold, least, most = -3, 1 << 20, 1 << 25  # M_MMAP_THRESHOLD, and what glibc moves it up to by itself
-    libc = ctypes.CDLL(None) if device == "cpu" and sys.platform == "linux" else None
-    if libc:
-        libc.mallopt(threshold, least)
-        libc.malloc_trim(0)
-    yield
-    if libc:
-        libc.mallopt(threshold, most)
+def copy(place: Place) -> Any:
+    return place.target.copy_(place.plain)
+
+
+def clone(place: Place) -> Any:
+    return place.plain.clone()
+
+
+def ways_to_copy(device: str) -> tuple[Pairs, Pairs]:
+    """The yardsticks, themselves measured: into memory that is there, and to new memory."""
+    there: Pairs = {"copy/there": (copy, copy)}
+    if device == "cpu" and (memcpy := memcpy_in_parts(torch.get_num_threads())):
+        there["copy/memcpy"] = (memcpy, copy)
+    return there, {"copy/new": (clone, clone)}
+
+
+def add_quantizing(name: str, tile: tuple[int, int] | None, kind: str, x: torch.Tensor, there: Pairs, new: Pairs) -> None:
+    scale = torch.tensor(37.0, device=x.device) if tile is None else None
+
+    def run(x: torch.Tensor, statistics: bool, out: Any) -> Any:
+        return require(kernels.quantize(x, tile, "e4m3", kind, "te", statistics, scale, out))
+
+    scale_inv = run(x, False, None)[1]
+    there[f"{name}/there"] = (lambda p: run(p.x, False, (p.codes, scale_inv)), copy)
+    there[f"{name}/statistics"] = (lambda p: run(p.x, True, (p.codes, scale_inv)), copy)
+    new[f"{name}/new"] = (lambda p: run(p.x, False, None), clone)
+
+
+def add_decoding(name: str, tile: tuple[int, int], x: torch.Tensor, there: Pairs, new: Pairs) -> None:
+    scale_inv = require(kernels.quantize(x, tile, "e4m3", "fp32"))[1]
+    there[f"{name}/there"] = (lambda p: require(kernels.decode(p.codes, scale_inv, tile, torch.bfloat16, p.values)), copy)
+    new[f"{name}/new"] = (lambda p: require(kernels.decode(p.codes, scale_inv, tile, torch.bfloat16, None)), clone)
+
+
+def measure_peers(places: list[Place], rounds: int, device: str, compiled: bool) -> dict[str, dict[str, float]]:
+    """Seconds of our way and of others', side by side, to new memory."""
+    x = places[0].x
+    quantizing, backwards, mx = peers(x, compiled)
+    codes, scale_inv, _ = require(kernels.quantize(x, (128, 128), "e4m3", "fp32"))
+
+    def against(ours: Callable[[], Any], others: Ways) -> dict[str, float]:
+        ways: Pairs = {name: ((lambda p, w=way: w()),) * 2 for name, way in ({"nemo_fp8": ours} | others).items()}
+        return {name: seconds(found) for name, found in pair_up(ways, places[:1], rounds, device).items()}
+
+    return {
+        "BF16 to FP8, 128x128": against(lambda: kernels.quantize(x, (128, 128), "e4m3", "fp32"), quantizing),
+        "FP8 to BF16, 128x128": against(lambda: kernels.decode(codes, scale_inv, (128, 128)), backwards),
+        "BF16 to MX, 1x32": against(lambda: kernels.quantize(x, (1, 32), "e4m3", "e8m0"), mx),
+    }
 
 
 def require(answer: Any) -> Any:
@@ -409,6 +237,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers there as well")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", default="", metavar="TEXT", help="only operations whose names contain it: no peers, no memory")
     parser.add_argument("--rounds", type=int, default=0, help="how many turns each way has")
     parser.add_argument("--memory-of", nargs=3, metavar=("WAY", "ROWS", "COLS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -421,14 +250,18 @@ def main() -> None:
     results = []
     for number, shape in enumerate(shapes):
         rounds = options.rounds or (5 if options.quick else 40 if number == 0 else 8)
-        results.append(measure(shape, rounds, options.device, number == 0, not options.quick))
-    memory = peak_memory(shapes[-1]) if options.device == "cpu" else {}
+        results.append(measure(shape, rounds, options.device, options.only))
+        places = results[-1].pop("places")
+        if number == 0 and not options.only:
+            results[-1]["peers"] = measure_peers(places, max(3, rounds // 8), options.device, not options.quick)
+        del places
+    memory = peak_memory(shapes[-1]) if options.device == "cpu" and not options.only else {}
     about = machine(options.device)
     text = page(about, results, memory)
     print(text)
     if options.json:
         options.json.write_text(json.dumps({"about": about, "results": results, "memory": memory}, indent=1, default=vars))
-    if options.write:
+    if options.write and not options.only:
         PAGE.parent.mkdir(parents=True, exist_ok=True)
         PAGE.write_text(text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
@@ -15,7 +16,7 @@ from kernel_cases import compare_statistics, same, values
 
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS, format_of
-from nemo_fp8.numerics.kernels import build, cpu
+from nemo_fp8.numerics.kernels import build, cpu, cuda
 from nemo_fp8.numerics.quantize import find_scales, quantize_reference
 from nemo_fp8.numerics.quantized import Quantized
 
@@ -142,6 +143,10 @@ def test_what_the_kernels_do_not_take_is_left_to_torch():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("tile", "rule"), [((128, 128), ("te", "fp32")), ((1, 32), ("te", "e8m0")), ((32, 1), ("te", "pow2"))], ids=str)
 def test_large_results_which_go_past_the_caches(dtype, tile, rule):
+    large_results(tile, rule, dtype)
+
+
+def large_results(tile, rule, dtype):
     """Rows that end within a cache line, rows that begin on one and rows that do not, and a wild tile among tame ones."""
     for shape in ((2000, 2112), (2000, 2115)) if dtype == torch.bfloat16 else ((2000, 2112),):
         x = values(shape, dtype, 10, "gaussian")
@@ -183,10 +188,56 @@ def test_in_a_process_that_was_forked_off():
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
+def test_in_a_fork_of_a_process_that_had_not_used_the_kernels():
+    program = """if True:
+        import os, signal, torch
+        from nemo_fp8.numerics import kernels
+        torch.set_num_threads(2)
+        x = torch.randn(1024, 1024).bfloat16().add_(1)  # torch's own workers have started
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            os._exit(0 if kernels.quantize(x, (128, 128), "e4m3", "fp32") else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
 def test_threads_of_its_own_where_torch_has_no_openmp(monkeypatch):
     x = values((700, 5000), torch.bfloat16, 12, "gaussian")
     monkeypatch.setattr(cpu, "_parallel", lambda: None)
     same(_fast(x, (128, 128))[0], _slow(x, (128, 128))[0])
+
+
+@pytest.mark.parametrize("tile", [(1, 32), (1, 128), (255, 1), (2, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_counters_hold_a_whole_tile(tile, dtype):
+    """Small tiles are counted in bytes: all of one tile lost, all of another infinite, all of a third saturated."""
+    n = tile[0] * tile[1]
+    lost, infinite = torch.full(tile, 1e-20), torch.full(tile, float("inf"))
+    lost[0, 0] = 1.0
+    x = torch.cat([lost, infinite], 1).to(dtype)
+    counted = kernels.quantize(x, tile, "e4m3", "fp32", "te", True)[2]
+    assert counted.underflow.tolist() == [[n - 1, 0]]
+    assert counted.nonfinite.tolist() == [[0, n]]
+    assert counted.saturated.tolist() == [[0, n]]
+    assert float(counted.total().underflow) == n - 1
+
+
+@pytest.mark.long
+def test_more_elements_than_32_bits_count():
+    """The last rows of two billion elements; needs 5 GB of memory."""
+    cols = 1 << 11
+    rows = (1 << 31) // cols + 200
+    x = values((8, cols), torch.bfloat16, 13, "gaussian").repeat(rows // 8, 1)
+    codes, scale_inv, counted = kernels.quantize(x, (1, 128), "e4m3", "fp32", "te", True)
+    slow = _slow(x[-8:], (1, 128))
+    same(codes[-8:], slow[0])
+    same(scale_inv[-8:], slow[1])
+    assert int(counted.total().elements) == x.numel() > 1 << 31
+    del x, counted
+    decoded = kernels.decode(codes, scale_inv, (1, 128), torch.bfloat16)
+    torch.testing.assert_close(decoded[-8:], Quantized(*slow[:2], (1, 128)).dequantize_reference(torch.bfloat16), rtol=0, atol=0)
 
 
 def test_amax_passes_over_nan():
@@ -222,6 +273,19 @@ def test_without_a_compiler_it_says_so_once(cache, monkeypatch, caplog):
     assert "no C compiler" in caplog.text
 
 
+def test_a_gpu_without_triton_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    cuda.available.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert cuda.quantize(torch.ones(128, 128), (128, 128), "e4m3", "fp32", "te", False, None, None) is None
+    finally:
+        cuda.available.cache_clear()
+    assert len(caplog.records) == 1
+    assert "triton is not installed" in caplog.text
+
+
 def test_a_compiler_that_fails_is_quoted(cache, monkeypatch, tmp_path):
     broken = tmp_path / "bin" / "cc"
     broken.parent.mkdir()
@@ -240,15 +304,37 @@ def test_a_folder_open_to_others_is_refused(cache):
         build.build()
 
 
-def test_the_plain_c_that_other_processors_get(cache, monkeypatch):
-    """The same source without this machine's instructions: no AVX-512 path, no fused multiply-add."""
-    monkeypatch.setattr(build, "MACHINE_FLAGS", ((),))
-    for x in [values((140, 2300), dtype, 9, kind) for dtype in SOURCES for kind in ("gaussian", "specials")]:
-        for tile in ((128, 128), (1, 32)):
-            fast, slow = _fast(x, tile), _slow(x, tile)
+@pytest.mark.parametrize("flags", [(), ("-march=haswell",)], ids=["plain", "AVX2"])
+def test_the_rows_in_plain_c_that_other_processors_get(cache, monkeypatch, flags):
+    """The same source without AVX-512, and without any of this machine's instructions: no fused multiply-add."""
+    if flags and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setattr(build, "MACHINE_FLAGS", (flags,))
+    kinds = ["gaussian", "magnitudes", "specials", "zero"]
+    for number, (tile, dtype) in enumerate(itertools.product(TILES, SOURCES)):
+        convention, kind = RULES[number % len(RULES)]
+        for element in FP8:
+            x = values((130, 2070), dtype, number, kinds[number % len(kinds)])
+            fast = kernels.quantize(x, tile, element, kind, convention, True)
+            slow = quantize_reference(x, tile, FORMATS[element], kind, convention, True)
             same(fast[0], slow[0])
             same(fast[1], slow[1])
+            compare_statistics(fast[2], slow[2], sums=number % len(kinds) == 0)
+            decoded = kernels.decode(fast[0], fast[1], tile, torch.bfloat16)
+            expected = Quantized(fast[0], fast[1], tile).dequantize_reference(torch.bfloat16)
+            torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+    large_results((128, 128), ("te", "fp32"), torch.bfloat16)
     assert len(list(cache.glob("*.so"))) == 1
+
+
+def test_a_user_without_a_home_is_told(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", no_home)
+    with pytest.raises(build.CannotBuild, match="set XDG_CACHE_HOME"):
+        build.build()
 
 
 def test_ranks_that_start_together_build_one_library(cache):

@@ -12,6 +12,7 @@ sums of statistics are added up in another order and agree to about six digits.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Protocol, cast
 
 import torch
@@ -21,6 +22,7 @@ from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.kernels.out import check, rows_of
 from nemo_fp8.numerics.statistics import Statistics
 
+PROCESS = os.getpid()  # a fork of it has none of its threads
 Tile = tuple[int, int] | None
 Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]

@@ -31,7 +31,10 @@ from pathlib import Path
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("fp8_quantize.c", "fp8_decode.c"))
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("fp8.h", "fp8_rows.h", "fp8_avx512.h"))
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC", "-pthread")
+FLAGS = (
+    "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fopenmp-simd",
+    "-shared", "-fPIC", "-pthread",
+)  # fmt: skip
 # The best that the compiler accepts for this machine; the last is what it does by itself.
 MACHINE_FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
 COMPILERS = ("cc", "gcc", "clang")
@@ -92,7 +95,10 @@ def _compile(compiler: str, place: Path) -> None:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_fp8"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_fp8"
+    except RuntimeError as error:  # a user without an entry in passwd, as in many containers
+        raise CannotBuild(f"there is no folder to keep them in: {error} (set XDG_CACHE_HOME)") from error
 
 
 def _private(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import Format, format_of
-from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels import PROCESS, build
 from nemo_fp8.numerics.kernels.out import rows_of
 from nemo_fp8.numerics.kernels.results import statistics_of
 from nemo_fp8.numerics.statistics import Statistics
@@ -120,7 +120,7 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch
         codes=matrix.data_ptr(), scale_inv=scale_inv.data_ptr(), out=out.data_ptr(),
         rows=matrix.shape[0], cols=matrix.shape[1], tile_rows=tile[0], tile_cols=tile[1],
         target=PAIR if dtype == torch.bfloat16 and tile[1] > 1 else SOURCES[dtype], e8m0=scale_inv.dtype != torch.float32,
-        mantissa_bits=format.mantissa_bits, threads=_threads(matrix), count_bytes=_counter(tile).itemsize, parallel=_parallel(),
+        mantissa_bits=format.mantissa_bits, threads=_threads(matrix), parallel=_parallel(),
     )  # fmt: skip
     library.nemo_fp8_decode(ctypes.byref(job))
     return out
@@ -185,17 +185,16 @@ def _threads(matrix: torch.Tensor) -> int:
 
 def _parallel() -> int | None:
     """The address of torch's ``GOMP_parallel``; not in a process that was forked off, where its workers are no more."""
-    process, address = _workers()
-    return address if process == os.getpid() else None
+    return _gomp_parallel() if os.getpid() == PROCESS else None
 
 
 @functools.cache
-def _workers() -> tuple[int, int | None]:
-    """This process, and ``GOMP_parallel`` as torch itself finds it: in the process, or among torch's own libraries."""
+def _gomp_parallel() -> int | None:
+    """``GOMP_parallel`` as torch itself finds it: in the process, or among torch's own libraries."""
     for library in (None, torch._C.__file__):
         with contextlib.suppress(OSError, AttributeError):
-            return os.getpid(), ctypes.cast(ctypes.CDLL(library).GOMP_parallel, ctypes.c_void_p).value
-    return os.getpid(), None
+            return ctypes.cast(ctypes.CDLL(library).GOMP_parallel, ctypes.c_void_p).value
+    return None
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:

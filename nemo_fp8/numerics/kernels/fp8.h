@@ -13,6 +13,10 @@
 #include <immintrin.h>
 #endif
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "a pair of BF16 values is read as one word, of which the first is the lower half"
+#endif
+
 enum { STRIP = 2048, ROWS_OF_A_UNIT = 16, MAX_THREADS = 256, LARGE = 4 << 20 };
 enum type { BF16, FP16, FP32, PAIR /* BF16, two at a time */ };
 

@@ -143,8 +143,8 @@ static void find_scales(const job *j, const float *restrict amax, float *restric
 
 /* --------------------------------------------------------------------------------------------------------- statistics */
 
-/* A tile's sums from those of its columns. */
-INLINE void gather_one(const job *j, scratch *w, int64_t t, int64_t c, int64_t n, int tame) {
+/* A tile's sums from those of its columns; `any`: whether a column has a code that is zero. */
+INLINE void gather_one(const job *j, scratch *w, int64_t t, int64_t c, int64_t n, int tame, int any) {
     const counts *s = &w->counts;
     int64_t per = j->source == PAIR ? 2 : 1, first = c / per, slots = (n + per - 1) / per;
     float signal = 0, noise = 0;
@@ -154,7 +154,8 @@ INLINE void gather_one(const job *j, scratch *w, int64_t t, int64_t c, int64_t n
     for (int64_t i = 0; i < slots; i++) signal += s->signal[first + i], noise += s->noise[first + i];
     if (!tame)
         for (int64_t i = 0; i < slots; i++) saturated += s->saturated[first + i], nonfinite += s->nonfinite[first + i];
-    for (int64_t i = 0; i < n; i++) underflow += s->lost[c + i];
+    if (any)
+        for (int64_t i = 0; i < n; i++) underflow += s->lost[c + i];
     for (int64_t i = 0; i < n; i++) least = s->least[c + i] < least ? s->least[c + i] : least;
     for (int64_t i = 0; i < n; i++) largest = s->largest[c + i] > largest ? s->largest[c + i] : largest;
     w->signal[t] = signal, w->noise[t] = noise;
@@ -162,9 +163,9 @@ INLINE void gather_one(const job *j, scratch *w, int64_t t, int64_t c, int64_t n
     w->least[t] = least, w->largest[t] = largest;
 }
 
-static void gather(const strip *s, int tame) {
+static void gather(const strip *s, int tame, int any) {
     for (int64_t t = 0, c = 0; t < s->tiles; t++, c += s->j->tile_cols) {
-#define GATHER(N) gather_one(s->j, s->w, t, c, N, tame)
+#define GATHER(N) gather_one(s->j, s->w, t, c, N, tame, any)
         FOR_WIDTH(least_of(s->j->tile_cols, s->width - c), GATHER);
     }
 }
@@ -197,7 +198,7 @@ static void cast_strip(const strip *s, uint8_t *codes, format f, int tame) {
     scratch *w = s->w;
     int64_t step = j->stride * bytes_of(j->source), per = j->source == PAIR ? 2 : 1, wide = j->tile_cols / per;
     const float *slots = w->scale;
-    int streams = large(j->rows * j->cols);
+    int streams = large(j->rows * j->cols), any = 0;
     if (j->tile_cols > 1) {
         for (int64_t t = 0; t < s->tiles; t++) for (int64_t i = 0; i < wide; i++) w->slots[t * wide + i] = w->scale[t];
         slots = w->slots;
@@ -207,10 +208,10 @@ static void cast_strip(const strip *s, uint8_t *codes, format f, int tame) {
         uint8_t *out = codes + r * j->codes_stride, *row = streams ? w->row : out;
         if (r + 1 < s->rows) ask_for(x + step, s->width * bytes_of(j->source));
         CAST[j->source][tame][j->norm ? r ? ADD : SET : NONE](x, row, s->width, slots, f, &w->counts);
-        if (j->norm) count_row(x, row, s->width, j->source, r > 0, &w->counts);
+        if (j->norm) any |= count_row(x, row, s->width, j->source, r > 0, &w->counts);
         if (streams) stream(out, row, s->width);
     }
-    if (j->norm) gather(s, tame);
+    if (j->norm) gather(s, tame, any);
 }
 
 #ifdef __AVX512BW__

@@ -113,10 +113,11 @@ INLINE int count_codes(const uint8_t *restrict codes, int64_t n, int add, counts
     return any;
 }
 
-static void count_row(const void *x, const uint8_t *codes, int64_t n, int source, int add, counts *restrict s) {
-    if (!(add ? count_codes(codes, n, 1, s) : count_codes(codes, n, 0, s))) return;
+static int count_row(const void *x, const uint8_t *codes, int64_t n, int source, int add, counts *restrict s) {
+    if (!(add ? count_codes(codes, n, 1, s) : count_codes(codes, n, 0, s))) return 0;
     if (source == FP32) for (int64_t i = 0; i < n; i++) s->lost[i] -= (((const uint32_t *)x)[i] & 0x7fffffff) == 0;
     else for (int64_t i = 0; i < n; i++) s->lost[i] -= (((const uint16_t *)x)[i] & 0x7fff) == 0;
+    return 1;
 }
 
 /* `tops` raised to the magnitudes of `rows` rows (1 or 4), which lie `step` bytes apart. Four together keep memory busier. */
