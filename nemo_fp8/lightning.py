@@ -18,7 +18,8 @@ import nemo.lightning as _nemo
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.train.plugin import PARAMETERS, MixedPrecision, takes
 
-_OF_TRAINER = inspect.signature(_nemo.Trainer).parameters
+# Of its __init__: asked of the class, Python 3.11.2 answers with the (*args, **kwargs) of __new__, which NeMo's io mixin gives it.
+_OF_TRAINER = {name: p for name, p in inspect.signature(_nemo.Trainer.__init__).parameters.items() if name != "self"}
 _OF_PLUGIN = [p for p in PARAMETERS if p.name not in _OF_TRAINER]
 
 

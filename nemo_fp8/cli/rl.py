@@ -36,7 +36,7 @@ def rl_compare(
         from nemo_fp8.report.figures import require_matplotlib
 
         require_matplotlib()
-    template = GrpoSettings(folder=str(folder.absolute()), base="", steps=steps, one_step_off=one_step_off)
+    template = GrpoSettings(folder=str(folder.absolute()), base="", steps=steps, save_every=5, one_step_off=one_step_off)
     with run_bars(len(names) * len(numbers), steps) as start:
 
         def on_run(variant: str, seed: int) -> OnStep:

@@ -51,7 +51,8 @@ def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
             logging_level=logging.ERROR,
             object_store_memory=128 * 2**20,
             # What an actor started ends with it: saving a checkpoint starts a process that outlives a killed rank.
-            _system_config={"process_group_cleanup_enabled": True},
+            # And actors are what this machine is for: Ray would let everything else go first.
+            _system_config={"process_group_cleanup_enabled": True, "worker_niceness": 0},
         )
     try:
         yield
@@ -137,9 +138,13 @@ class _Run:
 
 
 def _environment(python: str, variables: dict[str, str], processes: int) -> dict[str, Any]:
-    """Ray's runtime environment of one kind of actor. They take turns, so each kind may use the whole machine."""
+    """Ray's runtime environment of one kind of actor.
+
+    They take turns, so each kind may use the whole machine. But a thread that waits must sleep: OpenMP's wait by spinning, and on a
+    machine with other work one step then takes four to ten times as long.
+    """
     threads = max(1, (os.cpu_count() or 1) // processes)
-    return {"py_executable": python, "env_vars": {"OMP_NUM_THREADS": str(threads), **variables}}
+    return {"py_executable": python, "env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **variables}}
 
 
 def _all_or_error(answers: Sequence[Any], follow: Callable[[], None]) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from nemo_fp8.rl.data import prompt_ids
+from nemo_fp8.rl.data import prompt_ids, tokenizer
 from nemo_fp8.rl.engines import Engines, Taken
 from nemo_fp8.rl.experience import Experience
 from nemo_fp8.rl.grpo import group_advantages, kl_divergence
@@ -29,7 +29,6 @@ from nemo_fp8.rl.task import Sorting
 from nemo_fp8.rl.watch import Watch
 from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, metrics
 from nemo_fp8.rollout.refit import Receipt
-from nemo_fp8.train.data import ByteTokenizer
 from nemo_fp8.train.log_probs import token_log_probs
 from nemo_fp8.train.to_hugging_face import named_tensors
 
@@ -40,7 +39,6 @@ class GrpoLoop(Callback):
     def __init__(self, settings: GrpoSettings, base: str, actors: Sequence[Any]) -> None:
         self.settings, self.base, self.actors = settings, base, actors
         self.task = Sorting(settings.digits)
-        self.tokenizer = ByteTokenizer()
         self.importance = ImportanceSampling.of(settings.correction)
         self._row: dict[str, Any] = {}
         self._started = 0.0
@@ -155,7 +153,7 @@ class GrpoLoop(Callback):
     def _rewards(self, problems: Sequence[str], answers: Sequence[Answers]) -> list[float]:
         """The reward of every answer, one problem after the other. An answer without its end mark is none."""
         return [
-            self.task.reward(problem, self.tokenizer.ids_to_text(tokens)) if tokens[-1] == END else 0.0
+            self.task.reward(problem, tokenizer().ids_to_text(tokens)) if tokens[-1] == END else 0.0
             for problem, of_one in zip(problems, answers, strict=True)
             for tokens, _ in of_one
         ]

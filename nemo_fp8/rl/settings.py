@@ -86,7 +86,7 @@ class GrpoSettings:
     one_step_off: bool = False
     """Generate the next step's answers while this step trains: their weights are one step old."""
 
-    validation: int = 256
+    validation: int = 1024
     """Held-out problems, answered greedily."""
     validate_every: int = 10
     save_every: int = 1
