@@ -128,7 +128,7 @@ class Run:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             healthy = not _failed_captures
-        except RuntimeError:
+        except (RuntimeError, AssertionError):  # the second is a torch without CUDA
             healthy = False
         if not healthy and self.options.resume:
             sys.stdout.flush()
