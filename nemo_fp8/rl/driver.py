@@ -106,7 +106,10 @@ class _Run:
 
     def to_the_end(self, follow: Callable[[], None]) -> None:
         """The base model, then the policy, through whatever dies."""
-        base = self._through_deaths(1, lambda meeting: [self.ranks[0].base.remote(meeting)], follow)[0]
+        base = known_base(self.settings)
+        if base is None:
+            base = self._through_deaths(1, lambda meeting: [self.ranks[0].base.remote(meeting)], follow)[0]
+            _note_of_base(self.settings).write_text(base)
         self._through_deaths(
             self.settings.ranks, lambda meeting: [rank.train.remote(meeting, base, self.engines) for rank in self.ranks], follow
         )
@@ -135,6 +138,17 @@ class _Run:
         for actor in self.ranks:
             ray.kill(actor)
         self.ranks = []
+
+
+def known_base(s: GrpoSettings) -> str | None:
+    """The base model's checkpoint, if a run has noted that it is done: a file tells in no time what NeMo takes half a minute to find."""
+    note = _note_of_base(s)
+    found = note.read_text() if note.exists() else ""
+    return found if found and Path(found).exists() else None
+
+
+def _note_of_base(s: GrpoSettings) -> Path:
+    return Path(s.base, f"trained-{s.base_steps}-steps")
 
 
 def _environment(python: str, variables: dict[str, str], processes: int) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The small parts: task, rows, settings, record."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.presets import preset
+from nemo_fp8.rl.driver import known_base
 from nemo_fp8.rl.experience import Experience, row
 from nemo_fp8.rl.record import Record, read_record
 from nemo_fp8.rl.settings import GrpoSettings, PolicySize
@@ -95,3 +97,14 @@ def test_a_record_forgets_the_steps_that_are_done_again(tmp_path):
     again = Record(path, 3)
     again.write({"step": 3, "turn": 2})
     assert [(r["step"], r["turn"]) for r in read_record(path)] == [(0, 1), (1, 1), (2, 1), (3, 2)]
+
+
+def test_a_base_model_that_is_done_is_known_without_nemo(tmp_path):
+    s = GrpoSettings(folder="run", base=str(tmp_path), base_steps=30)
+    checkpoint, note = tmp_path / "step=29", tmp_path / "trained-30-steps"
+    assert known_base(s) is None
+    note.write_text(str(checkpoint))
+    assert known_base(s) is None, "it was noted, and is gone"
+    checkpoint.mkdir()
+    assert known_base(s) == str(checkpoint)
+    assert known_base(replace(s, base_steps=31)) is None

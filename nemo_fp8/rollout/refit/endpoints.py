@@ -148,10 +148,11 @@ class RefitEndpoints:
         self.free.set()
 
     async def _call(self, engine: Any, method: str, message: Answer) -> list[Answer]:
-        return list(await self._at_work(engine.collective_rpc(PREFIX + method, args=(message,))))
+        task = engine.collective_rpc(PREFIX + method, args=(message,))
+        return list(await (self._at_work(task) if str(message.get("push")) == self.push else task))
 
     async def _at_work(self, task: Awaitable[Any]) -> Any:
-        """What the engine takes its time for is no silence of the sender's."""
+        """What the engine takes its time for, in the push that is writing, is no silence of the sender's."""
         self.tasks += 1
         try:
             return await task
