@@ -177,6 +177,7 @@ def machine(device: str) -> dict[str, str]:
         "versions": f"nemo_fp8 {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "command": f"python scripts/bench_quantize.py {' '.join(sys.argv[1:])}",
         "scheduling": f"policy {os.sched_getscheduler(0)} (0: as any process, 1: real time), niceness {os.nice(0)}",
+        "load": f"{os.getloadavg()[0]:.1f} processes on {os.cpu_count()} processors in the minute before, others' among them",
     }
 
 
@@ -246,6 +247,7 @@ def main() -> None:
         way, rows, cols = options.memory_of
         print(memory_of(way, int(rows), int(cols)))
         return
+    about = machine(options.device)
     shapes = [(4096, 4096)] if options.quick else [(4096, 4096), (8192, 28672)]
     results = []
     for number, shape in enumerate(shapes):
@@ -256,7 +258,6 @@ def main() -> None:
             results[-1]["peers"] = measure_peers(places, max(3, rounds // 8), options.device, not options.quick)
         del places
     memory = peak_memory(shapes[-1]) if options.device == "cpu" and not options.only else {}
-    about = machine(options.device)
     text = page(about, results, memory)
     print(text)
     if options.json:

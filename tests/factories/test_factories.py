@@ -112,7 +112,7 @@ def test_the_documents_fp8_sample_runs():
 
 def test_nemos_own_trainer_rejects_the_fp8_sample():
     with pytest.raises(TypeError, match="fp8"):
-        run.Config(nl.Trainer, plugins=nemo_fp8.bf16_with_fp8_mixed(), **TRAINER_ARGS, **FP8_ARGS)
+        fdl.build(run.Config(nl.Trainer, plugins=nemo_fp8.bf16_with_fp8_mixed(), **TRAINER_ARGS, **FP8_ARGS))
 
 
 def test_fp8_arguments_without_our_plugin_are_an_error_that_shows_the_way():
