@@ -48,6 +48,8 @@ def token_log_probs(
     model = trainer.strategy.lightning_module
     training = model.training
     model.eval()
+    for chunk in trainer.strategy.megatron_parallel:
+        chunk.set_is_first_microbatch()  # weights kept in FP8 for a global batch may be those of the step before
     try:
         parts = []
         for start in range(first, first + share, micro_batch):

@@ -1,0 +1,26 @@
+"""Log-probs of one model before its weights change, after, and after with nothing kept of before; see test_log_probs.py."""
+
+import torch
+
+from nemo_fp8.train.data import Stories
+from nemo_fp8.train.log_probs import token_log_probs
+
+
+def before_and_after(trainer, extra):
+    stories = Stories("validation", 4, 64, 1)
+    samples = [stories[i] for i in range(4)]
+
+    def log_probs():
+        return token_log_probs(trainer, samples, stories.collate_fn, 2)
+
+    modules = [m for m in trainer.strategy.megatron_parallel.modules() if hasattr(m, "_weight")]
+    extra["kept"] = sum(m._weight is not None for m in modules)
+    before = log_probs()
+    with torch.no_grad():
+        for module in modules:
+            module.weight.mul_(torch.rand_like(module.weight))
+    after = log_probs()
+    for module in modules:
+        module._weight = None
+    extra["moved"] = float((after - before).abs().max())
+    extra["stale"] = float((after - log_probs()).abs().max())
