@@ -53,22 +53,22 @@ def parsed(words):
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)
-def test_vllm_s_own_parser_takes_the_flags_to_paste_and_those_of_our_server(name, monkeypatch):
+def test_vllm_s_own_parser_takes_the_flags_to_paste_and_those_of_our_server(name, tmp_path, monkeypatch):
     for variable, value in environment(ROLLOUTS[name]).items():
         monkeypatch.setenv(variable, value)
     rendering, arguments = render(ROLLOUTS[name], "vllm"), engine_args(ROLLOUTS[name])
     pasted = shlex.split(rendering.text.replace("\\\n", " "))
     for words, wanted in ((pasted, rendering.data["engine"]), (flags(arguments), arguments)):
-        _, read = parsed(["--model", "somewhere", *words])
+        _, read = parsed(["--model", str(tmp_path), *words])
         assert {argument: getattr(read, argument) for argument in wanted} == wanted
-    server, read = parsed(serve.server_for("somewhere", ROLLOUTS[name], port=8123).words[3:])
+    server, read = parsed(serve.server_for(str(tmp_path), ROLLOUTS[name], port=8123).words[3:])
     assert (server.host, server.port, server.middleware) == ("127.0.0.1", 8123, [serve.PUSHES])
     assert {argument: getattr(read, argument) for argument in arguments} == arguments
 
 
-def test_no_word_for_vllm_moves_the_server():
+def test_no_word_for_vllm_moves_the_server(tmp_path):
     """vLLM takes shortened options, and the last of several."""
-    assert parsed(["--model", "m", "--host", "127.0.0.1", "--hos=0.0.0.0"])[0].host == "0.0.0.0"
+    assert parsed(["--model", str(tmp_path), "--host", "127.0.0.1", "--hos=0.0.0.0"])[0].host == "0.0.0.0"
     for word in ("--host", "--host=0.0.0.0", "--hos=0.0.0.0", "--port"):
         with pytest.raises(PrecisionError, match="among the words for vLLM"):
             serve.server_for("m", Precision(rollout="fp8"), more=[word, "0.0.0.0"])
