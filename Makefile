@@ -51,9 +51,11 @@ $(ROLLOUT)/.installed: pyproject.toml constraints/rollout.txt
 demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
-# Two workers: much of the suite is Python starting up and importing NeMo, on one core.
+# Two workers: much of the suite is Python starting up and importing NeMo, on one core. Triton comes with vLLM alone, and must not have been
+# imported by anything else when its interpreter is asked for.
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py
 	$(ROLLOUT)/bin/python -m pytest tests/rollout
 
 # What takes too long for every change: every model, every executor, 50 pushes, whole training runs.
