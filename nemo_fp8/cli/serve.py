@@ -34,8 +34,9 @@ def serve(
     """
     from nemo_fp8.named import load
     from nemo_fp8.rollout import serve
+    from nemo_fp8.rollout.access import TOKEN
 
-    token = os.environ.get(serve.TOKEN) or None
+    token = os.environ.get(TOKEN) or None
     server = serve.server_for(
         model, load(precision), host=host, port=port, token=token, activations=activations, kernel=kernel, more=context.args
     )
