@@ -17,6 +17,7 @@ from nemo_fp8.rollout import Refit, serve
 from nemo_fp8.rollout.mismatch.engine import read_back
 from nemo_fp8.rollout.mismatch.weights import told_by
 from nemo_fp8.rollout.refit import Manifest, fingerprint
+from nemo_fp8.rollout.refit.control import Offline
 from nemo_fp8.rollout.refit.memory import Shared
 
 K_PROJ = "model.layers.2.self_attn.k_proj.weight"
@@ -148,12 +149,25 @@ def test_old_prefixes_are_forgotten(run, weights):
     def first():
         return {t: p.logprob for t, p in llm.generate(prompt, asked, use_tqdm=False)[0].outputs[0].logprobs[0].items()}
 
-    Refit(llm).push(weights("qwen3", 1))
-    expected = first()
     Refit(llm).push(weights("qwen3", 0))
-    first()
+    llm.reset_prefix_cache()
+    first()  # what it left in the cache is of these weights
     assert Refit(llm).push(weights("qwen3", 1)).prefix_cache_reset
-    assert first() == expected
+    told = first()
+    llm.reset_prefix_cache()
+    assert told == first()
+
+
+@pytest.mark.parametrize(
+    ("method", "guard"),
+    [("refuse", test_a_push_that_dies_is_refused_until_the_next_one), ("forget", test_old_prefixes_are_forgotten)],
+    ids=["refuse", "forget"],
+)
+def test_it_is_seen_if_the_engine_is_not_told(method, guard, run, weights, monkeypatch):
+    """The fixes of hazards 3 and 5 taken out; the others' are in test_hazards.py."""
+    monkeypatch.setattr(Offline, method, lambda *_: True)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        guard(run, weights)
 
 
 def test_bad_weights_are_told(run, weights):

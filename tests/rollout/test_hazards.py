@@ -1,0 +1,111 @@
+"""Every fix of a hazard is taken out of the code, one at a time, and the test that guards it fails. See docs/refit.md for the hazards."""
+
+import importlib
+import inspect
+import textwrap
+
+import pytest
+from rollout import test_reload, test_selection
+from rollout.in_process import build
+
+RELOAD = "nemo_fp8.rollout.in_vllm.reload"
+EVERY_BIT = test_reload.test_a_push_leaves_every_bit_as_a_fresh_load_does
+
+# hazard -> the model and the contract under which its test meets it, and the edits that take the fix out: module, function, old, new.
+IN_A_PUSH = {
+    "load_weights on a running engine": (
+        ("qwen3_odd", {}),
+        [
+            (
+                RELOAD,
+                "Session.write_rows",
+                "    for route in self.plan.routes.by_entry.get(i, ()):\n",
+                "    self.plan.model.load_weights([(self.plan.manifest[i].name, tensor)])\n    for route in ():\n",
+            )
+        ],
+    ),
+    "shards that wait are references": (
+        ("qwen3_moe", {"last_layers": 1}),
+        [
+            (
+                f"{RELOAD}_layers",
+                "Staged.write",
+                "    place.copy_(values.reshape(place.shape))\n",
+                "    self.later = [*getattr(self, 'later', ()), (place, values.reshape(place.shape))]\n",
+            ),
+            (
+                f"{RELOAD}_layers",
+                "Staged.complete",
+                "        self._process()\n",
+                "        [place.copy_(values) for place, values in self.later]\n        self.later = []\n        self._process()\n",
+            ),
+        ],
+    ),
+    "a tied head stays stale": (
+        ("llama_tied", {"first_layers": 1}),
+        [(f"{RELOAD}_plan", "Plan.packed_beside", "    return [\n", "    return []\n    return [\n")],
+    ),
+    "experts in BF16 are not packed again": (
+        ("qwen3_moe", {"last_layers": 1}),
+        [(f"{RELOAD}_layers", "Staged._process", "            method.moe_kernel = None ", "            pass ")],
+    ),
+}
+BLOCKS = [
+    (
+        f"{RELOAD}_layers",
+        "Blocks._gather",
+        "    _at(self.gathered[m], to[-2:]).copy_(values)\n",
+        "    self.later = [*getattr(self, 'later', ()), (_at(self.gathered[m], to[-2:]), values)]\n",
+    ),
+    (
+        f"{RELOAD}_layers",
+        "Blocks._gather",
+        "        whole = self.gathered.pop(m)\n",
+        "        [place.copy_(kept) for place, kept in self.later]\n        whole = self.gathered.pop(m)\n",
+    ),
+]
+
+
+def take_out(monkeypatch, edits):
+    """Compile these functions anew with other lines in them, where they stand."""
+    sources = {}
+    for module, path, old, new in edits:
+        source = sources.get((module, path)) or textwrap.dedent(inspect.getsource(function(module, path)))
+        assert source.count(old) == 1, f"{path} has changed: say here how its fix is taken out"
+        sources[module, path] = source.replace(old, new)
+    for (module, path), source in sources.items():
+        made = {}
+        exec(compile(source, f"<{path} without its fix>", "exec"), vars(importlib.import_module(module)), made)
+        owner, _, name = path.rpartition(".")
+        monkeypatch.setattr(function(module, owner), name, made[name])
+
+
+def function(module, path):
+    """What lies at a path in a module; the module itself where there is none."""
+    found = importlib.import_module(module)
+    for name in filter(None, path.split(".")):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("hazard", IN_A_PUSH)
+def test_a_push_without_the_fix_is_seen(hazard, checkpoint, model, monkeypatch):
+    (kind, contract), edits = IN_A_PUSH[hazard]
+    model(kind, **contract)  # the fresh one, to compare with
+    take_out(monkeypatch, edits)
+    with pytest.raises(AssertionError):
+        EVERY_BIT(checkpoint, model, kind, contract)
+
+
+def test_blocks_kept_by_reference_are_seen(monkeypatch):
+    take_out(monkeypatch, BLOCKS)
+    with pytest.raises(AssertionError):
+        test_reload.test_blocks_that_lie_in_two_tensors_wait_for_both()
+
+
+def test_a_router_in_fp8_is_seen(checkpoint, monkeypatch):
+    edit = ("nemo_fp8.rollout_layers", "why_kept_by_name", "        if p.kept:\n", "        if p.kept and 'router' not in p.kept:\n")
+    take_out(monkeypatch, [edit])
+    monkeypatch.setattr("nemo_fp8.rollout.selection.why_kept_by_name", function(*edit[:2]))
+    with pytest.raises(AssertionError):
+        test_selection.test_first_and_last_layers_routers_and_names(lambda kind, **contract: build(checkpoint(kind), **contract))
