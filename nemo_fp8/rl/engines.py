@@ -59,12 +59,14 @@ class Engines:
     """The prompts of a step."""
     held_out: Prompts
     _pending: list[Any] | None = None
+    _processes: list[int] = field(default_factory=list)
+    _restarts: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def take(self, step: int, weights: Weights) -> Taken:
         """This step's answers. The engines then hold this step's weights."""
-        self._seconds = {}
-        old, restarts = None, 0
+        self._seconds, self._restarts = {}, 0
+        old = None
         while True:
             try:
                 old = old or self._pending_answers()
@@ -72,10 +74,9 @@ class Engines:
                 greedy = self._validate(step)
                 answers = old or self._sample(step)
                 self._sample_ahead(step)
-                return Taken(answers, int(old is not None), greedy, receipts, restarts, self._seconds)
+                return Taken(answers, int(old is not None), greedy, receipts, self._restarts, self._seconds)
             except RayActorError:
                 self._pending = None
-                restarts += 1
 
     def held(self) -> list[Mapping[str, Held]]:
         """What each engine computes with now, by the fingerprints of its tensors."""
@@ -91,15 +92,17 @@ class Engines:
             return receipts
 
     def _wait(self) -> None:
-        """Until all of them have started."""
+        """Until all of them have started. One that died between two steps is another process now."""
         try:
-            ray.get([actor.ready.remote() for actor in self.actors])
+            processes = ray.get([actor.ready.remote() for actor in self.actors])
         except ActorDiedError as error:
             raise PrecisionError(
                 "A rollout engine does not start.",
                 str(error),
                 "Its own words are in the folder of Ray's session, /tmp/ray/session_latest/logs.",
             ) from error
+        self._restarts += sum(before != now for before, now in zip(self._processes, processes, strict=False))
+        self._processes = processes
 
     def _validate(self, step: int) -> list[Answers] | None:
         if step % self.settings.validate_every and step < self.settings.steps:

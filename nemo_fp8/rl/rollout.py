@@ -10,6 +10,7 @@ Token ids go in and come out; there is no tokenizer on this side.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,8 +65,9 @@ class RolloutEngine:
             )
 
     @ray.method(max_task_retries=-1)
-    def ready(self) -> None:
-        """Answers when the engine has started, or started again."""
+    def ready(self) -> int:
+        """Answers when the engine has started, or started again, which its process tells."""
+        return os.getpid()
 
     def control(self, what: str, *args: Any) -> Any:
         """One of the ways in which :class:`nemo_fp8.rollout.refit.Control` speaks to an engine."""
