@@ -4,11 +4,11 @@ import pytest
 import torch
 from mismatch import tiny
 
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics import Quantized
+from nemo_fp8.numerics import Quantized, quantize
 from nemo_fp8.rollout.mismatch import Difference, compare_weights
-from nemo_fp8.rollout.mismatch.weights import reference
+from nemo_fp8.rollout.mismatch.weights import _cut, reference
 from nemo_fp8.rollout.refit import fingerprint
 
 FP8 = Precision(rollout="fp8")
@@ -44,6 +44,18 @@ def cut(tensor, scales=None):
             mine += (scales[start // 128 : -(-(start + rows) // 128)],)
         told[f"{start}:{start + rows}{rest}"] = fingerprint(*mine)
     return told
+
+
+@pytest.mark.parametrize(("shape", "block"), [((320, 256), (128, 128)), ((2, 256, 256), (128, 128)), ((320, 256), None)], ids=str)
+def test_a_part_has_the_scales_of_its_own_blocks(shape, block):
+    """Also where the whole has a ragged edge, or is a stack of matrices."""
+    whole = quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), Operand("e4m3", block, "fp32"))
+    rest = ",0:256" if len(shape) == 2 else ",0:256,0:256"
+    for start, stop in ((0, shape[0] // 2 // 128 * 128 or 1), (256 if len(shape) == 2 else 1, shape[0])):
+        codes, scales = _cut(whole, f"{start}:{stop}{rest}")
+        assert codes.shape[0] == stop - start
+        part = Quantized(codes.reshape(-1, 256), scales if block is None else scales.reshape(-1, scales.shape[-1]), block)
+        assert torch.equal(part.dequantize(), whole.dequantize()[start:stop].reshape(-1, 256))
 
 
 HELD = pytest.mark.parametrize("kind", ["quantized", "tensors", "fingerprint", "parts"])

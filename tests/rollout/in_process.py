@@ -6,12 +6,15 @@ a layer is stored and what it computes by itself. What engines do with it is ask
 
 import os
 import tempfile
+from types import SimpleNamespace
 
 import torch
 from rollout.engines import SMALL, fp8
 
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference
+from nemo_fp8.rollout.in_vllm.reload import NemoFp8Refit
+from nemo_fp8.rollout.refit.control import PREFIX
 
 
 def build(folder, **contract):
@@ -46,6 +49,33 @@ def _one_worker():
         parallel_state.init_distributed_environment(1, 0, meeting, 0, backend="gloo")
     parallel_state.destroy_model_parallel()  # a MoE model wants a group more than others
     parallel_state.initialize_model_parallel(1, 1)
+
+
+class Worker(NemoFp8Refit):
+    """A worker's side of a push around such a model, which is a :class:`Control` as well: nobody computes with it meanwhile."""
+
+    rank = 0
+
+    def __init__(self, model):
+        self.vllm_config, self.model_runner = model.vllm_config, SimpleNamespace(get_model=lambda: model)
+
+    def call(self, method, message):
+        return [getattr(self, PREFIX + method)(message)]
+
+    def hold(self, running):
+        pass
+
+    def free(self):
+        pass
+
+    def refuse(self, why):
+        self.refuses = why
+
+    def allow(self):
+        self.refuses = ""
+
+    def forget(self):
+        return True
 
 
 def weights_of(folder):

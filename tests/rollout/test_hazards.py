@@ -6,7 +6,11 @@ import textwrap
 
 import pytest
 from rollout import test_reload, test_selection
-from rollout.in_process import build
+from rollout.in_process import Worker, build, weights_of
+from rollout.test_refit import WRONG
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout import Refit
 
 RELOAD = "nemo_fp8.rollout.in_vllm.reload"
 EVERY_BIT = test_reload.test_a_push_leaves_every_bit_as_a_fresh_load_does
@@ -65,6 +69,19 @@ BLOCKS = [
     ),
 ]
 
+# The checks of a manifest, each with what is accepted where it does not look.
+OF_A_MANIFEST = [
+    ((f"{RELOAD}_plan", "Plan.missing", "    found = []\n", "    return []\n"), ["missing"]),
+    (
+        ("nemo_fp8.rollout.refit.push", "_accepted", "    passed_over = {", "    passed_over = unrouted | {"),
+        ["ignored by vLLM"],
+    ),
+    (
+        (f"{RELOAD}_plan", "Plan._refused", "    for name, why in", "    return\n    for name, why in"),
+        ["unknown", "shape", "dtype", "codes without scales", "scale without cache"],
+    ),
+]
+
 
 def take_out(monkeypatch, edits):
     """Compile these functions anew with other lines in them, where they stand."""
@@ -101,6 +118,23 @@ def test_blocks_kept_by_reference_are_seen(monkeypatch):
     take_out(monkeypatch, BLOCKS)
     with pytest.raises(AssertionError):
         test_reload.test_blocks_that_lie_in_two_tensors_wait_for_both()
+
+
+def _refused(checkpoint, wrong):
+    """A wrong manifest is refused with its own words, and every bit is where it was."""
+    model, (change, words) = build(checkpoint("qwen3", 0)), WRONG[wrong]
+    before = test_reload.held(model)
+    with pytest.raises(PrecisionError, match=words):
+        Refit(Worker(model)).push(change(weights_of(checkpoint("qwen3", 1))))
+    assert test_reload.differing(test_reload.held(model), before) == []
+
+
+@pytest.mark.parametrize(("edit", "wrong"), [pytest.param(edit, w, id=w) for edit, accepted in OF_A_MANIFEST for w in accepted])
+def test_a_manifest_that_nobody_checks_is_seen(checkpoint, monkeypatch, edit, wrong):
+    _refused(checkpoint, wrong)
+    take_out(monkeypatch, [edit])
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        _refused(checkpoint, wrong)
 
 
 def test_a_router_in_fp8_is_seen(checkpoint, monkeypatch):

@@ -77,19 +77,19 @@ def _without(tensors):
     return {name: t for name, t in tensors.items() if name not in (K_PROJ, "model.layers.1.input_layernorm.weight")}
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (_without, f"model.layers.1.input_layernorm.weight, {K_PROJ}"),
-        (lambda t: t | {"model.layers.2.self_attn.k_proj.bias": torch.zeros(128).bfloat16()}, "no place for .*k_proj.bias"),
-        (lambda t: t | {"model.layers.0.bogus.weight": torch.zeros(3).bfloat16()}, "bogus.weight is not what"),
-        (lambda t: t | {K_PROJ: t[K_PROJ][:-1]}, "k_proj.weight is not what"),
-        (lambda t: t | {K_PROJ: t[K_PROJ].float()}, "comes in float32"),
-        (lambda t: t | {K_PROJ: t[K_PROJ].to(torch.float8_e4m3fn)}, "comes as FP8 codes"),
-        (lambda t: t | {"model.layers.0.self_attn.k_scale": torch.tensor(0.1)}, "scale of an FP8 KV cache"),
-    ],
-    ids=["missing", "ignored by vLLM", "unknown", "shape", "dtype", "codes without scales", "scale without cache"],
-)
+# What is wrong with a manifest -> how the tensors become so, and the words of the refusal.
+WRONG = {
+    "missing": (_without, f"model.layers.1.input_layernorm.weight, {K_PROJ}"),
+    "ignored by vLLM": (lambda t: t | {"model.layers.2.self_attn.k_proj.bias": torch.zeros(128).bfloat16()}, "no place for .*k_proj.bias"),
+    "unknown": (lambda t: t | {"model.layers.0.bogus.weight": torch.zeros(3).bfloat16()}, "bogus.weight is not what"),
+    "shape": (lambda t: t | {K_PROJ: t[K_PROJ][:-1]}, "k_proj.weight is not what"),
+    "dtype": (lambda t: t | {K_PROJ: t[K_PROJ].float()}, "comes in float32"),
+    "codes without scales": (lambda t: t | {K_PROJ: t[K_PROJ].to(torch.float8_e4m3fn)}, "comes as FP8 codes"),
+    "scale without cache": (lambda t: t | {"model.layers.0.self_attn.k_scale": torch.tensor(0.1)}, "scale of an FP8 KV cache"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)
 def test_a_wrong_manifest_is_refused_and_changes_nothing(run, weights, change, words):
     llm, ask = run("qwen3")
     Refit(llm).push(weights("qwen3", 0))

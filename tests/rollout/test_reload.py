@@ -4,11 +4,12 @@ import random
 
 import pytest
 import torch
-from rollout.in_process import build, weights_of
+from rollout.in_process import Worker, build, weights_of
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
+from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.in_vllm.reload import Session
 from nemo_fp8.rollout.in_vllm.reload_layers import Blocks
 from nemo_fp8.rollout.in_vllm.reload_layouts import ROWS, Ledger
@@ -175,3 +176,20 @@ def test_no_piece_is_believed(qwen3, pieces, words):
     finally:
         session.memory.clear()
         shared.close()
+
+
+@pytest.mark.parametrize(("field", "words"), [("data_parallel_size", "one engine"), ("_api_process_count", "--api-server-count 1")])
+def test_a_push_that_would_reach_a_part_of_the_engine_only_is_refused(checkpoint, monkeypatch, field, words):
+    model = build(checkpoint("qwen3", 0))
+    before = held(model)
+    monkeypatch.setattr(model.vllm_config.parallel_config, field, 2)
+    with pytest.raises(PrecisionError, match=words):
+        Refit(Worker(model)).push(weights_of(checkpoint("qwen3", 1)))
+    assert differing(held(model), before) == []
+
+
+def test_a_worker_takes_a_push_in_this_process(checkpoint):
+    """What the tests above say of refusals, they say of a worker that takes pushes."""
+    model = build(checkpoint("qwen3", 0))
+    Refit(Worker(model), chunk=2**20).push(weights_of(checkpoint("qwen3", 1)), verify=True).require()
+    assert differing(held(model), held(build(checkpoint("qwen3", 1)))) == []

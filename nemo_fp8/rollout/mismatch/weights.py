@@ -181,11 +181,11 @@ _OTHER = {"fp32": "pow2", "pow2": "fp32"}
 
 def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
     """Whether what is held is the same bytes, told as tensors or as fingerprints."""
-    mine = (expected.data, expected.scale_inv) if isinstance(expected, Quantized) else (expected,)
+    mine = _tensors(expected)
     if isinstance(held, str):
         return held == fingerprint(*mine)
     if isinstance(held, Mapping):
-        return all(told == fingerprint(*_cut(mine, part)) for part, told in held.items())
+        return all(told == fingerprint(*_cut(expected, part)) for part, told in held.items())
     theirs = _tensors(held)
     return len(mine) == len(theirs) and all(_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -203,8 +203,9 @@ def _tensors(held: Quantized | tuple[torch.Tensor, torch.Tensor] | torch.Tensor)
     return (held,) if isinstance(held, torch.Tensor) else tuple(held)
 
 
-def _cut(tensors: tuple[torch.Tensor, ...], part: str) -> tuple[torch.Tensor, ...]:
+def _cut(whole: Quantized | torch.Tensor, part: str) -> tuple[torch.Tensor, ...]:
     """The part of a tensor, and of its scales, that a worker holds; ``0:128,0:256``, or ``whole``."""
+    tensors = _tensors(whole)
     if part == "whole":
         return tensors
     try:
@@ -214,10 +215,13 @@ def _cut(tensors: tuple[torch.Tensor, ...], part: str) -> tuple[torch.Tensor, ..
         raise PrecisionError(
             f"{part!r} is no part of a tensor.", "Parts are written as start:stop for each dimension.", "Use a receipt's fingerprints."
         ) from None
-    if len(tensors) == 1:
+    if not isinstance(whole, Quantized):
         return (cut,)
-    blocks = [-(-n // m) for n, m in zip(tensors[0].shape, tensors[1].shape, strict=True)]
-    return cut, tensors[1][tuple(slice(start // b, -(-stop // b)) for (start, stop), b in zip(box, blocks, strict=True))]
+    if whole.block is None:
+        return cut, whole.scale_inv
+    tile = (*(1 for _ in whole.shape[:-2]), *whole.block)  # of a stack of matrices each one has blocks of its own
+    scales = whole.scale_inv.reshape(*whole.shape[:-2], -1, whole.scale_inv.shape[-1])
+    return cut, scales[tuple(slice(start // n, -(-stop // n)) for (start, stop), n in zip(box, tile, strict=True))]
 
 
 # ---------------------------------------------------------------------- in words
