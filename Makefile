@@ -51,10 +51,10 @@ $(ROLLOUT)/.installed: pyproject.toml constraints/rollout.txt
 demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
-# Two workers: much of the suite is Python starting up and importing NeMo, on one core. Triton comes with vLLM alone, and must not have been
-# imported by anything else when its interpreter is asked for.
+# Two workers: much of the suite is Python starting up and importing NeMo, on one core. They take files in the order of tests/conftest.py.
+# Triton comes with vLLM alone, and must not have been imported by anything else when its interpreter is asked for.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py
 	$(ROLLOUT)/bin/python -m pytest tests/rollout
 

@@ -36,6 +36,7 @@ def rl_compare(
         from nemo_fp8.report.figures import require_matplotlib
 
         require_matplotlib()
+    # A checkpoint every 5 steps: what a killed comparison does again costs less than writing one at each step.
     template = GrpoSettings(folder=str(folder.absolute()), base="", steps=steps, save_every=5, one_step_off=one_step_off)
     with run_bars(len(names) * len(numbers), steps) as start:
 
