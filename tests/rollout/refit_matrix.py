@@ -12,10 +12,19 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
-EXECUTORS = {"one": None, "mp": "mp", "ray": "ray", "ray_before_v2": "ray"}
+# executor -> vLLM's name for it (None: one worker), and whether a server is asked over HTTP instead of an engine of this process.
+EXECUTORS = {
+    "one": (None, False),
+    "mp": ("mp", False),
+    "ray": ("ray", False),
+    "ray_before_v2": ("ray", False),
+    "server": (None, True),
+    "server_mp": ("mp", True),
+}
 
 
 def run(executor, kind, fields, pushes=4):
@@ -41,25 +50,30 @@ def resident(pids):
 def main(executor, kind, fields, pushes, answer, place):
     import psutil
     import torch
-    from rollout import engines, models
+    from rollout import engines, models, servers
     from safetensors.torch import load_file
 
+    from nemo_fp8.contract import Precision
+    from nemo_fp8.render.vllm import flags
     from nemo_fp8.rollout import Refit
 
-    fields, pushes, backend = json.loads(fields), int(pushes), EXECUTORS[executor]
+    fields, pushes, (backend, served) = json.loads(fields), int(pushes), EXECUTORS[executor]
     if backend == "ray":
         import ray
 
         ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20)
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-    arguments = engines.fp8(**fields)
-    if backend:
-        arguments |= {"tensor_parallel_size": 2, "distributed_executor_backend": backend}
     folders = [models.write(Path(place) / f"seed{seed}", kind, seed) for seed in (0, 1)]
     weights = [load_file(folder / "model.safetensors") for folder in folders]
-    llm = engines.start(folders[0], **arguments)
-    refit, prints, sizes = Refit(llm, chunk=2**20), [set(), set()], []
-    fresh = engines.log_probs(llm, 1, 200)
+    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": backend} if backend else {}
+    if served:
+        server = servers.Served(folders[0], Precision(rollout="fp8", **fields), *flags(parallel))
+        to, ask, stop = server.url, server.log_probs, server.stop
+    else:
+        to = engines.start(folders[0], **engines.fp8(**fields), **parallel)
+        ask, stop = partial(engines.log_probs, to), partial(engines.stop, to)
+    refit, prints, sizes = Refit(to, chunk=2**20), [set(), set()], []
+    fresh = ask(1, 200)
     asked = [fresh, None]
     receipt, bitwise = None, []
     for i in range(pushes):
@@ -67,12 +81,12 @@ def main(executor, kind, fields, pushes, answer, place):
         receipt = refit.push(weights[seed], verify=i < 2).require()
         prints[seed].add(receipt.fingerprint)
         if i < 2 or i >= pushes - 2:
-            now = engines.log_probs(llm, 1, 200)
+            now = ask(1, 200)
             bitwise.append(asked[seed] is None or torch.equal(now, asked[seed]))
             asked[seed] = now
         workers = [p.pid for p in psutil.process_iter(["name", "cmdline"]) if _is_worker(p)]
         sizes.append(resident(workers))
-    engines.stop(llm)
+    stop()
     told = {
         "bitwise": bitwise,
         "differ": not torch.equal(asked[0], asked[1]),

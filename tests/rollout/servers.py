@@ -1,12 +1,43 @@
-"""Asking real servers over HTTP."""
+"""Starting real servers, and asking them over HTTP."""
 
 import json
 import socket
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
+
+import torch
+from rollout.engines import prompts
+from rollout.models import VOCABULARY
+
+from nemo_fp8.rollout import serve
 
 MORE = ("--max-model-len", "256", "--enforce-eager", "--served-model-name", "m")
 PROMPT = [5, 6, 7, 8]  # four tokens, which once ended a worker that had not asked for AMX
+
+
+class Served:
+    """A server of its own, to be asked as an engine of this process is."""
+
+    def __init__(self, folder, precision, *more):
+        server = serve.server_for(str(folder), precision, port=free_port(), more=(*MORE, "--seed", "0", "--max-logprobs", "-1", *more))
+        self.url, self.end = server.url, ExitStack()
+        self.process = self.end.enter_context(serve.running(server))
+        serve.wait_until_ready(server, self.process)
+
+    def log_probs(self, count, length):
+        """Those of :func:`rollout.engines.log_probs`."""
+        rows = []
+        for prompt in prompts(count, length):
+            wanted = {"model": "m", "prompt": prompt["prompt_token_ids"], "max_tokens": 1, "temperature": 0, "prompt_logprobs": -1}
+            status, answer = ask(self.url, body=wanted)
+            assert status == 200, answer
+            places = answer["choices"][0]["prompt_logprobs"][1:]
+            rows.append([[place[str(token)]["logprob"] for token in range(VOCABULARY)] for place in places])
+        return torch.tensor(rows)
+
+    def stop(self):
+        self.end.close()
 
 
 def ask(url, path="/v1/completions", body=None, token=None, **headers):
