@@ -25,10 +25,11 @@ def main() -> None:
     parser.add_argument("--folder", default="grpo_tiny")
     parser.add_argument("--precision", default="bf16_with_fp8_blockwise_mixed", help="a preset, or a YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="any other field of GrpoSettings")
+    parser.add_argument("--address", help="a running Ray cluster (HOST:PORT); one of its own where not given")
     given = parser.parse_args()
     changes = {name: json.loads(value) for name, _, value in (change.partition("=") for change in given.set)}
     settings = grpo_tiny(given.folder, given.precision, **changes)
-    with ray_session(settings.ranks + settings.engines + 1):
+    with ray_session(settings.ranks + settings.engines + 1, given.address):
         run_grpo(settings, on_step=lambda row: sys.stderr.write(line(row) + "\n"))
 
 

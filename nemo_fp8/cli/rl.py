@@ -23,6 +23,7 @@ def rl_compare(
     variants: Annotated[str, typer.Option(metavar="LIST", help="Some of them, by commas; all where not given.")] = "",
     one_step_off: Annotated[bool, typer.Option("--one-step-off", help="Sample the next step's answers while a step trains.")] = False,
     rollout_python: Annotated[str | None, typer.Option(metavar="FILE", help="The Python that has vLLM; .venv-rollout's.")] = None,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster; one of its own where not given.")] = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
@@ -44,7 +45,9 @@ def rl_compare(
             told = start(f"{variant}, seed {seed}")
             return lambda row: told(row["step"], f"reward {row['reward']:.2f}" if "reward" in row else "done")
 
-        comparison = run_rl_comparison(template, seeds=numbers, variants=names, rollout_python=rollout_python, on_run=on_run)
+        comparison = run_rl_comparison(
+            template, seeds=numbers, variants=names, rollout_python=rollout_python, address=address, on_run=on_run
+        )
     if as_json:
         print_json(comparison.to_dict())
     else:

@@ -119,13 +119,14 @@ def run_rl_comparison(
     seeds: Sequence[int],
     variants: Sequence[str] = tuple(VARIANTS),
     rollout_python: str | None = None,
+    address: str | None = None,
     on_run: Callable[[str, int], OnStep] | None = None,
 ) -> RlComparison:
     """Run every variant with every seed below the template's folder; ``on_run`` is told of each run and gives its ``on_step``."""
     if wrong := [unknown("variant", name, VARIANTS) for name in variants if name not in VARIANTS]:
         raise PrecisionError(wrong)
     runs = []
-    with ray_session(template.ranks + template.engines + 1):
+    with ray_session(template.ranks + template.engines + 1, address):
         for seed in seeds:  # seed by seed, so that a slow spell of the machine falls on all variants
             for variant in variants:
                 s = settings_of(template, variant, seed)

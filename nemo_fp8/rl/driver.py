@@ -98,9 +98,11 @@ class _Run:
 
     def __init__(self, settings: GrpoSettings, engine: type[rollout.RolloutEngine], rollout_python: str) -> None:
         self.settings, self.plain = settings, settings.to_dict()
-        self._trainer_env = _environment(sys.executable, _TRAINER, settings.ranks)
+        env = _environment(sys.executable, _TRAINER, settings.ranks)
+        actors = settings.ranks + settings.engines
+        self._rank: Any = ray.remote(TrainerRank).options(runtime_env=env, **_resources(settings.rank_resources, actors))
         env = _environment(rollout_python, rollout.ENVIRONMENT | environment(settings.precision), settings.engines)
-        actor: Any = ray.remote(max_restarts=RESTARTS)(engine).options(runtime_env=env)
+        actor: Any = ray.remote(max_restarts=RESTARTS)(engine).options(runtime_env=env, **_resources(settings.engine_resources, actors))
         self.engines = [actor.remote(self.plain) for _ in range(settings.engines)]
         self.ranks: list[Any] = []
 
@@ -121,9 +123,8 @@ class _Run:
             ray.kill(actor)
 
     def _through_deaths(self, ranks: int, work: Callable[[tuple[str, int]], list[Any]], follow: Callable[[], None]) -> list[Any]:
-        actor = ray.remote(TrainerRank).options(runtime_env=self._trainer_env)
         for _ in range(RESTARTS + 1):
-            self.ranks = [actor.remote(self.plain, rank, ranks) for rank in range(ranks)]
+            self.ranks = [self._rank.remote(self.plain, rank, ranks) for rank in range(ranks)]
             try:
                 return _all_or_error(work(ray.get(self.ranks[0].meeting_point.remote())), follow)
             except RayActorError as error:
@@ -159,6 +160,14 @@ def _environment(python: str, variables: dict[str, str], processes: int) -> dict
     """
     threads = max(1, (os.cpu_count() or 1) // processes)
     return {"py_executable": python, "env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **variables}}
+
+
+def _resources(asked: dict[str, float] | None, actors: int) -> dict[str, Any]:
+    """What Ray must find for an actor. Where nothing is said and there are GPUs, they are dealt out: one each, or one for several."""
+    if asked is None:
+        gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+        asked = {"GPU": 1 / -(-actors // gpus)} if gpus else {}
+    return {"num_gpus": asked.get("GPU", 0), "resources": {name: count for name, count in asked.items() if name != "GPU"}}
 
 
 def _all_or_error(answers: Sequence[Any], follow: Callable[[], None]) -> list[Any]:

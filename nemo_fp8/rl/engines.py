@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from ray.exceptions import ActorDiedError, RayActorError
@@ -59,7 +60,7 @@ class Engines:
     """The prompts of a step."""
     held_out: Prompts
     _pending: list[Any] | None = None
-    _processes: list[int] = field(default_factory=list)
+    _processes: list[tuple[str, int]] = field(default_factory=list)
     _restarts: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -80,14 +81,14 @@ class Engines:
 
     def held(self) -> list[Mapping[str, Held]]:
         """What each engine computes with now, by the fingerprints of its tensors."""
-        return [read_back(_Control(actor)) for actor in self.actors]
+        return [read_back(control) for control in self._controls()]
 
     # ------------------------------------------------------------------ the parts of a step
 
     def _push(self, step: int, weights: Weights) -> list[Receipt]:
         with self._clock("push"):
             self._wait()
-            receipts = [Refit(_Control(actor)).push(weights).require() for actor in self.actors]
+            receipts = [Refit(control).push(weights).require() for control in self._controls()]
             ray.get([actor.pushed.remote(step) for actor in self.actors])
             return receipts
 
@@ -127,6 +128,10 @@ class Engines:
             found, self._pending = self._answers(self._pending), None
             return found
 
+    def _controls(self) -> list[_Control]:
+        here = ray.get_runtime_context().get_node_id()
+        return [_Control(actor, node == here) for actor, (node, _) in zip(self.actors, self._processes, strict=True)]
+
     # ------------------------------------------------------------------ questions
 
     def _ask_for(self, step: int, version: int) -> list[Any]:
@@ -157,10 +162,14 @@ class Engines:
 
 
 class _Control:
-    """How a push speaks to an engine that is an actor: :class:`nemo_fp8.rollout.refit.Control`."""
+    """How a push speaks to an engine that is an actor, here or on another machine: :class:`nemo_fp8.rollout.refit.control.Carrier`."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    def __init__(self, actor: Any, local: bool) -> None:
+        self.actor, self.local = actor, local
+
+    def carry(self, message: dict[str, Any], body: memoryview) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = ray.get(self.actor.carry.remote(message, np.frombuffer(body, np.uint8)))
+        return found
 
     def __getattr__(self, what: str) -> Any:
         if what not in ("call", "hold", "free", "refuse", "allow", "forget"):

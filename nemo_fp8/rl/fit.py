@@ -98,8 +98,8 @@ def _trainer(s: GrpoSettings, precision: Precision, steps: int, callbacks: Seque
     )
     return nl.Trainer(
         accelerator="gpu" if gpu else MegatronCPU(),
-        devices=ranks,
-        num_nodes=1,
+        devices=1,  # on as many nodes as ranks: see TrainerRank
+        num_nodes=ranks,
         strategy=strategy,
         plugins=MixedPrecision(**plugin_arguments(precision)),
         callbacks=list(callbacks),

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
@@ -48,6 +49,7 @@ class RolloutEngine:
 
         s = self.settings = GrpoSettings.from_dict(settings)
         self.version: int | None = None
+        gpu = torch.cuda.is_available()
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(s.policy.hugging_face(s.seq_length + 1)))
             self.llm = LLM(
@@ -61,13 +63,14 @@ class RolloutEngine:
                 disable_log_stats=True,
                 seed=s.seed,
                 # A CPU's kernels take BF16 activations: quantize them before, so that its log-probs are those of a GPU's W8A8.
-                **engine_args(s.precision, activations="kernel" if torch.cuda.is_available() else "emulated"),
+                **engine_args(s.precision, activations="kernel" if gpu else "emulated"),
+                **({"gpu_memory_utilization": 0.8 * _share_of_a_gpu()} if gpu else {}),
             )
 
     @ray.method(max_task_retries=-1)
-    def ready(self) -> int:
-        """Answers when the engine has started, or started again, which its process tells."""
-        return os.getpid()
+    def ready(self) -> tuple[str, int]:
+        """Answers when the engine has started, or started again, which its process tells, and on which of Ray's nodes."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def control(self, what: str, *args: Any) -> Any:
         """One of the ways in which :class:`nemo_fp8.rollout.refit.Control` speaks to an engine."""
@@ -75,6 +78,18 @@ class RolloutEngine:
 
         self.version = None
         return getattr(Offline(self.llm), what)(*args)
+
+    def carry(self, message: dict[str, Any], body: np.ndarray[Any, np.dtype[np.uint8]]) -> list[dict[str, Any]]:
+        """Write what came with the message, from another machine."""
+        from nemo_fp8.rollout.refit.memory import Shared
+
+        shared = Shared(max(1, body.nbytes))
+        try:
+            shared.tensor.numpy()[: body.nbytes] = body
+            answers: list[dict[str, Any]] = self.control("call", "write", message | {"memory": shared.handle})
+            return answers
+        finally:
+            shared.close()
 
     def pushed(self, version: int) -> None:
         """The weights are those of this step now."""
@@ -104,6 +119,10 @@ class RolloutEngine:
         ]
         found = self.llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
         return [[_answer(output) for output in request.outputs] for request in found]
+
+
+def _share_of_a_gpu() -> float:
+    return float(ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))  # type: ignore[no-untyped-call]
 
 
 def _answer(output: Any) -> tuple[list[int], list[float]]:

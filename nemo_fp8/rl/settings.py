@@ -99,6 +99,10 @@ class GrpoSettings:
     tensor_parallel: int = 1
     micro_batch: int = 128
     engines: int = 1
+    rank_resources: dict[str, float] | None = None
+    """What Ray must find for each rank: ``{"GPU": 0.5}``, or a label that some machines have. None: its share of the GPUs, if any."""
+    engine_resources: dict[str, float] | None = None
+    """The same for each engine."""
 
     def __post_init__(self) -> None:
         problems = list(_contradictions(self))

@@ -45,7 +45,7 @@ class TrainerRank:
         fit_policy(self.settings, Path(base), GrpoLoop(self.settings, base, engines))
 
     def _join(self, meeting: tuple[str, int]) -> None:
-        """Into the environment that torchrun would give to the ranks of one machine."""
+        """Into the environment that torchrun would give to ranks of which each has a machine to itself: a rank sees its own GPU only."""
         rank, ranks = str(self.rank), str(self.ranks)
-        os.environ |= {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": "0"}
+        os.environ |= {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
         os.environ |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1]), "TORCHELASTIC_RUN_ID": "nemo_fp8"}

@@ -24,6 +24,26 @@ class BreaksAfterAPush(RolloutEngine):
                 model.get_submodule(BROKEN_LAYER).weight_scale_inv.zero_()
 
 
+FILLED = "filled"
+
+
+class TellsHowItIsFilled(RolloutEngine):
+    """Writes down how bytes come to it."""
+
+    def carry(self, message, body):
+        self._note("over Ray")
+        return super().carry(message, body)
+
+    def control(self, what, *args):
+        if args[:1] == ("write",) and args[1]["memory"]["pid"] != os.getpid():
+            self._note("through shared memory")
+        return super().control(what, *args)
+
+    def _note(self, what):
+        with Path(self.settings.folder, FILLED).open("a") as file:
+            file.write(f"{what}\n")
+
+
 def processes(word, root=None):
     """The processes below this one whose title has a word in it."""
     root = root or os.getpid()

@@ -193,3 +193,25 @@ def test_a_worker_takes_a_push_in_this_process(checkpoint):
     model = build(checkpoint("qwen3", 0))
     Refit(Worker(model), chunk=2**20).push(weights_of(checkpoint("qwen3", 1)), verify=True).require()
     assert differing(held(model), held(build(checkpoint("qwen3", 1)))) == []
+
+
+class Distant(Worker):
+    """A worker on another host, as far as a push can tell."""
+
+    local, carried = False, 0
+
+    def carry(self, message, body):
+        shared = Shared(len(body))
+        shared.tensor.copy_(torch.frombuffer(body, dtype=torch.uint8))
+        self.carried += len(body)
+        try:
+            return self.call("write", message | {"memory": shared.handle})
+        finally:
+            shared.close()
+
+
+def test_bytes_go_along_to_another_host(checkpoint):
+    worker, tensors = Distant(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    receipt = Refit(worker, chunk=2**20).push(tensors, verify=True).require()
+    assert worker.carried >= receipt.bytes == sum(t.nbytes for t in tensors.values())
+    assert receipt.fingerprint == Refit(Worker(build(checkpoint("qwen3", 0)))).push(tensors).fingerprint

@@ -6,6 +6,8 @@
     forget()                 what was computed with the old weights (the prefix cache)
 
 An ``LLM`` runs requests only when it is called, so there is nothing to hold. Requests of a server wait at its door.
+
+A way that leads to another host is a :class:`Carrier`: bytes go along with a message, since memory cannot be mapped there.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.rollout.access import is_loopback
 
 Answer = dict[str, Any]
 PREFIX = "nemo_fp8_refit_"
 ROUTE = "/nemo_fp8/refit"
+LENGTH = 8  # bytes of the number before a message in a body
 
 
 class Control(Protocol):
@@ -38,6 +43,17 @@ class Control(Protocol):
     def allow(self) -> None: ...
 
     def forget(self) -> bool: ...
+
+
+@runtime_checkable
+class Carrier(Protocol):
+    """A :class:`Control` that can take bytes along."""
+
+    local: bool
+    """Whether the workers may be on this host, and map this process's memory."""
+
+    def carry(self, message: Answer, body: memoryview) -> list[Answer]:
+        """Have every worker write what ``message`` says of ``body``."""
 
 
 def control_of(engine: Any, token: str | None = None) -> Control:
@@ -146,13 +162,18 @@ class Server:
 
     def __init__(self, url: str, token: str | None = None, timeout: float = 600.0) -> None:
         self.url, self.token, self.timeout = url.rstrip("/"), token, timeout
+        self.local = is_loopback(urlsplit(self.url).hostname or "")
         self.running = "wait"
 
     def call(self, method: str, message: Answer) -> list[Answer]:
         body = json.dumps(message | {"running": self.running}).encode()
-        return self.post(method, [body], "application/json")
+        return self._post(method, [body], "application/json")
 
-    def post(self, method: str, parts: list[Any], kind: str) -> list[Answer]:
+    def carry(self, message: Answer, body: memoryview) -> list[Answer]:
+        head = json.dumps(message).encode()
+        return self._post("bytes", [len(head).to_bytes(LENGTH, "little") + head, body], "application/octet-stream")
+
+    def _post(self, method: str, parts: list[Any], kind: str) -> list[Answer]:
         """Send a body, which may lie in several places, and have the workers' answers."""
         headers = {"Content-Type": kind, "Content-Length": str(sum(map(len, parts)))}
         if self.token:

@@ -24,9 +24,8 @@ from typing import Any
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.checkpoint import bytes_of
 from nemo_fp8.rollout.access import TOKEN, is_loopback
-from nemo_fp8.rollout.refit.control import PREFIX, ROUTE, Answer, refusal
+from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, Answer, refusal
 from nemo_fp8.rollout.refit.memory import Shared
-from nemo_fp8.rollout.refit.transports import LENGTH
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

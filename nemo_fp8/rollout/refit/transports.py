@@ -1,7 +1,8 @@
 """How the bytes of a push get to the workers: a buffer to fill, and a way to deliver what is in it.
 
     memory   the workers map the sender's buffer (:mod:`nemo_fp8.rollout.refit.memory`): same host, no copy on the way
-    http     the buffer is the body of a request; the server hands it to its workers through such memory of its own
+    http     the buffer goes along with the message, as the body of a request; whoever takes it hands it to the workers through
+             such memory of its own
 
 Two buffers take turns, so that one is filled while the workers read the other. NCCL and CUDA IPC are not here: vLLM
 runs those itself, and :mod:`nemo_fp8.rollout.in_vllm.reload_transfer` joins its engines to the same receiver.
@@ -9,22 +10,17 @@ runs those itself, and :mod:`nemo_fp8.rollout.in_vllm.reload_transfer` joins its
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
-from urllib.parse import urlsplit
 
 import torch
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.checkpoint import bytes_of
-from nemo_fp8.rollout.access import is_loopback
-from nemo_fp8.rollout.refit.control import Answer, Control, Server
+from nemo_fp8.rollout.refit.control import Answer, Carrier, Control
 from nemo_fp8.rollout.refit.memory import BUFFERS, Shared
 from nemo_fp8.rollout.refit.stream import Piece
-
-LENGTH = 8  # bytes of the number before a message in a body
 
 
 class Transport(Protocol):
@@ -63,24 +59,22 @@ class SharedMemory:
 
 
 class Body:
-    """The server gets the bytes, behind a message that says what they are."""
+    """The bytes go along with the message that says what they are."""
 
     def __init__(self, control: Control, size: int) -> None:
-        if not isinstance(control, Server):
+        if not isinstance(control, Carrier):
             raise PrecisionError("transport='http' without a URL.", "An engine of this process takes no requests.", "Leave transport out.")
         self.control = control
         self.buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(BUFFERS)]
 
     def open(self, push: str) -> list[Answer]:
-        return []  # the server makes the memory, on the host of its workers
+        return []  # who takes the bytes makes the memory, on the host of the workers
 
     def buffer(self, i: int) -> torch.Tensor:
         return self.buffers[i]
 
     def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]:
-        message = json.dumps({"push": push, "pieces": [list(piece) for piece in pieces]}).encode()
-        head = len(message).to_bytes(LENGTH, "little") + message
-        return self.control.post("bytes", [head, bytes_of(self.buffers[i][:used])], "application/octet-stream")
+        return self.control.carry({"push": push, "pieces": [list(piece) for piece in pieces]}, bytes_of(self.buffers[i][:used]))
 
     def close(self) -> None:
         self.buffers.clear()
@@ -88,7 +82,7 @@ class Body:
 
 def transport_of(name: str, control: Control, size: int) -> Transport:
     """By name; ``auto`` takes shared memory wherever an engine may be on this host."""
-    local = not isinstance(control, Server) or is_loopback(urlsplit(control.url).hostname or "")
+    local = not isinstance(control, Carrier) or control.local
     ways: dict[str, Callable[[Control, int], Transport]] = {"memory": SharedMemory, "http": Body}
     if name == "auto":
         name = "memory" if local and hasattr(os, "memfd_create") else "http"
