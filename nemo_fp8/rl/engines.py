@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from ray.exceptions import ActorDiedError, RayActorError
@@ -168,7 +167,9 @@ class _Control:
         self.actor, self.local = actor, local
 
     def carry(self, message: dict[str, Any], body: memoryview) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = ray.get(self.actor.carry.remote(message, np.frombuffer(body, np.uint8)))
+        import numpy  # whose arrays Ray hands over without a copy
+
+        found: list[dict[str, Any]] = ray.get(self.actor.carry.remote(message, numpy.frombuffer(body, numpy.uint8)))
         return found
 
     def __getattr__(self, what: str) -> Any:

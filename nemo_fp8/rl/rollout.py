@@ -14,14 +14,17 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import ray
 import torch
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rl.settings import GrpoSettings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # For the process, before it starts.
 ENVIRONMENT = {
@@ -79,7 +82,7 @@ class RolloutEngine:
         self.version = None
         return getattr(Offline(self.llm), what)(*args)
 
-    def carry(self, message: dict[str, Any], body: np.ndarray[Any, np.dtype[np.uint8]]) -> list[dict[str, Any]]:
+    def carry(self, message: dict[str, Any], body: NDArray[np.uint8]) -> list[dict[str, Any]]:
         """Write what came with the message, from another machine."""
         from nemo_fp8.rollout.refit.memory import Shared
 
