@@ -80,12 +80,12 @@ def main(executor, kind, fields, pushes, answer, place):
         seed = (i + 1) % 2
         receipt = refit.push(weights[seed], verify=i < 2).require()
         prints[seed].add(receipt.fingerprint)
+        workers = [p.pid for p in psutil.process_iter(["name", "cmdline"]) if _is_worker(p)]
+        sizes.append(resident(workers))
         if i < 2 or i >= pushes - 2:
             now = ask(1, 200)
             bitwise.append(asked[seed] is None or torch.equal(now, asked[seed]))
             asked[seed] = now
-        workers = [p.pid for p in psutil.process_iter(["name", "cmdline"]) if _is_worker(p)]
-        sizes.append(resident(workers))
     stop()
     told = {
         "bitwise": bitwise,

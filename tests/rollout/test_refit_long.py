@@ -1,5 +1,6 @@
 """The whole matrix of pushes, each case with an engine of its own: dense and MoE, tied and not, both scales, every executor."""
 
+import json
 import os
 from pathlib import Path
 
@@ -33,9 +34,9 @@ def test_fifty_pushes_leave_memory_flat():
     told = refit_matrix.run("one", "qwen3", {}, pushes=50)
     assert all(told["bitwise"])
     assert told["prints"] == [1, 1]
-    after_warm_up, at_end = told["rss_kb"][9], told["rss_kb"][-1]
+    after_warm_up, at_end = told["rss_kb"][9], told["rss_kb"][-2]  # before the engine is asked again, which takes memory of its own
     assert after_warm_up > 0
-    assert at_end - after_warm_up < 2048, told["rss_kb"]
+    assert at_end - after_warm_up < 1024, json.dumps(told["rss_kb"])
 
 
 @pytest.mark.long
@@ -92,11 +93,12 @@ def test_a_push_takes_no_more_memory_than_its_chunk(engine, checkpoint):
     pids = [me.pid, *(child.pid for child in me.children(recursive=True) if "Worker" in child.name())]
     for pid in pids:
         Path(f"/proc/{pid}/clear_refs").write_text("5")
-    before = [_memory(pid, "RssAnon") + _memory(pid, "RssShmem") for pid in pids]
+    before = [(_memory(pid, "RssAnon") + _memory(pid, "RssShmem"), _memory(pid, "RssFile")) for pid in pids]
     receipt = refit.push(tensors())
     assert receipt.chunk_bytes <= chunk
     assert receipt.bytes > 10 * chunk
-    for pid, start in zip(pids, before, strict=True):
+    for pid, (start, files) in zip(pids, before, strict=True):
+        files = max(files, _memory(pid, "RssFile"))  # pages of libraries, which come and go as the machine has room
         mapped = path.stat().st_size if pid == me.pid else 0  # the file's own pages, which are the test's
-        grown = _memory(pid, "VmHWM") - start - _memory(pid, "RssFile") - mapped
+        grown = _memory(pid, "VmHWM") - start - files - mapped
         assert grown < chunk + slack, f"{'sender' if pid == os.getpid() else 'worker'} grew by {grown / 2**20:.0f} MiB"
