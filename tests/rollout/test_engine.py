@@ -6,10 +6,10 @@ import pytest
 import torch
 from rollout import engines
 from rollout.in_process import build, call
-from rollout.models import VOCABULARY
+from rollout.models import VOCABULARY, tensors_of
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.rollout import engine_args, kv_scales
+from nemo_fp8.rollout import Refit, engine_args, kv_scales
 
 FP8 = Precision(rollout="fp8", kv_cache="fp8")
 
@@ -117,27 +117,42 @@ def test_every_worker_holds_the_codes_of_its_shard(checkpoint, executor, kind, f
 
 @pytest.mark.long
 def test_compiled_graphs_hold_the_emulation(checkpoint):
-    """The same log-probabilities with and without torch.compile, up to how sums are ordered; and not those without emulation."""
-    found = {}
-    for eager in (True, False):
-        for activations in ("kernel", "emulated"):
-            arguments = engine_args(Precision(rollout="fp8"), activations=activations)
-            llm = engines.start(checkpoint("qwen3"), **arguments, enforce_eager=eager)
-            found[eager, activations] = engines.log_probs(llm)
-            engines.stop(llm)
+    """The log-probabilities of torch.compile's graphs are those of eager mode, and not those without emulation.
+
+    vLLM's graphs round between operators where eager mode does not, in BF16 too, and quantization makes more of it: a value beside the
+    edge between two codes goes to the other one. How much is measured here, by norms whose weights are off by one rounding.
+    """
+    found, nudged, compiled = {}, {}, {}
     for activations in ("kernel", "emulated"):
-        assert (found[True, activations] - found[False, activations]).abs().mean() < 0.01
-    for eager in (True, False):
-        assert (found[eager, "kernel"] - found[eager, "emulated"]).abs().mean() > 0.03
+        arguments = engine_args(Precision(rollout="fp8"), activations=activations)
+        llm = engines.start(checkpoint("qwen3"), **arguments)
+        found[activations] = engines.log_probs(llm)
+        Refit(llm).push({name: _nudged(t) if "norm" in name else t for name, t in tensors_of(checkpoint("qwen3"))})
+        nudged[activations] = engines.log_probs(llm)
+        engines.stop(llm)
+        llm = engines.start(checkpoint("qwen3"), **arguments, enforce_eager=False)
+        compiled[activations] = engines.log_probs(llm)
+        engines.stop(llm)
+    for activations in found:
+        explained = _apart(found[activations], nudged[activations])
+        assert 0 < _apart(found[activations], compiled[activations]) < explained
+    assert _apart(found["kernel"], found["emulated"]) > 0.03
+    assert _apart(compiled["kernel"], compiled["emulated"]) > 0.03
+
+
+def _nudged(tensor):
+    """Every value by one rounding up, down or not at all."""
+    step = torch.randint(-1, 2, tensor.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int16)
+    return (tensor.view(torch.int16) + step).view(torch.bfloat16)
+
+
+def _apart(a, b):
+    return (a - b).abs().mean().item()
 
 
 @pytest.mark.long
 def test_an_engine_without_amx_s_kernel_falls_back_and_says_so_once(checkpoint, monkeypatch, capfd):
     """vLLM's own switch takes the kernel away in every process; then the same engine runs, is pushed to, and answers as ``decode`` does."""
-    from rollout.models import tensors_of
-
-    from nemo_fp8.rollout import Refit
-
     wanted = engines.start(checkpoint("qwen3"), **engine_args(Precision(rollout="fp8"), kernel="decode"))
     right = engines.log_probs(wanted)
     engines.stop(wanted)
