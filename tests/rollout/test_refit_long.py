@@ -101,7 +101,4 @@ def test_a_push_takes_no_more_memory_than_its_chunk(engine, checkpoint):
         files = max(files, _memory(pid, "RssFile"))  # pages of libraries, which come and go as the machine has room
         mapped = path.stat().st_size if pid == me.pid else 0  # the file's own pages, which are the test's
         grown = _memory(pid, "VmHWM") - start - files - mapped
-        print(
-            "MEM", pid, start >> 20, files >> 20, {k: _memory(pid, k) >> 20 for k in ("VmHWM", "VmRSS", "RssAnon", "RssShmem", "RssFile")}
-        )
         assert grown < chunk + slack, f"{'sender' if pid == os.getpid() else 'worker'} grew by {grown / 2**20:.0f} MiB"
