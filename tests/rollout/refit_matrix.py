@@ -101,12 +101,13 @@ def main(executor, kind, fields, pushes, answer, place):
 
 
 def _is_worker(process):
-    """A worker of this engine: a child of this process, or of the Ray that it started."""
+    """A worker of this engine, or its server: a child of this process, or of the Ray that it started."""
     import psutil
 
     try:
         mine = os.getpid() in [parent.pid for parent in process.parents()]
-        return mine and ("VLLM::Worker" in process.name() or "RayWorker" in process.name() or "ray::" in process.name())
+        is_server = "api_server" in " ".join(process.cmdline())
+        return mine and (is_server or any(word in process.name() for word in ("VLLM::Worker", "RayWorker", "ray::")))
     except psutil.Error:
         return False
 

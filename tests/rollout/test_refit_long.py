@@ -30,8 +30,10 @@ def test_pushes_are_bitwise_a_fresh_engine(kind, scale, executor):
 
 
 @pytest.mark.long
-def test_fifty_pushes_leave_memory_flat():
-    told = refit_matrix.run("one", "qwen3", {}, pushes=50)
+@pytest.mark.parametrize("executor", ["one", "server"])
+def test_fifty_pushes_leave_memory_flat(executor):
+    """Of the workers, and of a server that they belong to."""
+    told = refit_matrix.run(executor, "qwen3", {}, pushes=50)
     assert all(told["bitwise"])
     assert told["prints"] == [1, 1]
     after_warm_up, at_end = told["rss_kb"][9], told["rss_kb"][-2]  # before the engine is asked again, which takes memory of its own
