@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from rollout import servers
 from rollout.models import tensors_of
 
@@ -130,6 +131,24 @@ def test_the_command_serves_a_model_to_who_brings_the_token_and_ends_when_told(c
             process.wait(60)
     assert [pid for pid in below if is_running(pid)] == []
     assert "secret" not in log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_worker_must_ask_for_amx(checkpoint, tmp_path, monkeypatch, capfd, asks):
+    """Linux grants AMX to a process that asks, and vLLM's does not: its attention dies at a first prompt of four tokens."""
+    if not asks:
+        (tmp_path / "sitecustomize.py").write_text("import torch.cpu\ntorch.cpu._init_amx = lambda: False\n")
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    server = servers.Served(checkpoint("qwen3"), FP8)
+    try:
+        status, _ = servers.complete(server.url)
+    finally:
+        server.stop()
+    said = capfd.readouterr()
+    assert status == (200 if asks else 500)
+    assert ("Worker proc VllmWorker-0 died unexpectedly" in said.out + said.err) is not asks  # of SIGILL, where its exit code is told
 
 
 @pytest.mark.long

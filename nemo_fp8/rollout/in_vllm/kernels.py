@@ -45,8 +45,8 @@ class DecodeKernel:
 def choose(storage: Storage, wanted: str, shape: tuple[int, int], out_dtype: torch.dtype) -> Any:
     """The kernel for a weight of this shape. ``wanted`` is the plugin's option ``kernel``."""
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
-        # Linux grants AMX to a process that asks. With 0.31.0 a server's first prompt of four tokens ended its worker with an
-        # illegal instruction in attention, as if nobody had asked before.
+        # Linux grants AMX to a process that asks, and vLLM 0.31.0 does not: a server's first prompt of four tokens would end its
+        # worker with an illegal instruction in attention.
         torch.cpu._init_amx()
     if wanted == "decode":
         return DecodeKernel(storage)
