@@ -7,14 +7,15 @@
     PYTHONPATH=/tmp/torchao python scripts/...          with torchao among the peers
                                                         (pip install --no-deps --target /tmp/torchao "torchao==0.18.*")
 
-Quantizing a BF16 element moves 3 bytes (2 in, 1 out), and so does decoding it; scales and statistics are not counted. The
-yardstick is a copy that moves as many bytes with as many threads, of three kinds: torch's `copy_` into memory that is there;
-torch's `clone` to a new tensor, for which the operating system has to find and clear pages; and the C library's `memcpy`, a
-part for each thread, the fastest copy that we know on such a machine. Only ratios within one run mean anything. All ways take
-turns, round after round, each on another piece of memory, more of them than caches hold; and each is timed right after its
-yardstick. A share is the median of these neighbours' ratios, and GB/s come from the median time. Pairs in which the operating
-system took a processor away from this process are thrown away (unless none is left), so that a machine that others use too
-gives the same shares, only from fewer pairs.
+Quantizing a BF16 element moves 3 bytes (2 in, 1 out), and so does decoding it; scales and statistics are not counted,
+though the latter are 17 bytes a tile in new memory: half a byte for each MX element. The yardstick is a copy that moves
+as many bytes with as many threads, of three kinds: torch's `copy_` into memory that is there; torch's `clone` to a new
+tensor, for which the operating system has to find and clear pages; and the C library's `memcpy`, a part for each
+thread, the fastest copy that we know on such a machine. Only ratios within one run mean anything. All ways take turns,
+round after round, each on another piece of memory, more of them than caches hold; and each is timed right after its
+yardstick. A share is the median of these neighbours' ratios, and GB/s come from the median time. Pairs in which the
+operating system took a processor away from this process are thrown away (unless none is left), so that a machine that
+others use too gives the same shares, only from fewer pairs.
 """
 
 from __future__ import annotations
