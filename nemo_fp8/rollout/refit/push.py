@@ -29,6 +29,9 @@ from nemo_fp8.rollout.refit.transports import Transport, transport_of
 RUNNING = ("wait", "abort", "keep")
 TRANSPORTS = ("auto", "memory", "http")
 CHUNK = 256 * 2**20
+# Of a buffer, within the chunk. A larger one costs more pages, which are new memory in every push, than it spares messages: a push of
+# 323 MB took 0.28 s with buffers of 16 to 64 MiB, 0.69 s with 128 and 0.42 s with 4 (medians).
+BUFFER = 32 * 2**20
 
 
 class Refit:
@@ -70,7 +73,7 @@ class Refit:
         self.control.hold(self.running)
         try:
             wanted = (pair for pair in twins.watch(pairs(named_tensors)) if pair[0] not in skipped)
-            size = capacity(announced, self.chunk // BUFFERS, whole)
+            size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), whole)
             chunks, sent = self._stream(push, wanted, announced, size, whole)
             streamed = time.perf_counter()
             done = self._ask("finish", {"push": push})
