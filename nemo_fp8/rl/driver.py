@@ -21,7 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from nemo_fp8.errors import PrecisionError
+from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.rl import rollout
 from nemo_fp8.rl.record import read_record
 from nemo_fp8.rl.settings import GrpoSettings
@@ -98,6 +98,7 @@ class _Run:
 
     def __init__(self, settings: GrpoSettings, engine: type[rollout.RolloutEngine], rollout_python: str) -> None:
         self.settings, self.plain = settings, settings.to_dict()
+        _require_resources(settings)
         env = _environment(sys.executable, _TRAINER, settings.ranks)
         actors = settings.ranks + settings.engines
         self._rank: Any = ray.remote(TrainerRank).options(runtime_env=env, **_resources(settings.rank_resources, actors))
@@ -160,6 +161,25 @@ def _environment(python: str, variables: dict[str, str], processes: int) -> dict
     """
     threads = max(1, (os.cpu_count() or 1) // processes)
     return {"py_executable": python, "env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **variables}}
+
+
+def _require_resources(s: GrpoSettings) -> None:
+    """Ray would wait without end, and without a word, for what no machine has."""
+    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    needed: dict[str, float] = {}
+    for asked, actors in ((s.rank_resources, s.ranks), (s.engine_resources, s.engines)):
+        for name, count in (asked or {}).items():
+            needed[name] = needed.get(name, 0) + count * actors
+    missing = {name: count for name, count in needed.items() if count > there.get(name, 0)}
+    if missing:
+        raise PrecisionError(
+            Problem(
+                f"The run needs {count:g} of {name!r}, and Ray has {there.get(name, 0):g}.",
+                "Ray would wait for a machine that has it.",
+                "Correct rank_resources or engine_resources, or start nodes with it (ray start --resources).",
+            )
+            for name, count in missing.items()
+        )
 
 
 def _resources(asked: dict[str, float] | None, actors: int) -> dict[str, Any]:

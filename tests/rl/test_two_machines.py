@@ -6,7 +6,8 @@ from ray.cluster_utils import Cluster
 from rl import actors
 from rl.test_run import small
 
-from nemo_fp8.rl.driver import _resources, ray_session, run_grpo
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rl.driver import _require_resources, _resources, ray_session, run_grpo
 
 
 @pytest.fixture
@@ -37,3 +38,12 @@ def test_gpus_are_dealt_out(monkeypatch, gpus, count, share):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(gpus)} if gpus else {})
     assert _resources(None, count) == {"num_gpus": share, "resources": {}}
     assert _resources({"GPU": 0.25, "rollout": 1}, count) == {"num_gpus": 0.25, "resources": {"rollout": 1}}
+
+
+def test_what_no_machine_has_is_said_before_anything_waits(monkeypatch, tmp_path):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 3.0, "GPU": 1.0, "rollout": 1.0})
+    fits = {"rank_resources": {"GPU": 0.25}, "engine_resources": {"GPU": 0.5, "rollout": 1}}
+    _require_resources(small(tmp_path, ranks=2, tensor_parallel=2, **fits))
+    with pytest.raises(PrecisionError, match=r"needs 1\.5 of 'GPU', and Ray has 1") as refused:
+        _require_resources(small(tmp_path, ranks=2, tensor_parallel=2, rank_resources={"GPU": 0.75}, engine_resources={"rolout": 1}))
+    assert "needs 1 of 'rolout', and Ray has 0" in str(refused.value)

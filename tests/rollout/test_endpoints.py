@@ -10,6 +10,7 @@ import pytest
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import endpoints
+from nemo_fp8.rollout.refit.control import Server
 from nemo_fp8.rollout.refit.endpoints import RefitEndpoints
 
 ROUTE = "/nemo_fp8/refit"
@@ -256,3 +257,16 @@ def test_the_bytes_behind_a_message_lie_in_memory_that_workers_can_open():
     assert seen["bytes"] == [1, 2, 3, 4, 5]
     with pytest.raises(PrecisionError, match="refused"):
         Opened(seen["memory"])  # it is gone with the request
+
+
+def test_on_both_ways_the_sender_says_what_becomes_of_running_requests(monkeypatch):
+    sent = {}
+    monkeypatch.setattr(Server, "_post", lambda self, method, parts, kind: sent.setdefault(method, b"".join(map(bytes, parts))))
+    server = Server("http://node7:8000")
+    server.hold("abort")
+    server.call("write", {"push": "a"})
+    server.carry({"push": "a"}, memoryview(b"values"))
+    assert json.loads(sent["write"]) == {"push": "a", "running": "abort"}
+    size = int.from_bytes(sent["bytes"][:8], "little")
+    assert json.loads(sent["bytes"][8 : 8 + size]) == {"push": "a", "running": "abort"}
+    assert sent["bytes"][8 + size :] == b"values"

@@ -166,12 +166,14 @@ class Server:
         self.running = "wait"
 
     def call(self, method: str, message: Answer) -> list[Answer]:
-        body = json.dumps(message | {"running": self.running}).encode()
-        return self._post(method, [body], "application/json")
+        return self._post(method, [self._text(message)], "application/json")
 
     def carry(self, message: Answer, body: memoryview) -> list[Answer]:
-        head = json.dumps(message).encode()
+        head = self._text(message)
         return self._post("bytes", [len(head).to_bytes(LENGTH, "little") + head, body], "application/octet-stream")
+
+    def _text(self, message: Answer) -> bytes:
+        return json.dumps(message | {"running": self.running}).encode()
 
     def _post(self, method: str, parts: list[Any], kind: str) -> list[Answer]:
         """Send a body, which may lie in several places, and have the workers' answers."""

@@ -30,7 +30,7 @@ RUNNING = ("wait", "abort", "keep")
 TRANSPORTS = ("auto", "memory", "http")
 CHUNK = 256 * 2**20
 # Of a buffer, within the chunk. A larger one costs more pages, which are new memory in every push, than it spares messages: a push of
-# 323 MB took 0.28 s with buffers of 16 to 64 MiB, 0.69 s with 128 and 0.42 s with 4 (medians).
+# 323 MB took 0.28 to 0.30 s with buffers of 16 to 64 MiB, 0.69 s with 128 and 0.42 s with 4 (medians).
 BUFFER = 32 * 2**20
 
 
