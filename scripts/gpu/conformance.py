@@ -171,7 +171,8 @@ def own_kernels(run: Run) -> dict[str, Any]:
     random.Random(0).shuffle(every)  # so that whatever is reached in time is some of everything
     decoded, began = _decode(run), time.monotonic()
     for number, (tile, (convention, scale), dtype, element, kind) in enumerate(every):
-        if number == 25 if run.cpu else time.monotonic() - began > OWN_SECONDS:
+        enough = number == 25 if run.cpu else time.monotonic() - began > OWN_SECONDS
+        if enough:
             break
         x = values(shape, dtype, totals["tensors"], kind)
         slow = quantize_reference(x, tile, FORMATS[element], scale, convention, True)

@@ -8,7 +8,7 @@ engine holds them, and what is not (norms, embedding, head) is copied. Ways:
     copy              every tensor as it is: the yardstick, and what a BF16 refit moves
     straight          each weight quantized from the trainer's memory into the engine's
     new, then copy    quantized to a new tensor, and copied: what a loader does that takes whole tensors
-    through buffers   cut into pieces in two buffers of 256 MiB, as nemo_fp8.rollout.refit streams them, and quantized from there
+    through buffers   cut into pieces in two buffers of 256 MiB, as nemo_fp8.rollout.refit cuts them, and quantized from there
     two processes     the same with the engine's side in a process of its own, which opens the buffers through CUDA IPC
     NeMo RL eager     NeMo RL's algorithm in torch, to new tensors, and copied
 
