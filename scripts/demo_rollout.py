@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from nemo_fp8.ending import end
 from nemo_fp8.rollout import Refit, engine_args, environment
 from nemo_fp8.rollout.mismatch import LogProbs, metrics
 
@@ -62,7 +63,7 @@ def main(folder, file, precision):
     print("\nMismatch between the trainer's log-probs (Megatron) and the rollout's (vLLM), on stories that neither has learned:")
     for name, value in metrics(pair).items():
         print(f"  {name:<28} {value:.5f}")
-    llm.llm_engine.engine_core.shutdown()
+    end(llm)
 
 
 if __name__ == "__main__":

@@ -139,6 +139,8 @@ def main(task: Mapping[str, Any]) -> None:
 
     from vllm import LLM, SamplingParams
 
+    from nemo_fp8.ending import end
+
     llm = LLM(model=task["model"], **task["arguments"])
     draws = random.Random(0)
     prompts = [{"prompt_token_ids": [draws.randrange(task["vocabulary"]) for _ in range(LENGTH)]} for _ in range(PROMPTS)]
@@ -148,6 +150,7 @@ def main(task: Mapping[str, Any]) -> None:
         for place in [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]:
             rows.append({str(token): found.logprob for token, found in place.items()})
     Path(task["out"]).write_text(json.dumps(rows))
+    end(llm)
 
 
 if __name__ == "__main__":
