@@ -139,7 +139,7 @@ def main(task: Mapping[str, Any]) -> None:
 
     from vllm import LLM, SamplingParams
 
-    from nemo_fp8.ending import end
+    from nemo_fp8.vllm_ending import end
 
     llm = LLM(model=task["model"], **task["arguments"])
     draws = random.Random(0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ _TRAINER = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
     """Ray, on this machine for as long as the context lasts, or the cluster of that address."""
     if address is not None:
+        _require_cluster(address)
         ray.init(address=address, log_to_driver=False)
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -58,6 +60,19 @@ def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_cluster(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise PrecisionError(
+            f"There is no Ray cluster at {address!r}.",
+            f"{type(error).__name__}: {error}.",
+            "Give HOST:PORT as `ray start --head --port PORT` told it, or leave the address out for a Ray of the run's own.",
+        ) from error
 
 
 def run_grpo(
@@ -98,12 +113,11 @@ class _Run:
 
     def __init__(self, settings: GrpoSettings, engine: type[rollout.RolloutEngine], rollout_python: str) -> None:
         self.settings, self.plain = settings, settings.to_dict()
-        _require_resources(settings)
+        of_rank, of_engine = _resources(settings)
         env = _environment(sys.executable, _TRAINER, settings.ranks)
-        actors = settings.ranks + settings.engines
-        self._rank: Any = ray.remote(TrainerRank).options(runtime_env=env, **_resources(settings.rank_resources, actors))
+        self._rank: Any = ray.remote(TrainerRank).options(runtime_env=env, **of_rank)
         env = _environment(rollout_python, rollout.ENVIRONMENT | environment(settings.precision), settings.engines)
-        actor: Any = ray.remote(max_restarts=RESTARTS)(engine).options(runtime_env=env, **_resources(settings.engine_resources, actors))
+        actor: Any = ray.remote(max_restarts=RESTARTS)(engine).options(runtime_env=env, **of_engine)
         self.engines = [actor.remote(self.plain) for _ in range(settings.engines)]
         self.ranks: list[Any] = []
 
@@ -163,31 +177,36 @@ def _environment(python: str, variables: dict[str, str], processes: int) -> dict
     return {"py_executable": python, "env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **variables}}
 
 
-def _require_resources(s: GrpoSettings) -> None:
-    """Ray would wait without end, and without a word, for what no machine has."""
-    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    needed: dict[str, float] = {}
-    for asked, actors in ((s.rank_resources, s.ranks), (s.engine_resources, s.engines)):
-        for name, count in (asked or {}).items():
-            needed[name] = needed.get(name, 0) + count * actors
+# What Ray calls otherwise than any label of a machine.
+_NAMED = {"GPU": "num_gpus", "CPU": "num_cpus"}
+
+
+def _resources(s: GrpoSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What Ray must find for each rank and for each engine, as it wants to be told; refused if no cluster like this one has it.
+
+    Where nothing is said and there are GPUs, they are dealt out: one for each actor, or one for several.
+    """
+    there, actors = ray.cluster_resources(), s.ranks + s.engines  # type: ignore[no-untyped-call]
+    gpus = int(there.get("GPU", 0))
+    dealt = {"GPU": 1 / -(-actors // gpus)} if gpus else {}
+    rank, engine = (dealt if asked is None else asked for asked in (s.rank_resources, s.engine_resources))
+    needed = {name: rank.get(name, 0) * s.ranks + engine.get(name, 0) * s.engines for name in {**rank, **engine}}
     missing = {name: count for name, count in needed.items() if count > there.get(name, 0)}
     if missing:
         raise PrecisionError(
             Problem(
                 f"The run needs {count:g} of {name!r}, and Ray has {there.get(name, 0):g}.",
-                "Ray would wait for a machine that has it.",
-                "Correct rank_resources or engine_resources, or start nodes with it (ray start --resources).",
+                "Ray would wait without end, and without a word, for a machine that has it.",
+                "Correct rank_resources and engine_resources, or start nodes that have it (ray start --resources).",
             )
             for name, count in missing.items()
         )
+    return _options(rank), _options(engine)
 
 
-def _resources(asked: dict[str, float] | None, actors: int) -> dict[str, Any]:
-    """What Ray must find for an actor. Where nothing is said and there are GPUs, they are dealt out: one each, or one for several."""
-    if asked is None:
-        gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-        asked = {"GPU": 1 / -(-actors // gpus)} if gpus else {}
-    return {"num_gpus": asked.get("GPU", 0), "resources": {name: count for name, count in asked.items() if name != "GPU"}}
+def _options(asked: dict[str, float]) -> dict[str, Any]:
+    named = {word: asked[name] for name, word in _NAMED.items() if name in asked}
+    return {**named, "resources": {name: count for name, count in asked.items() if name not in _NAMED}}
 
 
 def _all_or_error(answers: Sequence[Any], follow: Callable[[], None]) -> list[Any]:

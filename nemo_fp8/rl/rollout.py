@@ -86,13 +86,9 @@ class RolloutEngine:
         """Write what came with the message, from another machine."""
         from nemo_fp8.rollout.refit.memory import Shared
 
-        shared = Shared(max(1, body.nbytes))
-        try:
-            shared.tensor.numpy()[: body.nbytes] = body
+        with Shared.holding(body) as shared:
             answers: list[dict[str, Any]] = self.control("call", "write", message | {"memory": shared.handle})
             return answers
-        finally:
-            shared.close()
 
     def pushed(self, version: int) -> None:
         """The weights are those of this step now."""

@@ -7,7 +7,7 @@ from rl import actors
 from rl.test_run import small
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rl.driver import _require_resources, _resources, ray_session, run_grpo
+from nemo_fp8.rl.driver import _resources, ray_session, run_grpo
 
 
 @pytest.fixture
@@ -20,8 +20,10 @@ def cluster(monkeypatch):
 
 
 @pytest.mark.long
-def test_an_engine_on_another_machine(cluster, tmp_path):
-    s = small(tmp_path, ranks=2, tensor_parallel=2, steps=2, rank_resources={"ranks": 1}, engine_resources={"engines": 1})
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_an_engine_on_another_machine(cluster, tmp_path, tensor_parallel):
+    """Two ranks: data-parallel, and tensor-parallel."""
+    s = small(tmp_path, ranks=2, tensor_parallel=tensor_parallel, steps=2, rank_resources={"ranks": 1}, engine_resources={"engines": 1})
     with ray_session(3, cluster.address):
         assert len(ray.nodes()) == 2
         rows = run_grpo(s, engine=actors.TellsHowItIsFilled)
@@ -33,17 +35,33 @@ def test_an_engine_on_another_machine(cluster, tmp_path):
         assert 1 < row["mismatch"]["token_mult_prob_error"] < 1.05
 
 
-@pytest.mark.parametrize(("gpus", "count", "share"), [(0, 2, 0), (1, 2, 1 / 2), (2, 3, 1 / 2), (2, 2, 1), (8, 2, 1)])
-def test_gpus_are_dealt_out(monkeypatch, gpus, count, share):
+@pytest.mark.parametrize(("gpus", "engines", "share"), [(0, 1, None), (1, 1, 1 / 2), (2, 2, 1 / 2), (2, 1, 1), (8, 1, 1)])
+def test_gpus_are_dealt_out(monkeypatch, tmp_path, gpus, engines, share):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(gpus)} if gpus else {})
-    assert _resources(None, count) == {"num_gpus": share, "resources": {}}
-    assert _resources({"GPU": 0.25, "rollout": 1}, count) == {"num_gpus": 0.25, "resources": {"rollout": 1}}
+    expected = {"resources": {}} | ({} if share is None else {"num_gpus": share})
+    assert _resources(small(tmp_path, engines=engines)) == (expected, expected)
 
 
-def test_what_no_machine_has_is_said_before_anything_waits(monkeypatch, tmp_path):
+def test_what_is_asked_for_is_told_to_ray_in_its_words(monkeypatch, tmp_path):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 1.0, "rollout": 1.0})
+    s = small(tmp_path, ranks=2, tensor_parallel=2, rank_resources={"GPU": 0.25, "CPU": 1}, engine_resources={"GPU": 0.5, "rollout": 1})
+    assert _resources(s) == ({"num_gpus": 0.25, "num_cpus": 1, "resources": {}}, {"num_gpus": 0.5, "resources": {"rollout": 1}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"rank_resources": {"GPU": 0.75}}, r"needs 1\.83333 of 'GPU', and Ray has 1\."),  # with what is dealt to the engine
+        ({"engine_resources": {"rolout": 1}}, r"needs 1 of 'rolout', and Ray has 0\."),
+    ],
+)
+def test_what_no_machine_has_is_said_before_anything_waits(monkeypatch, tmp_path, asked, words):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 3.0, "GPU": 1.0, "rollout": 1.0})
-    fits = {"rank_resources": {"GPU": 0.25}, "engine_resources": {"GPU": 0.5, "rollout": 1}}
-    _require_resources(small(tmp_path, ranks=2, tensor_parallel=2, **fits))
-    with pytest.raises(PrecisionError, match=r"needs 1\.5 of 'GPU', and Ray has 1") as refused:
-        _require_resources(small(tmp_path, ranks=2, tensor_parallel=2, rank_resources={"GPU": 0.75}, engine_resources={"rolout": 1}))
-    assert "needs 1 of 'rolout', and Ray has 0" in str(refused.value)
+    with pytest.raises(PrecisionError, match=words):
+        _resources(small(tmp_path, ranks=2, tensor_parallel=2, **asked))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto", "localhost:port"])
+def test_a_cluster_that_is_not_there_is_said_at_once(address):
+    with pytest.raises(PrecisionError, match="no Ray cluster at"), ray_session(2, address):
+        pass

@@ -24,11 +24,11 @@ def start(folder, **arguments):
 
 def stop(llm):
     """End an engine, every process of it, and its threads here."""
-    from nemo_fp8 import ending
+    from nemo_fp8.vllm_ending import alive, end
 
-    before = ending.alive()
-    ending.end(llm)
-    assert all(ending.alive()[name] < count for name, count in before.items()), "Python's exit could meet a thread in C++"
+    before = alive()
+    end(llm)
+    assert all(alive()[name] < count for name, count in before.items()), "Python's exit could meet a thread in C++"
 
 
 def prompts(count=8, length=24, seed=123):

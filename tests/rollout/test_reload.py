@@ -201,13 +201,9 @@ class Distant(Worker):
     local, carried = False, 0
 
     def carry(self, message, body):
-        shared = Shared(len(body))
-        shared.tensor.copy_(torch.frombuffer(body, dtype=torch.uint8))
         self.carried += len(body)
-        try:
+        with Shared.holding(body) as shared:
             return self.call("write", message | {"memory": shared.handle})
-        finally:
-            shared.close()
 
 
 def test_bytes_go_along_to_another_host(checkpoint):

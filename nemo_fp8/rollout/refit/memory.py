@@ -17,6 +17,8 @@ import mmap
 import os
 import secrets
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +48,18 @@ class Shared:
             os.close(self._fd)
             raise
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @classmethod
+    @contextmanager
+    def holding(cls, body: Any) -> Iterator[Shared]:
+        """These bytes (anything with a buffer), as long as the context lasts."""
+        with memoryview(body).cast("B") as raw:
+            shared = cls(max(1, len(raw)))
+            try:
+                shared._map[: len(raw)] = raw
+                yield shared
+            finally:
+                shared.close()
 
     @property
     def handle(self) -> dict[str, Any]:
