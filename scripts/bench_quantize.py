@@ -4,6 +4,7 @@
     python scripts/bench_quantize.py --quick            a minute
     python scripts/bench_quantize.py --write            everything, into docs/benchmarks/quantize.md
     python scripts/bench_quantize.py --only "MX 1x32"   single operations
+    python scripts/bench_quantize.py --isa avx2 --write  the kernels as an AVX2 processor gets them, into the same page
     PYTHONPATH=/tmp/torchao python scripts/...          with torchao among the peers
                                                         (pip install --no-deps --target /tmp/torchao "torchao==0.18.*")
 
@@ -15,7 +16,8 @@ thread, the fastest copy that we know on such a machine. Only ratios within one 
 round after round, each on another piece of memory, more of them than caches hold; and each is timed right after its
 yardstick. A share is the median of these neighbours' ratios, and GB/s come from the median time. Pairs in which the
 operating system took a processor away from this process are thrown away (unless none is left), so that a machine that
-others use too gives the same shares, only from fewer pairs.
+others use too gives the same shares, only from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy with
+everything the processor has.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import json
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,8 +41,10 @@ from bench_peers import E4M3, Ways, padded_eager, peers
 
 from nemo_fp8 import __version__
 from nemo_fp8.numerics import kernels
+from nemo_fp8.numerics.kernels import build
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/quantize.md"
+OTHER = "# The kernels built for {isa}"  # begins that part of the page
 
 # name: tile, kind of scale
 OPERATIONS: dict[str, tuple[tuple[int, int] | None, str]] = {
@@ -131,6 +136,11 @@ def require(answer: Any) -> Any:
     return answer
 
 
+def build_for(isa: str) -> None:
+    """Let this process build the kernels for less than its processor has."""
+    build.MACHINE_FLAGS = (build.OTHERS[isa],)
+
+
 def peak_memory(shape: tuple[int, int]) -> dict[str, float]:
     """What quantizing adds to a process's resident memory at its highest, as a share of the BF16 source, in a process of its own."""
     command = [sys.executable, "-W", "ignore", __file__, "--memory-of"]
@@ -216,10 +226,11 @@ def tables(result: dict[str, Any]) -> list[str]:
     return out
 
 
-def page(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str, float]) -> str:
-    out = ["# Quantizing at memory speed", "", "Written by `scripts/bench_quantize.py`; do not edit.", ""]
+def page(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str, float], isa: str) -> str:
+    out = [OTHER.format(isa=isa) if isa else "# Quantizing at memory speed", "", "Written by `scripts/bench_quantize.py`; do not edit.", ""]
     out += [f"- {key}: {value}" for key, value in about.items()] + [""]
-    out += [(__doc__ or "").split("\n\n")[-1].strip().replace("\n", " "), ""]
+    if not isa:
+        out += [(__doc__ or "").split("\n\n")[-1].strip().replace("\n", " "), ""]
     for result in results:
         out += tables(result)
     if memory:
@@ -230,7 +241,19 @@ def page(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str,
             "",
         ]
         out += ["| way | share |", "|---|---:|"] + [f"| {name} | {share:.2f} |" for name, share in memory.items()] + [""]
+    out += ["Reproduce it:", "", f"    {about['command']}", ""] if isa else []
     return "\n".join(out)
+
+
+def merged(old: str, text: str, isa: str) -> str:
+    """The page with one of its parts replaced: this machine's kernels first, then those for others, each once."""
+    parts = dict.fromkeys(("", *build.OTHERS), "")
+    first, *others = re.split(rf"(?m)^(?={OTHER.format(isa='')})", old)
+    parts[""] = first
+    for part in others:
+        parts[part.splitlines()[0].removeprefix(OTHER.format(isa=""))] = part
+    parts[isa] = text
+    return "\n".join(part.strip() + "\n" for part in parts.values() if part)
 
 
 def main() -> None:
@@ -241,9 +264,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", default="", metavar="TEXT", help="only operations whose names contain it: no peers, no memory")
     parser.add_argument("--rounds", type=int, default=0, help="how many turns each way has")
+    parser.add_argument("--isa", default="", choices=("", *build.OTHERS), help="build our kernels for that, whatever the processor has")
     parser.add_argument("--memory-of", nargs=3, metavar=("WAY", "ROWS", "COLS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    if options.isa:
+        build_for(options.isa)
     if options.memory_of:
         way, rows, cols = options.memory_of
         print(memory_of(way, int(rows), int(cols)))
@@ -255,17 +281,17 @@ def main() -> None:
         rounds = options.rounds or (5 if options.quick else 40 if number == 0 else 8)
         results.append(measure(shape, rounds, options.device, options.only))
         places = results[-1].pop("places")
-        if number == 0 and not options.only:
+        if number == 0 and not options.only and not options.isa:
             results[-1]["peers"] = measure_peers(places, max(3, rounds // 8), options.device, not options.quick)
         del places
-    memory = peak_memory(shapes[-1]) if options.device == "cpu" and not options.only else {}
-    text = page(about, results, memory)
+    memory = peak_memory(shapes[-1]) if options.device == "cpu" and not options.only and not options.isa else {}
+    text = page(about, results, memory, options.isa)
     print(text)
     if options.json:
         options.json.write_text(json.dumps({"about": about, "results": results, "memory": memory}, indent=1, default=vars))
     if options.write and not options.only:
         PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(text)
+        PAGE.write_text(merged(PAGE.read_text() if PAGE.exists() else "", text, options.isa))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""What FP8 by emulation costs, and what it does to the loss: the two tables of docs/benchmarks/training.md.
+"""What FP8 by emulation costs, and what it does to the loss: the tables of docs/benchmarks/training.md.
 
     python scripts/bench_train.py speed [--model tiny|wide] [--steps 12] [--torchao DIR]
+    python scripts/bench_train.py processors --results FILE [--steps 6]
     python scripts/bench_train.py loss --results FILE [--steps 300] [--seeds 1,2,3]
 
 ``speed`` alternates BF16 and FP8 steps of one model in one process, so that whatever else the machine does falls on both: a step
 in BF16, the same step under each recipe, and so on; the figure is the median of the ratios of neighbours. FP8 primary weights
 are off, since the BF16 steps use the same weights. Time is that of one thread on the processor, so that a busy machine counts
-less. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and adds each run to FILE as soon as it is done, so
-that it may be ended and started again.
+less. ``processors`` does so with the instructions that oneDNN and torch may use capped, and adds BF16 steps with torch's own BF16
+products, as they were without ``nemo_fp8.numerics.bf16``. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and
+adds each run to FILE as soon as it is done, so that it may be ended and started again.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import argparse
 import json
 import os
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from statistics import mean, median
@@ -64,8 +68,58 @@ def loss_table(rows: list[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------------- speed
 
 
-def speed(model: str, steps: int, torchao: str | None) -> None:
-    """Alternate BF16 and every recipe, step by step, in one Megatron model, all of its layers in FP8."""
+OWN = "torch's own BF16 products"
+# What oneDNN and torch are told that the processor has; both speak of the best that they may use.
+PROCESSORS = {
+    "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "AVX-512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "ATEN_CPU_CAPABILITY": "avx512"},
+    "all that this one has": {},
+}
+
+
+def speed(model: str, steps: int, torchao: str | None, own: bool, results: Path | None) -> None:
+    """Print the time of a step in BF16 and under every recipe, and its ratio to BF16."""
+    hidden, ffn, layers, sequence, micro = MODELS[model]
+    seconds = alternate(model, steps, [None, *([OWN] if own else []), *RECIPES])
+    bf16 = seconds[None]
+    found = {}
+    print(f"{model}: hidden {hidden}, ffn {ffn}, {layers} layers, {sequence * micro} tokens a step, one thread")
+    for kind, mine in seconds.items():
+        ratio = median(a / b for a, b in zip(mine, bf16, strict=True))
+        found[kind or "bf16"] = {"ms": round(1000 * median(mine), 1), "ratio": round(ratio, 2)}
+        print(f"  {kind or 'bf16':<11} {1000 * median(mine):8.1f} ms   {ratio:.2f} x BF16")
+    if results:
+        results.write_text(json.dumps(found))
+    if torchao:
+        linears(torchao, sequence * micro, hidden, ffn)
+
+
+def processors(results: Path, steps: int) -> None:
+    """The same for tiny_llama with fewer and fewer instructions, each in a process of its own, as a JSON file and a table."""
+    found = {}
+    for name, environment in PROCESSORS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "speed.json")
+            command = [sys.executable, __file__, "speed", "--model", "tiny", "--steps", str(steps), "--own", "--results", str(file)]
+            # torch's compiled kernels for one processor end a process on another, and its cache does not tell them apart.
+            alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": folder}
+            subprocess.run(command, env=os.environ | environment | alone, check=True)
+            found[name] = json.loads(file.read_text())
+        results.write_text(json.dumps(found, indent=1))
+    print(processors_table(found))
+
+
+def processors_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
+    names = list(dict.fromkeys(name for rows in found.values() for name in rows))
+    lines = ["| instructions | " + " | ".join({"bf16": "BF16"}.get(n, n) for n in names) + " |", "|---" * (len(names) + 1) + "|"]
+    for processor, rows in found.items():
+        cells = [f"{rows[n]['ms']:.0f} ms" + ("" if n == "bf16" else f" ({rows[n]['ratio']:.2f})") for n in names]
+        lines.append(f"| {processor} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def alternate(model: str, steps: int, kinds: list[str | None]) -> dict[str | None, list[float]]:
+    """Seconds of each step of every kind, in turns in one Megatron model, all of its layers in FP8."""
     import fiddle as fdl
 
     from nemo_fp8.recipes import tiny_llama
@@ -75,7 +129,6 @@ def speed(model: str, steps: int, torchao: str | None) -> None:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    kinds = [None, *RECIPES]
     recipe = tiny_llama("bf16_mixed", ranks=1, steps=(steps + 2) * len(kinds), dir="/tmp/bench_train")
     config = recipe.model.config
     config.hidden_size, config.ffn_hidden_size, config.num_layers, config.seq_length = hidden, ffn, layers, sequence
@@ -84,24 +137,17 @@ def speed(model: str, steps: int, torchao: str | None) -> None:
     recipe.trainer.enable_checkpointing, recipe.log.ckpt, recipe.log.tensorboard, recipe.resume = False, None, None, None
     train = fdl.build(recipe)
     trainer = train.keywords["trainer"]
-    alternate = _alternate(kinds)
-    trainer.callbacks = [alternate]
+    turns = _alternate(kinds)
+    trainer.callbacks = [turns]
     train()
-    print(f"{model}: hidden {hidden}, ffn {ffn}, {layers} layers, {sequence * micro} tokens a step, one thread")
-    bf16 = alternate.seconds[None][2:]
-    print(f"  bf16        {1000 * median(bf16):8.1f} ms")
-    for kind in RECIPES:
-        mine = alternate.seconds[kind][2:]
-        ratio = median(a / b for a, b in zip(mine, bf16, strict=True))
-        print(f"  {kind:<11} {1000 * median(mine):8.1f} ms   {ratio:.2f} x BF16")
-    if torchao:
-        linears(torchao, sequence * micro, hidden, ffn)
+    return {kind: seconds[2:] for kind, seconds in turns.seconds.items()}
 
 
 def _alternate(kinds: list[str | None]) -> Any:
     from lightning.pytorch.callbacks import Callback
 
     from nemo_fp8 import preset
+    from nemo_fp8.numerics import bf16
 
     class Alternate(Callback):
         """Before each step, write the next recipe into the model's config, where Megatron reads it in every forward."""
@@ -111,7 +157,10 @@ def _alternate(kinds: list[str | None]) -> Any:
 
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             self.kind = kinds[trainer.global_step % len(kinds)]
-            contract = None if self.kind is None else preset(RECIPES[self.kind])
+            contract = preset(RECIPES[self.kind]) if self.kind in RECIPES else None
+            self.closed = self.kind == OWN and not bf16.multiplies_bf16()
+            if self.closed:
+                bf16._replaced.leave()
             for module in trainer.model.modules():
                 if (config := getattr(module, "config", None)) is not None and hasattr(config, "fp8_recipe"):
                     config.fp8 = None if contract is None else contract.format
@@ -123,6 +172,8 @@ def _alternate(kinds: list[str | None]) -> Any:
 
         def on_train_batch_end(self, *_: Any) -> None:
             self.seconds[self.kind].append(time.process_time() - self.started)
+            if self.closed:
+                bf16._replaced.enter()
 
     return Alternate()
 
@@ -168,12 +219,17 @@ def main() -> None:
     quick.add_argument("--model", choices=MODELS, default="tiny")
     quick.add_argument("--steps", type=int, default=12)
     quick.add_argument("--torchao", metavar="DIR", help="where torchao 0.18 lies")
+    quick.add_argument("--own", action="store_true", help="BF16 steps with torch's own BF16 products, too")
+    quick.add_argument("--results", type=Path, help="a JSON file for the figures")
+    capped = commands.add_parser("processors")
+    capped.add_argument("--results", type=Path, required=True)
+    capped.add_argument("--steps", type=int, default=6)
     long = commands.add_parser("loss")
     long.add_argument("--results", type=Path, required=True)
     long.add_argument("--steps", type=int, default=300)
     long.add_argument("--seeds", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 3])
     arguments = vars(parser.parse_args())
-    {"speed": speed, "loss": loss}[arguments.pop("command")](**arguments)
+    {"speed": speed, "processors": processors, "loss": loss}[arguments.pop("command")](**arguments)
 
 
 if __name__ == "__main__":

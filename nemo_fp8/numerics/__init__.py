@@ -4,6 +4,10 @@ Torch only: no NeMo, no vLLM, no TE. ``formats`` and ``scales`` say what the bit
 ``gemm`` and ``linear`` compute with them, ``delayed`` remembers amaxes, ``autocast`` brings it all into a model.
 """
 
+from nemo_fp8.extras import require
+
+__needs__ = require("numerics")
+
 from nemo_fp8.numerics.formats import FORMATS, Format, cast, decode
 from nemo_fp8.numerics.quantize import quantize, quantize_into, quantize_pair, quantize_reference
 from nemo_fp8.numerics.quantized import Quantized

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import FunctionType, TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import bf16
 from nemo_fp8.numerics.delayed import DelayedState, update
 from nemo_fp8.numerics.linear import linear
 from nemo_fp8.numerics.selection import fits, is_te, linear_weights
@@ -92,16 +95,18 @@ class autocast:
     ) -> None:
         self.precision, self.model, self.group = precision, model, group
         self.enabled = enabled and precision.is_fp8
-        self._records: dict[int, _Record] = {}
+        # Modules hold their records; a weight is looked up when it is used, since it may have been replaced after construction.
+        self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, _Record]] = WeakKeyDictionary()
+        self._by_id: dict[int, tuple[ref[torch.nn.Module], str]] = {}
         self._first: dict[bool, _Record] = {}
         self._inside: dict[int, autocast] = {}  # every region opened since the outermost one, itself included
-        self._entered: list[tuple[Any, list[AbstractContextManager[Any]]]] = []
+        self._entered: list[ExitStack] = []
         if not self.enabled:
             return
         if model is None:
             _refuse_without_model(precision)
         else:
-            self._records = _adopt(model, precision)
+            self._owners = _adopt(model, precision)
 
     def __enter__(self) -> autocast:
         outer = _open.get()
@@ -117,33 +122,51 @@ class autocast:
         if self.enabled:
             managers.append(_Mode(self._linear, lambda: bool(_open.get()) and _open.get()[-1] is self))
         token = _open.set((*outer, self))
-        for manager in managers:
-            manager.__enter__()
-        self._entered.append((token, managers))
+        with ExitStack() as stack:  # a manager that raises leaves nothing open
+            stack.callback(_open.reset, token)
+            for manager in managers:
+                stack.enter_context(manager)
+            self._entered.append(stack.pop_all())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        token, managers = self._entered.pop()
-        for manager in reversed(managers):
-            manager.__exit__(kind, error, trace)
-        _open.reset(token)
+        self._entered.pop().__exit__(kind, error, trace)
         if kind is None and not _open.get() and torch.is_grad_enabled():
             for region in self._inside.values():
                 region._update_forward()
 
     def _update_forward(self) -> None:
-        update([r.delayed.forward for r in self._records.values() if r.delayed], self.group)
+        update([r.delayed.forward for r in self._records() if r.delayed], self.group)
 
     def _update_backward(self) -> None:
-        update([r.delayed.backward for r in self._records.values() if r.delayed], self.group)
+        update([r.delayed.backward for r in self._records() if r.delayed], self.group)
+
+    def _records(self) -> Iterator[_Record]:
+        return (record for records in self._owners.values() for record in records.values())
+
+    def _record_of(self, weight: torch.Tensor | None) -> _Record | None:
+        """The record of the module that holds this weight now; None for a weight that stays in the compute dtype."""
+        if weight is None:
+            return None
+        found = self._holder(weight)
+        if found is None:  # a weight that was replaced, or none of ours
+            self._by_id = {id(getattr(m, name, None)): (ref(m), name) for m, names in self._owners.items() for name in names}
+            found = self._holder(weight)
+        return found
+
+    def _holder(self, weight: torch.Tensor) -> _Record | None:
+        module, name = self._by_id.get(id(weight), (lambda: None, ""))
+        owner = module()
+        # The id of a weight that is gone may be another one's by now.
+        return self._owners[owner][name] if owner is not None and getattr(owner, name, None) is weight else None
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        record = self._records.get(id(weight)) or self._records.get(id(weight._base))
+        record = self._record_of(weight) or self._record_of(weight._base)
         if record is None and self.model is None and fits(weight, self.precision):
             _refuse_in_checkpoint()
             record = _Record("", self.precision, None)
         if record is None:
-            return F.linear(x, weight, bias)  # stays in the compute dtype
+            return bf16.linear(x, weight, bias)  # stays in the compute dtype
         if _in_backward() and record.ran:
             return _replay(record, x, weight, bias)
         record.ran = True
@@ -158,7 +181,7 @@ class autocast:
     def _meet(self, module: torch.nn.Module, args: Any) -> None:
         """Without a model, linears are met as they run; recompute needs their records."""
         if _open.get()[-1] is self and isinstance(module, (torch.nn.Linear, torch.nn.MultiheadAttention)):
-            self._records |= _adopt(module, self.precision)
+            self._owners.update(_adopt(module, self.precision))
 
     def _te(self) -> AbstractContextManager[Any]:
         """TE's autocast where TE's modules are, which run their FP8 GEMMs themselves."""
@@ -207,9 +230,14 @@ class _Mode(TorchFunctionMode):
     def __init__(self, answer: Callable[..., torch.Tensor], active: Callable[[], bool]) -> None:
         super().__init__()
         self._answer, self._active = answer, active
-        self._attention = _with_globals(F.multi_head_attention_forward, linear=self._linear, has_torch_function=lambda _: False)
+
+    @cached_property
+    def _attention(self) -> FunctionType:
+        """torch's attention on our linears: copies of all names of its module, so it is made only where an attention runs."""
+        attention = _with_globals(F.multi_head_attention_forward, linear=self._linear, has_torch_function=lambda _: False)
         for name in ("_in_projection", "_in_projection_packed"):
-            self._attention.__globals__[name] = _with_globals(getattr(F, name), linear=self._linear)
+            attention.__globals__[name] = _with_globals(getattr(F, name), linear=self._linear)
+        return attention
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._answer(input, weight, bias)
@@ -280,11 +308,11 @@ def _refuse_without_model(precision: Precision) -> None:
         )
 
 
-def _adopt(model: torch.nn.Module, precision: Precision) -> dict[int, _Record]:
-    """Give every module with FP8 weights its records and hooks; the same contract finds its records again."""
+def _adopt(model: torch.nn.Module, precision: Precision) -> WeakKeyDictionary[torch.nn.Module, dict[str, _Record]]:
+    """Give every module with FP8 weights its records and hooks; the same contract finds its records again, by module and parameter."""
     weights = linear_weights(model, precision)
     owners = {id(p): (module, name) for module in model.modules() for name, p in module.named_parameters(recurse=False)}
-    found = {}
+    found: WeakKeyDictionary[torch.nn.Module, dict[str, _Record]] = WeakKeyDictionary()
     for name, weight in weights.items():
         module, parameter = owners[id(weight)]
         records = module.__dict__.setdefault(_RECORDS, {})
@@ -297,7 +325,7 @@ def _adopt(model: torch.nn.Module, precision: Precision) -> dict[int, _Record]:
                 for key in [k for k, r in records.items() if k[0] == parameter and r.delayed]:
                     del records[key]
             records[parameter, precision] = record
-        found[id(weight)] = record
+        found.setdefault(module, {})[parameter] = record
         _hook(module)
     for module in model.modules():  # an attention runs the linears of its children itself
         if isinstance(module, torch.nn.MultiheadAttention):

@@ -5,8 +5,9 @@
 so each operand is contracted along the dimension it was quantized for, and the three GEMMs of a linear are
 ``gemm(x_row, w_row)``, ``gemm(dy_row, w_col)`` and ``gemm(dy_col, x_col)``.
 
-FP8 values are exact in BF16, so the multipliers may be BF16 ones and only the sums need FP32. Three ways, all
-exact in their operands, the first that is possible:
+FP8 values are exact in BF16, so the multipliers may be BF16 ones and only the sums need FP32. A CPU without BF16
+units multiplies the same values in FP32 (``bf16.py``). Three ways, all exact in their operands, the first that is
+possible:
 
     scales that are powers of two   folded into the BF16 values; a BF16 GEMM whose FP32 sums are rounded once
     one FP32 scale a tensor         BF16 multipliers, FP32 result, times both scales, rounded
@@ -22,13 +23,11 @@ affair. That is why bit-exactness ends at the operands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
+from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16
 from nemo_fp8.numerics.formats import decode
 from nemo_fp8.numerics.quantized import Quantized, as_matrix, per_tile
 from nemo_fp8.numerics.scaled_mm import scaled_mm
@@ -45,10 +44,13 @@ def gemm(a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16,
     if real is not None:
         return real
     factor = _owed(a, b)
-    exact = _exact(a) and _exact(b)
+    exact = is_exact_in_bf16(a) and is_exact_in_bf16(b)
     if exact and out_dtype == torch.bfloat16 and (factor is None or (bias is None and _exact_in_bf16(factor))):
-        left, right = _fitting(a, b, torch.bfloat16)
-        out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(out_dtype), left, right)
+        with fp32_matmul("ieee"):
+            multiplied = _multiplied_in(a.device)
+            left, right = _fitting(a, b, multiplied)
+            out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(out_dtype).to(multiplied), left, right)
+        out = out.to(out_dtype)
         return out if factor is None else out.mul_(factor.to(out_dtype))
     out = _matmul_fp32(a, b, exact)
     if factor is not None:
@@ -62,8 +64,13 @@ def _matmul_fp32(a: Quantized, b: Quantized, exact: bool) -> torch.Tensor:
     """The FP32 product, on BF16 multipliers where the values are exact in BF16 and the hardware can."""
     if exact and a.device.type == "cuda":
         return torch.mm(*_fitting(a, b, torch.bfloat16), out_dtype=torch.float32)
-    with _fp32_matmul_on_bf16(exact):
+    with fp32_matmul("bf16" if exact and multiplies_bf16() else "ieee"):
         return torch.mm(*_fitting(a, b, torch.float32))
+
+
+def _multiplied_in(device: torch.device) -> torch.dtype:
+    """The type whose units multiply values that are exact in BF16."""
+    return torch.bfloat16 if device.type != "cpu" or multiplies_bf16() else torch.float32
 
 
 def _fitting(a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,8 +101,8 @@ def _owed(a: Quantized, b: Quantized) -> torch.Tensor | None:
     return torch.stack(scales).prod() if scales else None
 
 
-def _exact(q: Quantized) -> bool:
-    """Whether the values that enter the product are exact in BF16."""
+def is_exact_in_bf16(q: Quantized) -> bool:
+    """Whether the values that enter a product are exact in BF16."""
     if q.block is None:
         return True
     if q.scale_inv.numel() == 0:
@@ -118,17 +125,3 @@ def _only_zeros_below(q: Quantized) -> bool:
     small = (q.scale_inv_fp32 < _LEAST_EXACT_SCALE).to(torch.uint8)
     codes = q.data.view(torch.uint8) & 0x7F
     return not bool(per_tile(codes, small, q.block).any())
-
-
-@contextmanager
-def _fp32_matmul_on_bf16(allowed: bool) -> Iterator[None]:
-    """Let FP32 matmuls on the CPU use BF16 multipliers (AMX), or forbid it; put back whatever was set before."""
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    if matmul is None:  # torch before 2.9 multiplies in FP32: as exact, and slower
-        yield
-        return
-    previous, matmul.fp32_precision = matmul.fp32_precision, "bf16" if allowed else "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = previous

@@ -19,6 +19,7 @@ import torch
 
 from nemo_fp8.contract import ROLES, Operand, Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.bf16 import mm
 from nemo_fp8.numerics.delayed import DelayedState
 from nemo_fp8.numerics.gemm import gemm
 from nemo_fp8.numerics.quantize import quantize, quantize_pair
@@ -141,7 +142,7 @@ class _Fp8Linear(torch.autograd.Function):
             assert col is not None
             dw = gemm(col, x_col, out_dtype=ctx.w_dtype)
         elif x is not None:
-            dw = torch.mm(dy.t(), x.reshape(-1, x.shape[-1]).to(dy.dtype)).to(ctx.w_dtype)
+            dw = mm(dy.t(), x.reshape(-1, x.shape[-1]).to(dy.dtype)).to(ctx.w_dtype)
         if ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if job.after_backward is not None:

@@ -19,6 +19,7 @@ class MegatronCPU(CPUAccelerator):
     def __init__(self) -> None:
         super().__init__()
         self._contexts = ExitStack()
+        self._entered = False
 
     def setup_device(self, device: torch.device) -> None:
         """Enter, once; Lightning calls this again for every stage."""
@@ -26,10 +27,14 @@ class MegatronCPU(CPUAccelerator):
         from nemo_fp8.train.megatron_cpu import megatron_on_cpu
 
         super().setup_device(device)
+        if self._entered:
+            return
+        self._entered = True
         self._contexts.enter_context(megatron_on_cpu())
         self._contexts.enter_context(emulated_fp8())
 
     def teardown(self) -> None:
         """Leave nothing behind."""
         self._contexts.close()
+        self._entered = False
         super().teardown()

@@ -29,16 +29,17 @@ Group = Any  # torch.distributed.ProcessGroup | None
 
 
 class Emulation:
-    """The delayed states of a run's FP8 linears, by the group that their amaxes are reduced over."""
+    """The delayed states of the FP8 linears that have run, in the order of their first forward, by the group that reduces their amaxes."""
 
     def __init__(self) -> None:
-        self._states: dict[Group, list[DelayedState]] = defaultdict(list)
+        self._states: dict[Group, dict[DelayedState, None]] = defaultdict(dict)
 
-    def delayed_state(self, precision: Precision, group: Group, device: torch.device) -> DelayedState:
-        """A new linear's state. Every rank of the group makes its states in the same order: that of the forward."""
-        state = DelayedState(precision, device)
-        self._states[group].append(state)
-        return state
+    def remember(self, state: DelayedState, group: Group) -> None:
+        """Update this state from now on: a new linear's, or that of one which an earlier run has built and trained.
+
+        Every rank of the group remembers its states in the same order: that of the forward.
+        """
+        self._states[group][state] = None
 
     def update(self, direction: str, group: Group) -> None:
         """End of a forward or backward pass: the amaxes of all linears at once, in one reduction."""

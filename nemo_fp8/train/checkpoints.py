@@ -25,6 +25,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("train")
+
 import torch
 from nemo.lightning.ckpt_utils import WEIGHTS_PATH
 from nemo.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint

@@ -116,10 +116,14 @@ class _Fp8Linear:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         primary = autocast.current_primary_weights()
-        least = 0 if primary is None else alignment.PRIMARY[str(primary.precision.scaling)]
-        if primary is not None and self.weight is not None and not any(n % least for n in self.weight.shape):
-            self._state(primary)
-            self.weight = parameters.fp8_parameter(self.weight, primary.precision, self._delayed, primary.group)
+        if primary is None or self.weight is None:
+            return
+        least = alignment.PRIMARY[str(primary.precision.scaling)]
+        if any(n % least for n in self.weight.shape):
+            _say_primary_misfit(kwargs.get("tp_comm_buffer_name") or "a linear", tuple(self.weight.shape), least, primary.precision)
+            return
+        self._state(primary)
+        self.weight = parameters.fp8_parameter(self.weight, primary.precision, self._delayed, primary.group)
 
     def _forward_impl(
         self,
@@ -173,10 +177,12 @@ class _Fp8Linear:
         if region.precision.scaling != "delayed":
             return None
         if self._delayed is None:
-            self._delayed = region.emulation.delayed_state(region.precision, region.group, self.weight.device)
+            self._delayed = DelayedState(region.precision, self.weight.device)
             if self._pending is not None:
                 self._delayed.load_state_dict(self._pending)
                 self._pending = None
+        # A linear outlives the emulation that it was built in: a second fit of the same model opens another one.
+        region.emulation.remember(self._delayed, region.group)
         return self._delayed
 
     def _fits(self, weight: torch.Tensor, precision: Precision) -> bool:
@@ -213,6 +219,21 @@ class _Fp8Linear:
             self._pending = state
         else:
             self._delayed.load_state_dict(state)
+
+
+@lru_cache(maxsize=256)
+def _say_primary_misfit(name: str, shape: tuple[int, ...], least: int, precision: Precision) -> None:
+    """Say once of each kind of linear that its weight cannot be an FP8 primary weight; refuse it under a strict contract.
+
+    ``name`` is what Megatron calls the linear while it builds it: qkv, proj, fc1, fc2.
+    """
+    if precision.strict:
+        raise PrecisionError(
+            f"{name}: a primary weight of shape {shape} cannot be kept in FP8 under {precision.scaling} scaling.",
+            f"Both sides of a primary weight are multiples of {least}, since its blocks are cast share by share.",
+            f"Choose sizes that stay multiples of {least} after the tensor-parallel split, fp8_param_gather=False, or strict=False.",
+        )
+    logger.warning("%s: a weight of shape %s is kept in %s and not in FP8: not a multiple of %d.", name, shape, precision.compute, least)
 
 
 class Fp8ColumnParallelLinear(_Fp8Linear, ColumnParallelLinear):

@@ -23,6 +23,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("train")
+
 from lightning.pytorch.callbacks import Callback
 from nemo.lightning.io.mixin import IOMixin
 from nemo.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint

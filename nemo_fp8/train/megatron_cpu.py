@@ -6,7 +6,8 @@ optimizer. Three things make it so:
 
 - :class:`CudaIsCpu`, a torch function mode: whoever asks for ``cuda`` gets the CPU;
 - a table of replaced names (see ``patching``), each with the reason, checked against the installed version;
-- an optimizer and a norm with what TransformerEngine's have and torch's lack.
+- an optimizer and a norm with what TransformerEngine's have and torch's lack;
+- BF16 products in FP32 where the processor has no units for them (``numerics/bf16.py``).
 
 Nothing is left behind when the context closes. The trade-off: while it lasts the whole process has no CUDA.
 """
@@ -23,6 +24,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.overrides import TorchFunctionMode
 
+from nemo_fp8.numerics.bf16 import bf16_products
 from nemo_fp8.train import rng
 from nemo_fp8.train.adam import FusedAdam
 from nemo_fp8.train.norm import Norm
@@ -37,7 +39,7 @@ def megatron_on_cpu() -> Iterator[None]:
     if is_megatron_on_cpu():
         yield
         return
-    with patched(_TABLE, "Running Megatron on a CPU"), CudaIsCpu():
+    with patched(_TABLE, "Running Megatron on a CPU"), CudaIsCpu(), bf16_products():
         yield
 
 

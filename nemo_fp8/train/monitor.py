@@ -19,6 +19,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("train")
+
 import torch
 from lightning.pytorch.callbacks import Callback
 

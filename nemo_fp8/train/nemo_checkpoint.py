@@ -158,11 +158,9 @@ def _plain_yaml(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise PrecisionError(
-            f"{path} cannot be read.", f"{type(error).__name__}: {error}.", "Give another checkpoint of the run."
-        ) from error
+        raise PrecisionError(f"{path} cannot be read.", f"{type(error).__name__}: {error}.", _ANOTHER) from error
     if not isinstance(found, dict):
-        raise PrecisionError(f"{path} holds no mapping.", "A model's description is one.", "Give another checkpoint of the run.")
+        raise PrecisionError(f"{path} holds no mapping.", "A model's description is one.", _ANOTHER)
     return found
 
 

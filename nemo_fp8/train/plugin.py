@@ -19,6 +19,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_type_hints
 
+from nemo_fp8.extras import require
+
+__needs__ = require("train")
+
 from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, MegatronMixedPrecision
 
 from nemo_fp8.contract import Precision
@@ -30,8 +34,8 @@ from nemo_fp8.train.engine import choose_engine, hold_engine, keep_modules, requ
 def plugin_arguments(precision: Precision) -> dict[str, Any]:
     """The arguments of the plugin that give this contract: NeMo's names first, then fields that NeMo has no name for."""
     theirs = to_nemo(precision)
-    ours = precision.diff(from_nemo(theirs))
-    return theirs | {name: mine for name, (mine, _) in ours.items()}
+    ours = [*precision.diff(from_nemo(theirs)), *sorted(precision.said)]  # what was said is said again, also where it would follow
+    return theirs | {name: getattr(precision, name) for name in ours}
 
 
 def _parameters() -> list[inspect.Parameter]:
@@ -46,6 +50,15 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 PARAMETERS = _parameters()
+_OF_NEMO = inspect.signature(MegatronMixedPrecision.__init__).parameters
+
+
+def _as_nemo(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter with NeMo's own default: what a Config answers for a field that nobody has set."""
+    if parameter.name == "precision":  # NeMo asks for it by position, and has no default
+        return parameter.replace(default="bf16-mixed", kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    theirs = _OF_NEMO.get(parameter.name, parameter)
+    return parameter.replace(default=theirs.default)
 
 
 def takes(parameters: Iterable[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -79,7 +92,7 @@ class MixedPrecision(MegatronMixedPrecision):
     machine supports the recipe, else emulation, said once in the log.
     """
 
-    @takes([p.replace(default="bf16-mixed", kind=p.POSITIONAL_OR_KEYWORD) if p.name == "precision" else p for p in PARAMETERS])
+    @takes(map(_as_nemo, PARAMETERS))
     def __init__(self, precision: str | int = "bf16-mixed", *, engine: str | None = None, **settings: Any) -> None:
         self.contract = from_nemo({"precision": precision, **settings})
         self.engine = engine or "auto"

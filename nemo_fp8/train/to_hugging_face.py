@@ -20,6 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("numerics")
+
 import torch
 
 from nemo_fp8.errors import PrecisionError

@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mismatch import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics import quantize
+from nemo_fp8.numerics import bf16, gemm, quantize
 from nemo_fp8.rollout.mismatch import Run, log_probs, pad
 from nemo_fp8.rollout.mismatch.weights import reference
 
@@ -75,6 +77,35 @@ def test_moe_with_dense_layers_between():
 def dequantized(weights, precision):
     made = {name: q.dequantize() for name, q in reference(weights, precision)}
     return {name: made.get(name, t.float()) for name, t in weights.items()}
+
+
+class Multiplied(TorchDispatchMode):
+    """The types of the matrices that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in flop_registry and "attention" not in func.overloadpacket.__name__:
+            self.types.add(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_without_units_for_bf16_the_same_values_are_multiplied_in_fp32(monkeypatch, family, units):
+    """Fused attention's forward is as fast in BF16 as in FP32, and stays as it is."""
+    config = tiny.config(family)
+    weights, tokens = tiny.state_dict(config), tiny.tokens(4)
+    expected = log_probs(config, weights, tokens)
+    for module in (bf16, gemm):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: units)
+    with Multiplied() as multiplied:
+        found = log_probs(config, weights, tokens)
+        log_probs(config, weights, tokens, Run(FP8.replace(weight_scale="pow2", activation_scale="pow2")))
+    assert multiplied.types == {torch.bfloat16 if units else torch.float32}
+    assert (found - expected).abs().mean() < 0.02
 
 
 @pytest.mark.parametrize("scale", ["fp32", "pow2"])

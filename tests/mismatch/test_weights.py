@@ -161,6 +161,24 @@ def test_missing_and_reshaped(dense):
     assert "its scales have the shape (1, 1)" in kinds[UP].detail
 
 
+@pytest.mark.parametrize("other", [torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(2), torch.tensor(2.0).neg()])
+def test_a_scalar_has_a_shape_and_a_type_too(other):
+    """One scale for a whole weight lies in a tensor without dimensions."""
+    name, scalar = "model.layers.0.self_attn.scale", torch.tensor(2.0)
+    assert compare_weights({name: scalar}, {name: scalar.clone()}, FP8) == []
+    (found,) = compare_weights({name: scalar}, {name: other}, FP8)
+    assert (found.name, found.kind) == (name, "differs")
+
+
+def test_one_scale_for_a_weight_is_told_from_one_in_another_type(dense):
+    whole = FP8.replace(rollout_block="tensor")
+    q = dict(reference(dense, whole))[DOWN]
+    assert q.scale_inv.dim() == 0
+    held = held_as("tensors", dense, whole) | {DOWN: (q.data, q.scale_inv.double())}
+    (found,) = compare_weights(dense, held, whole)
+    assert found.name == DOWN
+
+
 def test_nothing_is_asked_of_tensors_outside_of_fp8_that_are_not_told(dense):
     held = {name: told for name, told in held_as("fingerprint", dense).items() if "_proj" in name}
     assert compare_weights(dense, held, FP8) == []

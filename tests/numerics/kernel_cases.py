@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
+from nemo_fp8.numerics import kernels
+from nemo_fp8.numerics.formats import FORMATS
+from nemo_fp8.numerics.quantize import quantize_reference
+from nemo_fp8.numerics.quantized import Quantized
+
+TILES = [(128, 128), (1, 128), (128, 1), (1, 32), (32, 1), (16, 64), None]
+RULES = [("te", "fp32"), ("te", "pow2"), ("deepgemm", "fp32"), ("deepgemm", "pow2"), ("te", "e8m0")]
+SOURCES = [torch.bfloat16, torch.float16, torch.float32]
+FP8 = ["e4m3", "e5m2"]
 SPECIALS = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-45, -1e-39, 6e-8, 3.3e38, 448.0, -57344.0, 65504.0]
 
 
@@ -39,3 +50,35 @@ def compare_statistics(fast, slow, sums: bool) -> None:
         torch.testing.assert_close(fast.norm.double(), slow.norm.double(), rtol=1e-5, atol=0.0)
         torch.testing.assert_close(fast.error_norm.double(), slow.error_norm.double(), rtol=1e-4, atol=1e-6 * float(slow.norm.max()))
     assert fast.summary().keys() == slow.summary().keys()
+
+
+def jobs_of_every_kind(shape=(130, 2070)):
+    """Every tile, source and format against the specification, with statistics, there and back."""
+    kinds = ["gaussian", "magnitudes", "specials", "zero"]
+    for number, (tile, dtype) in enumerate(itertools.product(TILES, SOURCES)):
+        convention, kind = RULES[number % len(RULES)]
+        for element in FP8:
+            x = values(shape, dtype, number, kinds[number % len(kinds)])
+            fast = kernels.quantize(x, tile, element, kind, convention, True)
+            slow = quantize_reference(x, tile, FORMATS[element], kind, convention, True)
+            same(fast[0], slow[0])
+            same(fast[1], slow[1])
+            compare_statistics(fast[2], slow[2], sums=number % len(kinds) == 0)
+            decoded = kernels.decode(fast[0], fast[1], tile, torch.bfloat16)
+            expected = Quantized(fast[0], fast[1], tile).dequantize_reference(torch.bfloat16)
+            torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def large_results(tile, rule, dtype):
+    """Rows that end within a cache line, rows that begin on one and rows that do not, and a wild tile among tame ones."""
+    for shape in ((2000, 2112), (2000, 2115)) if dtype == torch.bfloat16 else ((2000, 2112),):
+        x = values(shape, dtype, 10, "gaussian")
+        x[700, 2100] = float("nan")
+        fast = kernels.quantize(x, tile, "e4m3", rule[1], rule[0], True)
+        slow = quantize_reference(x, tile, FORMATS["e4m3"], rule[1], rule[0], True)
+        same(fast[0], slow[0])
+        same(fast[1], slow[1])
+        compare_statistics(fast[2], slow[2], sums=True)
+        decoded = kernels.decode(fast[0], fast[1], tile, torch.bfloat16)
+        expected = Quantized(fast[0], fast[1], tile).dequantize_reference(torch.bfloat16)
+        torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)

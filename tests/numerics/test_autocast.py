@@ -1,13 +1,16 @@
 """autocast in small Transformers: which linears run in FP8, what they compute, nesting, and what is refused."""
 
+import gc
+
 import pytest
 import torch
 from small_transformer import BLOCKWISE, DELAYED, MXFP8, TENSORWISE, fp8_state
+from torch import nn
 
 import nemo_fp8
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics.autocast import autocast
+from nemo_fp8.numerics.autocast import _open, autocast
 from nemo_fp8.numerics.linear import linear
 from nemo_fp8.numerics.selection import linear_weights
 
@@ -196,3 +199,76 @@ def test_an_error_inside_leaves_everything_in_order(model, x):
 
 def test_the_public_name():
     assert nemo_fp8.autocast is autocast
+
+
+# ---------------------------------------------------------------------- weights that are replaced, regions that fail
+
+
+def _replaced_by_assignment(model):
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+
+
+def _replaced_by_hand(model):
+    for module in model:
+        module.weight = nn.Parameter(module.weight.detach().clone())
+
+
+def _moved_to_other_memory(model):
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.float().bfloat16()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize("replace", [_replaced_by_assignment, _replaced_by_hand, _moved_to_other_memory])
+@pytest.mark.parametrize("p", [BLOCKWISE, DELAYED], ids=["blockwise", "delayed"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_replaced_parameters_stay_in_fp8(replace, p, inside):
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)).bfloat16()
+    x, fp8, old = torch.randn(16, 128).bfloat16(), autocast(p, model), [module.weight for module in model]
+    with torch.no_grad():  # without gradients no scale moves
+        plain = model(x)
+        with fp8:
+            before = model(x)
+            if inside:
+                replace(model)
+                after = model(x)
+        if not inside:
+            replace(model)
+            with fp8:
+                after = model(x)
+    assert all(module.weight is not weight for module, weight in zip(model, old, strict=True))
+    assert not torch.equal(before, plain)
+    assert torch.equal(after, before)
+
+
+def test_without_a_model_nothing_is_remembered_of_modules_that_are_gone():
+    fp8, x = autocast(BLOCKWISE), torch.randn(16, 128).bfloat16()
+    with fp8:
+        for _ in range(5):
+            nn.Linear(128, 128, bias=False).bfloat16()(x)
+        gc.collect()
+        assert len(fp8._owners) == 0
+
+
+def test_a_region_that_cannot_be_opened_leaves_none_open(monkeypatch):
+    class Fails:
+        def __enter__(self):
+            raise RuntimeError("TE cannot")
+
+        def __exit__(self, *_):
+            raise AssertionError("it was never entered")
+
+    p = BLOCKWISE
+    fp8, x, linear = autocast(p), torch.randn(16, 128).bfloat16(), nn.Linear(128, 128, bias=False).bfloat16()
+    plain = linear(x)
+    monkeypatch.setattr(autocast, "_te", lambda self: Fails())
+    with pytest.raises(RuntimeError, match="TE cannot"), fp8:
+        pass
+    monkeypatch.undo()
+    assert _open.get() == ()
+    assert torch.equal(linear(x), plain), "FP8 is off again"
+    with fp8:
+        assert not torch.equal(linear(x), plain)

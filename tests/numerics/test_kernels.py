@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import compare_statistics, same, values
+from kernel_cases import FP8, RULES, SOURCES, TILES, compare_statistics, jobs_of_every_kind, large_results, same, values
 
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS, format_of
@@ -22,10 +21,6 @@ from nemo_fp8.numerics.quantized import Quantized
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler on this machine")
 
-TILES = [(128, 128), (1, 128), (128, 1), (1, 32), (32, 1), (16, 64), None]
-RULES = [("te", "fp32"), ("te", "pow2"), ("deepgemm", "fp32"), ("deepgemm", "pow2"), ("te", "e8m0")]
-SOURCES = [torch.bfloat16, torch.float16, torch.float32]
-FP8 = ["e4m3", "e5m2"]
 SHAPES = st.one_of(
     st.tuples(st.integers(1, 300), st.integers(1, 300)),
     st.sampled_from([(1, 1), (128, 2048), (129, 2049), (3, 4100), (2, 3, 130), (1, 4096), (256, 1)]),
@@ -112,6 +107,26 @@ def test_decode_equals_dequantize(tile, element, dtype):
         torch.testing.assert_close(fast, slow, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("isa", ["native", *build.OTHERS])
+@pytest.mark.parametrize("tile", [(1, 128), (1, 32), (128, 1), (1, 16)], ids=str)
+def test_decode_under_scales_at_the_ends_of_fp32(monkeypatch, tmp_path, tile, isa):
+    """A scale times 256 may be infinite where the values are not, and values may be subnormal where scales are not."""
+    if isa == "avx2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this processor has no AVX2")
+    if isa != "native":
+        monkeypatch.setattr(build, "MACHINE_FLAGS", (build.OTHERS[isa],))
+        monkeypatch.setattr(build, "library", build.library.__wrapped__)
+    numbers = {"e4m3": 0x7F, "e5m2": 0x7C}
+    for element, end in numbers.items():
+        below = torch.arange(end, dtype=torch.uint8)
+        codes = torch.cat([below, below | 0x80]).repeat(20)[:4480].view(1, 4480).view(FORMATS[element].dtype)
+        for scale in (2.0**127, 2.0**120, 2.0**119, 0.3, 1.1 * 2.0**-126, 2.0**-149):
+            scale_inv = torch.full((1, -(-4480 // tile[1])), scale)
+            fast = kernels.decode(codes, scale_inv, tile, torch.bfloat16)
+            slow = Quantized(codes, scale_inv, tile).dequantize_reference(torch.bfloat16)
+            same(fast, slow)
+
+
 def test_rows_that_lie_apart():
     """A slice of columns, a transpose: the kernels read what the tensor says, not its storage."""
     big = values((300, 1000), torch.bfloat16, 5, "gaussian")
@@ -144,21 +159,6 @@ def test_what_the_kernels_do_not_take_is_left_to_torch():
 @pytest.mark.parametrize(("tile", "rule"), [((128, 128), ("te", "fp32")), ((1, 32), ("te", "e8m0")), ((32, 1), ("te", "pow2"))], ids=str)
 def test_large_results_which_go_past_the_caches(dtype, tile, rule):
     large_results(tile, rule, dtype)
-
-
-def large_results(tile, rule, dtype):
-    """Rows that end within a cache line, rows that begin on one and rows that do not, and a wild tile among tame ones."""
-    for shape in ((2000, 2112), (2000, 2115)) if dtype == torch.bfloat16 else ((2000, 2112),):
-        x = values(shape, dtype, 10, "gaussian")
-        x[700, 2100] = float("nan")
-        fast = kernels.quantize(x, tile, "e4m3", rule[1], rule[0], True)
-        slow = quantize_reference(x, tile, FORMATS["e4m3"], rule[1], rule[0], True)
-        same(fast[0], slow[0])
-        same(fast[1], slow[1])
-        compare_statistics(fast[2], slow[2], sums=True)
-        decoded = kernels.decode(fast[0], fast[1], tile, torch.bfloat16)
-        expected = Quantized(fast[0], fast[1], tile).dequantize_reference(torch.bfloat16)
-        torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan"), float("inf")])
@@ -304,27 +304,23 @@ def test_a_folder_open_to_others_is_refused(cache):
         build.build()
 
 
-@pytest.mark.parametrize("flags", [(), ("-march=haswell",)], ids=["plain", "AVX2"])
-def test_the_rows_in_plain_c_that_other_processors_get(cache, monkeypatch, flags):
-    """The same source without AVX-512, and without any of this machine's instructions: no fused multiply-add."""
-    if flags and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+@pytest.mark.parametrize("isa", build.OTHERS)
+def test_the_rows_that_other_processors_get(cache, monkeypatch, isa):
+    """The same source for AVX2, and without any of this machine's instructions: no fused multiply-add."""
+    if isa == "avx2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("this processor has no AVX2")
-    monkeypatch.setattr(build, "MACHINE_FLAGS", (flags,))
-    kinds = ["gaussian", "magnitudes", "specials", "zero"]
-    for number, (tile, dtype) in enumerate(itertools.product(TILES, SOURCES)):
-        convention, kind = RULES[number % len(RULES)]
-        for element in FP8:
-            x = values((130, 2070), dtype, number, kinds[number % len(kinds)])
-            fast = kernels.quantize(x, tile, element, kind, convention, True)
-            slow = quantize_reference(x, tile, FORMATS[element], kind, convention, True)
-            same(fast[0], slow[0])
-            same(fast[1], slow[1])
-            compare_statistics(fast[2], slow[2], sums=number % len(kinds) == 0)
-            decoded = kernels.decode(fast[0], fast[1], tile, torch.bfloat16)
-            expected = Quantized(fast[0], fast[1], tile).dequantize_reference(torch.bfloat16)
-            torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setattr(build, "MACHINE_FLAGS", (build.OTHERS[isa],))
+    jobs_of_every_kind()
     large_results((128, 128), ("te", "fp32"), torch.bfloat16)
     assert len(list(cache.glob("*.so"))) == 1
+
+
+@pytest.mark.parametrize(("machine", "wrong"), [("aarch64", "-mprefer-vector-width"), ("x86_64", "-mcpu"), ("riscv64", "-m")])
+def test_the_flags_are_those_of_the_machine(machine, wrong):
+    """A processor that we do not know gets what its compiler does by itself."""
+    flags = build.flags_for(machine)
+    assert flags[-1] == ()
+    assert not any(flag.startswith(wrong) for one in flags for flag in one)
 
 
 def test_a_user_without_a_home_is_told(monkeypatch):

@@ -52,6 +52,9 @@ def test_codes_scales_and_statistics_equal_the_reference(tile, rule):
         same(fast[0].cpu(), slow[0].cpu())
         same(fast[1].cpu(), slow[1].cpu())
         compare_statistics(fast[2], slow[2], sums=values_kind == "gaussian")
+        plain = cuda.quantize(x, tile, element, kind, convention, False, None, None)  # a program of its own, that reads once
+        same(plain[0].cpu(), slow[0].cpu())
+        same(plain[1].cpu(), slow[1].cpu())
 
 
 @pytest.mark.parametrize("element", FP8)
@@ -65,6 +68,39 @@ def test_whole_tensors(element):
             same(fast[0].cpu(), slow[0].cpu())
             same(fast[1].cpu(), slow[1].cpu())
             compare_statistics(fast[2], slow[2], sums=kind == "gaussian")
+            same(cuda.quantize(x, None, element, "fp32", "te", False, scale, None)[0].cpu(), slow[0].cpu())
+
+
+def test_aligned_tensors_take_other_programs_with_the_same_bits():
+    dtypes = itertools.cycle([torch.bfloat16, torch.float16, torch.float32, torch.bfloat16])
+    for number, (tile, dtype) in enumerate(zip([*TILES, None], dtypes, strict=False)):
+        x = values((40, 160), dtype, number, "specials").to(DEVICE)
+        for statistics in (False, True):
+            fast = cuda.quantize(x, tile, "e4m3", "fp32", "te", statistics, None, None)
+            slow = quantize_reference(x, tile, FORMATS["e4m3"], "fp32", "te", statistics)
+            same(fast[0].cpu(), slow[0].cpu())
+            same(fast[1].cpu(), slow[1].cpu())
+            if statistics:
+                compare_statistics(fast[2], slow[2], sums=False)
+        decoded = cuda.decode(fast[0], fast[1], tile, torch.float32, None)
+        expected = Quantized(slow[0], slow[1], tile).dequantize(torch.float32)
+        torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="memory that is reserved and not touched")
+def test_places_beyond_32_bits():
+    """Rows and scales that lie so far apart that their places need more than 32 bits: source, codes and scales."""
+    far = 1 << 30
+    x = torch.empty(3 * far + 128, dtype=torch.bfloat16).as_strided((4, 128), (far, 1))
+    codes = torch.empty(3 * far + 128, dtype=torch.float8_e4m3fn).as_strided((4, 128), (far, 1))
+    scales = torch.empty(3 * far + 4, dtype=torch.float8_e8m0fnu).as_strided((4, 4), (1, far))
+    x.copy_(values((4, 128), torch.bfloat16, 7, "gaussian"))
+    cuda.quantize(x, (1, 32), "e4m3", "e8m0", "te", False, None, (codes, scales))
+    slow = quantize_reference(x.contiguous(), (1, 32), FORMATS["e4m3"], "e8m0")
+    same(codes, slow[0])
+    same(scales, slow[1])
+    decoded = cuda.decode(codes.contiguous(), scales, (1, 32), torch.float32, None)
+    torch.testing.assert_close(decoded, Quantized(*slow[:2], (1, 32)).dequantize(torch.float32), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("element", FP8)

@@ -7,6 +7,8 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 SEEN = Counter()
 NAMES = {}
@@ -63,6 +65,29 @@ def on_grid(q, matrix):
 
 def seen(trainer, extra):
     extra["seen"] = dict(SEEN)
+
+
+# ---------------------------------------------------------------------- who multiplies in BF16
+
+
+class Products(TorchDispatchMode):
+    """Counts the operators that multiply BF16 matrices, and of the plain ones those whose result is the FP32 product rounded once.
+
+    Which operators are products is said by torch's own table of operators that have a count of multiplications.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        matrices = [a for a in args if isinstance(a, torch.Tensor) and a.dtype is torch.bfloat16]
+        if func.overloadpacket in flop_registry and matrices:
+            SEEN[func.overloadpacket.__name__] += 1
+            if func.overloadpacket is torch.ops.aten.mm:
+                SEEN["in FP32" if torch.equal(out, (args[0].float() @ args[1].float()).bfloat16()) else "otherwise"] += 1
+        return out
+
+
+def watch_products(trainer, tiny):
+    Products().__enter__()
 
 
 # ---------------------------------------------------------------------- what travels between ranks

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import train_tiny
+from harness import RunFailed, train_tiny
 
 from nemo_fp8.alignment import PRIMARY
 from nemo_fp8.errors import PrecisionError
@@ -157,3 +157,21 @@ def test_weights_that_do_not_fit_stay_in_bf16():
     )
     assert run.extra["primary"] == []
     assert len(run.extra["ran"]) == 16, "their GEMMs run in FP8 all the same"
+
+
+# 192 rows of the feed-forward run in FP8 GEMMs (a multiple of 16), and are no whole blocks of 128.
+ODD = {"settings": {"fp8_param_gather": True}, "config": {"ffn_hidden_size": 192}, "stock": False, "steps": 1}
+
+
+def test_a_primary_weight_that_does_not_fit_is_said_once_by_name():
+    log = train_tiny("bf16_with_fp8_blockwise_mixed", **ODD).log
+    for name, shape in (("fc1", (192, 128)), ("fc2", (128, 192))):
+        said = f"{name}: a weight of shape {shape} is kept in bf16 and not in FP8: not a multiple of 128."
+        assert log.count(said) == 1, "once, and not for each of the layers"
+    assert "qkv: a weight" not in log
+
+
+def test_a_strict_contract_refuses_a_primary_weight_that_does_not_fit():
+    odd = {**ODD, "settings": {**ODD["settings"], "strict": True}}
+    with pytest.raises(RunFailed, match=r"fc1: a primary weight of shape \(192, 128\) cannot be kept in FP8 under blockwise scaling"):
+        train_tiny("bf16_with_fp8_blockwise_mixed", **odd)

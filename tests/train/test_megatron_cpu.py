@@ -8,6 +8,7 @@ from harness import train_tiny
 from torch.overrides import _get_current_function_mode_stack
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import bf16
 from nemo_fp8.train import emulated, megatron_cpu
 from nemo_fp8.train.accelerator import MegatronCPU
 from nemo_fp8.train.emulated import emulated_fp8
@@ -103,6 +104,31 @@ def test_cuda_is_the_cpu_inside_and_only_inside():
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(2, device="cuda")
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_bf16_products_run_in_fp32_where_there_are_no_units_for_them(monkeypatch, units):
+    def kernel():
+        return torch._C._dispatch_dump("aten::mm")
+
+    monkeypatch.setattr(bf16, "multiplies_bf16", lambda: units)
+    before = kernel()
+    with megatron_on_cpu(), megatron_on_cpu():
+        assert (kernel() == before) == units
+    assert kernel() == before
+
+
+@pytest.mark.parametrize("plugin", ["bf16_mixed", "bf16_with_fp8_blockwise_mixed"])
+def test_every_bf16_product_of_a_step_runs_in_fp32_without_units(plugin):
+    """Attention, linears, and the output layer, forward and backward, on a processor that oneDNN takes for one with AVX2."""
+    settings = {"stock": False, "steps": 3, "model": "llama"}
+    units = train_tiny(plugin, **settings)
+    run = train_tiny(plugin, **settings, env={"ONEDNN_MAX_CPU_ISA": "AVX2"}, before="probes:watch_products", probe="probes:seen")
+    seen = run.extra["seen"]
+    assert seen.pop("in FP32") == seen["mm"] > 0
+    assert set(seen) <= set(bf16._OPERANDS)
+    assert {"mm", "bmm", "baddbmm"} <= set(seen)
+    assert run.losses == pytest.approx(units.losses, rel=2e-3)
 
 
 def test_random_streams_are_independent_and_repeatable():

@@ -23,20 +23,32 @@ import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_fp8.own_folder import own_folder
+
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("fp8_quantize.c", "fp8_decode.c"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("fp8.h", "fp8_rows.h", "fp8_avx512.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("fp8.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h"))
 FLAGS = (
     "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fopenmp-simd",
     "-shared", "-fPIC", "-pthread",
 )  # fmt: skip
-# The best that the compiler accepts for this machine; the last is what it does by itself.
-MACHINE_FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
+_BEST = {
+    "x86_64": (("-march=native", "-mprefer-vector-width=512"), ("-march=native",)),
+    "aarch64": (("-mcpu=native",), ("-march=native",), ("-march=armv8-a",)),
+}
+
+
+def flags_for(machine: str) -> tuple[tuple[str, ...], ...]:
+    """From the best down to what every compiler accepts, which is what it does by itself."""
+    return (*_BEST.get(machine, ()), ())
+
+
+MACHINE_FLAGS = flags_for(platform.machine())
+OTHERS = {"avx2": ("-march=haswell",), "plain": ()}  # what a better x86 processor can be made to do, to test and to measure it
 COMPILERS = ("cc", "gcc", "clang")
 
 log = logging.getLogger(__name__)
@@ -61,7 +73,10 @@ def build() -> Path:
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise CannotBuild("there is no C compiler (install gcc to have the fast kernels)")
-    place = _private(_cache()) / f"fp8-{_identity(compiler)}.so"
+    try:
+        place = own_folder() / f"fp8-{_identity(compiler)}.so"
+    except OSError as error:
+        raise CannotBuild(str(error)) from error
     if not place.exists():
         with _one_at_a_time(place.parent):
             if not place.exists():
@@ -92,22 +107,6 @@ def _compile(compiler: str, place: Path) -> None:
                 log.info("built %s", place)
                 return
     raise CannotBuild(f"`{' '.join(command)}` failed: {done.stderr.strip()[-500:]}")
-
-
-def _cache() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_fp8"
-    except RuntimeError as error:  # a user without an entry in passwd, as in many containers
-        raise CannotBuild(f"there is no folder to keep them in: {error} (set XDG_CACHE_HOME)") from error
-
-
-def _private(folder: Path) -> Path:
-    """The folder, made if need be. Code is loaded from it, so it must be ours and nobody else's to write to."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    about = folder.stat()
-    if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CannotBuild(f"{folder} belongs to another user or can be written by others (chmod 700 it)")
-    return folder
 
 
 def _identity(compiler: str) -> str:

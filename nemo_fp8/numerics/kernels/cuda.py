@@ -1,14 +1,22 @@
 """Quantizing and decoding on a GPU: what is launched, on rectangles of which size.
 
-Triton is imported when a CUDA tensor comes. Without it (or for tiles that a program's registers cannot hold) the
-answer is None, which is said once, and torch does the same in several passes.
+A :class:`Launch` is a kernel with its arguments. Triton compiles one program for each set of compile-time constants and argument
+types, and ``variants`` lists them all, made by the same two functions that launch them: this is what is compiled without a GPU in
+``tests/numerics/test_kernels_compiled.py``. So that they can be listed, nothing but the tables here chooses a program: Triton's own
+specialization (on arguments that are 1, on multiples of 16) is switched off, and ``_aligned`` takes its place.
+
+Triton is imported when a CUDA tensor comes. Without it, and for tiles that are not in ``TILES``, the answer is None, which is said
+once, and torch does the same in several passes.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +30,23 @@ Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
-SCALINGS = {("te", "fp32"): 1, ("te", "pow2"): 2, ("deepgemm", "fp32"): 3, ("deepgemm", "pow2"): 4, ("te", "e8m0"): 5}
-GIVEN = 0
+TILES = ((128, 128), (1, 128), (128, 1), (1, 32), (32, 1))
+# What the kernel is told of a rule: E8M0; the quotient is scale_inv; what is added to its bits, and which of them are kept.
+RULES = {
+    ("te", "fp32"): (0, 0, 0, -1),
+    ("te", "pow2"): (0, 0, 0, 0x7F800000),
+    ("deepgemm", "fp32"): (0, 1, 0, -1),
+    ("deepgemm", "pow2"): (0, 1, 0x7FFFFF, 0x7F800000),
+    ("te", "e8m0"): (1, 0, 0, -1),
+}
 WHOLE = (32, 256)  # how a whole tensor is cut up
-# A program's share: 64 values a thread are few enough for its registers, and enough loads in flight to fill the memory's pipe.
-ELEMENTS, COLUMNS, VALUES_PER_THREAD = 8192, 256, 64
+# A program's share: enough loads in flight to fill the memory's pipe.
+ELEMENTS, COLUMNS, DECODED = 8192, 256, 4096
+# Values that a thread holds at once, few enough for its registers: statistics keep six sums for each, what is not aligned an address,
+# and what is decoded in columns the address of a scale.
+VALUES, VALUES_DECODED, VALUES_COUNTED = 64, 32, 16
+FEW = VALUES_COUNTED * 8 * 32  # elements of a program, or of its strip, where a thread has VALUES_COUNTED
+SHARED = 32  # so many columns of a tile have one scale, or each its own
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +65,8 @@ def quantize(
     scale: torch.Tensor | None, out: Out | None,
 ) -> Result | None:  # fmt: skip
     """As :func:`nemo_fp8.numerics.quantize.quantize_reference`, or None."""
-    scaling = SCALINGS.get((convention, scale_kind))
-    if scaling is None or x.dtype not in SOURCES or x.numel() == 0 or not _takes(tile) or not available():
+    rule = RULES.get((convention, scale_kind))
+    if rule is None or x.dtype not in SOURCES or x.numel() == 0 or not _takes(tile) or not available():
         return None
     x, format = x.detach(), format_of(element_format)
     matrix = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
@@ -66,11 +86,11 @@ def quantize(
             scale_inv = torch.reciprocal(scale)
         if out is not None:
             scale_inv = out[1].copy_(scale_inv.reshape(out[1].shape))
-        _launch(matrix, WHOLE, format, GIVEN, codes=codes, given=scale, **found)
+        _start(cast(matrix, WHOLE, format, None, codes=codes, given=scale, **found))
     else:
         scale_type = torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32
         scale_inv = torch.empty(grid, dtype=scale_type, device=x.device) if out is None else out[1]
-        _launch(matrix, tile, format, scaling, codes=codes, scale_inv=scale_inv, **found)
+        _start(cast(matrix, tile, format, rule, codes=codes, scale_inv=scale_inv, **found))
     return codes, scale_inv, _statistics(x, tile, format, found, scale_inv) if statistics else None
 
 
@@ -81,7 +101,7 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
     matrix = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     found = torch.empty(_grid(matrix, WHOLE), dtype=torch.float32, device=x.device)
-    _launch(matrix, WHOLE, FORMATS["e4m3"], SCALINGS["te", "fp32"], amax=found)
+    _start(cast(matrix, WHOLE, FORMATS["e4m3"], None, amax=found))
     return found.amax()
 
 
@@ -89,71 +109,151 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch
     """``code * scale_inv``, or None."""
     if dtype not in SOURCES or data.numel() == 0 or not available():
         return None
-    from nemo_fp8.numerics.kernels import triton_kernels
-
-    format = format_of(data.dtype)
-    codes = data.reshape(-1, data.shape[-1]) if data.dim() else data.reshape(1, 1)
-    codes = codes.contiguous().view(torch.uint8)
-    rows, cols = codes.shape
     out = torch.empty(data.shape, dtype=dtype, device=data.device) if out is None else out
-    bytes_ = scale_inv.dtype != torch.float32
-    strides = (0, 0) if tile is None else scale_inv.stride()
-    high, wide = ELEMENTS // COLUMNS, COLUMNS
-    triton_kernels.decode_kernel[(-(-rows // high) * -(-cols // wide),)](
-        codes, scale_inv.view(torch.uint8) if bytes_ else scale_inv, out, rows, cols, *strides, *(tile or (1, 1)),
-        MANTISSA=format.mantissa_bits, BIAS=format.bias, SPECIAL=_special(format), BYTES=bytes_, ROWS=high, COLS=wide, num_warps=4,
-    )  # fmt: skip
+    codes = data.reshape(-1, data.shape[-1]) if data.dim() else data.reshape(1, 1)
+    _start(back(codes.contiguous(), scale_inv, tile, out))
     return out
 
 
-def _launch(matrix: torch.Tensor, tile: tuple[int, int], format: Format, scaling: int, **arrays: torch.Tensor) -> None:
-    from nemo_fp8.numerics.kernels import triton_kernels
+# ---------------------------------------------------------------------- launches
 
-    high, wide = _rectangle(tile)
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a kernel: by ``programs``, with arguments and compile-time constants."""
+
+    kernel: str
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    warps: int
+
+
+def cast(matrix: torch.Tensor, tile: tuple[int, int], format: Format, rule: tuple[int, ...] | None, **arrays: torch.Tensor) -> Launch:
+    """The cast of a matrix into ``codes``, or without them the search for its ``amax``. ``rule`` is None where no scale is to be found."""
+    statistics = "counts" in arrays
     (rows, cols), (grid_rows, grid_cols) = matrix.shape, _grid(matrix, tile)
-    codes, counts = arrays.get("codes"), arrays.get("counts")
-    scale_inv = arrays.get("scale_inv")
-    if scale_inv is not None and scale_inv.dtype != torch.float32:
-        scale_inv = scale_inv.view(torch.uint8)
+    codes, scale_inv = arrays.get("codes"), arrays.get("scale_inv")
     bf16 = matrix.dtype == torch.bfloat16
-    source = matrix.view(torch.int16) if bf16 else matrix
-    codes_stride = 0 if codes is None else rows_of(codes, "codes").stride(0)
-    scale_strides = (0, 0) if scale_inv is None else scale_inv.stride()
-    none = matrix  # a pointer that the kernel does not touch
-    triton_kernels.quantize_kernel[(-(-grid_rows // high) * -(-grid_cols // wide),)](
-        source, none if codes is None else codes.view(torch.uint8), none if scale_inv is None else scale_inv,
-        *(arrays.get(name, none) for name in ("given", "amax", "signal", "noise", "counts")),
-        rows, cols, matrix.stride(0), codes_stride, *scale_strides, grid_rows, grid_cols,
-        format.max, 1.0 / format.max, torch.finfo(matrix.dtype).max, format.saturates_above,
-        SCALING=scaling, MANTISSA=format.mantissa_bits, BIAS=format.bias, SPECIAL=_special(format),
-        HIGH=high, TILE_ROWS=tile[0], WIDE=wide, TILE_COLS=tile[1],
-        BF16=bf16, CAST=codes is not None, STATISTICS=counts is not None, HARDWARE=_rounds_in_hardware(matrix.device),
-        num_warps=_warps(high * tile[0] * wide * tile[1], statistics=counts is not None),
+    codes = None if codes is None else rows_of(codes, "codes").view(torch.uint8)
+    aligned = _aligned(matrix, codes)
+    high, wide, strips, warps = _rectangle(tile, statistics, aligned)
+    return Launch(
+        "quantize_kernel",
+        -(-grid_rows // high) * -(-grid_cols // wide),
+        (
+            matrix.view(torch.int16) if bf16 else matrix, codes, _plain(scale_inv),
+            *(arrays.get(name) for name in ("given", "amax", "signal", "noise", "counts")),
+            rows, cols, matrix.stride(0), 0 if codes is None else codes.stride(0),
+            *((0, 0) if scale_inv is None else scale_inv.stride()), grid_rows, grid_cols,
+            *(rule or RULES["te", "fp32"]), format.max, 1.0 / format.max, torch.finfo(matrix.dtype).max, format.saturates_above,
+        ),
+        {
+            "GIVEN": rule is None and codes is not None, **_constants(format, matrix.device),
+            "HIGH": high, "TILE_ROWS": tile[0], "WIDE": wide, "TILE_COLS": tile[1], "STRIPS": strips,
+            "BF16": bf16, "CAST": codes is not None, "STATISTICS": statistics, "ALIGNED": aligned,
+        },
+        warps,
     )  # fmt: skip
 
 
-def _rectangle(tile: tuple[int, int]) -> tuple[int, int]:
-    """How many tiles a program takes, down and across: about ELEMENTS values, in rows of COLUMNS where tiles allow it."""
-    wide = max(1, COLUMNS // tile[1]) if tile[0] * COLUMNS <= ELEMENTS else max(1, ELEMENTS // (tile[0] * tile[1]))
-    return max(1, ELEMENTS // (tile[0] * tile[1] * wide)), wide
+def back(codes: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, out: torch.Tensor) -> Launch:
+    """The values of contiguous codes, [rows, columns], into ``out``."""
+    rows, cols = codes.shape
+    strides = (0, 0) if tile is None else scale_inv.stride()
+    tile = tile or WHOLE
+    shared = 1 if tile[1] % SHARED else SHARED
+    high, wide = DECODED // COLUMNS, COLUMNS
+    constants = _constants(format_of(codes.dtype), codes.device)
+    codes = codes.view(torch.uint8)
+    return Launch(
+        "decode_kernel",
+        -(-rows // high) * -(-cols // wide),
+        (codes, _plain(scale_inv), out, rows, cols, *strides, *tile, int(scale_inv.dtype != torch.float32)),
+        {
+            **constants, "ROWS": high, "COLS": wide, "SHARED": shared,
+            "ALIGNED": _aligned(codes, out.reshape(codes.shape)),
+        },
+        DECODED // (VALUES_COUNTED if shared == 1 else VALUES_DECODED) // 32,
+    )  # fmt: skip
 
 
-def _warps(elements: int, statistics: bool) -> int:
-    """Counting needs twice the registers for each value."""
-    return max(1, elements // VALUES_PER_THREAD // 32) * (2 if statistics else 1)
+def variants() -> Iterator[tuple[str, Launch]]:
+    """Every program that this file can ask Triton for, by name, on small tensors of the CPU."""
+    formats = [FORMATS[name] for name in ("e4m3", "e5m2")]
+    for dtype, aligned in itertools.product(SOURCES, (True, False)):
+        x = torch.empty(128, 160, dtype=dtype)[:, : None if aligned else 130]
+        x = x if aligned else x[:, 1:]
+        named = f"{str(dtype).removeprefix('torch.')}{'' if aligned else ', unaligned'}"
+        yield f"amax of {named}", cast(x, WHOLE, formats[0], None, amax=torch.empty(_grid(x, WHOLE)))
+        for format, tile, statistics in itertools.product(formats, (*TILES, None), (False, True)):
+            grid = _grid(x, tile or WHOLE)
+            arrays = {"codes": torch.empty(x.shape, dtype=format.dtype), **(_empty(grid, x.device) if statistics else {})}
+            arrays["given" if tile is None else "scale_inv"] = torch.empty(() if tile is None else grid)
+            shown = "a given scale" if tile is None else "{}x{}".format(*tile)
+            launch = cast(x, tile or WHOLE, format, None if tile is None else RULES["te", "fp32"], **arrays)
+            yield f"{named} to {format.name}, {shown}{', statistics' if statistics else ''}", launch
+        for format, tile in itertools.product(formats, ((1, SHARED), (1, 1))):
+            codes, values = torch.empty(x.shape, dtype=format.dtype), torch.empty(x.shape, dtype=dtype)
+            shown = "tiles of rows" if tile[1] == SHARED else "tiles of columns"
+            yield f"{format.name} to {named}, {shown}", back(codes, torch.empty(_grid(x, tile)), tile, values)
+
+
+def _start(launch: Launch) -> None:
+    from nemo_fp8.numerics.kernels import triton_kernels
+
+    kernel = getattr(triton_kernels, launch.kernel)
+    kernel[(launch.programs,)](*launch.arguments, **launch.constants, num_warps=launch.warps)
+
+
+def _constants(format: Format, device: torch.device) -> dict[str, Any]:
+    """What a kernel is compiled with for a format on a device."""
+    special = format.infinity or format.first_nan
+    return {"MANTISSA": format.mantissa_bits, "BIAS": format.bias, "SPECIAL": special, "HARDWARE": _rounds_in_hardware(device)}
+
+
+def _plain(scale_inv: torch.Tensor | None) -> torch.Tensor | None:
+    """Scales in a type that Triton knows."""
+    return scale_inv if scale_inv is None or scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
+
+
+def _aligned(*matrices: torch.Tensor | None) -> bool:
+    """Whether every 16 elements of a row begin at a multiple of 16 bytes and end inside of it: 128 bits are moved at once."""
+    there = [m for m in matrices if m is not None]
+    return all(m.shape[1] % 16 == 0 and m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in there)
+
+
+def _rectangle(tile: tuple[int, int], statistics: bool, aligned: bool) -> tuple[int, int, int, int]:
+    """A program's tiles down and across, the strips into which their rows are cut, and its warps."""
+    few = statistics or not aligned
+    values = VALUES_COUNTED if few else VALUES
+    elements, area = FEW if few else ELEMENTS, tile[0] * tile[1]
+    wide = COLUMNS // tile[1]
+    if not few:
+        wide = min(wide, elements // area)
+    elif area > elements:  # cut into strips, and alone
+        wide = 1
+    wide = max(1, wide)
+    high = max(1, elements // (area * wide))
+    strips = max(1, area * wide // elements) if few else 1
+    return high, wide, strips, high * area * wide // strips // values // 32
 
 
 def _takes(tile: Tile) -> bool:
-    """Powers of two, and no more values than a program's registers hold."""
-    return tile is None or (tile[0] * tile[1] <= 2 * ELEMENTS and all(n & (n - 1) == 0 for n in tile))
+    """Whether there is a program for the tile; said once for each if not."""
+    if tile is None or tile in TILES:
+        return True
+    _left_to_torch(tile)
+    return False
+
+
+@functools.cache
+def _left_to_torch(tile: tuple[int, int]) -> None:
+    log.warning("FP8 casts in tiles of %dx%d run in torch on this GPU, with the same bits but more slowly: no kernel has them", *tile)
 
 
 def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
     return -(-matrix.shape[0] // tile[0]), -(-matrix.shape[1] // tile[1])
-
-
-def _special(format: Format) -> int:
-    return format.infinity or format.first_nan
 
 
 def _rounds_in_hardware(device: torch.device) -> bool:

@@ -33,6 +33,16 @@ INLINE void ask_for(const void *x, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)x + i, 0, 2);
 }
 
+/* An FP8 format as the casts need it: fp8_rows.h says how. */
+typedef struct { uint32_t drop, least, top; float magic, saturates_above; } format;
+
+/* Vectors for tame BF16, where the processor has them; then BLOCK says how many bytes each has. */
+#if defined(__AVX512BW__)
+#include "fp8_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "fp8_avx2.h"
+#endif
+
 /* ------------------------------------------------------------------------------------------------- sharing out work */
 
 /* A unit is some rows of tiles, one strip wide; or as wide as the matrix where there are rows enough for all threads, since
@@ -106,14 +116,21 @@ static inline void expect(void *out, int64_t bytes) {
 }
 
 /* Large results go past the caches, which spares reading what is overwritten: a row is made in the first-level cache, and sent
-   from there. Whoever streams ends with `streamed`. */
-INLINE int large(int64_t bytes) { return bytes >= LARGE; }
+   from there. Whoever streams ends with `streamed`. Without such a store (ARM) a row is made where it belongs. */
+INLINE int large(int64_t bytes) {
+#ifdef __SSE2__
+    return bytes >= LARGE;
+#else
+    return (void)bytes, 0;
+#endif
+}
 
 INLINE void stream(void *to, const void *from, int64_t bytes) {
     int64_t i = 0;
-#ifdef __AVX512BW__
-    if (((uintptr_t)to & 63) == 0)
-        for (; i + 64 <= bytes; i += 64) _mm512_stream_si512((void *)((char *)to + i), _mm512_loadu_si512((const char *)from + i));
+#ifdef BLOCK
+    if (((uintptr_t)to & (BLOCK - 1)) == 0)
+        for (; i + BLOCK <= bytes; i += BLOCK)
+            V_BITS(stream)((words *)((char *)to + i), V_BITS(loadu)((const words *)((const char *)from + i)));
 #elif defined(__SSE2__)
     if (((uintptr_t)to & 15) == 0)
         for (; i + 16 <= bytes; i += 16)

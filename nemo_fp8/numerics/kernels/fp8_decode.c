@@ -2,7 +2,7 @@
 
    Exponent and mantissa are shifted to where FP32 has them and the bias is corrected by an addition; subnormals, which
    have no hidden bit, are converted as integers. Two codes make one 32-bit word of two BF16 values (PAIR). Rows without
-   infinities and NaNs, which a glance over the codes shows, take the shorter loop. */
+   infinities and NaNs, which a glance over the codes shows, take the shorter loop, or vectors where the processor has AVX-512 or AVX2. */
 
 #include "fp8.h"
 
@@ -71,12 +71,64 @@ static int all_numbers(const uint8_t *codes, int64_t n, uint8_t special) {
     return top < special;
 }
 
-typedef struct { float slots[STRIP]; uint32_t row[STRIP] __attribute__((aligned(64))); } scratch_back;
+#ifdef BLOCK
+/* Tame codes to BF16 on vectors. An E5M2 code is the upper half of an FP16 number, and an E4M3 code, one bit further down, that of one
+   256 times smaller: the processor widens both itself, subnormals among them, and `scale` makes up for the 256. It is one for each tile
+   of 2**shift >= 32 columns, or one for each column, evens of a group first. */
+enum { GROUP = 2 * LANES };
+
+INLINE words rounded(reals y) { /* its upper halves are BF16 */
+    words u = WORDS(y), odd = V_BITS(and)(V(srli_epi32)(u, 16), V(set1_epi32)(1));
+    return V(add_epi32)(V(add_epi32)(u, V(set1_epi32)(0x7fff)), odd);
+}
+
+INLINE words decode_group(const uint8_t *codes, const float *scale, int columns, int e4m3) {
+    words fp16 = widen_codes(codes);
+    if (e4m3) fp16 = V_BITS(and)(V(srai_epi16)(fp16, 1), V(set1_epi16)((int16_t)0xbf80));
+    reals even = columns ? V(loadu_ps)(scale) : V(set1_ps)(*scale), odd = columns ? V(loadu_ps)(scale + LANES) : even;
+    return upper_halves(rounded(V(mul_ps)(low_halves(fp16), even)), rounded(V(mul_ps)(high_halves(fp16), odd)));
+}
+
+INLINE void decode_bf16(const uint8_t *codes, uint16_t *out, int64_t n, const float *scale, int shift, int streams, int columns, int e4m3) {
+    int64_t c = 0;
+    streams = streams && ((uintptr_t)out & 63) == 0;
+    for (; c + GROUP <= n; c += GROUP) {
+        words two = decode_group(codes + c, scale + (columns ? c : c >> shift), columns, e4m3);
+        if (streams) V_BITS(stream)((words *)(out + c), two);
+        else V_BITS(storeu)((words *)(out + c), two);
+    }
+    if (c == n) return;
+    uint8_t padded[GROUP] = {0};
+    memcpy(padded, codes + c, (size_t)(n - c));
+    words two = decode_group(padded, scale + (columns ? c : c >> shift), columns, e4m3);
+    memcpy(out + c, &two, (size_t)(n - c) * 2);
+}
+
+typedef void bf16_back_function(const uint8_t *, uint16_t *, int64_t, const float *, int, int);
+#define BF16_BACK(NAME, COLUMNS, E4M3) \
+    static void NAME(const uint8_t *codes, uint16_t *out, int64_t n, const float *scale, int shift, int streams) { \
+        decode_bf16(codes, out, n, scale, shift, streams, COLUMNS, E4M3); \
+    }
+BF16_BACK(e5m2_wide_back, 0, 0) BF16_BACK(e4m3_wide_back, 0, 1) BF16_BACK(e5m2_columns_back, 1, 0) BF16_BACK(e4m3_columns_back, 1, 1)
+static bf16_back_function *const DECODE_BF16[2][2] = {{e5m2_wide_back, e4m3_wide_back}, {e5m2_columns_back, e4m3_columns_back}};
+
+/* Scales for `decode_group`; returns whether all are finite. */
+static int scales_of_lanes(const float *restrict scale, float *restrict to, int64_t n, float factor, int columns) {
+    uint32_t top = 0;
+    for (int64_t c = 0; c < n; c++) {
+        float s = scale[c] * factor;
+        uint32_t u = bits(s) & INFINITE;
+        to[columns ? c / GROUP * GROUP + c % 2 * LANES + c % GROUP / 2 : c] = s, top = u > top ? u : top;
+    }
+    return top < INFINITE;
+}
+#endif
+
+typedef struct { float scale[STRIP], lanes[STRIP], slots[STRIP]; uint32_t row[STRIP] __attribute__((aligned(64))); } scratch_back;
 
 static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_t c0, int64_t grid) {
-    float *slots = w->slots;
     int64_t size = bytes_of(j->target);
-    int streams = large(j->rows * j->cols * size);
+    int streams = large(j->rows * j->cols * size), spread = 0, e4m3 = j->mantissa_bits == 3;
     int64_t width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols;
     int64_t wide = j->tile_cols / (j->target == PAIR ? 2 : 1);
     uint32_t wild_scale = 0;
@@ -84,14 +136,26 @@ static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_
         uint32_t e = j->e8m0 ? ((const uint8_t *)j->scale_inv)[first + t] : 0;
         float s = j->e8m0 ? value(e == 0 ? 0x400000 : e == 255 ? 0x7fc00000 : e << 23) : ((const float *)j->scale_inv)[first + t];
         wild_scale |= (bits(s) & INFINITE) == INFINITE;
-        for (int64_t i = 0; i < wide; i++) slots[t * wide + i] = s;
+        w->scale[t] = s;
     }
+#ifdef BLOCK
+    int columns = j->tile_cols == 1, shift = 63 - __builtin_clzll((uint64_t)j->tile_cols);
+    int vectors = j->target != FP32 && (columns || j->tile_cols >= 32) && scales_of_lanes(w->scale, w->lanes, n, e4m3 ? 256 : 1, columns);
+#endif
     for (int64_t r = row * j->tile_rows; r < least_of((row + 1) * j->tile_rows, j->rows); r++) {
         const uint8_t *codes = j->codes + r * j->cols + c0;
-        int e4m3 = j->mantissa_bits == 3, tame = !wild_scale && all_numbers(codes, width, e4m3 ? 0x7f : 0x7c);
+        int tame = !wild_scale && all_numbers(codes, width, e4m3 ? 0x7f : 0x7c);
         ask_for(codes + j->cols, width);
         char *out = (char *)j->out + (r * j->cols + c0) * size;
-        DECODE[j->target][e4m3][tame](codes, streams ? (char *)w->row : out, width, slots);
+#ifdef BLOCK
+        if (tame && vectors) {
+            DECODE_BF16[columns][e4m3](codes, (uint16_t *)out, width, w->lanes, shift, streams);
+            continue;
+        }
+#endif
+        for (int64_t t = 0; t < n && !spread; t++) for (int64_t i = 0; i < wide; i++) w->slots[t * wide + i] = w->scale[t];
+        spread = 1;
+        DECODE[j->target][e4m3][tame](codes, streams ? (char *)w->row : out, width, w->slots);
         if (streams) stream(out, w->row, width * size);
     }
 }

@@ -6,14 +6,14 @@
    cast the next one is asked for, and large results are streamed past the caches, which spares reading what is overwritten.
 
    A strip of which no value is too large for its scale, infinite or NaN is tame. Tame BF16 has rows of its own where the
-   processor has AVX-512 (fp8_avx512.h); everything else takes the rows in plain C (fp8_rows.h).
+   processor has AVX-512 or AVX2 (fp8_bf16.h); everything else takes the rows in plain C (fp8_rows.h).
 
    Python (cpu.py) fills in a job and makes all choices. Compile without -ffast-math and with -ffp-contract=off. */
 
 #include "fp8.h"
 #include "fp8_rows.h"
-#ifdef __AVX512BW__
-#include "fp8_avx512.h"
+#ifdef BLOCK
+#include "fp8_bf16.h"
 #endif
 
 enum scaling { GIVEN, TE, TE_POW2, DEEPGEMM, DEEPGEMM_POW2, E8M0 };
@@ -79,6 +79,14 @@ static uint32_t highest(const void *x, int64_t n, int source) {
     return FOR_WIDTH(n, HIGHEST);
 }
 
+/* Each value by itself. */
+#define MAGNITUDES(SOURCE) for (int64_t i = 0; i < n; i++) to[i] = value(widen(x, i, SOURCE) & 0x7fffffff)
+static void magnitudes(const void *restrict x, float *restrict to, int64_t n, int source) {
+    if (source == FP32) MAGNITUDES(FP32);
+    else if (source == FP16) MAGNITUDES(FP16);
+    else MAGNITUDES(BF16);
+}
+
 static uint32_t highest_number(const strip *s, int64_t c, int64_t n) {
     uint32_t top = 0;
     for (int64_t r = 0; r < s->rows; r++)
@@ -96,8 +104,8 @@ static int find_amaxes(const strip *s) {
     int64_t size = bytes_of(j->source), wide = j->tile_cols, t = 0;
     uint32_t most = 0;
     if (s->rows > 1) find_tops(s->x, j->stride * size, s->rows, s->w->tops, s->width, j->source), tops = (const char *)s->w->tops;
-    if (wide == 1) for (; t < s->tiles; t++) s->w->amax[t] = value(widen(tops, t, j->source) & 0x7fffffff);
-#ifdef __AVX512BW__
+    if (wide == 1) magnitudes(tops, s->w->amax, t = s->tiles, j->source);
+#ifdef BLOCK
     else if (size == 2 && j->source != FP16) t = tops_of_tiles((const uint16_t *)tops, s->width / wide, wide, s->w->amax);
 #endif
     for (; t < s->tiles; t++) s->w->amax[t] = value(highest(tops + t * wide * size, least_of(wide, s->width - t * wide), j->source));
@@ -109,35 +117,38 @@ static int find_amaxes(const strip *s) {
 
 static void find_scales(const job *j, const float *restrict amax, float *restrict scale, float *restrict scale_inv, int64_t n) {
     const float max = j->format_max, reciprocal = (float)(1.0 / (double)max);
+    const float if_tiny = j->scale_if_tiny, given = j->given; /* here, as every choice, so that the loops have none */
+    const int pow2 = j->scaling == TE_POW2 || j->scaling == DEEPGEMM_POW2;
+    const uint32_t kept = pow2 ? INFINITE : ~0u, up_to_it = pow2 ? 0x7fffff : 0;
+    const int32_t least = 0x400000; /* the bits of 2**-127, whose exponent is 0 */
     switch (j->scaling) {
     case TE: case TE_POW2:
         for (int64_t i = 0; i < n; i++) {
             float s = max / amax[i];
-            s = bits(s) == INFINITE ? j->scale_if_tiny : s;
-            s = j->scaling == TE_POW2 ? value(bits(s) & INFINITE) : s;
-            scale[i] = s = amax[i] == 0 || bits(amax[i]) == INFINITE ? 1 : s;
+            s = value(bits(bits(s) == INFINITE ? if_tiny : s) & kept);
+            scale[i] = s = (amax[i] == 0) | (bits(amax[i]) == INFINITE) ? 1 : s;
             scale_inv[i] = 1 / s;
         }
         return;
     case DEEPGEMM: case DEEPGEMM_POW2:
         for (int64_t i = 0; i < n; i++) {
             float s = (amax[i] < 1e-4f ? 1e-4f : amax[i]) / max;
-            s = j->scaling == DEEPGEMM_POW2 ? value((bits(s) + 0x7fffff) & INFINITE) : s;
+            s = value((bits(s) + up_to_it) & kept);
             scale_inv[i] = s = bits(amax[i]) == INFINITE ? 1 : s;
             scale[i] = 1 / s;
         }
         return;
     case E8M0:
         for (int64_t i = 0; i < n; i++) {
-            uint32_t u = bits(amax[i] * reciprocal), e = u >> 23, m = u & 0x7fffff;
-            e += m && e != 254 && !(e == 0 && m <= 0x400000);
-            e = u == INFINITE ? 254 : e;
-            scale_inv[i] = value(e == 0 ? 0x400000 : e << 23);
-            scale[i] = value(e == 254 ? 0x400000 : (254 - e) << 23);
+            int32_t u = (int32_t)bits(amax[i] * reciprocal), up = (u + 0x7fffff) >> 23, e = up < 254 ? up : 254;
+            e = u > least ? e : 0;
+            int32_t power = e << 23, inverse = (254 - e) << 23;
+            scale_inv[i] = value((uint32_t)(power > least ? power : least));
+            scale[i] = value((uint32_t)(inverse > least ? inverse : least));
         }
         return;
     default:
-        for (int64_t i = 0; i < n; i++) scale[i] = j->given, scale_inv[i] = 1 / j->given;
+        for (int64_t i = 0; i < n; i++) scale[i] = given, scale_inv[i] = 1 / given;
     }
 }
 
@@ -170,24 +181,48 @@ static void gather(const strip *s, int tame, int any) {
     }
 }
 
-INLINE void store_counters(void *restrict to, const int32_t *restrict from, int64_t n, int bytes) {
+/* A row of n bytes, made in `row` up to a whole number of vectors: what a strip's arrays hold after its last tile means nothing,
+   but a strip has few tiles, and would otherwise be done byte by byte. */
+#define WHOLE(N) (((N) + 63) & ~(int64_t)63)
+#define STORE_BYTES(TO, N, ROW, BYTE) \
+    do { \
+        for (int64_t t = 0; t < WHOLE(N); t++) (ROW)[t] = (uint8_t)(BYTE); \
+        memcpy(TO, ROW, (size_t)(N)); \
+    } while (0)
+
+static void store_exponents(uint8_t *to, const float *restrict scale_inv, int64_t n, uint8_t *restrict row) {
+    STORE_BYTES(to, n, row, bits(scale_inv[t]) >> 23);
+}
+
+static void store_counters(void *to, const int32_t *restrict from, int64_t n, int64_t bytes, uint8_t *restrict row) {
     if (bytes == 4) memcpy(to, from, (size_t)n * 4);
-    else for (int64_t t = 0; t < n; t++) ((uint8_t *)to)[t] = (uint8_t)from[t];
+    else STORE_BYTES(to, n, row, from[t]);
+}
+
+static void store_one_more(uint8_t *to, const uint8_t *restrict from, int64_t n, uint8_t *restrict row) {
+    STORE_BYTES(to, n, row, from[t] + 1);
 }
 
 static void unscale_roots(const float *restrict sums, const float *restrict scale_inv, float *restrict to, int64_t n) {
     for (int64_t t = 0; t < n; t++) to[t] = sqrtf(sums[t]) * scale_inv[t];
 }
 
+/* Stores wait for each other: one whose place has to come from memory first holds up all that follow, once for each kind. */
+static void ask_for_counts(const job *j, int64_t at, int64_t n) {
+    const void *floats[] = {j->amax + at, j->norm + at, j->error_norm + at}, *counters[] = {j->underflow, j->saturated, j->nonfinite};
+    for (int i = 0; i < 3; i++) ask_for(floats[i], n * 4), ask_for((const char *)counters[i] + at * j->count_bytes, n * j->count_bytes);
+    ask_for(j->least + at, n), ask_for(j->largest + at, n);
+}
+
 /* Sums were made of scaled values. Their roots, unscaled, have the range of floats; the sums would need doubles. */
-static void store_counts(const job *j, const scratch *w, int64_t at, int64_t n) {
+static void store_counts(const job *j, scratch *w, int64_t at, int64_t n, int tame) {
     int64_t bytes = j->count_bytes;
     unscale_roots(w->signal, w->scale_inv, j->norm + at, n), unscale_roots(w->noise, w->scale_inv, j->error_norm + at, n);
-    store_counters((char *)j->underflow + at * bytes, w->underflow, n, bytes);
-    store_counters((char *)j->saturated + at * bytes, w->saturated, n, bytes);
-    store_counters((char *)j->nonfinite + at * bytes, w->nonfinite, n, bytes);
-    uint8_t *restrict least = j->least + at;
-    for (int64_t t = 0; t < n; t++) least[t] = (uint8_t)(w->least[t] + 1);
+    char *saturated = (char *)j->saturated + at * bytes, *nonfinite = (char *)j->nonfinite + at * bytes;
+    store_counters((char *)j->underflow + at * bytes, w->underflow, n, bytes, w->row);
+    if (tame) memset(saturated, 0, (size_t)(n * bytes)), memset(nonfinite, 0, (size_t)(n * bytes));
+    else store_counters(saturated, w->saturated, n, bytes, w->row), store_counters(nonfinite, w->nonfinite, n, bytes, w->row);
+    store_one_more(j->least + at, w->least, n, w->row);
     memcpy(j->largest + at, w->largest, (size_t)n);
 }
 
@@ -214,10 +249,14 @@ static void cast_strip(const strip *s, uint8_t *codes, format f, int tame) {
     if (j->norm) gather(s, tame, any);
 }
 
-#ifdef __AVX512BW__
+#ifdef BLOCK
 /* The same for tame BF16, a piece of PIECE columns in each of ABREAST rows at a time: memory answers faster in several places than
-   in one. `ask` is what will be read next. */
-enum { ABREAST = 4, PIECE = 512 };
+   in one, which AVX-512 has the time to wait for. `ask` is what will be read next. */
+enum { ABREAST = 4, PIECE = BLOCK == 64 ? 512 : STRIP };
+
+static void largest_codes(const float *restrict amax, const float *restrict scale, uint8_t *restrict to, int64_t n, format f) {
+    for (int64_t t = 0; t < WHOLE(n); t++) to[t] = (uint8_t)encode(bits(amax[t]), scale[t], f, 1, NONE, NULL, 0);
+}
 
 static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, steps k, const char *ask) {
     const job *j = s->j;
@@ -231,9 +270,9 @@ static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, steps k, c
             for (int64_t r = first; r < least_of(first + ABREAST, s->rows); r++)
                 CAST_BF16[columns][j->norm ? r ? ADD : SET : NONE](
                     (const uint16_t *)s->x + r * j->stride, codes + r * j->codes_stride, c, least_of(c + PIECE, s->width),
-                    ask + r * j->stride * 2, o, k, &w->counts);
+                    ask + r * j->stride * 2, &o, &k, &w->counts);
     if (!j->norm) return;
-    int64_t there = (s->width + 63) / 64 * 64, n = s->tiles;
+    int64_t there = (s->width + BLOCK - 1) / BLOCK * BLOCK, n = s->tiles;
     if (columns) {
         apart(w->counts.signal, w->signal, there, 1), apart(w->counts.noise, w->noise, there, 1);
         memcpy(w->least, w->counts.least, (size_t)n);
@@ -242,8 +281,7 @@ static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, steps k, c
 #define GATHER_WIDE(N) gather_wide(&w->counts, N, n, there, w->signal, w->noise, w->least)
         FOR_WIDTH(j->tile_cols, GATHER_WIDE);
     }
-    memset(w->saturated, 0, (size_t)n * 4), memset(w->nonfinite, 0, (size_t)n * 4);
-    for (int64_t t = 0; t < n; t++) w->largest[t] = (uint8_t)encode(bits(w->amax[t]), w->scale[t], f, 1, NONE, NULL, 0);
+    largest_codes(w->amax, w->scale, w->largest, n, f);
 }
 #endif
 
@@ -256,24 +294,25 @@ static void work_on(const job *j, format f, scratch *w, spot at, spot next) {
     strip s = {j, w, least_of(j->tile_rows, j->rows - r0), least_of(STRIP, j->cols - at.column), 0, first_of(j, at)};
     s.tiles = (s.width + j->tile_cols - 1) / j->tile_cols;
 
+    if (j->norm) ask_for_counts(j, at.row * grid + tile, s.tiles);
     int tame = find_amaxes(&s);
     if (j->amax) memcpy(j->amax + at.row * grid + tile, w->amax, (size_t)s.tiles * 4);
     if (!j->codes) return;
     find_scales(j, w->amax, w->scale, w->scale_inv, s.tiles);
     int64_t scales_at = at.row * j->scale_stride + tile;
-    if (j->scaling == E8M0) for (int64_t t = 0; t < s.tiles; t++) ((uint8_t *)j->scale_inv)[scales_at + t] = (uint8_t)(bits(w->scale_inv[t]) >> 23);
+    if (j->scaling == E8M0) store_exponents((uint8_t *)j->scale_inv + scales_at, w->scale_inv, s.tiles, w->row);
     else if (j->scaling != GIVEN) memcpy((float *)j->scale_inv + scales_at, w->scale_inv, (size_t)s.tiles * 4);
     else for (int64_t t = 0; t < s.tiles; t++) tame &= w->amax[t] * j->given <= j->format_max;
 
     uint8_t *codes = j->codes + r0 * j->codes_stride + at.column;
-#ifdef __AVX512BW__
+#ifdef BLOCK
     int bf16 = j->source == BF16 || j->source == PAIR;
     if (tame && bf16 && (j->tile_cols == 1 || j->tile_cols >= 32))
         cast_strip_bf16(&s, codes, f, steps_of(f), first_of(j, next.row < 0 ? at : next));
     else
 #endif
         cast_strip(&s, codes, f, tame);
-    if (j->norm) store_counts(j, w, at.row * grid + tile, s.tiles);
+    if (j->norm) store_counts(j, w, at.row * grid + tile, s.tiles, tame);
 }
 
 /* ---------------------------------------------------------------------------------------------------- the whole job */

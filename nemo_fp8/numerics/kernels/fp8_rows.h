@@ -14,16 +14,16 @@
 
 #include "fp8.h"
 
-typedef struct { uint32_t drop, least, top; float magic, saturates_above; } format;
-
 /* Statistics of a strip, of scaled values. A slot is a column, or two in a PAIR. A tile's first row sets them, the others
    add to them: tiles of one row are common, and clearing as much as is counted would cost as much. */
 enum counting { NONE, SET, ADD };
 
 typedef struct {
-    float signal[STRIP], noise[STRIP];
+    float signal[STRIP]; /* not a multiple of 4 KiB from `noise`: a load must not look like that of what was just stored there */
+    uint8_t lost[STRIP];
+    float noise[STRIP];
     int32_t saturated[STRIP], nonfinite[STRIP];
-    uint8_t lost[STRIP], least[STRIP], largest[STRIP]; /* lost: to zero, though not zero; least: one less, so that zero is most */
+    uint8_t least[STRIP], largest[STRIP]; /* lost: to zero, though not zero; least: one less, so that zero is most */
 } counts;
 
 /* The code of float x in the low byte, to be XORed with x's sign; the bits above it mean nothing. `tame` means that the
@@ -34,7 +34,7 @@ INLINE uint32_t encode(uint32_t x, float scale, format f, int tame, int count, c
     uint32_t u = bits(y);
     if (!tame) u = u > f.top ? f.top : u;
     uint32_t e = (u > f.least ? u : f.least) & INFINITE;
-#ifdef __FMA__ /* e * magic is exact: both ways round once */
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA) /* e * magic is exact: both ways round once */
     float sum = __builtin_fmaf(value(e), f.magic, value(u));
 #else
     float sum = value(u) + value(e) * f.magic;

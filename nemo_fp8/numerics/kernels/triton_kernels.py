@@ -9,13 +9,15 @@ The rounding is the hardware's own (``cvt.rn.satfinite``, from compute capabilit
 and its ``div_rn`` flushes subnormal quotients.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
-GIVEN, TE, TE_POW2, DEEPGEMM, DEEPGEMM_POW2, E8M0 = (tl.constexpr(i) for i in range(6))
 INFINITE = tl.constexpr(0x7F800000)
+# One compiled program serves every shape and every scale: none of these is looked at when a variant is chosen.
+NUMBERS = ["rows", "cols", "stride", "codes_stride", "scale_rows", "scale_cols", "grid_rows", "grid_cols", "tile_rows", "tile_cols"]
+RULE = ["e8m0", "inverted", "carry", "mask"]
+BYTES = tl.pointer_type(tl.uint8)  # whatever the tensor is: scales are FP32 or bytes
+POINTERS = ["x_ptr", "codes_ptr", "scale_inv_ptr", "given_ptr", "amax_ptr", "signal_ptr", "noise_ptr", "counts_ptr", "out_ptr"]
 
 
 @triton.jit
@@ -35,30 +37,30 @@ def _divide(a, b):
 
 
 @triton.jit
-def _find_scales(amax, SCALING: tl.constexpr, format_max, reciprocal_max, scale_if_tiny):
-    """Scale, scale_inv and, for E8M0, its byte. The formulas are those of scales.py."""
-    byte = _bits(amax)
-    if SCALING == E8M0:
-        ratio = _bits(amax * reciprocal_max)
-        exponent, mantissa = ratio >> 23, ratio & 0x7FFFFF
-        up = (mantissa > 0) & (exponent != 254) & ((exponent != 0) | (mantissa > 0x400000))
-        byte = tl.where(ratio == INFINITE, 254, exponent + up.to(tl.int32))
-        scale = _float(tl.where(byte == 254, 0x400000, (254 - byte) << 23))
-        scale_inv = _float(tl.where(byte == 0, 0x400000, byte << 23))
-    elif (SCALING == DEEPGEMM) | (SCALING == DEEPGEMM_POW2):
-        scale_inv = _divide(tl.maximum(amax, 1e-4), tl.full(amax.shape, format_max, tl.float32))
-        if SCALING == DEEPGEMM_POW2:
-            scale_inv = _float((_bits(scale_inv) + 0x7FFFFF) & INFINITE)
-        scale_inv = tl.where(_bits(amax) == INFINITE, 1.0, scale_inv)
-        scale = _divide(tl.full(amax.shape, 1.0, tl.float32), scale_inv)
-    else:
-        scale = _divide(tl.full(amax.shape, format_max, tl.float32), amax)
-        scale = tl.where(_bits(scale) == INFINITE, scale_if_tiny, scale)
-        if SCALING == TE_POW2:
-            scale = _float(_bits(scale) & INFINITE)
-        scale = tl.where((amax == 0) | (_bits(amax) == INFINITE), 1.0, scale)
-        scale_inv = _divide(tl.full(amax.shape, 1.0, tl.float32), scale)
-    return scale, scale_inv, byte
+def _find_e8m0(amax, reciprocal_max):
+    """Scale and scale_inv of ``amax / max`` rounded up to a power of two, and its byte."""
+    ratio = _bits(amax * reciprocal_max)
+    exponent, mantissa = ratio >> 23, ratio & 0x7FFFFF
+    up = (mantissa > 0) & (exponent != 254) & ((exponent != 0) | (mantissa > 0x400000))
+    byte = tl.where(ratio == INFINITE, 254, exponent + up.to(tl.int32))
+    scale = _float(tl.where(byte == 254, 0x400000, (254 - byte) << 23))
+    return scale, _float(tl.where(byte == 0, 0x400000, byte << 23)), byte
+
+
+@triton.jit
+def _find_fp32(amax, inverted, carry, mask, format_max, scale_if_tiny):
+    """Scale and scale_inv of all four rules with FP32 scales: one of them is a quotient, the other its reciprocal.
+
+    TE divides ``max / amax`` and finds the scale; DeepGEMM ``amax / max``, the ``inverted``, and finds scale_inv. ``carry`` and
+    ``mask`` round the quotient to a power of two, down or up, or leave it alone.
+    """
+    most = tl.full(amax.shape, format_max, tl.float32)
+    quotient = _divide(tl.where(inverted != 0, tl.maximum(amax, 1e-4), most), tl.where(inverted != 0, most, amax))
+    quotient = tl.where(_bits(quotient) == INFINITE, scale_if_tiny, quotient)
+    quotient = _float((_bits(quotient) + carry) & mask)
+    quotient = tl.where((_bits(amax) == INFINITE) | ((amax == 0) & (inverted == 0)), 1.0, quotient)
+    other = _divide(tl.full(amax.shape, 1.0, tl.float32), quotient)
+    return tl.where(inverted != 0, other, quotient), tl.where(inverted != 0, quotient, other)
 
 
 @triton.jit
@@ -84,8 +86,12 @@ def _encode(x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, format_max, HA
 
 
 @triton.jit
-def _decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr):
+def _decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr, HARDWARE: tl.constexpr):
     """The FP32 values of codes, exactly."""
+    if HARDWARE:
+        if MANTISSA == 3:
+            return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        return code.to(tl.float8e5, bitcast=True).to(tl.float32)
     drop: tl.constexpr = 23 - MANTISSA
     last: tl.constexpr = 0x7F >> MANTISSA
     small: tl.constexpr = (128 - BIAS - MANTISSA) << 23
@@ -94,6 +100,33 @@ def _decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.conste
     subnormal = magnitude.to(tl.float32) * _float(tl.full(magnitude.shape, small, tl.int32))
     value = tl.where(magnitude >> MANTISSA > 0, normal, subnormal)
     return tl.where(code.to(tl.int32) & 0x80 > 0, -value, value)
+
+
+@triton.jit
+def _left(size, first, MOST: tl.constexpr, ALIGNED: tl.constexpr):
+    """How many of the rectangle's MOST rows or columns, which begin at ``first``, the tensor has."""
+    left = tl.minimum(size - first, MOST).to(tl.int32)
+    return tl.multiple_of(left, 16) if ALIGNED else left
+
+
+@triton.jit
+def _pointers(ptr, first, row, col, stride, ALIGNED: tl.constexpr):
+    """Addresses of a strip. ``ALIGNED`` says what the launch has checked: every 16 elements begin at a multiple of 16 bytes."""
+    at = ptr + first + row[:, None].to(tl.int64) * stride + col[None, :]
+    return tl.multiple_of(at, (1, 16)) if ALIGNED else at
+
+
+@triton.jit
+def _load_strip(
+    x_ptr, first, row, col, stride, rows_left, cols_left,
+    HIGH: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, TILE_COLS: tl.constexpr, BF16: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Values of a strip in FP32, as [tile rows, rows, tile columns, columns]; zeros outside of the tensor."""
+    inside = (row < rows_left)[:, None] & (col < cols_left)[None, :]
+    loaded = tl.load(_pointers(x_ptr, first, row, col, stride, ALIGNED), mask=inside, other=0)
+    # BF16 comes as integers: it is the upper half of FP32, subnormals included, which Triton's interpreter flushes
+    loaded = _float(loaded.to(tl.int32) << 16) if BF16 else loaded.to(tl.float32)
+    return tl.reshape(loaded, (HIGH, LONG, WIDE, TILE_COLS))
 
 
 @triton.jit
@@ -112,80 +145,134 @@ def _per_tile_sum(x):
 
 
 @triton.jit
-def quantize_kernel(
-    x_ptr, codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, signal_ptr, noise_ptr, counts_ptr,
-    rows, cols, stride, codes_stride, scale_rows, scale_cols, grid_rows, grid_cols,
-    format_max, reciprocal_max, scale_if_tiny, saturates_above,
-    SCALING: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr,
-    HIGH: tl.constexpr, TILE_ROWS: tl.constexpr, WIDE: tl.constexpr, TILE_COLS: tl.constexpr,
-    BF16: tl.constexpr, CAST: tl.constexpr, STATISTICS: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """A rectangle of HIGH x WIDE tiles. ``counts`` are five planes: underflow, saturated, nonfinite, least, largest."""
-    strips = tl.cdiv(cols, WIDE * TILE_COLS)
-    down = (tl.program_id(0) // strips) * HIGH
-    right = (tl.program_id(0) % strips) * WIDE
-    row = down * TILE_ROWS + tl.arange(0, HIGH * TILE_ROWS)
-    col = right * TILE_COLS + tl.arange(0, WIDE * TILE_COLS)
-    inside = (row < rows)[:, None] & (col < cols)[None, :]
-    loaded = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + col[None, :], mask=inside, other=0)
-    # BF16 comes as integers: it is the upper half of FP32, subnormals included, which Triton's interpreter flushes
-    loaded = _float(loaded.to(tl.int32) << 16) if BF16 else loaded.to(tl.float32)
-    x = tl.reshape(loaded, (HIGH, TILE_ROWS, WIDE, TILE_COLS))
+def _spread(value):
+    """A value for each tile, beside the elements of the tiles."""
+    return tl.expand_dims(tl.expand_dims(value, 1), 3)
 
-    tile_row, tile_col = down + tl.arange(0, HIGH), right + tl.arange(0, WIDE)
-    at = tile_row[:, None].to(tl.int64) * grid_cols + tile_col[None, :]
-    real = (tile_row < grid_rows)[:, None] & (tile_col < grid_cols)[None, :]
-    if (SCALING != GIVEN) | STATISTICS:
-        amax = _per_tile_max(tl.where(x == x, tl.abs(x), 0.0))
+
+@triton.jit(do_not_specialize=NUMBERS + RULE, do_not_specialize_on_alignment=POINTERS)
+def quantize_kernel(
+    x_ptr, codes_ptr, scale_inv_ptr: BYTES, given_ptr, amax_ptr, signal_ptr, noise_ptr, counts_ptr,
+    rows: tl.int64, cols: tl.int64, stride: tl.int64, codes_stride: tl.int64,
+    scale_rows: tl.int64, scale_cols: tl.int64, grid_rows: tl.int64, grid_cols: tl.int64,
+    e8m0: tl.int32, inverted: tl.int32, carry: tl.int32, mask: tl.int32,
+    format_max, reciprocal_max, scale_if_tiny, saturates_above,
+    GIVEN: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr,
+    HIGH: tl.constexpr, TILE_ROWS: tl.constexpr, WIDE: tl.constexpr, TILE_COLS: tl.constexpr, STRIPS: tl.constexpr,
+    BF16: tl.constexpr, CAST: tl.constexpr, STATISTICS: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A rectangle of HIGH x WIDE tiles, in STRIPS of LONG rows of every tile.
+
+    One strip stays in registers from the search for its amax to its cast. Of several, which are cut from one row of tiles, each is
+    read again from the cache. ``counts`` are five planes: underflow, saturated, nonfinite, least, largest.
+    """
+    LONG: tl.constexpr = TILE_ROWS // STRIPS
+    across = tl.cdiv(cols, WIDE * TILE_COLS).to(tl.int32)
+    # Places in the tensor have 64 bits, and those in the rectangle 32.
+    down, right = (tl.program_id(0) // across).to(tl.int64) * HIGH, (tl.program_id(0) % across).to(tl.int64) * WIDE
+    first_row, first_col = down * TILE_ROWS, right * TILE_COLS
+    rows_left = _left(rows, first_row, HIGH * TILE_ROWS, False)
+    cols_left = _left(cols, first_col, WIDE * TILE_COLS, ALIGNED)
+    row, col = tl.arange(0, HIGH * LONG), tl.arange(0, WIDE * TILE_COLS)
+    x_first, codes_first = first_row * stride + first_col, first_row * codes_stride + first_col
+    shape: tl.constexpr = (HIGH, LONG, WIDE, TILE_COLS)
+
+    tile_row, tile_col = tl.arange(0, HIGH), tl.arange(0, WIDE)
+    at = (down + tile_row)[:, None] * grid_cols + (right + tile_col)[None, :]
+    real = (down + tile_row < grid_rows)[:, None] & (right + tile_col < grid_cols)[None, :]
+
+    if STRIPS == 1:
+        x = _load_strip(x_ptr, x_first, row, col, stride, rows_left, cols_left, HIGH, LONG, WIDE, TILE_COLS, BF16, ALIGNED)
+    if (not GIVEN) | STATISTICS:
+        if STRIPS == 1:
+            most = tl.where(x == x, tl.abs(x), 0.0)
+        else:
+            most = tl.zeros(shape, tl.float32)
+            for strip in range(STRIPS):
+                strip_row = row + strip * LONG
+                y = _load_strip(x_ptr, x_first, strip_row, col, stride, rows_left, cols_left, HIGH, LONG, WIDE, TILE_COLS, BF16, ALIGNED)
+                most = tl.maximum(most, tl.where(y == y, tl.abs(y), 0.0))
+        amax = _per_tile_max(most)
     if STATISTICS | (not CAST):
         tl.store(amax_ptr + at, amax, mask=real)
     if CAST:
-        if SCALING == GIVEN:
+        if GIVEN:
             scale = tl.load(given_ptr) + tl.zeros((HIGH, WIDE), tl.float32)
             scale_inv = _divide(tl.full((HIGH, WIDE), 1.0, tl.float32), scale)
         else:
-            scale, scale_inv, byte = _find_scales(amax, SCALING, format_max, reciprocal_max, scale_if_tiny)
-            scale_at = tile_row[:, None].to(tl.int64) * scale_rows + tile_col[None, :] * scale_cols
-            if SCALING == E8M0:
+            scale_at = (down + tile_row)[:, None] * scale_rows + (right + tile_col)[None, :] * scale_cols
+            if e8m0 != 0:
+                scale, scale_inv, byte = _find_e8m0(amax, reciprocal_max)
                 tl.store(scale_inv_ptr + scale_at, byte.to(tl.uint8), mask=real)
             else:
-                tl.store(scale_inv_ptr + scale_at, scale_inv, mask=real)
-        wide_scale = tl.expand_dims(tl.expand_dims(scale, 1), 3)
-        codes = _encode(x, wide_scale, MANTISSA, BIAS, format_max, HARDWARE)
-        flat = tl.reshape(codes, (HIGH * TILE_ROWS, WIDE * TILE_COLS))
-        tl.store(codes_ptr + row[:, None].to(tl.int64) * codes_stride + col[None, :], flat, mask=inside)
+                scale, scale_inv = _find_fp32(amax, inverted, carry, mask, format_max, scale_if_tiny)
+                tl.store(scale_inv_ptr.to(tl.pointer_type(tl.float32)) + scale_at, scale_inv, mask=real)
         if STATISTICS:
-            finite = tl.abs(x) < float("inf")
-            value = _decode(codes, MANTISSA, BIAS, SPECIAL) * tl.expand_dims(tl.expand_dims(scale_inv, 1), 3)
-            kept, lost = tl.where(finite, x, 0.0), tl.where(finite, x - value, 0.0)
-            magnitude = codes.to(tl.int32) & 0x7F
-            number = tl.where(magnitude == 0x7F, 0, magnitude)
+            signal, noise = tl.zeros(shape, tl.float32), tl.zeros(shape, tl.float32)
+            underflow, saturated, nonfinite = tl.zeros(shape, tl.int32), tl.zeros(shape, tl.int32), tl.zeros(shape, tl.int32)
+            least = tl.full(shape, 0xFF, tl.int32)
+        for strip in range(STRIPS):
+            strip_row = row + strip * LONG
+            if STRIPS > 1:
+                x = _load_strip(x_ptr, x_first, strip_row, col, stride, rows_left, cols_left, HIGH, LONG, WIDE, TILE_COLS, BF16, ALIGNED)
+            codes = _encode(x, _spread(scale), MANTISSA, BIAS, format_max, HARDWARE)
+            inside = (strip_row < rows_left)[:, None] & (col < cols_left)[None, :]
+            flat = tl.reshape(codes, (HIGH * LONG, WIDE * TILE_COLS))
+            tl.store(_pointers(codes_ptr, codes_first, strip_row, col, codes_stride, ALIGNED), flat, mask=inside)
+            if STATISTICS:
+                finite = tl.abs(x) < float("inf")
+                value = _decode(codes, MANTISSA, BIAS, SPECIAL, HARDWARE) * _spread(scale_inv)
+                kept, lost = tl.where(finite, x, 0.0), tl.where(finite, x - value, 0.0)
+                magnitude = codes.to(tl.int32) & 0x7F
+                signal += kept * kept
+                noise += lost * lost
+                underflow += ((magnitude == 0) & (kept != 0)).to(tl.int32)
+                saturated += (tl.abs(x * _spread(scale)) > saturates_above).to(tl.int32)
+                nonfinite += finite.to(tl.int32) ^ 1
+                least = tl.minimum(least, (magnitude - 1) & 0xFF)  # a code of zero is never the least
+        if STATISTICS:
+            # Codes grow with magnitudes, so the largest is that of the amax; that of NaN is none.
+            largest = _encode(amax, scale, MANTISSA, BIAS, format_max, HARDWARE).to(tl.int32) & 0x7F
             plane = grid_rows * grid_cols
-            tl.store(signal_ptr + at, _per_tile_sum(kept * kept), mask=real)
-            tl.store(noise_ptr + at, _per_tile_sum(lost * lost), mask=real)
-            tl.store(counts_ptr + at, _per_tile_sum(((magnitude == 0) & (kept != 0)).to(tl.int32)), mask=real)
-            tl.store(counts_ptr + plane + at, _per_tile_sum((tl.abs(x * wide_scale) > saturates_above).to(tl.int32)), mask=real)
-            tl.store(counts_ptr + 2 * plane + at, _per_tile_sum((tl.abs(x) < float("inf")).to(tl.int32) ^ 1), mask=real)
-            tl.store(counts_ptr + 3 * plane + at, (_per_tile_min((magnitude - 1) & 0xFF) + 1) & 0xFF, mask=real)
-            tl.store(counts_ptr + 4 * plane + at, _per_tile_max(number), mask=real)
+            tl.store(signal_ptr + at, _per_tile_sum(signal), mask=real)
+            tl.store(noise_ptr + at, _per_tile_sum(noise), mask=real)
+            tl.store(counts_ptr + at, _per_tile_sum(underflow), mask=real)
+            tl.store(counts_ptr + plane + at, _per_tile_sum(saturated), mask=real)
+            tl.store(counts_ptr + 2 * plane + at, _per_tile_sum(nonfinite), mask=real)
+            tl.store(counts_ptr + 3 * plane + at, (_per_tile_min(least) + 1) & 0xFF, mask=real)
+            tl.store(counts_ptr + 4 * plane + at, tl.where(largest == 0x7F, 0, largest), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*NUMBERS, *RULE], do_not_specialize_on_alignment=POINTERS)
 def decode_kernel(
-    codes_ptr, scale_inv_ptr, out_ptr, rows, cols, scale_rows, scale_cols, tile_rows, tile_cols,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    codes_ptr, scale_inv_ptr: BYTES, out_ptr, rows: tl.int64, cols: tl.int64, scale_rows: tl.int64, scale_cols: tl.int64,
+    tile_rows: tl.int32, tile_cols: tl.int32, e8m0: tl.int32,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SHARED: tl.constexpr,
+    ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """A rectangle of codes times the scales of their tiles; ``scale_rows`` and ``scale_cols`` are the scales' strides."""
-    strips = tl.cdiv(cols, COLS)
-    row = (tl.program_id(0) // strips) * ROWS + tl.arange(0, ROWS)
-    col = (tl.program_id(0) % strips) * COLS + tl.arange(0, COLS)
-    inside = (row < rows)[:, None] & (col < cols)[None, :]
-    at = row[:, None].to(tl.int64) * cols + col[None, :]
-    code = tl.load(codes_ptr + at, mask=inside, other=0)
-    scale_at = (row // tile_rows)[:, None].to(tl.int64) * scale_rows + (col // tile_cols)[None, :] * scale_cols
-    if BYTES:
-        byte = tl.load(scale_inv_ptr + scale_at, mask=inside, other=127).to(tl.int32)
+    """A rectangle of codes times the scales of their tiles, of which SHARED columns have the same.
+
+    ``scale_rows`` and ``scale_cols`` are the scales' strides.
+    """
+    across = tl.cdiv(cols, COLS).to(tl.int32)
+    first_row, first_col = (tl.program_id(0) // across).to(tl.int64) * ROWS, (tl.program_id(0) % across).to(tl.int64) * COLS
+    row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
+    rows_left, cols_left = _left(rows, first_row, ROWS, False), _left(cols, first_col, COLS, ALIGNED)
+    inside = (row < rows_left)[:, None] & (col < cols_left)[None, :]
+    first = first_row * cols + first_col
+    code = tl.load(_pointers(codes_ptr, first, row, col, cols, ALIGNED), mask=inside, other=0)
+    # The place of a tile is counted from the rectangle's first in 32 bits: a division of 64 bits takes a hundred instructions.
+    tile_row, tile_col = first_row // tile_rows, first_col // tile_cols
+    some = tl.arange(0, COLS // SHARED) * SHARED
+    down = ((first_row - tile_row * tile_rows).to(tl.int32) + row) // tile_rows
+    right = ((first_col - tile_col * tile_cols).to(tl.int32) + some) // tile_cols
+    scale_at = (tile_row + down)[:, None] * scale_rows + (tile_col + right)[None, :] * scale_cols
+    scaled = (row < rows_left)[:, None] & (some < cols_left)[None, :]
+    if e8m0 != 0:
+        byte = tl.load(scale_inv_ptr + scale_at, mask=scaled, other=127).to(tl.int32)
         scale = _float(tl.where(byte == 0, 0x400000, tl.where(byte == 255, 0x7FC00000, byte << 23)))
     else:
-        scale = tl.load(scale_inv_ptr + scale_at, mask=inside, other=1.0)
-    tl.store(out_ptr + at, (_decode(code, MANTISSA, BIAS, SPECIAL) * scale).to(out_ptr.dtype.element_ty), mask=inside)
+        scale = tl.load(scale_inv_ptr.to(tl.pointer_type(tl.float32)) + scale_at, mask=scaled, other=1.0)
+    value = tl.reshape(_decode(code, MANTISSA, BIAS, SPECIAL, HARDWARE), (ROWS, COLS // SHARED, SHARED))
+    value = tl.reshape(value * tl.expand_dims(scale, 2), (ROWS, COLS))
+    tl.store(_pointers(out_ptr, first, row, col, cols, ALIGNED), value.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,181 @@
+"""BF16 products on a CPU: on its BF16 units where it has some, else the same operand values in FP32, rounded once.
+
+    bf16(a @ b)  =  bf16(fp32(a) @ fp32(b))        exact operands, FP32 sums, one rounding: on every processor
+
+AMX, AVX512_BF16 and ARM's BFDOT multiply BF16 numbers themselves. On any other processor torch computes BF16 products
+all the same: 2 times slower than in FP32 with AVX-512, 5 to 40 times with AVX2 (Zen 2 and 3, most laptops). So whoever
+multiplies in BF16 asks here:
+
+    multiplies_bf16()          the question
+    mm(a, b), linear(x, w)     one product, forward and backward
+    bf16_products()            a context for whole models: every BF16 product on the CPU, whoever computes it
+
+The context replaces torch's own kernels for the CPU in the dispatcher, below autograd: backward, its threads, tensor
+subclasses and compiled graphs all pass there, and nothing is replaced by name. The trade-off: it is process-wide, and
+every product costs 10 microseconds more, so that it is opened by those who own the process (a trainer), and only where
+there are no such units. Operands are copied to FP32 on each call; for one row (a token) that takes longer than the
+product. CUDA tensors, other types and convolutions are as before.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nemo_fp8.errors import PrecisionError
+
+_BF16 = torch.bfloat16
+
+# torch's operators that multiply matrices, and how many of their arguments, from the first one on, are the operands.
+_OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "addmv": 3, "_scaled_dot_product_flash_attention_for_cpu_backward": 5}
+_VARIANTS = {"addmm": (".out", "_"), "baddbmm": (".out", "_"), "addmv": (".out", "_"), "mm": (".out",), "bmm": (".out",)}
+
+
+# ---------------------------------------------------------------------- the question
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether products of BF16 tensors on the CPU run on BF16 units.
+
+    Asked of a product, not of names of processors: BF16 units take subnormal numbers for zero (so say the manuals of
+    VDPBF16PS, TDPBF16PS and BFDOT), and arithmetic in FP32 does not. So the answer is that of the kernel that torch
+    really runs, whatever the processor, the build of torch, and ``ONEDNN_MAX_CPU_ISA`` say; and it is the same in every run.
+    """
+    subnormal = torch.ones((32, 32), dtype=torch.int16).view(_BF16)  # by its bits: conversions flush, too
+    large = torch.eye(32, dtype=_BF16) * 2.0**100
+    flushes = bool(subnormal[0, 0] * 2.0**100 == 0)  # torch.set_flush_denormal(True): then FP32 arithmetic does so, too
+    torch.set_flush_denormal(False)
+    try:
+        return not bool((subnormal @ large).any())
+    finally:
+        torch.set_flush_denormal(flushes)
+
+
+# ---------------------------------------------------------------------- one product
+
+
+def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` of two matrices."""
+    return _product(torch.mm, a, b)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``F.linear``, and its gradients, under ``torch.autocast`` as well."""
+    return _product(F.linear, x, weight, bias)
+
+
+def _product(function: Callable[..., torch.Tensor], *given: torch.Tensor | None) -> torch.Tensor:
+    tensors = [t for t in given if t is not None]
+    if any(t.device.type != "cpu" for t in tensors):
+        return function(*given)
+    mixed = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is _BF16
+    if multiplies_bf16() or not (mixed or all(t.dtype is _BF16 for t in tensors)):
+        return function(*given)
+    with torch.autocast("cpu", enabled=False):
+        return function(*(None if t is None else t.to(_BF16).float() for t in given)).to(_BF16)
+
+
+@contextmanager
+def fp32_matmul(precision: str) -> Iterator[None]:
+    """FP32 products on the CPU in ``ieee`` FP32, or on ``bf16`` multipliers; what was set before is put back."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None:  # torch before 2.9 multiplies in FP32: as exact, and slower
+        yield
+        return
+    previous, matmul.fp32_precision = matmul.fp32_precision, precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = previous
+
+
+# ---------------------------------------------------------------------- every product
+
+
+def bf16_products() -> AbstractContextManager[None]:
+    """Every BF16 product on the CPU, in the whole process, the way that this processor is fast at, until the context closes."""
+    return nullcontext() if multiplies_bf16() else products_in_fp32()
+
+
+@contextmanager
+def products_in_fp32() -> Iterator[None]:
+    """Every BF16 product on the CPU in IEEE FP32 and rounded once, whatever the processor has. Contexts may overlap."""
+    with fp32_matmul("ieee"):
+        _replaced.enter()
+        try:
+            yield
+        finally:
+            _replaced.leave()
+
+
+class _Replaced:
+    """torch's kernels in the dispatcher, replaced from the first context's opening to the last one's closing."""
+
+    def __init__(self) -> None:
+        self._lock, self._open = threading.Lock(), 0
+        self._library: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._open:
+                self._library = _replace_kernels()
+            self._open += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._library._destroy()
+                self._library = None
+
+
+_replaced = _Replaced()
+
+
+def _replace_kernels() -> Any:
+    if not hasattr(torch.library, "get_kernel"):
+        raise PrecisionError(
+            f"torch {torch.__version__} cannot hand out its own kernels.",
+            "BF16 products on a CPU without BF16 units are computed in FP32, and torch's kernels still compute the FP32 ones.",
+            "Use the torch that nemo_fp8 was tested with (constraints/training.txt).",
+        )
+    names = [(name, name + variant) for name in _OPERANDS for variant in ("", *_VARIANTS.get(name, ()))]
+    kernels = {full: torch.library.get_kernel(f"aten::{full}", "CPU") for _, full in names}
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():  # torch says that its kernels are replaced: that is the purpose
+        warnings.filterwarnings("ignore", message=".*only once for all operators")
+        for name, full in names:
+            library.impl(full, _in_fp32(_OPERANDS[name], kernels[name], kernels[full], full.endswith("_")), "CPU", with_keyset=True)
+    return library
+
+
+def _in_fp32(operands: int, product: Any, itself: Any, in_place: bool) -> Callable[..., Any]:
+    """A kernel that computes ``product`` in FP32 where all operands are BF16, and is ``itself`` where they are not."""
+
+    def kernel(keys: Any, *args: Any, out: torch.Tensor | None = None, **options: Any) -> Any:
+        given = args[:operands] if out is None else (*args[:operands], out)
+        if any(t.dtype is not _BF16 for t in given):
+            return itself.call_boxed(keys, *args, **options, **({} if out is None else {"out": out}))
+        with torch._C.DisableTorchFunction():  # inside an operator, tensors are plain tensors
+            if options.get("beta", 1) == 0:  # the first operand gives its shape and nothing else
+                args = (args[0].new_empty((), dtype=torch.float32).expand(args[0].shape), *args[1:])
+            result = product.call_boxed(keys, *(_widened(a) for a in args), **{k: _widened(v) for k, v in options.items()})
+            if in_place:
+                return given[0].copy_(result)
+            if out is not None:
+                return torch.mul(result, 1, out=out)  # rounds, and resizes and refuses as every operator of torch's does
+            return tuple(r.to(_BF16) for r in result) if isinstance(result, tuple) else result.to(_BF16)
+
+    return kernel
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype is _BF16 else value

@@ -1,0 +1,71 @@
+/* The words in which AVX2 differs from AVX-512 (fp8_avx512.h says the same in 64 bytes): vectors of 32, no masks, and shuffles
+   that stay within halves. */
+
+#pragma once
+
+#define V(NAME) _mm256_##NAME
+#define V_BITS(NAME) _mm256_##NAME##_si256
+#define REALS(WORDS) _mm256_castsi256_ps(WORDS)
+#define WORDS(REALS) _mm256_castps_si256(REALS)
+#define BLOCK 32
+enum { LANES = 8 };
+typedef __m256 reals;
+typedef __m256i words;
+
+/* Rounds y >= 0 to the format, as fp8_rows.h does. There is no table of 32 floats in registers, but there is a sum that rounds once,
+   and a multiplication that adds the two halves of it: the upper holds the exponent, and the lower counts the steps, from minus
+   the least exponent on, so that code * 2**SPARE comes out with nothing above it. */
+enum { SPARE = 5 }; /* for evens; odds, which become upper bytes, come out as code * 2**8 */
+typedef struct { reals least, infinite, magic; words halves[2]; } steps;
+
+INLINE steps steps_of(format f) {
+    uint32_t mantissa_bits = 23 - f.drop, from = -(((f.least >> 23) + f.drop) << mantissa_bits) & 0xffff;
+#define HALVES(UP) _mm256_set1_epi32(1 << (mantissa_bits + (UP) - 7 + 16) | 1 << (UP))
+    return (steps){_mm256_set1_ps(value(f.least)), _mm256_set1_ps(value(INFINITE)), _mm256_set1_ps(value((127 + f.drop) << 23 | from)),
+                   {HALVES(SPARE), HALVES(8)}};
+}
+
+INLINE words round_lanes(reals y, steps k, int odd, reals *rounded) {
+    reals e = _mm256_and_ps(REALS(_mm256_max_epi32(WORDS(y), WORDS(k.least))), k.infinite), sum = _mm256_fmadd_ps(e, k.magic, y);
+    *rounded = _mm256_fnmadd_ps(e, k.magic, sum);
+    return _mm256_madd_epi16(WORDS(sum), k.halves[odd]);
+}
+
+/* Bytes packed from two vectors come with their halves interleaved. */
+INLINE words in_order(words bytes) { return _mm256_permute4x64_epi64(bytes, 0xd8); }
+
+/* The 32 codes of which `evens` and `odds` hold every other one of 16, in order and with the signs of x. */
+INLINE words join(const words *evens, const words *odds, words x0, words x1) {
+    words a = _mm256_srli_epi16(_mm256_packs_epi32(evens[0], evens[1]), SPARE);
+    words b = _mm256_packs_epi32(odds[0], odds[1]);
+    words negative = _mm256_and_si256(_mm256_packs_epi16(x0, x1), _mm256_set1_epi8(-128)); /* saturates: the sign stays */
+    return in_order(_mm256_or_si256(_mm256_or_si256(a, b), negative));
+}
+
+/* One bit for each byte. */
+INLINE uint64_t negative_of(words bytes) { return (uint32_t)_mm256_movemask_epi8(bytes); }
+INLINE uint64_t numbers_of(words x0, words x1) { /* those that are not zero */
+    words twice0 = _mm256_add_epi16(x0, x0), twice1 = _mm256_add_epi16(x1, x1), none = _mm256_setzero_si256(); /* without their signs */
+    return ~negative_of(in_order(_mm256_packs_epi16(_mm256_cmpeq_epi16(twice0, none), _mm256_cmpeq_epi16(twice1, none))));
+}
+INLINE words add_bits(words bytes, uint64_t bits) {
+    const words of_byte = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    words spread = _mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303));
+    return _mm256_sub_epi8(bytes, _mm256_cmpeq_epi8(_mm256_and_si256(spread, of_byte), of_byte));
+}
+
+/* The last step of a sum or a maximum across lanes: from two vectors, and from one. */
+INLINE reals fold_sums(const reals *v) {
+    return _mm256_add_ps(_mm256_permute2f128_ps(v[0], v[1], 0x20), _mm256_permute2f128_ps(v[0], v[1], 0x31));
+}
+INLINE __m128i fold_tops(words v) { return _mm_max_epu16(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)); }
+
+/* 16 codes as the upper bytes of 16-bit words, evens in the lower half and odds in the upper one; and from floats back to BF16. */
+INLINE words widen_codes(const uint8_t *codes) {
+    const words order = _mm256_setr_epi8(-1, 0, -1, 2, -1, 4, -1, 6, -1, 8, -1, 10, -1, 12, -1, 14,
+                                         -1, 1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes)), order);
+}
+INLINE words upper_halves(words evens, words odds) { return _mm256_blend_epi16(_mm256_srli_epi32(evens, 16), odds, 0xaa); }
+INLINE reals low_halves(words fp16) { return _mm256_cvtph_ps(_mm256_castsi256_si128(fp16)); }
+INLINE reals high_halves(words fp16) { return _mm256_cvtph_ps(_mm256_extracti128_si256(fp16, 1)); }

@@ -1,0 +1,185 @@
+/* Rows of BF16 whose tiles are all tame, on the vectors of AVX-512 or AVX2. Codes equal those of fp8_rows.h to the bit.
+
+   BF16 values come as the halves of 32-bit words: evens shifted up, odds masked. Two such vectors are a block, whose codes fill one
+   vector: 64 columns, or 32. A group of them is a vector's worth. Sums of statistics: 32 columns have LANES of each kind, evens and
+   odds together, and where each column is a tile, a group has one for each, evens first. */
+
+#pragma once
+
+#include "fp8_rows.h"
+
+#define UNROLLED _Pragma("GCC unroll 16")
+
+enum { GROUP = 2 * LANES /* columns whose evens and odds come apart */ };
+
+INLINE words encode_lanes(words magnitude, reals scale, steps k, int odd, int count, reals *signal, reals *noise) {
+    reals y = V(mul_ps)(REALS(magnitude), scale), rounded;
+    words code = round_lanes(y, k, odd, &rounded);
+    if (count) {
+        reals lost = V(sub_ps)(y, rounded);
+        *signal = V(fmadd_ps)(y, y, *signal), *noise = V(fmadd_ps)(lost, lost, *noise);
+    }
+    return code;
+}
+
+typedef struct { const float *scale; int32_t *underflow; int shift, stream; } row_options;
+
+/* BLOCK columns from c on: their values are at x, and their codes go to `to`. */
+INLINE void cast_block(const uint16_t *x, uint8_t *to, int64_t c, row_options o, int stream, steps k, int columns, int count,
+                       counts *restrict s) {
+    const words upper = V(set1_epi32)(0x7fff0000);
+    int sums = columns ? 4 : BLOCK / 32; /* of each kind, in a block; a tile that is no column has 32 columns or more */
+    float *signal = s->signal + sums * (c / BLOCK) * LANES, *noise = s->noise + sums * (c / BLOCK) * LANES;
+    words x0 = V_BITS(loadu)((const words *)x), x1 = V_BITS(loadu)((const words *)(x + GROUP)), evens[2], odds[2];
+    reals signals[4], noises[4];
+    UNROLLED
+    for (int i = 0; i < sums; i++) {
+        signals[i] = count == ADD ? V(loadu_ps)(signal + LANES * i) : V(setzero_ps)();
+        noises[i] = count == ADD ? V(loadu_ps)(noise + LANES * i) : V(setzero_ps)();
+    }
+    UNROLLED
+    for (int g = 0; g < 2; g++) {
+        words of_group = g ? x1 : x0;
+        const float *scale = o.scale + (columns ? c + g * GROUP : (c + (sums > 1 ? g * GROUP : 0)) >> o.shift);
+        reals even = columns ? V(loadu_ps)(scale) : V(set1_ps)(*scale), odd = columns ? V(loadu_ps)(scale + LANES) : even;
+        int i = g * sums / 2;
+        evens[g] = encode_lanes(V_BITS(and)(V(slli_epi32)(of_group, 16), upper), even, k, 0, count, signals + i, noises + i);
+        odds[g] = encode_lanes(V_BITS(and)(of_group, upper), odd, k, 1, count, signals + i + columns, noises + i + columns);
+    }
+    UNROLLED
+    for (int i = 0; i < sums && count; i++) V(storeu_ps)(signal + LANES * i, signals[i]), V(storeu_ps)(noise + LANES * i, noises[i]);
+    words out = join(evens, odds, x0, x1);
+    if (count) {
+        words codes = V_BITS(and)(out, V(set1_epi8)(0x7f)), below = V(sub_epi8)(codes, V(set1_epi8)(1));
+        words *least = (words *)(s->least + c), *lost = (words *)(s->lost + c);
+        uint64_t zeros = negative_of(below);
+        if (count == ADD) below = V(min_epu8)(below, V_BITS(loadu)(least));
+        else if (columns) V_BITS(storeu)(lost, V_BITS(setzero)());
+        V_BITS(storeu)(least, below);
+        if (zeros) {
+            zeros &= numbers_of(x0, x1);
+            if (columns) V_BITS(storeu)(lost, add_bits(V_BITS(loadu)(lost), zeros));
+            else for (int64_t i = 0; i < BLOCK; i += 32) o.underflow[(c + i) >> o.shift] += __builtin_popcount((uint32_t)(zeros >> i));
+        }
+    }
+    if (stream) V_BITS(stream)((words *)to, out);
+    else V_BITS(storeu)((words *)to, out);
+}
+
+/* Columns c to n of a row of BF16. `scale` is one for each tile of 2**shift >= 32 columns, or one for each column, evens of a group
+   first; and so is `underflow`, which counts values that are not zero and become zero. What `ask` points to will be read next. */
+INLINE void cast_bf16(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, const char *ask, row_options o, steps k, int columns,
+                     int count, counts *restrict s) {
+    int stream = o.stream && ((uintptr_t)codes & 63) == 0;
+    for (; c + BLOCK <= n; c += BLOCK) {
+        for (int64_t i = 0; i < 2 * BLOCK; i += 64) _mm_prefetch(ask + 2 * c + i, _MM_HINT_T1);
+        cast_block(x + c, codes + c, c, o, stream, k, columns, count, s);
+    }
+    if (c == n) return;
+    uint16_t padded[BLOCK] = {0};
+    uint8_t there[BLOCK];
+    memcpy(padded, x + c, (size_t)(n - c) * 2);
+    cast_block(padded, there, c, o, 0, k, columns, count, s);
+    memcpy(codes + c, there, (size_t)(n - c));
+}
+
+typedef void bf16_function(const uint16_t *, uint8_t *, int64_t, int64_t, const char *, const row_options *, const steps *, counts *);
+#define BF16_ROW(NAME, COLUMNS, COUNT) \
+    static void NAME(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, const char *ask, const row_options *o, const steps *k, \
+                     counts *s) { \
+        cast_bf16(x, codes, c, n, ask, *o, *k, COLUMNS, COUNT, s); \
+    }
+BF16_ROW(bf16_wide, 0, NONE) BF16_ROW(bf16_wide_set, 0, SET) BF16_ROW(bf16_wide_add, 0, ADD)
+BF16_ROW(bf16_columns, 1, NONE) BF16_ROW(bf16_columns_set, 1, SET) BF16_ROW(bf16_columns_add, 1, ADD)
+static bf16_function *const CAST_BF16[2][3] = {{bf16_wide, bf16_wide_set, bf16_wide_add},
+                                               {bf16_columns, bf16_columns_set, bf16_columns_add}};
+
+/* ------------------------------------------------------------------------------- from lanes to tiles, several at once */
+
+/* Evens and odds of every group apart, and together again. */
+static void apart(const float *restrict from, float *restrict to, int64_t n, int back) {
+    for (int64_t c = 0; c < n; c += GROUP)
+        for (int64_t i = 0; i < LANES; i++) {
+            int64_t even = c + i, odd = c + LANES + i, first = c + 2 * i;
+            if (back) to[first] = from[even], to[first + 1] = from[odd];
+            else to[even] = from[first], to[odd] = from[first + 1];
+        }
+}
+
+/* The sums of as many vectors as one has lanes: each step adds up halves and leaves half as many vectors. */
+INLINE reals sums_of(reals *v) {
+#define ADD_HALVES(A, B, LOW, HIGH) V(add_ps)((reals)LOW(A, B), (reals)HIGH(A, B))
+    UNROLLED
+    for (int i = 0; i < LANES / 2; i++) v[i] = ADD_HALVES(v[2 * i], v[2 * i + 1], V(unpacklo_ps), V(unpackhi_ps));
+    UNROLLED
+    for (int i = 0; i < LANES / 4; i++)
+        v[i] = ADD_HALVES(V(castps_pd)(v[2 * i]), V(castps_pd)(v[2 * i + 1]), V(unpacklo_pd), V(unpackhi_pd));
+    return fold_sums(v);
+}
+
+/* The sums of LANES tiles of `slots` floats each, of which `width` are there. */
+INLINE void sum_tiles(const float *from, float *to, int64_t slots, int64_t width) {
+    reals v[LANES];
+    UNROLLED
+    for (int64_t i = 0; i < LANES; i++) {
+        v[i] = V(setzero_ps)();
+        for (int64_t c = i * slots; c < least_of((i + 1) * slots, width); c += LANES) v[i] = V(add_ps)(v[i], V(loadu_ps)(from + c));
+    }
+    V(storeu_ps)(to, sums_of(v));
+}
+
+/* The least bytes of 16 tiles of n >= 32 columns, of which `width` are there, in the same way. */
+INLINE void least_of_16_tiles(const uint8_t *from, uint8_t *to, int64_t n, int64_t width) {
+    __m256i v[16];
+    UNROLLED
+    for (int64_t i = 0; i < 16; i++) {
+        v[i] = _mm256_set1_epi8(-1);
+        for (int64_t c = i * n; c < least_of((i + 1) * n, width); c += 32)
+            v[i] = _mm256_min_epu8(v[i], _mm256_loadu_si256((const __m256i *)(from + c)));
+    }
+#define LESS_HALF(A, B, SIZE) _mm256_min_epu8(_mm256_unpacklo_epi##SIZE(A, B), _mm256_unpackhi_epi##SIZE(A, B))
+    UNROLLED
+    for (int i = 0; i < 8; i++) v[i] = LESS_HALF(v[2 * i], v[2 * i + 1], 8);
+    UNROLLED
+    for (int i = 0; i < 4; i++) v[i] = LESS_HALF(v[2 * i], v[2 * i + 1], 16);
+    UNROLLED
+    for (int i = 0; i < 2; i++) v[i] = LESS_HALF(v[2 * i], v[2 * i + 1], 32);
+    v[0] = LESS_HALF(v[0], v[1], 64);
+    _mm_storeu_si128((__m128i *)to, _mm_min_epu8(_mm256_castsi256_si128(v[0]), _mm256_extracti128_si256(v[0], 1)));
+}
+
+/* Signal, noise and least codes of wide tiles; writes up to a multiple of 16. */
+INLINE void gather_wide(const counts *s, int64_t n, int64_t tiles, int64_t width, float *signal, float *noise, uint8_t *least) {
+    int64_t slots = n / 32 * LANES, t = 0;
+#define SUMS(WIDTH) \
+    sum_tiles(s->signal + t * slots, signal + t, slots, WIDTH), sum_tiles(s->noise + t * slots, noise + t, slots, WIDTH)
+    for (; t + LANES <= tiles && (t + LANES) * n <= width; t += LANES) SUMS(LANES * slots); /* nothing to check */
+    for (; t < tiles; t += LANES) SUMS((width + 31) / 32 * LANES - t * slots);
+    for (t = 0; t + 16 <= tiles && (t + 16) * n <= width; t += 16) least_of_16_tiles(s->least + t * n, least + t, n, 16 * n);
+    for (; t < tiles; t += 16) least_of_16_tiles(s->least + t * n, least + t, n, width - t * n);
+}
+
+/* The largest magnitudes of 8 tiles of n >= 32 BF16 values, as floats. */
+INLINE void tops_of_8(const uint16_t *x, int64_t n, float *amax) {
+    words v[8];
+    UNROLLED
+    for (int t = 0; t < 8; t++) {
+        v[t] = V_BITS(setzero)();
+        for (int64_t c = 0; c < n; c += GROUP)
+            v[t] = V(max_epu16)(v[t], V_BITS(and)(V_BITS(loadu)((const words *)(x + t * n + c)), V(set1_epi16)(0x7fff)));
+    }
+#define MORE_HALF(A, B, SIZE) V(max_epu16)(V(unpacklo_epi##SIZE)(A, B), V(unpackhi_epi##SIZE)(A, B))
+    UNROLLED
+    for (int i = 0; i < 4; i++) v[i] = MORE_HALF(v[2 * i], v[2 * i + 1], 16);
+    UNROLLED
+    for (int i = 0; i < 2; i++) v[i] = MORE_HALF(v[2 * i], v[2 * i + 1], 32);
+    __m128i tops = fold_tops(MORE_HALF(v[0], v[1], 64));
+    _mm256_storeu_si256((__m256i *)amax, _mm256_slli_epi32(_mm256_cvtepu16_epi32(tops), 16));
+}
+
+static int64_t tops_of_tiles(const uint16_t *x, int64_t tiles, int64_t n, float *amax) {
+    int64_t t = 0;
+    if (n == 32) for (; t + 8 <= tiles; t += 8) tops_of_8(x + t * 32, 32, amax + t);
+    else if (n == 128) for (; t + 8 <= tiles; t += 8) tops_of_8(x + t * 128, 128, amax + t);
+    return t;
+}

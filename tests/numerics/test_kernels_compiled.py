@@ -1,0 +1,154 @@
+"""Every Triton program that a launch can ask for, compiled for three GPUs with Triton's own ptxas: no GPU is needed.
+
+What is held: no register in memory, 128-bit loads and stores where the launch found everything aligned, the hardware's FP8
+conversion; that the list is complete, by launching; and that each check has been seen to say no. Triton decides when it is imported
+whether it interprets, so this file needs a process in which it does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no triton here: it comes with the rollout environment")
+import triton
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("triton interprets in this process, and compiles in another", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import compile_kernels
+from compile_kernels import TARGETS, compile_launch, problems
+
+from nemo_fp8.numerics import kernels
+from nemo_fp8.numerics.formats import FORMATS
+from nemo_fp8.numerics.kernels import cuda, triton_kernels
+
+SOURCES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """All programs, being compiled by a process on each core from the first test on."""
+    with compile_kernels.processes(str(tmp_path_factory.mktemp("triton"))) as pool:
+        yield compile_kernels.start_all(pool)
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)  # three minutes on two cores that are free
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_program_compiles_without_spilling(started, source, target):
+    wanted = [future for (name, capability), future in started.items() if capability == target and re.search(rf"\b{source}\b", name)]
+    made = [future.result() for future in wanted]
+    assert len(made) == 2 * (1 + 2 * 6 * 2 + 2 * 2)  # aligned or not: amax, formats x tiles x statistics, formats x ways to decode
+    assert [f"{m.name} for sm_{target}: {problem}" for m in made for problem in problems(m)] == []
+    assert {m.capability for m in made} == {target}
+    assert sum(m.wide for m in made) == len(made) // 2
+
+
+def test_the_machine_code_converts_in_hardware_too(cache):
+    """PTX is what was asked for, SASS what the GPU runs: two values to an F2FP."""
+    launches = dict(cuda.variants())
+    for name in ("bfloat16 to e5m2, a given scale", "e4m3 to float16, tiles of rows"):
+        for target in TARGETS:
+            made = compile_launch(name, launches[name], target, sass=True)
+            assert 2 * made.f2fp >= made.values
+            assert made.executed["issue"] > made.values
+
+
+# ---------------------------------------------------------------------- the list
+
+
+def _program(launch: cuda.Launch) -> tuple[object, ...]:
+    """What Triton tells programs apart by, as Triton itself finds it from the arguments."""
+    triton.runtime.driver.set_active(compile_kernels.Named(90))
+    kernel = getattr(triton_kernels, launch.kernel)
+    *_, binder = kernel.create_binder()
+    bound = binder(*launch.arguments, **launch.constants, num_warps=launch.warps)
+    return (launch.kernel, str(bound[1]), launch.warps)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Programs that calls ask for, in place of starting them."""
+    asked = {}
+    monkeypatch.setattr(cuda, "_start", lambda launch: asked.setdefault(_program(launch), launch))
+    return asked
+
+
+def test_the_list_holds_every_program_that_calls_launch(launched):
+    """Tensors of many shapes, alignments and layouts, under every rule: Triton is asked for nothing that is not in the list."""
+    listed = {_program(launch) for _, launch in cuda.variants()}
+    assert len(listed) == len(list(cuda.variants()))
+    rules = itertools.cycle(cuda.RULES)
+    big = torch.empty(1 << 12, dtype=torch.float32)
+    for dtype, element, statistics in itertools.product(SOURCES.values(), ("e4m3", "e5m2"), (False, True)):
+        empty = functools.partial(torch.empty, dtype=dtype)
+        odd = big.view(dtype)[1:].as_strided((4, 16), (16, 1))  # begins between two multiples of 16 bytes
+        slices = (empty(128, 256)[1:, 16:], empty(128, 256)[:, 1:129], empty(64, 32).t(), odd)
+        for x in (empty(16, 16), empty(1, 1), empty(3, 5, 257), empty(160), *slices):
+            for tile in (*cuda.TILES, None) if x.dim() > 1 else (None,):
+                convention, kind = next(rules) if tile else ("te", "fp32")
+                found = cuda.quantize(x, tile, element, kind, convention, statistics, None, None)
+                assert found is not None
+                cuda.decode(found[0], found[1], tile, dtype, None)
+                if tile is not None:
+                    scales = torch.empty(found[1].shape[::-1], dtype=found[1].dtype).t()
+                    cuda.quantize(x, tile, element, kind, convention, statistics, None, (found[0], scales))
+    assert launched.keys() - listed == set()
+    assert listed - launched.keys() == set()  # and nothing is listed that no call launches
+
+
+def test_sizes_beyond_32_bits_take_the_same_programs(launched):
+    """Triton would make one of its own for each 64-bit argument; ours are declared so."""
+    listed = {_program(launch) for _, launch in cuda.variants()}
+    x = torch.empty(1, 1 << 33, dtype=torch.bfloat16, device="meta")
+    launch = cuda.cast(x, cuda.WHOLE, FORMATS["e4m3"], None, amax=torch.empty(1))
+    assert _program(launch) in listed
+    assert any(isinstance(argument, int) and argument == 1 << 33 for argument in launch.arguments)
+
+
+def test_tiles_without_a_program_are_left_to_torch_and_said_once(caplog):
+    cuda._left_to_torch.cache_clear()
+    for _ in range(3):
+        assert cuda.quantize(torch.ones(64, 64), (64, 64), "e4m3", "fp32", "te", False, None, None) is None
+    assert [record.message for record in caplog.records if "64x64" in record.message] == [caplog.records[0].message]
+    assert kernels.quantize(torch.ones(64, 64), (64, 64), "e4m3", "fp32") is not None  # on a CPU there is one
+
+
+# ---------------------------------------------------------------------- the checks, saying no
+
+
+def test_a_program_that_spills_is_seen(cache):
+    name = "bfloat16 to e4m3, 128x128, statistics"
+    launch = dict(cuda.variants())[name]
+    assert problems(compile_launch(name, launch, 90)) == []
+    found = problems(compile_launch(name, launch, 90, maxnreg=32))
+    assert len(found) == 1
+    assert "registers are spilled to memory, beside 32" in found[0]
+
+
+def test_narrow_loads_and_conversions_by_hand_are_seen(cache):
+    name = "bfloat16 to e4m3, a given scale"
+    launch = dict(cuda.variants())[name]
+    by_hand = problems(compile_launch(name, launch, 100, HARDWARE=False))
+    assert by_hand == ["the hardware converts 0 of 64 values"]
+    narrow = compile_launch(name, launch, 100, ALIGNED=False)
+    assert problems(narrow) == []  # nothing was promised
+    found = problems(replace(narrow, wide=True))
+    assert found == ["0 loads of 128 bits for 64 values of 16", "0 stores of 128 bits for 64 values of 8"]

@@ -1,0 +1,48 @@
+"""Delayed scales go on in a second fit of the same model by the same NeMo trainer, and the CPU is entered once."""
+
+import pytest
+import torch
+from harness import train_tiny
+
+STEPS = 4
+SETTINGS = {"fp8_param_gather": False, "fp8_amax_history_len": 2}
+
+
+def _scales(after, steps, **more):
+    run = train_tiny(
+        "bf16_with_fp8_delayed_mixed", stock=False, settings=SETTINGS, steps=steps, before="second_fit:watch_scales", after=after, **more
+    )
+    return torch.tensor(run.extra["scales"])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return _scales("second_fit:report", 2 * STEPS)
+
+
+@pytest.mark.parametrize("after", ["fit_again", "validate_and_fit_again"])
+def test_scales_go_on_in_a_second_fit(uninterrupted, after):
+    """NeMo keeps the module over two fits, and the plugin opens its contexts anew: linears and their states are the same objects."""
+    more = {"trainer": {"limit_val_batches": 1}} if after.startswith("validate") else {}
+    scales = _scales(f"second_fit:{after}", STEPS, **more)
+    assert len(scales) >= 2 * STEPS
+    assert torch.equal(scales[:STEPS], uninterrupted[:STEPS])
+    moved = (scales[STEPS:].diff(dim=0) != 0).any(0)  # [linears, (input, weight, grad)]
+    assert moved.all(), "every scale of every linear moves"
+    # The second fit starts with another optimizer and other data, but its first forward sees the weights of the uninterrupted run.
+    assert torch.equal(scales[STEPS][:, 1], uninterrupted[STEPS][:, 1])
+
+
+def test_the_cpu_is_entered_once_and_left():
+    from megatron.core.models import backends
+
+    from nemo_fp8.train.accelerator import MegatronCPU
+
+    before, accelerator = backends.LocalSpecProvider.column_parallel_linear, MegatronCPU()
+    for _ in range(2):
+        for _ in range(2):  # Lightning calls it again for every stage
+            accelerator.setup_device(torch.device("cpu"))
+        assert len(accelerator._contexts._exit_callbacks) == 2
+        assert backends.LocalSpecProvider.column_parallel_linear is not before
+        accelerator.teardown()
+        assert backends.LocalSpecProvider.column_parallel_linear is before
