@@ -1,9 +1,22 @@
 """For every theme: property tests have no deadline, since a busy machine is no counterexample; what takes longest begins first."""
 
+import importlib
+import os
+import signal
+
 from hypothesis import settings
+
+# NEMO_FP8_TESTS_AS=avx2: tests, and every process that they start, see a processor with AVX2 and nothing newer.
+if os.environ.get("NEMO_FP8_TESTS_AS"):
+    importlib.import_module(f"as_{os.environ['NEMO_FP8_TESTS_AS']}.sitecustomize")
 
 settings.register_profile("nemo_fp8", deadline=None)
 settings.load_profile("nemo_fp8")
+
+# A shell that starts `make test` in the background, or nohup, lets it ignore these, and what a test starts inherits that over exec.
+for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL), (signal.SIGTERM, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _default)
 
 # Folders with files that take a minute. A worker that begins one of them at the end lets the other one wait for it.
 LONGEST_FIRST = ("rl", "recipes", "report", "train")

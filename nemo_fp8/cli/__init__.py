@@ -1,7 +1,7 @@
 """``nemo-fp8``: the command line. Thin: parse, call, print.
 
 Every command takes ``--json``. Exit codes: 0 yes or done, 1 the answer is no (contracts differ, a machine cannot,
-an error was found), 2 the question was wrong. Heavy modules are imported inside the command that needs them.
+an error was found), 2 the question was wrong, 128 + n ended by signal n. Heavy modules are imported inside the command that needs them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from nemo_fp8.cli.mismatch import mismatch
 from nemo_fp8.cli.rl import rl_compare
 from nemo_fp8.cli.serve import VLLM_WORDS, serve
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.lifetime import orderly
 from nemo_fp8.terminal import print_json, print_problems
 
 app = typer.Typer(
@@ -48,11 +49,12 @@ def main() -> None:
     """Run the command line; a PrecisionError becomes what, why and remedy on stderr, and exit code 2."""
     # What torch says of NVIDIA's packages while it is imported is no business of somebody who asked about a checkpoint.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
-    try:
-        app()
-    except PrecisionError as error:
-        if "--json" in sys.argv:
-            print_json({"error": [vars(p) for p in error.problems]})
-        else:
-            print_problems(error.problems)
-        sys.exit(2)
+    with orderly():
+        try:
+            app()
+        except PrecisionError as error:
+            if "--json" in sys.argv:
+                print_json({"error": [vars(p) for p in error.problems]})
+            else:
+                print_problems(error.problems)
+            sys.exit(2)

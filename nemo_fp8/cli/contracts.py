@@ -75,7 +75,7 @@ def check(
     nemo_rl: Annotated[bool, typer.Option("--nemo-rl", help="Read both sides from a NeMo RL YAML.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prove that training and rollout hold the same weights, or say what differs; exit code 1 if something does."""
+    """Prove that training and rollout multiply with the same values, or say what differs; exit code 1 if something does."""
     from nemo_fp8.agreement import check
     from nemo_fp8.render.nemo_rl import ignored_by_nemo_rl, read_nemo_rl
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_fp8.cli.bars import byte_bar
-from nemo_fp8.cli.options import Changes, Json
+from nemo_fp8.cli.bars import byte_bar, waiting
+from nemo_fp8.cli.options import Changes, Json, VllmPython
 from nemo_fp8.contract import Precision
+from nemo_fp8.doctor import require
 from nemo_fp8.errors import Problem
+from nemo_fp8.machine import Machine
 from nemo_fp8.named import load
 from nemo_fp8.terminal import print_json, print_notes, print_pairs, print_problems
 
@@ -33,9 +36,7 @@ def export(
     vllm: Annotated[
         bool, typer.Option("--vllm/--no-vllm", help="With --verify: also compare with vLLM, on the fly against loaded.")
     ] = True,
-    python: Annotated[
-        Path | None, typer.Option("--vllm-python", metavar="PATH", help="The Python that has vLLM.", show_default=".venv-rollout")
-    ] = None,
+    python: VllmPython = None,
     restart: Annotated[bool, typer.Option("--restart", help="Delete what an earlier export left in DST, and begin anew.")] = False,
     changes: Changes = None,
     as_json: Json = False,
@@ -48,6 +49,8 @@ def export(
     from nemo_fp8.export.logprobs import vllm_python
 
     engine = vllm_python(python) if verify and vllm else None  # before minutes are spent on writing
+    if engine is not None:
+        require(contract.replace(deep_gemm=False), Machine.here(engine), sides=("rollout",))
     opened = _open(source, from_nemo)
     with byte_bar("export") as progress:
         done = write(opened, destination, contract, layout=layout, restart=restart, progress=progress)
@@ -56,7 +59,7 @@ def export(
         with byte_bar("verify") as progress:
             certificate = certify(done.plan, destination, progress=progress)
     if engine is not None and certificate is not None and certificate.holds:
-        comparison = _against_vllm(opened, destination, contract, engine)
+        comparison = _against_vllm(opened, done, contract, engine)
     if as_json:
         print_json(
             done.to_dict()
@@ -79,22 +82,27 @@ def _open(path: Path, from_nemo: bool) -> Source:
     return HuggingFace.open(path)
 
 
-def _against_vllm(source: Source, destination: Path, precision: Precision, python: Path) -> Comparison:
-    """The export as vLLM loads it, against the source in BF16 as vLLM quantizes it on the fly."""
-    from rich.console import Console
-
+def _against_vllm(source: Source, done: Exported, precision: Precision, python: Path) -> Comparison:
+    """The export as vLLM loads it (decoded, where it cannot), against the source in BF16 as vLLM quantizes it on the fly."""
+    from nemo_fp8.export import HuggingFace
     from nemo_fp8.export import export as write
-    from nemo_fp8.export.logprobs import as_it_is, compare, log_probs, on_the_fly
+    from nemo_fp8.export.logprobs import as_it_is, compare, log_probs, on_the_fly, reads_codes
 
-    with Console(stderr=True).status("vLLM loads the export"):
-        loaded = log_probs(destination, as_it_is(precision), python)
-    with tempfile.TemporaryDirectory(prefix=".nemo_fp8_", dir=destination.parent) as work:
+    decoded = done.plan.quantization is not None and not reads_codes(python)
+    with tempfile.TemporaryDirectory(prefix=".nemo_fp8_", dir=done.folder.parent) as work:
+        if decoded:
+            again = write(HuggingFace.open(done.folder), Path(work, "decoded"), Precision(compute=precision.compute)).folder
+            with waiting("vLLM quantizes the decoded export on the fly"):
+                loaded = log_probs(again, on_the_fly(precision), python)
+        else:
+            with waiting("vLLM loads the export"):
+                loaded = log_probs(done.folder, as_it_is(precision), python)
         folder = getattr(source, "bf16_folder", None)
         if folder is None:  # no engine can load the source as it is
             folder = write(source, Path(work, "bf16"), Precision(compute=precision.compute)).folder
-        with Console(stderr=True).status("vLLM quantizes the source on the fly"):
+        with waiting("vLLM quantizes the source on the fly"):
             quantized = log_probs(folder, on_the_fly(precision), python)
-    return compare(loaded, quantized)
+    return replace(compare(loaded, quantized), decoded=decoded)
 
 
 # ---------------------------------------------------------------------- text
@@ -147,7 +155,8 @@ def _certified(c: Certificate) -> list[tuple[str, str]]:
 
 def _compared(c: Comparison) -> list[tuple[str, str]]:
     verdict = "bitwise equal" if c.equal else f"{c.differing:,} differ, by up to {c.largest:.3g}"
-    return [("vLLM", f"{verdict}: {c.compared:,} log-probabilities at {c.positions} positions, loaded against quantized on the fly")]
+    how = "decoded and quantized again (vLLM cannot read FP8 blocks on this machine)" if c.decoded else "loaded"
+    return [("vLLM", f"{verdict}: {c.compared:,} log-probabilities at {c.positions} positions, {how}, against quantized on the fly")]
 
 
 def _misaligned(problems: tuple[Problem, ...], most: int = 5) -> list[str]:

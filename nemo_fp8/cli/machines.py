@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_fp8.cli.options import Changes, For, Json, Layout, ModelConfig, Name
+from nemo_fp8.cli.options import Changes, For, Json, Layout, ModelConfig, Name, VllmPython
 from nemo_fp8.contract import Precision
 from nemo_fp8.named import load, settings_of
 from nemo_fp8.terminal import print_answers, print_findings, print_json, print_pairs, print_table
@@ -19,17 +19,22 @@ def doctor(
     described: For = None,
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Ask for one precision; exit code 1 if the machine cannot.")] = None,
     as_json: Json = False,
+    python: VllmPython = None,
 ) -> None:
     """Say what this machine, or a described one, makes of every FP8 recipe, why, and what to do."""
     import os
 
     from nemo_fp8.doctor import doctor, recipes_of, sanity
     from nemo_fp8.machine import Machine
-    from nemo_fp8.support import EMULATED, NATIVE, RECIPES
+    from nemo_fp8.support import EMULATED, NATIVE, RECIPES, Answer
 
-    machine = Machine.parse(described) if described else Machine.here()
-    wanted = recipes_of(load(name)) if name else list(RECIPES)
+    machine = Machine.parse(described) if described else Machine.here(python)
+    precision = load(name) if name else None
+    wanted = recipes_of(precision) if precision else list(RECIPES)
     answers = [found for found in doctor(machine) if found.recipe in wanted]
+    if precision and not wanted:
+        reason = f"Training and rollout compute in {precision.compute.upper()}, and the KV cache has no FP8: there is no recipe to ask for."
+        answers = [Answer(precision.name, "none", NATIVE, reason, "")]
     findings = sanity(machine, None if described else os.environ)
     if as_json:
         print_json({"machine": machine.to_dict(), "recipes": [vars(a) for a in answers], "findings": [f.to_dict() for f in findings]})
@@ -37,7 +42,7 @@ def doctor(
         print_pairs(machine.facts())
         alike: dict[tuple[str, str, str], list[str]] = {}
         for a in answers:
-            alike.setdefault((a.verdict, a.reason, a.remedy), []).append(RECIPES[a.recipe])
+            alike.setdefault((a.verdict, a.reason, a.remedy), []).append(RECIPES.get(a.recipe, a.recipe))
         print_answers((", ".join(recipes), *texts) for texts, recipes in alike.items())
         print_findings(findings)
     wrong = any(a.verdict not in (NATIVE, EMULATED) for a in answers) if name else False

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nemo_fp8.cli.bars import step_bar
 from nemo_fp8.cli.options import Changes, Html, Json
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.named import load
@@ -106,7 +105,7 @@ def _predict(recording: Recording, model: Path, contract: Any, activations: bool
         )
     folder = Folder(model, device)
     config = folder.config()
-    with _bar(3 * int(config.get("num_hidden_layers", 0))) as advance:
+    with step_bar("emulate", 3 * int(config.get("num_hidden_layers", 0))) as advance:
         tokens = recording.tokens.to(device)
         mask = recording.mask.to(device) if recording.mask is not None else None
         return predict(config, folder, tokens, contract, mask=mask, activations=activations, progress=advance).cpu()
@@ -162,16 +161,6 @@ def _limits(words: list[str] | None, found: Mismatch) -> tuple[tuple[str, float]
                 f"--limit {word} has no number.", "A limit is a metric and its largest value.", "Write METRIC=1.08."
             ) from None
     return tuple(limits)
-
-
-@contextmanager
-def _bar(steps: int) -> Iterator[Callable[[], None]]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("emulate", total=steps)
-        yield lambda: bar.advance(task)
 
 
 # ---------------------------------------------------------------------- text

@@ -15,6 +15,9 @@ For = Annotated[str | None, typer.Option("--for", metavar="WORDS", help="Another
 ModelConfig = Annotated[str | None, typer.Option("--model", help="A Hugging Face config.json, or the folder that holds it.")]
 Layout = Annotated[str | None, typer.Option("--parallel", metavar="WORDS", help="How ranks split it, such as tp4,pp2,dp8,sp,seq4096.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the contract; may be repeated.")]
+VllmPython = Annotated[
+    Path | None, typer.Option("--vllm-python", metavar="PATH", help="The Python that has vLLM.", show_default=".venv-rollout")
+]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots.")]
 
 

@@ -9,6 +9,7 @@ import typer
 
 from nemo_fp8.cli.bars import run_bars
 from nemo_fp8.cli.options import Html, Json, seeds_of
+from nemo_fp8.lifetime import watched
 from nemo_fp8.terminal import print_json, print_notes, print_table
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def rl_compare(
         require_matplotlib()
     # A checkpoint every 5 steps: what a killed comparison does again costs less than writing one at each step.
     template = GrpoSettings(folder=str(folder.absolute()), base="", steps=steps, save_every=5, one_step_off=one_step_off)
-    with run_bars(len(names) * len(numbers), steps) as start:
+    with watched(), run_bars(len(names) * len(numbers), steps) as start:
 
         def on_run(variant: str, seed: int) -> OnStep:
             told = start(f"{variant}, seed {seed}")

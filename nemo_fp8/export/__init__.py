@@ -9,6 +9,10 @@ bit, and ``logprobs`` with what vLLM makes of the source when it quantizes it on
 
 from __future__ import annotations
 
+from nemo_fp8.extras import require
+
+__needs__ = require("numerics")
+
 from nemo_fp8.export.folder import Destination
 from nemo_fp8.export.layouts import LAYOUTS
 from nemo_fp8.export.plan import Plan

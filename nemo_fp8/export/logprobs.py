@@ -3,6 +3,9 @@
     right = log_probs(exported, {"dtype": "bfloat16"}, python)                          the checkpoint, as any vLLM loads it
     fly   = log_probs(source, {"quantization": "nemo_fp8", ...}, python)                the source, quantized when it is loaded
 
+A CPU without AMX has no kernel of vLLM's for the first (:func:`reads_codes`). The export is then decoded to BF16 and goes the second way:
+its certificate says that quantizing again gives the same codes, and the engine what follows from them.
+
 vLLM and NeMo cannot share an environment, so each engine runs in a process of vLLM's own Python, on this same file. Both get the
 same prompts in the same order and the same settings, so that a kernel that is deterministic gives the same bits for the same values.
 """
@@ -19,9 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.machine import Machine, vllm_pythons
 from nemo_fp8.render.vllm import PLUGIN, to_plugin, to_vllm
+from nemo_fp8.support import UNSUPPORTED, answer
 
 PROMPTS, LENGTH, GENERATED, TOP = 4, 24, 8, 20
 # Small and quick to start; only where nothing else is said.
@@ -46,6 +52,8 @@ class Comparison:
     differing: int
     largest: float
     """The largest difference; infinite where the two name different tokens."""
+    decoded: bool = False
+    """Whether the first was decoded to BF16 and quantized on the fly again, since this vLLM has no kernel that reads its codes."""
 
     @property
     def equal(self) -> bool:
@@ -57,14 +65,13 @@ class Comparison:
 
 def vllm_python(given: str | Path | None = None) -> Path:
     """A Python that has vLLM and this package: the one given, this one, or ``.venv-rollout`` beside this environment."""
-    beside = [Path(sys.prefix).parent, Path.cwd(), Path(__file__).parents[2]]
-    tried = [Path(given)] if given else [Path(sys.executable), *(folder / ".venv-rollout/bin/python" for folder in beside)]
-    for python in dict.fromkeys(tried):
+    tried = vllm_pythons(given)
+    for python in tried:
         if python.is_file() and subprocess.run([str(python), "-c", _ASK], capture_output=True, cwd="/", check=False).returncode == 0:
             return python
     raise PrecisionError(
         f"No Python with vLLM and nemo_fp8 in it{f' at {given}' if given else ''}.",
-        f"Looked at {', '.join(map(str, dict.fromkeys(tried)))}.",
+        f"Looked at {', '.join(map(str, tried))}.",
         "Run `make setup`, or pip install nemo-fp8[rollout] where vLLM is and name it with --vllm-python PATH; --no-vllm leaves this out.",
     )
 
@@ -91,24 +98,24 @@ def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Pa
     with tempfile.TemporaryDirectory() as work:
         out, log = Path(work, "out.json"), Path(work, "log.txt")
         task = {"model": str(Path(folder).resolve()), "arguments": SETTINGS | dict(arguments), "vocabulary": vocabulary, "out": str(out)}
-        with log.open("w") as file:
-            # From a folder of its own: whatever lies in the current one must not be imported.
-            done = subprocess.run(
-                [str(Path(python).absolute()), "-m", __name__, json.dumps(task)],
-                env=ENVIRONMENT | os.environ,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=work,
-                check=False,
-            )
-        if done.returncode or not out.exists():
+        command = [str(Path(python).absolute()), "-m", __name__, json.dumps(task)]
+        # From a folder of its own: whatever lies in the current one must not be imported.
+        settings: dict[str, Any] = {"env": ENVIRONMENT | os.environ, "cwd": work}
+        with log.open("w") as file, lifetime.running(command, stdout=file, stderr=subprocess.STDOUT, **settings) as process:
+            code = process.wait()
+        if code or not out.exists():
             raise PrecisionError(
                 f"vLLM did not run {folder}.",
-                f"Its process ended with exit code {done.returncode}. Its last words:\n{log.read_text(errors='replace')[-3000:]}",
+                f"Its process ended with exit code {code}. Its last words:\n{log.read_text(errors='replace')[-3000:]}",
                 "Correct what the log names; --no-vllm verifies the files alone.",
             )
         found: list[dict[str, float]] = json.loads(out.read_text())
     return found
+
+
+def reads_codes(python: str | Path) -> bool:
+    """Whether that Python's vLLM has a kernel on this machine that reads a checkpoint in FP8 blocks."""
+    return answer("rollout-checkpoint", Machine.here(python)).verdict != UNSUPPORTED
 
 
 def compare(a: list[dict[str, float]], b: list[dict[str, float]]) -> Comparison:
@@ -146,8 +153,8 @@ def main(task: Mapping[str, Any]) -> None:
     prompts = [{"prompt_token_ids": [draws.randrange(task["vocabulary"]) for _ in range(LENGTH)]} for _ in range(PROMPTS)]
     asked = SamplingParams(max_tokens=GENERATED, temperature=0.0, ignore_eos=True, prompt_logprobs=TOP, logprobs=TOP, detokenize=False)
     rows = []
-    for answer in llm.generate(prompts, asked, use_tqdm=False):
-        for place in [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]:
+    for given in llm.generate(prompts, asked, use_tqdm=False):
+        for place in [*given.prompt_logprobs[1:], *given.outputs[0].logprobs]:
             rows.append({str(token): found.logprob for token, found in place.items()})
     Path(task["out"]).write_text(json.dumps(rows))
     end(llm)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
+from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.layouts import Layout, layout_of
 from nemo_fp8.export.source import Source, require_quantizable
@@ -98,7 +98,7 @@ class Plan:
     def of(cls, source: Source, precision: Precision, layout: str = "deepseek") -> Plan:
         """Decide everything, and refuse what cannot be written."""
         how = layout_of(layout)
-        operand_of(precision)
+        _require_writable(precision)
         model = _text_model(source.config)
         shapes = {name: about.shape for name, about in source.tensors.items()}
         selection = select(shapes, precision, layers=model.get("num_hidden_layers"), kv_rows=_kv_rows(model))
@@ -157,10 +157,10 @@ class Plan:
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted((output.name, file) for output, file in outputs))}
 
 
-def operand_of(precision: Precision) -> Operand | None:
-    """How a weight is stored; None where nothing is quantized."""
+def _require_writable(precision: Precision) -> None:
+    """Refuse a rollout that checkpoints have no form for."""
     if precision.rollout != "fp8":
-        return None
+        return
     if precision.rollout_block != "128x128":
         raise PrecisionError(
             f"rollout_block={precision.rollout_block!r} as a checkpoint.",
@@ -174,7 +174,6 @@ def operand_of(precision: Precision) -> Operand | None:
             "Static scales of activations are calibrated, and a checkpoint's weights say nothing of them.",
             "Add --set activation_scheme=dynamic.",
         )
-    return Operand("e4m3", ROLLOUT_BLOCKS[precision.rollout_block], precision.weight_scale)
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ import torch
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.folder import Destination, _text
-from nemo_fp8.export.plan import Output, Plan, Shard, operand_of
+from nemo_fp8.export.plan import Output, Plan, Shard
 from nemo_fp8.export.source import Source
 from nemo_fp8.numerics.canonical import canonical
 from nemo_fp8.numerics.checkpoint import INDEX, bytes_of
@@ -123,7 +123,7 @@ def quantize_weight(matrix: torch.Tensor, operand: Operand, compute: str, name: 
 
 
 def _write(file: BinaryIO, shard: Shard, plan: Plan, step: Progress) -> None:
-    operand = operand_of(plan.precision)
+    operand = plan.precision.operand("weight", "rollout")
     file.write(shard.header)
     scales = {output.source: output for output in shard.outputs if output.scale}
     for output in shard.outputs:

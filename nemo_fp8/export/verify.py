@@ -22,7 +22,7 @@ import torch
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.export.folder import Destination
-from nemo_fp8.export.plan import Plan, operand_of
+from nemo_fp8.export.plan import Plan
 from nemo_fp8.export.run import COMPUTE, Progress, quantize_weight
 from nemo_fp8.numerics.checkpoint import Checkpoint
 from nemo_fp8.numerics.quantize import quantize
@@ -101,7 +101,7 @@ def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress
 
 
 def _compare_weight(found: Certificate, plan: Plan, written: Checkpoint, name: str) -> None:
-    operand = operand_of(plan.precision)
+    operand = plan.precision.operand("weight", "rollout")
     assert operand is not None
     compute = plan.precision.compute
     stored = _stored(written, name, plan.layout.scale_name(name))

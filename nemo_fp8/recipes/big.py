@@ -8,6 +8,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("train")
+
 import nemo_run as run
 from nemo.collections import llm
 

@@ -8,6 +8,10 @@ gloo on the CPU where the machine has no GPU, and over NCCL where it has.
 
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("train")
+
 import nemo_run as run
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig

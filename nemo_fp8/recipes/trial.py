@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,8 +21,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.extras import require
 from nemo_fp8.recipes import RECIPES
 
 
@@ -60,20 +61,19 @@ def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None)
     """Train, calling ``on_step(step, loss)`` as steps are done. Raises with the end of the run's log where it fails."""
     if "." not in trial.recipe and trial.recipe not in RECIPES:
         raise PrecisionError([unknown("recipe", trial.recipe, RECIPES)])
+    require("train")
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "steps.jsonl"), Path(folder, "log.txt")
         task = json.dumps(asdict(trial) | {"precision": trial.precision.to_dict(), "folder": folder, "out": str(out)})
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={trial.ranks}"]
         command = [*launcher, "-m", "nemo_fp8.recipes.trial", task]
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // trial.ranks))}
-        with log.open("w") as file:
-            process = subprocess.Popen(command, env=threads | os.environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
+        # Torchrun leaves a temporary folder behind where it is ended: ours is removed, whatever lies in it.
+        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // trial.ranks)), **os.environ, "TMPDIR": folder}
+        with (
+            log.open("w") as file,
+            lifetime.running(command, env=environment, stdout=file, stderr=subprocess.STDOUT) as process,
+        ):
             outcome = _follow(process, out, on_step or (lambda step, loss: None))
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
         if outcome is None:
             raise PrecisionError(
                 f"{trial.recipe} under {trial.precision.name} did not train.",
@@ -147,6 +147,7 @@ def _keepers(recipe: Any, keep: str, steps: int) -> list[Any]:
 
 def main(task: dict[str, Any]) -> None:
     """One rank of a trial."""
+    lifetime.end_with_parent()  # which is torchrun
     folder, out = task.pop("folder"), Path(task.pop("out"))
     trial = Trial(**task | {"precision": Precision.from_dict(task["precision"])})
     recipe = _recipe(trial)  # before anything heavy is imported: a recipe that cannot be built says so at once

@@ -24,6 +24,7 @@ from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.extras import require
 
 COLORS = {
     "bf16": "#808080",
@@ -143,12 +144,7 @@ def to_svg(figure: Any, name: str = "") -> str:
 
 def require_matplotlib() -> Any:
     """The module, or the error that says how to get it."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise PrecisionError(
-            "A report with plots needs matplotlib, which is not installed.",
-            "It is an extra, so that the light core stays light.",
-            "pip install 'nemo-fp8[report]', or ask for the table or --json only.",
-        ) from error
+    require("report")
+    import matplotlib
+
     return matplotlib

@@ -17,6 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("numerics")
+
 import torch
 
 from nemo_fp8.alignment import GEMM

@@ -6,6 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("numerics")
+
 import torch
 
 from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, Prediction, Verdict, metrics

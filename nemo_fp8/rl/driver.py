@@ -12,12 +12,18 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from nemo_fp8.extras import require
+
+__needs__ = require("rl")
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -30,7 +36,7 @@ from nemo_fp8.rl.trainer import TrainerRank
 from nemo_fp8.rollout import environment
 
 OnStep = Callable[[dict[str, Any]], None]
-# How often Ray starts a dead engine again, and the driver the ranks; a run that needs more of it is not well.
+# How often Ray starts a dead engine again in a run, and the driver the ranks without a step between; more of it is no good run.
 RESTARTS = 10
 # How long the other ranks have to say what they saw when one has ended, in seconds.
 GRACE = 5.0
@@ -40,6 +46,7 @@ _TRAINER = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 @contextmanager
 def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
     """Ray, on this machine for as long as the context lasts, or the cluster of that address."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     if address is not None:
         _require_cluster(address)
         ray.init(address=address, log_to_driver=False)
@@ -56,6 +63,8 @@ def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
             # And actors are what this machine is for: Ray would let everything else go first.
             _system_config={"process_group_cleanup_enabled": True, "worker_niceness": 0},
         )
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place, which ends with exit code 15
     try:
         yield
     finally:
@@ -121,7 +130,7 @@ class _Run:
         self.engines = [actor.remote(self.plain) for _ in range(settings.engines)]
         self.ranks: list[Any] = []
 
-    def to_the_end(self, follow: Callable[[], None]) -> None:
+    def to_the_end(self, follow: _Follow) -> None:
         """The base model, then the policy, through whatever dies."""
         base = known_base(self.settings)
         if base is None:
@@ -137,18 +146,17 @@ class _Run:
         for actor in self.engines:
             ray.kill(actor)
 
-    def _through_deaths(self, ranks: int, work: Callable[[tuple[str, int]], list[Any]], follow: Callable[[], None]) -> list[Any]:
-        for _ in range(RESTARTS + 1):
+    def _through_deaths(self, ranks: int, work: Callable[[tuple[str, int]], list[Any]], follow: _Follow) -> list[Any]:
+        deaths = Deaths()
+        while True:
             self.ranks = [self._rank.remote(self.plain, rank, ranks) for rank in range(ranks)]
             try:
                 return _all_or_error(work(ray.get(self.ranks[0].meeting_point.remote())), follow)
             except RayActorError as error:
-                died = error
+                follow()
+                deaths.count(len(follow.rows), error)
             finally:
                 self._stop_ranks()
-        raise PrecisionError(
-            f"Ranks of the training died {RESTARTS + 1} times.", str(died), "Look at their logs in /tmp/ray/session_latest/logs."
-        )
 
     def _stop_ranks(self) -> None:
         for actor in self.ranks:
@@ -236,6 +244,24 @@ def _cause(error: RayTaskError) -> Exception:
     while isinstance(found, RayTaskError):
         found = found.cause
     return found if isinstance(found, PrecisionError) else error
+
+
+class Deaths:
+    """Counts deaths of the ranks since the run last came further: a long run may see many, and one that stands still few."""
+
+    def __init__(self) -> None:
+        self.deaths, self.steps = 0, 0
+
+    def count(self, steps: int, error: BaseException) -> None:
+        """One more death, with ``steps`` of the run recorded; raises where there were too many without a further step."""
+        self.deaths = 1 if steps > self.steps else self.deaths + 1
+        self.steps = max(steps, self.steps)
+        if self.deaths > RESTARTS:
+            raise PrecisionError(
+                f"Ranks of the training died {self.deaths} times without a step between.",
+                str(error),
+                "Look at their logs in /tmp/ray/session_latest/logs.",
+            ) from error
 
 
 class _Follow:

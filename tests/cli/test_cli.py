@@ -25,9 +25,12 @@ COMMANDS = [
     (["doctor"], 0, ["GPU", "blockwise"]),
     (["doctor", "--for", "h200,cuda12.9,te2.9"], 0, ["native"]),
     (["doctor", BLOCK, "--for", "h200,cuda12.8,te2.9"], 1, ["CUDA >= 12.9", "remedy"]),
+    (["doctor", BLOCK, "--for", "cpu,avx2,torch2.13,vllm0.31"], 0, ["decoded", "slower"]),
+    (["doctor", "--vllm-python", "/nowhere/bin/python"], 0, ["none; looked in /nowhere"]),
     (["lint", BLOCK], 0, ["E5M2"]),
     (["lint", "bf16_with_fp8_mixed", "--set", "first_layers=1"], 1, ["delayed"]),
-    (["lint", BLOCK, "--model", CONFIG, "--parallel", "tp4"], 1, ["768/TP4 = 192", "linear_qkv"]),
+    (["lint", BLOCK, "--model", CONFIG, "--parallel", "tp4"], 0, ["warning", "768/TP4 = 192", "linear_qkv"]),
+    (["lint", BLOCK, "--model", CONFIG, "--parallel", "tp3"], 1, ["error", "not divisible"]),
     (["memory", BLOCK, "--model", CONFIG, "--parallel", "tp4,ep8,dp8"], 0, ["master parameters", "total"]),
     (["check", BLOCK], 0, ["agree"]),
     (["check", "bf16_mixed", BLOCK], 1, ["differs"]),
@@ -41,6 +44,8 @@ COMMANDS = [
     (["explain", "missing.yaml"], 2, ["no file"]),
     (["render", BLOCK, "--to", "nemorl"], 2, ["nemo-rl"]),
     (["doctor", "--for", "h20000"], 2, ["remedy"]),
+    (["doctor", "bf16_mixed", "--for", "cpu"], 0, ["bf16_mixed", "native", "compute in BF16"]),
+    (["doctor", "fp16_mixed", "--for", "h200"], 0, ["fp16_mixed", "native", "compute in FP16"]),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -100,6 +101,9 @@ def test_from_a_shell(tmp_path):
     arguments += ["--keep", str(tmp_path / "kept"), "--json"]
     done = subprocess.run([sys.executable, "-m", "nemo_fp8.cli", "compare", *arguments], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"^bf16_mixed, seed 1234: starting$", done.stderr, re.M), done.stderr
+    assert re.search(r"^bf16_with_fp8_blockwise_mixed, seed 1234: 6 of 6, loss \d\.\d{3}, \d+:\d\d in all$", done.stderr, re.M)
+    assert "\x1b" not in done.stderr
     bf16, fp8 = json.loads(done.stdout)["runs"]
     assert bf16["losses"][0] == pytest.approx(fp8["losses"][0], rel=5e-3)
     assert bf16["losses"] != fp8["losses"]

@@ -8,7 +8,7 @@ import torch
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.presets import preset
-from nemo_fp8.rl.driver import known_base
+from nemo_fp8.rl.driver import RESTARTS, Deaths, known_base
 from nemo_fp8.rl.experience import Experience, row
 from nemo_fp8.rl.record import Record, read_record
 from nemo_fp8.rl.settings import GrpoSettings, PolicySize
@@ -108,3 +108,21 @@ def test_a_base_model_that_is_done_is_known_without_nemo(tmp_path):
     checkpoint.mkdir()
     assert known_base(s) == str(checkpoint)
     assert known_base(replace(s, base_steps=31)) is None
+
+
+def test_deaths_count_since_the_last_step_and_not_over_the_run():
+    deaths, died = Deaths(), RuntimeError("the node is gone")
+    for step in range(3 * RESTARTS):
+        deaths.count(step + 1, died)  # each one after a further step
+    for _ in range(RESTARTS - 1):
+        deaths.count(3 * RESTARTS, died)
+    with pytest.raises(PrecisionError, match=f"died {RESTARTS + 1} times without a step between"):
+        deaths.count(3 * RESTARTS, died)
+
+
+def test_a_run_that_never_begins_ends():
+    deaths, died = Deaths(), RuntimeError("no memory")
+    for _ in range(RESTARTS):
+        deaths.count(0, died)
+    with pytest.raises(PrecisionError, match="no memory"):
+        deaths.count(0, died)

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cli.processes import below, left_of, wait_for
+from cli.test_lifetime import SIGNALS
 from rl import actors
 
 from nemo_fp8.presets import preset
@@ -61,3 +63,25 @@ def test_a_killed_run_has_the_curve_of_one_left_alone(one_step_off, tmp_path):
     for row, other in zip(rows[:-1], others[:-1], strict=True):
         assert other["reward"] == pytest.approx(row["reward"], abs=0.15)
     assert others[-1]["validation_accuracy"] == pytest.approx(rows[-1]["validation_accuracy"], abs=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
+def test_nothing_is_left_of_a_comparison(tmp_path, number):
+    """Ray's own processes, a rank and an engine below it, whatever ends the command."""
+    words = ["rl-compare", "--folder", str(tmp_path / "runs"), "--variants", "bf16-fp8", "--seeds", "1", "--steps", "2"]
+    with (tmp_path / "log").open("w") as file:
+        command = subprocess.Popen([sys.executable, "-m", "nemo_fp8.cli", *words], stdout=file, stderr=file)
+    found = []
+    try:
+        for actor in ("RolloutEngine", "TrainerRank"):
+            wait_for(lambda: actors.processes(f"ray::{actor}", command.pid), 120)  # noqa: B023, at once
+        found = below(command)
+        command.send_signal(number)
+        assert command.wait(60) == SIGNALS[number], (tmp_path / "log").read_text()
+        assert left_of(found, 30) == []
+    finally:
+        command.kill()
+        command.wait()
+        for left in left_of(found, 0):
+            left.kill()

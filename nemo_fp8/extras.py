@@ -1,0 +1,87 @@
+"""What parts of the package need beyond the core, and how to install it: one table, asked at the front doors.
+
+    __needs__ = require("numerics")      in a module that users import, before it imports torch
+
+Without it the first import that fails would be the answer ("No module named 'torch'"), which says neither whose it is nor where to get it.
+Only what is not installed is asked for: an import that fails within an installed package, or within ours, is its own error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+
+from nemo_fp8.errors import PrecisionError, unknown
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a part of the package is, which modules it imports, why the core does without, and how to install them."""
+
+    what: str
+    modules: tuple[str, ...]
+    why: str
+    remedy: str
+
+
+_TORCH = ("torch", "numpy", "safetensors")
+_TRAIN = "Run `make setup` in a checkout and use .venv/bin, or pip install --constraint constraints/training.txt 'nemo-fp8[train]'."
+EXTRAS = {
+    "numerics": Extra(
+        "FP8 arithmetic on tensors",
+        _TORCH,
+        "They are an extra, so that the contract, the doctor and the renderers stay light.",
+        "pip install 'nemo-fp8[numerics]'.",
+    ),
+    "report": Extra(
+        "A report with plots",
+        ("matplotlib",),
+        "It is an extra, so that the light core stays light.",
+        "pip install 'nemo-fp8[report]', or ask for the table or --json only.",
+    ),
+    "train": Extra(
+        "Training",
+        (*_TORCH, "nemo", "nemo_run", "lightning", "megatron", "fiddle"),
+        "NeMo and Megatron live in the training environment.",
+        _TRAIN,
+    ),
+    "rl": Extra(
+        "GRPO",
+        (*_TORCH, "nemo", "lightning", "megatron", "ray"),
+        "Its driver and its ranks run in the training environment, under Ray.",
+        _TRAIN,
+    ),
+    "rollout": Extra(
+        "FP8 rollout",
+        (*_TORCH, "vllm"),
+        "vLLM lives in an environment of its own, without NeMo.",
+        "Run this there (make setup builds .venv-rollout; .venv-rollout/bin/nemo-fp8 serve ...), "
+        "or pip install 'nemo-fp8[rollout]' where a vLLM is.",
+    ),
+}
+
+
+class NotInstalled(PrecisionError, ImportError):
+    """Something that is not installed is needed. An ImportError as well, for whoever guards an import against it."""
+
+
+def require(name: str) -> str:
+    """Refuse if a module of the extra is not installed, naming all that are missing; the extra's name otherwise."""
+    if name not in EXTRAS:
+        raise PrecisionError([unknown("extra", name, EXTRAS)])
+    extra = EXTRAS[name]
+    missing = [module for module in extra.modules if not _is_installed(module)]
+    if missing:
+        verb = "are" if len(missing) > 1 else "is"
+        raise NotInstalled(
+            f"{extra.what} needs {', '.join(missing)}, which {verb} not installed.", f"{extra.why} This is {sys.executable}.", extra.remedy
+        )
+    return name
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # a module that somebody made by hand, such as a test's stand-in
+        return module in sys.modules

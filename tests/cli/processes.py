@@ -1,0 +1,46 @@
+"""Everything below a process, whether it has ended, and what it shared."""
+
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+
+def below(process):
+    """All processes below one of ``subprocess``'s."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def wait_for(what, seconds=60):
+    """What is asked for, as soon as there is some."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def left_of(processes, seconds=15):
+    """Those that run still, after so long."""
+    deadline = time.monotonic() + seconds
+    while (left := [p for p in processes if _runs(p)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def shared_memory(processes):
+    """Names in /dev/shm that processes have mapped."""
+    names = set()
+    for process in processes:
+        with suppress(OSError):
+            names |= set(re.findall(r"/dev/shm/(\S+)$", Path(f"/proc/{process.pid}/maps").read_text(), re.M))
+    return names
+
+
+def _runs(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
