@@ -1,17 +1,19 @@
-"""Do training and rollout hold the same weights? A proof from the contracts alone, in words.
+"""Do training and rollout multiply with the same values? A proof from the contracts alone, in words.
 
 The trainer keeps master weights and multiplies with an FP8 copy of them; the rollout multiplies with an FP8 copy of
-its own. Both copies are functions of the same weights, so they are equal, code for code, exactly when both sides cast
-to the same format with the same scales; then the importance ratio starts from 1, and nothing has to be corrected.
-``check`` compares what each contract says of its own side and names every difference, its cost and its remedy.
+its own. Both copies are functions of the same weights. With the same format, blocks and kind of scale they are equal code
+for code. With powers of two as scales they are equal in value whatever the blocks, but for underflow: such a scale only
+moves the exponent, so codes and scales differ where blocks do, and their products only where a code is subnormal or zero.
+Any FP32 scale moves the rounding of nearly every value, so FP32 scales of other blocks are other values.
+``check`` compares what each contract says of its own side, weights and activations, and names every difference, its cost
+and its remedy. Where values are equal, the importance ratio starts from 1.
 
 Three degrees. A ``conflict`` cannot be written as one contract: two settings that ought to be one. A ``difference``
 is a choice that a single contract may make (BF16 training with FP8 rollout) and that still has its price. A ``note``
-costs nothing, or nothing that was measured.
+costs nothing, or as little as underflow does.
 
 The costs are distances in norm, relative to the weights, measured on Gaussian BF16 weights; ``tests/render`` measures
-them again. They show one thing worth knowing: copies with powers of two as scales are equal whatever the block, since
-such a scale only moves the exponent. Any FP32 scale moves the rounding of nearly every value.
+them again. A model's own underflow is counted by :func:`nemo_fp8.rollout.mismatch.sides_apart`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
+from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
 
 # Percent of the weights' norm, in 128x128 blocks: a copy's distance from its master, that of two copies of which one
@@ -28,9 +30,12 @@ from nemo_fp8.errors import PrecisionError, Problem
 FROM_MASTER = 2.65
 BETWEEN_COPIES = 3.7
 CAST_TWICE = 3.93
+# The most percent of Gaussian weights that underflow makes different in copies with power-of-2 scales of other blocks.
+UNDERFLOW = 0.02
 
 _SHARED = ("compute", "weight_scale", "activation_scale", "first_layers", "last_layers", "keep")
 _ROLLOUT = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
+_TOPICS = {"weight": "weights", "input": "activations"}
 # Modules that Megatron trains in the compute dtype whatever the contract says; see ``explain``.
 _NEVER_FP8 = ("router", "mlp.gate", "embed", "lm_head", "output_layer", "norm")
 
@@ -56,7 +61,7 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether both sides cast the same weights to the same codes."""
+        """Whether both sides cast the same weights and inputs to the same values, but for underflow."""
         return all(f.severity == "note" for f in self.findings)
 
     def require(self) -> Agreement:
@@ -71,7 +76,8 @@ class Agreement:
         return {"agrees": self.agrees, "findings": rows}
 
     def __str__(self) -> str:
-        head = "Both sides agree: the same weights give the same codes." if self.agrees else "The two sides do not agree."
+        apart = ", but for underflow" if any(f.topic in _TOPICS.values() for f in self.findings) else ""
+        head = f"Both sides agree: the same weights give the same values{apart}." if self.agrees else "The two sides do not agree."
         return "\n".join([head, *map(str, self.findings)])
 
     def __bool__(self) -> bool:
@@ -116,17 +122,6 @@ def _says(p: Precision, name: str, side: str) -> bool:
 # ---------------------------------------------------------------------- what each side holds
 
 
-def rollout_operand(p: Precision, role: str) -> Operand | None:
-    """How the rollout stores ``input`` or ``weight`` for an FP8 GEMM; None where it runs in the compute dtype."""
-    if p.rollout != "fp8":
-        return None
-    block = ROLLOUT_BLOCKS[p.rollout_block]
-    scale = "e8m0" if p.rollout_block == "1x32" else (p.weight_scale if role == "weight" else p.activation_scale)
-    if role == "weight":
-        return Operand("e4m3", block, scale)
-    return Operand("e4m3", block and (1, block[1]), scale, delayed=p.activation_scheme == "static")
-
-
 def _same_values(a: Operand, b: Operand) -> bool:
     """Whether two casts of one tensor give the same values, but for underflow."""
     exponents_only = {a.scale, b.scale} <= {"pow2", "e8m0"} and not (a.delayed or b.delayed)
@@ -167,37 +162,37 @@ def _one_sided(train: Precision, rollout: Precision) -> Iterator[Difference]:
 
 
 def _weights(train: Precision, rollout: Precision) -> Iterator[Difference]:
-    ours, theirs = train.operand("weight"), rollout_operand(rollout, "weight")
+    ours, theirs = train.operand("weight", "train"), rollout.operand("weight", "rollout")
     if ours is None or theirs is None:
         return
     what = f"Weights: training holds {_words(ours)}; the rollout holds {_words(theirs)}."
-    if not _same_values(ours, theirs):
-        cost = f"the copies lie about {BETWEEN_COPIES}% apart in norm, each {FROM_MASTER}% from the master weights"
-        if _scale_kind(ours) != _scale_kind(theirs):
-            cost += f" (a power-of-2 copy that is cast again with FP32 scales lies {CAST_TWICE}% from them)"
-        why = f"Same weights, other codes: {cost}."
-        yield _difference(_degree("weight_scale", train, rollout), "weights", what, why, _remedy("weight_scale", ours, theirs))
-    elif ours != theirs and ours.block != theirs.block:
-        yield _difference(
-            "note",
-            "weights",
-            what,
-            "Powers of two only move the exponent, so the values are equal but for underflow; the scales are laid out differently.",
-            "Nothing to do.",
-        )
+    if _same_values(ours, theirs):
+        yield from _underflow("weight", what, ours, theirs)
+        return
+    cost = f"the copies lie about {BETWEEN_COPIES}% apart in norm, each {FROM_MASTER}% from the master weights"
+    if _scale_kind(ours) != _scale_kind(theirs):
+        cost += f" (a power-of-2 copy that is cast again with FP32 scales lies {CAST_TWICE}% from them)"
+    why = f"Same weights, other values: {cost}."
+    yield _difference(_degree("weight_scale", train, rollout), "weights", what, why, _remedy("weight_scale", ours, theirs))
 
 
 def _activations(train: Precision, rollout: Precision) -> Iterator[Difference]:
-    ours, theirs = train.operand("input"), rollout_operand(rollout, "input")
-    if ours is None or theirs is None or _same_values(ours, theirs):
+    ours, theirs = train.operand("input", "train"), rollout.operand("input", "rollout")
+    if ours is None or theirs is None:
         return
-    yield _difference(
-        _degree("activation_scale", train, rollout),
-        "activations",
-        f"Activations: training casts to {_words(ours)}; the rollout casts to {_words(theirs)}.",
-        "The same input is rounded to other values on the two sides, in every FP8 layer.",
-        _remedy("activation_scale", ours, theirs),
-    )
+    what = f"Activations: training casts to {_words(ours)}; the rollout casts to {_words(theirs)}."
+    if _same_values(ours, theirs):
+        yield from _underflow("input", what, ours, theirs)
+        return
+    why = "The same input is rounded to other values on the two sides, in every FP8 layer."
+    yield _difference(_degree("activation_scale", train, rollout), "activations", what, why, _remedy("activation_scale", ours, theirs))
+
+
+def _underflow(role: str, what: str, ours: Operand, theirs: Operand) -> Iterator[Difference]:
+    if ours.block != theirs.block:
+        why = "Powers of two only move the exponent: codes and scales differ, and values where a code underflows "
+        why += f"(up to {UNDERFLOW}% of Gaussian ones)."
+        yield _difference("note", _TOPICS[role], what, why, "Nothing to do; nemo_fp8.rollout.mismatch.sides_apart counts it on weights.")
 
 
 def _layers(train: Precision, rollout: Precision) -> Iterator[Difference]:
@@ -245,7 +240,7 @@ def _correction(train: Precision, rollout: Precision) -> Iterator[Difference]:
             "note",
             "loss",
             "The policy loss is not corrected for the difference between trainer and rollout.",
-            "Equal codes do not make GEMMs equal: the two sides add up in another order.",
+            "Equal values do not make GEMMs equal: the two sides add up in another order.",
             "Set importance_sampling=True (NeMo RL: loss_fn.use_importance_sampling_correction).",
         )
 
@@ -266,7 +261,7 @@ def _remedy(name: str, ours: Operand, theirs: Operand) -> str:
         return "Set activation_scheme='dynamic': calibrated scales exist on the rollout's side only."
     if _scale_kind(ours) != _scale_kind(theirs):
         return f"Set {name} to the same on both sides: 'pow2' (TransformerEngine's default) or 'fp32' (NeMo RL's)."
-    return "Train with scaling='blockwise' and generate with rollout_block='128x128' (or 'tensorwise' with 'tensor', 'mxfp8' with '1x32')."
+    return "Train with scaling='blockwise' and generate with rollout_block='128x128', or set both scales to 'pow2' whatever the blocks."
 
 
 def _difference(severity: str, topic: str, what: str, why: str, remedy: str) -> Difference:

@@ -31,6 +31,7 @@ COMPUTE_DTYPES = ("bf16", "fp16", "fp32")
 FORMATS = ("hybrid", "e4m3")
 SCALINGS = ("delayed", "tensorwise", "blockwise", "mxfp8")
 ROLES = ("input", "weight", "grad")
+SIDES = ("train", "rollout")
 GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}
 
 # Weight blocks that share one scale in an FP8 rollout: DeepSeek's, MX's, and the whole tensor.
@@ -60,7 +61,7 @@ class Operand:
 
     ``block`` is the tile that shares one scale, along (rows, contracted dimension); None is the whole tensor.
     ``scale`` is ``fp32`` (any value), ``pow2`` (FP32 holding a power of two) or ``e8m0`` (one exponent byte).
-    ``delayed`` says that the scale comes from earlier steps' amaxes and not from the tensor itself.
+    ``delayed`` says that the scale was found beforehand, from earlier steps' amaxes or by calibration, and not from the tensor itself.
     """
 
     format: str
@@ -142,8 +143,11 @@ class Precision:
     def __post_init__(self) -> None:
         if isinstance(self.keep, list):
             object.__setattr__(self, "keep", tuple(self.keep))
-        for name, value in _follow(self.format, self.scaling, self.rollout).items():
-            if getattr(self, name) is None:
+        followed = _follow(self.format, self.scaling, self.rollout)
+        # Not a field: two contracts that come to the same are equal, however they were written.
+        object.__setattr__(self, "_said", frozenset(name for name in followed if getattr(self, name) is not None))
+        for name, value in followed.items():
+            if name not in self.said:
                 object.__setattr__(self, name, value)
         # The rules may take for granted that every value has its type.
         problems = [*_wrong_values(self)] or [*_contradictions(self)]
@@ -151,25 +155,40 @@ class Precision:
             raise PrecisionError(problems)
 
     def replace(self, **changes: Any) -> Precision:
-        """A copy with some fields changed. A field that only followed from the others goes on following them."""
+        """A copy with some fields changed. A field that was never given goes on following the others; one that was is kept.
+
+        A file that holds every field, as ``to_yaml`` writes it, gives every one: a kind of scale from there is changed by name, or
+        refused where the changed fields contradict it. ``replace(weight_scale=None)`` lets a field follow again.
+        """
         _refuse_unknown(changes)
-        mine = self.to_dict()
-        # What rollout follows to is asked as if nothing had been said of it: an explicit "compute" stays one.
-        followed = _follow(self.format, self.scaling, self.rollout) | {"rollout": _follow(self.format, self.scaling, None)["rollout"]}
-        mine |= {name: None for name, value in followed.items() if mine[name] == value}
-        return Precision(**{**mine, **changes})
+        implied = _follow(None, None, None).keys() - self.said
+        return Precision(**{**self.to_dict(), **dict.fromkeys(implied), **changes})
 
     # ------------------------------------------------------------------ what it says
+
+    @property
+    def said(self) -> frozenset[str]:
+        """Of the fields that can follow from others, those that were given."""
+        found: frozenset[str] = self.__dict__.get("_said", frozenset())
+        return found
 
     @property
     def is_fp8(self) -> bool:
         """Whether training runs any GEMM in FP8."""
         return self.format is not None
 
-    def operand(self, role: str) -> Operand | None:
-        """How ``input``, ``weight`` or ``grad`` is stored for an FP8 GEMM in training; None without FP8."""
+    def operand(self, role: str, side: str = "train") -> Operand | None:
+        """How ``input``, ``weight`` or ``grad`` is stored for an FP8 GEMM of a side, ``train`` or ``rollout``.
+
+        None where that side runs in the compute dtype, and for the gradients of a rollout, which has none.
+        """
         if role not in ROLES:
             raise PrecisionError([unknown("GEMM operand", role, ROLES)])
+        if side not in SIDES:
+            raise PrecisionError([unknown("side of a contract", side, SIDES)])
+        return self._in_training(role) if side == "train" else self._in_rollout(role)
+
+    def _in_training(self, role: str) -> Operand | None:
         if self.format is None:
             return None
         element = "e5m2" if role == "grad" and self.format == "hybrid" else "e4m3"
@@ -181,6 +200,18 @@ class Precision:
         if self.scaling == "blockwise":
             return Operand(element, (128, 128) if role == "weight" else (1, 128), scale)
         return Operand(element, (1, 32), "e8m0")
+
+    def _in_rollout(self, role: str) -> Operand | None:
+        if self.rollout != "fp8" or role == "grad":
+            return None
+        if self.rollout_block == "1x32":
+            return Operand("e4m3", (1, 32), "e8m0")
+        if role == "weight":
+            return Operand("e4m3", ROLLOUT_BLOCKS[self.rollout_block], self.weight_scale)
+        if self.activation_scheme == "static":
+            return Operand("e4m3", None, self.activation_scale, delayed=True)
+        # One scale a weight runs on the kernels for blocks, so its activations are scaled as theirs are.
+        return Operand("e4m3", (1, 128), self.activation_scale)
 
     def gemms(self) -> dict[str, tuple[Operand | None, Operand | None]]:
         """Both operands of fprop, dgrad and wgrad; None where an operand stays in the compute dtype."""

@@ -5,7 +5,7 @@ Rows of (heading, sentence), so that the command line can lay them out and ``--j
 
 from __future__ import annotations
 
-from nemo_fp8.contract import GEMMS, ROLLOUT_BLOCKS, Operand, Precision
+from nemo_fp8.contract import GEMMS, Operand, Precision
 
 _COMPUTE = {"bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
 _SCALE = {"fp32": "an FP32 scale", "pow2": "a power-of-2 scale", "e8m0": "an E8M0 exponent"}
@@ -50,14 +50,14 @@ def explain_rows(p: Precision) -> list[tuple[str, str]]:
     return rows + [("note", note) for note in _notes(p)]
 
 
-def _operand(operand: Operand, role: str) -> str:
+def _operand(operand: Operand, role: str, beforehand: str = "found from earlier steps") -> str:
     if operand.block is None:
         tile = "the whole tensor"
     elif role == "weight" and operand.block[0] > 1:
         tile = "each {}x{} block".format(*operand.block)
     else:
         tile = f"every {operand.block[1]} values along the contracted dimension"
-    when = ", found from earlier steps" if operand.delayed else ""
+    when = f", {beforehand}" if operand.delayed else ""
     return f"{_ROLE[role]} in {operand.format.upper()} with {_SCALE[operand.scale]} for {tile}{when}"
 
 
@@ -115,13 +115,10 @@ def _rollout(p: Precision) -> str:
     cache = "an FP8 KV cache" if p.kv_cache == "fp8" else f"a {_COMPUTE[p.compute]} KV cache"
     if p.rollout == "compute":
         return f"Generation in {_COMPUTE[p.compute]}, with {cache}."
-    block = ROLLOUT_BLOCKS[p.rollout_block]
-    tile = "each weight" if block is None else f"each {p.rollout_block} weight block"
+    operands = ((role, p.operand(role, "rollout")) for role in GEMMS["fprop"])
+    stored = "; ".join(_operand(o, role, "found by calibration") for role, o in operands if o is not None)
     kernels = " DeepGEMM kernels." if p.deep_gemm else ""
-    return (
-        f"Generation with E4M3 weights, {_SCALE[p.weight_scale]} for {tile}; {p.activation_scheme} activation scales "
-        f"({'powers of two' if p.activation_scale == 'pow2' else 'FP32'}); {cache}.{kernels}"
-    )
+    return f"Generation with {stored}; {cache}.{kernels}"
 
 
 def _notes(p: Precision) -> list[str]:

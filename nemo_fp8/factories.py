@@ -18,6 +18,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("train")
+
 import nemo_run as run
 from lightning.pytorch.plugins import Precision as LightningPrecision
 

@@ -286,23 +286,23 @@ RULES: dict[str, Rule] = {
         "Megatron rounds it up to a multiple of 128 x tp; embeddings and the output head stay in high precision.",
         "Cut the padding off when exporting to Hugging Face.",
     ),
+    "rollout-kept": Rule(
+        "warning",
+        "{layer} [{rows} x {columns}] stays in {compute} in rollout: {reason}.",
+        "Engines and their kernels take whole blocks; plugin and exporter keep every other layer, or refuse it with strict=True.",
+        "Choose sizes in multiples of 128, keep the layer by name to say so, or set rollout='compute'.",
+    ),
     "rollout-shape": Rule(
-        "error",
-        "{layer} [{rows} x {columns}] on each rollout rank: {reason}.",
-        "vLLM refuses a pre-quantized weight whose shard splits a 128x128 block (vllm#44763: 768/TP4 = 192).",
+        "warning",
+        "{layer} [{rows} x {columns}] on each rollout rank cuts 128x128 blocks: {reason}.",
+        "vLLM refuses a weight that is quantized already (vllm#44763: 768/TP4 = 192); nemo_fp8's plugin gives ranks their own blocks.",
         "Use a rollout-tp (vLLM's tensor_parallel_size) of {remedy}, expert parallelism for experts (rollout-ep), or rollout='compute'.",
     ),
     "rollout-kv-shard": Rule(
-        "error",
+        "warning",
         "Each rollout rank holds {rows} rows of K and of V, less than a 128x128 block.",
         "vLLM refuses a pre-quantized checkpoint there; its online quantization works, with blocks over K and V that are not training's.",
         "Use a rollout-tp of at most {most}, or accept another grid than training's with online quantization.",
-    ),
-    "rollout-cpu-kernel": Rule(
-        "error",
-        "{layer} [{rows} x {columns}] on each rollout rank: rows are not a multiple of 32.",
-        "vLLM's AMX kernel takes blocks of 32 rows by 128 columns.",
-        "Roll out on a GPU, or with rollout='compute'.",
     ),
     "deepgemm-shape": Rule(
         "warning",
@@ -357,7 +357,8 @@ RULES: dict[str, Rule] = {
         "error",
         "A CUDA build of torchvision beside vLLM's CPU build.",
         "Importing vLLM fails with: operator torchvision::nms does not exist.",
-        "Uninstall torchvision, torchaudio and torchcodec: text models run without them.",
+        "Install torchvision from PyTorch's CPU index (https://download.pytorch.org/whl/cpu), or uninstall torchvision, torchaudio and "
+        "torchcodec: Qwen2.5-VL, Qwen3-VL and Qwen3.5 (its text-only models too) do not start without torchvision, other text models do.",
     ),
     "driver": Rule(
         "warning",

@@ -13,6 +13,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("train")
+
 import nemo.lightning as _nemo
 
 from nemo_fp8.errors import PrecisionError

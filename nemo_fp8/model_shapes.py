@@ -195,7 +195,11 @@ def _read(config: Mapping[str, Any]) -> Model:
         per_layer += (config.get("q_lora_rank") or 0) + size("kv_lora_rank")
     moe: tuple[Linear, ...] = ()
     moe_layers: tuple[int, ...] = ()
-    experts = size(traits["experts"], 1) if "experts" in traits else 0
+    experts = 0
+    if "experts" in traits:
+        # transformers 5 writes the second name for every family.
+        names_of_count = [name for name in (traits["experts"], "num_local_experts") if config.get(name) is not None]
+        experts = size(names_of_count[0], 1) if names_of_count else 1
     if experts > 1:
         moe = (*attention, *_experts(config, traits, size, hidden, experts))
         moe_layers = tuple(layer for layer in range(layers) if _is_moe(layer, config))

@@ -14,12 +14,14 @@ up; DeepSeek's two down projections; all routed experts of a layer. A unit stays
     tensor    columns are a multiple of 128, all rows together of 32: kernels for blocks run these too
     1x32      columns are a multiple of 32
 
-The trade-off: the rule knows whole weights and no tensor parallelism. What a rank's share of a weight cannot hold is the
-engine's to solve or to refuse, since one checkpoint serves every layout. Standard library only.
+The trade-off: the rule knows whole weights and no tensor parallelism, since one checkpoint serves every layout. What kernels do
+not take of a rank's share of a linear (:func:`share_misfit`) stays in the compute dtype on that layout only; shares of experts
+are padded. Standard library only.
 
     exporter            select({name: shape, ...}, precision, layers=num_hidden_layers)
     plugin, a linear    why_kept(precision, part_names(prefix, packed_modules_mapping), [(rows of each part, columns)], layers)
     plugin, experts     why_kept(precision, part_names(prefix, experts=n), [((i, i), h), ((h,), i)], layers, experts=True)
+    lint                select(...) on the names and shapes that a config.json gives, then share_misfit
 """
 
 from __future__ import annotations
@@ -185,9 +187,22 @@ def misfit(precision: Precision, parts: Sequence[int], columns: int, *, experts:
     for part in (*fused, last) if experts else fused:
         if part % rows:
             return f"a part of {part} rows is not a multiple of {rows}"
-    ending = last if rows > 1 else sum(parts)
-    step = 1 if precision.rollout_block == "1x32" else LAST_ROWS
+    ending, step = last if rows > 1 else sum(parts), _row_step(precision)
     return f"{ending} rows are not a multiple of {step}" if ending % step else None
+
+
+def share_misfit(precision: Precision, rows: int, columns: int) -> str | None:
+    """Why kernels do not take one worker's share of a linear that fits as a whole; None where they do."""
+    _, across = ROLLOUT_BLOCKS[precision.rollout_block] or (1, KERNEL_COLUMNS)
+    if columns % across:
+        return f"{columns} columns on one worker are not a multiple of {across}"
+    step = _row_step(precision)
+    return f"{rows} rows on one worker are not a multiple of {step}" if rows % step else None
+
+
+def _row_step(precision: Precision) -> int:
+    """What the rows that a kernel sees are a multiple of: MX weights are decoded, and may have any."""
+    return 1 if precision.rollout_block == "1x32" else LAST_ROWS
 
 
 def part_names(prefix: str, fused: Mapping[str, Sequence[str]] | None = None, experts: int = 0) -> tuple[str, ...]:

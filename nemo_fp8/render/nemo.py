@@ -108,6 +108,7 @@ def to_nemo(precision: Precision) -> dict[str, Any]:
     p = precision
     dtype = _DTYPES[p.compute]
     head = {"precision", "grad_reduce_in_fp32"} | ({"fp8", "fp8_recipe", "fp8_param_gather"} if p.is_fp8 else set())
+    head |= {"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"} if p.scaling == "delayed" else set()
     values = write({n: s for n, s in SETTINGS.items() if p.is_fp8 or n != "fp8_recipe"}, p)
     said = {name: value for name, value in values.items() if name in head or value != SETTINGS[name].default}
     implied = {

@@ -30,8 +30,9 @@ PLUGIN_OPTIONS = {
     "kernel": ("auto", "decode"),
 }
 # Stock vLLM's online quantization, by weight block, and the scales that it takes.
-STOCK = {"128x128": "fp8_per_block", "tensor": "fp8_per_tensor", "1x32": "mxfp8"}
-STOCK_SCALES = {"128x128": "fp32", "tensor": "fp32", "1x32": "pow2"}
+# One scale a weight is not among them: there vLLM scales activations by token or by tensor, as the machine's kernel takes them.
+STOCK = {"128x128": "fp8_per_block", "1x32": "mxfp8"}
+STOCK_SCALES = {"128x128": "fp32", "1x32": "pow2"}
 
 _TRAINING = "Said of training; a rollout has no use for it."
 _REASONS = {
@@ -50,7 +51,7 @@ _REASONS = {
 def needs_plugin(precision: Precision) -> bool:
     """Whether stock vLLM cannot do what the contract asks of an FP8 rollout."""
     p = precision
-    plain = p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == STOCK_SCALES[p.rollout_block]
+    plain = p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == STOCK_SCALES.get(p.rollout_block)
     whole = not (p.first_layers or p.last_layers or p.strict) and not any("[" in pattern for pattern in p.keep)
     return not (plain and whole)
 

@@ -1,11 +1,24 @@
-"""Who may reach a server: this machine alone, unless there is a token. vLLM's own variable holds it."""
+"""Who may reach a server: this machine alone, unless there is a token.
+
+Two variables hold one. ``VLLM_API_KEY`` is vLLM's own, for generating and for pushing; ``NEMO_FP8_REFIT_TOKEN`` is for
+pushing alone. What is said of a request here is read from its ASGI scope, with the standard library alone.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
+import socket
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
 
 TOKEN = "VLLM_API_KEY"
+PUSH_TOKEN = "NEMO_FP8_REFIT_TOKEN"
 LOOPBACK = "127.0.0.1"
+# Headers that a proxy adds, besides every x-forwarded-...
+PROXIED = {b"forwarded", b"via", b"x-real-ip"}
 
 
 def is_loopback(host: str) -> bool:
@@ -14,3 +27,53 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def path_of(scope: Mapping[str, Any]) -> str:
+    """The path that was asked for, without the prefix (``--root-path``) that a proxy puts before all of them."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+def brings(scope: Mapping[str, Any], token: str) -> bool:
+    """Whether a request has ``Authorization: Bearer <token>``. How the scheme is written says nothing, as in HTTP."""
+    scheme, _, brought = _headers(scope).get(b"authorization", b"").partition(b" ")
+    return bool(token) and scheme.lower() == b"bearer" and hmac.compare_digest(_digest(brought), _digest(token.encode()))
+
+
+def is_local(scope: Mapping[str, Any]) -> bool:
+    """Whether a request was made on this machine, and came straight from there.
+
+    uvicorn puts what a proxy's header says in the place of the connection's address, and told to trust everybody
+    (``FORWARDED_ALLOW_IPS=*``) it takes anybody's word: so whatever has such a header comes from elsewhere. A page in a
+    browser can reach this machine under a name of its own (DNS rebinding): so Host must be a name of this machine.
+    """
+    headers, client = _headers(scope), scope.get("client")
+    if any(name in PROXIED or name.startswith(b"x-forwarded-") for name in headers):
+        return False
+    if client is None:  # a socket in the file system, which has permissions of its own; or a connection that is gone already
+        server = scope.get("server")
+        return server is not None and server[1] is None
+    return is_loopback(client[0]) and _is_here(headers.get(b"host", LOOPBACK.encode()))
+
+
+def comes_from_a_page(scope: Mapping[str, Any]) -> bool:
+    """Whether a page in somebody's browser asks: browsers say of which site it is."""
+    return b"origin" in _headers(scope)
+
+
+def _is_here(host: bytes) -> bool:
+    try:
+        name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name) or name == socket.gethostname().lower()
+
+
+def _headers(scope: Mapping[str, Any]) -> dict[bytes, bytes]:
+    return {name.lower(): value for name, value in scope["headers"]}
+
+
+def _digest(token: bytes) -> bytes:
+    """Of one length whatever the token's, so that comparing tells nothing."""
+    return hashlib.sha256(token).digest()

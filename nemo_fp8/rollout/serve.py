@@ -4,31 +4,33 @@
     with running(server): ...                            # runs it, and ends every process that it started
 
 It listens on loopback. Told to listen elsewhere it wants a token first, and then guards every path with it, where
-vLLM's own key guards some (:mod:`nemo_fp8.rollout.in_vllm.guard`). vLLM is started as a module and not as the ``vllm``
-command, which CPU builds do not have.
+vLLM's own key guards some (:mod:`nemo_fp8.rollout.in_vllm.guard`). Other users of the machine reach loopback too: a
+``push_token`` is asked for by pushes alone, and the command draws one (:mod:`nemo_fp8.rollout.token_file`).
+vLLM is started as a module and not as the ``vllm`` command, which CPU builds do not have.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from pathlib import Path
 
+from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.extras import require
+from nemo_fp8.named import load
 from nemo_fp8.render.vllm import flags
-from nemo_fp8.rollout.access import LOOPBACK, TOKEN, is_loopback
-from nemo_fp8.rollout.arguments import engine_args, environment
+from nemo_fp8.rollout.access import LOOPBACK, PUSH_TOKEN, TOKEN, is_loopback
+from nemo_fp8.rollout.arguments import check_model, engine_args, environment
 
 MODULE = "vllm.entrypoints.openai.api_server"
 GUARD = "nemo_fp8.rollout.in_vllm.guard.TokenGuard"
@@ -58,6 +60,7 @@ def server_for(
     host: str = LOOPBACK,
     port: int = 8000,
     token: str | None = None,
+    push_token: str | None = None,
     activations: str = "kernel",
     kernel: str = "auto",
     more: Sequence[str] = (),
@@ -76,49 +79,32 @@ def server_for(
             "vLLM takes the last address that it is told, and shortened options too, so nobody would have asked for a token.",
             "Say where to listen with --host and --port themselves.",
         )
-    if importlib.util.find_spec("vllm") is None:
-        raise PrecisionError(
-            "vLLM is not installed here.",
-            f"{sys.executable} has no vllm; it lives in an environment of its own, without NeMo.",
-            "Run this in that environment (make setup builds .venv-rollout; .venv-rollout/bin/nemo-fp8 serve ...).",
-        )
-    arguments = engine_args(precision, activations=activations, kernel=kernel)
+    require("rollout")
+    contract = load(precision) if isinstance(precision, str) else precision
+    check_model(Path(model), contract)
+    arguments = engine_args(contract, activations=activations, kernel=kernel)
     words = [sys.executable, "-m", MODULE, "--model", model, "--host", host, "--port", str(port), *flags(arguments)]
     words += ["--middleware", PUSHES]
     if token is not None:
         words += ["--middleware", GUARD]
     reached = LOOPBACK if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
-    return Server((*words, *more), environment(precision), url, {} if token is None else {TOKEN: token})
+    secrets = {name: secret for name, secret in ((TOKEN, token), (PUSH_TOKEN, push_token)) if secret is not None}
+    return Server((*words, *more), environment(contract), url, secrets)
 
 
 def run(server: Server) -> int:
-    """Run a server until it ends or is told to; its exit code. Ctrl-C and SIGTERM end it and everything it started."""
+    """Run a server until it ends; its exit code."""
     with running(server) as process:
         return process.wait()
 
 
 @contextmanager
 def running(server: Server) -> Iterator[subprocess.Popen[bytes]]:
-    """A server while the block lasts."""
-    with _interruptible():
-        # A session of its own: its engine and workers are its children's children, and a signal to the group reaches all.
-        process = subprocess.Popen(server.words, env={**os.environ, **server.variables, **server.secrets}, start_new_session=True)
-        try:
-            yield process
-        finally:
-            end(process)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a server: it is asked, and ends its own; after a while whatever is left of its group is killed."""
-    process.terminate()
-    deadline = time.monotonic() + PATIENCE
-    while _is_left(process) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """A server while the block lasts, and no longer than this process."""
+    environment = {**os.environ, **server.variables, **server.secrets}
+    with lifetime.running(server.words, patience=PATIENCE, env=environment) as process:
+        yield process
 
 
 def wait_until_ready(server: Server, process: subprocess.Popen[bytes], patience: float = 600.0) -> None:
@@ -138,31 +124,3 @@ def wait_until_ready(server: Server, process: subprocess.Popen[bytes], patience:
             time.sleep(0.5)
     waited = f"No answer from {server.url} in {patience:.0f} seconds."
     raise PrecisionError(waited, "The model may be large, or the machine busy.", "Wait longer, or look at its output.")
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that what it started is ended too."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread, which alone has signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _is_left(process: subprocess.Popen[bytes]) -> bool:
-    """Whether anything of the process's group runs."""
-    process.poll()  # takes note of its end; a child that nobody asked about would stay
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

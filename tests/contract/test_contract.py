@@ -1,11 +1,13 @@
 """The contract checks itself, follows its own rules, and goes through every text form unchanged."""
 
+import copy
 import pickle
 
 import pytest
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.named import load
 from nemo_fp8.presets import PRESETS, preset
 
 
@@ -90,6 +92,34 @@ def test_a_field_that_follows_keeps_following_when_others_change():
     stated = Precision(format="hybrid", scaling="blockwise", weight_scale="fp32", rollout="compute").replace(margin=1)
     assert stated.weight_scale == "fp32"
     assert stated.rollout == "compute"
+
+
+SAID = {"weight_scale": "pow2", "activation_scale": "pow2", "rollout": "fp8", "rollout_block": "128x128", "importance_sampling": True}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_was_said_is_kept_even_where_it_is_what_would_follow(name):
+    """``weight_scale="pow2"`` is what blockwise scaling comes to anyway; said, it must not become FP32 with another scaling."""
+    said = Precision(format="hybrid", scaling="blockwise", **{name: SAID[name]})
+    assert said == Precision(format="hybrid", scaling="blockwise")
+    changed = {"format": None, "scaling": None} if name in ("rollout", "importance_sampling") else {"scaling": "tensorwise"}
+    for p in (said, copy.deepcopy(said), pickle.loads(pickle.dumps(said)), said.replace(margin=1)):
+        assert p.said == {name}
+        assert getattr(p.replace(**changed), name) == SAID[name]
+    assert said.replace(**{name: None}).said == set()
+
+
+def test_a_file_that_holds_every_field_says_every_field(tmp_path):
+    """What a YAML file says stays said under --set: kept, or refused where the change contradicts it."""
+    path = tmp_path / "blockwise.yaml"
+    path.write_text(preset("bf16_with_fp8_blockwise_mixed").to_yaml())
+    p = load(str(path), ["scaling=tensorwise"])
+    assert (p.scaling, p.weight_scale, p.activation_scale) == ("tensorwise", "pow2", "pow2")
+    assert load(str(path), ["scaling=tensorwise", "weight_scale=null"]).weight_scale == "fp32"
+    with pytest.raises(PrecisionError, match="FP32 scales with mxfp8"):
+        load(str(path), ["weight_scale=fp32", "scaling=mxfp8"])
+    # A preset says none of them.
+    assert load("bf16_with_fp8_blockwise_mixed", ["scaling=tensorwise"]).weight_scale == "fp32"
 
 
 def test_identity_is_in_the_settings_and_not_in_the_name():

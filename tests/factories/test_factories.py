@@ -1,6 +1,7 @@
 """Factories make Configs that NeMo accepts, under the names and with the arguments of NeMo's document."""
 
 import copy
+import inspect
 import pickle
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from nemo import lightning as nl
 from nemo.collections import llm
+from nemo.collections.llm.recipes.precision import mixed_precision
 from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecision
 
 import nemo_fp8
@@ -29,6 +31,38 @@ def test_every_preset_has_a_factory_whose_plugin_holds_its_contract(name):
     plugin = fdl.build(config)
     assert isinstance(plugin, MegatronMixedPrecision)
     assert plugin.contract == PRESETS[name]
+
+
+def _of_nemo():
+    functions = inspect.getmembers(mixed_precision, inspect.isfunction)
+    return {name: factory for name, factory in functions if factory.__module__ == mixed_precision.__name__}
+
+
+# What our Configs set and NeMo's of the same name do not, with the reason. Nothing today.
+EXTRA: dict[str, dict[str, str]] = {}
+
+
+def test_nemos_factories_are_found():
+    assert len(_of_nemo()) == 12
+
+
+@pytest.mark.parametrize("name", _of_nemo())
+def test_a_config_sets_what_nemos_sets_and_nothing_else(name):
+    ours, theirs = getattr(nemo_fp8, name)(), _of_nemo()[name]()
+    extra = {field: value for field, value in ours.__arguments__.items() if field in EXTRA.get(name, {})}
+    assert ours.__arguments__ == {**theirs.__arguments__, **extra}
+    assert set(extra) == set(EXTRA.get(name, {}))
+
+
+@pytest.mark.parametrize("name", _of_nemo())
+def test_every_argument_of_nemos_plugin_is_read_and_written_as_on_nemos_config(name):
+    ours, theirs = getattr(nemo_fp8, name)(), _of_nemo()[name]()
+    for argument in list(inspect.signature(MegatronMixedPrecision.__init__).parameters)[1:]:
+        value = getattr(theirs, argument)
+        assert getattr(ours, argument) == value, argument
+        assert type(getattr(ours, argument)) is type(value), argument
+        setattr(ours, argument, value)
+    assert fdl.build(ours).contract == PRESETS[name]
 
 
 def test_every_fp8_argument_of_the_document_is_a_keyword():
@@ -54,6 +88,13 @@ def test_fields_that_only_the_contract_has_arrive():
     assert plugin.contract.keep == ("*.gate",)
     assert plugin.engine == "emulated"
     assert plugin_config(plugin.contract, "emulated") == config
+
+
+def test_what_was_said_to_a_factory_stays_said():
+    config = nemo_fp8.bf16_with_fp8_blockwise_mixed(weight_scale="pow2", activation_scale="pow2")
+    config.fp8_recipe = "tensorwise"
+    assert fdl.build(config).contract.weight_scale == "pow2"
+    assert fdl.build(config).replace(fp8_margin=1).replace(fp8_recipe="blockwise").contract.said == {"weight_scale", "activation_scale"}
 
 
 def test_a_config_can_be_changed_like_nemos():

@@ -131,3 +131,9 @@ def test_parallel_words() -> None:
 def test_a_parallel_word_that_means_nothing_is_refused(words: str) -> None:
     with pytest.raises(PrecisionError):
         Parallel.parse(words)
+
+
+def test_the_number_of_experts_under_the_name_that_transformers_5_writes() -> None:
+    config = {"model_type": "qwen3_moe", **SMALL, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32}
+    assert Model.read({**config, "num_local_experts": 6}) == Model.read({**config, "num_experts": 6})
+    assert Model.read({**config, "num_local_experts": 6}).experts == 6

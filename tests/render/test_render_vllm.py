@@ -41,6 +41,8 @@ def test_the_flags_say_what_the_arguments_say(contract):
 
 def test_stock_vllm_where_it_suffices_and_the_plugin_where_not():
     assert vllm.to_vllm(Precision(rollout="fp8"))["quantization"] == "fp8_per_block"
+    # Stock vLLM would scale activations by token or by tensor, and a contract by 128 of a token.
+    assert vllm.to_vllm(Precision(rollout="fp8", rollout_block="tensor"))["quantization"] == "nemo_fp8"
     assert "quantization" not in vllm.to_vllm(Precision())
     pow2 = vllm.to_vllm(Precision(rollout="fp8", weight_scale="pow2", activation_scale="pow2", deep_gemm=True))
     assert pow2["quantization"] == "nemo_fp8"

@@ -25,6 +25,47 @@ def nobodys_leavings(monkeypatch):
     monkeypatch.delenv("VLLM_USE_DEEP_GEMM_E8M0", raising=False)
 
 
+class Here:
+    """What vLLM has on this processor, which is what a test may expect: by the support table, which a test holds to vLLM's own answers."""
+
+    def __init__(self):
+        from nemo_fp8.machine import Machine
+        from nemo_fp8.support import AMX, answer
+
+        self.machine, self.answer = Machine.here(), answer
+        self.amx = answer("rollout-fp8", self.machine).way == AMX
+        self.linear = "CPUFp8BlockScaledMMKernel" if self.amx else "DecodeKernel"
+        """The kernel of a linear in 128x128 blocks."""
+        self.experts = "NemoFp8MoEMethod" if self.amx else "DecodedMoEMethod"
+
+    def can(self, recipe):
+        """Whether a row of the support table holds here."""
+        return self.answer(recipe, self.machine).verdict != "unsupported"
+
+    def needs(self, recipe):
+        """Skip a test of what vLLM cannot do here, by the reason."""
+        if not self.can(recipe):
+            pytest.skip(self.answer(recipe, self.machine).reason)
+
+    @property
+    def packs_bf16(self):
+        """Whether vLLM multiplies with a copy of a BF16 weight that it made once, and that a new weight leaves behind: seen, not read."""
+        import torch
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(torch.ones(512, 256, dtype=torch.bfloat16), requires_grad=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        layer.weight.zero_()
+        return bool(layer.cpu_linear(torch.ones(1, 256, dtype=torch.bfloat16), layer.weight, None).any())
+
+
+@pytest.fixture(scope="session")
+def here():
+    """``here.linear``, ``here.can(recipe)``, ``here.needs(recipe)``: see :class:`Here`."""
+    return Here()
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """``checkpoint(kind, seed)`` is the folder of a tiny model; see ``models.KINDS``."""
@@ -87,9 +128,12 @@ def said():
     vllm.logger._print_info_once.cache_clear()
     vllm.logger._print_warning_once.cache_clear()
     lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
+
+    def listen(record):
+        lines.append(record.getMessage())
+        return True
+
     logger = logging.getLogger("vllm.nemo_fp8")
-    logger.addHandler(handler)
+    logger.addFilter(listen)  # a handler would be gone where vLLM configures its logging with a process's first engine
     yield lines
-    logger.removeHandler(handler)
+    logger.removeFilter(listen)

@@ -17,14 +17,14 @@ from nemo_fp8.rollout.in_vllm.reload import NemoFp8Refit
 from nemo_fp8.rollout.refit.control import PREFIX
 
 
-def build(folder, **contract):
-    """The model of this checkpoint as a worker holds it under this contract, weights loaded."""
+def build(folder, engine=None, **contract):
+    """The model of this checkpoint as a worker holds it under this contract, weights loaded; ``engine`` has more arguments for vLLM."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
     arguments = {name: value for name, value in SMALL.items() if name != "disable_log_stats"} | fp8(**contract)
-    config = EngineArgs(model=str(folder), **arguments).create_engine_config()
+    config = EngineArgs(model=str(folder), **arguments | (engine or {})).create_engine_config()
     with set_current_vllm_config(config):
         _one_worker()
         model = get_model(vllm_config=config)

@@ -31,8 +31,8 @@ def run(executor, kind, fields, pushes=4):
     """The answer of a case."""
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"
-        paths = [str(HERE / "ray_on_cpu"), str(HERE.parent), str(HERE.parents[1])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_USAGE_STATS_ENABLED": "0"}
+        paths = [os.environ.get("PYTHONPATH"), str(HERE / "ray_on_cpu"), str(HERE.parent), str(HERE.parents[1])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "RAY_USAGE_STATS_ENABLED": "0"}
         if executor == "ray_before_v2":
             environment["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
         command = [sys.executable, __file__, executor, kind, json.dumps(fields), str(pushes), str(answer), place]

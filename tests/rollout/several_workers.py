@@ -18,8 +18,8 @@ def ask(executor, folder, fields):
     """What the workers answered."""
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"
-        paths = [str(HERE / "ray_on_cpu"), str(HERE.parent), str(HERE.parents[1])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_USAGE_STATS_ENABLED": "0"}
+        paths = [os.environ.get("PYTHONPATH"), str(HERE / "ray_on_cpu"), str(HERE.parent), str(HERE.parents[1])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "RAY_USAGE_STATS_ENABLED": "0"}
         if executor == "ray_before_v2":
             environment["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
         command = [sys.executable, __file__, executor, str(folder), json.dumps(fields), str(answer), place]

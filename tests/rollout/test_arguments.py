@@ -1,16 +1,19 @@
 """Engine arguments: what a contract and NeMo RL's keys become, what is refused, and that vLLM's own parser takes every word."""
 
 import shlex
+from functools import partial
 
 import pytest
 from rollout import models
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.machine import Machine
 from nemo_fp8.presets import PRESETS
 from nemo_fp8.render import render
 from nemo_fp8.render.vllm import flags, from_vllm
 from nemo_fp8.rollout import engine_args, environment, init_fp8, serve
+from nemo_fp8.rollout.arguments import engine_machine
 
 ROLLOUTS = {name: p for name, p in PRESETS.items() if p.rollout == "fp8"} | {
     "bf16": Precision(),
@@ -19,8 +22,14 @@ ROLLOUTS = {name: p for name, p in PRESETS.items() if p.rollout == "fp8"} | {
 }
 
 
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """The engine runs on another machine, of which nothing is known: no contract is refused for what this one lacks."""
+    monkeypatch.setattr("nemo_fp8.rollout.arguments.engine_machine", lambda: None)
+
+
 @pytest.mark.parametrize("name", ROLLOUTS)
-def test_engine_args_say_the_contract(name, monkeypatch):
+def test_engine_args_say_the_contract(name, monkeypatch, elsewhere):
     for variable, value in environment(ROLLOUTS[name]).items():
         monkeypatch.setenv(variable, value)
     arguments = engine_args(ROLLOUTS[name])
@@ -53,7 +62,7 @@ def parsed(words):
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)
-def test_vllm_s_own_parser_takes_the_flags_to_paste_and_those_of_our_server(name, tmp_path, monkeypatch):
+def test_vllm_s_own_parser_takes_the_flags_to_paste_and_those_of_our_server(name, tmp_path, monkeypatch, elsewhere):
     for variable, value in environment(ROLLOUTS[name]).items():
         monkeypatch.setenv(variable, value)
     rendering, arguments = render(ROLLOUTS[name], "vllm"), engine_args(ROLLOUTS[name])
@@ -78,6 +87,69 @@ def test_options_are_checked():
     assert engine_args(Precision(rollout="fp8"), activations="emulated")["hf_overrides"]["quantization_config"]["activations"] == "emulated"
     with pytest.raises(PrecisionError, match="Did you mean 'emulated'"):
         engine_args(Precision(rollout="fp8"), activations="emulate")
+
+
+# ---------------------------------------------------------------------- what vLLM cannot do on a machine
+
+
+def test_what_the_machine_cannot_is_refused_before_an_engine_starts():
+    """By its name, with the remedy; and only that."""
+    cached = Precision(rollout="fp8", kv_cache="fp8")
+    with pytest.raises(PrecisionError, match="FP8 KV cache") as caught:
+        engine_args(cached, machine="cpu,avx2,vllm0.31")
+    (problem,) = caught.value.problems
+    assert "AVX-512 or AMX" in problem.why
+    assert "kv_cache='auto'" in problem.remedy
+    with pytest.raises(PrecisionError, match="FP8 KV cache"):  # in BF16 otherwise, too
+        engine_args(Precision(kv_cache="fp8"), machine="cpu,avx2")
+    assert engine_args(cached, machine="cpu,avx512")["kv_cache_dtype"] == "fp8"
+    for block in ("128x128", "tensor"):
+        engine_args(Precision(rollout="fp8", rollout_block=block, deep_gemm=block == "128x128"), machine="cpu,avx2")
+    engine_args("bf16_with_mxfp8_mixed", machine="cpu,avx2")
+
+
+def test_this_machine_is_asked_where_nothing_is_said(here):
+    """With vLLM's CPU build beside us, the engine runs here."""
+    assert engine_machine() == here.machine
+    cached = Precision(rollout="fp8", kv_cache="fp8")
+    if here.can("kv-cache-fp8"):
+        assert engine_args(cached) == engine_args(cached, machine="cpu,avx512")
+    else:
+        with pytest.raises(PrecisionError, match="FP8 KV cache"):
+            engine_args(cached)
+        with pytest.raises(PrecisionError, match="FP8 KV cache"):
+            init_fp8({"precision": "fp8", "kv_cache_dtype": "fp8"}, "Qwen/Qwen3-8B", 1)
+        with pytest.raises(PrecisionError, match="FP8 KV cache"):
+            serve.server_for("Qwen/Qwen3-8B", cached)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"type": "float", "strategy": "block"}}}},
+    ],
+)
+def test_a_checkpoint_in_fp8_blocks_is_refused_where_vllm_has_no_kernel(tmp_path, monkeypatch, said):
+    """In BF16 vLLM would read it by itself, and under FP8 it is refused everywhere; what to do instead follows from the machine."""
+    import json
+
+    folder = models.write(tmp_path / "model", "qwen3")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(config))
+    for words, reads in (("cpu,avx2,vllm0.31", False), ("cpu,amx,vllm0.31", True)):
+        monkeypatch.setattr("nemo_fp8.rollout.arguments.engine_machine", partial(Machine.parse, words))
+        with pytest.raises(PrecisionError, match="is a quantized checkpoint") as caught:
+            serve.server_for(str(folder), Precision(rollout="fp8"))
+        assert ("Start vLLM on it" in caught.value.problems[0].remedy) is reads
+        assert ("Give the BF16 checkpoint" in caught.value.problems[0].remedy) is not reads
+        if reads:
+            serve.server_for(str(folder), Precision())
+        else:
+            with pytest.raises(PrecisionError, match="is a checkpoint in FP8, which vLLM cannot run on this machine") as caught:
+                serve.server_for(str(folder), Precision())
+            assert "needs AMX" in caught.value.problems[0].why
+            assert "export" in caught.value.problems[0].remedy
 
 
 # ---------------------------------------------------------------------- the environment
@@ -125,7 +197,7 @@ def test_each_key_of_nemo_rl_becomes_a_field(key, value, field, becomes):
     assert arguments["quantization"] == "nemo_fp8"
 
 
-def test_the_kv_cache_and_deep_gemm_are_arguments_of_the_engine():
+def test_the_kv_cache_and_deep_gemm_are_arguments_of_the_engine(elsewhere):
     arguments = init_fp8({"precision": "fp8", "use_deep_gemm": True, "kv_cache_dtype": "fp8"}, "Qwen/Qwen3-8B", 1)
     assert (arguments["linear_backend"], arguments["kv_cache_dtype"]) == ("deep_gemm", "fp8")
 
@@ -149,8 +221,10 @@ def test_what_init_fp8_refuses(tmp_path):
     with pytest.raises(PrecisionError, match="model_parallel_size=0"):
         init_fp8({"precision": "fp8"}, "m", 0)
     folder = models.write(tmp_path / "model", "qwen3")
-    with pytest.raises(PrecisionError, match="3 first and 2 last layers in BF16, of 4"):
-        init_fp8({"precision": "fp8", "num_first_layers_in_bf16": 3, "num_last_layers_in_bf16": 2}, str(folder), 1)
+    for first, last in ((3, 2), (2, 2), (4, 0), (0, 4)):
+        with pytest.raises(PrecisionError, match=f"{first} first and {last} last layers in BF16, of 4"):
+            init_fp8({"precision": "fp8", "num_first_layers_in_bf16": first, "num_last_layers_in_bf16": last}, str(folder), 1)
+    init_fp8({"precision": "fp8", "num_first_layers_in_bf16": 2, "num_last_layers_in_bf16": 1}, str(folder), 1)
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(PrecisionError, match="is a quantized checkpoint"):

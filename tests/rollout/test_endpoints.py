@@ -5,11 +5,17 @@ Behind it stands an engine that writes down what is asked of it; ``test_serve.py
 
 import asyncio
 import json
+import logging
+import socket
+import struct
+import threading
+import time
 
 import pytest
+from rollout.servers import ask, beyond_loopback, free_port
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.refit import endpoints
+from nemo_fp8.rollout.refit import alive, endpoints
 from nemo_fp8.rollout.refit.control import Server
 from nemo_fp8.rollout.refit.endpoints import RefitEndpoints
 
@@ -19,8 +25,11 @@ ROUTE = "/nemo_fp8/refit"
 class Engine:
     """What the door asks of vLLM's client, and an answer of one worker to each method."""
 
+    errored = False  # vLLM's word for dead
+
     def __init__(self, **answers):
         self.asked = []
+        self.forgets = True
         self.answers = {"begin": {"accepted": True}, "abandon": {"mixed": ""}} | answers
 
     async def collective_rpc(self, method, args):
@@ -36,6 +45,7 @@ class Engine:
 
     async def reset_prefix_cache(self, reset_running_requests):
         self.asked.append("forget")
+        return self.forgets
 
 
 class Door:
@@ -45,13 +55,16 @@ class Door:
         self.engine, self.passed = engine, []
         self.door = RefitEndpoints(self._app)
         self.door.token = token
+        self.state = type("State", (), {"engine_client": engine})
 
     async def _app(self, scope, receive, send):
-        self.passed.append(scope["path"])
+        self.passed.append(scope.get("path"))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def knock(self, path, body=b"{}", client="127.0.0.1", method="POST", **headers):
+    async def knock(
+        self, path, body=b"{}", client="127.0.0.1", method="POST", kind="http", root_path="", server=("127.0.0.1", 8000), **headers
+    ):
         """Status and answer."""
         text = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent, parts = [], [text[: len(text) // 2], text[len(text) // 2 :]]
@@ -63,13 +76,14 @@ class Door:
         async def send(message):
             sent.append(message)
 
-        state = type("State", (), {"engine_client": self.engine})
         scope = {
-            "type": "http",
+            "type": kind,
             "path": path,
+            "root_path": root_path,
             "method": method,
             "client": client and (client, 5),
-            "app": type("App", (), {"state": state}),
+            "server": server,
+            "app": type("App", (), {"state": self.state}),
             "headers": [(name.encode(), value.encode("latin-1")) for name, value in said.items()],
         }
         await self.door(scope, receive, send)
@@ -87,7 +101,6 @@ class Door:
     [
         ("", "127.0.0.1", {}, 200),
         ("", "::1", {}, 200),
-        ("", None, {}, 200),  # a socket in the file system
         ("", "10.0.0.7", {}, 403),
         ("", "testclient", {}, 403),
         ("", "127.0.0.1", {"origin": "http://127.0.0.1:8000"}, 403),
@@ -96,6 +109,12 @@ class Door:
         ("secret", "10.0.0.7", {"authorization": "Bearer wrong"}, 403),
         ("secret", "10.0.0.7", {"authorization": "secret"}, 403),
         ("secret", "10.0.0.7", {"authorization": "Bearer secret"}, 200),
+        ("secret", "10.0.0.7", {"authorization": "bearer secret"}, 200),
+        ("secret", "10.0.0.7", {"authorization": "Bearer secret", "x-forwarded-for": "10.0.0.8"}, 200),
+        # uvicorn that trusts every proxy says 127.0.0.1 for whoever says so
+        *(("", "127.0.0.1", {name: "127.0.0.1"}, 403) for name in ("x-forwarded-for", "X-Forwarded-Host", "forwarded", "x-real-ip", "via")),
+        *(("", "127.0.0.1", {"host": host}, 200) for host in ("127.0.0.1:8000", "localhost:8000", "[::1]:8000", socket.gethostname())),
+        *(("", "127.0.0.1", {"host": host}, 403) for host in ("evil.example", "evil.example:8000", "10.0.0.7", "[::1", "")),
         ("secret", "10.0.0.7", {"authorization": "Bearer secret", "origin": "http://somewhere"}, 403),
     ],
 )
@@ -103,6 +122,52 @@ def test_who_may_push(token, client, headers, status):
     door = Door(Engine(), token)
     assert asyncio.run(door.knock(f"{ROUTE}/expected", client=client, **headers))[0] == status
     assert bool(door.engine.asked) == (status == 200)
+
+
+@pytest.mark.parametrize(("server", "status"), [(("/run/vllm.sock", None), 200), (("10.0.0.5", 8000), 403), (None, 403)])
+def test_a_socket_in_the_file_system_has_permissions_of_its_own_and_a_connection_that_is_gone_has_none(server, status):
+    """uvicorn knows of neither who called."""
+    assert asyncio.run(Door(Engine()).knock(f"{ROUTE}/expected", client=None, server=server))[0] == status
+
+
+@pytest.mark.parametrize(
+    ("api_key", "key", "token", "opens"),
+    [
+        (["of the option"], "of the variable", "drawn", "of the option"),
+        (None, "of the variable", "drawn", "of the variable"),
+        (None, "", "drawn", "drawn"),
+    ],
+)
+def test_the_server_s_key_goes_before_the_token_of_the_door(api_key, key, token, opens):
+    door = Door(Engine(), token)
+    door.door.key = key
+    door.state.args = type("Args", (), {"api_key": api_key})
+    for said in ("of the option", "of the variable", "drawn", ""):
+        status, _ = asyncio.run(door.knock(f"{ROUTE}/expected", authorization=f"Bearer {said}"))
+        assert status == (200 if said == opens else 403)
+
+
+@pytest.mark.parametrize(
+    ("token", "words"), [("", "every user and every program of this machine"), ("secret", "Who brings this server's token")]
+)
+def test_the_server_says_at_start_whom_it_lets_push(token, words, said):
+    logging.getLogger("vllm.nemo_fp8").setLevel(logging.INFO)
+    door = Door(Engine(), token)
+    asyncio.run(door.door({"type": "lifespan", "app": type("App", (), {"state": door.state})}, None, _nothing))
+    assert words in "".join(said)
+    assert door.passed == [None]
+
+
+async def _nothing(message):
+    pass
+
+
+def test_a_prefix_before_every_path_is_no_part_of_ours():
+    door = Door(Engine(), "secret")
+    for path in (f"/api{ROUTE}/expected", f"{ROUTE}/expected"):
+        assert asyncio.run(door.knock(path, root_path="/api"))[0] == 403
+        assert asyncio.run(door.knock(path, root_path="/api", authorization="Bearer secret"))[0] == 200
+    assert door.passed == []
 
 
 def test_nothing_else_is_there():
@@ -120,7 +185,7 @@ def test_requests_wait_for_the_end_of_a_push():
         door = Door(Engine())
         await door.push("begin")
         assert (await door.knock("/v1/completions"))[0] == 200  # nothing has been written
-        await door.push("write", running="keep")
+        await door.push("write", running="keep", pieces=[1])
         waiting = asyncio.create_task(door.knock("/v1/completions"))
         await asyncio.sleep(0.05)
         assert not waiting.done()
@@ -132,11 +197,119 @@ def test_requests_wait_for_the_end_of_a_push():
     asyncio.run(scenario())
 
 
+def test_a_push_says_whether_old_prefixes_were_forgotten(monkeypatch):
+    """What vLLM answers, all the way to the sender's control; an error of its is no yes."""
+
+    def push(engine):
+        door, control = Door(engine), Server("http://127.0.0.1:1")
+
+        def post(self, method, parts, kind):
+            status, answer = asyncio.run(door.knock(f"{ROUTE}/{method}", b"".join(map(bytes, parts))))
+            assert status == 200
+            return answer
+
+        monkeypatch.setattr(Server, "_post", post)
+        for method in ("begin", "write", "finish"):
+            control.call(method, {"push": "a", "pieces": [1]})
+        assert engine.asked[-1] == "resume"
+        return control.forget()
+
+    class Failing(Engine):
+        async def reset_prefix_cache(self, reset_running_requests):
+            raise RuntimeError("no cache")
+
+    busy = Engine()
+    busy.forgets = False
+    assert [push(Engine()), push(busy), push(Failing())] == [True, False, False]
+    assert Server("http://127.0.0.1:1").forget() is False
+
+
+def test_a_websocket_waits_and_is_refused_as_requests_are():
+    async def scenario():
+        door = Door(Engine(abandon={"mixed": "push a died half-way"}))
+        await door.push("begin")
+        await door.push("write", pieces=[1])
+        waiting = asyncio.create_task(door.knock("/v1/realtime", kind="websocket"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await door.push("abandon")
+        assert (await waiting)[0] == 503
+        assert "/v1/realtime" not in door.passed
+        for method in ("begin", "write", "finish"):
+            await door.push(method, "b", pieces=[1])
+        assert (await door.knock("/v1/realtime", kind="websocket"))[0] == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("writes", [[], [None], [[]]])
+def test_a_sender_that_dies_before_its_first_tensor_holds_nobody_up(writes):
+    """It had the workers open its memory, which is a message without pieces."""
+
+    async def scenario():
+        door = Door(Engine())
+        await door.push("begin")
+        for pieces in writes:
+            await door.push("write", pieces=pieces)
+        assert (await door.knock("/v1/completions"))[0] == 200
+        assert [asked for asked in door.engine.asked if "pause" in asked] == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mixed", ["", "push a has begun and has not ended"])
+def test_a_sender_that_fell_silent_is_dead_only_if_it_had_written(monkeypatch, mixed):
+    """Its first write may have been refused: the workers are asked, once for all who wait, and a sender that comes back may go on."""
+    monkeypatch.setattr(endpoints, "SILENCE", 0.2)
+
+    async def scenario():
+        door = Door(Engine(write={"problems": [["Piece 7 is refused.", "", ""]]}, abandon={"mixed": mixed}))
+        await door.push("begin")
+        await door.push("write", pieces=[7])
+        replies = await asyncio.gather(*(door.knock("/v1/completions") for _ in range(5)))
+        assert {status for status, _ in replies} == {503 if mixed else 200}
+        assert door.engine.asked[3:] == (["abandon"] if mixed else ["abandon", "resume"])
+        if mixed:
+            assert "has not been heard of for 0 seconds. Push again;" in replies[0][1]["error"]["message"]
+        else:
+            await door.push("write", pieces=[7])
+            assert door.engine.asked[-2:] == ["pause wait", "write"]
+            assert not door.door.free.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_engine_ends_a_push_and_answers_for_itself(monkeypatch):
+    """vLLM's own wait for what its EngineCore was doing never ends."""
+    monkeypatch.setattr(alive, "LOOK", 0.05)
+    monkeypatch.setattr(endpoints, "LOOK", 0.05)
+
+    async def for_ever():
+        await asyncio.Event().wait()
+
+    async def scenario():
+        door = Door(Engine(write=for_ever))
+        await door.push("begin")
+        writing = asyncio.create_task(door.push("write", pieces=[1]))
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(door.knock("/v1/completions"))
+        await asyncio.sleep(0.2)
+        assert not writing.done()
+        assert not waiting.done()
+        door.engine.errored = True
+        status, answer = await asyncio.wait_for(writing, 5)
+        assert status == 503
+        assert answer["problems"][0][0] == "The engine is dead."
+        assert (await asyncio.wait_for(waiting, 5))[0] == 200  # vLLM's application says what it has to say
+
+    asyncio.run(scenario())
+
+
 def test_a_push_that_died_refuses_until_one_ends_well():
     async def scenario():
         door = Door(Engine(abandon={"mixed": "push a died half-way"}))
         await door.push("begin")
-        await door.push("write")
+        await door.push("write", pieces=[1])
         waiting = asyncio.create_task(door.knock("/v1/completions"))
         await asyncio.sleep(0.01)
         await door.push("abandon")
@@ -145,7 +318,7 @@ def test_a_push_that_died_refuses_until_one_ends_well():
             assert "push a died half-way" in answer["error"]["message"]
         assert "resume" not in door.engine.asked
         for method in ("begin", "write", "finish"):
-            await door.push(method, "b")
+            await door.push(method, "b", pieces=[1])
         assert (await door.knock("/v1/completions"))[0] == 200
 
     asyncio.run(scenario())
@@ -155,7 +328,7 @@ def test_a_push_that_ends_badly_opens_nothing():
     async def scenario():
         door = Door(Engine(finish={"problems": [["It did not come.", "", ""]]}))
         for method in ("begin", "write", "finish"):
-            await door.push(method)
+            await door.push(method, pieces=[1])
         assert door.engine.asked[-1] == "finish"
         await door.push("abandon", "another")
         assert door.engine.asked[-1] == "abandon"
@@ -171,7 +344,7 @@ def test_a_stray_write_holds_nobody_up(begun):
     async def scenario():
         door = Door(Engine(begin=begun))
         await door.push("begin", "a")
-        await door.push("write", "b" if begun.get("accepted") else "a")
+        await door.push("write", "b" if begun.get("accepted") else "a", pieces=[1])
         assert not [asked for asked in door.engine.asked if "pause" in asked]
         assert (await door.knock("/v1/completions"))[0] == 200
 
@@ -186,19 +359,97 @@ def test_a_silent_sender_counts_as_dead_and_a_busy_engine_does_not(monkeypatch):
         return {}
 
     async def scenario():
-        door = Door(Engine(finish=slowly))
+        door = Door(Engine(finish=slowly, abandon={"mixed": "push b has begun and has not ended"}))
         await door.push("begin")
-        await door.push("write")
+        await door.push("write", pieces=[1])
         ending = asyncio.create_task(door.push("finish"))
         assert (await door.knock("/v1/completions"))[0] == 200
         assert (await ending)[0] == 200
         await door.push("begin", "b")
-        await door.push("write", "b")
+        await door.push("write", "b", pieces=[1])
         status, answer = await door.knock("/v1/completions")
         assert status == 503
         assert "push b has not been heard of" in answer["error"]["message"]
 
     asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------------- behind uvicorn, which says who called
+
+
+@pytest.fixture
+def listening():
+    """``listening(engine)`` is the port of a door on every address, behind a uvicorn that believes every proxy."""
+    import uvicorn
+    from fastapi import FastAPI
+
+    servers = []
+
+    def start(engine):
+        app = FastAPI()
+        app.add_middleware(RefitEndpoints)
+        app.state.engine_client = engine
+
+        @app.get("/busy")
+        async def busy():
+            time.sleep(1)  # and nobody is looked at meanwhile
+
+        port = free_port()
+        server = uvicorn.Server(uvicorn.Config(app, host="0.0.0.0", port=port, forwarded_allow_ips="*", log_level="warning"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        servers.append((server, thread))
+        while not server.started:
+            time.sleep(0.01)
+        return port
+
+    yield start
+    for server, thread in servers:
+        server.should_exit = True
+        thread.join(20)
+
+
+def said_to(address, text):
+    """The status line that comes back."""
+    with socket.create_connection(address, 10) as connection:
+        connection.sendall(text.encode())
+        return connection.makefile("rb").readline().decode().strip()
+
+
+def test_no_header_makes_a_caller_local(listening):
+    engine = Engine()
+    port = listening(engine)
+    for header in ("X-Forwarded-For: 127.0.0.1", "Forwarded: for=127.0.0.1", "X-Real-IP: 127.0.0.1", "Host: evil.example", "Origin: null"):
+        host = "" if header.startswith("Host") else "Host: 127.0.0.1\r\n"
+        text = f"POST {ROUTE}/expected HTTP/1.1\r\n{host}{header}\r\nContent-Length: 2\r\n\r\n{{}}"
+        assert said_to(("127.0.0.1", port), text) == "HTTP/1.1 403 Forbidden"
+    assert engine.asked == []
+    assert ask(f"http://127.0.0.1:{port}", f"{ROUTE}/expected") == (200, {"answers": [{}]})
+
+
+@pytest.mark.skipif(beyond_loopback() is None, reason="this machine has no address but loopback")
+def test_a_stranger_who_hangs_up_at_once_is_no_local(listening):
+    """The address of a connection that was reset is not known any more, though what it brought is there to read."""
+    engine = Engine()
+    port = listening(engine)
+    busy = threading.Thread(target=said_to, args=(("127.0.0.1", port), "GET /busy HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"))
+    busy.start()
+    time.sleep(0.3)
+    with socket.create_connection((beyond_loopback(), port)) as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.sendall(f"POST {ROUTE}/expected HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+    busy.join()
+    assert ask(f"http://127.0.0.1:{port}", f"{ROUTE}/held")[0] == 200  # asked later, and answered later
+    assert engine.asked == ["held"]
+
+
+def test_a_websocket_is_told_why(listening):
+    port = listening(Engine(abandon={"mixed": "push a died half-way"}))
+    for method in ("begin", "write", "abandon"):
+        assert ask(f"http://127.0.0.1:{port}", f"{ROUTE}/{method}", {"push": "a", "pieces": [1]})[0] == 200
+    upgrade = "Host: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: "
+    text = f"GET /v1/realtime HTTP/1.1\r\n{upgrade}dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    assert said_to(("127.0.0.1", port), text) == "HTTP/1.1 503 Service Unavailable"
 
 
 # ---------------------------------------------------------------------- bodies
@@ -218,6 +469,8 @@ def _with_message(message, rest=b""):
         ("begin", b"{}", {"content-length": "1"}, "longer than it says"),
         ("begin", b"[]", {}, "no JSON object"),
         ("begin", b"\xff{", {}, "cannot be read"),
+        ("begin", b'{"a":' + b"[" * 9 + b"]" * 9 + b"}", {}, "more than 8 lists in one another"),
+        ("begin", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", {}, "recursion"),
         ("bytes", b"12345678", {}, "cannot be read"),
         ("bytes", b"\xff" * 9, {}, "message is too long"),
         ("bytes", _with_message({"push": "a"}, b"more"), {"content-length": "3"}, "longer than it says"),
@@ -230,6 +483,29 @@ def test_no_body_is_believed(method, body, headers, words):
     assert status == 400
     assert words in str(PrecisionError([*map(_problem, answer["problems"])]))
     assert door.engine.asked == []
+
+
+def test_a_body_that_never_comes_is_given_up(monkeypatch):
+    monkeypatch.setattr(endpoints, "SILENCE", 0.1)
+
+    async def never():
+        await asyncio.Event().wait()
+
+    scope = {"headers": [(b"content-length", b"209715200")]}
+    for read in (endpoints._message, endpoints._body):
+        with pytest.raises(PrecisionError, match="Nothing of it came for"):
+            asyncio.run(asyncio.wait_for(read(scope, never), 5))
+
+
+@pytest.mark.parametrize("error", [OverflowError("int too big"), UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")])
+def test_what_no_message_to_a_worker_can_hold_is_the_sender_s_fault(error):
+    class Failing(Engine):
+        async def collective_rpc(self, method, args):
+            raise error
+
+    status, answer = asyncio.run(Door(Failing()).push("begin"))
+    assert status == 400
+    assert type(error).__name__ in answer["problems"][0][1]
 
 
 def _problem(row):
@@ -261,7 +537,12 @@ def test_the_bytes_behind_a_message_lie_in_memory_that_workers_can_open():
 
 def test_on_both_ways_the_sender_says_what_becomes_of_running_requests(monkeypatch):
     sent = {}
-    monkeypatch.setattr(Server, "_post", lambda self, method, parts, kind: sent.setdefault(method, b"".join(map(bytes, parts))))
+
+    def post(self, method, parts, kind):
+        sent[method] = b"".join(map(bytes, parts))
+        return {"answers": []}
+
+    monkeypatch.setattr(Server, "_post", post)
     server = Server("http://node7:8000")
     server.hold("abort")
     server.call("write", {"push": "a"})

@@ -11,22 +11,23 @@ from rollout.models import VOCABULARY, tensors_of
 from nemo_fp8.contract import Precision
 from nemo_fp8.rollout import Refit, engine_args, kv_scales
 
-FP8 = Precision(rollout="fp8", kv_cache="fp8")
+FP8 = Precision(rollout="fp8")
 
 
 @pytest.fixture
-def llm(engine, checkpoint):
-    """A dense model in FP8 with an FP8 KV cache: arguments as ``engine_args`` gives them."""
-    return engine(checkpoint("qwen3"), **engine_args(FP8))
+def llm(engine, checkpoint, here):
+    """A dense model in FP8, with an FP8 KV cache where vLLM has one: arguments as ``engine_args`` gives them."""
+    cached = here.can("kv-cache-fp8")
+    return engine(checkpoint("qwen3"), **engine_args(FP8.replace(kv_cache="fp8") if cached else FP8))
 
 
-def test_fp8_on_a_bf16_checkpoint_generates_and_never_yields_nan(llm):
+def test_fp8_on_a_bf16_checkpoint_generates_and_never_yields_nan(llm, here):
     found = engines.log_probs(llm)
     assert found.isfinite().all()
     assert torch.allclose(found.exp().sum(-1), torch.ones(found.shape[:2]), atol=1e-3)
     (report,) = llm.collective_rpc("nemo_fp8_report")
     assert {row["stored"] for row in report.values()} == {"fp8"}
-    assert {row["kernel"] for row in report.values()} == {"CPUFp8BlockScaledMMKernel"}
+    assert {row["kernel"] for row in report.values()} == {here.linear}
     assert len(report) == 4 * 4
 
 
@@ -53,7 +54,8 @@ def one_token_each(llm):
         llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
 
 
-def test_kv_scales_can_be_put_in_place(llm):
+def test_kv_scales_can_be_put_in_place(llm, here):
+    here.needs("kv-cache-fp8")
     before = llm.collective_rpc("nemo_fp8_kv_scales")[0]
     plain = engines.log_probs(llm)
     kv_scales.apply(llm.collective_rpc, dict.fromkeys(before, 0.03))

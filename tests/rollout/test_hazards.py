@@ -24,7 +24,10 @@ IN_A_PUSH = {
                 RELOAD,
                 "Session.write_rows",
                 "    for route in self.plan.routes.by_entry.get(i, ()):\n",
-                "    self.plan.model.load_weights([(self.plan.manifest[i].name, tensor)])\n    for route in ():\n",
+                "    whole = self.early = [*getattr(self, 'early', ()), tensor.clone()] if row else [tensor.clone()]\n"
+                "    if self.rows[i] == self.plan.manifest[i].rows:\n"
+                "        self.plan.model.load_weights([(self.plan.manifest[i].name, torch.cat(whole))])\n"
+                "    for route in ():\n",
             )
         ],
     ),
@@ -106,7 +109,9 @@ def function(module, path):
 
 
 @pytest.mark.parametrize("hazard", IN_A_PUSH)
-def test_a_push_without_the_fix_is_seen(hazard, checkpoint, model, monkeypatch):
+def test_a_push_without_the_fix_is_seen(hazard, checkpoint, model, here, monkeypatch):
+    if hazard == "a tied head stays stale" and not here.packs_bf16:
+        pytest.skip("vLLM's library for this processor packs no BF16 weight, so that no copy of the head can stay behind")
     (kind, contract), edits = IN_A_PUSH[hazard]
     model(kind, **contract)  # the fresh one, to compare with
     take_out(monkeypatch, edits)

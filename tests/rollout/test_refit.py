@@ -1,13 +1,16 @@
 """Pushes into real engines: bitwise a fresh engine's, refused before the first byte, restored after a death, over HTTP too."""
 
+import asyncio
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from rollout import servers
-from rollout.engines import fp8, log_probs
+from rollout import servers, unfinished
+from rollout.engines import SMALL, fp8, log_probs
 from safetensors.torch import load_file
 
 from nemo_fp8.contract import Operand, Precision
@@ -158,16 +161,134 @@ def test_old_prefixes_are_forgotten(run, weights):
     assert told == first()
 
 
+@pytest.fixture(scope="module")
+def fresh(run, engine, checkpoint, weights):
+    """What engines of the weights of both seeds answer to ``unfinished.PROMPT``: a pushed one, and one that was started from them."""
+    llm, _ = run("qwen3")
+    Refit(llm).push(weights("qwen3", 0))
+    return [unfinished.answer(llm), unfinished.answer(engine(checkpoint("qwen3", 1), **fp8()))]
+
+
+@pytest.mark.parametrize("running", unfinished.MODES)
+def test_a_push_meets_what_a_ctrl_c_left(run, weights, fresh, running):
+    """Requests of an interrupted generate lie in the engine, and what they left in the prefix cache is of the old weights."""
+    llm, _ = run("qwen3")
+    unfinished.after_ctrl_c(llm, [weights("qwen3", seed) for seed in (0, 1)], fresh, running)
+
+
+@pytest.mark.parametrize("running", unfinished.MODES)
+def test_a_push_meets_a_loop_of_steps(run, weights, fresh, running):
+    llm, _ = run("qwen3")
+    unfinished.within_steps(llm, [weights("qwen3", seed) for seed in (0, 1)], fresh, running)
+
+
+def test_an_engine_without_a_process_of_its_own_does_the_same(checkpoint):
+    unfinished.in_this_process(checkpoint("qwen3", 0), checkpoint("qwen3", 1))
+
+
+def test_a_push_meets_a_generate_of_another_thread(run, weights, fresh):
+    llm, _ = run("qwen3")
+    Refit(llm).push(weights("qwen3", 0))
+    with ThreadPoolExecutor(1) as other:
+        asked = other.submit(unfinished.generate, llm)
+        while not llm.llm_engine.has_unfinished_requests():
+            time.sleep(0.001)
+        Refit(llm).push(weights("qwen3", 1)).require()
+        assert asked.result(60) == fresh[0]
+    assert unfinished.answer(llm) == fresh[1]
+
+
+def test_a_push_that_dies_leaves_unfinished_requests_waiting(run, weights, fresh):
+    """No step computes with a mixture; the next push that ends well lets them go on."""
+    llm, _ = run("qwen3")
+    Refit(llm).push(weights("qwen3", 0))
+    unfinished.interrupt(llm)
+    with pytest.raises(ConnectionError):
+        Refit(llm, chunk=2**20, running="keep").push(_dying(weights("qwen3", 1), 20), manifest=weights("qwen3", 1))
+    with pytest.raises(PrecisionError, match="old and new weights"):
+        llm.llm_engine.step()
+    Refit(llm).push(weights("qwen3", 1)).require()  # running="wait" would have a mixture end them
+    kept, _ = llm.generate(unfinished.PROMPT, unfinished.asked(), use_tqdm=False)
+    assert unfinished.told(kept)[:3] == fresh[0][:3]
+    assert unfinished.told(kept) != fresh[0]
+    assert unfinished.answer(llm) == fresh[1]
+
+
+def test_an_interrupted_wait_leaves_the_engine_answering(run, weights, fresh, monkeypatch):
+    """Ctrl-C while a push waits for requests, or while it resets the cache: the engine is not held."""
+    llm, _ = run("qwen3")
+    Refit(llm).push(weights("qwen3", 1))
+    hold = Offline.hold
+    for method, first in (("hold", hold), ("forget", lambda *_: None)):
+        with monkeypatch.context() as patch:
+
+            def interrupted(*arguments, first=first):
+                first(*arguments)
+                raise KeyboardInterrupt
+
+            patch.setattr(Offline, method, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                Refit(llm).push(weights("qwen3", 1))
+        assert unfinished.answer(llm) == fresh[1]
+
+
 @pytest.mark.parametrize(
-    ("method", "guard"),
-    [("refuse", test_a_push_that_dies_is_refused_until_the_next_one), ("forget", test_old_prefixes_are_forgotten)],
+    ("method", "without", "guard"),
+    [
+        ("refuse", lambda self, why: self.free(), test_a_push_that_dies_is_refused_until_the_next_one),
+        ("forget", lambda self: True, test_old_prefixes_are_forgotten),
+    ],
     ids=["refuse", "forget"],
 )
-def test_it_is_seen_if_the_engine_is_not_told(method, guard, run, weights, monkeypatch):
+def test_it_is_seen_if_the_engine_is_not_told(method, without, guard, run, weights, monkeypatch):
     """The fixes of hazards 3 and 5 taken out; the others' are in test_hazards.py."""
-    monkeypatch.setattr(Offline, method, lambda *_: True)
+    monkeypatch.setattr(Offline, method, without)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         guard(run, weights)
+
+
+@pytest.mark.parametrize(
+    ("method", "without", "running"),
+    [
+        ("hold", lambda self, running: None, "wait"),
+        ("forget", lambda self: bool(self.llm.reset_prefix_cache()), "keep"),
+    ],
+    ids=["hold", "forget"],
+)
+def test_it_is_seen_if_unfinished_requests_are_not_thought_of(method, without, running, run, weights, fresh, monkeypatch):
+    llm, _ = run("qwen3")
+    both = [weights("qwen3", seed) for seed in (0, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Offline, method, without)
+        with pytest.raises((AssertionError, PrecisionError)):
+            unfinished.after_ctrl_c(llm, both, fresh, running)
+    Refit(llm, running="abort").push(both[0]).require()
+
+
+def test_an_engine_on_a_loop_says_why_it_refuses(checkpoint, weights):
+    """``AsyncLLM.generate`` would wrap the reason into an error without words."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def ask(llm, number):
+        asked = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        return [out async for out in llm.generate({"prompt_token_ids": [5] * 20}, asked, str(number))][-1].outputs[0].token_ids
+
+    async def main():
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(checkpoint("qwen3", 0)), **(SMALL | fp8())))
+        try:
+            refit, before = Refit(llm, chunk=2**20), await ask(llm, 0)
+            with pytest.raises(ConnectionError):
+                await asyncio.to_thread(refit.push, _dying(weights("qwen3", 1), 20), manifest=weights("qwen3", 1))
+            with pytest.raises(PrecisionError, match="the trainer went away"):
+                await ask(llm, 1)
+            assert (await asyncio.to_thread(refit.push, weights("qwen3", 0))).require().prefix_cache_reset
+            assert await ask(llm, 2) == before
+        finally:
+            llm.shutdown()
+
+    asyncio.run(main())
 
 
 def test_bad_weights_are_told(run, weights):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import Entry, Manifest, fingerprint
+from nemo_fp8.rollout.refit.control import refusal
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint
 from nemo_fp8.rollout.refit.memory import Opened, Shared
 from nemo_fp8.rollout.refit.stream import capacity, cut
@@ -134,3 +136,86 @@ def test_entries_know_where_they_may_be_cut():
     assert Entry("a", "bfloat16", (256, 8)).step == 128
     assert Entry("a", "bfloat16", (4, 256, 8)).step == 1
     assert Entry("a", "float8_e4m3fn", (256, 8)).bytes == 2048
+
+
+def _freed():
+    tensor = torch.zeros(128, 128).bfloat16()
+    tensor.untyped_storage().resize_(0)  # as FSDP lets go of what it gathered
+    return tensor
+
+
+# What has no bytes that could be sent -> how it is named, and what helps.
+NOT_SENDABLE = {
+    "nothing": (lambda: None, r"w is None\.", "torch.Tensor"),
+    "a list": (lambda: [1.0], r"w is a list\.", "torch.Tensor"),
+    "an array": (lambda: torch.zeros(3).numpy(), r"w is a numpy\.ndarray\.", "torch.Tensor"),
+    "meta": (lambda: torch.zeros(128, 128, device="meta"), "w is on the meta device", "gathered"),
+    "sparse": (lambda: torch.zeros(128, 128).to_sparse(), "w is sparse_coo", "to_dense"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "w is a nested tensor", "parts"),
+    "freed": (_freed, "w is without memory", "gathered"),
+    "float64": (lambda: torch.zeros(3).double(), r"w comes in float64\.", r"to\(torch.bfloat16\)"),
+}
+
+
+@pytest.mark.parametrize(("make", "named", "remedy"), NOT_SENDABLE.values(), ids=NOT_SENDABLE)
+def test_tensors_without_bytes_are_named_before_anything_is_sent(make, named, remedy):
+    with pytest.raises(PrecisionError, match=named) as refused:
+        Manifest.of({"good": torch.zeros(3), "w": make(), "v": None}, to_send=True)
+    assert [p.what.split()[0] for p in refused.value.problems] == ["w", "v"]  # all of them at once
+    assert re.search(remedy, refused.value.problems[0].remedy)
+    assert "Did you mean" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("make", "named", "remedy"), NOT_SENDABLE.values(), ids=NOT_SENDABLE)
+def test_an_iterator_that_brings_them_is_told_the_same(make, named, remedy):
+    manifest = Manifest.of({"w": torch.zeros(128, 128).bfloat16()})
+    with pytest.raises(PrecisionError, match=named):
+        list(cut([("w", make())], manifest, lambda: torch.zeros(10**6, dtype=torch.uint8)))
+
+
+def test_a_manifest_of_meta_tensors_is_good():
+    assert Manifest.of({"w": torch.zeros(3, device="meta")}) == Manifest.of({"w": torch.zeros(3)}, to_send=True)
+
+
+def test_odd_strides_are_sent_as_they_are_read():
+    base = torch.randn(64, 96).bfloat16()
+    odd = {"turned": base.t(), "every other": base[::2, ::3], "repeated": base[:1].expand(40, -1), "parameter": torch.nn.Parameter(base)}
+    manifest, room = Manifest.of(odd, to_send=True), torch.zeros(10**6, dtype=torch.uint8)
+    for pieces, _ in cut(odd.items(), manifest, lambda: room):
+        for i, _, rows, offset in pieces:
+            entry = manifest[i]
+            there = room[offset : offset + entry.bytes].view(torch.bfloat16).view(entry.shape)
+            assert rows == entry.rows
+            assert torch.equal(there, odd[entry.name])
+        assert len(pieces) == len(odd)
+
+
+def test_a_tensor_that_comes_twice_is_named():
+    x = torch.zeros(256, 128).bfloat16()
+    with pytest.raises(PrecisionError, match=r"w came twice\."):
+        list(cut([("w", x), ("w", x)], Manifest.of({"w": x}), lambda: torch.zeros(10**6, dtype=torch.uint8)))
+
+
+def test_a_refusal_is_made_of_sentences():
+    for why in ("push 1 died half-way", "push 1 died half-way."):
+        assert refusal(why).problems[0].why == "A push of weights died half-way: push 1 died half-way."
+
+
+def test_a_part_of_a_sharded_tensor_is_no_tensor(tmp_path):
+    """Of a DTensor every process has its shard; to copy it as it is would be an error from deep inside of torch."""
+    code = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit import Manifest
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meeting", rank=0, world_size=1)
+sharded = distribute_tensor(torch.zeros(128, 128), dist.init_device_mesh("cpu", (1,)), [Shard(0)])
+try:
+    Manifest.of({"w": sharded}, to_send=True)
+except PrecisionError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False)
+    assert "w is a DTensor." in done.stdout, done.stderr
+    assert "full_tensor()" in done.stdout

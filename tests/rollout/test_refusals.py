@@ -1,13 +1,23 @@
 """A machine without a kernel, weights and scales that cannot be right, and a vLLM that does not fit: said, or refused by name."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from rollout import models
 from rollout.in_process import build, weights_of
 
-from nemo_fp8.contract import Operand
+from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.in_vllm import compatibility
+from nemo_fp8.rollout.in_vllm.kernels import choose
 from nemo_fp8.rollout.in_vllm.report import grid_report
+from nemo_fp8.rollout.storage import storage_of
 
 LAYER = "model.layers.1"
 
@@ -27,6 +37,102 @@ def test_experts_without_amx_decode(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     report = grid_report(build(checkpoint("qwen3_moe")))
     assert {row.kernel for row in report.values() if row.stored == "fp8"} == {"DecodeKernel", "DecodedMoEMethod"}
+
+
+@pytest.mark.parametrize(
+    ("family", "reasons", "pattern"),
+    [
+        ("Llama4ForCausalLM", ["the router's weight on their input"], "model.layers.*.feed_forward.experts"),
+        ("GptOssForCausalLM", ["biases", "swigluoai"], "model.layers.*.mlp.experts"),
+    ],
+)
+def test_experts_that_nothing_decodes_are_refused_by_the_true_reason_with_a_pattern_for_all_layers(tmp_path, family, reasons, pattern):
+    folder = models.write(tmp_path / "model", "qwen3")
+    (folder / "config.json").write_text(json.dumps(of_family(family)))
+    dummy = {"load_format": "dummy"}
+    with pytest.raises(PrecisionError) as caught:
+        build(folder, dummy, kernel="decode")
+    (problem,) = caught.value.problems
+    assert all(reason in problem.what for reason in reasons)
+    assert ("biases" in problem.what, "router" in problem.what, "silu" in problem.what) == ("GptOss" in family, "Llama4" in family, False)
+    assert f"Add {pattern!r} to keep" in problem.remedy
+    report = grid_report(build(folder, dummy, kernel="decode", keep=(pattern,)))
+    experts = [row for name, row in report.items() if "experts" in name]
+    assert len(experts) == 2
+    assert {(row.stored, "keep patterns match" in row.why) for row in experts} == {("bfloat16", True)}
+    assert "fp8" in {row.stored for row in report.values()}
+
+
+def of_family(architecture):
+    """The config.json of two layers of it."""
+    from transformers import GptOssConfig, Llama4TextConfig
+
+    config = GptOssConfig if "GptOss" in architecture else Llama4TextConfig
+    made = config(
+        hidden_size=256, num_hidden_layers=2, intermediate_size=256, vocab_size=models.VOCABULARY, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, num_local_experts=4, num_experts_per_tok=1, max_position_embeddings=2048,
+        **({"intermediate_size_mlp": 512, "interleave_moe_layer_step": 1} if config is Llama4TextConfig else {}),
+    ).to_dict()  # fmt: skip
+    made.pop("dtype", None)
+    return made | {"architectures": [architecture], "torch_dtype": "bfloat16"}
+
+
+# ---------------------------------------------------------------------- what a processor lacks
+
+
+def test_vllm_s_library_is_that_of_the_processor_also_of_one_that_tests_stand_in_for(here):
+    import vllm._custom_ops  # noqa: F401
+
+    as_avx2 = os.environ.get("NEMO_FP8_TESTS_AS") == "avx2"
+    newest = "avx512_bf16" if torch.cpu._is_avx512_bf16_supported() else "avx512" if torch.cpu._is_avx512_supported() else "avx2"
+    maps = Path("/proc/self/maps").read_text()
+    loaded = {Path(line.split()[-1]).name for line in maps.splitlines() if "/vllm/_C" in line}
+    assert loaded == {{"avx512_bf16": "_C.abi3.so", "avx512": "_C_AVX512.abi3.so", "avx2": "_C_AVX2.abi3.so"}[newest]}
+    assert newest in (here.machine.cpu or ("avx2",))
+    if as_avx2:
+        assert (newest, torch.backends.cpu.get_cpu_capability(), here.machine.cpu) == ("avx2", "AVX2", ())
+
+
+def test_the_table_says_what_vllm_itself_answers_on_this_processor(here, model):
+    """Its attention, asked for an FP8 cache; and its choice of a kernel for weights in 128x128 blocks."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    has = {"kv-cache-fp8": True, "rollout-checkpoint": True}
+    try:
+        _get_attn_isa(torch.bfloat16, 128, 64, "fp8")
+    except NotImplementedError:
+        has["kv-cache-fp8"] = False
+    with set_current_vllm_config(model("qwen3").vllm_config):
+        chosen = choose(storage_of(Precision(rollout="fp8")), "auto", (512, 256), torch.bfloat16)
+    has["rollout-checkpoint"] = type(chosen).__name__ != "DecodeKernel"
+    assert {recipe: here.can(recipe) for recipe in has} == has
+
+
+def test_an_fp8_cache_that_vllm_does_not_have_is_refused_in_the_worker(here, checkpoint):
+    """Whoever wrote the arguments: without this the worker dies after its weights are loaded."""
+    cache = {"kv_cache_dtype": "fp8"}
+    if here.can("kv-cache-fp8"):
+        build(checkpoint("qwen3"), cache)
+    else:
+        with pytest.raises(PrecisionError, match="kv_cache_dtype='fp8' on this machine") as caught:
+            build(checkpoint("qwen3"), cache)
+        assert "kv_cache='auto'" in caught.value.problems[0].remedy
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="this processor is one with AVX2 alone, and the tests above ran on it")
+def test_the_same_on_a_processor_with_avx2_alone():
+    """vLLM's AVX2 library, with everything newer hidden from the processes: see tests/as_avx2."""
+    tests = ["library", "table", "in_the_worker", "decode", "linear_holds", "experts_hold", "this_machine_is_asked"]
+    files = [str(Path(__file__).parent / f"test_{name}.py") for name in ("refusals", "plugin", "arguments")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-k", " or ".join(tests), *files]
+    done = subprocess.run(command, env={**os.environ, "NEMO_FP8_TESTS_AS": "avx2"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 20
+    assert "skipped" not in done.stdout
+
+
+# ---------------------------------------------------------------------- weights and scales that cannot be right
 
 
 def test_codes_are_no_weights(checkpoint, tmp_path):

@@ -1,10 +1,12 @@
 """A push as a worker sees it, in this process: one model, pieces of tensors from one buffer that is used again and again."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from rollout.in_process import Worker, build, weights_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
@@ -21,6 +23,7 @@ from nemo_fp8.rollout.refit.stream import capacity, cut
 
 MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
 BLOCK = Operand("e4m3", (128, 128), "fp32")
+EMBEDDINGS = "model.embed_tokens.weight"
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
 
 
@@ -57,7 +60,7 @@ def held(model):
     for name, layer in model.named_modules():
         if "cpu_linear" in vars(layer):
             columns = next(vars(layer)[key] for key in ("input_size_per_partition", "input_size", "embedding_dim") if key in vars(layer))
-            x = torch.randn(3, columns, generator=draws).bfloat16()
+            x = torch.randn(3, columns, generator=draws).to(getattr(layer, "params_dtype", torch.bfloat16))
             found[f"{name} answers"] = layer.quant_method.apply(layer, x).reshape(-1).view(torch.uint8)
     return found
 
@@ -193,6 +196,222 @@ def test_a_worker_takes_a_push_in_this_process(checkpoint):
     model = build(checkpoint("qwen3", 0))
     Refit(Worker(model), chunk=2**20).push(weights_of(checkpoint("qwen3", 1)), verify=True).require()
     assert differing(held(model), held(build(checkpoint("qwen3", 1)))) == []
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a process would wait for a GPU for: a number, or a copy, that leaves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        leaves = name == "aten::_to_copy" and torch.device((kwargs or {}).get("device") or "meta").type == "cpu"
+        self.count += leaves or name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+class Fetches(torch.overrides.TorchFunctionMode):
+    """The same as it is written in Python: ``x.cpu()`` of a tensor that lies on a CPU does nothing, and is no operation."""
+
+    NAMES = frozenset({"cpu", "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "equal", "nonzero"})
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += getattr(func, "__name__", "") in self.NAMES
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "contract"), [("qwen3", {}), ("qwen3_moe", {"last_layers": 1})], ids=["qwen3", "qwen3_moe"])
+def test_a_push_does_not_wait_for_its_device_piece_by_piece(checkpoint, kind, contract):
+    """Pieces are counted where they lie. What is told of them is fetched at the end, and is the same however a tensor was cut."""
+    from vllm.config import set_current_vllm_config
+
+    model, tensors = build(checkpoint(kind, 0), **contract), weights_of(checkpoint(kind, 1))
+    manifest, told, waits = Manifest.of(tensors), [], []
+    coded = quantize(tensors[K_PROJ], BLOCK)
+    tensors |= {K_PROJ: coded.data, f"{K_PROJ}_scale_inv": coded.scale_inv} if kind == "qwen3" else {}
+    manifest = Manifest.of(tensors)
+    for size in (2**30, 2**18):
+        with set_current_vllm_config(model.vllm_config):
+            session, counts, pieces = Session(Plan(model, manifest), "test", verify=False), [], 0
+            shared = Shared(capacity(manifest, size, session.plan.whole))
+            for some, _ in cut(tensors.items(), manifest, lambda shared=shared: shared.tensor, session.plan.whole):
+                with Waits() as dispatched, Fetches() as written:
+                    session.write(shared.handle, [list(piece) for piece in some])
+                counts.append(dispatched.count + written.count)
+                pieces += len(some)
+            with Waits() as dispatched, Fetches() as written:
+                session.finish()
+            shared.close()
+        told.append({i: facts.to_plain() for i, facts in session.ledger.facts.items()})
+        waits.append((sum(counts), dispatched.count + written.count, pieces))
+    assert waits[0][2] < waits[1][2]
+    assert waits[0][:2] == waits[1][:2]
+    if not session.staged:  # a layer that its kernel packs as a whole may ask, once
+        assert waits[0][0] == 0
+    sums = ("signal", "noise")
+    for one, other in zip(*(rows.values() for rows in told), strict=True):
+        assert not any(torch.is_tensor(value) for value in one.values())
+        assert [one.pop(name) for name in sums] == pytest.approx([other.pop(name) for name in sums], rel=1e-12)
+        assert one == other
+
+
+def test_what_is_counted_is_what_is_there(checkpoint, qwen3):
+    """Against sums over the whole tensors, in FP64."""
+    model, tensors = qwen3
+    session = push(model, tensors)
+    for i, facts in session.ledger.facts.items():
+        tensor = tensors[session.plan.manifest[i].name]
+        assert facts.largest == float(tensor.abs().max())
+        if facts.kind == "fp8":
+            decoded = quantize(tensor, BLOCK).dequantize().double()
+            assert facts.signal == pytest.approx(float(tensor.double().square().sum()), rel=1e-6)
+            assert facts.noise == pytest.approx(float((tensor.double() - decoded).square().sum()), rel=1e-6)
+
+
+# What weights no model has -> how they come to be so, and the tensors that are named.
+NO_MODEL = {
+    "all zero": (lambda t: {name: torch.zeros_like(x) for name, x in t.items()}, "all zero: lm_head.weight and 29 more"),
+    "a zero projection": (lambda t: t | {K_PROJ: torch.zeros_like(t[K_PROJ])}, f"all zero: {K_PROJ}."),
+    "zero codes": (lambda t: t | _coded(torch.zeros_like(t[K_PROJ])), f"all zero: {K_PROJ}."),
+    "3e38 in a projection": (lambda t: t | {K_PROJ: _with(t[K_PROJ], 3e38)}, f"1.8e+19 and more: {K_PROJ}."),
+    "-3e38 in embeddings": (lambda t: t | {EMBEDDINGS: _with(t[EMBEDDINGS], -3e38)}, f"1.8e+19 and more: {EMBEDDINGS}."),
+    "3e38 in a norm": (lambda t: t | {NORM: _with(t[NORM], 3e38)}, f"1.8e+19 and more: {NORM}."),
+    "3e38 in codes": (lambda t: t | _coded(_with(t[K_PROJ], 3e38)), f"1.8e+19 and more: {K_PROJ}."),
+}
+
+
+def _with(tensor, value):
+    changed = tensor.clone()
+    changed.view(-1)[7] = value
+    return changed
+
+
+def _coded(tensor):
+    coded = quantize(tensor, BLOCK)
+    return {K_PROJ: coded.data, f"{K_PROJ}_scale_inv": coded.scale_inv}
+
+
+@pytest.mark.parametrize(("change", "words"), NO_MODEL.values(), ids=NO_MODEL)
+def test_weights_that_no_model_has_are_no_good_push(qwen3, change, words):
+    receipt = Refit(Worker(qwen3[0])).push(change(qwen3[1]))
+    assert not receipt.ok
+    assert [words in problem.what for problem in receipt.problems] == [True]
+
+
+@pytest.mark.parametrize("change", [lambda x: torch.zeros_like(x), lambda x: torch.full_like(x, 1e18)], ids=["zeros", "1e18"])
+def test_norms_may_be_zero_and_large_values_finite(qwen3, change):
+    """Some families keep w of a norm that multiplies with 1 + w."""
+    norms = {name: change(tensor) for name, tensor in qwen3[1].items() if "norm" in name}
+    assert Refit(Worker(qwen3[0])).push(qwen3[1] | norms).ok
+
+
+def test_tensors_that_turn_bad_on_the_way_leave_a_refusing_engine(checkpoint):
+    """Tensors of an iterator are looked at when they come; the next push restores the engine. A mapping's are looked at before."""
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    before = held(worker.model_runner.get_model())
+    bad = tensors | {K_PROJ: tensors[K_PROJ].to("meta"), NORM: tensors[NORM].to_sparse()}
+    with pytest.raises(PrecisionError) as refused:
+        Refit(worker).push(bad, manifest=tensors)
+    assert {p.what for p in refused.value.problems} == {f"{K_PROJ} is on the meta device.", f"{NORM} is sparse_coo."}
+    assert differing(held(worker.model_runner.get_model()), before) == []
+    with pytest.raises(PrecisionError, match=f"{NORM} is sparse_coo"):
+        Refit(worker, chunk=2**20).push(iter(bad.items()), manifest=tensors)
+    assert "half-way" in worker.refuses
+    Refit(worker).push(tensors).require()
+    assert worker.refuses == ""
+    assert differing(held(worker.model_runner.get_model()), held(build(checkpoint("qwen3", 1)))) == []
+
+
+def test_a_push_that_brings_nothing_has_changed_nothing_and_says_so(qwen3):
+    worker = Worker(qwen3[0])
+    with pytest.raises(PrecisionError, match="did not come") as refused:
+        Refit(worker).push(iter(()), manifest=qwen3[1])
+    assert refused.value.problems[0].remedy == "Push again; nothing was written."
+    with pytest.raises(PrecisionError, match="did not come") as refused:
+        Refit(worker).push(iter([*qwen3[1].items()][:5]), manifest=qwen3[1])
+    assert "old and new weights" in refused.value.problems[0].remedy
+    Refit(worker).push(qwen3[1]).require()
+
+
+def test_names_are_said_as_they_are(qwen3):
+    tensors = qwen3[1]
+    session = Session(Plan(qwen3[0], Manifest.of(tensors)), "test", verify=False)
+    shared = Shared(2**18)
+    with pytest.raises(PrecisionError, match=f"why:    {K_PROJ} has 128 rows, of which 0 have come"):
+        session.write(shared.handle, [[session.plan.manifest.places[K_PROJ], 1, 1, 0]])
+    session.memory.clear()
+    shared.close()
+
+
+def _mapped():
+    return Path("/proc/self/maps").read_text().count("memfd:nemo_fp8-refit")
+
+
+def test_a_push_that_died_leaves_no_buffer_mapped(qwen3):
+    """The kernel has a dead sender's memory back when nobody maps it."""
+    worker, tensors = Worker(qwen3[0]), qwen3[1]
+    manifest = Manifest.of(tensors)
+    worker.call("begin", {"push": "dead", "tensors": manifest.to_plain()})
+    shared = [Shared(manifest.bytes) for _ in range(2)]
+    for one in shared:
+        worker.call("write", {"push": "dead", "memory": one.handle, "pieces": []})
+        one.close()
+    assert _mapped() == 2
+    assert "mixed" in worker.call("abandon", {"push": "dead"})[0]
+    assert _mapped() == 0
+
+
+class Forgetful(Worker):
+    """A worker whose engine answers so when it is asked to forget; what else it is told is in ``log``."""
+
+    def __init__(self, model, answer):
+        super().__init__(model)
+        self.answer, self.log = answer, []
+
+    def hold(self, running):
+        self.log.append(f"hold {running}")
+
+    def free(self):
+        self.log.append("free")
+
+    def forget(self):
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+def test_a_cache_that_was_not_reset_is_no_good_push(qwen3):
+    receipt = Refit(Forgetful(qwen3[0], False)).push(qwen3[1])
+    assert not receipt.ok
+    assert "NOT reset" in str(receipt)
+    with pytest.raises(PrecisionError, match="prefix cache was not reset"):
+        receipt.require()
+    assert Refit(Forgetful(qwen3[0], True)).push(qwen3[1]).ok
+
+
+@pytest.mark.parametrize("error", [RuntimeError("busy"), KeyboardInterrupt()], ids=type)
+def test_an_engine_that_cannot_forget_is_not_held(qwen3, error):
+    worker = Forgetful(qwen3[0], error)
+    with pytest.raises(type(error)):
+        Refit(worker).push(qwen3[1])
+    assert worker.log == ["hold wait", "free"]
+    assert worker.refuses == ""
+
+
+def test_a_mixed_engine_lets_no_request_end(qwen3):
+    """What ``running="wait"`` waits for would be computed with weights of two pushes."""
+    worker = Forgetful(qwen3[0], True)
+    with pytest.raises(PrecisionError, match="did not come"):
+        Refit(worker, running="keep").push(iter([*qwen3[1].items()][:5]), manifest=qwen3[1])
+    Refit(worker).push(qwen3[1]).require()
+    Refit(worker).push(qwen3[1]).require()
+    assert worker.log == ["hold keep", "hold keep", "free", "hold wait", "free"]
 
 
 class Distant(Worker):

@@ -6,10 +6,13 @@ from rollout.in_process import build, reference, same_bits
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.model_shapes import Model
+from nemo_fp8.parallel import Parallel
 from nemo_fp8.rollout.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.in_vllm.report import grid_report
 from nemo_fp8.rollout.selection import reason_to_keep, reason_to_keep_experts
 from nemo_fp8.rollout_layers import decoder_layer
+from nemo_fp8.shape_audit import rollout_kept
 
 QKV = ("q_proj", "k_proj", "v_proj")
 LAYER = "model.layers.1"
@@ -96,6 +99,25 @@ def test_a_strict_contract_refuses_it(checkpoint):
     with pytest.raises(PrecisionError, match=r"model\.layers\.0\.self_attn\.qkv_proj: a weight of 384x256 on this worker cannot be in FP8"):
         build(checkpoint("qwen3_odd"), strict=True)
     build(checkpoint("qwen3"), strict=True)
+
+
+@pytest.mark.parametrize("contract", [{}, {"rollout_block": "tensor"}, {"first_layers": 1, "keep": ["*.q_proj", "*.experts.3.*"]}])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_odd", "qwen3_moe"])
+def test_lint_says_of_every_layer_what_the_engine_does(model, checkpoint, kind, contract):
+    """The table that a person reads before a run, from the checkpoint's config.json, against the layers of the engine itself."""
+    llm = build(checkpoint(kind), **contract)
+    p = Precision(rollout="fp8", **contract)
+    of = {"qkv_proj": "self_attention.linear_qkv", "o_proj": "self_attention.linear_proj", "routed_experts": "mlp.experts.linear_fc1"}
+    of |= {"gate_up_proj": "mlp.linear_fc1", "down_proj": "mlp.linear_fc2"}
+    shapes = Model.read(checkpoint(kind))
+    kept = rollout_kept(p, shapes, Parallel())
+    stored = {}
+    for name, row in grid_report(llm).items():
+        layer, word = int(name.split(".")[2]), name.rpartition(".")[2]
+        if word in of:  # a router is no linear that a contract speaks of
+            stored[layer, of[word]] = row.stored
+    assert len(stored) == shapes.layers * (3 if kind == "qwen3_moe" else 4)
+    assert {at: "bfloat16" if at in kept else "fp8" for at in stored} == stored
 
 
 # ---------------------------------------------------------------------- blocks

@@ -94,6 +94,7 @@ INTERNALS = (
     # pushing
     Internal(f"{_RELOAD}.layerwise", "get_layerwise_info", ("layer",)),
     Internal(f"{_RELOAD}.layerwise", "_get_original_loader", ("tensor",)),
+    Internal(f"{_RELOAD}.layerwise", "LAYERWISE_INFO"),
     Internal(f"{_RELOAD}.meta", "SKIP_TENSORS"),
     Internal(f"{_RELOAD}.meta", "materialize_meta_tensor", ("meta_tensor",)),
     Internal(f"{_RELOAD}.meta", "to_meta_tensor", ("tensor",)),

@@ -19,8 +19,9 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.render.vllm import PLUGIN, from_plugin, options_of_plugin
-from nemo_fp8.rollout.in_vllm import experts
+from nemo_fp8.rollout.in_vllm import experts, kv
 from nemo_fp8.rollout.in_vllm.linear import NemoFp8LinearMethod
+from nemo_fp8.rollout.in_vllm.reload_checkpoint import warn_if_unpushable
 from nemo_fp8.rollout.selection import reason_to_keep, reason_to_keep_experts
 from nemo_fp8.rollout.storage import storage_of
 
@@ -33,6 +34,7 @@ class NemoFp8Config(QuantizationConfig):
         self.precision = Precision(rollout="fp8") if precision is None else precision
         self.options = options_of_plugin({}) if options is None else options
         self.storage = storage_of(self.precision)
+        self._loaded = False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> NemoFp8Config:
@@ -70,8 +72,15 @@ class NemoFp8Config(QuantizationConfig):
             method.nemo_fp8_reason = reason
             return method
         if isinstance(layer, Attention):
+            kv.require_cache(layer.kv_cache_dtype)
             return BaseKVCacheMethod(self)
         return None
+
+    def loaded(self, layer: torch.nn.Module) -> None:
+        """Say, once, if no push can follow. The model of this layer is whole: this is vLLM's last pass over all layers."""
+        if not self._loaded:
+            self._loaded = True
+            warn_if_unpushable(layer)
 
     def unquantized(self, reason: str) -> UnquantizedLinearMethod:
         """vLLM's method for the compute dtype, which remembers why it was taken."""

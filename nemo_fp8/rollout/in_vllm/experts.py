@@ -7,6 +7,7 @@ also how activations are quantized by emulation: the fused kernel of a CPU keeps
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,16 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
     if kernels.has_experts_kernel(config.storage, config.options["kernel"]) and not emulated:
         return NemoFp8MoEMethod(config, layer, prefix)
     return DecodedMoEMethod(config, layer, prefix, emulated)
+
+
+def _not_decoded(layer: RoutedExperts) -> Iterator[str]:
+    """What experts of this layer have that decoded weights do not know."""
+    if layer.apply_router_weight_on_input:
+        yield "the router's weight on their input (as Llama 4 has it)"
+    if layer.moe_config.has_bias:
+        yield "biases (as GPT-OSS has them)"
+    if layer.moe_config.activation != MoEActivation.SILU:
+        yield f"{layer.moe_config.activation.value} activations"
 
 
 class Quantizing:
@@ -98,11 +109,13 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
         super().__init__(layer.moe_config)
         self._remember(config, prefix)
         self.group = self.storage.group if fake_quantizes else 0
-        if layer.moe_config.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or layer.moe_config.has_bias:
+        unknown = list(_not_decoded(layer))
+        if unknown:
             raise PrecisionError(
-                f"{prefix}: experts with {layer.moe_config.activation.value} activations, biases, or weighted inputs.",
-                "Without a fused FP8 kernel, experts run on decoded weights, and that path knows SiLU without biases only.",
-                f"Add {prefix!r} to keep, or use a machine with vLLM's kernel (AMX, or a GPU) and activations='kernel'.",
+                f"{prefix}: experts with {' and '.join(unknown)} cannot be in FP8 here.",
+                "Without vLLM's fused FP8 kernel, experts run on decoded weights: with SiLU, no biases, and weights on their output.",
+                f"Add {in_every_layer(prefix)!r} to keep, so that experts stay in the compute dtype; or use a machine with vLLM's kernel "
+                "(AMX, or a GPU) and activations='kernel'.",
             )
 
     def maybe_roundup_sizes(

@@ -7,16 +7,28 @@ different heads, simply add up. The listener sits on one object of one layer and
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.machine import Machine
+from nemo_fp8.support import GPU, UNSUPPORTED, VLLM_CHECK, answer
 
 MAGNITUDES = 1 << 15  # the bits of a BF16 number without its sign
+
+
+def require_cache(dtype: str) -> None:
+    """Refuse an FP8 cache on a CPU for which vLLM has none, before vLLM ends its worker for it: whoever asked for it did not ask us."""
+    if dtype.startswith("fp8") and current_platform.is_cpu():
+        found = answer("kv-cache-fp8", Machine.here(sys.executable).without_gpu(), by=(GPU, VLLM_CHECK))
+        if found.verdict == UNSUPPORTED:
+            raise PrecisionError(f"kv_cache_dtype={dtype!r} on this machine.", found.reason, found.remedy)
 
 
 class KvListener:

@@ -20,11 +20,12 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.arguments import instead_of_codes
 from nemo_fp8.rollout.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.in_vllm import kernels, ops
 from nemo_fp8.rollout.in_vllm.quantizer import quantize_weight
 from nemo_fp8.rollout.selection import in_every_layer
-from nemo_fp8.rollout_layers import misfit
+from nemo_fp8.rollout_layers import misfit, share_misfit
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.in_vllm.config import NemoFp8Config
@@ -56,8 +57,9 @@ class NemoFp8LinearMethod(LinearMethodBase):
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         spans = self._rows(layer, output_partition_sizes, output_size)
         # The rule of every side, on the unsharded weight; then what kernels take of this worker's share of it.
-        reason = misfit(self.config.precision, [span.whole for span in spans], input_size)
-        if reason or not self.storage.fits(rows, columns):
+        precision = self.config.precision
+        reason = misfit(precision, [span.whole for span in spans], input_size) or share_misfit(precision, rows, columns)
+        if reason:
             layer.quant_method = self._unquantized(rows, columns, reason)
             layer.quant_method.create_weights(
                 layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra_weight_attrs
@@ -80,6 +82,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
+            self.config.loaded(layer)
             return
         layer.input_scale = None
         codes, scale_inv = quantize_weight(layer.weight.data, self.storage, lambda amax: amax_for_tp_weight_quant(amax, self.sharded))
@@ -102,9 +105,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
 
     # ------------------------------------------------------------------ shapes
 
-    def _unquantized(self, rows: int, columns: int, reason: str | None) -> UnquantizedLinearMethod:
-        high, wide = self.storage.alignment
-        reason = reason or f"its {rows}x{columns} on this worker are no multiples of {high} rows and {wide} columns"
+    def _unquantized(self, rows: int, columns: int, reason: str) -> UnquantizedLinearMethod:
         if self.config.precision.strict:
             raise PrecisionError(
                 f"{self.prefix}: a weight of {rows}x{columns} on this worker cannot be in FP8.",
@@ -139,7 +140,7 @@ def _refusing_codes(loader: MethodType, name: str) -> MethodType:
             raise PrecisionError(
                 f"{name}: the checkpoint is in FP8 already.",
                 f"It holds {loaded_weight.dtype} codes, and nemo_fp8 quantizes BF16 weights.",
-                "Leave quantization= and hf_overrides= out: vLLM reads the checkpoint's own quantization_config.",
+                instead_of_codes(),
             )
         return loader.__func__(layer, param, loaded_weight, *rest, **more)
 

@@ -1,13 +1,13 @@
 """FP8 arithmetic as torch operators, so that vLLM's compiled graphs can hold it.
 
     fake_quantize    x -> code * scale_inv of x, in groups along the last dimension: what an FP8 GEMM would have seen
-    decoded_linear   x @ (code * scale_inv).T in FP32: an FP8 GEMM for a machine that has none
+    decoded_linear   x @ (code * scale_inv).T, rounded once: an FP8 GEMM for a machine that has none
     decoded_experts  the same for the experts of a MoE layer, each expert's tokens at a time
 
 Codes are decoded on every call. Decoding once would make batches of one several times as fast on such a machine, and
-would keep five bytes a weight instead of one, and a copy that a push of new weights could leave behind. FP32 and not
-BF16, since processors without BF16 instructions multiply FP32 several times as fast; nothing is rounded between the
-codes and the product.
+would keep five bytes a weight instead of one, and a copy that a push of new weights could leave behind. Values are FP32,
+or BF16 where they are exact in it (scales that are powers of two) and the processor has units for BF16 products; nothing
+is rounded between the codes and the product.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 
 from nemo_fp8.contract import Operand
+from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16
+from nemo_fp8.numerics.gemm import is_exact_in_bf16
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
 
@@ -22,7 +24,7 @@ from nemo_fp8.numerics.quantized import Quantized
 @torch.library.custom_op("nemo_fp8::fake_quantize", mutates_args=())
 def fake_quantize(x: torch.Tensor, group: int, scale: str, dtype: torch.dtype) -> torch.Tensor:
     """``x`` quantized to E4M3 in groups of 1 x ``group`` and decoded again."""
-    return quantize(x, Operand("e4m3", (1, group), scale)).dequantize(dtype)
+    return quantize(x, activation_of(group, scale)).dequantize(dtype)
 
 
 @fake_quantize.register_fake
@@ -34,9 +36,12 @@ def _(x: torch.Tensor, group: int, scale: str, dtype: torch.dtype) -> torch.Tens
 def decoded_linear(
     x: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, bias: torch.Tensor | None, block: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` with the weight decoded to FP32, rounded once to ``dtype``."""
-    weight = decode(codes, scale_inv, block)
-    out = torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
+    """``x @ weight.T + bias`` with the weight decoded, rounded once to ``dtype``."""
+    weight = Quantized(codes, scale_inv, (block[0], block[1]))
+    on_units = x.dtype == dtype == torch.bfloat16 and multiplies_bf16() and is_exact_in_bf16(weight)
+    wide = torch.bfloat16 if on_units else torch.float32
+    with fp32_matmul("ieee"):
+        out = torch.nn.functional.linear(x.to(wide), weight.dequantize(wide), None if bias is None else bias.to(wide))
     return out.to(dtype)
 
 
@@ -91,4 +96,9 @@ def decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: list[int]) -> to
 
 
 def _activations(x: torch.Tensor, group: int, scale: str) -> torch.Tensor:
-    return quantize(x, Operand("e4m3", (1, group), scale)).dequantize() if group else x.float()
+    return quantize(x, activation_of(group, scale)).dequantize() if group else x.float()
+
+
+def activation_of(group: int, scale: str) -> Operand:
+    """The activations' operand of a ``Storage``, put together again: a torch operator takes numbers and texts only."""
+    return Operand("e4m3", (1, group), scale)

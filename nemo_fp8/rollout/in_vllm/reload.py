@@ -21,10 +21,11 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.in_vllm.reload_checkpoint import of_checkpoint
 from nemo_fp8.rollout.in_vllm.reload_layers import Blocks, Staged, release
 from nemo_fp8.rollout.in_vllm.reload_layouts import Ledger
-from nemo_fp8.rollout.in_vllm.reload_plan import Plan, of_checkpoint
-from nemo_fp8.rollout.in_vllm.reload_routes import Box, Routes, Target, record
+from nemo_fp8.rollout.in_vllm.reload_plan import Plan
+from nemo_fp8.rollout.in_vllm.reload_routes import Box, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Manifest
 from nemo_fp8.rollout.refit.memory import BUFFERS, Opened
 
@@ -69,7 +70,7 @@ class Session:
     def write(self, handle: Any, pieces: Any) -> None:
         """Pieces of tensors, each (number, first row, rows, offset in the memory behind ``handle``)."""
         if not isinstance(pieces, list):
-            raise _bad_piece(pieces, "it is no list of pieces")
+            raise _bad_piece(pieces, "It is no list of pieces")
         memory = self.memory.get(repr(handle))
         if memory is None:
             while len(self.memory) >= BUFFERS:  # a server makes new memory for every body
@@ -83,10 +84,10 @@ class Session:
 
     def _checked(self, piece: Any) -> tuple[int, int, int, int]:
         if not isinstance(piece, (list, tuple)) or len(piece) != 4 or not all(type(n) is int for n in piece):
-            raise _bad_piece(piece, "it is no four whole numbers")
+            raise _bad_piece(piece, "It is no four whole numbers")
         i, row, rows, offset = piece
         if not 0 <= i < len(self.rows):
-            raise _bad_piece(piece, f"the manifest has {len(self.rows)} tensors")
+            raise _bad_piece(piece, f"The manifest has {len(self.rows)} tensors")
         entry = self.plan.manifest[i]
         if row != self.rows[i] or not 0 < rows <= entry.rows - row:
             raise _bad_piece(piece, f"{entry.name} has {entry.rows} rows, of which {self.rows[i]} have come")
@@ -136,7 +137,9 @@ class Session:
             raise PrecisionError(
                 f"{len(left)} of {len(manifest)} tensors did not come: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}.",
                 "They were announced in the manifest, and the push ended without them.",
-                "Push again; the engine holds old and new weights until a push ends well.",
+                "Push again; the engine holds old and new weights until a push ends well."
+                if self.written
+                else "Push again; nothing was written.",
             )
         sinks = list(dict.fromkeys(self.sinks.values()))
         for sink in sinks:
@@ -147,6 +150,7 @@ class Session:
         if self.verify:
             for sink in sinks:
                 sink.verify()
+        self.ledger.settle()
         self.memory.clear()
 
 
@@ -168,6 +172,8 @@ class NemoFp8Refit:
         plan = self._refit_plan
         if plan is None or plan.manifest != manifest:
             plan = self._refit_plan = Plan(self.model_runner.get_model(), manifest)
+        if problem := unpushable(plan.routes):  # nothing else that is wrong could be mended
+            raise PrecisionError([problem])
         refused = {name for name, _ in plan.routes.problems}
         unrouted = [i for i, entry in enumerate(manifest) if i not in plan.needed and entry.name not in refused]
         own = self._refit_checkpoint() if unrouted or plan.missing(None) else None
@@ -216,6 +222,7 @@ class NemoFp8Refit:
         """A push has died; what it wrote stays until the next."""
         session = self._refit_session
         if session is not None and session.number == message.get("push"):
+            session.memory.clear()  # the kernel frees a sender's buffers when nobody maps them any longer
             self._refit_session = None
             if self._refit_mixed:
                 self._refit_mixed = f"push {session.number} died half-way"
@@ -287,4 +294,4 @@ def _in_blocks(box: Box) -> Box:
 
 
 def _bad_piece(piece: Any, why: str) -> PrecisionError:
-    return PrecisionError(f"Piece {str(piece)[:80]} is refused.", f"{why[0].upper()}{why[1:]}.", "Push with nemo_fp8.rollout.Refit.")
+    return PrecisionError(f"Piece {str(piece)[:80]} is refused.", f"{why}.", "Push with nemo_fp8.rollout.Refit.")

@@ -28,6 +28,7 @@ from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
 from nemo_fp8.rollout.in_vllm.reload_layouts import Layout, Ledger
 from nemo_fp8.rollout.in_vllm.reload_routes import Box, Route, Target, before_loading
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
+from nemo_fp8.rollout.refit.manifest import Manifest
 
 ROWS = 128  # of every block, and of every group that a layout moves, a multiple
 STRIP = 1 << 22  # codes that are quantized, counted and packed while they lie in the cache
@@ -62,7 +63,7 @@ class Sink:
     def _note(self, route: Route, values: torch.Tensor) -> None:
         """Values that go where they go as they are."""
         self.prints[route].add(values)
-        self.facts[route.entry].count_nonfinite(values)
+        self.facts[route.entry].see(values)
 
     def _tell(self, route: Route, kind: str, fingerprint: str) -> None:
         self.facts[route.entry].kind = kind
@@ -72,10 +73,10 @@ class Sink:
 class InPlace(Sink):
     """Copies into a live tensor."""
 
-    def __init__(self, ledger: Ledger, live: torch.Tensor, constants: Iterable[tuple[Box, float]]) -> None:
+    def __init__(self, ledger: Ledger, live: torch.Tensor, constants: Iterable[tuple[Box, float]], manifest: Manifest) -> None:
         super().__init__(ledger)
         self.parameter, self.live = live, live.data
-        self.constants = list(constants)
+        self.constants, self.manifest = list(constants), manifest
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
         place = _at(self.live, part_of(route, row, len(values) if values.dim() else 1))
@@ -86,12 +87,12 @@ class InPlace(Sink):
         for box, value in self.constants:
             _at(self.live, box).fill_(value)
         for route, print_ in self.prints.items():
+            self.facts[route.entry].count_nonfinite(_at(self.live, route.to))
             self._tell(route, word(self.live.dtype), print_.digest())
 
-    def read(self, route: Route) -> str | None:
-        if route.source is None or route.target.dtype != self.live.dtype:
-            return None
-        return fingerprint(_at(self.live, route.to).reshape([stop - start for start, stop in route.source]))
+    def read(self, route: Route) -> str:
+        sizes = route.view[0] if route.source is None else [stop - start for start, stop in route.source]
+        return fingerprint(_narrowed(_at(self.live, route.to).reshape(sizes), self.manifest[route.entry].torch_dtype))
 
 
 class Blocks(Sink):
@@ -121,6 +122,8 @@ class Blocks(Sink):
             m: sum(r.elements // len(self._matrices(r)) for r in self.routes if m in self._matrices(r)) for m in self.straddling
         }
         self.scratch: torch.Tensor | None = None
+        self.largest_code: dict[Route, torch.Tensor] = {}
+        """Of codes that came with scales, without its sign."""
 
     def _matrices(self, route: Route) -> range:
         return range(*route.to[0]) if len(route.to) == 3 else range(1)
@@ -150,6 +153,8 @@ class Blocks(Sink):
                 self.layout.store(self.codes[m], start, matrix)
                 self.prints[route].add(matrix)
                 self.facts[route.entry].count_nan_codes(matrix)
+                largest = (matrix.view(torch.uint8) & 0x7F).amax()
+                self.largest_code[route] = torch.maximum(self.largest_code.get(route, largest), largest)
             else:
                 self._quantize(route, m, start, matrix)
 
@@ -174,16 +179,16 @@ class Blocks(Sink):
     def _cast(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, routes: Iterable[Route]) -> None:
         quantized = quantize_into(values, self.operand, codes, scales, statistics=True)
         assert quantized.statistics is not None
-        good = not self.against_reference or self._as_reference(values, codes, scales)
+        good = self._as_reference(values, codes, scales) if self.against_reference else None
         for route in routes:
             facts = self.facts[route.entry]
             facts.count(quantized.statistics)
-            if self.against_reference:
+            if good is not None:
                 facts.check(good)
 
-    def _as_reference(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> bool:
+    def _as_reference(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         expected, inverse, _ = quantize_reference(values, self.operand.block, format_of(self.operand.format), self.operand.scale)
-        return torch.equal(codes.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales, inverse)
+        return (codes.view(torch.uint8) == expected.view(torch.uint8)).all() & (scales == inverse).all()
 
     def _gather(self, m: int, to: Box, values: torch.Tensor) -> None:
         """Blocks that lie in two tensors wait for both."""
@@ -215,6 +220,8 @@ class Blocks(Sink):
             facts = self.facts[route.entry]
             facts.aligned = facts.aligned and self.same_grid(route)
             facts.count_scales(scales, self.operand.scale)
+            if route in self.largest_code:
+                facts.see_codes(self.largest_code[route].view(self.codes.dtype), scales)
 
     def _scales(self, route: Route) -> torch.Tensor:
         """Those of a tensor's blocks."""
@@ -293,6 +300,8 @@ class Staged(Sink):
         self.awaited.discard(entry)
         if not self.awaited and self.values:
             size = sum(value.nbytes for value in self.values.values())
+            for route in self.prints:
+                self.facts[route.entry].count_nonfinite(_at(self.values[route.target.parameter].data, route.to))
             self._process()
             self.ledger.hold(-size)
 
@@ -361,12 +370,22 @@ def rows_of(route: Route) -> int:
 
 
 def name_of(route: Route) -> str:
-    """The part of its tensor, in words."""
-    return "whole" if route.source is None else ",".join(f"{start}:{stop}" for start, stop in route.source)
+    """The part of its tensor, as :mod:`nemo_fp8.rollout.mismatch.weights` reads it: a box, or a view that is none (a transpose)."""
+    if route.source is None:
+        sizes, strides, offset = route.view
+        return f"{'x'.join(map(str, sizes))} by {'x'.join(map(str, strides))} from {offset}"
+    return ",".join(f"{start}:{stop}" for start, stop in route.source) or "whole"
 
 
 def word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _narrowed(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is held, in the type in which it was pushed; as it is if it has bits that this type has not."""
+    narrow = held.to(dtype)
+    exact = narrow.dtype == held.dtype or bool(((narrow.to(held.dtype) == held) | held.isnan()).all())
+    return narrow if exact else held
 
 
 def release(layer: Any) -> None:

@@ -7,6 +7,7 @@ there is processed by its own method, as at load, which is right on every kernel
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,54 +69,80 @@ def layout_of(layer: Any) -> Layout | None:
     return LAYOUTS.get(type(method.fp8_linear).__name__)
 
 
+Count = float | torch.Tensor
+
+
 @dataclass
 class Facts:
-    """What one worker can tell of one pushed tensor."""
+    """What one worker can tell of one pushed tensor.
+
+    What is counted is counted where the tensor lies: to ask a GPU for a number is to wait for it. :meth:`Ledger.settle` asks once.
+    """
 
     kind: str = ""
     """``fp8``, or the dtype that it is kept in."""
-    signal: float = 0.0
-    noise: float = 0.0
-    saturated: int = 0
-    underflow: int = 0
-    nonfinite: int = 0
+    signal: Count = 0.0
+    noise: Count = 0.0
+    largest: Count = 0.0
+    """The largest magnitude; of codes that came with scales, no magnitude is larger. Infinite or NaN if such values came."""
+    saturated: Count = 0
+    underflow: Count = 0
+    nonfinite: Count = 0
     """Source values that are infinite or NaN."""
     scales: int = 0
-    bad_scales: int = 0
+    bad_scales: Count = 0
     """Scales that are zero, negative, infinite or NaN; under a contract of powers of two, those that are none."""
     aligned: bool = True
     """Whether the blocks are those of the unsharded tensor."""
-    verified: bool | None = None
+    verified: bool | torch.Tensor | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
     """By the part of the tensor that this worker holds."""
 
     def count(self, statistics: Statistics) -> None:
         whole = statistics.total()
-        self.signal, self.noise = self.signal + float(whole.signal), self.noise + float(whole.noise)
-        self.saturated, self.underflow = self.saturated + int(whole.saturated), self.underflow + int(whole.underflow)
-        self.nonfinite += int(whole.nonfinite)
+        self.signal, self.noise = self.signal + whole.signal, self.noise + whole.noise
+        self.saturated, self.underflow = self.saturated + whole.saturated, self.underflow + whole.underflow
+        self.nonfinite = self.nonfinite + whole.nonfinite
+        self._see(whole.amax)
 
     def count_scales(self, scales: torch.Tensor, kind: str) -> None:
-        scales = scales if scales.dtype == torch.float32 else decode_e8m0(scales)
+        scales = _decoded(scales)
         good = scales.isfinite() & (scales > 0)
         if kind == "pow2":
             good &= floor_pow2(scales) == scales
         self.scales += scales.numel()
-        self.bad_scales += scales.numel() - int(good.sum())
+        self.bad_scales = self.bad_scales + (scales.numel() - good.sum())
+
+    def see(self, values: torch.Tensor) -> None:
+        """Of values that are kept as they are, the largest; it tells whether :meth:`count_nonfinite` is needed."""
+        low, high = torch.aminmax(values)
+        self._see(torch.maximum(-low, high))
+
+    def see_codes(self, largest: torch.Tensor, scales: torch.Tensor) -> None:
+        """The same of codes, given the largest of them."""
+        self._see(largest.float() * _decoded(scales).amax())
+
+    def _see(self, magnitude: torch.Tensor) -> None:
+        magnitude = magnitude.float()
+        self.largest = magnitude if isinstance(self.largest, float) else torch.maximum(self.largest, magnitude)
 
     def count_nonfinite(self, values: torch.Tensor) -> None:
-        """Of values that are kept as they are: counted only where the least or the largest tells that there are some."""
-        if not bool(torch.stack(torch.aminmax(values)).isfinite().all()):
-            self.nonfinite += int((~values.isfinite()).sum())
+        """Of values that have all been seen. It is a slow pass over them, made only where the largest is no finite number."""
+        if not math.isfinite(float(self.largest)):
+            self.nonfinite = self.nonfinite + (~values.isfinite()).sum()
 
     def count_nan_codes(self, codes: torch.Tensor) -> None:
-        self.nonfinite += int((codes.view(torch.uint8) & 0x7F == 0x7F).sum())
+        self.nonfinite = self.nonfinite + (codes.view(torch.uint8) & 0x7F == 0x7F).sum()
 
-    def check(self, good: bool) -> None:
-        self.verified = good and self.verified is not False
+    def check(self, good: torch.Tensor | bool) -> None:
+        self.verified = good if self.verified is None else self.verified & good
 
     def to_plain(self) -> dict[str, Any]:
         return dict(vars(self))
+
+
+def _decoded(scales: torch.Tensor) -> torch.Tensor:
+    return scales if scales.dtype == torch.float32 else decode_e8m0(scales)
 
 
 @dataclass
@@ -132,3 +159,13 @@ class Ledger:
         """So many more, or fewer."""
         self.held += size
         self.most_held = max(self.most_held, self.held)
+
+    def settle(self) -> None:
+        """Fetch everything that was counted, as plain numbers: once from each device."""
+        counted = [(facts, name, value) for facts in self.facts.values() for name, value in vars(facts).items() if torch.is_tensor(value)]
+        for device in {value.device for *_, value in counted}:
+            here = [row for row in counted if row[2].device == device]
+            numbers = torch.stack([value.double() for *_, value in here]).tolist()
+            for (facts, name, value), number in zip(here, numbers, strict=True):
+                plain = bool(number) if value.dtype == torch.bool else number if value.is_floating_point() else int(number)
+                setattr(facts, name, plain)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +19,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from nemo_fp8.errors import Problem
-from nemo_fp8.numerics.checkpoint import DTYPES as SAFETENSORS
-from nemo_fp8.numerics.checkpoint import Checkpoint
 from nemo_fp8.rollout.in_vllm.experts import Quantizing
 from nemo_fp8.rollout.in_vllm.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.in_vllm.reload_layers import Blocks, InPlace, KvScales, Sink, Staged
 from nemo_fp8.rollout.in_vllm.reload_layouts import Ledger, layout_of
-from nemo_fp8.rollout.in_vllm.reload_routes import Box, Route, Routes, Target, record
-from nemo_fp8.rollout.refit.manifest import BLOCK, DTYPES, SCALES, Entry, Manifest
+from nemo_fp8.rollout.in_vllm.reload_routes import Box, Route, Routes, Target, record, unpushable
+from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Entry, Manifest
 
 WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}  # exact, and vLLM keeps some biases so
 
@@ -87,7 +84,7 @@ class Plan:
             elif way == "in place":
                 live = _live(layer, target)
                 assert live is not None
-                sinks[target] = InPlace(ledger, live, self.routes.constants.get(target, ()))
+                sinks[target] = InPlace(ledger, live, self.routes.constants.get(target, ()), self.manifest)
             else:
                 staged[target.layer].append(target)
         for name, targets in staged.items():
@@ -112,6 +109,8 @@ class Plan:
     # ------------------------------------------------------------------ checks
 
     def _refused(self) -> Iterator[Problem]:
+        if problem := unpushable(self.routes):
+            yield problem
         for name, why in self.routes.problems:
             yield Problem(f"{name} is not what the engine's model takes.", f"vLLM's loader says: {why}", _SAME_MODEL)
         claimed: dict[tuple[Target, Box], int] = {}
@@ -207,24 +206,3 @@ def _before(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 _SAME_MODEL = "Push the tensors of the model that the engine was started with, under their Hugging Face names."
-
-
-# ---------------------------------------------------------------------- the engine's own checkpoint
-
-
-def of_checkpoint(model: str, revision: str | None = None) -> Manifest | None:
-    """What the checkpoint that an engine was started from holds; None where its files are not on this machine."""
-    folder = Path(model)
-    try:
-        if not folder.is_dir():
-            from huggingface_hub import snapshot_download
-
-            folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
-        found = Checkpoint.open(folder).entries.values()
-    except (OSError, ValueError):  # an engine may start from dummy weights, and then there is none
-        return None
-    return Manifest(Entry(e.name, _torch_word(e.dtype), e.shape) for e in found if _torch_word(e.dtype) in DTYPES)
-
-
-def _torch_word(dtype: str) -> str:
-    return str(SAFETENSORS.get(dtype)).removeprefix("torch.")

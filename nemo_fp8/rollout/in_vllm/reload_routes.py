@@ -8,13 +8,15 @@ parameters, too, are as they were before they were loaded, and every copy that i
 
 That is the manifest check (what the loader refuses, passes over or never writes is known before the first byte) and
 the plan by which pieces of tensors go straight to where they live. No table of models, and any sharding. The
-trade-off: a loader that changes values on the way, as a few families have, cannot be followed and is refused by name.
+trade-off: a loader that computes with a tensor on the way, as a few families have (Mamba's A = -exp(A_log)), cannot be
+followed; the operations that it does are written down too, and said.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from nemo_fp8.errors import Problem
 from nemo_fp8.rollout.refit.manifest import Entry
 
 Box = tuple[tuple[int, int], ...]
@@ -77,7 +80,9 @@ class Routes:
     aliases: dict[str, str] = field(default_factory=dict)
     """The second name of a tied weight, and its first."""
     problems: list[tuple[str, str]] = field(default_factory=list)
-    """Tensors that the loader refuses, or that cannot be followed, each with the reason."""
+    """Tensors that the loader refuses, each with the reason."""
+    unfollowed: dict[str, str] = field(default_factory=dict)
+    """Tensors of which the loader makes something else than a copy, each with what it makes, and how."""
 
     def __iter__(self) -> Iterator[Route]:
         for routes in self.by_entry.values():
@@ -104,14 +109,33 @@ def record(model: Any, entries: Sequence[Entry], passed_over: Collection[int] = 
         sources = [torch.empty(entry.shape, dtype=_loaded_as(entry), device="meta") for entry in entries]
         recorder = _Recorder(entries, sources, targets, routes)
         todo = iter([i for i in range(len(entries)) if i not in passed_over])
-        while len(routes.problems) < MOST_PROBLEMS:
+        while len(routes.problems) + len(routes.unfollowed) < MOST_PROBLEMS:
             try:
                 with recorder:
                     model.load_weights((entries[i].name, sources[i]) for i in recorder.each(todo))
                 break
+            except _Unfollowed as error:
+                routes.unfollowed[entries[recorder.current].name] = str(error)
             except Exception as error:  # whatever a loader does about a tensor that it does not like
                 routes.problems.append((entries[recorder.current].name, _words(error)))
     return routes
+
+
+class _Unfollowed(Exception):
+    """What a loader makes of a tensor, where that is no copy of it."""
+
+
+def unpushable(routes: Routes) -> Problem | None:
+    """Why no push can fill this model, if none can: one problem, with the first of each kind of tensor."""
+    kinds = {re.sub(r"\d+", "N", name): f"{name} {made}" for name, made in reversed(routes.unfollowed.items())}
+    if not kinds:
+        return None
+    first = [*kinds.values()][::-1][:4]
+    return Problem(
+        "Weights cannot be pushed into an engine of this model.",
+        f"vLLM's loader changes tensors on the way, and a push can only copy: {'; '.join(first)}.",
+        "To give it other weights, start another engine from a checkpoint of them.",
+    )
 
 
 def _loaded_as(entry: Entry) -> torch.dtype:
@@ -179,6 +203,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.entries, self.targets, self.routes = entries, targets, routes
         self.sources = {_identity(tensor): i for i, tensor in enumerate(sources)}
         self.current = 0
+        self.made: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        """What the loader made of tensors, by its storage: the result, kept so that no other takes its place, and the operations."""
 
     def each(self, numbers: Iterator[int]) -> Iterator[int]:
         for self.current in numbers:
@@ -190,11 +216,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         into = args[0] if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) else None
         target = None if into is None else self.targets.get(_identity(into))
         if into is None or target is None:
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+            self._follow(func, args, out)
+            return out
         self._written(func, into, args, target)
         return into
 
-    def _written(self, func: Callable[..., Any], into: torch.Tensor, args: Any, target: Target) -> None:
+    def _follow(self, func: Any, args: Any, out: Any) -> None:
+        """Remember what a new tensor was made of: of a pushed one, or of a parameter that one was copied to."""
+        if not isinstance(out, torch.Tensor) or _identity(out) in self.sources or _identity(out) in self.targets:
+            return
+        lists = [one if isinstance(one, (list, tuple)) else [one] for one in args]
+        inputs = [_identity(tensor) for one in lists for tensor in one if isinstance(tensor, torch.Tensor)]
+        if any(one in known for one in inputs for known in (self.sources, self.targets, self.made)):
+            before = [name for one in inputs for name in self.made.get(one, (None, []))[1]]
+            view = _identity(out) in inputs and not func._schema.is_mutable
+            self.made[_identity(out)] = (out, before if view else [*before, func._schema.name.removeprefix("aten::")])
+
+    def _written(self, func: Any, into: torch.Tensor, args: Any, target: Target) -> None:
         if into.numel() == 0:
             return
         to = box_of(into, target.shape)
@@ -216,7 +255,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self.routes.constants.setdefault(target, []).append((to, float(args[1]) if len(args) > 1 else 0.0))
             return
-        raise NotImplementedError(f"the loader of {target.name} changes values on the way ({func.__name__}), which a push cannot follow")
+        by = [name for one in args[1:] if isinstance(one, torch.Tensor) for name in self.made.get(_identity(one), (None, []))[1]]
+        by += [] if func is aten.copy_.default else [func._schema.name.removeprefix("aten::")]
+        raise _Unfollowed(f"into {target.name} by {', '.join(dict.fromkeys(map(_in_words, by))) or 'a copy in another order'}")
+
+
+def _in_words(operation: str) -> str:
+    """What a loader does, where torch's name for it would not be understood."""
+    return {"clone": "a copy in another order", "_to_copy": "a cast"}.get(operation, operation.strip("_"))
 
 
 def box_of(view: torch.Tensor, shape: tuple[int, ...]) -> Box | None:

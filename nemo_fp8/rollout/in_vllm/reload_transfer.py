@@ -24,7 +24,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.rollout.in_vllm.compatibility import GPU_TRANSFER, error_of, misfits
 from nemo_fp8.rollout.in_vllm.reload import Session, names_of, process_attention
-from nemo_fp8.rollout.in_vllm.reload_plan import Plan, of_checkpoint
+from nemo_fp8.rollout.in_vllm.reload_checkpoint import of_checkpoint
+from nemo_fp8.rollout.in_vllm.reload_plan import Plan
 from nemo_fp8.rollout.in_vllm.reload_routes import Routes, record
 from nemo_fp8.rollout.refit.manifest import DTYPES, Entry, Manifest
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("rollout")
+
 from nemo_fp8.rollout.in_vllm import kv
 from nemo_fp8.rollout.in_vllm.held import NemoFp8Held
 from nemo_fp8.rollout.in_vllm.report import plain_report

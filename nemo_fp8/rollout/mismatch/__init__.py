@@ -8,12 +8,16 @@ prediction = predict(config, weights, tokens, precision) what rounding alone wou
 Gate().judge(prediction, pair).require()                 an error, with the names of the layers, if it is more
 """
 
+from nemo_fp8.extras import require
+
+__needs__ = require("numerics")
+
 from nemo_fp8.rollout.mismatch.forward import Run, log_probs, pad
 from nemo_fp8.rollout.mismatch.gate import Gate, Prediction, Verdict, predict
 from nemo_fp8.rollout.mismatch.importance import ImportanceSampling, Weights
 from nemo_fp8.rollout.mismatch.logprobs import LogProbs
 from nemo_fp8.rollout.mismatch.metrics import metrics, token_errors
-from nemo_fp8.rollout.mismatch.weights import Difference, compare_weights
+from nemo_fp8.rollout.mismatch.weights import Difference, compare_weights, sides_apart
 
 __all__ = [
     "Difference",
@@ -29,5 +33,6 @@ __all__ = [
     "metrics",
     "pad",
     "predict",
+    "sides_apart",
     "token_errors",
 ]

@@ -21,7 +21,8 @@ def read_back(engine: Any, token: str | None = None) -> dict[str, Held]:
     held: dict[str, dict[str, str]] = {}
     for answer in answers:
         for name, parts in answer["held"].items():
+            mine = held.setdefault(name, {})  # a tensor of which nothing can be told is there all the same
             for part, told in parts.items():
-                if held.setdefault(name, {}).setdefault(part, told) != told:
-                    held[name][part] = "workers differ"
+                if mine.setdefault(part, told) != told:
+                    mine[part] = "workers differ"
     return dict(held)

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nemo_fp8.agreement import rollout_operand
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.numerics import cast, decode, quantize
+from nemo_fp8.numerics.bf16 import linear
 from nemo_fp8.numerics.formats import FORMATS
 from nemo_fp8.numerics.gemm import gemm
 from nemo_fp8.rollout.mismatch.weights import Weights, reference
@@ -113,7 +113,7 @@ class Run:
         """How ``input`` or ``weight`` is quantized; None where nothing is."""
         if self.precision is None:
             return None
-        found = self.precision.operand(role) if self.side == "train" else rollout_operand(self.precision, role)
+        found = self.precision.operand(role, self.side)
         if found is not None and found.delayed and self.side == "rollout" and self.activations:
             raise PrecisionError(
                 "activation_scheme='static' cannot be emulated from weights.",
@@ -176,7 +176,7 @@ def _gather(hidden: torch.Tensor, head: torch.Tensor, tokens: torch.Tensor) -> t
     """The log-softmax of the logits at each next token, a few rows at a time."""
     rows, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1).long()
     found = [
-        F.linear(part, head).float().log_softmax(-1).gather(1, target[:, None])[:, 0]
+        linear(part, head).float().log_softmax(-1).gather(1, target[:, None])[:, 0]
         for part, target in zip(torch.split(rows, _ROWS), torch.split(targets, _ROWS), strict=True)
     ]
     return F.pad(torch.cat(found).view(tokens.shape[0], -1), (1, 0))
@@ -207,7 +207,7 @@ class _Layer:
         weight, bias = f"{self.at}{name}.weight", self.weights.get(f"{self.at}{name}.bias")
         q = self.quantized.get(weight)
         if q is None:
-            return F.linear(x, _get(self.weights, weight), bias)
+            return linear(x, _get(self.weights, weight), bias)
         assert self.operand is not None
         y = gemm(quantize(x.reshape(-1, x.shape[-1]), self.operand), q, out_dtype=x.dtype, bias=bias)
         return y.view(*x.shape[:-1], -1)
@@ -230,7 +230,7 @@ class _Layer:
         if self.index in m.dense_layers:
             return self._gated(m.mlp, x)
         flat = x.reshape(-1, x.shape[-1])
-        chances = F.linear(flat, _get(self.weights, f"{self.at}{m.mlp}.gate.weight")).float().softmax(-1)
+        chances = linear(flat, _get(self.weights, f"{self.at}{m.mlp}.gate.weight")).float().softmax(-1)
         share, chosen = chances.topk(m.experts_per_token, -1)
         if m.normalize:
             share = share / share.sum(-1, keepdim=True)

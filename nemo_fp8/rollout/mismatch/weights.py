@@ -24,7 +24,6 @@ from typing import Any, Union
 
 import torch
 
-from nemo_fp8.agreement import rollout_operand
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.numerics import Quantized, quantize
@@ -73,13 +72,25 @@ def reference(
 
     ``side="train"`` gives the trainer's own FP8 weights where the contract trains in FP8.
     """
-    operand = precision.operand("weight") if side == "train" else rollout_operand(precision, "weight")
+    operand = precision.operand("weight", side)
     if operand is None:
         return
     chosen = select(shapes_of(weights), precision.replace(rollout="fp8"), layers=layers).quantized
     for name in weights:
         if name in chosen:
             yield name, quantize(weights[name], replace(operand, delayed=False))
+
+
+def sides_apart(weights: Weights, precision: Precision, layers: int | None = None) -> Iterator[tuple[str, float, float]]:
+    """Tensor by tensor, the shares of codes and of values in which the trainer's FP8 copy and the rollout's differ.
+
+    Where :func:`nemo_fp8.check` says that the values are equal but for underflow, the second share is that underflow.
+    """
+    both = (reference(weights, precision, layers, side=side) for side in ("train", "rollout"))
+    for (name, ours), (_, theirs) in zip(*both, strict=False):  # a side without FP8 has no copy
+        codes = ours.data.view(torch.uint8) != theirs.data.view(torch.uint8)
+        values = ours.dequantize() != theirs.dequantize()
+        yield name, float(codes.float().mean()), float(values.float().mean())
 
 
 def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
@@ -132,7 +143,7 @@ class _Search:
     def __init__(self, weights: Weights, precision: Precision, previous: Weights | None) -> None:
         self.weights, self.previous = weights, previous or {}
         self.shapes = shapes_of(weights)
-        self.operand = rollout_operand(precision, "weight")
+        self.operand = precision.operand("weight", "rollout")
 
     def explain(self, name: str, expected: Quantized | torch.Tensor, held: Held) -> Difference:
         bad = _bad_scales(held)
@@ -191,10 +202,10 @@ def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same = a.shape == b.shape and a.dtype == b.dtype
-    return (
-        same and torch.equal(a.contiguous().view(torch.uint8), b.to(a.device).contiguous().view(torch.uint8)) if a.dim() else bool(a == b)
-    )
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    mine, theirs = (t.to(a.device).contiguous().view(-1).view(torch.uint8) for t in (a, b))  # a scalar has no bytes to view
+    return torch.equal(mine, theirs)
 
 
 def _tensors(held: Quantized | tuple[torch.Tensor, torch.Tensor] | torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -208,6 +219,9 @@ def _cut(whole: Quantized | torch.Tensor, part: str) -> tuple[torch.Tensor, ...]
     tensors = _tensors(whole)
     if part == "whole":
         return tensors
+    if " by " in part:  # a view that is no box, such as a transpose
+        sizes, strides, offset = (tuple(map(int, numbers.split("x"))) for numbers in part.replace(" by ", " from ").split(" from "))
+        return (tensors[0].contiguous().as_strided(sizes, strides, *offset),)
     try:
         box = [tuple(map(int, side.split(":"))) for side in part.split(",")]
         cut = tensors[0][tuple(slice(start, stop) for start, stop in box)]

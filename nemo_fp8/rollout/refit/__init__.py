@@ -8,6 +8,10 @@ it, ``control`` speaks to the engine, ``endpoints`` answers for a server, ``rece
 the workers is :mod:`nemo_fp8.rollout.in_vllm.reload`.
 """
 
+from nemo_fp8.extras import require
+
+__needs__ = require("numerics")
+
 from nemo_fp8.rollout.refit.control import Control
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest

@@ -1,30 +1,38 @@
 """How a push speaks to an engine: in this process, on a loop, or over HTTP. One small interface, three ways.
 
     call(method, message)    ask every worker, and have all their answers
-    hold() / free()          no request may be computed while weights change
+    hold(running) / free()   no request is computed while weights change; ``running`` says what becomes of unfinished ones
     refuse(why) / allow()    after a push that died: requests are refused, with the reason, until one ends well
-    forget()                 what was computed with the old weights (the prefix cache)
+    forget()                 drop what was computed with the old weights (the prefix cache); whether vLLM really did
 
-An ``LLM`` runs requests only when it is called, so there is nothing to hold. Requests of a server wait at its door.
+An ``LLM`` has unfinished requests, too: those of a ``generate`` that was interrupted, of a loop around ``step()``, of another
+thread. Its EngineCore, a process of its own, goes on computing them whether anybody waits or not. Requests of a server wait at
+its door.
 
 A way that leads to another host is a :class:`Carrier`: bytes go along with a message, since memory cannot be mapped there.
+An engine that dies ends every wait for its answer with an error (:mod:`nemo_fp8.rollout.refit.alive`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import urllib.error
 import urllib.request
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.rollout.access import is_loopback
+from nemo_fp8.rollout.refit.alive import answered, in_thread
+from nemo_fp8.rollout.token_file import token_of
 
 Answer = dict[str, Any]
 PREFIX = "nemo_fp8_refit_"
+log = logging.getLogger(__name__)
 ROUTE = "/nemo_fp8/refit"
 LENGTH = 8  # bytes of the number before a message in a body
 
@@ -42,7 +50,8 @@ class Control(Protocol):
 
     def allow(self) -> None: ...
 
-    def forget(self) -> bool: ...
+    def forget(self) -> bool:
+        """Drop the prefix cache. Whether vLLM says that it has: a push after which it has not is not ``ok``."""
 
 
 @runtime_checkable
@@ -80,23 +89,72 @@ class Offline:
         self.llm = llm
 
     def call(self, method: str, message: Answer) -> list[Answer]:
-        return list(self.llm.llm_engine.collective_rpc(PREFIX + method, args=(message,)))
+        return list(self._answered(lambda: self.llm.llm_engine.collective_rpc(PREFIX + method, args=(message,))))
 
     def hold(self, running: str) -> None:
-        pass
+        engine, core = self.llm.llm_engine, self.llm.llm_engine.engine_core
+        unfinished = [*engine.output_processor.request_states]
+        if unfinished:
+            log.warning("A push finds unfinished requests in this engine: %d. %s", len(unfinished), _UNFINISHED[running])
+        if hasattr(core, "call_utility"):
+            self._answered(lambda: core.call_utility("pause_scheduler", running, False))
+        elif running == "wait":
+            _Finished(core)
+        if running == "abort":  # vLLM would give them back, aborted, among the answers of the next generate
+            engine.abort_request(unfinished, internal=True)
 
     def free(self) -> None:
-        pass
+        core = self.llm.llm_engine.engine_core
+        if hasattr(core, "call_utility"):
+            self._answered(lambda: core.call_utility("resume_scheduler"))
 
     def refuse(self, why: str) -> None:
         # On this one object, and gone with the next push: vLLM has no switch for it, and a mixed model must not answer.
-        self.llm.llm_engine.add_request = _Refusal(why)
+        if not self._is_dead():  # a dead engine answers nobody, and says so itself
+            vars(self.llm.llm_engine).update(dict.fromkeys(_ANSWERING, _Refusal(why)))
 
     def allow(self) -> None:
-        vars(self.llm.llm_engine).pop("add_request", None)
+        for name in _ANSWERING:
+            vars(self.llm.llm_engine).pop(name, None)
 
     def forget(self) -> bool:
-        return bool(self.llm.reset_prefix_cache())
+        # Without the argument vLLM keeps its whole cache wherever a request is unfinished.
+        return bool(self._answered(lambda: self.llm.reset_prefix_cache(reset_running_requests=True)))
+
+    def _answered(self, ask: Callable[[], Any]) -> Any:
+        if not hasattr(self.llm.llm_engine.engine_core, "resources"):  # an engine inside of this process
+            return ask()
+        return answered(in_thread(ask), self._is_dead)
+
+    def _is_dead(self) -> bool:
+        resources = getattr(self.llm.llm_engine.engine_core, "resources", None)
+        return resources is not None and bool(resources.engine_dead)
+
+
+_ANSWERING = ("add_request", "step")
+"""The methods of an ``LLMEngine`` that compute, or wait for what is computed."""
+_UNFINISHED = {
+    "wait": "They end with the old weights first, and vLLM gives their answers back with the next ones; running='abort' drops them.",
+    "abort": "They are dropped.",
+    "keep": "They go on with the new weights afterwards, and vLLM gives their answers back with the next ones; running='abort' drops them.",
+}
+
+
+class _Finished:
+    """What an EngineCore in this process answered to its unfinished requests, given out step by step as if it came just now."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        self.outputs: deque[Any] = getattr(vars(core).get("get_output"), "outputs", deque())  # those of a push before, not asked for yet
+        core.get_output = self
+        while core.engine_core.scheduler.has_unfinished_requests():
+            self.outputs.append(type(core).get_output(core))
+
+    def __call__(self) -> Any:
+        if self.outputs:
+            return self.outputs.popleft()
+        vars(self.core).pop("get_output", None)
+        return self.core.get_output()
 
 
 class _Refusal:
@@ -111,7 +169,7 @@ def refusal(why: str) -> PrecisionError:
     """What a request is answered with while an engine holds old and new weights."""
     return PrecisionError(
         "The engine holds old and new weights, and answers no request.",
-        f"A push of weights died half-way: {why}",
+        f"A push of weights died half-way: {why.removesuffix('.')}.",
         "Push again; a push that ends well restores it.",
     )
 
@@ -140,21 +198,30 @@ class OnLoop:
         self._wait(self.engine.resume_generation())
 
     def refuse(self, why: str) -> None:
-        self.engine.add_request = _AsyncRefusal(why)
+        if self.engine.errored:
+            return  # a dead engine answers nobody, and says so itself
+        # vLLM's own generate and encode would give any error of add_request as one without words.
+        answers = _AsyncRefusal(why)
+        vars(self.engine).update(add_request=answers, generate=answers.stream, encode=answers.stream)
 
     def allow(self) -> None:
-        vars(self.engine).pop("add_request", None)
+        for name in ("add_request", "generate", "encode"):
+            vars(self.engine).pop(name, None)
 
     def forget(self) -> bool:
         return bool(self._wait(self.engine.reset_prefix_cache(reset_running_requests=True)))
 
     def _wait(self, what: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(what, self.loop).result()
+        return answered(asyncio.run_coroutine_threadsafe(what, self.loop), lambda: bool(self.engine.errored))
 
 
 class _AsyncRefusal(_Refusal):
     async def __call__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         raise refusal(self.why)
+
+    async def stream(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        raise refusal(self.why)
+        yield  # what makes it a generator
 
 
 class Server:
@@ -163,28 +230,32 @@ class Server:
     def __init__(self, url: str, token: str | None = None, timeout: float = 600.0) -> None:
         self.url, self.token, self.timeout = url.rstrip("/"), token, timeout
         self.local = is_loopback(urlsplit(self.url).hostname or "")
-        self.running = "wait"
+        self.running, self.forgotten = "wait", False
 
     def call(self, method: str, message: Answer) -> list[Answer]:
-        return self._post(method, [self._text(message)], "application/json")
+        said = self._post(method, [self._text(message)], "application/json")
+        if method == "finish":
+            self.forgotten = said.get("forgotten") is True
+        return list(said["answers"])
 
     def carry(self, message: Answer, body: memoryview) -> list[Answer]:
         head = self._text(message)
-        return self._post("bytes", [len(head).to_bytes(LENGTH, "little") + head, body], "application/octet-stream")
+        return list(self._post("bytes", [len(head).to_bytes(LENGTH, "little") + head, body], "application/octet-stream")["answers"])
 
     def _text(self, message: Answer) -> bytes:
         return json.dumps(message | {"running": self.running}).encode()
 
-    def _post(self, method: str, parts: list[Any], kind: str) -> list[Answer]:
-        """Send a body, which may lie in several places, and have the workers' answers."""
+    def _post(self, method: str, parts: list[Any], kind: str) -> Answer:
+        """Send a body, which may lie in several places, and have what the server says: the workers' ``answers``, and what it did itself."""
         headers = {"Content-Type": kind, "Content-Length": str(sum(map(len, parts)))}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
+        token = self.token or token_of(self.url)
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
         request = urllib.request.Request(f"{self.url}{ROUTE}/{method}", parts, headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                answers: list[Answer] = json.loads(reply.read())["answers"]
-                return answers
+                said: Answer = json.loads(reply.read())
+                return said | {"answers": said["answers"]}
         except urllib.error.HTTPError as error:
             raise _from_server(error) from None
         except (OSError, ValueError, KeyError) as error:
@@ -207,7 +278,7 @@ class Server:
         pass
 
     def forget(self) -> bool:
-        return True
+        return self.forgotten  # the server did it before it let the first request in again
 
 
 def _from_server(error: urllib.error.HTTPError) -> PrecisionError:

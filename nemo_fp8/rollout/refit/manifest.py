@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.errors import PrecisionError, Problem
 
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)}
 BLOCK = 128
@@ -62,11 +62,32 @@ class Entry:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Entry:
-        """The entry of a tensor that is there; only its description is looked at."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise PrecisionError([unknown(f"dtype of {name}:", dtype, DTYPES)])
-        return cls(name, dtype, tuple(tensor.shape))
+        """The entry of a tensor; only its description is looked at, so it may be on the meta device."""
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise PrecisionError(
+                f"{str(name)[:LONGEST_NAME]} is {_kind(tensor)}.",
+                "A push takes names with tensors.",
+                "Give it a torch.Tensor, or leave it out.",
+            )
+        if tensor.is_nested:
+            raise PrecisionError(f"{name} is a nested tensor.", "It has no one shape.", "Push its parts under their own names.")
+        return cls(name, _known(name, str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape))
+
+
+def not_sendable(name: str, tensor: torch.Tensor) -> Problem | None:
+    """Why the bytes of a tensor cannot be sent, if they cannot."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # others keep their memory in ways of their own
+    if tensor.is_meta:
+        what, why, remedy = "on the meta device", "It has a shape and no values.", "Push it after it was loaded or gathered."
+    elif tensor.layout != torch.strided:
+        what, why, remedy = f"{str(tensor.layout).removeprefix('torch.')}", "The engine's weights are dense.", "Push tensor.to_dense()."
+    elif hasattr(tensor, "full_tensor"):
+        what, why, remedy = "a DTensor", "This process holds a part of it only.", "Push tensor.full_tensor(), which every rank must call."
+    elif plain and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+        what, why, remedy = "without memory", "Its storage was let go, as FSDP does between steps.", "Push it where it is gathered."
+    else:
+        return None
+    return Problem(f"{name} is {what}.", why, remedy)
 
 
 class Manifest(Sequence[Entry]):
@@ -116,21 +137,32 @@ class Manifest(Sequence[Entry]):
     # ------------------------------------------------------------------ where it comes from
 
     @classmethod
-    def of(cls, tensors: Any) -> Manifest | None:
+    def of(cls, tensors: Any, *, to_send: bool = False) -> Manifest | None:
         """The manifest of anything that can tell without giving up its tensors; None for an iterator, which cannot.
 
         A mapping or a sequence of pairs is looked at; something with ``metadata()``, as vLLM's weight sources have, is
         asked; what can be iterated again and again is gone through once, tensor by tensor, and nothing is kept.
+        ``to_send`` says that these are the tensors themselves: those without bytes that can be sent are refused, all by name.
         """
         if isinstance(tensors, Manifest):
             return tensors
-        if isinstance(tensors, Mapping):
-            return cls(Entry.of(name, tensor) for name, tensor in tensors.items())
         if callable(getattr(tensors, "metadata", None)):
             return cls(Entry(m.name, str(m.dtype).removeprefix("torch."), tuple(m.shape)) for m in tensors.metadata())
-        if iter(tensors) is tensors:
+        named = tensors.items() if isinstance(tensors, Mapping) else tensors
+        if iter(named) is named:
             return None
-        return cls(Entry.of(name, tensor) for name, tensor in tensors)
+        entries, problems = list[Entry](), list[Problem]()
+        for name, tensor in named:
+            try:
+                entries.append(Entry.of(name, tensor))
+            except PrecisionError as error:
+                problems += error.problems
+            else:
+                problem = not_sendable(name, tensor) if to_send else None
+                problems += [problem] if problem else []
+        if problems:
+            raise PrecisionError(problems)
+        return cls(entries)
 
     # ------------------------------------------------------------------ in and out
 
@@ -153,12 +185,25 @@ def _entry(row: Any) -> Entry:
         raise _unreadable(f"{row!r} is no name, dtype and shape.") from None
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
         raise _unreadable(f"{str(name)[:80]!r} is no tensor's name.")
-    if str(dtype) not in DTYPES:
-        raise PrecisionError([unknown(f"dtype of {name}:", str(dtype), DTYPES)])
+    dtype = _known(name, str(dtype))
     whole = isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS and all(type(n) is int and n > 0 for n in shape)
     if not whole or math.prod(shape) > MOST_BYTES:
         raise _unreadable(f"{name} has no shape that a tensor could have: {str(shape)[:80]}.")
-    return Entry(name, str(dtype), tuple(shape))
+    return Entry(name, dtype, tuple(shape))
+
+
+def _known(name: str, dtype: str) -> str:
+    if dtype in DTYPES:
+        return dtype
+    raise PrecisionError(
+        f"{name} comes in {dtype}.",
+        f"A push takes {', '.join(DTYPES)}.",
+        "Push it in the engine's, such as tensor.to(torch.bfloat16).",
+    )
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
 
 
 def _unreadable(why: str) -> PrecisionError:

@@ -81,14 +81,14 @@ class Opened:
         try:
             pid, fd, size, name = (handle[key] for key in ("pid", "fd", "size", "name"))
         except (TypeError, KeyError):
-            raise _refused(handle, "it is no pid, fd, size and name") from None
+            raise _refused(handle, "It is no pid, fd, size and name") from None
         if not all(type(n) is int and n >= 0 for n in (pid, fd, size)) or size == 0:
-            raise _refused(handle, "pid, fd and size are whole numbers, and size is not 0")
+            raise _refused(handle, "The pid, fd and size are whole numbers, and size is not 0")
         path = f"/proc/{pid}/fd/{fd}"
         try:
             target = os.readlink(path)
             if not str(name).startswith(NAME) or target != f"/memfd:{name} (deleted)":
-                raise _refused(handle, f"it is {target}, and not the memory that a Refit made")
+                raise _refused(handle, f"It is {target}, and not the memory that a Refit made")
             own = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise _refused(
@@ -96,12 +96,12 @@ class Opened:
             ) from None
         try:
             if fcntl.fcntl(own, _GET_SEALS) & _SEALS != _SEALS:
-                raise _refused(handle, "it is not sealed, so that it could shrink while it is read")
+                raise _refused(handle, "It is not sealed, so that it could shrink while it is read")
             if os.fstat(own).st_size != size:
-                raise _refused(handle, f"it holds {os.fstat(own).st_size} bytes")
+                raise _refused(handle, f"It holds {os.fstat(own).st_size} bytes")
             self._map = mmap.mmap(own, size, mmap.MAP_SHARED, mmap.PROT_READ)
         except OSError as error:
-            raise _refused(handle, f"it cannot be mapped: {error.strerror}") from None
+            raise _refused(handle, f"It cannot be mapped: {error.strerror}") from None
         finally:
             os.close(own)
         self.size = size
@@ -125,6 +125,6 @@ class Opened:
 def _refused(handle: Any, why: str) -> PrecisionError:
     return PrecisionError(
         f"Shared memory {str(handle)[:120]} is refused.",
-        f"{why[0].upper()}{why[1:]}.",
+        f"{why}.",
         "Push from the same host, user and container, or over HTTP with Refit(url, transport='http').",
     )

@@ -38,8 +38,8 @@ class Refit:
     """The way of weights into one engine: a ``vllm.LLM``, an ``AsyncLLM``, or the URL of a server.
 
     ``chunk`` bounds the memory of a push, buffers of all kinds together. ``running`` says what becomes of requests that
-    a server is computing: they end with the old weights first (``wait``), are aborted (``abort``), or go on with the
-    new ones (``keep``). ``token`` is the server's, where it asks for one.
+    are unfinished: they end with the old weights first (``wait``), are aborted (``abort``), or go on with the new ones
+    (``keep``). ``token`` is the server's, where it asks for one.
     """
 
     def __init__(
@@ -62,16 +62,19 @@ class Refit:
         ``verify`` compares every code and scale with the reference, and reads the engine's memory back.
         """
         start = time.perf_counter()
-        announced = Manifest.of(named_tensors if manifest is None else manifest) or self.expected()
+        if manifest is None or isinstance(named_tensors, dict):  # a dict costs nothing to look at, whatever its manifest says
+            known = Manifest.of(named_tensors, to_send=True)
+        announced = (known if manifest is None else Manifest.of(manifest)) or self.expected()
         push = uuid.uuid4().hex[:12]
         begun = self._ask("begin", {"push": push, "tensors": announced.to_plain(), "verify": verify})
         passed_over = _accepted(announced, begun)
         twins = _Twins(announced, passed_over, begun, named_tensors)
         skipped = {announced[i].name for i in passed_over}
         whole = {i for answer in begun for i in answer["whole"]}
+        mixed = next((a["mixed"] for a in begun if a["mixed"]), "")
         checked = time.perf_counter()
-        self.control.hold(self.running)
         try:
+            self.control.hold("keep" if mixed else self.running)  # a mixed engine ends no request
             wanted = (pair for pair in twins.watch(pairs(named_tensors)) if pair[0] not in skipped)
             size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), whole)
             chunks, sent = self._stream(push, wanted, announced, size, whole)
@@ -80,13 +83,15 @@ class Refit:
         except BaseException as error:
             self._abandon(push, error)
             raise
-        reset = self.control.forget()
-        self.control.allow()
-        self.control.free()
+        try:
+            reset = self.control.forget()
+        finally:  # the weights are whole, whatever became of the cache
+            self.control.allow()
+            self.control.free()
         end = time.perf_counter()
         return receipt(
             announced, done, push=push, passed_over=tuple(sorted(skipped)), bytes=sent, chunks=chunks, chunk_bytes=size * BUFFERS,
-            seconds=end - start, prefix_cache_reset=reset, after_failure=next((a["mixed"] for a in begun if a["mixed"]), ""),
+            seconds=end - start, prefix_cache_reset=reset, after_failure=mixed,
             parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
         )  # fmt: skip
 

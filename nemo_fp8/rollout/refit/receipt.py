@@ -15,7 +15,10 @@ from typing import Any
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.rollout.refit.fingerprint import together
-from nemo_fp8.rollout.refit.manifest import Manifest
+from nemo_fp8.rollout.refit.manifest import Entry, Manifest
+
+TOO_LARGE = 2.0**64
+"""The root of FP32's range: a norm squares what a layer gives it."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,11 @@ class Written:
     """One tensor in the engine."""
 
     name: str
+    shape: tuple[int, ...]
     kind: str
     """``fp8``, the dtype that it is kept in, or ``kv scale``."""
+    largest: float
+    """The largest magnitude of its values; of codes that came with scales, no magnitude is larger."""
     snr_db: float | None
     """Of its quantization; None where nothing was quantized in the engine."""
     saturated: int
@@ -164,13 +170,13 @@ def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: A
     for i, entry in enumerate(manifest):
         told = [answer["facts"][str(i)] for answer in answers if str(i) in answer["facts"]]
         if told:
-            written.append(_written(entry.name, told))
+            written.append(_written(entry, told))
     never = {name for answer in answers for name in answer["unwritten"]}
     held = max(answer["held"] for answer in answers)
     return Receipt(tensors=tuple(written), never_written=tuple(sorted(never)), workers=len(answers), held_bytes=held, **about)
 
 
-def _written(name: str, told: Sequence[Mapping[str, Any]]) -> Written:
+def _written(entry: Entry, told: Sequence[Mapping[str, Any]]) -> Written:
     signal, noise = (sum(one[key] for one in told) for key in ("signal", "noise"))
     checks = [one["verified"] for one in told if one["verified"] is not None]
     fingerprints: dict[str, str] = {}
@@ -179,8 +185,10 @@ def _written(name: str, told: Sequence[Mapping[str, Any]]) -> Written:
             if fingerprints.setdefault(part, print_) != print_:
                 fingerprints[part] = "workers differ"
     return Written(
-        name=name,
+        name=entry.name,
+        shape=entry.shape,
         kind=told[0]["kind"],
+        largest=max(one["largest"] for one in told),
         snr_db=None if signal == 0 else math.inf if noise == 0 else 10 * math.log10(signal / noise),
         aligned=all(one["aligned"] for one in told),
         verified=all(checks) if checks else None,
@@ -204,6 +212,18 @@ def _problems(r: Receipt) -> list[Problem]:
             "Look at these weights in the trainer.",
         ),
         (
+            [t.name for t in r.tensors if t.largest == 0 and len(t.shape) > 1 and not t.name.endswith("bias")],
+            "Weights that are all zero",
+            "What is multiplied with them is zero. A trainer that shards its weights sends zeros where a shard was let go or not gathered.",
+            "Gather the whole tensor before it is pushed; a layer that was made of zeros is no longer told of once it has learned.",
+        ),
+        (
+            [t.name for t in r.tensors if TOO_LARGE <= t.largest < math.inf],
+            f"Values of {TOO_LARGE:.1e} and more",
+            "Their squares are beyond FP32, so what a layer computes with them is infinite or NaN.",
+            "Look at these weights in the trainer: it has diverged, or they were read in another type than they were written.",
+        ),
+        (
             [t.name for t in r.tensors if t.verified is False],
             "Bits that are not those of the reference",
             "The engine's memory was read back and compared.",
@@ -216,7 +236,15 @@ def _problems(r: Receipt) -> list[Problem]:
             "Push again; if it stays, report it with this receipt.",
         ),
     )
-    return [Problem(f"{what}: {_some(names)}.", why, remedy) for names, what, why, remedy in rows if names]
+    problems = [Problem(f"{what}: {_some(names)}.", why, remedy) for names, what, why, remedy in rows if names]
+    return problems if r.prefix_cache_reset else [*problems, _NOT_FORGOTTEN]
+
+
+_NOT_FORGOTTEN = Problem(
+    "The prefix cache was not reset.",
+    "vLLM says so. A prompt that begins as an earlier one would be answered with keys and values of the old weights.",
+    "Let no request be computed, and call reset_prefix_cache(reset_running_requests=True) of the engine before the next one.",
+)
 
 
 def _some(names: Sequence[str], none: str = "", lead: str = "") -> str:

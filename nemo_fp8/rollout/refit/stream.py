@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.refit.manifest import Entry, Manifest
+from nemo_fp8.rollout.refit.manifest import Entry, Manifest, not_sendable
 
 ALIGNMENT = 64
 Piece = tuple[int, int, int, int]
@@ -37,10 +37,14 @@ def cut(
     """
     pieces: list[Piece] = []
     room, used = buffer(), 0
+    came: set[int] = set()
     for name, tensor in tensors:
         i = manifest.places.get(name)
         entry = _same(name, tensor, None if i is None else manifest[i])
         assert i is not None
+        if i in came:
+            raise PrecisionError(f"{name} came twice.", "A push writes every tensor once.", "Give every tensor once.")
+        came.add(i)
         row, step = 0, entry.rows if i in whole else entry.step
         while row < entry.rows:
             fits = (room.numel() - used) // max(1, entry.row_bytes)
@@ -69,12 +73,14 @@ def _copy(source: torch.Tensor, room: torch.Tensor, offset: int) -> None:
 
 def _same(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
     """The entry of a tensor that came, which must be what was announced."""
-    if entry is not None and Entry.of(name, tensor) == entry:
-        return entry
+    found = Entry.of(name, tensor)
+    if problem := not_sendable(name, tensor):
+        raise PrecisionError([problem])
+    if found == entry:
+        return found
     said = "is not in it" if entry is None else f"is {list(entry.shape)} in {entry.dtype} there"
-    came = str(tensor.dtype).removeprefix("torch.")
     raise PrecisionError(
-        f"{name} came as {list(tensor.shape)} in {came}, and {said}.",
+        f"{name} came as {list(found.shape)} in {found.dtype}, and {said}.",
         "The tensors of a push must be those of its manifest: the engine was asked about those only.",
         "Give a manifest of what the iterator brings (manifest=), or a mapping, of which it is made.",
     )

@@ -1,0 +1,112 @@
+"""The token that ``nemo-fp8 serve`` draws for the door of its server, in a file that only its user can read.
+
+    ~/.cache/nemo_fp8/servers/<machine>-<address>-<port>
+
+The process that serves holds a lock on the file as long as it lives, however it dies. So a file without a lock is a leaving: nobody
+takes a token from it, and the next server writes it anew. ``Refit(url)`` looks there, which is why only the same user on
+the same machine pushes without being told the token. The machine is in the name because several may share a home.
+
+What is opened is checked before it is read or written: a file and no link, of this user, closed to others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.own_folder import own_folder
+from nemo_fp8.rollout.access import LOOPBACK, TOKEN, is_loopback
+
+LONGEST = 100
+
+
+@contextmanager
+def drawn_token(host: str, port: int) -> Iterator[tuple[str, Path]]:
+    """A new token for a server at this address, and the file that holds it while the block lasts."""
+    try:
+        path = _path(host, port)
+        file = _locked(path)
+    except OSError as error:
+        raise PrecisionError(
+            f"A token for {host}:{port} cannot be kept in a file that only you can read.",
+            str(error),
+            f"Mend that, set {TOKEN} to a token of your own, or say --no-token: every user of this machine may push then.",
+        ) from error
+    try:
+        token = secrets.token_urlsafe(32)
+        os.ftruncate(file, 0)
+        os.write(file, token.encode())
+        yield token, path
+    finally:
+        with suppress(OSError):
+            path.unlink()  # before the lock is gone, so that it is this one
+        os.close(file)
+
+
+def token_of(url: str) -> str | None:
+    """The token of a server of this user's on this machine; None where there is none."""
+    try:
+        address = urlsplit(url)
+        if not is_loopback(address.hostname or ""):
+            return None
+        file = os.open(_path(address.hostname or "", address.port or 80), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return None
+    try:
+        return os.read(file, LONGEST).decode() if _is_private(file) and _is_held(file) else None
+    finally:
+        os.close(file)
+
+
+def _path(host: str, port: int) -> Path:
+    address = LOOPBACK if host == "localhost" else host
+    return own_folder("servers") / f"{socket.gethostname()}-{address.replace(':', '_')}-{port}"
+
+
+def _locked(path: Path) -> int:
+    """The file, open and locked; of two that begin together one has it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if not _is_private(file):
+                raise PermissionError(f"{path} is no file of your own that is closed to others; remove it")
+            if not _lock(file):
+                raise FileExistsError(f"{path} is held by another server of yours, which listens there")
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file)):
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # its server took it away meanwhile
+
+
+def _lock(file: int) -> bool:
+    for _ in range(5):  # who looks at a leaving holds it for a moment
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _is_private(file: int) -> bool:
+    about = os.fstat(file)
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
+
+
+def _is_held(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,99 @@
+"""What each side multiplies with has one answer: the contract's. The engine, the check, the gate and the exporter give no other."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemo_fp8 import check
+from nemo_fp8.agreement import _TOPICS, _words
+from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.export import HuggingFace, export
+from nemo_fp8.numerics import quantize
+from nemo_fp8.numerics.canonical import canonical
+from nemo_fp8.presets import PRESETS
+from nemo_fp8.rollout.in_vllm.ops import activation_of, fake_quantize
+from nemo_fp8.rollout.mismatch import Run
+from nemo_fp8.rollout.mismatch.weights import reference
+from nemo_fp8.rollout.storage import storage_of
+
+WEIGHT = "model.layers.0.mlp.down_proj.weight"
+# docs/rollout.md, "How a layer is stored", written down once more: rollout_block -> the tiles of weights and of activations.
+TILES = {"128x128": ((128, 128), (1, 128)), "tensor": (None, (1, 128)), "1x32": ((1, 32), (1, 32))}
+
+
+def _contracts():
+    for name, block, scale in itertools.product(PRESETS, ROLLOUT_BLOCKS, ("fp32", "pow2")):
+        try:
+            p = PRESETS[name].replace(rollout="fp8", rollout_block=block, weight_scale=scale, activation_scale=scale)
+        except PrecisionError:
+            continue  # FP32 scales of MX blocks, or beside MX training
+        yield pytest.param(p, id=f"{name}-{block}-{scale}")
+
+
+CONTRACTS = [*_contracts()]
+
+
+def test_every_preset_is_there_with_every_block():
+    assert {(p.values[0].name, p.values[0].rollout_block) for p in CONTRACTS} == set(itertools.product(PRESETS, ROLLOUT_BLOCKS))
+
+
+@pytest.mark.parametrize("p", CONTRACTS)
+def test_whoever_is_asked_gives_the_contracts_operands(p):
+    storage, scale = storage_of(p), {"1x32": "e8m0"}.get(p.rollout_block, p.weight_scale)
+    for role, tile, engine in zip(("weight", "input"), TILES[p.rollout_block], (storage.weight, storage.activation), strict=True):
+        operand = p.operand(role, "rollout")
+        assert operand == Operand("e4m3", tile, scale), role
+        assert engine == operand, f"the engine's {role}"
+        assert Run(p).operand(role) == operand, f"the gate's {role}"
+        # The check speaks of a role where the sides differ, and then of the engine's operand.
+        ours = p.operand(role, "train")
+        said = [f.problem.what for f in check(train=p, rollout=p).findings if f.topic == _TOPICS[role]]
+        assert bool(said) == (p.is_fp8 and (ours.block, ours.delayed) != (engine.block, engine.delayed)), role
+        assert all(f"{_words(engine)}." in what for what in said)
+    assert activation_of(storage.group, storage.activation.scale) == p.operand("input", "rollout"), "the engine's operators"
+    assert p.operand("grad", "rollout") is None
+
+
+@pytest.mark.parametrize("p", CONTRACTS)
+def test_the_codes_are_the_contracts_too(p):
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16() * torch.linspace(0.1, 4, 256)[:, None].bfloat16()
+    right = quantize(weight, p.operand("weight", "rollout"))
+    ((_, held),) = reference({WEIGHT: weight}, p.replace(first_layers=0, last_layers=0), layers=1)
+    assert torch.equal(held.data.view(torch.uint8), right.data.view(torch.uint8))
+    assert torch.equal(held.scale_inv.float(), right.scale_inv.float())
+    storage = storage_of(p)
+    seen = fake_quantize(weight, storage.group, storage.activation.scale, torch.float32)
+    assert torch.equal(seen, quantize(weight, p.operand("input", "rollout")).dequantize())
+
+
+@pytest.mark.parametrize("p", [p for p in CONTRACTS if p.values[0].name == "bf16_with_fp8_blockwise_mixed"])
+def test_the_exporter_writes_the_contracts_operand_or_nothing(p, tmp_path):
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    (tmp_path / "in").mkdir()
+    save_file({WEIGHT: weight}, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1}))
+    if p.rollout_block != "128x128":
+        with pytest.raises(PrecisionError, match="as a checkpoint"):
+            export(HuggingFace.open(tmp_path / "in"), tmp_path / "out", p)
+        return
+    export(HuggingFace.open(tmp_path / "in"), tmp_path / "out", p)
+    written, right = load_file(tmp_path / "out" / "model.safetensors"), canonical(quantize(weight, storage_of(p).weight))
+    assert torch.equal(written[WEIGHT].view(torch.uint8), right.data.view(torch.uint8))
+    assert torch.equal(written[f"{WEIGHT}_scale_inv"], right.scale_inv)
+
+
+def test_static_scales_and_the_compute_dtype():
+    static = Precision(rollout="fp8", rollout_block="tensor", activation_scheme="static")
+    assert static.operand("input", "rollout") == Operand("e4m3", None, "fp32", delayed=True)
+    assert static.operand("weight", "rollout") == Operand("e4m3", None, "fp32")
+    bf16 = PRESETS["bf16_with_fp8_blockwise_mixed"].replace(rollout="compute")
+    assert bf16.operand("weight", "rollout") is None
+    assert bf16.operand("weight") is not None
+    with pytest.raises(PrecisionError, match="generates in the compute dtype"):
+        storage_of(bf16)
+    with pytest.raises(PrecisionError, match="Did you mean 'rollout'"):
+        bf16.operand("weight", "rolout")
