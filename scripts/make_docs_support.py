@@ -19,6 +19,8 @@ COLUMNS = {
     "B300": "b300",
     "RTX 5090": "rtx5090",
     "CPU with AMX": "cpu,amx",
+    "CPU with AVX-512": "cpu,avx512",
+    "CPU with AVX2": "cpu,avx2",
 }
 LINT_HEADINGS = {
     "contract": "The contract",
@@ -30,13 +32,14 @@ LINT_HEADINGS = {
 
 SUPPORT_HEAD = """# What runs where
 
-`nemo-fp8 doctor` answers for this machine, `nemo-fp8 doctor --for h200,cuda12.8,te2.9` for another. Both read the table in
+`nemo-fp8 doctor` answers for this machine, `nemo-fp8 doctor --for h200,cuda12.8,te2.9` for another (a CPU is `cpu,avx2`, `cpu,avx512` or
+`cpu,amx`). vLLM is looked for in this environment, then in `.venv-rollout` beside it, or where `--vllm-python` says. Both read the table in
 `nemo_fp8/support.py`, which this page prints. Its TransformerEngine rows are tested against the support checks of TransformerEngine 2.3 to
 2.20.2, all 560 combinations of version, GPU and CUDA that `tests/machine/data/te_support_matrix.json` holds.
 
 - **native**: the GEMMs run in FP8.
 - **emulated**: FP8 values and scales, arithmetic in BF16 or FP32. For training by this package's emulation, equal in codes and scales; for
-  rollout by vLLM's weight-only kernels.
+  rollout by vLLM's weight-only kernels, or on a CPU without AMX by decoding the weights before each product.
 - **unsupported**: the hardware could, what is installed cannot; doctor says what to install.
 - **unknown**: it depends on something that was not said, or was not read from the sources.
 

@@ -17,6 +17,7 @@ LAYERS = {
     "core": (0, STANDARD_OR_LIGHT),
     "render": (0, STANDARD_OR_LIGHT),
     "numerics": (1, {"torch", "numpy", "safetensors", "triton"}),
+    "te_cpu": (2, {"torch"}),  # TransformerEngine is imported inside of functions: it may not be there
     "train": (2, {"torch", "numpy", "safetensors", "yaml", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
     "rollout": (2, {"torch", "numpy", "safetensors"}),
     "rollout/in_vllm": (2, {"torch", "numpy", "safetensors", "vllm"}),  # runs in vLLM's processes only
