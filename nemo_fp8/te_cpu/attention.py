@@ -1,0 +1,120 @@
+"""What attention needs besides its GEMMs: fused softmaxes and the rotary embedding.
+
+    softmax     p = softmax(scale * x), masked        dx = scale * p * (dp - sum(dp * p))
+    rotary      y = x * cos(f) + rotate(x) * sin(f)   backward: the rotation by -f
+
+All in FP32, rounded once. TE chooses its unfused attention by itself here, since the extension knows no fused one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASKED = -10000.0  # TE's, which leaves a row that is masked everywhere finite; such a row's probabilities are then zero
+
+
+@torch.no_grad()
+def scaled_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
+    """Without a mask."""
+    return torch.softmax(input.float() * scale, -1).to(input.dtype)
+
+
+@torch.no_grad()
+def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Where ``mask`` is true nothing is attended to."""
+    hidden = mask.bool()
+    p = torch.softmax((input.float() * scale).masked_fill(hidden, _MASKED), -1)
+    return p.masked_fill(hidden.expand_as(p).all(-1, keepdim=True), 0.0).to(input.dtype)
+
+
+def _causal(input: torch.Tensor, scale: float, bottom_right: bool) -> torch.Tensor:
+    queries, keys = input.shape[-2:]
+    later = torch.ones(queries, keys, dtype=torch.bool).triu((keys - queries if bottom_right else 0) + 1)
+    return torch.softmax((input.float() * scale).masked_fill(later, float("-inf")), -1).to(input.dtype)
+
+
+@torch.no_grad()
+def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
+    """A query attends to the keys up to its own place."""
+    return _causal(input, scale, bottom_right=False)
+
+
+@torch.no_grad()
+def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same where the last query and the last key belong together."""
+    return _causal(input, scale, bottom_right=True)
+
+
+@torch.no_grad()
+def scaled_softmax_backward(output_grad: torch.Tensor, softmax_results: torch.Tensor, scale: float) -> torch.Tensor:
+    """Of every one of them: what was masked has probability zero."""
+    g, p = output_grad.float(), softmax_results.float()
+    return (scale * p * (g - (g * p).sum(-1, keepdim=True))).to(output_grad.dtype)
+
+
+scaled_masked_softmax_backward = scaled_softmax_backward
+scaled_upper_triang_masked_softmax_backward = scaled_softmax_backward
+scaled_aligned_causal_masked_softmax_backward = scaled_softmax_backward
+
+
+# ---------------------------------------------------------------------- rotary embedding
+
+
+def _rotate(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """(a, b) -> (-b, a): of the two halves, or of neighbours."""
+    if interleaved:
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((-b, a), -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def _places(
+    input: torch.Tensor, freqs: torch.Tensor, qkv_format: object, cu_seqlens: torch.Tensor | None, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """The angles of each token, of a shape that broadcasts over heads."""
+    name = getattr(qkv_format, "name", str(qkv_format))
+    angles = freqs.float().reshape(freqs.shape[0], -1)
+    if "THD" in name:
+        assert cu_seqlens is not None
+        ends = cu_seqlens.tolist()
+        first = [0] * (len(ends) - 1) if starts is None else starts.tolist()
+        places = torch.cat([torch.arange(s, s + b - a) for s, a, b in zip(first, ends, ends[1:], strict=False)])
+        return angles[places][:, None, :]
+    tokens = input.shape[1] if "BSHD" in name else input.shape[0]
+    places = torch.arange(tokens)[None] + (0 if starts is None else starts[:, None])
+    found = angles[places][:, :, None, :]  # [batch or 1, tokens, 1, width]
+    return found if "BSHD" in name else found.transpose(0, 1)
+
+
+def _rope(
+    x: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: object, interleaved: bool,
+    cu_seqlens: torch.Tensor | None, cp_size: int, backward: bool,
+) -> torch.Tensor:  # fmt: skip
+    if cp_size != 1:
+        raise NotImplementedError("fused_rope with context parallelism (cp_size > 1) has no CPU implementation.")
+    angles = _places(x, freqs, qkv_format, cu_seqlens, start_positions)
+    width = angles.shape[-1]
+    turned, rest = x[..., :width].float(), x[..., width:]
+    sine = turned * angles.sin()
+    # Backward is the transposed rotation: rotate(.)^T = -rotate(.), and the sine is multiplied before it.
+    turned = turned * angles.cos() + (-_rotate(sine, interleaved) if backward else _rotate(turned, interleaved) * angles.sin())
+    return torch.cat((turned.to(x.dtype), rest), -1)
+
+
+@torch.no_grad()
+def fused_rope_forward(
+    input: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: object, interleaved: bool,
+    cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, *more: object,
+) -> torch.Tensor:  # fmt: skip
+    """Rotate the first dimensions of every head, as many as ``freqs`` has angles for."""
+    return _rope(input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, False)
+
+
+@torch.no_grad()
+def fused_rope_backward(
+    output_grads: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: object, interleaved: bool,
+    cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, *more: object,
+) -> torch.Tensor:  # fmt: skip
+    """Rotate the gradient back."""
+    return _rope(output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, True)

@@ -1,0 +1,64 @@
+"""One scale for 128x128 values or for 128 in a row: TE's blockwise FP8 tensors.
+
+    2D (weights)        codes [M, K], scales [M/128, K/128]                 columns: both turned round
+    1D (activations)    codes [M, K], scales [K/128, M], turned round       columns: codes [K, M] of 128x1 blocks, scales [M/128, K]
+
+What a GEMM contracts lies in one piece, so columns are held transposed; the last dimension of scales is padded to a multiple of 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.numerics.formats import format_of
+from nemo_fp8.numerics.quantize import quantize
+from nemo_fp8.numerics.quantized import Quantized
+from nemo_fp8.te_cpu.enumerations import torch_dtype
+from nemo_fp8.te_cpu.quantized import as_matrix_shape
+
+BLOCK = 128
+
+
+def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
+    """Codes and scales of ``x`` by rows, by columns, or both; a square block serves both."""
+    square = quantizer.block_scaling_dim == 2
+    scale_kind = "pow2" if quantizer.force_pow_2_scales else "fp32"
+    operand = Operand(format_of(torch_dtype(quantizer.dtype)).name, (BLOCK if square else 1, BLOCK), scale_kind)
+    rows, columns = as_matrix_shape(x.shape)
+    x = x.reshape(rows, columns)
+    by_rows = quantize(x, operand, epsilon=quantizer.amax_epsilon) if out._rowwise_data is not None or square else None
+    if out._rowwise_data is not None:
+        assert by_rows is not None
+        out._rowwise_data.view(rows, columns).copy_(by_rows.data.view(torch.uint8))
+        _put(out._rowwise_scale_inv, by_rows.scale_inv if square else by_rows.scale_inv.t())
+    if out._columnwise_data is not None:
+        by_columns = by_rows if by_rows is not None and square else quantize(x, operand, usage="col", epsilon=quantizer.amax_epsilon)
+        out._columnwise_data.view(columns, rows).copy_(by_columns.data.view(torch.uint8).t())
+        _put(out._columnwise_scale_inv, by_columns.scale_inv.t() if square else by_columns.scale_inv)
+
+
+def _put(padded: torch.Tensor, scales: torch.Tensor) -> None:
+    padded[: scales.shape[0], : scales.shape[1]].copy_(scales)
+
+
+def operand(tensor: Any, by_rows: bool) -> Quantized:
+    """What a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows."""
+    side = "row" if by_rows else "column"
+    data, scales = getattr(tensor, f"_{side}wise_data"), getattr(tensor, f"_{side}wise_scale_inv")
+    if data is None:
+        raise RuntimeError(f"A GEMM contracts the {'columns' if by_rows else 'rows'} of a blockwise tensor without {side}wise data.")
+    data = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
+    data = data.view(torch_dtype(tensor._fp8_dtype))
+    if tensor._is_2D_scaled:
+        return Quantized(data, scales[:, : -(-data.shape[1] // BLOCK)].contiguous(), (BLOCK, BLOCK), "row")
+    return Quantized(data, scales[:, : data.shape[0]].t().contiguous(), (1, BLOCK), "row")
+
+
+def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor's values, by rows where it has them."""
+    by_rows = tensor._rowwise_data is not None
+    found = operand(tensor, by_rows).dequantize(dtype)
+    return (found if by_rows else found.t()).reshape(tuple(tensor.size()))

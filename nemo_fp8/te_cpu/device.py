@@ -1,0 +1,258 @@
+"""The CPU as CUDA device 0: what TE and Megatron ask of ``torch.cuda`` and of tensors, answered by the CPU.
+
+    device="cuda"            the CPU, in every factory, in ``.to``, ``torch.load`` and ``torch.Generator``
+    tensor.is_cuda           True: TE and Megatron assert on it
+    torch.cuda.*             one device of the architecture that is stood for; streams and events order what is ordered anyway
+
+Names of torch are replaced, each a row with its reason, for the rest of the process. A ``TorchFunctionMode`` would come and go, and
+does not do: torch leaves a mode during every call that the mode handles, ``Tensor.backward`` included, and a mode belongs to one
+thread, where autograd runs backward in others.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+ARCHITECTURES = {90: "Hopper", 100: "Blackwell"}
+"""What can be stood for: a GPU's compute capability, times ten."""
+
+_arch: list[int] = []
+
+
+def stand_in(arch: int) -> None:
+    """Take the CPU for a CUDA device of that architecture, until the process ends."""
+    importlib.import_module("torch._dynamo")  # it maps torch's functions by name at its import, and refuses two names for one function
+
+    _arch[:] = [arch]
+    for owner, table in _tables():
+        for name, (replacement, _) in table.items():
+            setattr(owner, name, replacement)
+
+
+def standing_for() -> int | None:
+    """The architecture that is stood for, if any."""
+    return _arch[0] if _arch else None
+
+
+def multiplies_fp8_in_any_layout() -> bool:
+    """Whether the GPU stood for multiplies FP8 matrices however they lie (Blackwell); Hopper needs both by rows, so TE keeps transposes."""
+    return 100 <= _arch[0] < 120
+
+
+def names_cuda(device: object) -> bool:
+    """Whether this names a CUDA device, by string, torch.device or number."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+# ---------------------------------------------------------------------- torch.cuda
+
+
+class Order:
+    """A CUDA stream, or an event in one, where there is nothing to order: the CPU does one thing after the other."""
+
+    device = CPU
+    device_index = 0
+    cuda_stream = 0
+    priority = 0
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Order | None = None) -> Order:
+        return event or self
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+    def __enter__(self) -> Order:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class _OneGenerator:
+    """``torch.cuda.default_generators``: the CPU's, whatever the index."""
+
+    def __getitem__(self, device: object) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+_MEMORY = 80 << 30
+
+
+def _properties(device: object = None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        major=_arch[0] // 10, minor=_arch[0] % 10, multi_processor_count=132, total_memory=_MEMORY, warp_size=32,
+        name=f"a CPU that stands for {ARCHITECTURES[_arch[0]]}", L2_cache_size=50 << 20, shared_memory_per_block_optin=232448,
+    )  # fmt: skip
+
+
+def _nothing(*args: object, **kwargs: object) -> None: ...
+
+
+def _answers(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+_ORDER = Order()
+_ONE_DEVICE = "there is one device, and it is there"
+_ORDERED = "the CPU does one thing after the other"
+_GENERATOR = "random numbers come from the CPU's generator"
+_UNMEASURED = "the memory of the CPU's allocator is not counted"
+
+_CUDA: dict[str, tuple[Any, str]] = {
+    "is_available": (_answers(True), _ONE_DEVICE),
+    "is_initialized": (_answers(True), _ONE_DEVICE),
+    "init": (_nothing, _ONE_DEVICE),
+    "_lazy_init": (_nothing, _ONE_DEVICE),
+    "_lazy_call": (lambda call, **kwargs: call(), _ONE_DEVICE),
+    "_is_in_bad_fork": (_answers(False), "there is no driver that a fork could break"),
+    "device_count": (_answers(1), _ONE_DEVICE),
+    "current_device": (_answers(CPU), "not 0: torch.device(0) asks for a CUDA build"),
+    "set_device": (_nothing, _ONE_DEVICE),
+    "device": (_answers(nullcontext()), _ONE_DEVICE),
+    "get_device_properties": (_properties, "TE chooses recipes and layouts by it"),
+    "get_device_name": (lambda device=None: _properties().name, "logs say what it is"),
+    "get_device_capability": (lambda device=None: (_arch[0] // 10, _arch[0] % 10), "TE chooses recipes and layouts by it"),
+    "is_bf16_supported": (_answers(True), "every CPU computes BF16, if slowly"),
+    "synchronize": (_nothing, _ORDERED),
+    "Stream": (Order, _ORDERED),
+    "ExternalStream": (Order, _ORDERED),
+    "Event": (Order, _ORDERED),
+    "current_stream": (_answers(_ORDER), _ORDERED),
+    "default_stream": (_answers(_ORDER), _ORDERED),
+    "stream": (lambda stream: nullcontext(), _ORDERED),
+    "set_stream": (_nothing, _ORDERED),
+    "is_current_stream_capturing": (_answers(False), "there are no CUDA graphs"),
+    "manual_seed": (torch.default_generator.manual_seed, _GENERATOR),
+    "manual_seed_all": (torch.default_generator.manual_seed, _GENERATOR),
+    "get_rng_state": (lambda device="cuda": torch.get_rng_state(), _GENERATOR),
+    "set_rng_state": (lambda new_state, device="cuda": torch.set_rng_state(new_state), _GENERATOR),
+    "default_generators": (_OneGenerator(), _GENERATOR),
+    "empty_cache": (_nothing, _UNMEASURED),
+    "ipc_collect": (_nothing, _UNMEASURED),
+    "memory_allocated": (_answers(0), _UNMEASURED),
+    "max_memory_allocated": (_answers(0), _UNMEASURED),
+    "memory_reserved": (_answers(0), _UNMEASURED),
+    "max_memory_reserved": (_answers(0), _UNMEASURED),
+    "reset_peak_memory_stats": (_nothing, _UNMEASURED),
+    "mem_get_info": (_answers((_MEMORY, _MEMORY)), _UNMEASURED),
+    "memory_stats": (_answers({}), _UNMEASURED),
+}
+_CUDA_RANDOM = {name: _CUDA[name] for name in ("manual_seed", "manual_seed_all", "get_rng_state", "set_rng_state")}
+
+
+# ---------------------------------------------------------------------- torch and its tensors
+
+_FACTORIES = """empty zeros ones full tensor as_tensor asarray rand randn randint randperm arange linspace logspace eye empty_like
+zeros_like ones_like full_like rand_like randn_like randint_like empty_strided scalar_tensor tril_indices triu_indices range""".split()
+_METHODS = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
+
+
+def _on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, on the CPU wherever a CUDA device is asked for; nothing is pinned."""
+
+    @functools.wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            if "device" in kwargs and names_cuda(kwargs["device"]):
+                kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)
+        return call(*args, **kwargs)
+
+    return wrapper
+
+
+_to, _type, _load, _generator = torch.Tensor.to, torch.Tensor.type, torch.load, torch.Generator
+
+
+@functools.wraps(_to)
+def _to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if args and names_cuda(args[0]):
+        args = (CPU, *args[1:])
+    if kwargs and names_cuda(kwargs.get("device")):
+        kwargs["device"] = CPU
+    return _to(self, *args, **kwargs)
+
+
+@functools.wraps(_type)
+def _type_as_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not args and not kwargs:
+        return str(_type(self)).replace("torch.", "torch.cuda.", 1)
+    if args and isinstance(args[0], str):
+        args = (args[0].replace("torch.cuda.", "torch."), *args[1:])
+    return _type(self, *args, **kwargs)
+
+
+@functools.wraps(_load)
+def _load_on_cpu(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    return _load(f, map_location=CPU if names_cuda(map_location) else map_location, **kwargs)
+
+
+class _Generator(_generator):  # type: ignore[misc, valid-type]
+    """A generator for "cuda" is one for the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _generator.__new__(_generator, CPU if names_cuda(device) else device)  # type: ignore[call-arg]
+
+
+def _itself(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    return self
+
+
+def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
+    """Every replaced name, by its owner, with the reason."""
+    import torch.cuda.random as cuda_random
+
+    allocates = "it allocates on cuda by name"
+    of_torch: dict[str, tuple[Any, str]] = {name: (_on_cpu(getattr(torch, name)), allocates) for name in _FACTORIES}
+    of_torch |= {
+        "Generator": (_Generator, _GENERATOR),
+        "load": (_load_on_cpu, "checkpoints are mapped to cuda by name"),
+        "set_default_device": (_nothing, "the default device is the CPU, and stays it"),
+    }
+    of_tensors: dict[str, tuple[Any, str]] = {name: (_on_cpu(getattr(torch.Tensor, name)), allocates) for name in _METHODS}
+    of_tensors |= {
+        "_make_wrapper_subclass": (staticmethod(_on_cpu(torch.Tensor._make_wrapper_subclass)), "TE gives its tensors a device by number"),
+        "to": (_to_cpu, allocates),
+        "cuda": (_itself, allocates),
+        "pin_memory": (_itself, "there is no transfer that pinned memory could speed up"),
+        "record_stream": (_nothing, _ORDERED),
+        "is_cuda": (property(lambda self: True), "TE and Megatron assert on it"),
+        "type": (_type_as_cuda, "Megatron's optimizers sort parameters by strings such as 'torch.cuda.BFloat16Tensor'"),
+    }
+    version: dict[str, tuple[Any, str]] = {"cuda": ("12.9", "TE and torch ask which CUDA they were built for")}
+    return [
+        (torch.cuda, _CUDA),
+        (cuda_random, _CUDA_RANDOM),
+        (torch, of_torch),
+        (torch.Tensor, of_tensors),
+        (torch.version, version),
+    ]

@@ -1,0 +1,174 @@
+"""The extension's GEMMs, on TE's quantized tensors and on plain ones.
+
+    D = op(B) @ op(A)        op(A) = A.T where transA, else A        op(B) = B.T where transB, else B
+
+This is cuBLAS's column-major call seen from row-major tensors: a linear's forward is ``A = weight, transA``, its dgrad ``A = weight``,
+its wgrad ``A = x, transB`` with ``B = dy``. What a GEMM contracts it reads from the copy that was quantized along that dimension: A by
+rows where transA, B by rows unless transB. Both operands so lie as [outer, contracted], and the product is ``numerics.gemm``'s.
+
+Then, in the kernel's order: ``alpha``, bias, GELU, and a cast, an accumulation, or one rounding to D's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nemo_fp8.numerics.gemm import gemm
+from nemo_fp8.numerics.quantized import Quantized
+from nemo_fp8.te_cpu import quantized
+from nemo_fp8.te_cpu.activations import ACTIVATIONS
+from nemo_fp8.te_cpu.enumerations import torch_dtype
+from nemo_fp8.te_cpu.quantized import as_matrix_shape, is_quantized
+
+
+def _operand(tensor: Any, by_rows: bool) -> Quantized | torch.Tensor:
+    """``tensor`` for a GEMM that contracts its columns (``by_rows``) or its rows; a plain matrix comes as [outer, contracted]."""
+    if is_quantized(tensor):
+        return quantized.reader_of(tensor).operand(tensor, by_rows)  # type: ignore[no-any-return]
+    matrix: torch.Tensor = tensor.reshape(as_matrix_shape(tensor.shape))
+    return matrix if by_rows else matrix.t()
+
+
+def _values(operand: Quantized | torch.Tensor) -> torch.Tensor:
+    """The values of an operand, [outer, contracted]."""
+    if not isinstance(operand, Quantized):
+        return operand
+    values = operand.dequantize()
+    return values if operand.usage == "row" else values.t()
+
+
+def _product(a: Quantized | torch.Tensor, b: Quantized | torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    """``b @ a.T + bias``: FP32 sums, rounded once."""
+    if isinstance(a, Quantized) and isinstance(b, Quantized):
+        return gemm(b, a, out_dtype=dtype, bias=bias)
+    left, right = _values(b), _values(a)
+    if left.dtype == right.dtype == dtype and (bias is None or bias.dtype == dtype):
+        return torch.mm(left, right.t()) if bias is None else torch.addmm(bias, left, right.t())
+    out = torch.mm(left.float(), right.float().t())
+    return (out if bias is None else out.add_(bias.float())).to(dtype)
+
+
+@torch.no_grad()
+def generic_gemm(
+    A: Any,
+    transA: bool,
+    B: Any,
+    transB: bool,
+    D: Any,
+    quantizer: Any,
+    output_dtype: Any,
+    bias: torch.Tensor | None,
+    bias_type: Any,
+    gelu: bool,
+    gelu_in: torch.Tensor | None,
+    grad: bool,
+    workspace: Any,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: Any = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> list[Any]:
+    """[D, bias gradient, input of GELU, extra output]. With ``grad`` a ``bias`` asks for its gradient, the sum of B's rows."""
+    if comm_overlap is not None:
+        raise NotImplementedError("generic_gemm with userbuffers has no CPU implementation: they are NVLink's.")
+    shape = _shape_of_product(A, transA, B, transB, D)
+    dtype = torch_dtype(output_dtype) if output_dtype is not None else (A.dtype if D is None else D.dtype)
+    forward_bias = None if grad else bias
+    stays_wide = quantizer is not None or accumulate or gelu or alpha != 1.0
+    wide = torch.float32 if stays_wide else dtype
+    if 0 in A.size() or 0 in B.size():
+        out = torch.zeros(shape, dtype=wide)
+    else:
+        product_bias = forward_bias if alpha == 1.0 else None
+        out = _product(_operand(A, transA), _operand(B, not transB), wide, product_bias).view(shape)
+    if alpha != 1.0:
+        out.mul_(alpha)
+        if forward_bias is not None:
+            out.add_(forward_bias.float())
+    bias_grad = _bias_grad(B, dtype) if grad and bias is not None else None
+    gelu_input = None
+    if gelu and grad:
+        assert gelu_in is not None
+        out.mul_(ACTIVATIONS["gelu"].slope(gelu_in.float()).view(shape))
+    elif gelu:
+        gelu_input = out.to(torch_dtype(bias_type) if is_quantized(A) else dtype)
+        out = ACTIVATIONS["gelu"].value(out)
+    return [_store(out, D, quantizer, dtype, accumulate, beta), bias_grad, gelu_input, extra_output]
+
+
+def _shape_of_product(A: Any, transA: bool, B: Any, transB: bool, D: Any) -> tuple[int, ...]:
+    a, b = tuple(A.size()), tuple(B.size())
+    (a_rows, a_columns), (b_rows, b_columns) = as_matrix_shape(a), as_matrix_shape(b)
+    if (a_columns if transA else a_rows) != (b_rows if transB else b_columns):
+        raise ValueError(f"Invalid matrix dimensions for GEMM (A={a}, transa={transA}, B={b}, transb={transB})")
+    shape = ((b_columns,) if transB else b[:-1]) + (a_rows if transA else a_columns,)
+    if D is not None and tuple(D.size()) != shape:
+        raise ValueError(f"GEMM output has invalid dims (expected {shape}, got {tuple(D.size())})")
+    return shape
+
+
+def _bias_grad(B: Any, dtype: torch.dtype) -> torch.Tensor:
+    values = quantized.dequantize(B, torch.float32) if is_quantized(B) else B.float()
+    return values.reshape(as_matrix_shape(values.shape)).sum(0).to(dtype)
+
+
+def _store(out: torch.Tensor, D: Any, quantizer: Any, dtype: torch.dtype, accumulate: bool, beta: float | None) -> Any:
+    """The FP32 (or already rounded) result where the caller wants it."""
+    if quantizer is not None:
+        return quantized.finish(out, quantizer, dtype, D, amax_of_rounded=True)
+    if D is None:
+        return out.to(dtype)
+    if not accumulate:
+        return D.copy_(out)
+    if D.dtype == torch.float32 and beta in (None, 1.0):
+        return D.add_(out)
+    return D.copy_(D.float().mul_(1.0 if beta is None else beta).add_(out))
+
+
+@torch.no_grad()
+def te_general_grouped_gemm(
+    A: Sequence[Any],
+    transA: bool,
+    B: Sequence[Any],
+    transB: bool,
+    D: Sequence[torch.Tensor],
+    D_type: Any,
+    m_splits: Sequence[int],
+    bias: Sequence[torch.Tensor],
+    bias_type: Any,
+    single_output: bool,
+    pre_gelu_out: Sequence[torch.Tensor],
+    grad: bool,
+    workspaces: Any,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> Sequence[torch.Tensor]:
+    """One GEMM a group, into tensors of their own or into pieces of one; a group of no rows is passed over."""
+    dtype, at = torch_dtype(D_type), 0
+    for i, (a, b) in enumerate(zip(A, B, strict=True)):
+        rows = as_matrix_shape(b.size())[1 if transB else 0]
+        columns = as_matrix_shape(a.size())[0 if transA else 1]
+        target = D[0].view(-1)[at : at + rows * columns] if single_output else D[i]
+        at += rows * columns
+        if not rows or not target.numel():
+            continue
+        has_bias, has_gelu = bias[i].numel() > 0, pre_gelu_out[i].numel() > 0
+        _, bias_grad, gelu_input, _ = generic_gemm(
+            a, transA, b, transB, target.view(rows, columns), None, D_type if target.dtype == dtype else None,
+            bias[i] if has_bias else None, bias_type, has_gelu, None, grad, None, 0, accumulate, use_split_accumulator,
+        )  # fmt: skip
+        if bias_grad is not None:
+            bias[i].copy_(bias_grad)
+        if gelu_input is not None:
+            pre_gelu_out[i].copy_(gelu_input)
+    return bias

@@ -1,0 +1,168 @@
+"""E2M1 codes, an E4M3 scale for 16 of them, an FP32 amax for the tensor: TE's NVFP4 tensors.
+
+    encode = 448 * 6 / amax(tensor)               decode = 1 / encode
+    scale  = e4m3(amax(block) * (encode / 6))     code = e2m1(x / (scale * decode))
+    value  = code * scale * amax(tensor) / (448 * 6)
+
+    by rows       two codes a byte [M, K/2], scales [M, K/16] padded to [128 m, 4 n]
+    by columns    turned round: [K, M/2] and [K, M/16]
+
+A block is 16 in a row, or 16x16 for weights, whose scale is repeated for each of its rows. With the random Hadamard transform the
+columns are quantized after ``x @ (H * signs) / 4``, which spreads an outlier over its block. A code is rounded to the nearest even, or,
+for gradients, to one of its two neighbours with the probability that keeps the mean (stochastic rounding, from torch's generator).
+``4over6`` blocks, which choose between two scales by their error, are cast by TE's own Python reference.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from nemo_fp8.numerics.formats import FP32_MAX, cast, format_of
+from nemo_fp8.te_cpu.quantized import amax_of, as_matrix_shape, reduced
+
+BLOCK = 16
+LARGEST = 6.0
+_E4M3 = format_of("e4m3")
+_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_VALUES = torch.cat([_MAGNITUDES, -_MAGNITUDES])
+# Halfway between two magnitudes. A tie goes to the even code: down to an even one, up to the next otherwise.
+_HALFWAY = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
+_TIE_GOES_UP = torch.arange(7) % 2 == 1
+
+
+def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
+    """Codes, scales and amaxes of ``x`` by rows, by columns, or both."""
+    rows, columns = as_matrix_shape(x.shape)
+    x = x.reshape(rows, columns)
+    if out._rowwise_data is not None:
+        _write_side(quantizer, x, out, "row", amax)
+    if out._columnwise_data is not None:
+        turned = x.t().contiguous()
+        if quantizer.with_rht:
+            turned, amax = _hadamard(turned, quantizer.rht_matrix), None
+        _write_side(quantizer, turned, out, "column", amax)
+
+
+def _write_side(quantizer: Any, x: torch.Tensor, out: Any, side: str, amax: torch.Tensor | None) -> None:
+    if quantizer.row_scaled_nvfp4:
+        amax = x.abs().amax(1).float()
+    else:
+        amax = reduced(quantizer, (amax_of(x) if amax is None else amax).reshape(1).clone())
+    codes, scales = (_four_over_six if quantizer.nvfp4_use_4over6 else _blocks)(quantizer, x, amax)
+    getattr(out, f"_amax_{side}wise").copy_(amax)
+    getattr(out, f"_{side}wise_data").view(codes.shape).copy_(codes)
+    padded = getattr(out, f"_{side}wise_scale_inv")
+    padded[: scales.shape[0], : scales.shape[1]].copy_(scales.view(torch.uint8))
+
+
+def _hadamard(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.bfloat16:
+        raise ValueError("RHT is only supported for bfloat16 input")
+    return (x.reshape(-1, BLOCK).float() @ matrix.float()).to(x.dtype).reshape(x.shape)
+
+
+def _blocks(quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape
+    blocks = x.float().view(rows, columns // BLOCK, BLOCK)
+    most = blocks.abs().amax(-1)
+    if quantizer.with_2d_quantization:
+        most = most.view(rows // BLOCK, BLOCK, -1).amax(1).repeat_interleave(BLOCK, 0)
+    encode = torch.div(_E4M3.max * LARGEST, amax).clamp_max(FP32_MAX).reshape(-1, 1)
+    encode = torch.where(encode == 0, 1.0, encode)
+    decode = torch.reciprocal(encode)
+    scales = cast((most * (encode * torch.reciprocal(torch.tensor(LARGEST)))).clamp_max(FP32_MAX), _E4M3)
+    factor = torch.reciprocal(scales.float() * decode).clamp_max(FP32_MAX)
+    scaled = (blocks * factor[:, :, None]).clamp(-LARGEST, LARGEST).view(rows, columns)
+    return _pack((_stochastic if quantizer.stochastic_rounding else _nearest)(scaled)), scales
+
+
+def _nearest(x: torch.Tensor) -> torch.Tensor:
+    magnitude = x.abs()
+    code = torch.bucketize(magnitude, _HALFWAY)  # how many midpoints lie below
+    tie = code.clamp_max(6)
+    return _signed(x, code + ((magnitude == _HALFWAY[tie]) & _TIE_GOES_UP[tie]))
+
+
+def _stochastic(x: torch.Tensor) -> torch.Tensor:
+    magnitude = x.abs()
+    below = torch.bucketize(magnitude, _MAGNITUDES, right=True).sub_(1).clamp_(0, 6)
+    share = (magnitude - _MAGNITUDES[below]) / (_MAGNITUDES[below + 1] - _MAGNITUDES[below])
+    return _signed(x, below + (torch.rand_like(share) < share))
+
+
+def _signed(x: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+    return (code + 8 * ((x < 0) & ((code > 0) | (x >= -0.25)))).to(torch.uint8)
+
+
+def _pack(codes: torch.Tensor) -> torch.Tensor:
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """One code a byte from two."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes a byte, the first in the low half."""
+    return _pack(codes).contiguous()
+
+
+def _four_over_six(quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+
+    codes, scales = NVFP4QuantizerRef._quantize_blockwise_reference(
+        x,
+        amax,
+        BLOCK,
+        BLOCK if quantizer.with_2d_quantization else 1,
+        pow_2_scales=False,
+        row_scaled_nvfp4=quantizer.row_scaled_nvfp4,
+        nvfp4_use_4over6=True,
+        nvfp4_e4m3_max=quantizer.nvfp4_e4m3_max,
+        nvfp4_4over6_err_mode=quantizer.nvfp4_4over6_err_mode,
+        nvfp4_4over6_err_use_fast_math=os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") not in ("", "0"),
+        eps=0.0,
+    )
+    return codes.view(torch.uint8), scales
+
+
+def operand(tensor: Any, by_rows: bool) -> torch.Tensor:
+    """What a GEMM reads, as FP32 values [outer, contracted]: a product of two E2M1 codes and two E4M3 scales is exact in FP32."""
+    side = "row" if by_rows else "column"
+    data = getattr(tensor, f"_{side}wise_data")
+    if data is None:
+        raise RuntimeError(f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an NVFP4 tensor without {side}wise data.")
+    packed = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
+    values = _VALUES[unpack(packed).long()]
+    rows, columns = values.shape
+    scales = getattr(tensor, f"_{side}wise_scale_inv")[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
+    factor: torch.Tensor = getattr(tensor, f"_amax_{side}wise").reshape(-1, 1) / (LARGEST * tensor._nvfp4_e4m3_max)
+    scaled: torch.Tensor = values.view(rows, columns // BLOCK, BLOCK) * (scales * factor)[:, :, None]
+    return scaled.view(rows, columns)
+
+
+def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor's values, by rows where it has them."""
+    by_rows = tensor._rowwise_data is not None
+    found = operand(tensor, by_rows)
+    return (found if by_rows else found.t()).to(dtype).reshape(tuple(tensor.size()))
+
+
+# ---------------------------------------------------------------------- turned round
+
+
+def data_transpose(input: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Packed codes [M, K/2] as [K, M/2]."""
+    turned = pack(unpack(input.reshape(-1, input.shape[-1])).t())
+    return turned if out is None else out.copy_(turned)
+
+
+def scales_2d_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles: int, K_tiles: int) -> None:
+    """Scales of 16x16 blocks, each repeated for its 16 rows, [M, K/16] as [K, M/16]."""
+    tiles = input[: M_tiles * BLOCK : BLOCK, :K_tiles]
+    output.zero_()
+    output[: K_tiles * BLOCK, :M_tiles] = tiles.t().repeat_interleave(BLOCK, 0)

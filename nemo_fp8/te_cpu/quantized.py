@@ -1,0 +1,255 @@
+"""TE's quantized tensors: made, kept in shape and written as the extension does, whichever kind they are.
+
+    create(quantizer, shape, dtype)       an empty tensor with the buffers that the quantizer asks for
+    conform(quantizer, tensor)            the same of a tensor that is there: missing buffers made, unwanted ones dropped
+    quantize(x, quantizer, output, noop)  codes, scales and amaxes of ``x``
+    finish(y, quantizer, dtype, output)   the FP32 result of a fused kernel, rounded or quantized as that kernel does
+
+TE's Python says itself which buffers a quantizer keeps (``inner_tensor_specs``): a transposed copy on Hopper and none on Blackwell,
+scales padded for a GEMM, rows and columns or one of both. So nothing of the layouts is said here a second time. How values become
+codes and where they lie is the kind's own affair (``float8``, ``blockwise``, ``mxfp8``, ``nvfp4``), one row of :func:`kinds` each.
+
+Scales are never swizzled into the order that a GPU's tensor cores read: that order holds no information, and the GEMM here reads the
+plain one. A tensor says so itself (``_with_gemm_swizzled_scales`` is False).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_fp8.te_cpu.enumerations import torch_dtype
+
+Write = Callable[[Any, torch.Tensor, Any, torch.Tensor | None], None]
+"""``write(quantizer, x, tensor, amax)``: fill the tensor's buffers from ``x``; ``amax`` where a fused kernel has found it already."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one class of quantizers does."""
+
+    write: Write
+    casts_wide: bool = False
+    """A fused kernel casts its FP32 result at once, since the scale is known before it starts (delayed scaling)."""
+    amax_of_wide: Callable[[Any], bool] = lambda quantizer: False
+    """A fused activation takes the amax of its FP32 result, and casts the result rounded to the tensor's dtype."""
+
+
+@functools.cache
+def kinds() -> dict[type, Kind]:
+    """The kinds by TE's quantizer class. TE imports this extension before it has any, so they are asked for late."""
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    from nemo_fp8.te_cpu import blockwise, float8, mxfp8, nvfp4
+
+    return {
+        Float8Quantizer: Kind(float8.write_delayed, casts_wide=True),
+        Float8CurrentScalingQuantizer: Kind(float8.write_current, amax_of_wide=lambda q: True),
+        Float8BlockQuantizer: Kind(blockwise.write),
+        MXFP8Quantizer: Kind(mxfp8.write),
+        NVFP4Quantizer: Kind(nvfp4.write, amax_of_wide=lambda q: not q.row_scaled_nvfp4 and not q.with_rht),
+    }
+
+
+def kind_of(quantizer: Any) -> Kind:
+    """The kind of a quantizer, subclasses included."""
+    for base in type(quantizer).__mro__:
+        if base in kinds():
+            return kinds()[base]
+    raise NotImplementedError(
+        f"{type(quantizer).__name__} has no cast on a CPU. A quantizer of your own has to write its tensors in Python, as those of "
+        "CustomRecipe do."
+    )
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether it is one of TE's. (A plain torch.Tensor has a ``dequantize`` too.)"""
+    return hasattr(tensor, "_quantizer")
+
+
+# ---------------------------------------------------------------------- buffers
+
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _specs(quantizer: Any, shape: tuple[int, ...]) -> Specs:
+    """The buffers that this quantizer writes, by name: shape and type, as TE's Python says."""
+    specs: Specs = _describer(quantizer).inner_tensor_specs(quantizer, shape or (1,))
+    if shape:
+        return specs
+    return {name: (size if "scale" in name or "amax" in name else (), dtype) for name, (size, dtype) in specs.items()}  # a scalar
+
+
+@functools.cache
+def _float8() -> Any:
+    from transformer_engine.pytorch.tensor import float8_tensor
+
+    return float8_tensor
+
+
+def _describer(quantizer: Any) -> Any:
+    """The class that describes the quantizer's tensors: delayed scaling's are those of current scaling, and TE describes them once."""
+    if isinstance(quantizer, _float8().Float8Quantizer):
+        return _float8().Float8CurrentScalingQuantizer
+    return type(quantizer)
+
+
+def create(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None, pin_memory: bool = False) -> Any:
+    """An empty tensor as ``quantizer`` makes them, or a plain one where there is none. Scales begin as zeros: padding is compared."""
+    shape = tuple(int(n) for n in shape)
+    if quantizer is None:
+        return torch.empty(shape, dtype=dtype)
+    _check_shape(quantizer, shape)
+    described = _describer(quantizer).storage_metadata(quantizer, dtype)
+    names = dict(described["cls"]._INNER_TENSORS)
+    buffers: dict[str, torch.Tensor | None] = dict.fromkeys(names.values())
+    for name, (size, kind) in _specs(quantizer, shape).items():
+        buffers[names[name]] = torch.zeros(size, dtype=kind)
+    if "fp8_scale_inv" in buffers and hasattr(quantizer, "scale"):
+        buffers["fp8_scale_inv"] = torch.reciprocal(quantizer.scale)
+    arguments = described["nontensor_kwargs"] | buffers
+    if "with_gemm_swizzled_scales" in arguments:
+        arguments["with_gemm_swizzled_scales"] = False
+    if quantizer.internal:
+        return described["cls"](**arguments)
+    arguments.setdefault("dtype", arguments.pop("fake_dtype"))
+    stride = torch.empty(shape, device="meta").stride()
+    return described["cls"](shape=shape, stride=stride, device=device or torch.device("cpu"), **arguments)
+
+
+def conform(quantizer: Any, tensor: Any) -> Any:
+    """Give ``tensor`` exactly the buffers that ``quantizer`` writes; those that are there stay, with their memory."""
+    if quantizer is None:
+        return tensor
+    wanted = _specs(quantizer, tuple(tensor.size()))
+    for name, _ in type(tensor)._INNER_TENSORS:
+        if name not in wanted:
+            setattr(tensor, name, None)
+        elif getattr(tensor, name) is None:
+            shape, dtype = wanted[name]
+            setattr(tensor, name, torch.zeros(shape, dtype=dtype))
+    if hasattr(tensor, "_transpose"):
+        tensor._transpose_invalid = tensor._transpose is None
+        tensor._fp8_dtype = type(tensor._fp8_dtype).cast(quantizer.dtype)
+    if hasattr(tensor, "_with_gemm_swizzled_scales"):
+        tensor._with_gemm_swizzled_scales = False
+    return tensor
+
+
+_TILES = {"MXFP8Quantizer": ("MXFP8", 32), "NVFP4Quantizer": ("NVFP4", 16)}
+
+
+def _check_shape(quantizer: Any, shape: tuple[int, ...]) -> None:
+    """Refuse what the extension refuses, in its words."""
+    name, side = _TILES.get(type(quantizer).__name__, ("", 1))
+    rows, columns = as_matrix_shape(shape)
+    if rows % side or columns % side:
+        raise ValueError(f"{name} requires tensor dims that are divisible by {side} (got shape={shape})")
+
+
+def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns, leading dimensions flattened; a scalar is one by one."""
+    rows = 1
+    for n in shape[:-1]:
+        rows *= n
+    return rows, (shape[-1] if len(shape) else 1)
+
+
+# ---------------------------------------------------------------------- casts
+
+
+@torch.no_grad()
+def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
+    """Codes and scales of ``tensor`` in a new quantized tensor, or in ``output``; nothing is written where ``noop`` holds a 1."""
+    x = tensor.detach().contiguous()
+    if quantizer is None:
+        return x
+    out = create(quantizer, x.shape, x.dtype) if output is None else conform(quantizer, output)
+    if noop is None or noop.item() != 1:
+        fill(quantizer, x, out)
+    return out
+
+
+@torch.no_grad()
+def fill(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None = None) -> None:
+    """Write ``x`` into the buffers of ``out``, as they are."""
+    if x.numel():
+        kind_of(quantizer).write(quantizer, x, out, amax)
+
+
+@torch.no_grad()
+def finish(y: torch.Tensor, quantizer: Any, dtype: torch.dtype, out: Any = None, *, amax_of_rounded: bool = False) -> Any:
+    """What a kernel leaves of its FP32 result ``y``: rounded to ``dtype``, or quantized.
+
+    A cast with a scale that is known reads the FP32 result itself. Where the scale is still to be found the result is rounded first;
+    its amax is that of the FP32 values after an activation, and that of the rounded ones after a norm (``amax_of_rounded``).
+    """
+    if quantizer is None:
+        return y.to(dtype) if out is None else out.copy_(y)
+    out = create(quantizer, y.shape, dtype) if out is None else conform(quantizer, out)
+    kind = kind_of(quantizer)
+    if kind.casts_wide:
+        fill(quantizer, y, out)
+    elif kind.amax_of_wide(quantizer) and not amax_of_rounded:
+        fill(quantizer, y.to(dtype), out, amax_of(y))
+    else:
+        fill(quantizer, y.to(dtype), out)
+    return out
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of all elements in FP32, NaNs passed over."""
+    from nemo_fp8.numerics import kernels, scales
+
+    found = kernels.amax(x)
+    return scales.amax_of(x) if found is None else found
+
+
+def reduced(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
+    """The amax over the quantizer's process group, where it asks for one (sequence parallelism gathers shards of one tensor)."""
+    if getattr(quantizer, "with_amax_reduction", False):
+        group = quantizer._canonicalized_amax_reduction_group()
+        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+    return amax
+
+
+# ---------------------------------------------------------------------- back
+
+
+@functools.cache
+def _readers() -> dict[type, Any]:
+    """The module of each kind, by the class that holds its buffers: ``operand(t, by_rows)`` and ``values(t, dtype)``."""
+    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+    from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
+    from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
+
+    from nemo_fp8.te_cpu import blockwise, float8, mxfp8, nvfp4
+
+    return {
+        Float8TensorStorage: float8,
+        Float8BlockwiseQTensorStorage: blockwise,
+        MXFP8TensorStorage: mxfp8,
+        NVFP4TensorStorage: nvfp4,
+    }
+
+
+def reader_of(tensor: Any) -> Any:
+    """The module that reads tensors of this class."""
+    for base in type(tensor).__mro__:
+        if base in _readers():
+            return _readers()[base]
+    raise NotImplementedError(f"{type(tensor).__name__} cannot be read on a CPU.")
+
+
+@torch.no_grad()
+def dequantize(tensor: Any, otype: int | torch.dtype) -> torch.Tensor:
+    """``code * scale_inv`` in FP32, rounded once to ``otype``."""
+    return reader_of(tensor).values(tensor, torch_dtype(otype))  # type: ignore[no-any-return]

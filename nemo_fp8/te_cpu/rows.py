@@ -1,0 +1,102 @@
+"""Moving rows about: padding of groups, transposes, dropout, offsets. No arithmetic but dropout's.
+
+TE pads the rows of each expert to a multiple of 16 or 32, since FP8 GEMMs ask for that, and takes the padding off again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nemo_fp8.te_cpu import nvfp4, quantized
+
+
+def split_quantize(
+    tensor: torch.Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any], disable_bulk_allocation: bool = False
+) -> list[Any]:
+    """Consecutive rows of a matrix, each part by a quantizer of its own."""
+    parts = torch.split(tensor.detach().reshape(-1, tensor.shape[-1]), [int(n) for n in split_sections])
+    return [quantized.quantize(part, quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
+
+
+def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
+    """Every tensor by its quantizer."""
+    return [quantized.quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
+
+
+def create_empty_quantized_tensor(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool) -> Any:
+    """A quantized tensor that holds nothing yet."""
+    return quantized.create(quantizer, shape, dtype, device, pin_memory)
+
+
+def bulk_allocate(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: Any = None, alignments: Any = None, *more: Any
+) -> list[torch.Tensor]:
+    """Memory for several tensors. A GPU takes it in one piece, for the sake of launches; here there is nothing to gain."""
+    return [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+@torch.no_grad()
+def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Codes [.., K] as [K, ..]."""
+    shape = (input.shape[-1], *input.shape[:-1])
+    turned = input.reshape(-1, input.shape[-1]).t().contiguous().view(shape) if input.numel() else input.new_empty(shape)
+    return turned if out is None else out.copy_(turned.view(out.shape))
+
+
+nvfp4_data_transpose = nvfp4.data_transpose
+nvfp4_2d_scale_transpose = nvfp4.scales_2d_transpose
+
+
+@torch.no_grad()
+def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[a, b, ..] as [b, a, ..]."""
+    turned = tensor.transpose(0, 1).contiguous()
+    return turned if out is None else out.copy_(turned)
+
+
+@torch.no_grad()
+def fused_multi_row_padding(
+    input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
+) -> None:
+    """Each group's rows to the beginning of its padded place, zeros after them."""
+    read = write = 0
+    for rows, padded in zip(input_row_list, padded_input_row_list, strict=True):
+        output[write : write + rows].copy_(input[read : read + rows])
+        output[write + rows : write + padded].zero_()
+        read, write = read + rows, write + padded
+
+
+@torch.no_grad()
+def fused_multi_row_unpadding(
+    input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
+) -> None:
+    """The way back: the first rows of every padded place."""
+    read = write = 0
+    for padded, rows in zip(input_row_list, unpadded_input_row_list, strict=True):
+        output[write : write + rows].copy_(input[read : read + rows])
+        read, write = read + padded, write + rows
+
+
+@torch.no_grad()
+def dropout_fwd(input: torch.Tensor, dropout_probability: float, out: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """[output, mask]. The mask is drawn by torch's generator, not by Philox."""
+    keep = torch.rand(input.shape) >= dropout_probability
+    y = input * keep / (1 - dropout_probability)
+    return [y if out is None else out.copy_(y), keep.to(torch.uint8)]
+
+
+@torch.no_grad()
+def dropout_bwd(
+    grad_output: torch.Tensor, mask: torch.Tensor, dropout_probability: float, grad_input: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The gradient where the mask kept the value."""
+    g = grad_output * mask.view(grad_output.shape) / (1 - dropout_probability)
+    return g if grad_input is None else grad_input.copy_(g)
+
+
+def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
+    """Where each group begins, in elements, and where the last one ends."""
+    return torch.cat([first_dims.new_zeros(1), (first_dims * logical_last_dim).cumsum(0)])

@@ -1,0 +1,98 @@
+"""FP8 parameters from shards of master weights, as a distributed optimizer holds them: a slice of the flattened matrix.
+
+    1. every rank: the amaxes of its slice, laid out as the whole matrix has them, zero elsewhere
+    2. an all-reduce takes their maximum, and scales are made of it
+    3. every rank: its slice's codes, with the scales of the blocks that it touches
+
+so that the codes are those of the whole matrix quantized at once, to the bit, although nobody ever holds it in high precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nemo_fp8.numerics.formats import cast, decode_e8m0, format_of
+from nemo_fp8.te_cpu.enumerations import torch_dtype
+
+_MX = 32
+
+
+def _rows_of(shard: torch.Tensor, columns: int, start: int) -> tuple[torch.Tensor, int, int]:
+    """The whole rows that the shard touches, zeros where it has nothing; the first of them, and the one after the last."""
+    first, last = start // columns, -(-(start + shard.numel()) // columns)
+    rows = torch.zeros((last - first) * columns, dtype=torch.float32)
+    at = start - first * columns
+    rows[at : at + shard.numel()] = shard.reshape(-1).float()
+    return rows.view(last - first, columns), first, last
+
+
+def _slice_of(codes: torch.Tensor, shard: torch.Tensor, columns: int, start: int, first: int) -> torch.Tensor:
+    at = start - first * columns
+    return codes.view(torch.uint8).reshape(-1)[at : at + shard.numel()]
+
+
+@torch.no_grad()
+def fp8_block_scaling_compute_partial_amax(
+    tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
+) -> None:
+    """Amaxes of square blocks, as far as this shard knows them."""
+    amax.zero_()
+    if not tensor.numel():
+        return
+    rows, first, last = _rows_of(tensor, w, start_offset)
+    top = first // block_len
+    blocks = torch.nn.functional.pad(rows, (0, -w % block_len, first - top * block_len, -last % block_len)).abs()
+    found = blocks.view(-1, block_len, blocks.shape[1] // block_len, block_len).amax((1, 3))
+    amax[top : top + found.shape[0], : found.shape[1]] = found
+
+
+@torch.no_grad()
+def fp8_block_scaling_partial_cast(
+    inp: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: Any
+) -> None:
+    """Codes of this shard, with the scales of square blocks."""
+    if not inp.numel():
+        return
+    rows, first, last = _rows_of(inp, w, start_offset)
+    factor = scale[torch.arange(first, last) // block_len].repeat_interleave(block_len, 1)[:, :w]
+    out.copy_(_slice_of(cast(rows * factor, format_of(torch_dtype(out_dtype))), inp, w, start_offset, first).view(out.shape))
+
+
+@torch.no_grad()
+def mxfp8_scaling_compute_partial_amax(
+    input: torch.Tensor, amax_rowwise: torch.Tensor, amax_colwise: torch.Tensor, rows: int, cols: int, start_offset: int
+) -> None:
+    """Amaxes of 1x32 and of 32x1 blocks, as far as this shard knows them."""
+    amax_rowwise.zero_()
+    amax_colwise.zero_()
+    if not input.numel():
+        return
+    x, first, last = _rows_of(input, cols, start_offset)
+    x = x.abs()
+    amax_rowwise[first:last, : cols // _MX] = x.view(last - first, cols // _MX, _MX).amax(2).to(amax_rowwise.dtype)
+    top = first // _MX
+    blocks = torch.nn.functional.pad(x, (0, 0, first - top * _MX, -last % _MX))
+    found = blocks.view(-1, _MX, cols).amax(1)
+    amax_colwise[top : top + found.shape[0], :cols] = found.to(amax_colwise.dtype)
+
+
+@torch.no_grad()
+def mxfp8_scaling_partial_cast(
+    input: torch.Tensor, output_rowwise: torch.Tensor, output_colwise: torch.Tensor, scale_inv_rowwise: torch.Tensor,
+    scale_inv_colwise: torch.Tensor, rows: int, cols: int, start_offset: int,
+) -> None:  # fmt: skip
+    """Codes of this shard, with the scales of 1x32 and of 32x1 blocks."""
+    if not input.numel():
+        return
+    x, first, last = _rows_of(input, cols, start_offset)
+    by_rows = _factors(scale_inv_rowwise[first:last, : cols // _MX]).repeat_interleave(_MX, 1)
+    by_columns = _factors(scale_inv_colwise[torch.arange(first, last) // _MX, :cols])
+    for out, factor in ((output_rowwise, by_rows), (output_colwise, by_columns)):
+        out.copy_(_slice_of(cast(x * factor, format_of("e4m3")), input, cols, start_offset, first).view(out.shape))
+
+
+def _factors(codes: torch.Tensor) -> torch.Tensor:
+    """What values are multiplied with, from the E8M0 codes of what codes are multiplied with."""
+    return decode_e8m0((254 - codes.int()).clamp_min(0).to(torch.uint8))

@@ -1,0 +1,169 @@
+"""Put the CPU implementation where TE looks for its extension, in a process that has no GPU, before TE is imported.
+
+TE finds its extension as a file and loads CUDA's libraries beside it. Here both are skipped with TE's own switch for builds
+(``NVTE_PROJECT_BUILDING``), and the extension lies in ``sys.modules`` before TE is imported. A few names of TE itself cannot do
+without a CUDA build of torch; each is a row of :data:`_AMENDMENTS`, replaced when its module has been loaded and before anything
+imports it from there. TE's files are not touched.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nemo_fp8.errors import PrecisionError
+
+TESTED = "2.20.2"
+"""The version of TE whose extension this is."""
+
+_PACKAGES = {"triton": "triton", "onnxscript": "onnxscript", "onnx_ir": "onnx-ir"}
+"""What TE imports besides torch, by module. Where one is missing TE swallows the ImportError, and has no ``pytorch`` part."""
+
+
+def is_installed() -> bool:
+    """Whether TE stands on this implementation in this process."""
+    from nemo_fp8.te_cpu.extension import NAME
+
+    return NAME in sys.modules and any(isinstance(finder, _Amend) for finder in sys.meta_path)
+
+
+def install(arch: int = 100) -> None:
+    """Let TE run on this CPU, which stands for a GPU of ``arch`` (90 Hopper, 100 Blackwell), until the process ends.
+
+    Raises PrecisionError where a GPU or TE's compiled extension is there, where TE was imported before, or where TE, or what it
+    imports, is missing. Called again with the same architecture it does nothing.
+    """
+    from nemo_fp8.te_cpu import collectives, device, extension
+
+    if is_installed():
+        if device.standing_for() != arch:
+            raise PrecisionError(
+                f"te_cpu.install(arch={arch}) in a process that stands for {device.standing_for()} already.",
+                "TE has asked for the architecture, and keeps copies of tensors for it.",
+                "Start another process for another architecture.",
+            )
+        return
+    _check(arch)
+    os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")
+    os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
+    device.stand_in(arch)
+    collectives.take_one_by_one()
+    sys.modules[extension.NAME] = extension.build()
+    sys.meta_path.insert(0, _Amend())
+
+
+def _check(arch: int) -> None:
+    import importlib.metadata
+    import importlib.util
+
+    import torch
+
+    from nemo_fp8.te_cpu import device, extension
+
+    if arch not in device.ARCHITECTURES:
+        known = ", ".join(f"{number} ({name})" for number, name in device.ARCHITECTURES.items())
+        raise PrecisionError(f"te_cpu.install(arch={arch!r}).", "No GPU of that architecture can be stood for.", f"Give one of {known}.")
+    if torch.cuda.is_available():
+        raise PrecisionError(
+            "te_cpu.install() on a machine with a GPU.", "TransformerEngine's own kernels run here.", "Leave it out: nothing is needed."
+        )
+    if "transformer_engine" in sys.modules or extension.NAME in sys.modules:
+        raise PrecisionError(
+            "te_cpu.install() after TransformerEngine was imported.",
+            "TE binds the functions of its extension when it is imported, and Megatron decides then whether TE is there.",
+            "Call it first, before anything imports transformer_engine, megatron or nemo.",
+        )
+    missing = [name for module, name in _PACKAGES.items() if importlib.util.find_spec(module) is None]
+    try:
+        found = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        missing.insert(0, f"transformer-engine=={TESTED}")
+    else:
+        if found != TESTED:
+            raise PrecisionError(
+                f"te_cpu is made for TransformerEngine {TESTED}, and {found} is installed.",
+                "The compiled extension that it stands for is a private interface, which changes with every version.",
+                f"pip install --no-deps transformer-engine=={TESTED}",
+            )
+    if missing:
+        raise PrecisionError(
+            f"te_cpu.install() without {', '.join(missing)}.",
+            "It runs TransformerEngine's own Python, and TE imports these; without one it comes up without its PyTorch part, in silence.",
+            f"pip install --no-deps {' '.join(missing)}",
+        )
+
+
+# ---------------------------------------------------------------------- names of TE
+
+
+def _without_files(common: Any) -> None:
+    common.load_framework_extension = lambda framework: None
+
+
+def _picklable_dtype(constants: Any) -> None:
+    constants.DType.__reduce_ex__ = lambda self, protocol: (type(self), (int(self),))
+
+
+def _canonical_cpu(utils: Any) -> None:
+    import torch
+
+    def canonicalize_device(device: Any) -> torch.device:
+        kept = isinstance(device, (str, torch.device)) and torch.device(device).type == "meta"
+        return torch.device("meta" if kept else "cpu")
+
+    utils.canonicalize_device = canonicalize_device
+
+
+def _dequantize_in_place(name: str) -> Callable[[Any], None]:
+    def amend(module: Any) -> None:
+        function = getattr(module, name)
+        forward = function.forward
+
+        def on_cpu(ctx: Any, tensor: Any, dtype: Any) -> Any:
+            data = [d for d in (tensor._rowwise_data, tensor._columnwise_data) if d is not None]
+            if not data or any(d.numel() == 0 for d in data):
+                return forward(ctx, tensor, dtype)
+            return module.tex.dequantize(tensor, dtype)
+
+        function.forward = staticmethod(on_cpu)
+
+    return amend
+
+
+_STORAGE = "transformer_engine.pytorch.tensor.storage."
+_MOVED = "it moves what is not on a device of type cuda to one, and calls itself, without end"
+_AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "transformer_engine.common": (_without_files, "load_framework_extension looks for a compiled file"),
+    "transformer_engine.pytorch.constants": (
+        _picklable_dtype,
+        "Python 3.11 pickles a member of DType as getattr(DType, name), which torch.load(weights_only=True) refuses",
+    ),
+    "transformer_engine.pytorch.utils": (_canonical_cpu, "canonicalize_device makes torch.device(0), which a CPU build of torch refuses"),
+    _STORAGE + "mxfp8_tensor_storage": (_dequantize_in_place("_FromMXFP8Func"), _MOVED),
+    _STORAGE + "nvfp4_tensor_storage": (_dequantize_in_place("_FromNVFP4Func"), _MOVED),
+}
+
+
+class _Amend(importlib.abc.MetaPathFinder):
+    """Finds the modules of the table as everybody does, and amends them when they have been loaded."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        row = _AMENDMENTS.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if row else None
+        if row is None or spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_amend(module: types.ModuleType) -> None:
+            load(module)
+            row[0](module)
+
+        spec.loader.exec_module = load_and_amend  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,98 @@
+"""Codes, scales and results of te.Linear are those of nemo_fp8.numerics, to the bit, on both architectures."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from te_cases import CASES, HERE
+
+from nemo_fp8.numerics.delayed import DelayedState, update
+from nemo_fp8.numerics.linear import linear, quantize_weight
+
+if HERE:
+    import transformer_engine.pytorch as te
+
+
+def _bytes(tensor):
+    return tensor.contiguous().reshape(tensor.shape or (1,)).view(torch.uint8)
+
+
+def _held(name, workspace):
+    """(codes by rows, scales by rows, codes by columns or None, scales by columns) of TE's copy, as numerics lays them out."""
+    if name in ("delayed", "tensorwise"):
+        turned = None if workspace._transpose is None or workspace._transpose_invalid else workspace._transpose.t()
+        return workspace._data, workspace._scale_inv.reshape(()), turned, workspace._scale_inv.reshape(())
+    rows, columns = workspace._rowwise_data.shape
+    if name == "blockwise":
+        scales = workspace._rowwise_scale_inv[:, : -(-columns // 128)]
+        turned = workspace._columnwise_scale_inv[:, : -(-rows // 128)].t()
+        return workspace._rowwise_data, scales, workspace._columnwise_data.t(), turned
+    scales = workspace._rowwise_scale_inv[:rows, : columns // 32]
+    return workspace._rowwise_data, scales, workspace._columnwise_data, workspace._columnwise_scale_inv[: rows // 32, :columns]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.precision])
+def test_three_steps_of_a_linear_are_those_of_numerics(name, arch):
+    case = CASES[name]
+    if arch < case.least_arch:
+        with pytest.raises(Exception, match="compute capability"), te.autocast(enabled=True, recipe=case.build()):
+            pass
+        return
+    torch.manual_seed(0)
+    module = te.Linear(256, 384, bias=True, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.bias.normal_()
+    state = DelayedState(case.precision) if name == "delayed" else None
+    for _ in range(3):
+        x, dy = torch.randn(192, 256).bfloat16(), (torch.randn(192, 384) * 0.01).bfloat16()
+        theirs, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+        weight, bias = (p.detach().clone().requires_grad_() for p in (module.weight, module.bias))
+        module.zero_grad()
+        with te.autocast(enabled=True, recipe=case.build()):
+            y = module(theirs, is_first_microbatch=True)
+        row, col = quantize_weight(weight.detach(), case.precision, state)
+        expected = linear(ours, weight, bias, precision=case.precision, delayed=state, weight_quantized=(row, col))
+        y.backward(dy)
+        expected.backward(dy)
+        if state is not None:
+            update([state.forward])
+            update([state.backward])
+        codes, scales, turned_codes, turned_scales = _held(name, module._fp8_workspaces["weight"])
+        assert torch.equal(codes, _bytes(row.data))
+        assert torch.equal(_bytes(scales), _bytes(row.scale_inv))
+        if turned_codes is not None:
+            assert torch.equal(turned_codes, _bytes(col.data))
+            assert torch.equal(_bytes(turned_scales), _bytes(col.scale_inv))
+        assert torch.equal(y, expected)
+        assert torch.equal(theirs.grad, ours.grad)
+        assert torch.equal(module.bias.grad, bias.grad)
+        # Blockwise: TE holds the columns of both operands turned round, and the matmul may add its sums up in another order.
+        torch.testing.assert_close(module.weight.grad, weight.grad, rtol=0 if name != "blockwise" else 2**-7, atol=1e-6)
+    if state is not None:
+        meta = module.fp8_meta
+        assert torch.equal(meta["scaling_fwd"].scale[:2], state.forward.scale)
+        assert torch.equal(meta["scaling_bwd"].scale[:1], state.backward.scale)
+
+
+def test_one_bit_of_a_code_would_be_seen():
+    """The comparison above can say no."""
+    torch.manual_seed(0)
+    case = CASES["tensorwise"]
+    module = te.Linear(128, 128, bias=False, params_dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=case.build()):
+        module(torch.randn(32, 128).bfloat16(), is_first_microbatch=True)
+    row, _ = quantize_weight(module.weight.detach(), case.precision, None)
+    codes = _held("tensorwise", module._fp8_workspaces["weight"])[0]
+    assert torch.equal(codes, _bytes(row.data))
+    codes.view(-1)[77] ^= 1
+    assert not torch.equal(codes, _bytes(row.data))
+
+
+@pytest.mark.skipif(os.environ.get("NEMO_FP8_TE_TESTS_ARCH") is not None, reason="this is the run on the other architecture")
+def test_the_same_on_hopper():
+    """Hopper keeps transposed copies of FP8 tensors, and has no MXFP8: this file again, in a process that stands for it."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=os.environ | {"NEMO_FP8_TE_TESTS_ARCH": "90"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]

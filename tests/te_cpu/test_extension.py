@@ -1,0 +1,67 @@
+"""The extension has every name that TE's sources ask for, and says by name what it cannot do."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from te_cases import HERE
+
+from nemo_fp8.te_cpu import extension
+
+if HERE:
+    import transformer_engine
+    import transformer_engine_torch as tex
+
+# A submodule, and a word of a docstring (of the operators of torch.ops.tex, which are none of the extension, the pattern knows).
+_NOT_OF_THE_EXTENSION = {"grouped_mlp_experimental", "LayerNorm"}
+
+
+def _asked_for():
+    """Every attribute of the extension that TE's PyTorch sources name."""
+    names = set()
+    for path in Path(transformer_engine.__file__).parent.joinpath("pytorch").rglob("*.py"):
+        names |= set(re.findall(r"(?<![.\w])tex\.([A-Za-z_]\w*)", path.read_text()))
+        for block in re.findall(r"from transformer_engine_torch import \(([^)]*)\)", path.read_text()):
+            names |= {name.strip() for name in block.split(",") if name.strip()}
+    return names - _NOT_OF_THE_EXTENSION
+
+
+def test_every_name_that_te_asks_for_is_there():
+    assert sorted(name for name in _asked_for() if not hasattr(tex, name)) == []
+
+
+def test_what_is_missing_is_asked_for_by_te_and_says_its_name():
+    assert sorted(set(extension.MISSING) & set(dir(tex))) == sorted(extension.MISSING)
+    for name in extension.MISSING:
+        with pytest.raises(NotImplementedError, match=rf"transformer_engine_torch\.{name} has no CPU implementation"):
+            getattr(tex, name)()
+
+
+def test_each_name_has_one_home():
+    names = [name for functions in extension._MODULES.values() for name in functions.split()]
+    names += [*extension.MISSING, *extension._UNCHANGED, *extension._FACTS, *extension._CLASSES, *extension.ENUMERATIONS]
+    assert len(names) == len(set(names))
+
+
+def test_every_function_is_documented():
+    for module, names in extension._MODULES.items():
+        for name in names.split():
+            assert inspect.getdoc(getattr(module, name)), f"{module.__name__}.{name}"
+
+
+def test_te_stands_on_it():
+    from nemo_fp8 import te_cpu
+
+    assert te_cpu.is_installed()
+    assert torch.empty(2, device="cuda").is_cuda
+    te_cpu.install(int(torch.cuda.get_device_capability()[0]) * 10)  # again: nothing happens
+
+
+def test_another_architecture_is_refused():
+    from nemo_fp8 import te_cpu
+    from nemo_fp8.errors import PrecisionError
+
+    with pytest.raises(PrecisionError, match="in a process that stands for"):
+        te_cpu.install(90 if torch.cuda.get_device_capability()[0] == 10 else 100)

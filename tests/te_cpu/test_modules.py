@@ -1,0 +1,98 @@
+"""TE's modules under every recipe: forward and backward near BF16, the same bits with recompute, learning with its optimizer."""
+
+import pytest
+import torch
+from te_cases import ARCH, CASES, HERE
+
+if HERE:
+    import transformer_engine.pytorch as te
+
+RECIPES = [name for name, case in CASES.items() if case.least_arch <= ARCH]
+# A GEMM of two E4M3 operands is off by sqrt(2) times 2.65%, one of two NVFP4 operands by about 15%; a layer has up to four in a row.
+NEAR = {"nvfp4": 0.4}
+BF16 = {"params_dtype": torch.bfloat16}
+MODULES = {
+    "Linear": lambda: te.Linear(128, 256, **BF16),
+    "LayerNormLinear": lambda: te.LayerNormLinear(128, 256, **BF16),
+    "RMSNorm+Linear": lambda: te.LayerNormLinear(128, 256, normalization="RMSNorm", **BF16),
+    "MLP gelu": lambda: te.LayerNormMLP(128, 256, activation="gelu", **BF16),
+    "MLP swiglu": lambda: te.LayerNormMLP(128, 256, activation="swiglu", normalization="RMSNorm", **BF16),
+    "layer": lambda: te.TransformerLayer(128, 256, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **BF16),
+}
+
+
+def _run(module, x, dy, recipe):
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x)
+    y.backward(dy if dy.shape == y.shape else dy[..., : y.shape[-1]].contiguous())
+    return [y.detach(), x.grad] + [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("module", MODULES)
+def test_forward_and_backward_are_near_bf16(module, name):
+    torch.manual_seed(0)
+    built = MODULES[module]()
+    x, dy = torch.randn(64, 2, 128).bfloat16(), torch.randn(64, 2, 256).bfloat16()
+    if module in ("Linear", "LayerNormLinear", "RMSNorm+Linear"):
+        x, dy = x.view(128, 128), dy.view(128, 256)
+    exact = _run(built, x, dy, None)
+    found = _run(built, x, dy, CASES[name].build())
+    for was, now in zip(exact, found, strict=True):
+        assert now.isfinite().all()
+        error = (now.float() - was.float()).norm() / was.float().norm().clamp_min(1e-6)
+        assert error < NEAR.get(name, 0.12), f"{error:.3f} of shape {tuple(now.shape)}"
+    assert not torch.equal(exact[0], found[0])  # it was quantized
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_groups_of_rows_one_of_them_empty(name):
+    torch.manual_seed(0)
+    module = te.GroupedLinear(3, 128, 256, **BF16)
+    splits = [64, 0, 96]
+    x, dy = torch.randn(160, 128).bfloat16(), torch.randn(160, 256).bfloat16()
+    x.requires_grad_()
+    with te.autocast(enabled=True, recipe=CASES[name].build()):
+        y = module(x, splits)
+    y.backward(dy)
+    weights = [getattr(module, f"weight{i}") for i in range(3)]
+    parts = [part.float() @ weight.float().t() for part, weight in zip(x.detach().split(splits), weights, strict=True)]
+    expected = torch.cat([p + getattr(module, f"bias{i}").float() for i, p in enumerate(parts)])
+    assert (y.float() - expected).norm() / expected.norm() < NEAR.get(name, 0.06)
+    assert not weights[1].grad.any()
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+def test_recompute_gives_the_same_bits(name):
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        layer = MODULES["layer"]()
+        x = torch.randn(32, 2, 128).bfloat16().requires_grad_()
+        with te.autocast(enabled=True, recipe=CASES[name].build()):
+            y = te.checkpoint(layer, x) if recompute else layer(x)
+        y.float().pow(2).sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_layer_learns(name, quantized):
+    torch.manual_seed(0)
+    recipe = CASES[name].build()
+    with te.quantized_model_init(enabled=quantized, recipe=recipe):
+        layer = MODULES["layer"]()
+    optimizer = te.optimizers.FusedAdam(layer.parameters(), lr=2e-3, master_weights=True)
+    x, target = torch.randn(32, 2, 128).bfloat16(), torch.randn(32, 2, 128).bfloat16()
+    losses = []
+    for _ in range(6):
+        with te.autocast(enabled=True, recipe=recipe):
+            loss = (layer(x).float() - target.float()).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]

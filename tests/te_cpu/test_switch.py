@@ -1,0 +1,42 @@
+"""The switch refuses what cannot work, with the remedy, and leaves alone who does not ask."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def _run(code, path=None):
+    environment = os.environ | ({} if path is None else {"PYTHONPATH": path})
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def test_importing_nemo_fp8_changes_nothing():
+    done = _run("import torch, nemo_fp8, nemo_fp8.numerics, nemo_fp8.te_cpu; assert not torch.empty(1).is_cuda; import sys; "
+                "assert 'transformer_engine_torch' not in sys.modules")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("te_cpu.install(80)", "No GPU of that architecture can be stood for"),
+        (
+            "import types; sys.modules['transformer_engine'] = types.ModuleType('x'); te_cpu.install()",
+            "after TransformerEngine was imported",
+        ),
+        ("import torch; torch.cuda.is_available = lambda: True; te_cpu.install()", "on a machine with a GPU"),
+    ],
+)
+def test_what_cannot_work_is_refused(code, words):
+    done = _run(f"import sys; from nemo_fp8 import te_cpu; {code}")
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "remedy" in done.stderr
+
+
+def test_without_transformer_engine_it_says_what_to_install(tmp_path):
+    done = _run("from nemo_fp8 import te_cpu; te_cpu.install()", str(tmp_path))
+    assert "transformer-engine==2.20.2" in done.stderr
+    assert "pip install --no-deps" in done.stderr
