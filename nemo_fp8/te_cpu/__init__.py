@@ -23,6 +23,7 @@ The trade-off: TE asks for CUDA in too many ways for a context that opens and cl
 process ends. Nothing of it happens on ``import nemo_fp8``, nor where a GPU is there.
 """
 
+from nemo_fp8.te_cpu.quantized import watching_casts
 from nemo_fp8.te_cpu.switch import install, is_installed
 
-__all__ = ["install", "is_installed"]
+__all__ = ["install", "is_installed", "watching_casts"]

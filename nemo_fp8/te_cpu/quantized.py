@@ -16,7 +16,8 @@ plain one. A tensor says so itself (``_with_gemm_swizzled_scales`` is False).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +183,22 @@ def fill(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None = 
     """Write ``x`` into the buffers of ``out``, as they are."""
     if x.numel():
         kind_of(quantizer).write(quantizer, x, out, amax)
+        for see in _watchers:
+            see(quantizer, x, out)
+
+
+See = Callable[[Any, torch.Tensor, Any], None]
+_watchers: list[See] = []
+
+
+@contextmanager
+def watching_casts(see: See) -> Iterator[None]:
+    """Call ``see(quantizer, x, quantized)`` after each cast of a tensor in this process, until the context closes."""
+    _watchers.append(see)
+    try:
+        yield
+    finally:
+        _watchers.remove(see)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError
@@ -23,6 +24,10 @@ TESTED = "2.20.2"
 
 _PACKAGES = {"triton": "triton", "onnxscript": "onnxscript", "onnx_ir": "onnx-ir"}
 """What TE imports besides torch, by module. Where one is missing TE swallows the ImportError, and has no ``pytorch`` part."""
+
+
+_FOR_THE_PROCESS = ExitStack()
+"""Contexts that stay open until the process ends."""
 
 
 def is_installed() -> bool:
@@ -38,6 +43,7 @@ def install(arch: int = 100) -> None:
     Raises PrecisionError where a GPU or TE's compiled extension is there, where TE was imported before, or where TE, or what it
     imports, is missing. Called again with the same architecture it does nothing.
     """
+    from nemo_fp8.numerics.bf16 import bf16_products
     from nemo_fp8.te_cpu import collectives, device, extension
 
     if is_installed():
@@ -53,6 +59,7 @@ def install(arch: int = 100) -> None:
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
     device.stand_in(arch)
     collectives.take_one_by_one()
+    _FOR_THE_PROCESS.enter_context(bf16_products())
     sys.modules[extension.NAME] = extension.build()
     sys.meta_path.insert(0, _Amend())
 

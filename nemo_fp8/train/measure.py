@@ -1,11 +1,11 @@
-"""What a linear's operands lose in FP8, measured where the run quantizes them.
+"""What the operands of TransformerEngine's linears lose in FP8, measured where TE quantizes them.
 
-The emulated linears are watched through hooks: the operand that comes by is quantized once more, with statistics, under the
-scale that the linear uses. FP8 primary weights are compared with the share of the FP32 master weights that lies on this
-rank. From TransformerEngine's modules comes what TE keeps: amax histories and scales of ``fp8_meta`` or of its quantizers, and
-the scales of FP8 weights, compared with master weights in the same way. Its codes of inputs and gradients are never to be had.
+On a CPU every cast passes through ``nemo_fp8.te_cpu``: what comes by is quantized once more, with statistics, under the scale that the
+cast had. It is what the GEMM multiplies, also where TE fuses the cast into the norm before it. From kernels on a GPU comes what TE
+keeps: amax histories and scales of ``fp8_meta`` or of its quantizers; its codes of inputs and gradients are never to be had. FP8
+primary weights are compared, on both, with the share of the FP32 master weights that lies on this rank.
 
-Everything is sums and extremes, which add up over ranks:
+Everything is sums and extremes, which add up over micro-batches of experts and over ranks:
 
     SUM  elements, underflow, saturated, non-finite, signal, noise          MAX  amax, scale, 1 / scale
 """
@@ -13,21 +13,20 @@ Everything is sums and extremes, which add up over ranks:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
 
+from nemo_fp8 import te_cpu
 from nemo_fp8.contract import ROLES
-from nemo_fp8.numerics.delayed import DelayedState
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.linear import operands
 from nemo_fp8.numerics.quantize import quantize
-from nemo_fp8.train import autocast
-from nemo_fp8.train.emulated import Fp8ColumnParallelLinear, Fp8RowParallelLinear
-from nemo_fp8.train.parameters import Fp8Tensor
+from nemo_fp8.render.te import from_te
 
-EMULATED = (Fp8ColumnParallelLinear, Fp8RowParallelLinear)
 SUMS, EXTREMES = 6, 3
 Key = tuple[str, str]
 
@@ -45,6 +44,10 @@ class Measurement:
         inverse = scale_inv.detach().double()
         ends = torch.stack([inverse.new_tensor(float(amax)), inverse.amin().reciprocal(), inverse.amax()])
         return cls(torch.tensor([float(s) for s in sums or [0] * SUMS], dtype=torch.float64), ends.cpu())
+
+    def and_(self, other: Measurement) -> Measurement:
+        """Both together: of the experts that share a name."""
+        return Measurement(self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
 
     def numbers(self) -> dict[str, float | None]:
         """What people read; None where it is not known."""
@@ -64,50 +67,43 @@ class Measurement:
 
 
 class Probe:
-    """Hooks on a model's linears, from now until :meth:`close`, which gives what they saw of each linear and operand."""
+    """Looks at a model's linears from now until :meth:`close`, which gives what it saw of each linear and operand."""
 
     def __init__(self, linears: Mapping[str, torch.nn.Module], optimizers: Iterable[Any]) -> None:
         self.linears, self.optimizers = dict(linears), list(optimizers)
         self.seen: dict[Key, Measurement] = {}
-        self._handles = [m.register_forward_hook(self._hook(name)) for name, m in linears.items() if isinstance(m, EMULATED)]
+        self._owners: dict[int, tuple[str, str]] = {}
+        self._once: set[int] = set()
+        self._watch = ExitStack()
+        if te_cpu.is_installed():
+            self._watch.enter_context(te_cpu.watching_casts(self._see))
 
     @staticmethod
     def sees(module: torch.nn.Module) -> bool:
-        """Whether a module is one whose FP8 can be looked at: an emulated linear, or one of TransformerEngine's."""
-        return isinstance(module, EMULATED) or (isinstance(getattr(module, "fp8_meta", None), dict) and hasattr(module, "weight"))
+        """Whether a module is a linear of TransformerEngine's, experts' among them."""
+        return isinstance(getattr(module, "fp8_meta", None), dict) and any(hasattr(module, name) for name in ("weight", "weight0"))
 
     def close(self) -> dict[Key, Measurement]:
         """Every operand of every linear, in the same order on every rank."""
-        for handle in self._handles:
-            handle.remove()
+        self._watch.close()
         for name, module in self.linears.items():
-            if not isinstance(module, EMULATED):
-                self.seen |= {(name, role): m for role, m in _of_te(module, self.optimizers).items()}
+            self.seen = {(name, role): m for role, m in _of_te(module).items()} | self.seen
+            primary = [_primary(weight, self.optimizers) for weight in _weights(module) if _is_primary(weight)]
+            if primary:
+                self.seen[name, "weight"] = reduce(Measurement.and_, primary)
         return {(name, role): self.seen.get((name, role), Measurement()) for name in self.linears for role in ROLES}
 
-    def _hook(self, name: str) -> Any:
-        def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            region = autocast.current_region()
-            if region is None or module.keep:
-                return
-            precision, delayed = region.precision, module._delayed
-            if (name, "input") not in self.seen:
-                self.seen[name, "input"] = _quantized(args[0], "input", precision, delayed)
-                self.seen[name, "weight"] = (
-                    _primary(module.weight, self.optimizers)
-                    if isinstance(module.weight, Fp8Tensor)
-                    else _quantized(module.weight, "weight", precision, delayed)
-                )
-            out = output[0] if isinstance(output, tuple) else output
-            if out.requires_grad and (name, "grad") not in self.seen:
-                self.seen[name, "grad"] = Measurement()  # taken: only the first micro-batch is measured
-
-                def before_backward(grad: torch.Tensor) -> None:
-                    self.seen[name, "grad"] = _quantized(grad, "grad", precision, delayed)
-
-                out.register_hook(before_backward)
-
-        return after
+    def _see(self, quantizer: Any, x: torch.Tensor, quantized: Any) -> None:
+        """One cast: the first of each quantizer counts, which is that of the first micro-batch."""
+        if id(quantizer) in self._once:
+            return
+        if id(quantizer) not in self._owners:
+            self._owners = {id(q): (name, role) for name, module in self.linears.items() for role, q in _quantizers(module)}
+        self._once.add(id(quantizer))
+        if id(quantizer) in self._owners:
+            name, role = self._owners[id(quantizer)]
+            found = _quantized(x, role, from_te(self.linears[name].fp8_meta["recipe"]), quantizer)
+            self.seen[name, role] = found if (name, role) not in self.seen else self.seen[name, role].and_(found)
 
 
 def reduced(mine: dict[Key, Measurement]) -> dict[Key, Measurement]:
@@ -129,25 +125,39 @@ def reduced(mine: dict[Key, Measurement]) -> dict[Key, Measurement]:
     return {key: m for part in everyone for key, m in part.items() if m.extremes.any()}
 
 
-# ---------------------------------------------------------------------- the emulation
+# ---------------------------------------------------------------------- casts
 
 
-def _quantized(x: torch.Tensor, role: str, precision: Any, delayed: DelayedState | None) -> Measurement:
-    """An operand, quantized once more with statistics."""
+def _quantized(x: torch.Tensor, role: str, precision: Any, quantizer: Any) -> Measurement:
+    """An operand, quantized once more with statistics, under the scale of its cast."""
     operand = operands(precision)[role]
-    scale = None
-    if operand.delayed:
-        assert delayed is not None
-        scaling = delayed.for_role(role)
-        scale = scaling.scale[scaling.roles.index(role)]
     x = x.detach()
-    q = quantize(x.reshape(-1, x.shape[-1]), operand, scale=scale, statistics=True)
+    q = quantize(x.reshape(-1, x.shape[-1]), operand, scale=quantizer.scale.reshape(()) if operand.delayed else None, statistics=True)
     assert q.statistics is not None
     s = q.statistics.total()
     return Measurement.of(s.amax, q.scale_inv_fp32, s.elements, s.underflow, s.saturated, s.nonfinite, s.signal, s.noise)
 
 
+# Where a TE linear keeps the quantizer of which operand: list, place in it, and how far the next GEMM's is (experts have one GEMM each).
+_SLOTS = {"input": ("scaling_fwd", 0, 3), "weight": ("scaling_fwd", 1, 3), "grad": ("scaling_bwd", 0, 2)}
+
+
+def _quantizers(module: Any) -> Iterable[tuple[str, Any]]:
+    for role, (key, first, stride) in _SLOTS.items():
+        for quantizer in (getattr(module, "quantizers", {}).get(key) or ())[first::stride]:
+            if quantizer is not None:
+                yield role, quantizer
+
+
 # ---------------------------------------------------------------------- FP8 primary weights
+
+
+def _weights(module: torch.nn.Module) -> list[Any]:
+    return [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
+
+
+def _is_primary(weight: Any) -> bool:
+    return any(hasattr(weight, name) for name in ("_scale_inv", "_rowwise_scale_inv"))
 
 
 def _primary(weight: Any, optimizers: Iterable[Any]) -> Measurement:
@@ -157,10 +167,7 @@ def _primary(weight: Any, optimizers: Iterable[Any]) -> Measurement:
 
 
 def _parts(weight: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Codes, scales and values of an FP8 weight: ours, or one of TE's under the names that its tensor classes have."""
-    if isinstance(weight, Fp8Tensor):
-        row = weight._held.row
-        return row.data, row.scale_inv_fp32, row.dequantize()
+    """Codes, scales and values of an FP8 weight, under the names that TE's tensor classes have."""
     codes = next((c for n in ("_data", "_rowwise_data") if isinstance(c := getattr(weight, n, None), torch.Tensor)), None)
     scales = (getattr(weight, n, None) for n in ("_scale_inv", "_rowwise_scale_inv"))
     scale_inv = next(s for s in scales if isinstance(s, torch.Tensor))
@@ -204,16 +211,13 @@ def _share(weight: Any, optimizers: Iterable[Any]) -> slice | None:
 
 # ---------------------------------------------------------------------- TransformerEngine
 
-# Where fp8_meta and the quantizers of a linear keep which operand.
-_SLOTS = {"input": ("scaling_fwd", 0), "weight": ("scaling_fwd", 1), "grad": ("scaling_bwd", 0)}
 
-
-def _of_te(module: Any, optimizers: Iterable[Any]) -> dict[str, Measurement]:
-    """What a TE module keeps. Written after TE 2.20's sources; it has not run on a GPU."""
+def _of_te(module: Any) -> dict[str, Measurement]:
+    """What a TE module keeps of its last casts. Of kernels on a GPU it is all there is; written after TE 2.20's sources."""
     if not getattr(module, "fp8", False) and not getattr(module, "fp8_initialized", False):
         return {}
     found = {}
-    for role, (key, slot) in _SLOTS.items():
+    for role, (key, slot, _) in _SLOTS.items():
         state = module.fp8_meta.get(key)
         history, scale = getattr(state, "amax_history", None), getattr(state, "scale", None)
         if history is not None and scale is not None:  # delayed: the newest entry is the last one, row 0 collects
@@ -223,6 +227,4 @@ def _of_te(module: Any, optimizers: Iterable[Any]) -> dict[str, Measurement]:
         quantizers = getattr(module, "quantizers", {}).get(key) or ()
         if len(quantizers) > slot and isinstance(scale := getattr(quantizers[slot], "scale", None), torch.Tensor):
             found[role] = Measurement.of(getattr(quantizers[slot], "amax", scale.new_zeros(())), scale.reciprocal())
-    if any(hasattr(module.weight, name) for name in ("_scale_inv", "_rowwise_scale_inv")):
-        found["weight"] = _primary(module.weight, optimizers)
     return found

@@ -54,6 +54,11 @@ class Patch:
         return _signature_misfit(f"{self.target}.{self.name}", original, self.replacement)
 
 
+def is_patched(patches: Iterable[Patch]) -> bool:
+    """Whether every name of the table holds its replacement now."""
+    return all(vars(patch.owner()).get(patch.name) is patch.replacement for patch in patches)
+
+
 @contextmanager
 def patched(patches: Iterable[Patch], purpose: str) -> Iterator[None]:
     """Every name of the table replaced, until the context closes. ``purpose`` says in an error what it was for."""

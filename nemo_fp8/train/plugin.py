@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_type_hints
 
@@ -28,7 +28,9 @@ from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, Megatron
 from nemo_fp8.contract import Precision
 from nemo_fp8.render.nemo import IMPLIED, SETTINGS, changes_from_nemo, from_nemo, resolve_dtypes, to_nemo
 from nemo_fp8.train import checks, repairs
-from nemo_fp8.train.engine import choose_engine, hold_engine, keep_modules, require_emulated
+from nemo_fp8.train.engine import choose_engine, hold_cpu
+from nemo_fp8.train.first_weights import true_first_weights
+from nemo_fp8.train.kept import keep_modules
 
 
 def plugin_arguments(precision: Precision) -> dict[str, Any]:
@@ -88,8 +90,8 @@ class _LeavesFp8Alone(DtypeConfig):
 class MixedPrecision(MegatronMixedPrecision):
     """NeMo's plugin for mixed precision, driven by a contract.
 
-    ``engine`` says who runs FP8 GEMMs: ``te`` (TransformerEngine), ``emulated`` (``nemo_fp8.numerics``), or ``auto``: TE where this
-    machine supports the recipe, else emulation, said once in the log.
+    ``engine`` says who runs FP8 GEMMs beneath TransformerEngine: ``te`` (its kernels, on a GPU), ``emulated`` (``nemo_fp8.te_cpu``, on a
+    CPU), or ``auto``: whichever this machine has, said once in the log.
     """
 
     @takes(map(_as_nemo, PARAMETERS))
@@ -97,7 +99,6 @@ class MixedPrecision(MegatronMixedPrecision):
         self.contract = from_nemo({"precision": precision, **settings})
         self.engine = engine or "auto"
         self._contexts = ExitStack()
-        self._chosen: str | None = None
         super().__init__(**resolve_dtypes(to_nemo(self.contract)))
         if not self.contract.is_fp8:
             theirs = self.dtype_config
@@ -116,9 +117,9 @@ class MixedPrecision(MegatronMixedPrecision):
     def module_init_context(self) -> Generator[None, None, None]:
         """Around the building of the model: the last moment at which a run that cannot be done costs nothing."""
         self._contexts.close()
-        self._chosen = choose_engine(self.contract, self.engine)
-        hold_engine(self._contexts, self.contract, self._chosen)
-        with super().module_init_context():
+        choose_engine(self.contract, self.engine)
+        hold_cpu(self._contexts)
+        with super().module_init_context(), true_first_weights() if self.contract.fp8_param else nullcontext():
             yield
 
     def convert_module(self, module: Any) -> Any:
@@ -126,8 +127,6 @@ class MixedPrecision(MegatronMixedPrecision):
         run = checks.Run.of(module)
         repairs.before_ddp(self.contract, run)
         checks.require_agreement(self.contract, run)
-        if self._chosen == "emulated":
-            require_emulated(module)
         keep_modules(module, self.contract)
         return super().convert_module(module)
 

@@ -78,13 +78,11 @@ def after_step(p: Precision, model: Any, optimizer: Any) -> None:
 
 
 def amax_histories(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The amax histories of every FP8 module: TransformerEngine's, and the emulation's."""
+    """The amax histories of every FP8 module of TransformerEngine's."""
     for module in model.modules():
-        te = getattr(module, "fp8_meta", None) or {}
-        emulated = getattr(module, "_delayed", None)
-        holders = [te.get("scaling_fwd"), te.get("scaling_bwd"), getattr(emulated, "forward", None), getattr(emulated, "backward", None)]
-        for holder in holders:
-            history = getattr(holder, "amax_history", getattr(holder, "history", None))
+        meta = getattr(module, "fp8_meta", None) or {}
+        for key in ("scaling_fwd", "scaling_bwd"):
+            history = getattr(meta.get(key), "amax_history", None)
             if history is not None:
                 yield history
 

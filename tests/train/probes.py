@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from contextlib import ExitStack
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +11,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from nemo_fp8.train.measure import Probe, _is_primary, _quantizers, _weights
+
 SEEN = Counter()
+CASTS = Counter()
+OPEN = ExitStack()
 NAMES = {}
 FP8 = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
 GEMMS = {("row", "row"): "fprop", ("row", "col"): "dgrad", ("col", "col"): "wgrad"}
@@ -29,11 +34,11 @@ class Multiplied(TorchFunctionMode):
 
 
 def watch_gemms(trainer, tiny):
-    """Count GEMMs by kind, and hold what they multiply against the FP8 grid."""
-    from nemo_fp8.numerics import linear
-    from nemo_fp8.train import emulated
+    """Count GEMMs by kind, hold what they multiply against the FP8 grid, and note every cast by its quantizer."""
+    from nemo_fp8 import te_cpu
+    from nemo_fp8.te_cpu import gemm as gemms
 
-    gemm, quantize_weight = linear.gemm, emulated.quantize_weight
+    gemm = gemms.gemm
 
     def watched(a, b, **kwargs):
         with Multiplied() as multiplied:
@@ -45,11 +50,8 @@ def watch_gemms(trainer, tiny):
             SEEN[f"{kind} {'on' if on_grid(q, matrix.t() if contracts_rows else matrix) else 'OFF'} grid {q.data.dtype}"] += 1
         return out
 
-    def counted(*args):
-        SEEN["weights quantized"] += 1
-        return quantize_weight(*args)
-
-    linear.gemm, emulated.quantize_weight = watched, counted
+    gemms.gemm = watched
+    OPEN.enter_context(te_cpu.watching_casts(lambda quantizer, x, out: CASTS.update([id(quantizer)])))
 
 
 def on_grid(q, matrix):
@@ -64,7 +66,8 @@ def on_grid(q, matrix):
 
 
 def seen(trainer, extra):
-    extra["seen"] = dict(SEEN)
+    weights = [id(q) for module in linears(trainer).values() for role, q in _quantizers(module) if role == "weight"]
+    extra["seen"] = dict(SEEN) | {"weights quantized": sum(CASTS[q] for q in weights)}
 
 
 # ---------------------------------------------------------------------- who multiplies in BF16
@@ -110,23 +113,27 @@ def watch_gather(trainer, tiny):
 
 
 def linears(trainer):
-    from nemo_fp8.train.emulated import _Fp8Linear
+    return {name.replace("module.", ""): module for name, module in trainer.strategy.model.named_modules() if Probe.sees(module)}
 
-    return {
-        name.replace("module.", ""): module for name, module in trainer.strategy.model.named_modules() if isinstance(module, _Fp8Linear)
-    }
+
+def delayed(module):
+    """Scales and amax histories of a linear under delayed scaling: forward's input and weight, the gradient of its output."""
+    states = module.fp8_meta.get("scaling_fwd"), module.fp8_meta.get("scaling_bwd")
+    if not all(hasattr(state, "amax_history") for state in states):
+        return []
+    return [t[..., slots] for state, slots in zip(states, (slice(2), slice(1)), strict=True) for t in (state.scale, state.amax_history)]
 
 
 def states(trainer, extra):
     """A digest of all delayed states, the scales of each rank, and which linears hold FP8 weights or ran in FP8."""
-    found = {name: module.get_extra_state() for name, module in linears(trainer).items()}
-    tensors = [t for state in found.values() if state for t in state.values()]
-    extra["digest"] = hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
-    mine = [float(x) for state in found.values() if state for x in state["forward.scale"]]
+    found = {name: delayed(module) for name, module in linears(trainer).items()}
+    extra["digest"] = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for state in found.values() for t in state)).hexdigest()
+    mine = [float(x) for state in found.values() if state for x in state[0]]
     extra["scales"] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(extra["scales"], mine)
-    extra["primary"] = [name for name, module in linears(trainer).items() if hasattr(module.weight, "_held")]
-    extra["ran"] = [name for name, module in linears(trainer).items() if module._weight is not None or hasattr(module.weight, "_held")]
+    extra["primary"] = [name for name, module in linears(trainer).items() if any(_is_primary(w) for w in _weights(module))]
+    extra["ran"] = [name for name, module in linears(trainer).items() if module.fp8]
+    extra["experts"] = [module.num_gemms for module in linears(trainer).values() if hasattr(module, "num_gemms")]
 
 
 # ---------------------------------------------------------------------- what is tried, and what is left
@@ -146,10 +153,8 @@ def remember_names(trainer, tiny):
 
 def names_left_behind(extra):
     from test_megatron_cpu import names_as_they_are
-    from torch.overrides import _get_current_function_mode_stack
 
     after = names_as_they_are()
     extra["left"] = sorted(
         f"{target}.{name}" for target, name in NAMES | after if NAMES.get((target, name)) is not after.get((target, name))
     )
-    extra["modes"] = len(_get_current_function_mode_stack())

@@ -1,0 +1,85 @@
+"""FP8 weights that Megatron initializes on the CPU (``use_cpu_initialization``) begin with the values that they were given.
+
+TransformerEngine quantizes a weight when it is made, and keeps the values it had then; of these the distributed optimizer makes its FP32
+master weights. Under ``use_cpu_initialization`` Megatron makes the weight without a value and writes one into it afterwards:
+
+    weight = quantize(empty)      the kept values, and delayed scaling's amax, are those of uninitialised memory
+    weight.data.copy_(value)      the codes are right, until the optimizer's first step writes master weights over them
+
+So a run trains on whatever lay in memory: NaN, or a falling loss on random weights. It is the same on a GPU. Here Megatron's function
+fills a plain tensor first; from that the kept values, the amax and the codes are taken. The trade-off: one name of Megatron's is
+replaced while a model is built, and only for contracts with FP8 weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+
+from nemo_fp8.train.patching import Patch, patched
+
+_initialize = layers._initialize_affine_weight_cpu
+
+
+def _initialize_affine_weight_cpu(
+    weight: Any,
+    output_size: int,
+    input_size: int,
+    per_partition_size: int,
+    partition_dim: int,
+    init_method: Any,
+    stride: int = 1,
+    return_master_weight: bool = False,
+    *,
+    params_dtype: torch.dtype = torch.float32,
+    rank: int | None = None,
+    world_size: int | None = None,
+    skip_set_tensor_parallel_attributes: bool = False,
+) -> torch.Tensor | None:
+    kept = getattr(weight, "_high_precision_init_val", None)
+    filled = weight if kept is None else torch.empty(weight.shape, dtype=kept.dtype)
+    master: torch.Tensor | None = _initialize(
+        filled,
+        output_size,
+        input_size,
+        per_partition_size,
+        partition_dim,
+        init_method,
+        stride,
+        return_master_weight,
+        params_dtype=params_dtype,
+        rank=rank,
+        world_size=world_size,
+        skip_set_tensor_parallel_attributes=skip_set_tensor_parallel_attributes,
+    )
+    if kept is None:
+        return master
+    if not skip_set_tensor_parallel_attributes:
+        layers.set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=partition_dim, stride=stride)
+    kept.copy_(filled)
+    if isinstance(amax := getattr(weight._quantizer, "amax", None), torch.Tensor):
+        amax.zero_()
+    with torch.no_grad():
+        weight.data.copy_(filled)
+    return master
+
+
+TABLE = (
+    Patch(
+        "megatron.core.extensions.transformer_engine",
+        "_initialize_affine_weight_cpu",
+        _initialize_affine_weight_cpu,
+        "it writes into a weight whose values TransformerEngine has kept before, and master weights are made of these",
+    ),
+)
+
+
+@contextmanager
+def true_first_weights() -> Iterator[None]:
+    """FP8 weights of models that are built until the context closes keep the values that they are given."""
+    with patched(TABLE, "Building a model with FP8 weights"):
+        yield
