@@ -40,6 +40,12 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
         )
     require(precision, machine, sides=("train",), emulate=engine == "emulated")
     _require_te_obeys(precision)
+    if engine == "emulated" and (precision.attention or precision.multi_head_attention):
+        raise PrecisionError(
+            "FP8 attention on a machine without a GPU.",
+            "TransformerEngine computes attention scores in FP8 inside cuDNN's fused kernel, which has no counterpart on a CPU.",
+            "Set fp8_dot_product_attention=False and fp8_multi_head_attention=False, or train on a GPU.",
+        )
     for found in (answer(recipe, machine) for recipe in recipes_of(precision, sides=("train",))):
         reason = found.reason if requested == "auto" else "It was asked for."
         logger.info("FP8 engine for %s: %s. %s", RECIPES[found.recipe], engine, reason)

@@ -143,6 +143,9 @@ _SLOTS = {"input": ("scaling_fwd", 0, 3), "weight": ("scaling_fwd", 1, 3), "grad
 
 
 def _quantizers(module: Any) -> Iterable[tuple[str, Any]]:
+    """Each quantizer of a linear with the role of what it casts. A weight that is cast again is so by its codes' own quantizer."""
+    for codes in getattr(module, "_fp8_workspaces", {}).values():
+        yield "weight", codes._quantizer
     for role, (key, first, stride) in _SLOTS.items():
         for quantizer in (getattr(module, "quantizers", {}).get(key) or ())[first::stride]:
             if quantizer is not None:

@@ -18,7 +18,7 @@ CASTS = Counter()
 OPEN = ExitStack()
 NAMES = {}
 FP8 = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
-GEMMS = {("row", "row"): "fprop", ("row", "col"): "dgrad", ("col", "col"): "wgrad"}
+GEMMS = {(True, True): "fprop", (False, True): "dgrad", (False, False): "wgrad"}  # whether weight or input, and input or gradient, are read by rows
 
 
 # ---------------------------------------------------------------------- which GEMMs ran, and on what
@@ -38,19 +38,23 @@ def watch_gemms(trainer, tiny):
     from nemo_fp8 import te_cpu
     from nemo_fp8.te_cpu import gemm as gemms
 
-    gemm = gemms.gemm
+    gemm, operand, by_rows = gemms.gemm, gemms._operand, []
+
+    def asked(tensor, rows):
+        by_rows.append(rows)
+        return operand(tensor, rows)
 
     def watched(a, b, **kwargs):
         with Multiplied() as multiplied:
             out = gemm(a, b, **kwargs)
-        kind = GEMMS[a.usage, b.usage]
+        kind = GEMMS[tuple(by_rows[-2:])]
         SEEN[kind] += 1
         left, right = multiplied.operands
         for q, matrix, contracts_rows in ((a, left, a.usage == "col"), (b, right, b.usage == "row")):
             SEEN[f"{kind} {'on' if on_grid(q, matrix.t() if contracts_rows else matrix) else 'OFF'} grid {q.data.dtype}"] += 1
         return out
 
-    gemms.gemm = watched
+    gemms.gemm, gemms._operand = watched, asked
     OPEN.enter_context(te_cpu.watching_casts(lambda quantizer, x, out: CASTS.update([id(quantizer)])))
 
 
@@ -66,7 +70,7 @@ def on_grid(q, matrix):
 
 
 def seen(trainer, extra):
-    weights = [id(q) for module in linears(trainer).values() for role, q in _quantizers(module) if role == "weight"]
+    weights = {id(q) for module in linears(trainer).values() for role, q in _quantizers(module) if role == "weight"}
     extra["seen"] = dict(SEEN) | {"weights quantized": sum(CASTS[q] for q in weights)}
 
 

@@ -45,7 +45,9 @@ def test_wgrad_in_bf16_is_refused():
 @pytest.mark.parametrize("layout", [{"ranks": 2}, {"ranks": 2, "tp": 2, "sequence_parallel": True}], ids=["dp2", "tp2-sp"])
 @pytest.mark.parametrize("recipe", ["bf16_with_fp8_mixed", "bf16_with_fp8_subchannel_scaling_mixed"])
 def test_layouts_agree(recipe, layout):
-    assert train_tiny(recipe, steps=4, **layout).losses == pytest.approx(train_tiny(recipe, steps=4).losses, abs=3e-3)
+    assert train_tiny(recipe, stock=False, steps=4, **layout).losses == pytest.approx(
+        train_tiny(recipe, stock=False, steps=4).losses, abs=3e-3
+    )
 
 
 @pytest.mark.parametrize("tp_only", [False, True])
@@ -62,7 +64,6 @@ RECOMPUTE = {
     "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
-    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
 }
 # The most recent amax is the one that counting twice would change.
 DELAYED = {"fp8_amax_history_len": 2, "fp8_amax_compute_algo": "most_recent"}
@@ -71,7 +72,7 @@ NO_BIAS = {"add_bias_linear": False}
 
 def delayed_run(config=None, **settings):
     run = train_tiny(
-        "bf16_with_fp8_mixed", settings=OFF | DELAYED, steps=4, config=NO_BIAS | (config or {}), probe="probes:states", **settings
+        "bf16_with_fp8_mixed", stock=False, settings=OFF | DELAYED, steps=4, config=NO_BIAS | (config or {}), probe="probes:states", **settings
     )
     return run.losses, run.extra["digest"]
 
@@ -86,6 +87,12 @@ def test_recomputed_activations_change_no_bit_of_delayed_scaling(how, pp, kept):
     assert delayed_run(RECOMPUTE[how], ranks=pp, pp=pp) == kept[pp]
 
 
+def test_recompute_of_norms_under_delayed_scaling_is_refused_as_megatron_does():
+    norms = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    with pytest.raises(RunFailed, match="Delayed scaling does not support moe_act and layernorm recompute"):
+        delayed_run(norms)
+
+
 def test_validation_changes_no_bit_of_training(kept):
     validate = {"val_check_interval": 2, "limit_val_batches": 1}
     assert delayed_run(trainer=validate) == kept[1]
@@ -96,18 +103,22 @@ def test_validation_changes_no_bit_of_training(kept):
 
 @pytest.mark.parametrize("model", ["llama", "qwen"])
 def test_models_of_nemo_train_in_fp8(model):
-    run = train_tiny("bf16_with_fp8_current_scaling_mixed", model=model, ranks=2, tp=2, sequence_parallel=True, probe="probes:states")
+    run = train_tiny("bf16_with_fp8_current_scaling_mixed", stock=False, model=model, ranks=2, tp=2, sequence_parallel=True, probe="probes:states")
     assert run.losses[-1] < run.losses[0] - 1
     assert len(run.extra["ran"]) == 2 * LINEARS
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["one-by-one", "grouped"])
 @pytest.mark.parametrize("layout", [{}, {"ranks": 2, "ep": 2}], ids=["single", "ep2"])
-def test_experts_run_in_fp8_and_the_router_does_not(layout):
-    settings = {"model": "mixtral", "steps": 6, **layout}
-    run = train_tiny("bf16_with_fp8_mixed", probe="probes:states", **settings)
+def test_experts_run_in_fp8_and_the_router_does_not(layout, grouped):
+    settings = {"model": "mixtral", "steps": 6, "config": {"moe_grouped_gemm": grouped}, **layout}
+    run = train_tiny("bf16_with_fp8_mixed", stock=False, probe="probes:states", **settings)
     experts = 4 // layout.get("ep", 1)
-    assert len([name for name in run.extra["ran"] if ".experts.linear_fc" in name]) == LAYERS * 2, "one grouped linear for all experts"
-    assert run.extra["experts"] == [experts] * LAYERS * 2
+    if grouped:
+        assert run.extra["experts"] == [experts] * LAYERS * 2, "one linear for all experts of this rank"
+        assert len([name for name in run.extra["ran"] if ".experts.linear_fc" in name]) == LAYERS * 2
+    else:
+        assert len([name for name in run.extra["ran"] if ".experts.local_experts." in name]) == LAYERS * experts * 2
     assert not [name for name in run.extra["ran"] if "router" in name]
     assert run.losses == pytest.approx(train_tiny("bf16_mixed", **settings).losses, rel=0.02)
 
@@ -115,13 +126,12 @@ def test_experts_run_in_fp8_and_the_router_does_not(layout):
 # ---------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"fp8_dot_product_attention": True}, "FP8 attention is not emulated"),
-        ({"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1}, "with delayed scaling"),
-    ],
-)
-def test_what_cannot_be_emulated_is_an_error_and_not_bf16(settings, words):
-    with pytest.raises(AssertionError, match=words):
-        train_tiny("bf16_with_fp8_mixed", settings=settings, steps=1)
+def test_delayed_scaling_with_first_and_last_layers_in_bf16_is_refused():
+    settings = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1}
+    with pytest.raises(RunFailed, match="with delayed scaling"):
+        train_tiny("bf16_with_fp8_mixed", stock=False, settings=settings, steps=1)
+
+
+def test_fp8_attention_is_refused_on_a_cpu():
+    with pytest.raises(RunFailed, match="FP8 attention on a machine without a GPU"):
+        train_tiny("bf16_with_fp8_mixed", stock=False, settings={"fp8_dot_product_attention": True}, steps=1)
