@@ -99,7 +99,7 @@ WAYS = (
         EMULATION,
         TRAINING[:-1],
         EMULATED,
-        "The emulation gives the same codes and scales, with GEMMs in BF16 or FP32: no faster than BF16.",
+        "TransformerEngine itself on a CPU: the same codes and scales, with GEMMs in BF16 or FP32; no faster than BF16.",
     ),
     Way(W8A8, ROLLOUT[:-1], NATIVE, "vLLM runs its GEMMs on FP8 weights and FP8 activations."),
     Way(W8A8, ROLLOUT[-1:], NATIVE, "vLLM keeps keys and values in FP8."),
@@ -116,10 +116,10 @@ WAYS = (
     Way(OTHER, ("rollout-mxfp8", "kv-cache-fp8"), UNKNOWN, "Whether vLLM has a kernel for this GPU was not read from its sources: try it."),
 )
 
-_OLD_GPU = "Use an H100 or newer, or bf16_mixed; the emulation shows the numerics, without the speed."
+_OLD_GPU = "Use an H100 or newer, or bf16_mixed; a machine without a GPU shows the numerics, without the speed."
 _NEWER = "Use an L4, L40S, H100 or newer; of CPUs, one with AMX has a kernel of vLLM's."
 _TENSORWISE = "use bf16_with_fp8_tensorwise_mixed"
-_BEFORE_90 = f"On sm89 {_TENSORWISE}; before it, bf16_mixed or the emulation."
+_BEFORE_90 = f"On sm89 {_TENSORWISE}; before it, bf16_mixed, or the emulation with the GPU hidden."
 _VLLM = ("vllm", ">=0")
 _VLLM_028 = "Install vllm>=0.28 in an environment of its own; `nemo-fp8 doctor --vllm-python PATH` looks there."
 _CUDA_129 = f"Install torch>=2.11 (CUDA 13, driver >= 580) or torch==2.8.0 from PyTorch's cu129 index; or {_TENSORWISE}."
@@ -190,11 +190,8 @@ NEEDS: tuple[Need, ...] = (
     *_hosts(TE, ("delayed",), "0", "0"),
     *_hosts(TE, ("tensorwise", "mxfp8"), "0.12", "2.3"),
     *_hosts(TE, BLOCKWISE, "0.13", "2.4"),
-    # ------------------------------------------------------------ training by emulation: where the GPU never can
-    Need(EMULATION, PER_TENSOR, "arch", f"{ABSENT}|<89", GPU, "TransformerEngine is the way on this GPU.", ""),
-    Need(EMULATION, ("blockwise",), "arch", f"{ABSENT}|<90", GPU, "TransformerEngine is the way on this GPU.", ""),
-    Need(EMULATION, ("blockwise-fp32",), "arch", f"{ABSENT}|<90|>=100", GPU, "TransformerEngine is the way on this GPU.", ""),
-    Need(EMULATION, ("mxfp8",), "arch", f"{ABSENT}|<100|>=120", GPU, "TransformerEngine is the way on this GPU.", ""),
+    # ------------------------------------------------------------ training by emulation: where there is no GPU
+    Need(EMULATION, TRAINING[:-1], "arch", ABSENT, GPU, "TransformerEngine's kernels are the way on a GPU.", ""),
     Need(EMULATION, TRAINING[:-1], "torch", ">=2.6", "torch", "The emulation runs on torch.", "pip install 'nemo-fp8[train]'."),
     # ------------------------------------------------------------ rollout on vLLM
     Need(W8A8, _W8A16, "arch", ">=89", GPU, "GPUs before Ada (sm89) have no FP8 units.", _NEWER),

@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo_fp8 import te_cpu
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.train import first_weights
 from nemo_fp8.train.patching import Patch, is_patched, patched
 
 
@@ -62,4 +63,5 @@ TABLE = (
         "NeMo's progress printer asks for it on rank 0 alone, and gloo waits forever for the other ranks' part of the gather",
     ),
     Patch("nemo.lightning.io.pl", "_fix_tensors_device", _unchanged, "it makes a CUDA device of a device, which torch refuses"),
+    *first_weights.TABLE,
 )

@@ -4,6 +4,7 @@ import torch
 
 from nemo_fp8.train.data import Stories
 from nemo_fp8.train.log_probs import token_log_probs
+from nemo_fp8.train.measure import Probe
 
 
 def before_and_after(trainer, extra):
@@ -13,14 +14,14 @@ def before_and_after(trainer, extra):
     def log_probs():
         return token_log_probs(trainer, samples, stories.collate_fn, 2)
 
-    modules = [m for m in trainer.strategy.megatron_parallel.modules() if hasattr(m, "_weight")]
-    extra["kept"] = sum(m._weight is not None for m in modules)
+    modules = [m for m in trainer.strategy.megatron_parallel.modules() if Probe.sees(m)]
+    extra["kept"] = sum(bool(m._fp8_workspaces) for m in modules)
     before = log_probs()
     with torch.no_grad():
         for module in modules:
             module.weight.mul_(torch.rand_like(module.weight))
     after = log_probs()
     for module in modules:
-        module._weight = None
+        module._fp8_workspaces.clear()
     extra["moved"] = float((after - before).abs().max())
     extra["stale"] = float((after - log_probs()).abs().max())

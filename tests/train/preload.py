@@ -13,7 +13,7 @@ import nemo.lightning  # noqa: E402, F401
 import nemo_fp8.train.accelerator  # noqa: E402
 import nemo_fp8.train.data  # noqa: E402
 import nemo_fp8.train.first_weights  # noqa: E402
-import nemo_fp8.train.megatron_cpu  # noqa: E402, F401
+import nemo_fp8.train.megatron_cpu  # noqa: E402
 import nemo_fp8.train.plugin  # noqa: E402, F401
 
 os.environ.pop("PYTHONWARNINGS", None)

@@ -2,6 +2,8 @@
 
 from lightning.pytorch import Callback
 
+from nemo_fp8.train.measure import Probe
+
 TRAINER, SCALES = [], []
 
 
@@ -10,8 +12,8 @@ def watch_scales(trainer, tiny):
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, *_):
-            states = [m._delayed for m in module.modules() if getattr(m, "_delayed", None) is not None]
-            SCALES.append([[*s.forward.scale.tolist(), *s.backward.scale.tolist()] for s in states])
+            states = [m.fp8_meta for m in module.modules() if Probe.sees(m)]
+            SCALES.append([[*s["scaling_fwd"].scale[:2].tolist(), *s["scaling_bwd"].scale[:1].tolist()] for s in states])
 
     trainer.callbacks.append(Watch())
     TRAINER.append(trainer)

@@ -121,8 +121,8 @@ def overflow(trainer, tiny):
             self.linear.register_forward_hook(after_linear)
 
         def on_train_batch_end(self, *_):
-            state = self.linear._delayed
-            SCALES.append([float(state.forward.scale[0]), bool(torch.isfinite(state.forward.history).all())])
+            state = self.linear.fp8_meta["scaling_fwd"]
+            SCALES.append([float(state.scale[0]), bool(torch.isfinite(state.amax_history).all())])
 
     trainer.callbacks.append(Hook())
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from harness import RunFailed, train_tiny
+from nemo_fp8.train.parameters import Fp8Tensor, MxFp8Tensor, _cast_shares, _take_storage, fp8_parameter
 
 from nemo_fp8.alignment import PRIMARY
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.delayed import DelayedState
 from nemo_fp8.numerics.linear import quantize_weight
 from nemo_fp8.presets import preset
-from nemo_fp8.train.parameters import Fp8Tensor, MxFp8Tensor, _cast_shares, _take_storage, fp8_parameter
 
 RECIPES = {
     "delayed": "bf16_with_fp8_mixed",

@@ -5,13 +5,13 @@ import types
 import pytest
 import torch
 from harness import train_tiny
+from nemo_fp8.train.emulated import emulated_fp8
 from torch.overrides import _get_current_function_mode_stack
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import bf16
 from nemo_fp8.train import emulated, megatron_cpu
 from nemo_fp8.train.accelerator import MegatronCPU
-from nemo_fp8.train.emulated import emulated_fp8
 from nemo_fp8.train.megatron_cpu import megatron_on_cpu
 from nemo_fp8.train.patching import Patch, patched
 

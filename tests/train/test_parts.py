@@ -5,11 +5,11 @@ import types
 import numpy as np
 import pytest
 import torch
+from nemo_fp8.train.adam import FusedAdam
+from nemo_fp8.train.norm import Norm
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.train.adam import FusedAdam
 from nemo_fp8.train.data import ByteTokenizer, Stories, story
-from nemo_fp8.train.norm import Norm
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

@@ -34,15 +34,15 @@ def test_scales_go_on_in_a_second_fit(uninterrupted, after):
 
 
 def test_the_cpu_is_entered_once_and_left():
-    from megatron.core.models import backends
-
     from nemo_fp8.train.accelerator import MegatronCPU
+    from nemo_fp8.train.megatron_cpu import TABLE
+    from nemo_fp8.train.patching import is_patched
 
-    before, accelerator = backends.LocalSpecProvider.column_parallel_linear, MegatronCPU()
+    accelerator = MegatronCPU()
     for _ in range(2):
         for _ in range(2):  # Lightning calls it again for every stage
             accelerator.setup_device(torch.device("cpu"))
-        assert len(accelerator._contexts._exit_callbacks) == 2
-        assert backends.LocalSpecProvider.column_parallel_linear is not before
+        assert len(accelerator._contexts._exit_callbacks) == 1
+        assert is_patched(TABLE)
         accelerator.teardown()
-        assert backends.LocalSpecProvider.column_parallel_linear is before
+        assert not is_patched(TABLE)
