@@ -18,7 +18,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import Finding, finding
 from nemo_fp8.machine import ABSENT, Machine
-from nemo_fp8.support import EMULATED, NATIVE, RECIPES, UNKNOWN, Answer, answer
+from nemo_fp8.support import EMULATED, NATIVE, RECIPES, TE_ON_CPU, UNKNOWN, Answer, answer
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ FROZEN = {
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("Float8BlockScaling", "use_f32_scales"),
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("Float8CurrentScaling", "use_power_2_scales"),
 }
+ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 TE_RECIPES = "transformer_engine.common.recipe"
 
 # CUDA major -> the oldest driver that runs it.
@@ -125,6 +126,12 @@ def sanity(
     return found
 
 
+def resume_findings(precision: Precision, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What keeps a run under this contract from being resumed."""
+    if precision.scaling == "delayed" and environment.get(ALLOW_PICKLE) != "1":
+        yield finding("te-delayed-resume", ALLOW_PICKLE)
+
+
 def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[Finding]:
     """Variables whose value is not the one that the imported TransformerEngine froze."""
     recipes: Any = modules.get(TE_RECIPES)
@@ -144,12 +151,16 @@ def _packages(m: Machine) -> Iterator[Finding]:
         yield finding("nemo-3", "nemo-toolkit", nemo=m.nemo)
     elif nemo and mcore and nemo.release[:2] == (2, 7) and mcore.release[:2] != (0, 15):
         yield finding("nemo-mcore", "megatron-core", nemo=m.nemo, mcore=m.mcore)
-    if m.te_library is False:
+    if m.te_library is False and m.has_gpu is not False:
         yield finding("te-library-missing", "transformer-engine", te=m.te)
+    elif m.te_library is False and m.te != TE_ON_CPU:
+        yield finding("te-not-stood-for", "transformer-engine", te=m.te, tested=TE_ON_CPU)
     if m.has_gpu and m.te == ABSENT and mcore:
         yield finding("te-absent", "transformer-engine")
     if m.te == ABSENT and nemo and nemo.major == 2:
         yield finding("mock-data", "nemo-toolkit")
+    if te and m.python and Version("3.11") <= Version(m.python) < Version("3.12"):
+        yield finding("te-dtype-pickle", "transformer-engine", te=m.te)
     if te and te >= Version("2.21"):
         yield finding("te-newer", "transformer-engine", te=m.te)
     if numpy and mcore and numpy.major >= 2 and mcore.release[:2] == (0, 15):

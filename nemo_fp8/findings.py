@@ -114,7 +114,7 @@ RULES: dict[str, Rule] = {
         "warning",
         "wgrad=False is ignored by TransformerEngine 2.0 and newer: the weight gradient runs in FP8.",
         "Megatron hands it over for delayed scaling alone, and TE has not read it since 2.0.",
-        "Set wgrad=True, which is what will happen; or use nemo_fp8's emulation, which obeys it.",
+        "Set wgrad=True: nemo_fp8's plugin refuses the other.",
     ),
     "e5m2-gradients-mxfp8": Rule(
         "warning",
@@ -223,7 +223,7 @@ RULES: dict[str, Rule] = {
     "shape": Rule(
         "error",
         "{layer} [{rows} x {columns}] on each rank does not fit {scaling}: {reason}.",
-        "TransformerEngine raises in the first step; nemo_fp8's emulation keeps such a layer in {compute}, or refuses it with strict=True.",
+        "TransformerEngine raises in the first step; nemo_fp8's plugin keeps such a layer in {compute}, or refuses it with strict=True.",
         "Choose a tp or a size that leaves multiples, or add the layer to keep.",
     ),
     "param-shape": Rule(
@@ -327,7 +327,26 @@ RULES: dict[str, Rule] = {
         "error",
         "transformer-engine {te} is a Python wheel without its compiled library.",
         "Importing it raises RuntimeError, and megatron-core, which expects ImportError, cannot be imported any more.",
-        "Uninstall transformer-engine, or install transformer-engine[pytorch] with its library.",
+        "Install transformer-engine[pytorch] with its library; on a machine without a GPU the wheel alone is right.",
+    ),
+    "te-not-stood-for": Rule(
+        "error",
+        "transformer-engine {te} without a GPU.",
+        "nemo_fp8 stands in for the compiled extension of {tested}, which is a private interface and changes with every version.",
+        "pip install --no-deps transformer-engine=={tested}",
+    ),
+    "te-delayed-resume": Rule(
+        "warning",
+        "A run with delayed scaling cannot be resumed: NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE is not 1.",
+        "TransformerEngine 2.20 keeps delayed scales in checkpoints as a pickle, and refuses to read it without that word.",
+        "Set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 in the executor's env_vars, for checkpoints of your own; or take another recipe.",
+    ),
+    "te-dtype-pickle": Rule(
+        "info",
+        "Python 3.11 pickles TransformerEngine's DType as a call of getattr.",
+        "torch.load(weights_only=True), and torch's distributed checkpoints, refuse FP8 tensors that were saved as they are. Megatron's own "
+        "checkpoints hold them in BF16 and are not concerned; nor is a machine without a GPU, where nemo_fp8 mends it.",
+        "Use Python 3.10 or 3.12 for such checkpoints, or save dequantized weights.",
     ),
     "te-absent": Rule(
         "warning",

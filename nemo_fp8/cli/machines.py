@@ -24,7 +24,7 @@ def doctor(
     """Say what this machine, or a described one, makes of every FP8 recipe, why, and what to do."""
     import os
 
-    from nemo_fp8.doctor import doctor, recipes_of, sanity
+    from nemo_fp8.doctor import doctor, recipes_of, resume_findings, sanity
     from nemo_fp8.machine import Machine
     from nemo_fp8.support import EMULATED, NATIVE, RECIPES, Answer
 
@@ -36,6 +36,8 @@ def doctor(
         reason = f"Training and rollout compute in {precision.compute.upper()}, and the KV cache has no FP8: there is no recipe to ask for."
         answers = [Answer(precision.name, "none", NATIVE, reason, "")]
     findings = sanity(machine, None if described else os.environ)
+    if precision and not described:
+        findings += resume_findings(precision, os.environ)
     if as_json:
         print_json({"machine": machine.to_dict(), "recipes": [vars(a) for a in answers], "findings": [f.to_dict() for f in findings]})
     else:

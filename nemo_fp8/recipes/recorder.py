@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from nemo_fp8 import te_cpu
 from nemo_fp8.train.monitor import Fp8Monitor
 
 
@@ -54,7 +55,7 @@ class Recorder(Callback):
 
 def _bytes_now() -> int:
     """What this process holds: 0 on a GPU, whose memory holds nothing yet."""
-    if torch.cuda.is_available():
+    if te_cpu.has_gpu():
         return 0
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -64,6 +65,6 @@ def _most_bytes() -> int:
     """The most that it ever held."""
     import resource
 
-    if torch.cuda.is_available():
+    if te_cpu.has_gpu():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,7 +13,6 @@ from nemo_fp8.extras import require
 __needs__ = require("train")
 
 import nemo_run as run
-import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from nemo import lightning as nl
 from nemo.collections import llm
@@ -21,6 +20,7 @@ from nemo.collections.llm.recipes.log.default import default_log, default_resume
 from nemo.collections.llm.recipes.optim.adam import distributed_fused_adam_with_cosine_annealing
 from nemo.utils.exp_manager import TimingCallback
 
+from nemo_fp8 import te_cpu
 from nemo_fp8.recipes.precision import Folder, PrecisionLike, plugin_of
 from nemo_fp8.train.accelerator import MegatronCPU
 from nemo_fp8.train.data import ByteTokenizer, StoryData
@@ -39,7 +39,7 @@ def tiny_llama(
     seed: int = 1234,
 ) -> run.Partial[Any]:
     """A six-layer Llama of 5 million parameters that learns to tell little stories, on ``ranks`` processes."""
-    gpu = torch.cuda.is_available()
+    gpu = te_cpu.has_gpu()
     seq_length = 128
     model = run.Config(
         llm.LlamaConfig,

@@ -20,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig
 from nemo import lightning as nl
 from nemo.collections import llm
 
+from nemo_fp8 import te_cpu
 from nemo_fp8.contract import Precision
 from nemo_fp8.presets import preset
 from nemo_fp8.rl.data import DemonstrationData, ExperienceData
@@ -86,7 +87,7 @@ def _train(s: GrpoSettings, folder: str, model: Any, data: Any, trainer: Any, lr
 
 
 def _trainer(s: GrpoSettings, precision: Precision, steps: int, callbacks: Sequence[Callback], *, ranks: int, tensor_parallel: int) -> Any:
-    gpu = torch.cuda.is_available()
+    gpu = te_cpu.has_gpu()
     seed_everything(s.seed, verbose=False)
     strategy = nl.MegatronStrategy(
         tensor_model_parallel_size=tensor_parallel,
@@ -129,5 +130,5 @@ def _model_config(s: GrpoSettings) -> llm.LlamaConfig:
         init_method_std=size.hidden**-0.5,
         make_vocab_size_divisible_by=128,
         use_cpu_initialization=True,
-        **{} if torch.cuda.is_available() else _CPU_ONLY,
+        **{} if te_cpu.has_gpu() else _CPU_ONLY,
     )

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
+from nemo_fp8 import te_cpu
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rl.settings import GrpoSettings
 
@@ -52,7 +52,7 @@ class RolloutEngine:
 
         s = self.settings = GrpoSettings.from_dict(settings)
         self.version: int | None = None
-        gpu = torch.cuda.is_available()
+        gpu = te_cpu.has_gpu()
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(s.policy.hugging_face(s.seq_length + 1)))
             self.llm = LLM(

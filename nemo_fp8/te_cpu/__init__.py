@@ -24,6 +24,6 @@ process ends. Nothing of it happens on ``import nemo_fp8``, nor where a GPU is t
 """
 
 from nemo_fp8.te_cpu.quantized import watching_casts
-from nemo_fp8.te_cpu.switch import install, is_installed
+from nemo_fp8.te_cpu.switch import has_gpu, install, is_installed
 
-__all__ = ["install", "is_installed", "watching_casts"]
+__all__ = ["has_gpu", "install", "is_installed", "watching_casts"]

@@ -18,9 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError
-
-TESTED = "2.20.2"
-"""The version of TE whose extension this is."""
+from nemo_fp8.support import TE_ON_CPU
 
 _PACKAGES = {"triton": "triton", "onnxscript": "onnxscript", "onnx_ir": "onnx-ir"}
 """What TE imports besides torch, by module. Where one is missing TE swallows the ImportError, and has no ``pytorch`` part."""
@@ -35,6 +33,13 @@ def is_installed() -> bool:
     from nemo_fp8.te_cpu.extension import NAME
 
     return NAME in sys.modules and any(isinstance(finder, _Amend) for finder in sys.meta_path)
+
+
+def has_gpu() -> bool:
+    """Whether torch has a GPU, and not the CPU in the place of one."""
+    import torch
+
+    return torch.cuda.is_available() and not is_installed()
 
 
 def install(arch: int = 100) -> None:
@@ -89,13 +94,13 @@ def _check(arch: int) -> None:
     try:
         found = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
-        missing.insert(0, f"transformer-engine=={TESTED}")
+        missing.insert(0, f"transformer-engine=={TE_ON_CPU}")
     else:
-        if found != TESTED:
+        if found != TE_ON_CPU:
             raise PrecisionError(
-                f"te_cpu is made for TransformerEngine {TESTED}, and {found} is installed.",
+                f"te_cpu is made for TransformerEngine {TE_ON_CPU}, and {found} is installed.",
                 "The compiled extension that it stands for is a private interface, which changes with every version.",
-                f"pip install --no-deps transformer-engine=={TESTED}",
+                f"pip install --no-deps transformer-engine=={TE_ON_CPU}",
             )
     if missing:
         raise PrecisionError(

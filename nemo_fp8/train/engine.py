@@ -10,11 +10,12 @@ The choice is made once, before the model is built, and said in the log with its
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from contextlib import ExitStack
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.doctor import late_variables, recipes_of, require
+from nemo_fp8.doctor import late_variables, recipes_of, require, resume_findings
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.machine import Machine
 from nemo_fp8.render.te import te_environment
@@ -49,16 +50,17 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
     for found in (answer(recipe, machine) for recipe in recipes_of(precision, sides=("train",))):
         reason = found.reason if requested == "auto" else "It was asked for."
         logger.info("FP8 engine for %s: %s. %s", RECIPES[found.recipe], engine, reason)
+    for finding in resume_findings(precision, os.environ):
+        logger.warning("%s %s %s", finding.what, finding.why, finding.remedy)
     return engine
 
 
 def hold_cpu(contexts: ExitStack) -> None:
     """On a machine without a GPU, Megatron on the CPU for as long as a run lasts, whichever accelerator the Trainer has."""
-    import torch
 
     from nemo_fp8 import te_cpu
 
-    if te_cpu.is_installed() or not torch.cuda.is_available():
+    if not te_cpu.has_gpu():
         from nemo_fp8.train.megatron_cpu import megatron_on_cpu
 
         contexts.enter_context(megatron_on_cpu())

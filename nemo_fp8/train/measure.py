@@ -102,7 +102,8 @@ class Probe:
         self._once.add(id(quantizer))
         if id(quantizer) in self._owners:
             name, role = self._owners[id(quantizer)]
-            found = _quantized(x, role, from_te(self.linears[name].fp8_meta["recipe"]), quantizer)
+            module: Any = self.linears[name]
+            found = _quantized(x, role, from_te(module.fp8_meta["recipe"]), quantizer)
             self.seen[name, role] = found if (name, role) not in self.seen else self.seen[name, role].and_(found)
 
 

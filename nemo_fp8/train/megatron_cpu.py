@@ -3,7 +3,7 @@
 What a run does on a CPU is decided by the code that decides it on a GPU: Megatron's layers of TransformerEngine, TE's own Python,
 and beneath it ``nemo_fp8.te_cpu`` in the place of TE's compiled extension. That stands in for the CUDA device too, from the moment TE
 is imported until the process ends, so nothing of Megatron's is replaced for want of CUDA. What is left are two names that gloo or a
-CPU build of torch cannot serve, replaced for as long as a run lasts.
+CPU build of torch cannot serve, and the one of ``first_weights.py``, replaced for as long as a run lasts.
 """
 
 from __future__ import annotations

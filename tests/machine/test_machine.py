@@ -98,14 +98,16 @@ def test_a_word_that_means_nothing_is_refused(words: str, says: str) -> None:
 def test_here_agrees_with_what_is_installed() -> None:
     import torch
 
+    from nemo_fp8 import te_cpu
+
     machine = Machine.here()
     assert machine.torch == torch.__version__
-    assert machine.cuda == (torch.version.cuda or ABSENT)
-    assert machine.has_gpu or not torch.cuda.is_available()  # a CPU build of torch sees no GPU where there is one
+    assert machine.cuda == (ABSENT if "+cpu" in torch.__version__ else torch.version.cuda)
+    assert machine.has_gpu or not te_cpu.has_gpu()  # a CPU build of torch sees no GPU where there is one
     assert machine.nemo == metadata.version("nemo-toolkit")
     assert machine.mcore == metadata.version("megatron-core")
     assert machine.python == ".".join(map(str, sys.version_info[:3]))
-    if torch.cuda.is_available():
+    if te_cpu.has_gpu():
         assert machine.arch == min(10 * a + b for a, b in map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
 
 

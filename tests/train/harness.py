@@ -34,7 +34,8 @@ ROOT = HERE.parents[1]
 # How long the other ranks of a run may go on when one has ended with an error, in seconds.
 GRACE = 10.0
 # The first one: TransformerEngine resumes delayed scaling only where its user allows a pickle.
-ENVIRONMENT = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TORCHELASTIC_ERROR_FILE": ""}
+ENVIRONMENT = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TORCHELASTIC_ERROR_FILE": ""}
 
 
 @dataclass

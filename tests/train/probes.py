@@ -18,7 +18,8 @@ CASTS = Counter()
 OPEN = ExitStack()
 NAMES = {}
 FP8 = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
-GEMMS = {(True, True): "fprop", (False, True): "dgrad", (False, False): "wgrad"}  # whether weight or input, and input or gradient, are read by rows
+# Whether weight or input, and input or gradient, are read by rows.
+GEMMS = {(True, True): "fprop", (False, True): "dgrad", (False, False): "wgrad"}
 
 
 # ---------------------------------------------------------------------- which GEMMs ran, and on what

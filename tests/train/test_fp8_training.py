@@ -72,7 +72,13 @@ NO_BIAS = {"add_bias_linear": False}
 
 def delayed_run(config=None, **settings):
     run = train_tiny(
-        "bf16_with_fp8_mixed", stock=False, settings=OFF | DELAYED, steps=4, config=NO_BIAS | (config or {}), probe="probes:states", **settings
+        "bf16_with_fp8_mixed",
+        stock=False,
+        settings=OFF | DELAYED,
+        steps=4,
+        config=NO_BIAS | (config or {}),
+        probe="probes:states",
+        **settings,
     )
     return run.losses, run.extra["digest"]
 
@@ -103,7 +109,9 @@ def test_validation_changes_no_bit_of_training(kept):
 
 @pytest.mark.parametrize("model", ["llama", "qwen"])
 def test_models_of_nemo_train_in_fp8(model):
-    run = train_tiny("bf16_with_fp8_current_scaling_mixed", stock=False, model=model, ranks=2, tp=2, sequence_parallel=True, probe="probes:states")
+    run = train_tiny(
+        "bf16_with_fp8_current_scaling_mixed", stock=False, model=model, ranks=2, tp=2, sequence_parallel=True, probe="probes:states"
+    )
     assert run.losses[-1] < run.losses[0] - 1
     assert len(run.extra["ran"]) == 2 * LINEARS
 
