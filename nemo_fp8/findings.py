@@ -344,7 +344,7 @@ RULES: dict[str, Rule] = {
     "te-dtype-pickle": Rule(
         "info",
         "Python 3.11 pickles TransformerEngine's DType as a call of getattr.",
-        "torch.load(weights_only=True), and torch's distributed checkpoints, refuse FP8 tensors that were saved as they are. Megatron's own "
+        "torch.load(weights_only=True), and torch's distributed checkpoints, refuse FP8 tensors that were saved so. Megatron's own "
         "checkpoints hold them in BF16 and are not concerned; nor is a machine without a GPU, where nemo_fp8 mends it.",
         "Use Python 3.10 or 3.12 for such checkpoints, or save dequantized weights.",
     ),

@@ -11,7 +11,7 @@ When the gather overlaps with the forward, the second arrow is left to the train
                           before, and the next step, whose gather counts as done, trains on them
     validation            its gather counts as the next step's, whose gradients are then added to weights in the buffer
 
-This callback writes and gathers at the three points where Megatron's own training loop does.
+``Mxfp8Gather`` writes and gathers at the three points where Megatron's own training loop does; ``Mxfp8Start`` once at the start.
 """
 
 from __future__ import annotations
@@ -36,19 +36,37 @@ class Mxfp8Gather(Callback):
     @torch.no_grad()
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """The weights of the last optimizer step go into the checkpoint."""
-        _write(trainer)
-        for group in _groups(trainer):
-            group.start_param_sync(force_sync=True)
-            for bucket in group.buckets:
-                for param in bucket.params:
-                    start, end = bucket.param_to_index[param]
-                    param.data.copy_(bucket.param_data.view(-1)[start:end].view(param.shape))
-                bucket.param_data.zero_()
+        _cast(trainer)
+
+
+class Mxfp8Start(Callback):
+    """A run begins with weights that are cast from its master weights, also where both come from a checkpoint.
+
+    A checkpoint holds the values of the codes along rows. The codes along columns, which backward reads, do not follow from these: a
+    resumed run would go on with others than the run that was saved.
+    """
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """After the checkpoint is loaded, before the first step."""
+        _cast(trainer)
 
 
 def _groups(trainer: Any) -> Iterator[Any]:
     for chunk in trainer.strategy.megatron_parallel:
         yield from chunk.module.bucket_groups + chunk.module.expert_parallel_bucket_groups
+
+
+def _cast(trainer: Any) -> None:
+    """Gather the master weights and quantize them into the weights, as an optimizer step ends."""
+    _write(trainer)
+    for group in _groups(trainer):
+        group.start_param_sync(force_sync=True)
+        for bucket in group.buckets:
+            for param in bucket.params:
+                start, end = bucket.param_to_index[param]
+                param.data.copy_(bucket.param_data.view(-1)[start:end].view(param.shape))
+            bucket.param_data.zero_()
 
 
 def _write(trainer: Any) -> None:

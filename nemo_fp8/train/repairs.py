@@ -26,7 +26,7 @@ import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.train.checks import Run
-from nemo_fp8.train.mxfp8_gather import Mxfp8Gather
+from nemo_fp8.train.mxfp8_gather import Mxfp8Gather, Mxfp8Start
 from nemo_fp8.train.validation import ForgetValidation
 
 logger = logging.getLogger("nemo_fp8")
@@ -67,6 +67,8 @@ def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
             get_model_config(chunk.module).grad_scale_func = megatron_optimizer.scale_loss
     if p.scaling == "delayed":
         model.trainer.callbacks.append(ForgetValidation())
+    if p.scaling == "mxfp8" and p.fp8_param:
+        model.trainer.callbacks.append(Mxfp8Start())
     if p.scaling == "mxfp8" and p.fp8_param and getattr(model.ddp_config, "overlap_param_gather", False):
         gather = Mxfp8Gather()
         model.trainer.callbacks.append(gather)
