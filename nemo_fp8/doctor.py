@@ -159,7 +159,7 @@ def _packages(m: Machine) -> Iterator[Finding]:
         yield finding("te-absent", "transformer-engine")
     if m.te == ABSENT and nemo and nemo.major == 2:
         yield finding("mock-data", "nemo-toolkit")
-    if te and m.python and Version("3.11") <= Version(m.python) < Version("3.12"):
+    if te and m.has_gpu is not False and m.python and Version("3.11") <= Version(m.python) < Version("3.12"):
         yield finding("te-dtype-pickle", "transformer-engine", te=m.te)
     if te and te >= Version("2.21"):
         yield finding("te-newer", "transformer-engine", te=m.te)

@@ -342,11 +342,11 @@ RULES: dict[str, Rule] = {
         "Set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 in the executor's env_vars, for checkpoints of your own; or take another recipe.",
     ),
     "te-dtype-pickle": Rule(
-        "info",
-        "Python 3.11 pickles TransformerEngine's DType as a call of getattr.",
-        "torch.load(weights_only=True), and torch's distributed checkpoints, refuse FP8 tensors that were saved so. Megatron's own "
-        "checkpoints hold them in BF16 and are not concerned; nor is a machine without a GPU, where nemo_fp8 mends it.",
-        "Use Python 3.10 or 3.12 for such checkpoints, or save dequantized weights.",
+        "warning",
+        "With Python 3.11 a run with FP8 weights cannot be resumed.",
+        "Megatron writes these weights as TransformerEngine's own tensors. Python 3.11 pickles their DType as a call of getattr, which "
+        "torch's distributed checkpoints refuse to read.",
+        "Use Python 3.10 or 3.12, or fp8_param_gather=False. On a machine without a GPU nemo_fp8 mends it.",
     ),
     "te-absent": Rule(
         "warning",

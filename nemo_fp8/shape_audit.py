@@ -256,14 +256,13 @@ def _routers(model: Model) -> Iterator[str]:
 
 def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Finding]:
     compute, scaling = p.compute.upper(), p.scaling or ""
-    emulated = machine is not None and machine.has_gpu is False and not p.strict
     for linear in _running(model, p):
         parts, columns = linear.on_rank(_train_cut(linear, parallel))
         facts: dict[str, Any] = {"layer": linear.name, "rows": sum(parts), "columns": columns}
         bad = shape_problem(p.scaling, sum(parts), columns)
         param = param_problem(p.scaling, sum(parts), columns)
         if bad:
-            severity = "warning" if emulated else None
+            severity = None if p.strict else "warning"
             yield finding("shape", linear.name, severity=severity, scaling=scaling, reason=bad, compute=compute, **facts)
         elif param and p.fp8_param:
             yield finding("param-shape", linear.name, reason=param, **facts)

@@ -166,8 +166,8 @@ def _alternate(kinds: list[str | None]) -> Any:
                     config.fp8 = None if contract is None else contract.format
                     if contract is not None:
                         config.fp8_recipe, config.fp8_amax_history_len = contract.scaling, contract.amax_history_len
-                if hasattr(module, "_weight"):
-                    module._weight = None  # it was quantized for another recipe
+                if hasattr(module, "_fp8_workspaces"):
+                    module._fp8_workspaces.clear()  # weights were quantized for another recipe
             self.started = time.process_time()
 
         def on_train_batch_end(self, *_: Any) -> None:

@@ -55,12 +55,10 @@ class Advice:
         before = inspection.recipes[self.label]
         if self.precision.keep == before.keep:
             return ""
-        if before.scaling == "delayed":
-            return "TransformerEngine cannot leave out single layers under delayed scaling; use engine='emulated' or another recipe."
-        if self.whole_layers is None:
-            return "TransformerEngine keeps no single modules; use engine='emulated'."
+        if before.scaling == "delayed" or self.whole_layers is None:
+            return ""
         first, last = self.whole_layers
-        return f"TransformerEngine keeps whole layers only: first_layers={first}, last_layers={last} cover the same."
+        return f"Without nemo_fp8's plugin Megatron keeps whole layers only: first_layers={first}, last_layers={last} cover the same."
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -10,7 +10,7 @@ FP16 aborts on overflow      ``check_for_nan_in_grad`` ends the run at the first
 Delayed scaling freezes      An overflow writes inf into the amax history, and ``max`` keeps it for a whole history: tensors are cast
                              with stale scales for 1024 steps. Forget what overflowed. FP16 overflows on purpose, while it looks
                              for its loss scale: start it lower.
-Validation counts              Amaxes that a validation saw make the next scales of training. See ``validation.py``.
+Delayed scaling's amaxes       A validation's count as training's, and a resumed run loses those of other ranks. See ``delayed_amaxes.py``.
 MXFP8 + overlapped gather    The gather reads the gradient buffer, which NeMo has zeroed since the optimizer wrote the weights
                              there: they become zero. See ``mxfp8_gather.py``.
 Optimizer flags              ``OptimizerConfig`` derives flags from ``fp8_recipe`` before the plugin sets it.
@@ -26,8 +26,8 @@ import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.train.checks import Run
+from nemo_fp8.train.delayed_amaxes import AgreeBeforeSaving, ForgetValidation
 from nemo_fp8.train.mxfp8_gather import Mxfp8Gather, Mxfp8Start
-from nemo_fp8.train.validation import ForgetValidation
 
 logger = logging.getLogger("nemo_fp8")
 
@@ -66,7 +66,7 @@ def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
         for chunk in model:
             get_model_config(chunk.module).grad_scale_func = megatron_optimizer.scale_loss
     if p.scaling == "delayed":
-        model.trainer.callbacks.append(ForgetValidation())
+        model.trainer.callbacks += [ForgetValidation(), AgreeBeforeSaving()]
     if p.scaling == "mxfp8" and p.fp8_param:
         model.trainer.callbacks.append(Mxfp8Start())
     if p.scaling == "mxfp8" and p.fp8_param and getattr(model.ddp_config, "overlap_param_gather", False):

@@ -11,7 +11,6 @@ checked: files inside of the folder, spans inside of the files, chunks of the si
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.train.te_tensors import load_tensor
 
 INDEX = ".metadata"
 _AGAIN = "Give another checkpoint of the run, or copy this one again; `nemo_fp8.train.checkpoints` says which ones are whole."
@@ -99,12 +99,14 @@ class TorchDist:
             file.seek(chunk.start)
             content = file.read(chunk.length)
         try:
-            found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            found = load_tensor(content)
         except Exception as error:  # a damaged archive may raise anything
             raise PrecisionError(
                 f"{chunk.file}: the bytes of {name} at {chunk.start:,} are damaged.", f"{type(error).__name__}: {error}.", _AGAIN
             ) from error
-        if not isinstance(found, torch.Tensor) or tuple(found.shape) != chunk.sizes:
+        if found.numel() == math.prod(chunk.sizes):
+            found = found.view(chunk.sizes)  # an FP8 weight is a matrix, whatever it is a part of
+        if tuple(found.shape) != chunk.sizes:
             raise PrecisionError(
                 f"{chunk.file}: what lies at {chunk.start:,} is not the part of {name} that the index says.",
                 f"A tensor of shape {chunk.sizes} was expected.",
@@ -192,7 +194,7 @@ def _check(name: str, chunk: Chunk, shape: tuple[int, ...], dtype: torch.dtype |
         min(o, s) >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)
     )
     there = chunk.file.stat().st_size if chunk.file.is_file() else -1
-    size = math.prod(chunk.sizes) * (dtype.itemsize if dtype else 1)
+    size = math.prod(chunk.sizes)  # a byte an element at least: a weight in FP8 goes under the name of its compute dtype
     if not fits or chunk.start < 0 or not size <= chunk.length <= there - chunk.start:
         raise PrecisionError(
             f"{chunk.file.name} does not hold the part of {name} that {INDEX} says.",

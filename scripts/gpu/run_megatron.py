@@ -145,7 +145,7 @@ def train(
 
     from nemo_fp8.machine import Machine
     from nemo_fp8.train import checks, repairs
-    from nemo_fp8.train.engine import choose_engine, hold_engine
+    from nemo_fp8.train.engine import choose_engine, hold_cpu
 
     device, steps = "cpu" if cpu else "cuda", len(walks)
     found: dict[str, Any] = {"tokens": shape.tokens, "flops": shape.flops, "steps": steps, "losses": [], "ms": [], "statistics": {}}
@@ -153,7 +153,7 @@ def train(
         # NeMo is no part of this path: whether it is installed, and which, decides nothing.
         machine = dataclasses.replace(Machine.here(), nemo=None)
         engine = choose_engine(case.precision, "emulated" if cpu else case.engine, machine)
-        hold_engine(contexts, case.precision, engine)
+        hold_cpu(contexts)
         store = contexts.enter_context(tempfile.TemporaryDirectory())
         torch.distributed.init_process_group("gloo" if cpu else "nccl", init_method=f"file://{store}/store", rank=0, world_size=1)
         contexts.callback(torch.distributed.destroy_process_group)
@@ -264,7 +264,7 @@ def main() -> None:
     import megatron.core.models.gpt
     import megatron.core.optimizer  # noqa: F401
 
-    import nemo_fp8.train.emulated  # noqa: F401
+    import nemo_fp8.train.engine  # noqa: F401
 
     shape = SHAPES[options.shape]
     walks, software = tokens(shape, options.steps), versions()

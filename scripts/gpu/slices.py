@@ -104,8 +104,6 @@ def fill(model: torch.nn.Module) -> None:
         weight.copy_(value)
         if hasattr(weight, "_high_precision_init_val"):  # TransformerEngine's
             weight._high_precision_init_val = value.cpu()
-        elif hasattr(weight, "_held"):  # the emulation's
-            weight._held.initial = value
 
 
 def tokens(shape: Shape, steps: int) -> torch.Tensor:

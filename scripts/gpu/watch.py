@@ -81,10 +81,6 @@ def fp8_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def delayed_scales(module: Any) -> dict[str, float]:
     """The scales of delayed scaling that a linear keeps for its next step."""
-    emulated = getattr(module, "_delayed", None)
-    if emulated is not None:
-        (x, w), (g,) = emulated.forward.scale.tolist(), emulated.backward.scale.tolist()
-        return {"input": x, "weight": w, "grad": g}
     meta = getattr(module, "fp8_meta", None) or {}
     forward, backward = (getattr(meta.get(key), "scale", None) for key in ("scaling_fwd", "scaling_bwd"))
     if forward is None or backward is None:
@@ -93,4 +89,4 @@ def delayed_scales(module: Any) -> dict[str, float]:
 
 
 def is_fp8(weight: torch.Tensor) -> bool:
-    return any(hasattr(weight, name) for name in ("_scale_inv", "_rowwise_scale_inv", "_held"))
+    return any(hasattr(weight, name) for name in ("_scale_inv", "_rowwise_scale_inv"))

@@ -116,7 +116,7 @@ def overflow(trainer, tiny):
 
     class Hook(Callback):
         def on_train_start(self, trainer, *_):
-            self.linear = next(m for name, m in trainer.strategy.model.named_modules() if name.endswith("layers.1.mlp.linear_fc1"))
+            self.linear = next(m for name, m in trainer.strategy.model.named_modules() if name.endswith("layers.1.mlp.linear_fc2"))
             self.linear.register_forward_pre_hook(before_linear)
             self.linear.register_forward_hook(after_linear)
 
