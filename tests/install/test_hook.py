@@ -7,7 +7,12 @@ import sysconfig
 import pytest
 from install.environments import ROOT, Environment, build_wheel, source
 
-HOOKED = "import sys; print(sum(type(finder).__module__ == 'nemo_fp8_hook' for finder in sys.meta_path), 'nemo_fp8' in sys.modules)"
+# One finder of ours, and nothing else of ours loaded. A command that is shown does not hold the word that it writes.
+HOOKED = """import sys
+hooks = sum(type(finder).__module__ == "nemo_fp8_hook" for finder in sys.meta_path)
+assert (hooks, "nemo_fp8" in sys.modules) == (1, False)
+sys.stdout.write("".join(("hook", "ed\\n")))
+"""
 TE = ROOT / ".te_cpu"
 
 
@@ -27,34 +32,71 @@ def wheel(tmp_path_factory):
     return Beside(tmp_path_factory.mktemp("beside"), build_wheel(tmp_path_factory.mktemp("wheel")))
 
 
-SPAWN = f"""
+# What is written to x.py -> how it is run.
+SPAWN = """
 import multiprocessing
-def hooked():
-    {HOOKED}
 if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=hooked)
+    child = multiprocessing.get_context("spawn").Process(target=exec, args=({hooked!r}, {{}}))
     child.start()
     child.join()
 """
-RAY = f"""
+RAY = """
 import ray
 @ray.remote
 class Actor:
-    def hooked(self):
-        import sys
-        return sum(type(finder).__module__ == 'nemo_fp8_hook' for finder in sys.meta_path), 'nemo_fp8' in sys.modules
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-print(*ray.get(Actor.remote().hooked.remote()))
+    def run(self):
+        exec({hooked!r}.replace("sys.stdout.write", "str"), {{}})
+        return "hooked"
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20)
+print(ray.get(Actor.remote().run.remote()))
 """
 NEMO_RUN = """
-import nemo_run as run, sys
-with run.Experiment("hook", base_dir=sys.argv[1]) as experiment:
-    experiment.add(run.Script(path=sys.argv[2], entrypoint="python"), executor=run.LocalExecutor(), tail_logs=True)
-    experiment.run(sequential=True, detach=False)
+import nemo_run as run
+with run.Experiment("hook", base_dir="runs") as experiment:
+    experiment.add(run.Script(inline="python <<'E'\\n" + {hooked!r} + "E"), executor=run.LocalExecutor(), tail_logs=True)
+    experiment.run(sequential=True)
 """
-XDIST = f"""
+XDIST = """
 def test_hooked():
-    import sys
-    assert sum(type(finder).__module__ == 'nemo_fp8_hook' for finder in sys.meta_path) == 1
-    assert "nemo_fp8" not in sys.modules
+    exec({hooked!r}, {{}})
 """
+KINDS = {
+    "-c": ("", ["-c", HOOKED]),
+    "isolated": ("", ["-I", "-c", HOOKED]),
+    "spawn": (SPAWN, ["x.py"]),
+    "torchrun": (HOOKED, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "x.py"]),
+    "IPython": ("", ["-m", "IPython", "-c", HOOKED]),
+    "xdist": (XDIST, ["-m", "pytest", "-s", "-n", "1", "-p", "no:cacheprovider", "x.py"]),
+    "ray": (RAY, ["x.py"]),
+    "nemo-run": (NEMO_RUN, ["x.py"]),
+}
+LONG = ("ray", "nemo-run")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in LONG else []) for kind in KINDS])
+def test_every_process_of_an_environment_has_it(wheel, kind):
+    program, words = KINDS[kind]
+    (wheel.home / "x.py").write_text(program.format(hooked=HOOKED) if program is not HOOKED else HOOKED)
+    done = wheel.run(wheel.python, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # xdist's workers have no stdout to write to: that test ran, and passed.
+    assert ("1 passed" if kind == "xdist" else "hooked") in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_transformer_engine_works_there(wheel):
+    if not (TE / "transformer_engine").is_dir():
+        pytest.fail("TransformerEngine is not in .te_cpu. Remedy: make setup")
+    done = wheel.code("import transformer_engine.pytorch as te, torch; print(te.Linear(32, 32)(torch.ones(16, 32, device='cuda')).is_cuda)")
+    assert done.stdout == "True\n", done.stderr
+    off = wheel.code("import transformer_engine", NEMO_FP8_TE_CPU="0")
+    assert "RuntimeError: Found empty `transformer-engine` meta package installed" in off.stderr  # TransformerEngine's own
+
+
+@pytest.mark.parametrize("mode", [(), ("--config-settings", "editable_mode=strict")], ids=["lenient", "strict"])
+def test_an_editable_install_has_it_and_takes_it_along(tmp_path, mode):
+    environment = Beside(tmp_path / "venv", source(tmp_path / "source"), *mode, "--editable")
+    done = environment.code(HOOKED)
+    assert done.stdout == "hooked\n", done.stderr
+    environment.pip("uninstall", "--yes", "nemo-fp8")
+    assert not list(environment.site.glob("*nemo_fp8*"))
+    assert environment.code(HOOKED).returncode == 1
