@@ -1,5 +1,9 @@
 """Hugging Face Accelerate trains in FP8 through TransformerEngine as it does on a GPU: its own conversion, recipes and autocast."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from te_cases import ARCH, HERE
@@ -63,3 +67,32 @@ def test_evaluation_is_in_bf16(products):
     model.eval()
     assert model(torch.randn(32, 64)).dtype == torch.float32  # Accelerate's own: outputs come back in FP32
     assert products == [("Tensor", "Tensor")]
+
+
+RANK = """
+import sys
+import transformer_engine.pytorch as te, torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="fp8", cpu=True)
+torch.manual_seed(accelerator.process_index)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+for _ in range(3):
+    accelerator.backward(model(torch.randn(32, 64)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+linear = accelerator.unwrap_model(model)[0]
+mine = [linear.weight.detach().flatten(), linear.fp8_meta["scaling_fwd"].scale]
+theirs = [accelerator.gather(part).view(2, -1) for part in mine]
+assert all(torch.equal(*pair) for pair in theirs) and theirs[1][0, 0].item() != 1
+sys.stdout.write(f"rank {accelerator.process_index} of {accelerator.num_processes}\\n")
+"""
+
+
+@pytest.mark.long
+def test_two_ranks_share_weights_and_scales(tmp_path):
+    (tmp_path / "train.py").write_text(RANK)
+    command = [sys.executable, "-m", "nemo_fp8.cli", "run", "--", sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run([*command, "--nproc-per-node", "2", tmp_path / "train.py"], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
