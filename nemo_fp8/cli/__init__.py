@@ -18,6 +18,7 @@ from nemo_fp8.cli.inspect import inspect
 from nemo_fp8.cli.machines import doctor, lint, memory
 from nemo_fp8.cli.mismatch import mismatch
 from nemo_fp8.cli.rl import rl_compare
+from nemo_fp8.cli.run import COMMANDS_WORDS, run
 from nemo_fp8.cli.serve import VLLM_WORDS, serve
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.lifetime import orderly
@@ -43,6 +44,7 @@ app.command()(export)
 app.command()(mismatch)
 app.command()(rl_compare)
 app.command(context_settings=VLLM_WORDS)(serve)
+app.command(context_settings=COMMANDS_WORDS)(run)
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from nemo_fp8_hook import ARCHITECTURES
+
 CPU = torch.device("cpu")
-ARCHITECTURES = {90: "Hopper", 100: "Blackwell"}
-"""What can be stood for: a GPU's compute capability, times ten."""
 
 _arch: list[int] = []
 
@@ -223,6 +223,30 @@ class _Generator(_generator):  # type: ignore[misc, valid-type]
         return _generator.__new__(_generator, CPU if names_cuda(device) else device)  # type: ignore[call-arg]
 
 
+_Autocast: Any = torch.amp.autocast_mode.autocast
+_enter, _exit = _Autocast.__enter__, _Autocast.__exit__
+_OTHER = {"cpu": "cuda", "cuda": "cpu"}
+
+
+def _enter_both(self: Any) -> Any:
+    """Torch's operators ask for the CPU's autocast, TE and Megatron for CUDA's: whichever is entered, both are."""
+    entered = _enter(self)
+    other = _OTHER.get(self.device)
+    if other is not None:
+        self.other = other, torch.is_autocast_enabled(other), torch.get_autocast_dtype(other)
+        torch.set_autocast_enabled(other, self._enabled)
+        torch.set_autocast_dtype(other, self.fast_dtype)
+    return entered
+
+
+def _exit_both(self: Any, *exc: Any) -> Any:
+    if self.device in _OTHER:
+        other, enabled, dtype = self.other
+        torch.set_autocast_enabled(other, enabled)
+        torch.set_autocast_dtype(other, dtype)
+    return _exit(self, *exc)
+
+
 def _itself(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return self
 
@@ -248,11 +272,14 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         "is_cuda": (property(lambda self: True), "TE and Megatron assert on it"),
         "type": (_type_as_cuda, "Megatron's optimizers sort parameters by strings such as 'torch.cuda.BFloat16Tensor'"),
     }
+    both = "one device has two names"
+    of_autocast: dict[str, tuple[Any, str]] = {"__enter__": (_enter_both, both), "__exit__": (_exit_both, both)}
     version: dict[str, tuple[Any, str]] = {"cuda": ("12.9", "TE and torch ask which CUDA they were built for")}
     return [
         (torch.cuda, _CUDA),
         (cuda_random, _CUDA_RANDOM),
         (torch, of_torch),
         (torch.Tensor, of_tensors),
+        (_Autocast, of_autocast),
         (torch.version, version),
     ]

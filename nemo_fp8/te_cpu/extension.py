@@ -7,9 +7,12 @@ A test holds names and list to what TE's sources ask for.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from nemo_fp8.te_cpu import activations, attention, gemm, norms, optimizer, quantized, rows, scaling, shards
 from nemo_fp8.te_cpu.enumerations import ENUMERATIONS
@@ -79,17 +82,30 @@ def build() -> types.ModuleType:
     module = types.ModuleType(NAME, __doc__)
     names: dict[str, Any] = dict(ENUMERATIONS)
     for home, functions in _MODULES.items():
-        names |= {name: getattr(home, name) for name in functions.split()}
+        names |= {name: _as_written(getattr(home, name)) for name in functions.split()}
     for name in activations.PLAIN:
-        names[name], names[f"d{name}"], names[f"dbias_d{name}"] = activations.plain(name)
+        names[name], names[f"d{name}"], names[f"dbias_d{name}"] = map(_as_written, activations.plain(name))
     for name in activations.GATED:
-        names[name], names[f"d{name}"] = activations.gated(name)
+        names[name], names[f"d{name}"] = map(_as_written, activations.gated(name))
     names |= {name: _constant(name, value) for name, value in _FACTS.items()}
     names |= {name: _constant(name, None) for name in _UNCHANGED}
     names |= {name: type(name, (), {}) for name in _CLASSES}
     names |= {name: _missing(name) for name in MISSING}
     vars(module).update(names)
     return module
+
+
+def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without ``torch.autocast``, which casts what torch's operators multiply, and knows nothing of a compiled extension."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return function(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapper
 
 
 def _constant(name: str, value: Any) -> Callable[..., Any]:

@@ -17,11 +17,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from nemo_fp8.errors import PrecisionError
+from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.support import TE_ON_CPU
+from nemo_fp8_hook import ARCHITECTURES, OFF, VARIABLE
 
 _PACKAGES = {"triton": "triton", "onnxscript": "onnxscript", "onnx_ir": "onnx-ir"}
 """What TE imports besides torch, by module. Where one is missing TE swallows the ImportError, and has no ``pytorch`` part."""
+
+KNOWN = ", ".join(f"{number} ({name})" for number, name in ARCHITECTURES.items())
 
 
 _FOR_THE_PROCESS = ExitStack()
@@ -42,23 +45,25 @@ def has_gpu() -> bool:
     return torch.cuda.is_available() and not is_installed()
 
 
-def install(arch: int = 100) -> None:
+def install(arch: int | None = None) -> None:
     """Let TE run on this CPU, which stands for a GPU of ``arch`` (90 Hopper, 100 Blackwell), until the process ends.
 
-    Raises PrecisionError where a GPU or TE's compiled extension is there, where TE was imported before, or where TE, or what it
-    imports, is missing. Called again with the same architecture it does nothing.
+    Where no architecture is given it is the one that NEMO_FP8_TE_CPU names, or Blackwell. Raises PrecisionError where a GPU or TE's
+    compiled extension is there, where TE was imported before, or where TE, or what it imports, is missing. Called again, with the same
+    architecture or with none, it does nothing.
     """
     from nemo_fp8.numerics.bf16 import bf16_products
     from nemo_fp8.te_cpu import collectives, device, extension
 
     if is_installed():
-        if device.standing_for() != arch:
+        if arch not in (None, device.standing_for()):
             raise PrecisionError(
                 f"te_cpu.install(arch={arch}) in a process that stands for {device.standing_for()} already.",
                 "TE has asked for the architecture, and keeps copies of tensors for it.",
                 "Start another process for another architecture.",
             )
         return
+    arch = _named() if arch is None else arch
     _check(arch)
     os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
@@ -69,17 +74,42 @@ def install(arch: int = 100) -> None:
     sys.meta_path.insert(0, _Amend())
 
 
+def install_for_import() -> None:
+    """What :mod:`nemo_fp8_hook` does before TE is imported. A refusal says who asked, and how to do without."""
+    import torch
+
+    if torch.cuda.is_available():  # by a driver that the hook does not know
+        return
+    try:
+        install()
+    except PrecisionError as error:
+        asked = "nemo_fp8_hook asks for it, since TransformerEngine was imported where there is neither a GPU nor its extension."
+        off = f"or set {VARIABLE}={OFF}, which leaves TransformerEngine to itself"
+        raise PrecisionError(Problem(p.what, f"{p.why} {asked}", f"{p.remedy.rstrip('.')}; {off}.") for p in error.problems) from None
+
+
+def _named() -> int:
+    """The architecture that the variable names. It turns the hook off, and nobody who calls ``install``."""
+    name = os.environ.get(VARIABLE) or OFF
+    if name == OFF:
+        return next(iter(ARCHITECTURES))
+    if name not in map(str, ARCHITECTURES):
+        raise PrecisionError(
+            f"{VARIABLE}={name!r}.", "It names the GPU that the CPU stands for.", f"Give one of {KNOWN}, or {OFF} for none."
+        )
+    return int(name)
+
+
 def _check(arch: int) -> None:
     import importlib.metadata
     import importlib.util
 
     import torch
 
-    from nemo_fp8.te_cpu import device, extension
+    from nemo_fp8.te_cpu import extension
 
-    if arch not in device.ARCHITECTURES:
-        known = ", ".join(f"{number} ({name})" for number, name in device.ARCHITECTURES.items())
-        raise PrecisionError(f"te_cpu.install(arch={arch!r}).", "No GPU of that architecture can be stood for.", f"Give one of {known}.")
+    if arch not in ARCHITECTURES:
+        raise PrecisionError(f"te_cpu.install(arch={arch!r}).", "No GPU of that architecture can be stood for.", f"Give one of {KNOWN}.")
     if torch.cuda.is_available():
         raise PrecisionError(
             "te_cpu.install() on a machine with a GPU.", "TransformerEngine's own kernels run here.", "Leave it out: nothing is needed."

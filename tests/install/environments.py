@@ -14,15 +14,19 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 
 
+def source(folder):
+    """A copy of what builds, since setuptools writes into its sources."""
+    for name in ("nemo_fp8", "nemo_fp8_hook"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
 def build_wheel(folder):
-    """Built from a copy, since setuptools writes into its sources. Without isolation: what builds is pinned with the rest."""
-    source = folder / "source"
-    shutil.copytree(ROOT / "nemo_fp8", source / "nemo_fp8", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder / "dist", source], check=True, capture_output=True
-    )
+    """Without isolation: what builds is pinned with the rest."""
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder / "dist", source(folder / "source")]
+    subprocess.run(command, check=True, capture_output=True)
     (wheel,) = (folder / "dist").iterdir()
     return wheel
 

@@ -46,12 +46,11 @@ def numerics(wheel, tmp_path_factory):
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    sources = {
-        str(p.relative_to(ROOT)) for p in (ROOT / "nemo_fp8").rglob("*") if p.suffix in (".py", ".c", ".h", ".typed") and p.is_file()
-    }
-    assert sources <= names
+    files = [path for package in ("nemo_fp8", "nemo_fp8_hook") for path in (ROOT / package).rglob("*") if path.is_file()]
+    assert {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".c", ".h", ".typed")} <= names
     assert "nemo_fp8/py.typed" in names
-    assert {name.split("/")[0] for name in names} == {"nemo_fp8", f"nemo_fp8-{nemo_fp8.__version__}.dist-info"}
+    tops = {"nemo_fp8", "nemo_fp8_hook", "nemo_fp8_hook.pth", f"nemo_fp8-{nemo_fp8.__version__}.dist-info"}
+    assert {name.split("/")[0] for name in names} == tops
     assert wheel.name == f"nemo_fp8-{nemo_fp8.__version__}-py3-none-any.whl"
 
 
