@@ -8,6 +8,8 @@ All in FP32, rounded once. TE chooses its unfused attention by itself here, sinc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _MASKED = -10000.0  # TE's, which leaves a row that is masked everywhere finite; such a row's probabilities are then zero
@@ -118,3 +120,28 @@ def fused_rope_backward(
 ) -> torch.Tensor:  # fmt: skip
     """Rotate the gradient back."""
     return _rope(output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, True)
+
+
+@torch.no_grad()
+def fused_qkv_rope_forward(
+    qkv_input: torch.Tensor, q_freqs: torch.Tensor, k_freqs: torch.Tensor, start_positions: torch.Tensor | None,
+    qkv_split_arg_list: Sequence[int], qkv_format: object, interleaved: bool, cp_size: int, cp_rank: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Rotated queries and keys, and values, of rows that hold a group's queries, its key and its value one after the other."""
+    q, k, v = qkv_input.split(list(qkv_split_arg_list), -1)
+    q = q.reshape(*q.shape[:2], -1, k.shape[-1])
+    turned = [_rope(x, f, start_positions, qkv_format, interleaved, None, cp_size, False) for x, f in ((q, q_freqs), (k, k_freqs))]
+    return turned[0], turned[1], v.contiguous()
+
+
+@torch.no_grad()
+def fused_qkv_rope_backward(
+    q_grad_out: torch.Tensor, k_grad_out: torch.Tensor, v_grad_out: torch.Tensor, q_freqs: torch.Tensor, k_freqs: torch.Tensor,
+    qkv_split_arg_list: Sequence[int], qkv_format: object, interleaved: bool, cp_size: int, cp_rank: int,
+) -> torch.Tensor:  # fmt: skip
+    """The gradients of all three in one row again. It takes no start positions, as TE gives it none."""
+    turned = [
+        _rope(g, f, None, qkv_format, interleaved, None, cp_size, True).reshape(*v_grad_out.shape[:3], -1)
+        for g, f in ((q_grad_out, q_freqs), (k_grad_out, k_freqs))
+    ]
+    return torch.cat([*turned, v_grad_out], -1)

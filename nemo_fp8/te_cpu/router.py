@@ -69,7 +69,7 @@ def _normalized_backward(grad: torch.Tensor, score: torch.Tensor, counted: torch
 
 def _largest(scores: torch.Tensor, k: int) -> torch.Tensor:
     """The indices of the k largest, of equal ones the first; ``torch.topk`` promises no order among those."""
-    return scores.sort(-1, descending=True, stable=True).indices[..., :k]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _choose(scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> torch.Tensor:
