@@ -35,7 +35,8 @@ _MODULES: dict[types.ModuleType, str] = {
     scaling: "fused_amax_and_scale_update_after_reduction compute_amax multi_tensor_compute_scale_and_scale_inv "
     "multi_tensor_compute_scale_inv_e8m0",
     shards: "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast mxfp8_scaling_compute_partial_amax "
-    "mxfp8_scaling_partial_cast",
+    "mxfp8_scaling_partial_cast nvfp4_multi_tensor_compute_partial_amax nvfp4_compute_global_scale nvfp4_multi_tensor_fused_scale "
+    "nvfp4_multi_tensor_2d_partial_cast nvfp4_2d_multi_tensor_transpose",
     optimizer: "multi_tensor_scale multi_tensor_scale_tensor multi_tensor_l2norm multi_tensor_unscale_l2norm multi_tensor_adam "
     "multi_tensor_adam_param_remainder multi_tensor_adam_fp8 multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
     "multi_tensor_sgd",
@@ -63,12 +64,11 @@ _FACTS: dict[str, Any] = {
 """What the extension says of the GPU and its libraries, whatever it is asked with."""
 
 MISSING = """
-" " bgrad_group_quantize bulk_overlap_ag_with_external_gemm convert_bshd_to_thd convert_thd_to_bshd copy_data_ptrs_to_device
+" " " bgrad_group_quantize bulk_overlap_ag_with_external_gemm convert_bshd_to_thd convert_thd_to_bshd copy_data_ptrs_to_device
 copy_to_kv_cache cusolvermp_ctx_create cusolvermp_ctx_destroy ep_combine ep_combine_bwd ep_dispatch ep_dispatch_bwd ep_finalize
 ep_get_zero_copy ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch fa_prepare_bwd fa_prepare_fwd fused_attn_bwd
 fused_attn_fwd group_dequantize group_quantize group_requantize_inplace multi_tensor_pad_last_dim multi_tensor_transpose_to_bhsd
-newton_schulz nvfp4_2d_multi_tensor_transpose nvfp4_compute_global_scale nvfp4_group_quantize_with_amax nvfp4_multi_tensor_2d_partial_cast
-nvfp4_multi_tensor_compute_partial_amax nvfp4_multi_tensor_fused_scale nvfp4_quantize_with_amax te_general_grouped_gemm_for_discrete_in
+newton_schulz nvfp4_group_quantize_with_amax nvfp4_quantize_with_amax te_general_grouped_gemm_for_discrete_in
 te_general_grouped_gemm_for_discrete_out te_general_grouped_gemm_for_grouped_tensor thd_copy_valid_tokens_from_per_split_to_rank_local
 thd_cp_rank_order_to_sequence_order thd_get_partitioned_indices thd_grad_correction thd_out_correction thd_read_half_tensor
 thd_read_second_half_lse thd_second_half_lse_correction thd_sequence_order_to_cp_rank_order
