@@ -107,9 +107,7 @@ def _situ(beta1: float, beta2: float) -> tuple[Activation, Activation]:
 
 def _clamped(limit: float, alpha: float, glu_linear_offset: float) -> tuple[Activation, Activation]:
     """GPT-OSS's: a gate clamped from above, the other side from both and moved by an offset. What was clamped has no gradient."""
-    gate = Activation(
-        lambda x: _swish(alpha).value(x.clamp(max=limit)), lambda x: _swish(alpha).slope(x.clamp(max=limit)) * (x <= limit)
-    )
+    gate = Activation(lambda x: _swish(alpha).value(x.clamp(max=limit)), lambda x: _swish(alpha).slope(x.clamp(max=limit)) * (x <= limit))
     return gate, Activation(lambda x: x.clamp(-limit, limit) + glu_linear_offset, lambda x: ((x >= -limit) & (x <= limit)).float())
 
 
@@ -139,13 +137,13 @@ def _bound(defaults: dict[str, Any], given: tuple[Any, ...], named: dict[str, An
 
 def _halves(x: torch.Tensor, interleave: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The gate's side and the other, in FP32: halves of a row, or pieces of ``interleave`` columns in turn."""
-    pieces = x.float().unflatten(-1, (-1, 2, interleave or x.shape[-1] // 2))
+    pieces = x.float().reshape(*x.shape[:-1], -1, 2, interleave or x.shape[-1] // 2)
     return pieces[..., 0, :].flatten(-2), pieces[..., 1, :].flatten(-2)
 
 
 def _join(a: torch.Tensor, b: torch.Tensor, interleave: int) -> torch.Tensor:
-    width = interleave or a.shape[-1]
-    return torch.stack([a.unflatten(-1, (-1, width)), b.unflatten(-1, (-1, width))], -2).flatten(-3)
+    shape = (*a.shape[:-1], -1, interleave or a.shape[-1])
+    return torch.stack([a.reshape(shape), b.reshape(shape)], -2).flatten(-3)
 
 
 def gated(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:

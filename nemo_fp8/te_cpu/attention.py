@@ -133,7 +133,7 @@ def fused_qkv_rope_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Rotated queries and keys, and values, of rows that hold a group's queries, its key and its value one after the other."""
     starts = start_positions if cp_size == 1 else None
-    q, k, v = qkv_input.split(list(qkv_split_arg_list), -1)
+    q, k, v = torch.split(qkv_input, list(qkv_split_arg_list), -1)
     q = q.reshape(*q.shape[:2], -1, k.shape[-1])
     turned = [
         _turn(x, _angles(x, freqs, qkv_format, None, starts, cp_size, cp_rank), interleaved, False)

@@ -147,7 +147,7 @@ _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
     "transformer_engine.pytorch.utils": (_canonical_cpu, "canonicalize_device makes torch.device(0), which a CPU build of torch refuses"),
     _STORAGE + "mxfp8_tensor_storage": (_dequantize_in_place("_FromMXFP8Func"), _MOVED),
     _STORAGE + "nvfp4_tensor_storage": (_dequantize_in_place("_FromNVFP4Func"), _MOVED),
-    **{name: (triton_kernels.replace, "its functions launch Triton kernels") for name in triton_kernels.MODULES},
+    **dict.fromkeys(triton_kernels.MODULES, (triton_kernels.replace, "its functions launch Triton kernels")),
 }
 
 
