@@ -146,9 +146,8 @@ def nvfp4_multi_tensor_2d_partial_cast(
     block_len: int,
 ) -> None:  # fmt: skip
     """Codes of these shards, two a byte. A shard may begin or end in the middle of one; the other half stays as it is."""
-    for shard, out, scale, whole, w, start in zip(
-        inp_list, out_list, scale_list, global_scale_list, w_list, start_offset_list, strict=True
-    ):
+    lists = (inp_list, out_list, scale_list, global_scale_list, w_list, start_offset_list)
+    for shard, out, scale, whole, w, start in zip(*lists, strict=True):
         rows, first, last = _rows_of(shard, w, start)
         of_blocks = cast(scale[torch.arange(first, last) // block_len], format_of("e4m3")).float()
         factor = nvfp4.factor(of_blocks, torch.where(whole > 0, whole, 1.0)).repeat_interleave(block_len, 1)[:, :w]

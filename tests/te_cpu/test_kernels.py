@@ -28,7 +28,7 @@ def test_cross_entropy(smoothing, reduce):
     kind = "mean" if reduce else "none"
     expected = torch.nn.functional.cross_entropy(x.view(12, 50), y.view(12), reduction=kind, label_smoothing=smoothing)
     torch.testing.assert_close(loss.reshape(-1), expected.reshape(-1))
-    mine, theirs = (torch.autograd.grad(l.sum() * 3, x)[0] for l in (loss, expected))
+    mine, theirs = (torch.autograd.grad(of.sum() * 3, x)[0] for of in (loss, expected))
     torch.testing.assert_close(mine, theirs)
 
 
@@ -144,11 +144,7 @@ def test_scales_are_padded_with_zeros():
 
 def test_offsets_of_groups():
     sizes, (elements, ends) = tex.splits_to_offsets_multi(
-        torch.tensor([3, 0, 5], dtype=torch.int32),
-        "cuda",
-        strides=[4, 1],
-        include_leading_zero=[True, False],
-        dtypes=[torch.int64, torch.int32],
+        torch.tensor([3, 0, 5]).int(), "cuda", strides=[4, 1], include_leading_zero=[True, False], dtypes=[torch.int64, torch.int32]
     )
     assert sizes.dtype == torch.int64
     assert elements.tolist() == [0, 12, 12, 32]

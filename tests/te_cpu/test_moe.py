@@ -47,9 +47,8 @@ def test_mask_map_there_and_back(dtype, align):
     reference = torch.zeros(TOKENS, WIDTH).index_add(0, tokens, terms).to(dtype)
     exact = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-7}
     torch.testing.assert_close(merged, reference, **exact)
-    for mine, theirs in zip(
-        _gradients([merged, row_probs], [x, weights]), _gradients([reference, expected_probs], [x, weights]), strict=True
-    ):
+    grads = _gradients([reference, expected_probs], [x, weights])
+    for mine, theirs in zip(_gradients([merged, row_probs], [x, weights]), grads, strict=True):
         torch.testing.assert_close(mine, theirs, **exact)
 
 
@@ -106,9 +105,8 @@ def _plain_router(logits, topk, score_function, pre_softmax, factor, bias):
 
 
 @pytest.mark.parametrize("topk", [1, K])
-@pytest.mark.parametrize(
-    ("score_function", "pre_softmax"), [("softmax", True), ("softmax", False), ("sigmoid", False), ("sqrtsoftplus", False)]
-)
+@pytest.mark.parametrize("pre_softmax", [False, True])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_router(score_function, pre_softmax, topk):
     logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
     bias = None if score_function == "softmax" else torch.randn(EXPERTS)

@@ -1,5 +1,7 @@
 """NVFP4 weights from shards of their masters: the codes of the whole, to the bit, although no rank quantizes it."""
 
+import itertools
+
 import pytest
 import torch
 from te_cases import ARCH, HERE
@@ -20,7 +22,7 @@ def test_shards_make_the_whole(cuts, source):
     quantizer = NVFP4Quantizer(with_2d_quantization=True)
     whole = quantizer(master)
     found = quantizer(torch.randn(h, w))
-    shards = [master.view(-1)[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    shards = [master.view(-1)[a:b] for a, b in itertools.pairwise(cuts)]
     blocks, amax = torch.zeros(3, 5), torch.zeros(1)
     for shard, start in zip(shards, cuts, strict=False):  # what an all-reduce would do
         part, largest = torch.zeros(3, 5), torch.zeros(1)
@@ -31,7 +33,7 @@ def test_shards_make_the_whole(cuts, source):
     target = found._rowwise_scale_inv
     tex.nvfp4_multi_tensor_fused_scale([blocks], [amax], [scales], [target], [found._amax_rowwise], [3], [5], [target.shape[0]], 16)
     codes = found._rowwise_data.view(-1)
-    for shard, start, end in zip(shards, cuts, cuts[1:], strict=False):
+    for shard, (start, end) in zip(shards, itertools.pairwise(cuts), strict=True):
         piece = codes[start // 2 : -(-end // 2)]
         tex.nvfp4_multi_tensor_2d_partial_cast([shard], [piece], [scales], [encode], [h], [w], [start], 16)
     assert torch.equal(found._rowwise_data, whole._rowwise_data)
