@@ -11,13 +11,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from nemo_fp8.te_cpu import activations, attention, gemm, norms, optimizer, permutation, quantized, router, rows, scaling, shards
+from nemo_fp8.te_cpu import activations, attention, gemm, grouped, norms, optimizer, permutation, quantized, router, rows, scaling, shards
 from nemo_fp8.te_cpu.enumerations import ENUMERATIONS
 
 NAME = "transformer_engine_torch"
 
 _MODULES: dict[types.ModuleType, str] = {
     quantized: "quantize dequantize",
+    grouped: "group_quantize bgrad_group_quantize group_dequantize",
     gemm: "generic_gemm te_general_grouped_gemm",
     activations: "bgrad_quantize",
     norms: "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add",
@@ -64,10 +65,10 @@ _FACTS: dict[str, Any] = {
 """What the extension says of the GPU and its libraries, whatever it is asked with."""
 
 MISSING = """
-bgrad_group_quantize bulk_overlap_ag_with_external_gemm convert_bshd_to_thd convert_thd_to_bshd copy_data_ptrs_to_device copy_to_kv_cache
+bulk_overlap_ag_with_external_gemm convert_bshd_to_thd convert_thd_to_bshd copy_data_ptrs_to_device copy_to_kv_cache
 cusolvermp_ctx_create cusolvermp_ctx_destroy ep_combine ep_combine_bwd ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy
 ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch fa_prepare_bwd fa_prepare_fwd fused_attn_bwd fused_attn_fwd
-group_dequantize group_quantize group_requantize_inplace multi_tensor_pad_last_dim multi_tensor_transpose_to_bhsd newton_schulz
+group_requantize_inplace multi_tensor_pad_last_dim multi_tensor_transpose_to_bhsd newton_schulz
 nvfp4_group_quantize_with_amax nvfp4_quantize_with_amax te_general_grouped_gemm_for_discrete_in te_general_grouped_gemm_for_discrete_out
 te_general_grouped_gemm_for_grouped_tensor thd_copy_valid_tokens_from_per_split_to_rank_local thd_cp_rank_order_to_sequence_order
 thd_get_partitioned_indices thd_grad_correction thd_out_correction thd_read_half_tensor thd_read_second_half_lse
