@@ -28,7 +28,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
 @torch.no_grad()
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
     """Padded sequences, packed into ``t`` rows."""
-    rows = tensor[_there(cu_seqlens, tensor.shape[1])]
+    rows = tensor[_there(cu_seqlens[: len(tensor) + 1], tensor.shape[1])]
     out = tensor.new_zeros(t, *tensor.shape[2:])
     out[: len(rows)] = rows
     return out

@@ -149,3 +149,21 @@ def test_what_the_router_refuses():
         router.fused_topk_with_score_function(torch.randn(4, 4), 2, False, None, None, None, "tanh", None)
     with pytest.raises(RuntimeError, match=r"topk must be in \[1, num_experts\]"):
         router.fused_topk_with_score_function(torch.randn(4, 4), 5, False, None, None, None, "softmax", None)
+
+
+def test_megatrons_fused_path_is_its_plain_one():
+    """Megatron's router, permutation, unpermutation and sort, with TE's kernels and without."""
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    x, logits = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.randn(TOKENS, EXPERTS, requires_grad=True)
+    results = []
+    for fused in (False, True):
+        probs, routing_map = moe_utils.topk_routing_with_score_function(
+            logits, K, score_function="sigmoid", expert_bias=torch.zeros(EXPERTS), fused=fused
+        )[:2]
+        rows, row_probs, row_map = moe_utils.permute(x, routing_map, probs=probs, num_out_tokens=TOKENS * K, fused=fused)[:3]
+        y = moe_utils.unpermute(rows * row_probs[:, None], row_map, x.shape, routing_map=routing_map, fused=fused)
+        sizes, order = torch.tensor([TOKENS, 0, TOKENS * (K - 1)]), torch.tensor([2, 0, 1])
+        z, z_probs = moe_utils.sort_chunks_by_idxs(rows, sizes, order, probs=row_probs, fused=fused)
+        results.append([y, z, z_probs, *_gradients([y, z * z_probs[:, None]], [x, logits])])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
