@@ -230,7 +230,6 @@ def _itself(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor
 def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     """Every replaced name, by its owner, with the reason."""
     import torch.cuda.random as cuda_random
-    from torch._dynamo.device_interface import CudaInterface
 
     allocates = "it allocates on cuda by name"
     of_torch: dict[str, tuple[Any, str]] = {name: (_on_cpu(getattr(torch, name)), allocates) for name in _FACTORIES}
@@ -250,9 +249,7 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         "type": (_type_as_cuda, "Megatron's optimizers sort parameters by strings such as 'torch.cuda.BFloat16Tensor'"),
     }
     version: dict[str, tuple[Any, str]] = {"cuda": ("12.9", "TE and torch ask which CUDA they were built for")}
-    compiler = {"is_available": (staticmethod(_answers(False)), "torch.compile asks whether Triton compiles for this device")}
     return [
-        (CudaInterface, compiler),
         (torch.cuda, _CUDA),
         (cuda_random, _CUDA_RANDOM),
         (torch, of_torch),
