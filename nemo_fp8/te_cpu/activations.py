@@ -1,8 +1,8 @@
 """Activations, gated ones, and their backwards, each with the cast that TE fuses into it.
 
-    plain      y = f(x)                   dx = dy * f'(x)
-    gated      y = f(a) * b, x = [a b]    dx = [dy * b * f'(a)   dy * f(a)]
-    scaled     y = gated(x) * s, s a row's weight (the router's probability)
+    plain      y = f(x)                      dx = dy * f'(x)
+    gated      y = f(a) * h(b), x = [a b]    dx = [dy * h(b) * f'(a)   dy * f(a) * h'(b)], h mostly the identity
+    scaled     y = gated(x) * s              ds = sum(dy * gated(x)) of a row, s its weight (the router's probability)
 
 All in FP32; what becomes of the result is :func:`nemo_fp8.te_cpu.quantized.finish`'s. One row of a table each.
 """
@@ -56,8 +56,7 @@ ACTIVATIONS = {
 }
 PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
 """Those that TE has a kernel of their own for."""
-GATED = {"glu": "sigmoid", "geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
-"""The gated kernels, and the function of their gate."""
+_GATES = {"glu": "sigmoid", "geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
 
 
 def plain(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
@@ -92,50 +91,136 @@ def _sums_wide(quantizer: Any) -> bool:
     return quantizer is None or isinstance(quantizer, (Float8Quantizer, MXFP8Quantizer))
 
 
+_LINEAR = Activation(lambda x: x, torch.ones_like)
+
+
+def _situ(beta1: float, beta2: float) -> tuple[Activation, Activation]:
+    """SiTU-GLU: both sides bent to a bound by a tanh, ``beta tanh(x / beta)``, the gate's times a sigmoid."""
+
+    def gate_slope(x: torch.Tensor) -> torch.Tensor:
+        t, s = torch.tanh(x / beta1), torch.sigmoid(x)
+        return (1 - t * t) * s + beta1 * t * s * (1 - s)
+
+    gate = Activation(lambda x: beta1 * torch.tanh(x / beta1) * torch.sigmoid(x), gate_slope)
+    return gate, Activation(lambda x: beta2 * torch.tanh(x / beta2), lambda x: 1 - torch.tanh(x / beta2) ** 2)
+
+
+def _clamped(limit: float, alpha: float, glu_linear_offset: float) -> tuple[Activation, Activation]:
+    """GPT-OSS's: a gate clamped from above, the other side from both and moved by an offset. What was clamped has no gradient."""
+    gate = Activation(lambda x: _swish(alpha).value(x.clamp(max=limit)), lambda x: _swish(alpha).slope(x.clamp(max=limit)) * (x <= limit))
+    return gate, Activation(lambda x: x.clamp(-limit, limit) + glu_linear_offset, lambda x: ((x >= -limit) & (x <= limit)).float())
+
+
+_Sides = Callable[..., tuple[Activation, Activation]]
+
+
+def _sides_of(function: str) -> _Sides:
+    return lambda: (ACTIVATIONS[function], _LINEAR)
+
+
+GATED: dict[str, tuple[_Sides, dict[str, float]]] = {
+    **{name: (_sides_of(function), {}) for name, function in _GATES.items()},
+    "situglu": (_situ, {"beta1": 4.0, "beta2": 25.0}),
+    "clamped_swiglu": (_clamped, {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}),
+}
+"""The gated kernels: what becomes of either half of a row, and the parameters that they take, with TE's defaults."""
+SCALED = ("swiglu", "situglu", "clamped_swiglu", "srelu")
+"""The kernels that multiply each row with a weight too, the router's probability."""
+
+
+def _bound(defaults: dict[str, Any], given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a call, in the order of their defaults."""
+    if len(given) > len(defaults) or set(named) - set(defaults):
+        raise TypeError(f"takes {', '.join(defaults) or 'no parameters'}, and was given {given} and {named}")
+    return defaults | dict(zip(defaults, given, strict=False)) | named
+
+
+def _halves(x: torch.Tensor, interleave: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gate's side and the other, in FP32: halves of a row, or pieces of ``interleave`` columns in turn."""
+    pieces = x.float().reshape(*x.shape[:-1], -1, 2, interleave or x.shape[-1] // 2)
+    return pieces[..., 0, :].flatten(-2), pieces[..., 1, :].flatten(-2)
+
+
+def _join(a: torch.Tensor, b: torch.Tensor, interleave: int) -> torch.Tensor:
+    shape = (*a.shape[:-1], -1, interleave or a.shape[-1])
+    return torch.stack([a.reshape(shape), b.reshape(shape)], -2).flatten(-3)
+
+
 def gated(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The kernels ``name`` and ``dname``."""
-    gate = ACTIVATIONS[GATED[name]]
+    sides, defaults = GATED[name]
 
     @torch.no_grad()
-    def forward(input: torch.Tensor, quantizer: Any) -> Any:
-        a, b = input.float().chunk(2, -1)
-        return finish(gate.value(a) * b, quantizer, input.dtype)
+    def forward(input: torch.Tensor, quantizer: Any, *given: float, **named: float) -> Any:
+        gate, other = sides(**_bound(defaults, given, named))
+        a, b = _halves(input, 0)
+        return finish(gate.value(a) * other.value(b), quantizer, input.dtype)
 
     @torch.no_grad()
-    def backward(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-        a, b = fwd_input.float().chunk(2, -1)
+    def backward(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, *given: float, **named: float) -> Any:
+        gate, other = sides(**_bound(defaults, given, named))
+        a, b = _halves(fwd_input, 0)
         g = grad.float()
-        return finish(torch.cat([g * b * gate.slope(a), g * gate.value(a)], -1), quantizer, grad.dtype)
+        return finish(_join(g * other.value(b) * gate.slope(a), g * gate.value(a) * other.slope(b), 0), quantizer, grad.dtype)
 
     return forward, backward
 
 
-def _clamped(input: torch.Tensor, limit: float, alpha: float, offset: float) -> tuple[torch.Tensor, ...]:
-    """GPT-OSS's gate and its parts: f(min(a, limit)), the clamped b + offset, and where either was not clamped."""
-    a, b = input.float().chunk(2, -1)
-    return a.clamp(max=limit), b.clamp(-limit, limit) + offset, a <= limit, (b >= -limit) & (b <= limit)
+def scaled(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The kernels ``scaled_name`` and ``scaled_dname``. They round their result, and the cast reads the rounded one."""
+    sides, parameters = GATED.get(name, (None, {}))
+    defaults: dict[str, Any] = parameters if sides is None else parameters | {"glu_interleave_size": 0}
+
+    @torch.no_grad()
+    def forward(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, *given: Any, **named: Any) -> Any:
+        chosen = _bound(defaults, given, named)
+        y = _unscaled(input, chosen)
+        return quantized.quantize((y * act_scales.float().reshape(y.shape[:-1])[..., None]).to(input.dtype), quantizer)
+
+    def _unscaled(input: torch.Tensor, chosen: dict[str, Any]) -> torch.Tensor:
+        if sides is None:
+            return ACTIVATIONS[name].value(input.float())
+        gate, other = sides(**{key: chosen[key] for key in parameters})
+        a, b = _halves(input, chosen["glu_interleave_size"])
+        return gate.value(a) * other.value(b)
+
+    def _slopes(g: torch.Tensor, input: torch.Tensor, chosen: dict[str, Any]) -> torch.Tensor:
+        if sides is None:
+            return g * ACTIVATIONS[name].slope(input.float())
+        gate, other = sides(**{key: chosen[key] for key in parameters})
+        a, b = _halves(input, chosen["glu_interleave_size"])
+        return _join(g * (gate.slope(a) * other.value(b)), g * (gate.value(a) * other.slope(b)), chosen["glu_interleave_size"])
+
+    @torch.no_grad()
+    def backward(
+        grad: torch.Tensor, fwd_input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, *given: Any, **named: Any
+    ) -> tuple[Any, torch.Tensor | None]:
+        chosen = _bound(defaults | {"compute_scale_grad": True}, given, named)
+        g = grad.float().view(*fwd_input.shape[:-1], -1)
+        found = _slopes(g * act_scales.float().reshape(g.shape[:-1])[..., None], fwd_input, chosen)
+        scales_grad = None
+        if chosen["compute_scale_grad"]:
+            scales_grad = (g * _unscaled(fwd_input, chosen)).sum(-1).to(act_scales.dtype).view(act_scales.shape)
+        return quantized.quantize(found.to(fwd_input.dtype), quantizer), scales_grad
+
+    return forward, backward
 
 
-@torch.no_grad()
-def clamped_swiglu(input: torch.Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0) -> Any:
-    """GPT-OSS's gated activation."""
-    a, b, _, _ = _clamped(input, limit, alpha, glu_linear_offset)
-    return finish(_swish(alpha).value(a) * b, quantizer, input.dtype)
+def kernels() -> dict[str, Callable[..., Any]]:
+    """Every kernel of the tables, under TE's name: ``d`` before the function's own name, whatever else stands before it."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name in PLAIN:
+        found[name], found[f"d{name}"], found[f"dbias_d{name}"] = plain(name)
+    for name in GATED:
+        found[name], found[_derivative(name)] = gated(name)
+    for name in SCALED:
+        found[f"scaled_{name}"], found[f"scaled_{_derivative(name)}"] = scaled(name)
+    return found
 
 
-@torch.no_grad()
-def clamped_dswiglu(
-    grad: torch.Tensor,
-    fwd_input: torch.Tensor,
-    quantizer: Any,
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    glu_linear_offset: float = 1.0,
-) -> Any:
-    """Its backward: a value that was clamped has no gradient."""
-    a, b, a_free, b_free = _clamped(fwd_input, limit, alpha, glu_linear_offset)
-    g, gate = grad.float(), _swish(alpha)
-    return finish(torch.cat([g * b * gate.slope(a) * a_free, g * gate.value(a) * b_free], -1), quantizer, grad.dtype)
+def _derivative(name: str) -> str:
+    *before, function = name.split("_")
+    return "_".join([*before, f"d{function}"])
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ All in FP32, rounded once. TE chooses its unfused attention by itself here, sinc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _MASKED = -10000.0  # TE's, which leaves a row that is masked everywhere finite; such a row's probabilities are then zero
@@ -69,37 +71,41 @@ def _rotate(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat((-b, a), -1)
 
 
-def _places(
-    input: torch.Tensor, freqs: torch.Tensor, qkv_format: object, cu_seqlens: torch.Tensor | None, starts: torch.Tensor | None
-) -> torch.Tensor:
+def _in_sequence(tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """The place of each of a rank's tokens in their sequence. Of 2 n equal chunks rank r of n holds the r-th and the r-th from the end."""
+    places, half = torch.arange(tokens), tokens // 2
+    if cp_size == 1:
+        return places
+    return places + torch.where(places < half, cp_rank * half, tokens * cp_size - (cp_rank + 2) * half)
+
+
+def _angles(
+    input: torch.Tensor, freqs: torch.Tensor, qkv_format: object, cu_seqlens: torch.Tensor | None, starts: torch.Tensor | None,
+    cp_size: int, cp_rank: int,
+) -> torch.Tensor:  # fmt: skip
     """The angles of each token, of a shape that broadcasts over heads."""
     name = getattr(qkv_format, "name", str(qkv_format))
     angles = freqs.float().reshape(freqs.shape[0], -1)
     if "THD" in name:
         assert cu_seqlens is not None
-        ends = cu_seqlens.tolist()
+        ends = [end // cp_size for end in cu_seqlens.tolist()]
         first = [0] * (len(ends) - 1) if starts is None else starts.tolist()
-        places = torch.cat([torch.arange(s, s + b - a) for s, a, b in zip(first, ends, ends[1:], strict=False)])
-        return angles[places][:, None, :]
+        parts = [s + _in_sequence(b - a, cp_size, cp_rank) for s, a, b in zip(first, ends, ends[1:], strict=False)]
+        behind = torch.zeros(input.shape[0] - ends[-1], dtype=torch.int64)  # rows of no sequence
+        return angles[torch.cat([*parts, behind])][:, None, :]
     tokens = input.shape[1] if "BSHD" in name else input.shape[0]
-    places = torch.arange(tokens)[None] + (0 if starts is None else starts[:, None])
+    places = _in_sequence(tokens, cp_size, cp_rank)[None] + (0 if starts is None else starts[:, None])
     found = angles[places][:, :, None, :]  # [batch or 1, tokens, 1, width]
     return found if "BSHD" in name else found.transpose(0, 1)
 
 
-def _rope(
-    x: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: object, interleaved: bool,
-    cu_seqlens: torch.Tensor | None, cp_size: int, backward: bool,
-) -> torch.Tensor:  # fmt: skip
-    if cp_size != 1:
-        raise NotImplementedError("fused_rope with context parallelism (cp_size > 1) has no CPU implementation.")
-    angles = _places(x, freqs, qkv_format, cu_seqlens, start_positions)
+def _turn(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
+    """Rotate the first dimensions of every head, as many as there are angles for."""
     width = angles.shape[-1]
-    turned, rest = x[..., :width].float(), x[..., width:]
-    sine = turned * angles.sin()
+    part = x[..., :width].float()
     # Backward is the transposed rotation: rotate(.)^T = -rotate(.), and the sine is multiplied before it.
-    turned = turned * angles.cos() + (-_rotate(sine, interleaved) if backward else _rotate(turned, interleaved) * angles.sin())
-    return torch.cat((turned.to(x.dtype), rest), -1)
+    crossed = -_rotate(part * angles.sin(), interleaved) if backward else _rotate(part, interleaved) * angles.sin()
+    return torch.cat(((part * angles.cos() + crossed).to(x.dtype), x[..., width:]), -1)
 
 
 @torch.no_grad()
@@ -107,8 +113,8 @@ def fused_rope_forward(
     input: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: object, interleaved: bool,
     cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, *more: object,
 ) -> torch.Tensor:  # fmt: skip
-    """Rotate the first dimensions of every head, as many as ``freqs`` has angles for."""
-    return _rope(input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, False)
+    """Rotate every head by its token's place."""
+    return _turn(input, _angles(input, freqs, qkv_format, cu_seqlens, start_positions, cp_size, cp_rank), interleaved, False)
 
 
 @torch.no_grad()
@@ -117,4 +123,33 @@ def fused_rope_backward(
     cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, *more: object,
 ) -> torch.Tensor:  # fmt: skip
     """Rotate the gradient back."""
-    return _rope(output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, True)
+    return _turn(output_grads, _angles(output_grads, freqs, qkv_format, cu_seqlens, start_positions, cp_size, cp_rank), interleaved, True)
+
+
+@torch.no_grad()
+def fused_qkv_rope_forward(
+    qkv_input: torch.Tensor, q_freqs: torch.Tensor, k_freqs: torch.Tensor, start_positions: torch.Tensor | None,
+    qkv_split_arg_list: Sequence[int], qkv_format: object, interleaved: bool, cp_size: int, cp_rank: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Rotated queries and keys, and values, of rows that hold a group's queries, its key and its value one after the other."""
+    starts = start_positions if cp_size == 1 else None
+    q, k, v = torch.split(qkv_input, list(qkv_split_arg_list), -1)
+    q = q.reshape(*q.shape[:2], -1, k.shape[-1])
+    turned = [
+        _turn(x, _angles(x, freqs, qkv_format, None, starts, cp_size, cp_rank), interleaved, False)
+        for x, freqs in ((q, q_freqs), (k, k_freqs))
+    ]
+    return turned[0], turned[1], v.contiguous()
+
+
+@torch.no_grad()
+def fused_qkv_rope_backward(
+    q_grad_out: torch.Tensor, k_grad_out: torch.Tensor, v_grad_out: torch.Tensor, q_freqs: torch.Tensor, k_freqs: torch.Tensor,
+    qkv_split_arg_list: Sequence[int], qkv_format: object, interleaved: bool, cp_size: int, cp_rank: int,
+) -> torch.Tensor:  # fmt: skip
+    """The gradients of all three in one row again. It takes no start positions, as TE gives it none."""
+    turned = [
+        _turn(g, _angles(g, freqs, qkv_format, None, None, cp_size, cp_rank), interleaved, True).reshape(*v_grad_out.shape[:3], -1)
+        for g, freqs in ((q_grad_out, q_freqs), (k_grad_out, k_freqs))
+    ]
+    return torch.cat([*turned, v_grad_out], -1)

@@ -14,25 +14,48 @@ from typing import Any
 
 import torch
 
-from nemo_fp8.te_cpu import activations, attention, gemm, norms, optimizer, quantized, rows, scaling, shards
+from nemo_fp8.te_cpu import (
+    activations,
+    attention,
+    gemm,
+    grouped,
+    norms,
+    optimizer,
+    permutation,
+    quantized,
+    router,
+    rows,
+    scaling,
+    sequences,
+    shards,
+)
 from nemo_fp8.te_cpu.enumerations import ENUMERATIONS
 
 NAME = "transformer_engine_torch"
 
 _MODULES: dict[types.ModuleType, str] = {
     quantized: "quantize dequantize",
+    grouped: "group_quantize bgrad_group_quantize group_dequantize",
     gemm: "generic_gemm te_general_grouped_gemm",
-    activations: "clamped_swiglu clamped_dswiglu bgrad_quantize",
+    activations: "bgrad_quantize",
     norms: "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add",
     attention: "scaled_softmax_forward scaled_softmax_backward scaled_masked_softmax_forward scaled_masked_softmax_backward "
     "scaled_upper_triang_masked_softmax_forward scaled_upper_triang_masked_softmax_backward "
-    "scaled_aligned_causal_masked_softmax_forward scaled_aligned_causal_masked_softmax_backward fused_rope_forward fused_rope_backward",
+    "scaled_aligned_causal_masked_softmax_forward scaled_aligned_causal_masked_softmax_backward fused_rope_forward fused_rope_backward "
+    "fused_qkv_rope_forward fused_qkv_rope_backward",
     rows: "split_quantize multi_tensor_quantize create_empty_quantized_tensor bulk_allocate fp8_transpose nvfp4_data_transpose "
-    "nvfp4_2d_scale_transpose swap_first_dims fused_multi_row_padding fused_multi_row_unpadding dropout_fwd dropout_bwd splits_to_offsets",
+    "nvfp4_2d_scale_transpose swap_first_dims fused_multi_row_padding fused_multi_row_unpadding dropout_fwd dropout_bwd splits_to_offsets "
+    "splits_to_offsets_multi",
+    permutation: "moe_permute_fwd moe_permute_bwd moe_unpermute_fwd moe_unpermute_bwd",
+    router: "fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd fused_topk_with_score_function_qb_fwd "
+    "fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd fused_moe_aux_loss_fwd_graph_safe "
+    "fused_moe_aux_loss_bwd",
+    sequences: "convert_thd_to_bshd convert_bshd_to_thd copy_to_kv_cache",
     scaling: "fused_amax_and_scale_update_after_reduction compute_amax multi_tensor_compute_scale_and_scale_inv "
     "multi_tensor_compute_scale_inv_e8m0",
     shards: "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast mxfp8_scaling_compute_partial_amax "
-    "mxfp8_scaling_partial_cast",
+    "mxfp8_scaling_partial_cast nvfp4_multi_tensor_compute_partial_amax nvfp4_compute_global_scale nvfp4_multi_tensor_fused_scale "
+    "nvfp4_multi_tensor_2d_partial_cast nvfp4_2d_multi_tensor_transpose",
     optimizer: "multi_tensor_scale multi_tensor_scale_tensor multi_tensor_l2norm multi_tensor_unscale_l2norm multi_tensor_adam "
     "multi_tensor_adam_param_remainder multi_tensor_adam_fp8 multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
     "multi_tensor_sgd",
@@ -60,19 +83,13 @@ _FACTS: dict[str, Any] = {
 """What the extension says of the GPU and its libraries, whatever it is asked with."""
 
 MISSING = """
-bgrad_group_quantize bulk_overlap_ag_with_external_gemm convert_bshd_to_thd convert_thd_to_bshd copy_data_ptrs_to_device copy_to_kv_cache
-cusolvermp_ctx_create cusolvermp_ctx_destroy dsituglu ep_combine ep_combine_bwd ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy
-ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch fa_prepare_bwd fa_prepare_fwd fused_attn_bwd fused_attn_fwd
-fused_moe_aux_loss_bwd fused_moe_aux_loss_fwd fused_moe_aux_loss_fwd_graph_safe fused_qkv_rope_backward fused_qkv_rope_forward
-fused_score_for_moe_aux_loss_bwd fused_score_for_moe_aux_loss_fwd fused_topk_with_score_function_bwd fused_topk_with_score_function_fwd
-fused_topk_with_score_function_qb_fwd group_dequantize group_quantize group_requantize_inplace moe_permute_bwd moe_permute_fwd
-moe_unpermute_bwd moe_unpermute_fwd multi_tensor_pad_last_dim multi_tensor_transpose_to_bhsd newton_schulz nvfp4_2d_multi_tensor_transpose
-nvfp4_compute_global_scale nvfp4_group_quantize_with_amax nvfp4_multi_tensor_2d_partial_cast nvfp4_multi_tensor_compute_partial_amax
-nvfp4_multi_tensor_fused_scale nvfp4_quantize_with_amax scaled_clamped_dswiglu scaled_clamped_swiglu scaled_dsituglu scaled_dsrelu
-scaled_dswiglu scaled_situglu scaled_srelu scaled_swiglu situglu splits_to_offsets_multi te_general_grouped_gemm_for_discrete_in
-te_general_grouped_gemm_for_discrete_out te_general_grouped_gemm_for_grouped_tensor thd_copy_valid_tokens_from_per_split_to_rank_local
-thd_cp_rank_order_to_sequence_order thd_get_partitioned_indices thd_grad_correction thd_out_correction thd_read_half_tensor
-thd_read_second_half_lse thd_second_half_lse_correction thd_sequence_order_to_cp_rank_order
+bulk_overlap_ag_with_external_gemm copy_data_ptrs_to_device cusolvermp_ctx_create cusolvermp_ctx_destroy ep_combine ep_combine_bwd
+ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch
+fa_prepare_bwd fa_prepare_fwd fused_attn_bwd fused_attn_fwd group_requantize_inplace multi_tensor_pad_last_dim
+multi_tensor_transpose_to_bhsd newton_schulz nvfp4_group_quantize_with_amax nvfp4_quantize_with_amax
+te_general_grouped_gemm_for_discrete_in te_general_grouped_gemm_for_discrete_out te_general_grouped_gemm_for_grouped_tensor
+thd_copy_valid_tokens_from_per_split_to_rank_local thd_cp_rank_order_to_sequence_order thd_get_partitioned_indices thd_grad_correction
+thd_out_correction thd_read_half_tensor thd_read_second_half_lse thd_second_half_lse_correction thd_sequence_order_to_cp_rank_order
 """.split()
 """Functions of the extension that have no CPU implementation."""
 
@@ -83,14 +100,11 @@ def build() -> types.ModuleType:
     names: dict[str, Any] = dict(ENUMERATIONS)
     for home, functions in _MODULES.items():
         names |= {name: _as_written(getattr(home, name)) for name in functions.split()}
-    for name in activations.PLAIN:
-        names[name], names[f"d{name}"], names[f"dbias_d{name}"] = map(_as_written, activations.plain(name))
-    for name in activations.GATED:
-        names[name], names[f"d{name}"] = map(_as_written, activations.gated(name))
+    names |= {name: _as_written(kernel) for name, kernel in activations.kernels().items()}
     names |= {name: _constant(name, value) for name, value in _FACTS.items()}
     names |= {name: _constant(name, None) for name in _UNCHANGED}
     names |= {name: type(name, (), {}) for name in _CLASSES}
-    names |= {name: _missing(name) for name in MISSING}
+    names |= {name: missing(name) for name in MISSING}
     vars(module).update(names)
     return module
 
@@ -116,10 +130,12 @@ def _constant(name: str, value: Any) -> Callable[..., Any]:
     return constant
 
 
-def _missing(name: str) -> Callable[..., Any]:
+def missing(name: str, module: str = NAME) -> Callable[..., Any]:
+    """What stands for a function of TE's that has no CPU implementation: it says so, under that function's name."""
+
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{NAME}.{name} has no CPU implementation. Choose what TransformerEngine runs without it, or run on a GPU; "
+            f"{module}.{name} has no CPU implementation. Choose what TransformerEngine runs without it, or run on a GPU; "
             "docs/te_cpu.md lists every such function."
         )
 

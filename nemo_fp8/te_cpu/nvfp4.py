@@ -70,16 +70,31 @@ def _blocks(quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.
     most = blocks.abs().amax(-1)
     if quantizer.with_2d_quantization:
         most = most.view(rows // BLOCK, BLOCK, -1).amax(1).repeat_interleave(BLOCK, 0)
-    encode = torch.div(_E4M3.max * LARGEST, amax).clamp_max(FP32_MAX).reshape(-1, 1)
-    encode = torch.where(encode == 0, 1.0, encode)
-    decode = torch.reciprocal(encode)
-    scales = cast((most * (encode * torch.reciprocal(torch.tensor(LARGEST)))).clamp_max(FP32_MAX), _E4M3)
-    factor = torch.reciprocal(scales.float() * decode).clamp_max(FP32_MAX)
-    scaled = (blocks * factor[:, :, None]).clamp(-LARGEST, LARGEST).view(rows, columns)
-    return _pack((_stochastic if quantizer.stochastic_rounding else _nearest)(scaled)), scales
+    encode = encode_scale(amax).reshape(-1, 1)
+    scales = cast(block_scale(most, encode), _E4M3)
+    scaled = (blocks * factor(scales.float(), encode)[:, :, None]).view(rows, columns)
+    return _pack((_stochastic if quantizer.stochastic_rounding else nearest)(scaled)), scales
 
 
-def _nearest(x: torch.Tensor) -> torch.Tensor:
+def encode_scale(amax: torch.Tensor) -> torch.Tensor:
+    """A tensor's own scale, 1 where it holds nothing but zeros or an infinity."""
+    encode = torch.div(_E4M3.max * LARGEST, amax).clamp_max(FP32_MAX)
+    return torch.where((encode == 0) | (amax == 0), 1.0, encode)
+
+
+def block_scale(amax: torch.Tensor, encode: torch.Tensor) -> torch.Tensor:
+    """A block's scale in FP32, before it is rounded to E4M3."""
+    return (amax * (encode * torch.reciprocal(torch.tensor(LARGEST)))).clamp_max(FP32_MAX)
+
+
+def factor(scale: torch.Tensor, encode: torch.Tensor) -> torch.Tensor:
+    """What the values of a block are multiplied with, from its scale as E4M3 holds it."""
+    return torch.reciprocal(scale * torch.reciprocal(encode)).clamp_max(FP32_MAX)
+
+
+def nearest(x: torch.Tensor) -> torch.Tensor:
+    """The code of each value, one a byte, ties to even."""
+    x = x.clamp(-LARGEST, LARGEST)
     magnitude = x.abs()
     code = torch.bucketize(magnitude, _HALFWAY)  # how many midpoints lie below
     tie = code.clamp_max(6)
@@ -87,6 +102,7 @@ def _nearest(x: torch.Tensor) -> torch.Tensor:
 
 
 def _stochastic(x: torch.Tensor) -> torch.Tensor:
+    x = x.clamp(-LARGEST, LARGEST)
     magnitude = x.abs()
     below = torch.bucketize(magnitude, _MAGNITUDES, right=True).sub_(1).clamp_(0, 6)
     share = (magnitude - _MAGNITUDES[below]) / (_MAGNITUDES[below + 1] - _MAGNITUDES[below])
@@ -140,8 +156,8 @@ def operand(tensor: Any, by_rows: bool) -> torch.Tensor:
     values = _VALUES[unpack(packed).long()]
     rows, columns = values.shape
     scales = getattr(tensor, f"_{side}wise_scale_inv")[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
-    factor: torch.Tensor = getattr(tensor, f"_amax_{side}wise").reshape(-1, 1) / (LARGEST * tensor._nvfp4_e4m3_max)
-    scaled: torch.Tensor = values.view(rows, columns // BLOCK, BLOCK) * (scales * factor)[:, :, None]
+    decode: torch.Tensor = getattr(tensor, f"_amax_{side}wise").reshape(-1, 1) / (LARGEST * tensor._nvfp4_e4m3_max)
+    scaled: torch.Tensor = values.view(rows, columns // BLOCK, BLOCK) * (scales * decode)[:, :, None]
     return scaled.view(rows, columns)
 
 

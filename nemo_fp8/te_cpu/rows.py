@@ -1,4 +1,4 @@
-"""Moving rows about: padding of groups, transposes, dropout, offsets. No arithmetic but dropout's.
+"""Moving rows about: padding of groups, transposes, dropout, offsets, and the sums of groups of rows.
 
 TE pads the rows of each expert to a multiple of 16 or 32, since FP8 GEMMs ask for that, and takes the padding off again.
 """
@@ -99,4 +99,53 @@ def dropout_bwd(
 
 def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
     """Where each group begins, in elements, and where the last one ends."""
-    return torch.cat([first_dims.new_zeros(1), (first_dims * logical_last_dim).cumsum(0)])
+    return _offsets(first_dims.long(), logical_last_dim, True)
+
+
+def splits_to_offsets_multi(
+    split_sizes: torch.Tensor, device: Any, strides: Sequence[int], include_leading_zero: Sequence[bool], dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool = False,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    """The same for several lengths of a row at once, with or without the zero before the first group; the sizes as INT64 with them."""
+    sizes = split_sizes.long()
+    rows = zip(strides, include_leading_zero, dtypes, strict=True)
+    return sizes, [_offsets(sizes, stride, zero).to(dtype) for stride, zero, dtype in rows]
+
+
+def _offsets(sizes: torch.Tensor, stride: int, leading_zero: bool) -> torch.Tensor:
+    ends = (sizes * stride).cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends]) if leading_zero else ends
+
+
+@torch.no_grad()
+def pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
+    """Scales with zeros after them, to multiples of 128 rows and 4 columns."""
+    return torch.nn.functional.pad(inp, (0, -inp.shape[1] % 4, 0, -inp.shape[0] % 128))
+
+
+def _groups(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """The group of each row; rows behind the last group belong to none, numbered after it."""
+    return torch.bucketize(torch.arange(rows), offsets[1:].contiguous(), right=True)
+
+
+@torch.no_grad()
+def compute_grouped_dbias(dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: torch.Tensor | None = None) -> torch.Tensor:
+    """The bias gradients of groups of rows, added to ``dbias`` where there is one."""
+    return _add_groups(dy.float(), offsets, num_groups, dbias)
+
+
+@torch.no_grad()
+def compute_grouped_dbias_dscales(
+    dy: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor, dbias: torch.Tensor | None = None,
+    dscales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The same where a row's bias was multiplied by its scale, and the scales' gradients."""
+    g = dy.float()
+    of = torch.nn.functional.pad(bias.float(), (0, 0, 0, 1))[_groups(offsets, len(dy))]
+    found = (g * of).sum(1)
+    return _add_groups(g * scales[:, None], offsets, bias.shape[0], dbias), found if dscales is None else dscales.add_(found)
+
+
+def _add_groups(g: torch.Tensor, offsets: torch.Tensor, groups: int, total: torch.Tensor | None) -> torch.Tensor:
+    found = torch.zeros(groups + 1, g.shape[1]).index_add_(0, _groups(offsets, len(g)), g)[:groups]
+    return found if total is None else total.add_(found)

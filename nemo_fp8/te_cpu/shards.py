@@ -5,16 +5,20 @@
     3. every rank: its slice's codes, with the scales of the blocks that it touches
 
 so that the codes are those of the whole matrix quantized at once, to the bit, although nobody ever holds it in high precision.
+NVFP4's weights have 16x16 blocks and a scale of the whole tensor above theirs; TE makes their columns of the gathered codes later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from nemo_fp8.numerics.formats import cast, decode_e8m0, format_of
+from nemo_fp8.te_cpu import nvfp4
 from nemo_fp8.te_cpu.enumerations import torch_dtype
+from nemo_fp8.te_cpu.quantized import amax_of
 
 _MX = 32
 
@@ -96,3 +100,70 @@ def mxfp8_scaling_partial_cast(
 def _factors(codes: torch.Tensor) -> torch.Tensor:
     """What values are multiplied with, from the E8M0 codes of what codes are multiplied with."""
     return decode_e8m0((254 - codes.int()).clamp_min(0).to(torch.uint8))
+
+
+# ---------------------------------------------------------------------- NVFP4
+
+
+@torch.no_grad()
+def nvfp4_multi_tensor_compute_partial_amax(
+    master_weight_list: Sequence[torch.Tensor], partial_amax_list: Sequence[torch.Tensor], global_amax_list: Sequence[torch.Tensor],
+    h_list: Sequence[int], w_list: Sequence[int], start_offset_list: Sequence[int], block_len: int,
+) -> None:  # fmt: skip
+    """Amaxes of square blocks and of everything, as far as these shards know them."""
+    lists = (master_weight_list, partial_amax_list, global_amax_list, h_list, w_list, start_offset_list)
+    for shard, blocks, whole, h, w, start in zip(*lists, strict=True):
+        fp8_block_scaling_compute_partial_amax(shard, blocks, h, w, start, block_len)
+        whole.copy_(amax_of(shard).reshape(whole.shape))
+
+
+@torch.no_grad()
+def nvfp4_compute_global_scale(global_amax: torch.Tensor, global_scale: torch.Tensor) -> None:
+    """Each tensor's own scale of its amax."""
+    global_scale.copy_(nvfp4.encode_scale(global_amax))
+
+
+@torch.no_grad()
+def nvfp4_multi_tensor_fused_scale(
+    block_amax_list: Sequence[torch.Tensor], global_amax_list: Sequence[torch.Tensor], per_block_scale_list: Sequence[torch.Tensor],
+    target_scale_list: Sequence[torch.Tensor], target_amax_list: Sequence[torch.Tensor], tile_rows_list: Sequence[int],
+    tile_cols_list: Sequence[int], rows_padded_list: Sequence[int], block_len: int,
+) -> None:  # fmt: skip
+    """The blocks' scales: in FP32 for the casts, as E4M3 codes for each row of the tensors, whose amaxes are written with them."""
+    lists = (block_amax_list, global_amax_list, per_block_scale_list, target_scale_list, target_amax_list)
+    for blocks, whole, scales, target, target_amax in zip(*lists, strict=True):
+        scales.copy_(nvfp4.block_scale(blocks, nvfp4.encode_scale(whole)))
+        codes = cast(scales, format_of("e4m3")).view(torch.uint8).repeat_interleave(block_len, 0)[: target.shape[0]]
+        target.zero_()
+        target[: codes.shape[0], : codes.shape[1]] = codes
+        target_amax.copy_(whole.reshape(target_amax.shape))
+
+
+@torch.no_grad()
+def nvfp4_multi_tensor_2d_partial_cast(
+    inp_list: Sequence[torch.Tensor], out_list: Sequence[torch.Tensor], scale_list: Sequence[torch.Tensor],
+    global_scale_list: Sequence[torch.Tensor], h_list: Sequence[int], w_list: Sequence[int], start_offset_list: Sequence[int],
+    block_len: int,
+) -> None:  # fmt: skip
+    """Codes of these shards, two a byte. A shard may begin or end in the middle of one; the other half stays as it is."""
+    lists = (inp_list, out_list, scale_list, global_scale_list, w_list, start_offset_list)
+    for shard, out, scale, whole, w, start in zip(*lists, strict=True):
+        rows, first, last = _rows_of(shard, w, start)
+        of_blocks = cast(scale[torch.arange(first, last) // block_len], format_of("e4m3")).float()
+        factor = nvfp4.factor(of_blocks, torch.where(whole > 0, whole, 1.0)).repeat_interleave(block_len, 1)[:, :w]
+        codes = nvfp4.unpack(out)
+        codes[start % 2 : start % 2 + shard.numel()] = _slice_of(nvfp4.nearest(rows * factor), shard, w, start, first)
+        out.copy_(codes[0::2] | (codes[1::2] << 4))
+
+
+@torch.no_grad()
+def nvfp4_2d_multi_tensor_transpose(
+    rowwise_data_list: Sequence[torch.Tensor], columnwise_data_list: Sequence[torch.Tensor],
+    rowwise_scale_inv_list: Sequence[torch.Tensor], columnwise_scale_inv_list: Sequence[torch.Tensor], M_list: Sequence[int],
+    K_list: Sequence[int],
+) -> None:  # fmt: skip
+    """The columns of weights whose rows are there: a square block serves both."""
+    lists = (rowwise_data_list, columnwise_data_list, rowwise_scale_inv_list, columnwise_scale_inv_list, M_list, K_list)
+    for rows, columns, row_scales, column_scales, m, k in zip(*lists, strict=True):
+        nvfp4.data_transpose(rows, out=columns)
+        nvfp4.scales_2d_transpose(row_scales, column_scales, -(-m // nvfp4.BLOCK), -(-k // nvfp4.BLOCK))

@@ -19,6 +19,7 @@ from typing import Any
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.support import TE_ON_CPU
+from nemo_fp8.te_cpu import triton_kernels
 from nemo_fp8_hook import ARCHITECTURES, OFF, VARIABLE
 
 _PACKAGES = {"triton": "triton", "onnxscript": "onnxscript", "onnx_ir": "onnx-ir"}
@@ -177,6 +178,12 @@ def _dequantize_in_place(name: str) -> Callable[[Any], None]:
     return amend
 
 
+def _cache_on_cpu(custom_ops: Any) -> None:
+    for name in ("copy_to_kv_cache", "convert_bshd_to_thd", "convert_thd_to_bshd"):
+        operator = getattr(custom_ops, name)
+        operator.register_kernel("cpu")(operator._init_fn)
+
+
 _STORAGE = "transformer_engine.pytorch.tensor.storage."
 _MOVED = "it moves what is not on a device of type cuda to one, and calls itself, without end"
 _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
@@ -188,6 +195,8 @@ _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
     "transformer_engine.pytorch.utils": (_canonical_cpu, "canonicalize_device makes torch.device(0), which a CPU build of torch refuses"),
     _STORAGE + "mxfp8_tensor_storage": (_dequantize_in_place("_FromMXFP8Func"), _MOVED),
     _STORAGE + "nvfp4_tensor_storage": (_dequantize_in_place("_FromNVFP4Func"), _MOVED),
+    "transformer_engine.pytorch.attention.custom_ops": (_cache_on_cpu, "its operators are registered for tensors of type cuda alone"),
+    **dict.fromkeys(triton_kernels.MODULES, (triton_kernels.replace, "its functions launch Triton kernels")),
 }
 
 

@@ -1,0 +1,46 @@
+"""NVFP4 weights from shards of their masters: the codes of the whole, to the bit, although no rank quantizes it."""
+
+import itertools
+
+import pytest
+import torch
+from te_cases import ARCH, HERE
+
+if HERE:
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+pytestmark = pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
+
+
+@pytest.mark.parametrize("cuts", [[0, 48 * 80], [0, 1000, 2002, 48 * 80], [0, 1, 33, 1001, 48 * 80]])
+@pytest.mark.parametrize("source", ["normal", "zeros", "outliers"])
+def test_shards_make_the_whole(cuts, source):
+    torch.manual_seed(0)
+    h, w = 48, 80
+    master = {"normal": torch.randn(h, w), "zeros": torch.zeros(h, w), "outliers": torch.randn(h, w) * torch.logspace(-15, 15, w)}[source]
+    quantizer = NVFP4Quantizer(with_2d_quantization=True)
+    whole = quantizer(master)
+    found = quantizer(torch.randn(h, w))
+    shards = [master.view(-1)[a:b] for a, b in itertools.pairwise(cuts)]
+    blocks, amax = torch.zeros(3, 5), torch.zeros(1)
+    for shard, start in zip(shards, cuts, strict=False):  # what an all-reduce would do
+        part, largest = torch.zeros(3, 5), torch.zeros(1)
+        tex.nvfp4_multi_tensor_compute_partial_amax([shard], [part], [largest], [h], [w], [start], 16)
+        blocks, amax = torch.maximum(blocks, part), torch.maximum(amax, largest)
+    scales, encode = torch.empty(3, 5), torch.empty(1)
+    tex.nvfp4_compute_global_scale(amax, encode)
+    target = found._rowwise_scale_inv
+    tex.nvfp4_multi_tensor_fused_scale([blocks], [amax], [scales], [target], [found._amax_rowwise], [3], [5], [target.shape[0]], 16)
+    codes = found._rowwise_data.view(-1)
+    for shard, (start, end) in zip(shards, itertools.pairwise(cuts), strict=True):
+        piece = codes[start // 2 : -(-end // 2)]
+        tex.nvfp4_multi_tensor_2d_partial_cast([shard], [piece], [scales], [encode], [h], [w], [start], 16)
+    assert torch.equal(found._rowwise_data, whole._rowwise_data)
+    assert torch.equal(found._rowwise_scale_inv, whole._rowwise_scale_inv)
+    assert torch.equal(found._amax_rowwise, whole._amax_rowwise)
+    tex.nvfp4_2d_multi_tensor_transpose(
+        [found._rowwise_data], [found._columnwise_data], [found._rowwise_scale_inv], [found._columnwise_scale_inv], [h], [w]
+    )
+    assert torch.equal(found._columnwise_data, whole._columnwise_data)
+    assert torch.equal(found._columnwise_scale_inv, whole._columnwise_scale_inv)
