@@ -2,12 +2,13 @@
 
 megatron-core asks for CUDA by name: it allocates on ``cuda``, compares type strings, keeps CUDA generators,
 opens streams. Under :func:`megatron_on_cpu` the same code runs on the CPU, over gloo, with its own distributed
-optimizer. Three things make it so:
+optimizer. Five things make it so:
 
 - :class:`CudaIsCpu`, a torch function mode: whoever asks for ``cuda`` gets the CPU;
 - a table of replaced names (see ``patching``), each with the reason, checked against the installed version;
 - an optimizer and a norm with what TransformerEngine's have and torch's lack;
-- BF16 products in FP32 where the processor has no units for them (``numerics/bf16.py``).
+- BF16 products in FP32 where the processor has no units for them (``numerics/bf16.py``);
+- compiled fusions taken from torch's cache only where they were generated for this processor (``compiled.py``).
 
 Nothing is left behind when the context closes. The trade-off: while it lasts the whole process has no CUDA.
 """
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from nemo_fp8.numerics.bf16 import bf16_products
 from nemo_fp8.train import rng
 from nemo_fp8.train.adam import FusedAdam
+from nemo_fp8.train.compiled import compiled_for_this_cpu
 from nemo_fp8.train.norm import Norm
 from nemo_fp8.train.patching import Patch, patched
 
@@ -39,7 +41,7 @@ def megatron_on_cpu() -> Iterator[None]:
     if is_megatron_on_cpu():
         yield
         return
-    with patched(_TABLE, "Running Megatron on a CPU"), CudaIsCpu(), bf16_products():
+    with patched(_TABLE, "Running Megatron on a CPU"), CudaIsCpu(), bf16_products(), compiled_for_this_cpu():
         yield
 
 
