@@ -12,17 +12,22 @@ inductor would generate the same code for compile once each.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-import torch.compiler.config
+from torch.compiler import config
 
 
-def compiled_for_this_cpu() -> AbstractContextManager[Any]:
+@contextmanager
+def compiled_for_this_cpu() -> Iterator[None]:
     """Only graphs that were generated for this instruction set are taken from the cache, in this thread, until the context closes."""
-    tag = torch.compiler.config.cache_key_tag
-    return torch.compiler.config.patch(cache_key_tag=f"{tag} {instruction_set()}".strip())
+    tag = config.cache_key_tag
+    config.cache_key_tag = f"{tag} {instruction_set()}".strip()
+    try:
+        yield
+    finally:
+        config.cache_key_tag = tag
 
 
 def instruction_set() -> str:
