@@ -121,6 +121,8 @@ WAYS = (
 
 _OLD_GPU = "Use an H100 or newer, or bf16_mixed; a machine without a GPU shows the numerics, without the speed."
 _NEWER = "Use an L4, L40S, H100 or newer; of CPUs, one with AMX has a kernel of vLLM's."
+_MX_KERNELS = "MX GEMMs need Blackwell (sm100 or sm103)."
+_BLACKWELL = "For speed, use a B200 or newer; or set rollout_block='128x128', for which older GPUs and CPUs with AMX have kernels."
 _TENSORWISE = "use bf16_with_fp8_tensorwise_mixed"
 _BEFORE_90 = f"On sm89 {_TENSORWISE}; before it, bf16_mixed, or the emulation with the GPU hidden."
 _VLLM = ("vllm", ">=0")
@@ -198,7 +200,7 @@ NEEDS: tuple[Need, ...] = (
     Need(EMULATION, TRAINING[:-1], "torch", ">=2.6", "torch", "The emulation runs on torch.", "pip install 'nemo-fp8[train]'."),
     # ------------------------------------------------------------ rollout on vLLM
     Need(W8A8, _W8A16, "arch", ">=89", GPU, "GPUs before Ada (sm89) have no FP8 units.", _NEWER),
-    Need(W8A8, ("rollout-mxfp8",), "arch", ">=100,<120", GPU, "MX GEMMs need Blackwell (sm100 or sm103).", "Set rollout_block='128x128'."),
+    Need(W8A8, ("rollout-mxfp8",), "arch", ">=100,<120", GPU, _MX_KERNELS, _BLACKWELL),
     Need(
         W8A8,
         ("rollout-deepgemm",),
@@ -234,7 +236,7 @@ NEEDS: tuple[Need, ...] = (
         "On a CPU, vLLM's FP8 KV cache needs x86 with AVX-512 or AMX.",
         "Set kv_cache='auto', or roll out on such a CPU or on a GPU.",
     ),
-    Need(OTHER, ("rollout-mxfp8",), "arch", "<100|>=120", GPU, "MX GEMMs need Blackwell (sm100 or sm103).", "Set rollout_block='128x128'."),
+    Need(OTHER, ("rollout-mxfp8",), "arch", "<100|>=120", GPU, _MX_KERNELS, _BLACKWELL),
     Need(OTHER, ("kv-cache-fp8",), "arch", "<89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set kv_cache='auto'."),
     *(
         Need(way, ROLLOUT, "vllm", ">=0.28", "vLLM", "nemo_fp8 drives vLLM 0.28 and newer.", _VLLM_028)
@@ -399,7 +401,9 @@ def _reasons(needs: Collection[Need], machine: Machine) -> str:
 
 def _remedies(needs: Collection[Need], machine: Machine) -> str:
     if machine.has_gpu is False and any(need.way == TE for need in needs):
-        return "For speed, " + _list([in_words(need) for need in needs if need.field == "arch"]) + "; for numerics, the emulation does."
+        gpu = _FIELD_WORDS["arch"]
+        which = _list([in_words(need).removeprefix(f"{gpu} ") for need in needs if need.field == "arch"])
+        return f"For speed, {gpu} {which}; for numerics, the emulation does."
     return " ".join(dict.fromkeys(need.remedy for need in needs if need.remedy))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,8 +11,10 @@ from nemo_fp8.cli.bars import run_bars
 from nemo_fp8.cli.options import Html, Json, seeds_of
 from nemo_fp8.contract import Precision
 from nemo_fp8.named import load
-from nemo_fp8.report.compare import Comparison, OnStep, run_comparison
 from nemo_fp8.terminal import print_json, print_notes, print_table
+
+if TYPE_CHECKING:
+    from nemo_fp8.report.compare import Comparison, OnStep
 
 DEFAULT = "bf16_mixed,bf16_with_fp8_mixed,bf16_with_fp8_current_scaling_mixed,bf16_with_fp8_blockwise_mixed,bf16_with_mxfp8_mixed"
 
@@ -37,6 +39,8 @@ def compare(
         from nemo_fp8.report.figures import require_matplotlib
 
         require_matplotlib()
+    from nemo_fp8.report.compare import run_comparison
+
     with run_bars(len(contracts) * len(numbers), steps) as start:
 
         def on_run(precision: Precision, seed: int) -> OnStep:

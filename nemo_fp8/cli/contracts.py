@@ -77,10 +77,11 @@ def check(
 ) -> None:
     """Prove that training and rollout multiply with the same values, or say what differs; exit code 1 if something does."""
     from nemo_fp8.agreement import check
-    from nemo_fp8.render.nemo_rl import ignored_by_nemo_rl, read_nemo_rl
 
     notes = []
     if nemo_rl:
+        from nemo_fp8.render.nemo_rl import ignored_by_nemo_rl, read_nemo_rl
+
         text = read_text(train)
         trained, rolled = read_nemo_rl(text)
         notes = [f"{p.what} {p.why} {p.remedy}" for p in ignored_by_nemo_rl(text)]

@@ -13,9 +13,7 @@ import typer
 from nemo_fp8.cli.bars import byte_bar, waiting
 from nemo_fp8.cli.options import Changes, Json, VllmPython
 from nemo_fp8.contract import Precision
-from nemo_fp8.doctor import require
 from nemo_fp8.errors import Problem
-from nemo_fp8.machine import Machine
 from nemo_fp8.named import load
 from nemo_fp8.terminal import print_json, print_notes, print_pairs, print_problems
 
@@ -50,6 +48,9 @@ def export(
 
     engine = vllm_python(python) if verify and vllm else None  # before minutes are spent on writing
     if engine is not None:
+        from nemo_fp8.doctor import require
+        from nemo_fp8.machine import Machine
+
         require(contract.replace(deep_gemm=False), Machine.here(engine), sides=("rollout",))
     opened = _open(source, from_nemo)
     with byte_bar("export") as progress:

@@ -95,9 +95,10 @@ class autocast:
     ) -> None:
         self.precision, self.model, self.group = precision, model, group
         self.enabled = enabled and precision.is_fp8
-        # Modules hold their records; a weight is looked up when it is used, since it may have been replaced after construction.
+        # Modules hold their records; a weight is looked up when it is used, since it or its module may have been replaced.
         self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, _Record]] = WeakKeyDictionary()
         self._by_id: dict[int, tuple[ref[torch.nn.Module], str]] = {}
+        self._searched: dict[int, ref[torch.Tensor]] = {}  # parameters that the whole model was searched for
         self._first: dict[bool, _Record] = {}
         self._inside: dict[int, autocast] = {}  # every region opened since the outermost one, itself included
         self._entered: list[ExitStack] = []
@@ -149,7 +150,10 @@ class autocast:
         if weight is None:
             return None
         found = self._holder(weight)
-        if found is None:  # a weight that was replaced, or none of ours
+        searched = self._searched.get(id(weight), lambda: None)
+        if found is None and searched() is not weight:  # replaced, alone or with its module, or none of ours
+            if self.model is not None and isinstance(weight, torch.nn.Parameter):
+                self._owners, self._searched[id(weight)] = _adopt(self.model, self.precision), ref(weight)
             self._by_id = {id(getattr(m, name, None)): (ref(m), name) for m, names in self._owners.items() for name in names}
             found = self._holder(weight)
         return found

@@ -14,7 +14,7 @@ The context replaces torch's own kernels for the CPU in the dispatcher, below au
 subclasses and compiled graphs all pass there, and nothing is replaced by name. The trade-off: it is process-wide, and
 every product costs 10 microseconds more, so that it is opened by those who own the process (a trainer), and only where
 there are no such units. Operands are copied to FP32 on each call; for one row (a token) that takes longer than the
-product. CUDA tensors, other types and convolutions are as before.
+product. CUDA tensors and other types are as before.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from nemo_fp8.errors import PrecisionError
 
 _BF16 = torch.bfloat16
 
-# torch's operators that multiply matrices, and how many of their arguments, from the first one on, are the operands.
-_OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "addmv": 3, "_scaled_dot_product_flash_attention_for_cpu_backward": 5}
+# torch's operators that multiply, and how many of their arguments, from the first one on, are the operands.
+_OPERANDS = {
+    "mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "addmv": 3, "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+    "convolution": 2, "convolution_backward": 3,
+}  # fmt: skip
 _VARIANTS = {"addmm": (".out", "_"), "baddbmm": (".out", "_"), "addmv": (".out", "_"), "mm": (".out",), "bmm": (".out",)}
 
 
@@ -172,7 +175,8 @@ def _in_fp32(operands: int, product: Any, itself: Any, in_place: bool) -> Callab
                 return given[0].copy_(result)
             if out is not None:
                 return torch.mul(result, 1, out=out)  # rounds, and resizes and refuses as every operator of torch's does
-            return tuple(r.to(_BF16) for r in result) if isinstance(result, tuple) else result.to(_BF16)
+            several = isinstance(result, tuple)  # of gradients that nobody asked for there are none
+            return tuple(r if r is None else r.to(_BF16) for r in result) if several else result.to(_BF16)
 
     return kernel
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from small_transformer import BLOCKWISE, DELAYED, MXFP8, TENSORWISE, fp8_state
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import nemo_fp8
+import nemo_fp8.numerics.autocast as autocast_module
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.autocast import _open, autocast
@@ -222,7 +224,13 @@ def _moved_to_other_memory(model):
         torch.__future__.set_overwrite_module_params_on_conversion(before)
 
 
-@pytest.mark.parametrize("replace", [_replaced_by_assignment, _replaced_by_hand, _moved_to_other_memory])
+def _modules_replaced(model):
+    for i, module in enumerate(model):
+        model[i] = nn.Linear(128, 128, bias=False).bfloat16()
+        model[i].weight.data.copy_(module.weight)
+
+
+@pytest.mark.parametrize("replace", [_replaced_by_assignment, _replaced_by_hand, _moved_to_other_memory, _modules_replaced])
 @pytest.mark.parametrize("p", [BLOCKWISE, DELAYED], ids=["blockwise", "delayed"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_replaced_parameters_stay_in_fp8(replace, p, inside):
@@ -242,6 +250,30 @@ def test_replaced_parameters_stay_in_fp8(replace, p, inside):
     assert all(module.weight is not weight for module, weight in zip(model, old, strict=True))
     assert not torch.equal(before, plain)
     assert torch.equal(after, before)
+
+
+def test_a_module_that_is_kept_stays_so_when_it_is_replaced_and_the_model_is_searched_once(monkeypatch):
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)).bfloat16()
+    x, searches, adopt = torch.randn(16, 128).bfloat16(), [], autocast_module._adopt
+    with autocast(BLOCKWISE.replace(keep=("1",)), model):
+        model[1] = nn.Linear(128, 128, bias=False).bfloat16()
+        monkeypatch.setattr(autocast_module, "_adopt", lambda *given: searches.append(given) or adopt(*given))
+        for _ in range(3):
+            assert torch.equal(model[1](x), x @ model[1].weight.T)
+    assert len(searches) == 1
+
+
+def test_a_replaced_module_is_recomputed_in_fp8():
+    """Its hooks came while it ran for the first time."""
+    model, x = nn.Sequential(nn.Linear(128, 128, bias=False)).bfloat16(), torch.randn(16, 128).bfloat16().requires_grad_()
+    outputs = []
+    with set_checkpoint_early_stop(False), autocast(BLOCKWISE, model):
+        _modules_replaced(model)
+        model[0].register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
+        y = checkpoint(model, x, use_reentrant=False)
+    y.sum().backward()
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], x @ model[0].weight.T)
 
 
 def test_without_a_model_nothing_is_remembered_of_modules_that_are_gone():

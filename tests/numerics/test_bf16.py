@@ -267,6 +267,35 @@ def test_attention_s_backward_multiplies_fp32():
         assert same(f, e.to(BF16))
 
 
+@pytest.mark.parametrize(
+    ("function", "x", "weight", "bias", "options"),
+    [
+        (F.conv1d, (2, 8, 20), (8, 1, 4), (8,), {"groups": 8, "padding": 3}),  # as in Mamba's mixers
+        (F.conv2d, (2, 4, 9, 9), (6, 4, 3, 3), None, {"stride": 2}),
+        (F.conv2d, (2, 4, 9, 9), (6, 4, 3, 3), (6,), {"padding": "same"}),
+        (F.conv_transpose2d, (2, 4, 5, 5), (4, 6, 3, 3), (6,), {"dilation": 2}),
+        (F.conv3d, (1, 3, 4, 14, 14), (5, 3, 2, 7, 7), (5,), {"stride": (2, 7, 7)}),  # as patches of a video
+    ],
+    ids=lambda v: getattr(v, "__name__", None),
+)
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (1,)], ids=["all gradients", "the weight's alone"])
+def test_convolutions(function, x, weight, bias, options, wanted):
+    given = [draw(*shape, seed=seed) if shape else None for seed, shape in enumerate((x, weight, bias))]
+    wide = [None if t is None else t.float() for t in given]
+    for tensors in (given, wide):
+        for i in wanted:
+            _ = tensors[i] is not None and tensors[i].requires_grad_()
+    with products_in_fp32():
+        found = function(*given, **options)
+        dy = draw(*found.shape, seed=9)
+        found.backward(dy)
+    expected = function(*wide, **options)
+    expected.backward(dy.float())
+    assert same(found, expected.to(BF16))
+    for i in wanted:
+        assert given[i] is None or same(given[i].grad, wide[i].grad.to(BF16))
+
+
 def test_a_compiled_function():
     a, b, c = draw(32, 32), draw(32, 32), draw(32, 32)
     compiled = torch.compile(lambda a, b, c: torch.addmm(c, a, b).relu() @ b, backend="aot_eager")

@@ -312,6 +312,7 @@ def test_the_rows_that_other_processors_get(cache, monkeypatch, isa):
     monkeypatch.setattr(build, "MACHINE_FLAGS", (build.OTHERS[isa],))
     jobs_of_every_kind()
     large_results((128, 128), ("te", "fp32"), torch.bfloat16)
+    large_results((1, 32), ("te", "e8m0"), torch.bfloat16)
     assert len(list(cache.glob("*.so"))) == 1
 
 

@@ -466,6 +466,7 @@ def _with_message(message, rest=b""):
         ("begin", b"", {}, "A body of 0 bytes"),
         ("begin", b"{}", {"content-length": "-2"}, "A body of -2 bytes"),
         ("begin", b"{}", {"content-length": str(2**40)}, "At most"),
+        ("begin", b"{}", {"content-length": str(2**26)}, "At most 33554432"),
         ("begin", b"{}", {"content-length": "1"}, "longer than it says"),
         ("begin", b"[]", {}, "no JSON object"),
         ("begin", b"\xff{", {}, "cannot be read"),
@@ -491,10 +492,38 @@ def test_a_body_that_never_comes_is_given_up(monkeypatch):
     async def never():
         await asyncio.Event().wait()
 
-    scope = {"headers": [(b"content-length", b"209715200")]}
+    scope = {"headers": [(b"content-length", b"33554432")]}
     for read in (endpoints._message, endpoints._body):
         with pytest.raises(PrecisionError, match="Nothing of it came for"):
             asyncio.run(asyncio.wait_for(read(scope, never), 5))
+
+
+def test_a_body_that_comes_byte_by_byte_is_given_up(monkeypatch):
+    """Each byte ends a silence, and none of them is worth a connection."""
+    monkeypatch.setattr(endpoints, "SILENCE", 0.2)
+
+    async def a_byte():
+        await asyncio.sleep(0.05)
+        return {"type": "http.request", "body": b"\x01", "more_body": True}
+
+    scope = {"headers": [(b"content-length", b"33554432")]}
+    for read in (endpoints._message, endpoints._body):
+        with pytest.raises(PrecisionError, match=r"Only [1-4] bytes of it came in"):
+            asyncio.run(asyncio.wait_for(read(scope, a_byte), 5))
+
+
+def test_a_large_body_has_the_time_that_it_needs(monkeypatch):
+    monkeypatch.setattr(endpoints, "SILENCE", 0.2)
+    parts = [{"type": "http.request", "body": bytes(1 << 17), "more_body": i < 7} for i in range(8)]
+
+    async def an_eighth():
+        await asyncio.sleep(0.1)
+        return parts.pop(0)
+
+    async def read():
+        return sum([len(part) async for part in endpoints._parts(an_eighth)])
+
+    assert asyncio.run(read()) == 1 << 20
 
 
 @pytest.mark.parametrize("error", [OverflowError("int too big"), UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")])

@@ -63,6 +63,11 @@ def test_a_manifest_from_outside_is_not_believed(rows):
         Manifest.from_plain(rows)
 
 
+def test_a_manifest_that_no_model_has_is_refused_by_its_number():
+    with pytest.raises(PrecisionError, match="300,000 tensors; a push takes 1 to 262,144"):
+        Manifest.from_plain([["a", "bfloat16", [1]]] * 300_000)
+
+
 def test_a_manifest_goes_out_and_comes_back():
     manifest = Manifest.of(_tensors())
     assert Manifest.from_plain(manifest.to_plain()) == manifest

@@ -181,30 +181,42 @@ static void gather(const strip *s, int tame, int any) {
     }
 }
 
+/* A strip's share of what is kept for each tile. Many tiles have more of it than the caches hold: it goes past them in whole lines. */
+INLINE void put(void *to, const void *from, int64_t bytes, int streams) {
+    if (streams && ((uintptr_t)to & 63) == 0) stream(to, from, bytes);
+    else memcpy(to, from, (size_t)bytes);
+}
+
 /* A row of n bytes, made in `row` up to a whole number of vectors: what a strip's arrays hold after its last tile means nothing,
    but a strip has few tiles, and would otherwise be done byte by byte. */
 #define WHOLE(N) (((N) + 63) & ~(int64_t)63)
-#define STORE_BYTES(TO, N, ROW, BYTE) \
-    do { \
-        for (int64_t t = 0; t < WHOLE(N); t++) (ROW)[t] = (uint8_t)(BYTE); \
-        memcpy(TO, ROW, (size_t)(N)); \
-    } while (0)
+#define MAKE_BYTES(N, ROW, BYTE) \
+    for (int64_t t = 0; t < WHOLE(N); t++) (ROW)[t] = (uint8_t)(BYTE)
 
-static void store_exponents(uint8_t *to, const float *restrict scale_inv, int64_t n, uint8_t *restrict row) {
-    STORE_BYTES(to, n, row, bits(scale_inv[t]) >> 23);
+static void store_exponents(uint8_t *to, const float *restrict scale_inv, int64_t n, uint8_t *restrict row, int streams) {
+    MAKE_BYTES(n, row, bits(scale_inv[t]) >> 23);
+    put(to, row, n, streams);
 }
 
-static void store_counters(void *to, const int32_t *restrict from, int64_t n, int64_t bytes, uint8_t *restrict row) {
-    if (bytes == 4) memcpy(to, from, (size_t)n * 4);
-    else STORE_BYTES(to, n, row, from[t]);
+static void store_counters(char *to, const int32_t *restrict from, int64_t n, int64_t bytes, uint8_t *restrict row, int streams) {
+    if (bytes == 4) { put(to, from, n * 4, streams); return; }
+    MAKE_BYTES(n, row, from[t]);
+    put(to, row, n, streams);
 }
 
-static void store_one_more(uint8_t *to, const uint8_t *restrict from, int64_t n, uint8_t *restrict row) {
-    STORE_BYTES(to, n, row, from[t] + 1);
+static void store_one_more(uint8_t *to, const uint8_t *restrict from, int64_t n, uint8_t *restrict row, int streams) {
+    MAKE_BYTES(n, row, from[t] + 1);
+    put(to, row, n, streams);
 }
 
-static void unscale_roots(const float *restrict sums, const float *restrict scale_inv, float *restrict to, int64_t n) {
-    for (int64_t t = 0; t < n; t++) to[t] = sqrtf(sums[t]) * scale_inv[t];
+static void unscale_roots(float *restrict sums, const float *restrict scale_inv, int64_t n) {
+    for (int64_t t = 0; t < n; t++) sums[t] = sqrtf(sums[t]) * scale_inv[t];
+}
+
+/* All that is kept for each tile lies in one piece, from the norms on to the largest codes. */
+static int64_t bytes_of_counts(const job *j) {
+    int64_t high = (j->rows + j->tile_rows - 1) / j->tile_rows, grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
+    return (char *)j->largest - (char *)j->norm + high * grid;
 }
 
 /* Stores wait for each other: one whose place has to come from memory first holds up all that follow, once for each kind. */
@@ -215,15 +227,16 @@ static void ask_for_counts(const job *j, int64_t at, int64_t n) {
 }
 
 /* Sums were made of scaled values. Their roots, unscaled, have the range of floats; the sums would need doubles. */
-static void store_counts(const job *j, scratch *w, int64_t at, int64_t n, int tame) {
+static void store_counts(const job *j, scratch *w, int64_t at, int64_t n, int tame, int streams) {
     int64_t bytes = j->count_bytes;
-    unscale_roots(w->signal, w->scale_inv, j->norm + at, n), unscale_roots(w->noise, w->scale_inv, j->error_norm + at, n);
-    char *saturated = (char *)j->saturated + at * bytes, *nonfinite = (char *)j->nonfinite + at * bytes;
-    store_counters((char *)j->underflow + at * bytes, w->underflow, n, bytes, w->row);
-    if (tame) memset(saturated, 0, (size_t)(n * bytes)), memset(nonfinite, 0, (size_t)(n * bytes));
-    else store_counters(saturated, w->saturated, n, bytes, w->row), store_counters(nonfinite, w->nonfinite, n, bytes, w->row);
-    store_one_more(j->least + at, w->least, n, w->row);
-    memcpy(j->largest + at, w->largest, (size_t)n);
+    unscale_roots(w->signal, w->scale_inv, n), unscale_roots(w->noise, w->scale_inv, n);
+    put(j->norm + at, w->signal, n * 4, streams), put(j->error_norm + at, w->noise, n * 4, streams);
+    store_counters((char *)j->underflow + at * bytes, w->underflow, n, bytes, w->row, streams);
+    if (tame) memset(w->saturated, 0, (size_t)n * 4), memset(w->nonfinite, 0, (size_t)n * 4);
+    store_counters((char *)j->saturated + at * bytes, w->saturated, n, bytes, w->row, streams);
+    store_counters((char *)j->nonfinite + at * bytes, w->nonfinite, n, bytes, w->row, streams);
+    store_one_more(j->least + at, w->least, n, w->row, streams);
+    put(j->largest + at, w->largest, n, streams);
 }
 
 /* --------------------------------------------------------------------------------------------------- one row of tiles */
@@ -294,13 +307,14 @@ static void work_on(const job *j, format f, scratch *w, spot at, spot next) {
     strip s = {j, w, least_of(j->tile_rows, j->rows - r0), least_of(STRIP, j->cols - at.column), 0, first_of(j, at)};
     s.tiles = (s.width + j->tile_cols - 1) / j->tile_cols;
 
-    if (j->norm) ask_for_counts(j, at.row * grid + tile, s.tiles);
+    int streams = j->norm && large(bytes_of_counts(j));
+    if (j->norm && !streams) ask_for_counts(j, at.row * grid + tile, s.tiles);
     int tame = find_amaxes(&s);
-    if (j->amax) memcpy(j->amax + at.row * grid + tile, w->amax, (size_t)s.tiles * 4);
+    if (j->amax) put(j->amax + at.row * grid + tile, w->amax, s.tiles * 4, streams);
     if (!j->codes) return;
     find_scales(j, w->amax, w->scale, w->scale_inv, s.tiles);
     int64_t scales_at = at.row * j->scale_stride + tile;
-    if (j->scaling == E8M0) store_exponents((uint8_t *)j->scale_inv + scales_at, w->scale_inv, s.tiles, w->row);
+    if (j->scaling == E8M0) store_exponents((uint8_t *)j->scale_inv + scales_at, w->scale_inv, s.tiles, w->row, streams);
     else if (j->scaling != GIVEN) memcpy((float *)j->scale_inv + scales_at, w->scale_inv, (size_t)s.tiles * 4);
     else for (int64_t t = 0; t < s.tiles; t++) tame &= w->amax[t] * j->given <= j->format_max;
 
@@ -312,7 +326,7 @@ static void work_on(const job *j, format f, scratch *w, spot at, spot next) {
     else
 #endif
         cast_strip(&s, codes, f, tame);
-    if (j->norm) store_counts(j, w, at.row * grid + tile, s.tiles, tame);
+    if (j->norm) store_counts(j, w, at.row * grid + tile, s.tiles, tame, streams);
 }
 
 /* ---------------------------------------------------------------------------------------------------- the whole job */
@@ -333,6 +347,6 @@ static void work(void *argument) {
 
 void nemo_fp8_quantize(job *j) {
     if (j->codes && j->codes_stride == j->cols) expect(j->codes, j->rows * j->cols);
-    if (j->norm) expect(j->norm, (char *)j->largest - (char *)j->norm);
+    if (j->norm) expect(j->norm, bytes_of_counts(j));
     share(work, j, j->threads, j->parallel);
 }

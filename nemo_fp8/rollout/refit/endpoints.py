@@ -28,6 +28,7 @@ from nemo_fp8.numerics.checkpoint import bytes_of
 from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, brings, comes_from_a_page, is_local, path_of
 from nemo_fp8.rollout.refit.alive import LOOK, answered_on_loop
 from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, Answer, refusal
+from nemo_fp8.rollout.refit.manifest import MOST_ENTRIES
 from nemo_fp8.rollout.refit.memory import Shared
 
 Scope = MutableMapping[str, Any]
@@ -35,9 +36,11 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 METHODS = ("begin", "write", "bytes", "finish", "abandon", "expected", "held")
 MODES = ("wait", "abort", "keep")
-LARGEST_MESSAGE, LARGEST_BODY = 1 << 28, 1 << 31
+# A message is parsed while the server answers nobody: half a second for the largest. 128 bytes for each tensor of the longest manifest.
+LARGEST_MESSAGE, LARGEST_BODY = MOST_ENTRIES << 7, 1 << 31
 DEEPEST = 8  # lists in lists of a message; a push needs four
 SILENCE = 60.0  # seconds without a word from the sender, after which a push counts as dead, and a body as given up
+SLOWEST = 1 << 20  # bytes that a body has to bring each second, beyond so much time for its beginning
 NOT_ALLOWED = (
     "Not allowed. Give the server's token as Refit(url, token=). One that nemo-fp8 serve drew is found by itself, by the same user "
     "on the same machine. A server without any takes pushes from its own machine alone, and not through a proxy: "
@@ -275,14 +278,18 @@ async def _body(scope: Scope, receive: Receive) -> tuple[Answer, Shared]:
 
 
 async def _parts(receive: Receive) -> Any:
+    begun, came = time.monotonic(), 0
     while True:
+        left = begun + SILENCE + came / SLOWEST - time.monotonic()
         try:
-            event = await asyncio.wait_for(receive(), SILENCE)
+            event = await asyncio.wait_for(receive(), min(left, SILENCE))
         except asyncio.TimeoutError:
-            raise _unreadable(f"nothing of it came for {SILENCE:.0f} seconds") from None
+            slow = f"only {came} bytes of it came in {time.monotonic() - begun:.0f} seconds"
+            raise _unreadable(slow if came and left < SILENCE else f"nothing of it came for {SILENCE:.0f} seconds") from None
         if event["type"] == "http.disconnect":
             raise _unreadable("its sender went away")
         if event.get("body"):
+            came += len(event["body"])
             yield event["body"]
         if not event.get("more_body"):
             return
