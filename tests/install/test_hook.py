@@ -13,7 +13,6 @@ hooks = sum(type(finder).__module__ == "nemo_fp8_hook" for finder in sys.meta_pa
 assert (hooks, "nemo_fp8" in sys.modules) == (1, False)
 sys.stdout.write("".join(("hook", "ed\\n")))
 """
-TE = ROOT / ".te_cpu"
 
 
 class Beside(Environment):
@@ -23,7 +22,7 @@ class Beside(Environment):
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
         self.home, self.python = folder, folder / "bin/python"
         self.site = next(folder.glob("lib/python*/site-packages"))
-        (self.site / "zz_beside.pth").write_text(f"{sysconfig.get_path('purelib')}\n{TE}\n")
+        (self.site / "zz_beside.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         self.pip("install", "--no-index", "--no-deps", "--no-build-isolation", *options, package)
 
 
@@ -84,8 +83,6 @@ def test_every_process_of_an_environment_has_it(wheel, kind):
 
 
 def test_transformer_engine_works_there(wheel):
-    if not (TE / "transformer_engine").is_dir():
-        pytest.fail("TransformerEngine is not in .te_cpu. Remedy: make setup")
     done = wheel.code("import transformer_engine.pytorch as te, torch; print(te.Linear(32, 32)(torch.ones(16, 32, device='cuda')).is_cuda)")
     assert done.stdout == "True\n", done.stderr
     off = wheel.code("import transformer_engine", NEMO_FP8_TE_CPU="0")

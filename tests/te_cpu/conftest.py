@@ -1,24 +1,16 @@
 """TransformerEngine's real Python over our extension.
 
-The CPU stands in for CUDA in the whole process, so these tests have one of their own, with ``.te_cpu`` on its path, where TE's pure-Python
-wheel lies: PYTHONPATH=.te_cpu .venv/bin/python -m pytest tests/te_cpu
+The CPU stands in for CUDA in the whole process, as it does wherever Megatron is imported. NEMO_FP8_TE_TESTS_ARCH=90 runs these tests for
+another architecture, in a process of their own.
 """
 
 import pytest
 import torch
-from te_cases import ARCH, HERE
+from te_cases import ARCH
 
-if HERE:
-    from nemo_fp8 import te_cpu
+from nemo_fp8 import te_cpu
 
-    te_cpu.install(ARCH)
-
-
-def pytest_collection_modifyitems(items):
-    mark = pytest.mark.skip(reason="needs a process of its own with TransformerEngine on its path: PYTHONPATH=.te_cpu pytest tests/te_cpu")
-    for item in items:
-        if not HERE and item.path.parent.name == "te_cpu":
-            item.add_marker(mark)
+te_cpu.install(ARCH)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """TE's recipes beside the contracts that say the same, and which architectures run them."""
 
-import importlib.util
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +8,6 @@ from nemo_fp8.contract import Precision
 
 ARCH = int(os.environ.get("NEMO_FP8_TE_TESTS_ARCH", "100"))
 """The architecture that this process stands for."""
-HERE = importlib.util.find_spec("transformer_engine") is not None
-"""Whether TransformerEngine can be imported: these tests have a process of their own."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ import sys
 
 import pytest
 import torch
-from te_cases import ARCH, HERE
+from te_cases import ARCH
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate==1.15.0")
 
-if HERE:
-    import transformer_engine.pytorch as te
+import transformer_engine.pytorch as te
 
 # Accelerate's arguments -> how the operands of te.Linear's products are stored.
 HANDLERS = {

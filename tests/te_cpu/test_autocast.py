@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from te_cases import HERE
 
-if HERE:
-    import transformer_engine.pytorch as te
-    import transformer_engine_torch as tex
-    from transformer_engine.common.recipe import Float8CurrentScaling
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from transformer_engine.common.recipe import Float8CurrentScaling
 
 
 def _step(device):

@@ -6,13 +6,12 @@ import sys
 
 import pytest
 import torch
-from te_cases import CASES, HERE
+from te_cases import CASES
 
 from nemo_fp8.numerics.delayed import DelayedState, update
 from nemo_fp8.numerics.linear import linear, quantize_weight
 
-if HERE:
-    import transformer_engine.pytorch as te
+import transformer_engine.pytorch as te
 
 
 def _bytes(tensor):

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from te_cases import HERE
 
 from nemo_fp8.te_cpu import extension
 
-if HERE:
-    import transformer_engine
-    import transformer_engine_torch as tex
+import transformer_engine
+import transformer_engine_torch as tex
 
 # A submodule, and a word of a docstring (of the operators of torch.ops.tex, which are none of the extension, the pattern knows).
 _NOT_OF_THE_EXTENSION = {"grouped_mlp_experimental", "LayerNorm"}

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from te_cases import ARCH, HERE
+from te_cases import ARCH
 
-if HERE:
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
-    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+import transformer_engine_torch as tex
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 E4M3 = 7
 BLACKWELL = pytest.mark.skipif(ARCH < 100, reason="the format begins with Blackwell")

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from te_cases import HERE
 
 ROOT = Path(__file__).parents[2]
 AT_START = str(ROOT / "nemo_fp8_hook" / "path")
-TE = Path(next((folder for folder in sys.path if Path(folder, "transformer_engine").is_dir()), ".")) if HERE else Path()
+TE = Path(next(folder for folder in sys.path if Path(folder, "transformer_engine").is_dir()))
 SO = "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so"
 
 

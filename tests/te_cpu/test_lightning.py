@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from te_cases import HERE
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning==2.4.0")
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision  # noqa: E402
 
-if HERE:
-    import transformer_engine.pytorch as te
+import transformer_engine.pytorch as te
 
 
 class Model(lightning.LightningModule):

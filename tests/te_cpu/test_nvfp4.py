@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from te_cases import ARCH, HERE
+from te_cases import ARCH
 
-if HERE:
-    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
-    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 pytestmark = pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
 EDGES = torch.tensor([0.0, -0.0, 0.25, -0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, 1e-30, -1e-30, 7.0, -0.2500001])

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from te_cases import HERE
 
-if HERE:
-    import transformer_engine.pytorch as te
+import transformer_engine.pytorch as te
 
 
 def _trained(make, parameters, steps=5):

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from te_cases import HERE
 
-if HERE:
-    import transformer_engine.pytorch as te
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch import InferenceParams
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from transformer_engine.pytorch import InferenceParams
 
 LENS = [5, 1, 7]
 

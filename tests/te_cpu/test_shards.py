@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 import torch
-from te_cases import ARCH, HERE
+from te_cases import ARCH
 
-if HERE:
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+import transformer_engine_torch as tex
+from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 pytestmark = pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
 

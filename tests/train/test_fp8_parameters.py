@@ -47,7 +47,8 @@ def test_weights_initialized_on_the_cpu_begin_with_their_values(scaling):
     settings = {"settings": {"fp8_param_gather": True}, "config": {"use_cpu_initialization": True}}
     ours = train_tiny(RECIPES[scaling], stock=False, accelerator="cpu", **watch, **settings).extra
     assert ours["distances"]
-    assert max(ours["distances"]) < 0.04, "one rounding to E4M3"
+    # One rounding to E4M3; delayed scaling begins with a scale of 1, under which most of these weights are subnormal numbers.
+    assert max(ours["distances"]) < (0.2 if scaling == "delayed" else 0.04)
     assert max(ours["amaxes"], default=0.0) < 1.0
 
 
@@ -68,7 +69,8 @@ def test_two_ranks_train_as_with_bf16_weights_and_gather_half_the_bytes(scaling)
     run = train_tiny(
         RECIPES[scaling], stock=False, settings={"fp8_param_gather": True}, **settings, **(REUSE if scaling == "mxfp8" else {})
     )
-    plain = train_tiny(RECIPES[scaling], stock=False, settings={"fp8_param_gather": False}, **settings)
+    off = {"fp8_param_gather": False} | ({"reuse_grad_buf_for_mxfp8_param_ag": False} if scaling == "mxfp8" else {})
+    plain = train_tiny(RECIPES[scaling], stock=False, settings=off, **settings)
     assert run.losses == pytest.approx(plain.losses, rel=0.005)
     fp8, bf16 = run.extra["seen"], plain.extra["seen"]
     if scaling == "mxfp8":
@@ -82,31 +84,31 @@ def test_two_ranks_train_as_with_bf16_weights_and_gather_half_the_bytes(scaling)
     assert saved == pytest.approx(6 * linears, rel=0.01), "every byte of an FP8 weight saves one of BF16"
 
 
-def test_weights_that_do_not_fit_stay_in_bf16():
-    run = train_tiny(
-        RECIPES["blockwise"],
-        settings={"fp8_param_gather": True},
-        steps=2,
-        config={"hidden_size": 64, "ffn_hidden_size": 256},
-        probe="probes:states",
+# 192 rows of the feed-forward are no whole blocks of 128, and half of them on each tensor-parallel rank neither.
+ODD = {"stock": False, "config": {"ffn_hidden_size": 192}, "steps": 5, "ranks": 2}
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["dp2", "tp2"])
+def test_primary_weights_of_cut_blocks_train_as_with_bf16_weights(layout):
+    run, plain = (
+        train_tiny("bf16_with_fp8_blockwise_mixed", settings={"fp8_param_gather": on}, probe="probes:states", **ODD, **layout)
+        for on in (True, False)
     )
-    assert run.extra["primary"] == []
-    assert len(run.extra["ran"]) == 16, "their GEMMs run in FP8 all the same"
+    assert len(run.extra["primary"]) == 16
+    assert run.losses == pytest.approx(plain.losses, rel=0.005)
 
 
-# 192 rows of the feed-forward run in FP8 GEMMs (a multiple of 16), and are no whole blocks of 128.
-ODD = {"settings": {"fp8_param_gather": True}, "config": {"ffn_hidden_size": 192}, "stock": False, "steps": 1}
+# No multiple of 16: no FP8 GEMM takes it.
+MISFIT = {"stock": False, "config": {"ffn_hidden_size": 200}, "steps": 2, "probe": "probes:states"}
 
 
-def test_a_primary_weight_that_does_not_fit_is_said_once_by_name():
-    log = train_tiny("bf16_with_fp8_blockwise_mixed", **ODD).log
-    for name, shape in (("fc1", (192, 128)), ("fc2", (128, 192))):
-        said = f"{name}: a weight of shape {shape} is kept in bf16 and not in FP8: not a multiple of 128."
-        assert log.count(said) == 1, "once, and not for each of the layers"
-    assert "qkv: a weight" not in log
+def test_a_linear_that_does_not_fit_stays_in_bf16_and_is_named():
+    run = train_tiny("bf16_with_fp8_blockwise_mixed", **MISFIT)
+    assert "decoder.layers.0.mlp.linear_fc1: a weight of shape (200, 128) stays in bf16 and not in FP8: not a multiple of 16." in run.log
+    assert len(run.extra["ran"]) == 8
+    assert not [name for name in run.extra["ran"] if "mlp" in name]
 
 
-def test_a_strict_contract_refuses_a_primary_weight_that_does_not_fit():
-    odd = {**ODD, "settings": {**ODD["settings"], "strict": True}}
-    with pytest.raises(RunFailed, match=r"fc1: a primary weight of shape \(192, 128\) cannot be kept in FP8 under blockwise scaling"):
-        train_tiny("bf16_with_fp8_blockwise_mixed", **odd)
+def test_a_strict_contract_refuses_a_linear_that_does_not_fit():
+    with pytest.raises(RunFailed, match=r"decoder.layers.0.mlp.linear_fc1: a weight of shape \(200, 128\) under blockwise scaling"):
+        train_tiny("bf16_with_fp8_blockwise_mixed", settings={"strict": True}, **MISFIT)
