@@ -51,7 +51,7 @@ class AgreeBeforeSaving(Callback):
         group = parallel_state.get_amax_reduction_group(with_context_parallel=True, tp_only_amax_red=alone)
         largest = torch.cat(rows)
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
-        for row, agreed in zip(rows, largest.split([len(row) for row in rows]), strict=True):
+        for row, agreed in zip(rows, torch.split(largest, [len(row) for row in rows]), strict=True):
             row.copy_(agreed)
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common.recipe import Float8CurrentScaling

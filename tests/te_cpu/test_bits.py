@@ -6,12 +6,11 @@ import sys
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 from te_cases import CASES
 
 from nemo_fp8.numerics.delayed import DelayedState, update
 from nemo_fp8.numerics.linear import linear, quantize_weight
-
-import transformer_engine.pytorch as te
 
 
 def _bytes(tensor):

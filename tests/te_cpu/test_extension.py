@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from nemo_fp8.te_cpu import extension
-
 import transformer_engine
 import transformer_engine_torch as tex
+
+from nemo_fp8.te_cpu import extension
 
 # A submodule, and a word of a docstring (of the operators of torch.ops.tex, which are none of the extension, the pattern knows).
 _NOT_OF_THE_EXTENSION = {"grouped_mlp_experimental", "LayerNorm"}

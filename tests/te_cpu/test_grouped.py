@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from te_cases import ARCH
-
 import transformer_engine_torch as tex
+from te_cases import ARCH
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer

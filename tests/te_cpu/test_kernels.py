@@ -3,16 +3,15 @@
 import pytest
 import torch
 import torch.multiprocessing
-from te_cases import ARCH
-from te_ranks import cross_entropy
-
-from nemo_fp8.te_cpu import triton_kernels
-
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from te_cases import ARCH
+from te_ranks import cross_entropy
 from transformer_engine.pytorch.attention import rope
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from transformer_engine.pytorch.triton import grouped_dbias_dscales, mhc, pad
+
+from nemo_fp8.te_cpu import triton_kernels
 
 # ---------------------------------------------------------------------- cross entropy
 

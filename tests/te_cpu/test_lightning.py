@@ -4,9 +4,8 @@ import pytest
 import torch
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning==2.4.0")
-from lightning.pytorch.plugins.precision import TransformerEnginePrecision  # noqa: E402
-
 import transformer_engine.pytorch as te
+from lightning.pytorch.plugins.precision import TransformerEnginePrecision  # noqa: E402
 
 
 class Model(lightning.LightningModule):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from transformer_engine.pytorch import permutation, router
 
 TOKENS, EXPERTS, K, WIDTH = 48, 8, 3, 32

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from te_cases import ARCH
-
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 import transformer_engine.pytorch as te
 
 
