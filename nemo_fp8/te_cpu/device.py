@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -134,7 +135,7 @@ _CUDA: dict[str, tuple[Any, str]] = {
     "_lazy_init": (_nothing, _ONE_DEVICE),
     "_lazy_call": (lambda call, **kwargs: call(), _ONE_DEVICE),
     "_is_in_bad_fork": (_answers(False), "there is no driver that a fork could break"),
-    "device_count": (_answers(1), _ONE_DEVICE),
+    "device_count": (lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "every rank of this machine has a device of its own"),
     "current_device": (_answers(CPU), "not 0: torch.device(0) asks for a CUDA build"),
     "set_device": (_nothing, _ONE_DEVICE),
     "device": (_answers(nullcontext()), _ONE_DEVICE),

@@ -52,7 +52,7 @@ def install(arch: int = 100) -> None:
     os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
     device.stand_in(arch)
-    collectives.take_one_by_one()
+    collectives.take_nccls_place()
     sys.modules[extension.NAME] = extension.build()
     sys.meta_path.insert(0, _Amend())
 
