@@ -167,6 +167,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     limits = Limits(arguments.sample, arguments.limit, arguments.test_limit)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, as Ctrl-C does
     total: dict[str, dict[str, int]] = {}
     for name in arguments.only or FILES:
         file = name if name.endswith(".py") else f"{name}.py"
