@@ -26,9 +26,7 @@ class Cause:
     ours: bool = False
 
 
-CAUSES: tuple[Cause, ...] = (
-    Cause("", r"CUDAGraph|cuda graph|_cuda_beginAllocate|graph_pool", "needs CUDA graphs"),
-)
+CAUSES: tuple[Cause, ...] = (Cause("", r"CUDAGraph|cuda graph|_cuda_beginAllocate|graph_pool", "needs CUDA graphs"),)
 
 
 def cause_of(file: str, test: str, line: str) -> str | None:

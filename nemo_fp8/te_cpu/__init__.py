@@ -23,6 +23,6 @@ The trade-off: TE asks for CUDA in too many ways for a context that opens and cl
 process ends. Nothing of it happens on ``import nemo_fp8``, nor where a GPU is there.
 """
 
-from nemo_fp8.te_cpu.switch import install, is_installed
+from nemo_fp8.te_cpu.switch import FITS, install, is_installed
 
-__all__ = ["install", "is_installed"]
+__all__ = ["FITS", "install", "is_installed"]

@@ -11,13 +11,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from nemo_fp8.te_cpu import activations, attention, gemm, norms, optimizer, quantized, rows, scaling, shards
+from nemo_fp8.te_cpu import activations, attention, gemm, norms, optimizer, quantized, rows, scaling, shards, swizzle
 from nemo_fp8.te_cpu.enumerations import ENUMERATIONS
 
 NAME = "transformer_engine_torch"
 
 _MODULES: dict[types.ModuleType, str] = {
     quantized: "quantize dequantize",
+    swizzle: "swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_unchecked_",
     gemm: "generic_gemm te_general_grouped_gemm",
     activations: "clamped_swiglu clamped_dswiglu bgrad_quantize",
     norms: "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add",
@@ -36,9 +37,8 @@ _MODULES: dict[types.ModuleType, str] = {
 }
 """Where each function is, under TE's name for it."""
 
-_UNCHANGED = """swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_unchecked_
-grouped_swizzle_for_gemm""".split()
-"""The order of scales in a GPU's memory: kept plain here, so there is nothing to do."""
+_UNCHANGED = ["grouped_swizzle_for_gemm"]
+"""The order of a grouped tensor's scales in a GPU's memory: kept plain here, so there is nothing to do."""
 
 _CLASSES = "FP8TensorMeta CommOverlapCore CommOverlapHelper CommOverlapBase CommOverlapP2PBase CommOverlap CommOverlapP2P".split()
 """Named in annotations and ``isinstance``; none is ever made."""

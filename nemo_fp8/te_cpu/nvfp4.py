@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import FP32_MAX, cast, format_of
+from nemo_fp8.te_cpu import swizzle
 from nemo_fp8.te_cpu.quantized import amax_of, as_matrix_shape, reduced
 
 BLOCK = 16
@@ -44,6 +45,11 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
         if quantizer.with_rht:
             turned, amax = _hadamard(turned, quantizer.rht_matrix), None
         _write_side(quantizer, turned, out, "column", amax)
+
+
+def swizzles(quantizer: Any, rows: int, columns: int) -> bool:
+    """Whether the kernel for this shape writes swizzled scales: one does with the Hadamard transform, one with square blocks."""
+    return columns % 128 == 0 and (rows % 64 == 0 if quantizer.with_rht else quantizer.with_2d_quantization and rows % 128 == 0)
 
 
 def _write_side(quantizer: Any, x: torch.Tensor, out: Any, side: str, amax: torch.Tensor | None) -> None:
@@ -139,7 +145,7 @@ def operand(tensor: Any, by_rows: bool) -> torch.Tensor:
     packed = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
     values = _VALUES[unpack(packed).long()]
     rows, columns = values.shape
-    scales = getattr(tensor, f"_{side}wise_scale_inv")[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
+    scales = swizzle.scales_of(tensor, side)[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
     factor: torch.Tensor = getattr(tensor, f"_amax_{side}wise").reshape(-1, 1) / (LARGEST * tensor._nvfp4_e4m3_max)
     scaled: torch.Tensor = values.view(rows, columns // BLOCK, BLOCK) * (scales * factor)[:, :, None]
     return scaled.view(rows, columns)

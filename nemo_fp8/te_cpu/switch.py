@@ -21,6 +21,9 @@ from nemo_fp8.errors import PrecisionError
 TESTED = "2.20.2"
 """The version of TE whose extension this is."""
 
+FITS = (TESTED,)
+"""The versions that it stands beneath: those that ``tools/te_versions.py`` found to fit, of which docs/te_cpu.md has the table."""
+
 _PACKAGES = {"triton": "triton", "onnxscript": "onnxscript", "onnx_ir": "onnx-ir"}
 """What TE imports besides torch, by module. Where one is missing TE swallows the ImportError, and has no ``pytorch`` part."""
 
@@ -32,11 +35,11 @@ def is_installed() -> bool:
     return NAME in sys.modules and any(isinstance(finder, _Amend) for finder in sys.meta_path)
 
 
-def install(arch: int = 100) -> None:
+def install(arch: int = 100, *, versions: Sequence[str] = FITS) -> None:
     """Let TE run on this CPU, which stands for a GPU of ``arch`` (90 Hopper, 100 Blackwell), until the process ends.
 
-    Raises PrecisionError where a GPU or TE's compiled extension is there, where TE was imported before, or where TE, or what it
-    imports, is missing. Called again with the same architecture it does nothing.
+    Raises PrecisionError where a GPU or TE's compiled extension is there, where TE was imported before, where TE is none of ``versions``,
+    or where TE, or what it imports, is missing. Called again with the same architecture it does nothing.
     """
     from nemo_fp8.te_cpu import collectives, device, extension
 
@@ -48,7 +51,7 @@ def install(arch: int = 100) -> None:
                 "Start another process for another architecture.",
             )
         return
-    _check(arch)
+    _check(arch, versions)
     os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
     device.stand_in(arch)
@@ -57,7 +60,7 @@ def install(arch: int = 100) -> None:
     sys.meta_path.insert(0, _Amend())
 
 
-def _check(arch: int) -> None:
+def _check(arch: int, versions: Sequence[str]) -> None:
     import importlib.metadata
     import importlib.util
 
@@ -84,9 +87,9 @@ def _check(arch: int) -> None:
     except importlib.metadata.PackageNotFoundError:
         missing.insert(0, f"transformer-engine=={TESTED}")
     else:
-        if found != TESTED:
+        if found not in versions:
             raise PrecisionError(
-                f"te_cpu is made for TransformerEngine {TESTED}, and {found} is installed.",
+                f"te_cpu is made for TransformerEngine {', '.join(versions)}, and {found} is installed.",
                 "The compiled extension that it stands for is a private interface, which changes with every version.",
                 f"pip install --no-deps transformer-engine=={TESTED}",
             )
@@ -106,7 +109,8 @@ def _without_files(common: Any) -> None:
 
 
 def _picklable_dtype(constants: Any) -> None:
-    constants.DType.__reduce_ex__ = lambda self, protocol: (type(self), (int(self),))
+    if hasattr(constants, "DType"):  # before 2.17 TE takes the extension's
+        constants.DType.__reduce_ex__ = lambda self, protocol: (type(self), (int(self),))
 
 
 def _canonical_cpu(utils: Any) -> None:

@@ -5,12 +5,12 @@ wheel lies: PYTHONPATH=.te_cpu .venv/bin/python -m pytest tests/te_cpu
 """
 
 import pytest
-from te_cases import ARCH, HERE
+from te_cases import ARCH, HERE, VERSIONS
 
 if HERE:
     from nemo_fp8 import te_cpu
 
-    te_cpu.install(ARCH)
+    te_cpu.install(ARCH, versions=VERSIONS or te_cpu.FITS)
 
 
 def pytest_collection_modifyitems(items):

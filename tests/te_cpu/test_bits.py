@@ -10,6 +10,7 @@ from te_cases import CASES, HERE
 
 from nemo_fp8.numerics.delayed import DelayedState, update
 from nemo_fp8.numerics.linear import linear, quantize_weight
+from nemo_fp8.te_cpu import swizzle
 
 if HERE:
     import transformer_engine.pytorch as te
@@ -29,8 +30,8 @@ def _held(name, workspace):
         scales = workspace._rowwise_scale_inv[:, : -(-columns // 128)]
         turned = workspace._columnwise_scale_inv[:, : -(-rows // 128)].t()
         return workspace._rowwise_data, scales, workspace._columnwise_data.t(), turned
-    scales = workspace._rowwise_scale_inv[:rows, : columns // 32]
-    return workspace._rowwise_data, scales, workspace._columnwise_data, workspace._columnwise_scale_inv[: rows // 32, :columns]
+    scales, turned = swizzle.scales_of(workspace, "row"), swizzle.scales_of(workspace, "column")
+    return workspace._rowwise_data, scales[:rows, : columns // 32], workspace._columnwise_data, turned[: rows // 32, :columns]
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.precision])

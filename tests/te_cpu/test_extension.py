@@ -18,7 +18,7 @@ if HERE:
 _NOT_OF_THE_EXTENSION = {"grouped_mlp_experimental", "LayerNorm"}
 
 
-def _asked_for():
+def asked_for():
     """Every attribute of the extension that TE's PyTorch sources name."""
     names = set()
     for path in Path(transformer_engine.__file__).parent.joinpath("pytorch").rglob("*.py"):
@@ -29,7 +29,7 @@ def _asked_for():
 
 
 def test_every_name_that_te_asks_for_is_there():
-    assert sorted(name for name in _asked_for() if not hasattr(tex, name)) == []
+    assert sorted(name for name in asked_for() if not hasattr(tex, name)) == []
 
 
 def test_what_is_missing_is_asked_for_by_te_and_says_its_name():
