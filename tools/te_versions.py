@@ -62,10 +62,9 @@ assert all(t.isfinite().all() for t in (y, x.grad, layer.weight.grad)) and layer
 
 
 def versions() -> list[str]:
-    """Every version on the index from the oldest on, newest first; before 2.17 sources for another Python may be among them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "index", "versions", "transformer-engine"], capture_output=True, text=True, check=True
-    )
+    """Every version on the index from the oldest on, newest first."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "transformer-engine"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r"Available versions: (.*)", done.stdout)
     assert found is not None, done.stdout
     return [v for v in found[1].split(", ") if tuple(map(int, v.split(".")[:2])) >= OLDEST]
@@ -91,7 +90,7 @@ def examine(version: str, package: Path) -> dict[str, Any]:
         for name, recipe in RECIPES.items():
             code = imports + _STEPS.format(enabled=bool(recipe), recipe=f"recipe.{recipe}()" if recipe else None)
             row["steps"][name] = _error(_run(["-c", code], version, package))
-        row["checks"] = _run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *CHECKS], version, package).stdout.strip().splitlines()[-1]
+        row["checks"] = _run(["-m", "pytest", "-p", "no:cacheprovider", *CHECKS], version, package).stdout.strip().splitlines()[-1]
     row["fits"] = not (row["imports"] or row["missing"] or any(row["steps"].values())) and bool(
         re.match(r"\d+ passed[^a-z]", row["checks"])
     )

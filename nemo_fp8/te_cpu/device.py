@@ -230,7 +230,8 @@ def _itself(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor
     return self
 
 
-_enter_autocast, _exit_autocast = torch.autocast.__enter__, torch.autocast.__exit__
+_enter_autocast: Any = torch.autocast.__enter__
+_exit_autocast: Any = torch.autocast.__exit__
 
 
 @functools.wraps(_enter_autocast)

@@ -56,6 +56,11 @@ _FACTS: dict[str, Any] = {
 }
 """What the extension says of the GPU and its libraries, whatever it is asked with."""
 
+_FACTS_BEFORE: dict[tuple[int, int], dict[str, Any]] = {
+    (2, 20): {"get_fused_attn_backend": ENUMERATIONS["NVTE_Fused_Attn_Backend"]["NVTE_No_Backend"]},  # without the reason
+}
+"""What it said otherwise before a version of TE."""
+
 MISSING = """
 bgrad_group_quantize bulk_overlap_ag_with_external_gemm convert_bshd_to_thd convert_thd_to_bshd copy_data_ptrs_to_device copy_to_kv_cache
 cusolvermp_ctx_create cusolvermp_ctx_destroy dsituglu ep_combine ep_combine_bwd ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy
@@ -74,8 +79,8 @@ thd_read_second_half_lse thd_second_half_lse_correction thd_sequence_order_to_cp
 """Functions of the extension that have no CPU implementation."""
 
 
-def build() -> types.ModuleType:
-    """The extension."""
+def build(version: str) -> types.ModuleType:
+    """The extension, as that version of TE knows it."""
     module = types.ModuleType(NAME, __doc__)
     names: dict[str, Any] = dict(ENUMERATIONS)
     for home, functions in _MODULES.items():
@@ -84,7 +89,10 @@ def build() -> types.ModuleType:
         names[name], names[f"d{name}"], names[f"dbias_d{name}"] = activations.plain(name)
     for name in activations.GATED:
         names[name], names[f"d{name}"] = activations.gated(name)
-    names |= {name: _constant(name, value) for name, value in _FACTS.items()}
+    facts = dict(_FACTS)
+    for since, earlier in _FACTS_BEFORE.items():
+        facts |= earlier if tuple(map(int, version.split(".")[:2])) < since else {}
+    names |= {name: _constant(name, value) for name, value in facts.items()}
     names |= {name: _constant(name, None) for name in _UNCHANGED}
     names |= {name: type(name, (), {}) for name in _CLASSES}
     names |= {name: _missing(name) for name in MISSING}

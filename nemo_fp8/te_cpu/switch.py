@@ -51,16 +51,17 @@ def install(arch: int = 100, *, versions: Sequence[str] = FITS) -> None:
                 "Start another process for another architecture.",
             )
         return
-    _check(arch, versions)
+    version = _check(arch, versions)
     os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
     device.stand_in(arch)
     collectives.take_nccls_place()
-    sys.modules[extension.NAME] = extension.build()
+    sys.modules[extension.NAME] = extension.build(version)
     sys.meta_path.insert(0, _Amend())
 
 
-def _check(arch: int, versions: Sequence[str]) -> None:
+def _check(arch: int, versions: Sequence[str]) -> str:
+    """The version of TE that is there, if all is well."""
     import importlib.metadata
     import importlib.util
 
@@ -99,6 +100,7 @@ def _check(arch: int, versions: Sequence[str]) -> None:
             "It runs TransformerEngine's own Python, and TE imports these; without one it comes up without its PyTorch part, in silence.",
             f"pip install --no-deps {' '.join(missing)}",
         )
+    return found
 
 
 # ---------------------------------------------------------------------- names of TE

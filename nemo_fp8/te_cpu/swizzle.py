@@ -5,7 +5,7 @@
 
 The order holds no information, and the GEMM here reads the plain one. It is kept all the same where TE asks for it (a quantizer's
 ``optimize_for_gemm``), because the tensor then says so, and TE's Python refuses what such a tensor cannot do: gathers, FSDP's hooks,
-copies between tensors of different order. MXFP8's columns are swizzled turned round, as the tensor cores contract them; NVFP4's lie so already.
+copies between tensors of different order. MXFP8's columns are swizzled turned round, as the tensor cores contract them; NVFP4's lie so.
 """
 
 from __future__ import annotations
