@@ -76,7 +76,9 @@ def _line(report: pytest.TestReport | pytest.CollectReport) -> str:
     else:
         crash = getattr(report.longrepr, "reprcrash", None)
         text = f"{Path(crash.path).name}:{crash.lineno}: {crash.message}" if crash else str(report.longrepr)[-LONGEST_LINE:]
-        if "CompletedProcess" in text:  # a test that starts ranks knows only that one failed; what they print says why
+        if re.search(
+            "CompletedProcess|CalledProcessError|exited with code", text
+        ):  # a test that starts ranks knows only that one failed; what they print says why
             told = re.findall(r"^(?:\[\w+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", report.capstdout + report.capstderr, re.M)
             text = "; ".join([*dict.fromkeys(line for line in told if "ChildFailed" not in line)][-2:] or ["no error printed"])
     return re.sub(r"\s+", " ", text)[:LONGEST_LINE]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
@@ -48,14 +49,20 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) 
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Report to the manager; and write as NCCL does, past autograd, where gloo copies and is refused a piece that ``split`` has made."""
+
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        work = call(*args, **kwargs)
+        work = call(*map(_past_autograd, args), **{name: _past_autograd(value) for name, value in kwargs.items()})
         if _open and work is not None:
             _open[-1].append(work)
         return work
 
     return wrapper
+
+
+def _past_autograd(argument: Any) -> Any:
+    return argument.detach() if type(argument) is torch.Tensor else argument
 
 
 def _over_gloo(make: Callable[..., Any], backend_at: int) -> Callable[..., Any]:

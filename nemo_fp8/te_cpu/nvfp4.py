@@ -58,6 +58,8 @@ def _write_side(quantizer: Any, x: torch.Tensor, out: Any, side: str, amax: torc
     else:
         amax = reduced(quantizer, (amax_of(x) if amax is None else amax).reshape(1).clone())
     codes, scales = (_four_over_six if quantizer.nvfp4_use_4over6 else _blocks)(quantizer, x, amax)
+    if getattr(out, f"_amax_{side}wise").shape != amax.shape:  # TE describes one amax for all columns where each row has its own
+        setattr(out, f"_amax_{side}wise", torch.empty_like(amax))
     getattr(out, f"_amax_{side}wise").copy_(amax)
     getattr(out, f"_{side}wise_data").view(codes.shape).copy_(codes)
     padded = getattr(out, f"_{side}wise_scale_inv")

@@ -125,13 +125,13 @@ def _canonical_cpu(utils: Any) -> None:
     utils.canonicalize_device = canonicalize_device
 
 
-def _dequantize_in_place(name: str) -> Callable[[Any], None]:
+def _dequantize_in_place(name: str, *buffers: str) -> Callable[[Any], None]:
     def amend(module: Any) -> None:
         function = getattr(module, name)
         forward = function.forward
 
         def on_cpu(ctx: Any, tensor: Any, dtype: Any) -> Any:
-            data = [d for d in (tensor._rowwise_data, tensor._columnwise_data) if d is not None]
+            data = [d for d in (getattr(tensor, buffer) for buffer in buffers) if d is not None]
             if not data or any(d.numel() == 0 for d in data):
                 return forward(ctx, tensor, dtype)
             return module.tex.dequantize(tensor, dtype)
@@ -142,6 +142,7 @@ def _dequantize_in_place(name: str) -> Callable[[Any], None]:
 
 
 _STORAGE = "transformer_engine.pytorch.tensor.storage."
+_TWO_SIDES = ("_rowwise_data", "_columnwise_data")
 _MOVED = "it moves what is not on a device of type cuda to one, and calls itself, without end"
 _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
     "transformer_engine.common": (_without_files, "load_framework_extension looks for a compiled file"),
@@ -150,8 +151,12 @@ _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
         "Python 3.11 pickles a member of DType as getattr(DType, name), which torch.load(weights_only=True) refuses",
     ),
     "transformer_engine.pytorch.utils": (_canonical_cpu, "canonicalize_device makes torch.device(0), which a CPU build of torch refuses"),
-    _STORAGE + "mxfp8_tensor_storage": (_dequantize_in_place("_FromMXFP8Func"), _MOVED),
-    _STORAGE + "nvfp4_tensor_storage": (_dequantize_in_place("_FromNVFP4Func"), _MOVED),
+    _STORAGE + "float8_tensor_storage": (
+        _dequantize_in_place("_FromFloat8Func", "_data"),
+        "what lies on a CPU it dequantizes without the extension, and makes a vector of a scalar",
+    ),
+    _STORAGE + "mxfp8_tensor_storage": (_dequantize_in_place("_FromMXFP8Func", *_TWO_SIDES), _MOVED),
+    _STORAGE + "nvfp4_tensor_storage": (_dequantize_in_place("_FromNVFP4Func", *_TWO_SIDES), _MOVED),
 }
 
 

@@ -91,6 +91,14 @@ def test_one_bit_of_a_code_would_be_seen():
     assert not torch.equal(codes, _bytes(row.data))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5)])
+def test_a_scalar_stays_one(shape):
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    quantizer = Float8Quantizer(scale=torch.full([1], 4.0), amax=torch.zeros(1), fp8_dtype=te.DType.kFloat8E4M3)
+    assert torch.equal(quantizer(torch.full(shape, 0.25)).dequantize(), torch.full(shape, 0.25))
+
+
 @pytest.mark.skipif(os.environ.get("NEMO_FP8_TE_TESTS_ARCH") is not None, reason="this is the run on the other architecture")
 def test_the_same_on_hopper():
     """Hopper keeps transposed copies of FP8 tensors, and has no MXFP8: this file again, in a process that stands for it."""

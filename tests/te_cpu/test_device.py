@@ -44,6 +44,10 @@ def test_nccls_name_means_gloo(arguments, tmp_path):
         assert dist.get_backend() == "gloo"
         group = dist.new_group([0], None, "nccl")
         assert dist.get_backend(group) == "gloo"
+        # A piece of a tensor is written to as NCCL writes to it: autograd would refuse the pieces of a split.
+        pieces = torch.zeros(4).requires_grad_().clone().split(2)
+        dist.all_gather_into_tensor(pieces[1], torch.tensor([5.0, 7.0]))
+        assert pieces[1].tolist() == [5.0, 7.0]
         with pytest.raises(AssertionError, match="no such backend"):
             dist.new_group([0], backend="no such backend")
     finally:
