@@ -1,11 +1,13 @@
 """Run TransformerEngine's own tests on the CPU implementation of its extension, and say what passed.
 
-    python tools/te_suite.py CHECKOUT [--arch 90|100] [--only FILE ...] [--sample N] [--limit S] [--test-limit S] [--json] [--docs FOLDER]
+    python tools/te_suite.py CHECKOUT [--arch 90|100] [--only FILE ...] [--sample N] [--without WORD ...] [--limit S] [--test-limit S]
+                             [--json] [--docs FOLDER]
 
 CHECKOUT is a copy of TransformerEngine's repository, of which only ``tests/pytorch`` is used; no file of it belongs to this project.
 Each file runs in a process of its own, for each architecture that is stood for. Every test is written down as it ends, so a file that is
 stopped at its limit reports what it got through; a test that hangs or takes its process with it has failed, and the file goes on after it.
-``--sample N`` takes N tests of each file, chosen by a fixed seed. Tests of matrices with a side of 8192 or more are left out: minutes each.
+``--sample N`` takes N tests of each file, chosen by a fixed seed. Tests with one of the words of ``--without`` in their name are left out:
+as a rule those of matrices with a side of 8192 or more, which take minutes each.
 
 The results join those of the runs before in ``te_suite.json``, and ``te_suite.md`` is drawn from all of them. ``--json`` prints this run:
 ``{"files": {name: {"passed": n, "failed": n, "skipped": n}}}``, the sum over the architectures that ran.
@@ -51,17 +53,18 @@ distributed/test_numerics_exact.py distributed/test_hybrid_tp_sp.py distributed/
 """What is run unless ``--only`` says otherwise: the files that need neither a second GPU nor artifacts nor CUDA graphs."""
 
 ARCHITECTURES = (100, 90)
-_TOO_LARGE = "not 8192 and not 16384"
+TOO_LARGE = ("8192", "16384")
 _RANKS = "2"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a file is run: tests at random (0 is all), seconds for the file, seconds for a test."""
+    """How much of a file is run: tests at random (0 is all), seconds for the file, seconds for a test, words of names to leave out."""
 
     sample: int
     file: int
     test: int
+    without: tuple[str, ...] = TOO_LARGE
 
 
 def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
@@ -73,7 +76,9 @@ def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
         settings = Path(scratch, "pytest.ini")  # of its own, so that no project's around the checkout is found
         settings.write_text("[pytest]\n")
         options = ["-q", "-p", "te_suite_plugin", "-p", "no:cacheprovider", "-c", str(settings), f"--rootdir={folder}", "--tb=short"]
-        command = [sys.executable, "-m", "pytest", *options, f"--timeout={limits.test}", "-k", _TOO_LARGE, str(folder / file)]
+        command = [sys.executable, "-m", "pytest", *options, f"--timeout={limits.test}", str(folder / file)]
+        if limits.without:
+            command += ["-k", " and ".join(f"not {word}" for word in limits.without)]
         while True:
             before = len(events(record))
             stopped = _watch(command, folder, _environment(folder, file, arch, limits, record), log, record, end, limits.test)
@@ -149,6 +154,7 @@ def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str)
         "sample": limits.sample,
         "limit": limits.file,
         "test_limit": limits.test,
+        "without": list(limits.without),
         "failures": {test.partition("::")[2] or test: line for test, (outcome, line) in outcomes.items() if outcome == "failed"},
         "skips": dict(Counter(line for outcome, line in outcomes.values() if outcome == "skipped").most_common()),
     }
@@ -161,12 +167,13 @@ def main() -> int:
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, action="append")
     parser.add_argument("--only", nargs="+", metavar="FILE")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="tests of each file (default: all)")
+    parser.add_argument("--without", nargs="*", default=TOO_LARGE, metavar="WORD", help="leave out tests so named (default: %(default)s)")
     parser.add_argument("--limit", type=int, default=1800, metavar="SECONDS", help="for each file (default: %(default)s)")
     parser.add_argument("--test-limit", type=int, default=120, metavar="SECONDS", help="for each test (default: %(default)s)")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", metavar="FOLDER", help="where te_suite.json and te_suite.md lie")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    limits = Limits(arguments.sample, arguments.limit, arguments.test_limit)
+    limits = Limits(arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, as Ctrl-C does
     total: dict[str, dict[str, int]] = {}
     for name in arguments.only or FILES:
