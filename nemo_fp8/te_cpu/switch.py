@@ -21,8 +21,8 @@ from nemo_fp8.errors import PrecisionError
 TESTED = "2.20.2"
 """The version of TE whose extension this is."""
 
-FITS = (TESTED,)
-"""The versions that it stands beneath: those that ``tools/te_versions.py`` found to fit, of which docs/te_cpu.md has the table."""
+FITS = (TESTED, "2.19.0")
+"""The versions that it fits, as ``tools/te_versions.py`` found out: docs/te_versions.md has the table."""
 
 _PACKAGES = {"triton": "triton", "onnxscript": "onnxscript", "onnx_ir": "onnx-ir"}
 """What TE imports besides torch, by module. Where one is missing TE swallows the ImportError, and has no ``pytorch`` part."""
