@@ -55,6 +55,8 @@ distributed/test_numerics_exact.py distributed/test_hybrid_tp_sp.py distributed/
 ARCHITECTURES = (100, 90)
 TOO_LARGE = ("8192", "16384")
 _RANKS = "2"
+_TRITON_REFERENCE = ("test_float8_blockwise_gemm_exact.py",)
+"""Files that compare with a Triton kernel of their own, which Triton's interpreter runs on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def _environment(folder: Path, file: str, arch: int, limits: Limits, record: Pat
         SAMPLE: str(limits.sample),
         RECORD: str(record),
         **({"LOCAL_WORLD_SIZE": _RANKS} if file.startswith("distributed") else {}),
+        **({"TRITON_INTERPRET": "1"} if file in _TRITON_REFERENCE else {}),
     }
 
 
