@@ -153,8 +153,8 @@ def _packages(m: Machine) -> Iterator[Finding]:
         yield finding("nemo-mcore", "megatron-core", nemo=m.nemo, mcore=m.mcore)
     if m.te_library is False and m.has_gpu is not False:
         yield finding("te-library-missing", "transformer-engine", te=m.te)
-    elif m.te_library is False and m.te != TE_ON_CPU:
-        yield finding("te-not-stood-for", "transformer-engine", te=m.te, tested=TE_ON_CPU)
+    elif m.te_library is False and m.te not in TE_ON_CPU:
+        yield finding("te-not-stood-for", "transformer-engine", te=m.te, tested=TE_ON_CPU[0])
     if m.has_gpu and m.te == ABSENT and mcore:
         yield finding("te-absent", "transformer-engine")
     if m.te == ABSENT and nemo and nemo.major == 2:

@@ -60,8 +60,9 @@ TE, EMULATION, W8A8, MARLIN, AMX, DECODED, CPU, OTHER = (
     "vLLM on another GPU",
 )
 
-TE_ON_CPU = "2.20.2"
-"""The TransformerEngine whose compiled extension nemo_fp8 stands in for on a machine without a GPU."""
+TE_ON_CPU = ("2.20.2", "2.19.0")
+"""The TransformerEngines whose compiled extension nemo_fp8 stands in for on a machine without a GPU, the one that is installed here first,
+as ``tools/te_versions.py`` found out: docs/te_versions.md has the table."""
 
 # Who insists on a need. Where the version of a HOST is not known, the verdict stands, on that condition.
 GPU, TE_CHECK, CUBLAS, VLLM_CHECK = "GPU", "TE's check", "cuBLAS", "vLLM's check"

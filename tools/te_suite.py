@@ -1,127 +1,196 @@
 """Run TransformerEngine's own tests on the CPU implementation of its extension, and say what passed.
 
-    python tools/te_suite.py CHECKOUT [--arch 90|100] [--only FILE ...] [--sample N] [--limit SECONDS] [--json]
+    python tools/te_suite.py CHECKOUT [--arch 90|100] [--only FILE ...] [--sample N] [--without WORD ...] [--limit S] [--test-limit S]
+                             [--json] [--docs FOLDER]
 
 CHECKOUT is a copy of TransformerEngine's repository, of which only ``tests/pytorch`` is used; no file of it belongs to this project.
-Each file runs in a process of its own, for each architecture that is stood for, and every failure is printed with its reason.
-``--sample N`` takes N tests of each file, chosen by a fixed seed; ``--json`` prints the counts,
-``{"files": {name: {"passed": n, "failed": n, "skipped": n}}}``. Tests of matrices with a side of 8192 or more are left out: minutes each.
+Each file runs in a process of its own, for each architecture that is stood for. Every test is written down as it ends, so a file that is
+stopped at its limit reports what it got through; a test that hangs or takes its process with it has failed, and the file goes on after it.
+``--sample N`` takes N tests of each file, chosen by a fixed seed. Tests with one of the words of ``--without`` in their name are left out:
+as a rule those of matrices with a side of 8192 or more, which take minutes each.
 
-As a pytest plugin (``-p te_suite``) the same file puts the implementation in place before a test imports TE.
+The results join those of the runs before in ``te_suite.json``, and ``te_suite.md`` is drawn from all of them. ``--json`` prints this run:
+``{"files": {name: {"passed": n, "failed": n, "skipped": n}}}``, the sum over the architectures that ran.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import random
-import re
+import signal
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
+import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import te_suite_page
+from te_suite_plugin import RECORD, SAMPLE, events
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = """
 test_float8_blockwise_scaling_exact.py test_float8_blockwise_gemm_exact.py test_float8blockwisetensor.py
-test_float8_current_scaling_exact.py
-test_quantized_tensor.py test_recipe.py test_multi_tensor.py test_fused_optimizer.py test_partial_cast.py test_numerics.py test_sanity.py
-test_backward_override.py test_custom_recipe.py test_fusible_ops.py test_hybrid_quantization.py test_identity_quantizer.py
-test_grouped_linear.py test_fused_rope.py test_fused_router.py test_permutation.py test_parallel_cross_entropy.py test_qk_norm.py
-test_gqa.py test_deferred_init.py test_mxfp8_2d_quantize.py mxfp8/test_mxfp8_dequantize_extreme_scales.py
-mxfp8/test_mxfp8_master_weight_empty_shard.py mxfp8/test_mxfp8_quantize_swizzle_fusion.py mxfp8/test_mxfp8_group_quantize_graph_safe.py
-nvfp4/test_nvfp4_quantize_exact.py nvfp4/test_nvfp4_rht_quantize_exact.py nvfp4/test_nvfp4_gemm_exact.py nvfp4/test_nvfp4_module_exact.py
-nvfp4/test_nvfp4_sr_quantize.py nvfp4/test_nvfp4_group_quantize.py nvfp4/test_nvfp4_2d_quantize_swizzle_fusion.py
-layernorm_mlp/test_selective_activation_checkpoint.py
+test_float8_current_scaling_exact.py test_quantized_tensor.py test_recipe.py test_multi_tensor.py test_fused_optimizer.py
+test_partial_cast.py test_numerics.py test_sanity.py test_sanity_import.py test_backward_override.py test_custom_recipe.py
+test_fusible_ops.py test_hybrid_quantization.py test_identity_quantizer.py test_grouped_linear.py test_grouped_mlp.py
+test_grouped_tensor.py test_fused_rope.py test_fused_router.py test_permutation.py test_parallel_cross_entropy.py test_qk_norm.py
+test_gqa.py test_deferred_init.py test_jit.py test_hf_integration.py test_mhc.py test_cpu_offloading.py test_distributed_weight.py
+test_ops_grouped_linear_distributed_weight.py test_weight_swizzle_in_layers.py test_mxfp8_2d_quantize.py
+mxfp8/test_mxfp8_dequantize_extreme_scales.py mxfp8/test_mxfp8_master_weight_empty_shard.py mxfp8/test_mxfp8_quantize_swizzle_fusion.py
+mxfp8/test_mxfp8_group_quantize_graph_safe.py nvfp4/test_nvfp4_quantize_exact.py nvfp4/test_nvfp4_rht_quantize_exact.py
+nvfp4/test_nvfp4_gemm_exact.py nvfp4/test_nvfp4_module_exact.py nvfp4/test_nvfp4_sr_quantize.py nvfp4/test_nvfp4_group_quantize.py
+nvfp4/test_nvfp4_group_quantize_graph_safe.py nvfp4/test_nvfp4_2d_quantize_swizzle_fusion.py
+nvfp4/test_nvfp4_rht_quantize_swizzle_fusion.py nvfp4/test_nvfp4_weight_swizzle_cache.py nvfp4/test_nvfp4_fsdp2_hooks.py
+layernorm_mlp/test_selective_activation_checkpoint.py attention/test_attention.py attention/test_kv_cache.py
+distributed/test_sanity.py distributed/test_fusible_ops.py distributed/test_cast_master_weights_to_fp8.py distributed/test_numerics.py
+distributed/test_numerics_exact.py distributed/test_hybrid_tp_sp.py distributed/test_torch_fsdp2.py
 """.split()
-"""The files that need no second GPU, no CUDA graphs and no cuDNN."""
+"""What is run unless ``--only`` says otherwise: the files that need neither a second GPU nor artifacts nor CUDA graphs."""
 
-_SAMPLE, _ARCH = "TE_SUITE_SAMPLE", "TE_SUITE_ARCH"
-
-
-# ---------------------------------------------------------------------- as a plugin
-
-
-def pytest_configure(config: object) -> None:
-    """Put the CPU implementation in place."""
-    if _ARCH in os.environ:
-        from nemo_fp8 import te_cpu
-
-        te_cpu.install(int(os.environ[_ARCH]))
+ARCHITECTURES = (100, 90)
+TOO_LARGE = ("8192", "16384")
+_RANKS = "2"
+_TRITON_REFERENCE = ("test_float8_blockwise_gemm_exact.py",)
+"""Files that compare with a Triton kernel of their own, which Triton's interpreter runs on a CPU."""
 
 
-def pytest_collection_modifyitems(config: object, items: list[object]) -> None:
-    """Keep a sample of the tests, the same one every time."""
-    wanted = int(os.environ.get(_SAMPLE, "0"))
-    if wanted and len(items) > wanted:
-        kept = set(random.Random(0).sample(range(len(items)), wanted))
-        items[:] = [item for i, item in enumerate(items) if i in kept]
+@dataclass(frozen=True)
+class Limits:
+    """How much of a file is run: tests at random (0 is all), seconds for the file, seconds for a test, words of names to leave out."""
+
+    sample: int
+    file: int
+    test: int
+    without: tuple[str, ...] = TOO_LARGE
 
 
-# ---------------------------------------------------------------------- as a program
-
-
-def run(checkout: Path, file: str, arch: int, sample: int, limit: int) -> dict[str, object]:
-    """The counts of one file, with the reason of every test that failed."""
+def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
+    """The counts of one file, and why tests failed or were skipped."""
     folder = checkout / "tests" / "pytorch"
+    end = time.monotonic() + limits.file
     with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch, "report.xml")
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tools"), str(folder), os.environ.get("PYTHONPATH", "")])
-        settings = {"PYTHONPATH": path, _ARCH: str(arch), _SAMPLE: str(sample), "PYTHONDONTWRITEBYTECODE": "1"}
-        options = [
-            "-q",
-            "-p",
-            "te_suite",
-            "-p",
-            "no:cacheprovider",
-            "--timeout",
-            "120",
-            "--tb=line",
-            f"--junitxml={report}",
-            f"--rootdir={folder}",
-        ]
-        command = [sys.executable, "-m", "pytest", *options, "-k", "not 8192 and not 16384", str(folder / file)]
-        with Path(scratch, "log.txt").open("w+") as log:
-            try:
-                subprocess.run(command, cwd=folder, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT, timeout=limit)
-            except subprocess.TimeoutExpired:
-                return {"passed": 0, "failed": 0, "skipped": 0, "failures": {"(the file)": f"did not end within {limit} seconds"}}
-            if not report.exists():
-                log.seek(0)
-                return {"passed": 0, "failed": 1, "skipped": 0, "failures": {"(the file)": log.read()[-400:]}}
-        return counts(report)
+        record, log = Path(scratch, "record.jsonl"), Path(scratch, "log.txt")
+        settings = Path(scratch, "pytest.ini")  # of its own, so that no project's around the checkout is found
+        settings.write_text("[pytest]\n")
+        options = ["-q", "-p", "te_suite_plugin", "-p", "no:cacheprovider", "-c", str(settings), f"--rootdir={folder}", "--tb=short"]
+        command = [sys.executable, "-m", "pytest", *options, f"--timeout={limits.test}", str(folder / file)]
+        if limits.without:
+            command += ["-k", " and ".join(f"not {word}" for word in limits.without)]
+        while True:
+            before = len(events(record))
+            stopped = _watch(command, folder, _environment(folder, file, arch, limits, record), log, record, end, limits.test)
+            found = events(record)
+            hanging = _unfinished(found)
+            if stopped != "at its limit" and hanging:
+                _fail(record, hanging, f"the process {stopped}")
+            if stopped == "at its limit" or not hanging or len(found) == before:
+                break
+        return summary(events(record), limits, stopped, log.read_text(errors="replace"))
 
 
-def counts(report: Path) -> dict[str, object]:
-    """What a report of pytest's says."""
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    bad = {case.get("name", ""): found for case in cases for found in [*case.findall("failure"), *case.findall("error")]}
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    reasons = {name: re.sub(r"\s+", " ", found.get("message") or found.text or "")[:200] for name, found in bad.items()}
-    return {"passed": len(cases) - len(bad) - skipped, "failed": len(bad), "skipped": skipped, "failures": reasons}
+def _environment(folder: Path, file: str, arch: int, limits: Limits, record: Path) -> dict[str, str]:
+    path = [ROOT, ROOT / "tools", ROOT / "tools" / "te_suite_site", folder, os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # tests start torchrun by its name
+        "TE_SUITE_ARCH": str(arch),
+        SAMPLE: str(limits.sample),
+        RECORD: str(record),
+        **({"LOCAL_WORLD_SIZE": _RANKS} if file.startswith("distributed") else {}),
+        **({"TRITON_INTERPRET": "1"} if file in _TRITON_REFERENCE else {}),
+    }
+
+
+def _watch(
+    command: list[str], folder: Path, environment: dict[str, str], log: Path, record: Path, end: float, test_limit: int
+) -> str:  # fmt: skip
+    """Run it, and say how it ended. pytest stops a slow test itself; what does not listen to it is stopped here, a little later."""
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return f"ended with {process.wait(timeout=0.2)}"
+                if time.monotonic() > end:
+                    return "at its limit"
+                if _unfinished(events(record)) and time.time() - record.stat().st_mtime > 1.2 * test_limit + 5:
+                    return f"did not answer within {test_limit} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the ranks that a test left behind
+            process.wait()
+
+
+def _unfinished(found: list[dict[str, Any]]) -> str | None:
+    """The test that began last, unless it has ended."""
+    begun = [event["begins"] for event in found if "begins" in event]
+    return begun[-1] if begun and all(event.get("ends") != begun[-1] for event in found) else None
+
+
+def _fail(record: Path, test: str, line: str) -> None:
+    with record.open("a") as file:
+        file.write(json.dumps({"ends": test, "outcome": "failed", "line": line}) + "\n")
+
+
+def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str) -> dict[str, Any]:
+    """What a record says. A file of which nothing is known has failed."""
+    outcomes: dict[str, tuple[str, str]] = {}
+    for event in found:
+        if "ends" in event and (event["outcome"] == "failed" or event["ends"] not in outcomes):
+            outcomes[event["ends"]] = (event["outcome"], event["line"])
+    selected = max([event["collected"] for event in found if "collected" in event], default=0)
+    if not outcomes:
+        why = f"nothing ended within {limits.file} s" if stopped == "at its limit" else f"no test ran: {' '.join(log.split())[-400:]}"
+        outcomes["(the file)"] = ("failed", why)
+    counts = Counter(outcome for outcome, _ in outcomes.values())
+    return {
+        **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
+        "not_reached": max(0, selected - len(outcomes)) if stopped == "at its limit" else 0,
+        "sample": limits.sample,
+        "limit": limits.file,
+        "test_limit": limits.test,
+        "without": list(limits.without),
+        "failures": {test.partition("::")[2] or test: line for test, (outcome, line) in outcomes.items() if outcome == "failed"},
+        "skips": dict(Counter(line for outcome, line in outcomes.values() if outcome == "skipped").most_common()),
+    }
 
 
 def main() -> int:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--arch", type=int, choices=(90, 100), action="append")
+    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, action="append")
     parser.add_argument("--only", nargs="+", metavar="FILE")
-    parser.add_argument("--sample", type=int, default=0, metavar="N")
-    parser.add_argument("--limit", type=int, default=1800, metavar="SECONDS", help="for each file")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="tests of each file (default: all)")
+    parser.add_argument("--without", nargs="*", default=TOO_LARGE, metavar="WORD", help="leave out tests so named (default: %(default)s)")
+    parser.add_argument("--limit", type=int, default=1800, metavar="SECONDS", help="for each file (default: %(default)s)")
+    parser.add_argument("--test-limit", type=int, default=120, metavar="SECONDS", help="for each test (default: %(default)s)")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", metavar="FOLDER", help="where te_suite.json and te_suite.md lie")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    total: dict[str, dict[str, object]] = {}
-    for file in arguments.only or FILES:
-        for arch in arguments.arch or (100, 90):
-            name = f"{file} (sm{arch})"
-            total[name] = run(arguments.checkout, file if file.endswith(".py") else f"{file}.py", arch, arguments.sample, arguments.limit)
-            found = total[name]
-            print(f"{name}: {found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped", file=sys.stderr, flush=True)
-            for test, reason in found["failures"].items():  # type: ignore[attr-defined]
-                print(f"    {test}: {reason}", file=sys.stderr)
+    limits = Limits(arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, as Ctrl-C does
+    total: dict[str, dict[str, int]] = {}
+    for name in arguments.only or FILES:
+        file = name if name.endswith(".py") else f"{name}.py"
+        for arch in arguments.arch or ARCHITECTURES:
+            found = run(arguments.checkout.resolve(), file, arch, limits)
+            te_suite_page.join(arguments.docs, arch, file, found)
+            counts = total.setdefault(name, {"passed": 0, "failed": 0, "skipped": 0})
+            for outcome in counts:
+                counts[outcome] += found[outcome]
+            told = ", ".join(f"{found[key]} {key.replace('_', ' ')}" for key in (*counts, "not_reached"))
+            print(f"{file} (sm{arch}): {told}", file=sys.stderr, flush=True)
+            for test, line in found["failures"].items():
+                print(f"    {test}: {te_suite_page.cause_of(file, test, line) or line}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"files": total}, indent=1))
     return 0

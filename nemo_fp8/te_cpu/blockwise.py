@@ -57,6 +57,29 @@ def operand(tensor: Any, by_rows: bool) -> Quantized:
     return Quantized(data, scales[:, : data.shape[0]].t().contiguous(), (1, BLOCK), "row")
 
 
+def refuse(a: Any, b: Any, inner: int, outer: tuple[int, int], split_accumulator: bool, epilogue: str, dtype: torch.dtype) -> None:
+    """Raise where Hopper's GEMM of blockwise operands does, in its words: what runs here and fails on the GPU would help nobody.
+
+    ``outer`` are the dimensions that A and B do not contract, and ``epilogue`` what follows the product ("bgrad", "gelu", "dgelu").
+    """
+    reasons = {
+        "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported": a._is_2D_scaled and b._is_2D_scaled,
+        "Inner dimension requirement on NVTE_BLOCK_SCALING GEMM. Caller must pad.": inner % 16,
+        "Outer dimension requirement on A for NVTE_BLOCK_SCALING GEMM. Caller must pad.": outer[0] % 8,
+        "Outer dimension requirement on B for NVTE_BLOCK_SCALING GEMM. Caller must pad.": outer[1] % 8 and not b._is_2D_scaled,
+        "CUBLAS_STATUS_NOT_SUPPORTED: one of the operands must be E4M3.": all(
+            torch_dtype(t._fp8_dtype) == torch.float8_e5m2 for t in (a, b)
+        ),
+        "CUBLAS_STATUS_NOT_SUPPORTED: blockwise operands need the split accumulator.": not split_accumulator,
+        "Epilogue requested outside of the available ones for blockwise operands.": epilogue not in ("", "dgelu"),
+        "CUBLAS_STATUS_NOT_SUPPORTED: an unsupported value or parameter was passed (GELU's gradient needs BF16).": epilogue == "dgelu"
+        and dtype != torch.bfloat16,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise RuntimeError(reason)
+
+
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     """The tensor's values, by rows where it has them."""
     by_rows = tensor._rowwise_data is not None

@@ -1,7 +1,8 @@
-"""Coalesced collectives over gloo, one after the other.
+"""gloo in the place of NCCL: asked for by NCCL's name it answers, and what it cannot coalesce it does one after the other.
 
-gloo cannot coalesce: TE's gathers of codes with their scales raise, and Megatron's gathers of tensors of several types come out
-corrupted. Under this manager every collective is started as it is called, and the manager waits for all of them.
+A group is asked for as ``nccl``, bound to a CUDA device; the CPU that stands for that device speaks gloo. gloo cannot coalesce: TE's
+gathers of codes with their scales raise, and Megatron's gathers of tensors of several types come out corrupted. Under this manager every
+collective is started as it is called, and the manager waits for all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
@@ -47,9 +49,11 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) 
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Report to the manager; and write as NCCL does, past autograd, where gloo copies and is refused a piece that ``split`` has made."""
+
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        work = call(*args, **kwargs)
+        work = call(*map(_past_autograd, args), **{name: _past_autograd(value) for name, value in kwargs.items()})
         if _open and work is not None:
             _open[-1].append(work)
         return work
@@ -57,8 +61,41 @@ def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def take_one_by_one() -> None:
-    """Replace torch's coalescing manager, and the collectives that report to it, until the process ends."""
+def _past_autograd(argument: Any) -> Any:
+    return argument.detach() if type(argument) is torch.Tensor else argument
+
+
+def _over_gloo(make: Callable[..., Any], backend_at: int) -> Callable[..., Any]:
+    """``init_process_group`` or ``new_group``, of gloo where NCCL is asked for, and bound to no device."""
+
+    @functools.wraps(make)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > backend_at:
+            args = (*args[:backend_at], _gloo(args[backend_at]), *args[backend_at + 1 :])
+        elif "backend" in kwargs:
+            kwargs["backend"] = _gloo(kwargs["backend"])
+        kwargs.pop("device_id", None)
+        return make(*args, **kwargs)
+
+    return wrapper
+
+
+def _gloo(backend: str | None) -> str | None:
+    """``nccl`` and ``cpu:gloo,cuda:nccl`` as gloo; any other backend as it is."""
+    return "gloo" if backend is not None and "nccl" in backend.lower() else backend
+
+
+_BACKEND_AT = {"init_process_group": 0, "new_group": 2}
+"""Where each function takes its backend."""
+
+
+def take_nccls_place() -> None:
+    """Replace torch's coalescing manager, the collectives that report to it, and NCCL's name, until the process ends."""
+    for name, place in _BACKEND_AT.items():
+        wrapper = _over_gloo(getattr(dist, name), place)
+        setattr(dist, name, wrapper)
+        setattr(c10d, name, wrapper)
+    dist.is_nccl_available = c10d.is_nccl_available = lambda: True
     for name in _COLLECTIVES:
         wrapper = _remembered(getattr(dist, name))
         setattr(dist, name, wrapper)

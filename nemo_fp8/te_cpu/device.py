@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -104,12 +105,15 @@ class _OneGenerator:
         return 1
 
 
-_MEMORY = 80 << 30
+def _memory() -> tuple[int, int]:
+    """Bytes that are free and that there are: the machine's own, since that is what an allocation on ``cuda`` takes."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
 def _properties(device: object = None) -> types.SimpleNamespace:
     return types.SimpleNamespace(
-        major=_arch[0] // 10, minor=_arch[0] % 10, multi_processor_count=132, total_memory=_MEMORY, warp_size=32,
+        major=_arch[0] // 10, minor=_arch[0] % 10, multi_processor_count=132, total_memory=_memory()[1], warp_size=32,
         name=f"a CPU that stands for {ARCHITECTURES[_arch[0]]}", L2_cache_size=50 << 20, shared_memory_per_block_optin=232448,
     )  # fmt: skip
 
@@ -134,7 +138,7 @@ _CUDA: dict[str, tuple[Any, str]] = {
     "_lazy_init": (_nothing, _ONE_DEVICE),
     "_lazy_call": (lambda call, **kwargs: call(), _ONE_DEVICE),
     "_is_in_bad_fork": (_answers(False), "there is no driver that a fork could break"),
-    "device_count": (_answers(1), _ONE_DEVICE),
+    "device_count": (lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "every rank of this machine has a device of its own"),
     "current_device": (_answers(CPU), "not 0: torch.device(0) asks for a CUDA build"),
     "set_device": (_nothing, _ONE_DEVICE),
     "device": (_answers(nullcontext()), _ONE_DEVICE),
@@ -163,10 +167,9 @@ _CUDA: dict[str, tuple[Any, str]] = {
     "memory_reserved": (_answers(0), _UNMEASURED),
     "max_memory_reserved": (_answers(0), _UNMEASURED),
     "reset_peak_memory_stats": (_nothing, _UNMEASURED),
-    "mem_get_info": (_answers((_MEMORY, _MEMORY)), _UNMEASURED),
+    "mem_get_info": (lambda device=None: _memory(), "the memory of the machine is what there is"),
     "memory_stats": (_answers({}), _UNMEASURED),
 }
-_CUDA_RANDOM = {name: _CUDA[name] for name in ("manual_seed", "manual_seed_all", "get_rng_state", "set_rng_state")}
 
 
 # ---------------------------------------------------------------------- torch and its tensors
@@ -251,10 +254,31 @@ def _itself(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor
     return self
 
 
+_enter_autocast: Any = torch.autocast.__enter__
+_exit_autocast: Any = torch.autocast.__exit__
+
+
+@functools.wraps(_enter_autocast)
+def _enter_both(self: Any) -> Any:
+    if self.device == "cuda":
+        self._of_the_cpu = torch.autocast("cpu", self.fast_dtype, self._enabled, self._cache_enabled)
+        _enter_autocast(self._of_the_cpu)
+    return _enter_autocast(self)
+
+
+@functools.wraps(_exit_autocast)
+def _exit_both(self: Any, *exc: Any) -> Any:
+    left = _exit_autocast(self, *exc)
+    if self.device == "cuda":
+        _exit_autocast(self._of_the_cpu, *exc)
+    return left
+
+
 def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     """Every replaced name, by its owner, with the reason."""
-    import torch.cuda.random as cuda_random
-
+    parts = [importlib.import_module(f"torch.cuda.{name}") for name in ("random", "memory", "streams")]
+    casts = "operators on tensors of the CPU are cast by the CPU's autocast, and TE asks for that of cuda"
+    of_autocast: dict[str, tuple[Any, str]] = {"__enter__": (_enter_both, casts), "__exit__": (_exit_both, casts)}
     allocates = "it allocates on cuda by name"
     of_torch: dict[str, tuple[Any, str]] = {name: (_on_cpu(getattr(torch, name)), allocates) for name in _FACTORIES}
     of_torch |= {
@@ -277,7 +301,8 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     version: dict[str, tuple[Any, str]] = {"cuda": ("12.9", "TE and torch ask which CUDA they were built for")}
     return [
         (torch.cuda, _CUDA),
-        (cuda_random, _CUDA_RANDOM),
+        *((part, {name: row for name, row in _CUDA.items() if hasattr(part, name)}) for part in parts),
+        (torch.autocast, of_autocast),
         (torch, of_torch),
         (torch.Tensor, of_tensors),
         (_Autocast, of_autocast),

@@ -28,6 +28,7 @@ from nemo_fp8.te_cpu import (
     scaling,
     sequences,
     shards,
+    swizzle,
 )
 from nemo_fp8.te_cpu.enumerations import ENUMERATIONS
 
@@ -36,6 +37,7 @@ NAME = "transformer_engine_torch"
 _MODULES: dict[types.ModuleType, str] = {
     quantized: "quantize dequantize",
     grouped: "group_quantize bgrad_group_quantize group_dequantize",
+    swizzle: "swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_unchecked_",
     gemm: "generic_gemm te_general_grouped_gemm",
     activations: "bgrad_quantize",
     norms: "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add",
@@ -62,9 +64,8 @@ _MODULES: dict[types.ModuleType, str] = {
 }
 """Where each function is, under TE's name for it."""
 
-_UNCHANGED = """swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_unchecked_
-grouped_swizzle_for_gemm""".split()
-"""The order of scales in a GPU's memory: kept plain here, so there is nothing to do."""
+_UNCHANGED = ["grouped_swizzle_for_gemm"]
+"""The order of a grouped tensor's scales in a GPU's memory: kept plain here, so there is nothing to do."""
 
 _CLASSES = "FP8TensorMeta CommOverlapCore CommOverlapHelper CommOverlapBase CommOverlapP2PBase CommOverlap CommOverlapP2P".split()
 """Named in annotations and ``isinstance``; none is ever made."""
@@ -82,6 +83,11 @@ _FACTS: dict[str, Any] = {
 }
 """What the extension says of the GPU and its libraries, whatever it is asked with."""
 
+_FACTS_BEFORE: dict[tuple[int, int], dict[str, Any]] = {
+    (2, 20): {"get_fused_attn_backend": ENUMERATIONS["NVTE_Fused_Attn_Backend"]["NVTE_No_Backend"]},  # without the reason
+}
+"""What it said otherwise before a version of TE."""
+
 MISSING = """
 bulk_overlap_ag_with_external_gemm copy_data_ptrs_to_device cusolvermp_ctx_create cusolvermp_ctx_destroy ep_combine ep_combine_bwd
 ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch
@@ -94,14 +100,17 @@ thd_out_correction thd_read_half_tensor thd_read_second_half_lse thd_second_half
 """Functions of the extension that have no CPU implementation."""
 
 
-def build() -> types.ModuleType:
-    """The extension."""
+def build(version: str) -> types.ModuleType:
+    """The extension, as that version of TE knows it."""
     module = types.ModuleType(NAME, __doc__)
     names: dict[str, Any] = dict(ENUMERATIONS)
     for home, functions in _MODULES.items():
         names |= {name: _as_written(getattr(home, name)) for name in functions.split()}
     names |= {name: _as_written(kernel) for name, kernel in activations.kernels().items()}
-    names |= {name: _constant(name, value) for name, value in _FACTS.items()}
+    facts = dict(_FACTS)
+    for since, earlier in _FACTS_BEFORE.items():
+        facts |= earlier if tuple(map(int, version.split(".")[:2])) < since else {}
+    names |= {name: _constant(name, value) for name, value in facts.items()}
     names |= {name: _constant(name, None) for name in _UNCHANGED}
     names |= {name: type(name, (), {}) for name in _CLASSES}
     names |= {name: missing(name) for name in MISSING}

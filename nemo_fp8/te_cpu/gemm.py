@@ -18,10 +18,17 @@ import torch
 
 from nemo_fp8.numerics.gemm import gemm
 from nemo_fp8.numerics.quantized import Quantized
-from nemo_fp8.te_cpu import quantized
+from nemo_fp8.te_cpu import blockwise, device, quantized
 from nemo_fp8.te_cpu.activations import ACTIVATIONS
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.quantized import as_matrix_shape, is_quantized
+
+HOPPER = 90
+"""Whose cuBLAS multiplies blockwise operands themselves; Blackwell's takes them for MXFP8 ones, with other rules."""
+
+
+def _is_blockwise(tensor: Any) -> bool:
+    return hasattr(tensor, "_is_2D_scaled")
 
 
 def _operand(tensor: Any, by_rows: bool) -> Quantized | torch.Tensor:
@@ -82,6 +89,11 @@ def generic_gemm(
     shape = _shape_of_product(A, transA, B, transB, D)
     dtype = torch_dtype(output_dtype) if output_dtype is not None else (A.dtype if D is None else D.dtype)
     forward_bias = None if grad else bias
+    if device.standing_for() == HOPPER and _is_blockwise(A) and _is_blockwise(B):
+        epilogue = ("d" if grad and bias is None else "") + "gelu" if gelu else "bgrad" if grad and bias is not None else ""
+        (a_rows, a_columns), (b_rows, b_columns) = as_matrix_shape(A.size()), as_matrix_shape(B.size())
+        outer = (a_rows if transA else a_columns, b_columns if transB else b_rows)
+        blockwise.refuse(A, B, a_columns if transA else a_rows, outer, use_split_accumulator, epilogue, dtype)
     stays_wide = quantizer is not None or accumulate or gelu or alpha != 1.0
     wide = torch.float32 if stays_wide else dtype
     if 0 in A.size() or 0 in B.size():

@@ -14,6 +14,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
+from nemo_fp8.te_cpu import swizzle
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.quantized import as_matrix_shape
 
@@ -41,11 +42,12 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
 def operand(tensor: Any, by_rows: bool) -> Quantized:
     """What a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows."""
     side = "row" if by_rows else "column"
-    data, padded = getattr(tensor, f"_{side}wise_data"), getattr(tensor, f"_{side}wise_scale_inv")
+    data = getattr(tensor, f"_{side}wise_data")
     if data is None:
         raise RuntimeError(f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an MXFP8 tensor without {side}wise data.")
     data = data.reshape(-1, data.shape[-1]).view(torch_dtype(tensor._fp8_dtype))
     rows, columns = data.shape
+    padded = swizzle.scales_of(tensor, side)
     scales = padded[:rows, : columns // BLOCK] if by_rows else padded[: rows // BLOCK, :columns]
     block = (1, BLOCK) if by_rows else (BLOCK, 1)
     return Quantized(data, scales.contiguous().view(torch.float8_e8m0fnu), block, "row" if by_rows else "col")

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import FP32_MAX, cast, format_of
+from nemo_fp8.te_cpu import swizzle
 from nemo_fp8.te_cpu.quantized import amax_of, as_matrix_shape, reduced
 
 BLOCK = 16
@@ -46,12 +47,19 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
         _write_side(quantizer, turned, out, "column", amax)
 
 
+def swizzles(quantizer: Any, rows: int, columns: int) -> bool:
+    """Whether the kernel for this shape writes swizzled scales: one does with the Hadamard transform, one with square blocks."""
+    return columns % 128 == 0 and (rows % 64 == 0 if quantizer.with_rht else quantizer.with_2d_quantization and rows % 128 == 0)
+
+
 def _write_side(quantizer: Any, x: torch.Tensor, out: Any, side: str, amax: torch.Tensor | None) -> None:
     if quantizer.row_scaled_nvfp4:
         amax = x.abs().amax(1).float()
     else:
         amax = reduced(quantizer, (amax_of(x) if amax is None else amax).reshape(1).clone())
     codes, scales = (_four_over_six if quantizer.nvfp4_use_4over6 else _blocks)(quantizer, x, amax)
+    if getattr(out, f"_amax_{side}wise").shape != amax.shape:  # TE describes one amax for all columns where each row has its own
+        setattr(out, f"_amax_{side}wise", torch.empty_like(amax))
     getattr(out, f"_amax_{side}wise").copy_(amax)
     getattr(out, f"_{side}wise_data").view(codes.shape).copy_(codes)
     padded = getattr(out, f"_{side}wise_scale_inv")
@@ -155,7 +163,7 @@ def operand(tensor: Any, by_rows: bool) -> torch.Tensor:
     packed = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
     values = _VALUES[unpack(packed).long()]
     rows, columns = values.shape
-    scales = getattr(tensor, f"_{side}wise_scale_inv")[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
+    scales = swizzle.scales_of(tensor, side)[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
     decode: torch.Tensor = getattr(tensor, f"_amax_{side}wise").reshape(-1, 1) / (LARGEST * tensor._nvfp4_e4m3_max)
     scaled: torch.Tensor = values.view(rows, columns // BLOCK, BLOCK) * (scales * decode)[:, :, None]
     return scaled.view(rows, columns)

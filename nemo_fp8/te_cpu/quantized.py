@@ -9,8 +9,7 @@ TE's Python says itself which buffers a quantizer keeps (``inner_tensor_specs``)
 scales padded for a GEMM, rows and columns or one of both. So nothing of the layouts is said here a second time. How values become
 codes and where they lie is the kind's own affair (``float8``, ``blockwise``, ``mxfp8``, ``nvfp4``), one row of :func:`kinds` each.
 
-Scales are never swizzled into the order that a GPU's tensor cores read: that order holds no information, and the GEMM here reads the
-plain one. A tensor says so itself (``_with_gemm_swizzled_scales`` is False).
+Where TE asks for scales in the order that a GPU's tensor cores read, they are brought into it last (``swizzle``).
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nemo_fp8.te_cpu import swizzle
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 
 Write = Callable[[Any, torch.Tensor, Any, torch.Tensor | None], None]
@@ -38,6 +38,8 @@ class Kind:
     """A fused kernel casts its FP32 result at once, since the scale is known before it starts (delayed scaling)."""
     amax_of_wide: Callable[[Any], bool] = lambda quantizer: False
     """A fused activation takes the amax of its FP32 result, and casts the result rounded to the tensor's dtype."""
+    swizzles: Callable[[Any, int, int], bool] = lambda quantizer, rows, columns: True
+    """The kernel that casts a tensor of this shape writes swizzled scales; otherwise they are swizzled after it."""
 
 
 @functools.cache
@@ -55,7 +57,7 @@ def kinds() -> dict[type, Kind]:
         Float8CurrentScalingQuantizer: Kind(float8.write_current, amax_of_wide=lambda q: True),
         Float8BlockQuantizer: Kind(blockwise.write),
         MXFP8Quantizer: Kind(mxfp8.write),
-        NVFP4Quantizer: Kind(nvfp4.write, amax_of_wide=lambda q: not q.row_scaled_nvfp4 and not q.with_rht),
+        NVFP4Quantizer: Kind(nvfp4.write, amax_of_wide=lambda q: not q.row_scaled_nvfp4 and not q.with_rht, swizzles=nvfp4.swizzles),
     }
 
 
@@ -116,8 +118,8 @@ def create(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any
     if "fp8_scale_inv" in buffers and hasattr(quantizer, "scale"):
         buffers["fp8_scale_inv"] = torch.reciprocal(quantizer.scale)
     arguments = described["nontensor_kwargs"] | buffers
-    if "with_gemm_swizzled_scales" in arguments:
-        arguments["with_gemm_swizzled_scales"] = False
+    if arguments.get("with_gemm_swizzled_scales"):
+        arguments["with_gemm_swizzled_scales"] = kind_of(quantizer).swizzles(quantizer, *as_matrix_shape(shape))
     if quantizer.internal:
         return described["cls"](**arguments)
     arguments.setdefault("dtype", arguments.pop("fake_dtype"))
@@ -139,8 +141,6 @@ def conform(quantizer: Any, tensor: Any) -> Any:
     if hasattr(tensor, "_transpose"):
         tensor._transpose_invalid = tensor._transpose is None
         tensor._fp8_dtype = type(tensor._fp8_dtype).cast(quantizer.dtype)
-    if hasattr(tensor, "_with_gemm_swizzled_scales"):
-        tensor._with_gemm_swizzled_scales = False
     return tensor
 
 
@@ -182,9 +182,12 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
 def fill(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None = None) -> None:
     """Write ``x`` into the buffers of ``out``, as they are."""
     if x.numel():
+        swizzle.clear(out)
         kind_of(quantizer).write(quantizer, x, out, amax)
-        for see in _watchers:
-            see(quantizer, x, out)
+    if quantizer.optimize_for_gemm:
+        swizzle.swizzle(out)
+    for see in _watchers if x.numel() else ():
+        see(quantizer, x, out)
 
 
 See = Callable[[Any, torch.Tensor, Any], None]

@@ -46,12 +46,12 @@ def has_gpu() -> bool:
     return torch.cuda.is_available() and not is_installed()
 
 
-def install(arch: int | None = None) -> None:
+def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> None:
     """Let TE run on this CPU, which stands for a GPU of ``arch`` (90 Hopper, 100 Blackwell), until the process ends.
 
     Where no architecture is given it is the one that NEMO_FP8_TE_CPU names, or Blackwell. Raises PrecisionError where a GPU or TE's
-    compiled extension is there, where TE was imported before, or where TE, or what it imports, is missing. Called again, with the same
-    architecture or with none, it does nothing.
+    compiled extension is there, where TE was imported before, where it is none of ``versions``, or where TE, or what it imports, is
+    missing. Called again, with the same architecture or with none, it does nothing.
     """
     from nemo_fp8.numerics.bf16 import bf16_products
     from nemo_fp8.te_cpu import collectives, device, extension
@@ -65,13 +65,13 @@ def install(arch: int | None = None) -> None:
             )
         return
     arch = _named() if arch is None else arch
-    _check(arch)
+    version = _check(arch, versions)
     os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
     device.stand_in(arch)
-    collectives.take_one_by_one()
+    collectives.take_nccls_place()
     _FOR_THE_PROCESS.enter_context(bf16_products())
-    sys.modules[extension.NAME] = extension.build()
+    sys.modules[extension.NAME] = extension.build(version)
     sys.meta_path.insert(0, _Amend())
 
 
@@ -101,7 +101,8 @@ def _named() -> int:
     return int(name)
 
 
-def _check(arch: int) -> None:
+def _check(arch: int, versions: Sequence[str]) -> str:
+    """The version of TE that is there, if all is well."""
     import importlib.metadata
     import importlib.util
 
@@ -125,13 +126,13 @@ def _check(arch: int) -> None:
     try:
         found = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
-        missing.insert(0, f"transformer-engine=={TE_ON_CPU}")
+        missing.insert(0, f"transformer-engine=={TE_ON_CPU[0]}")
     else:
-        if found != TE_ON_CPU:
+        if found not in versions:
             raise PrecisionError(
-                f"te_cpu is made for TransformerEngine {TE_ON_CPU}, and {found} is installed.",
+                f"te_cpu is made for TransformerEngine {', '.join(versions)}, and {found} is installed.",
                 "The compiled extension that it stands for is a private interface, which changes with every version.",
-                f"pip install --no-deps transformer-engine=={TE_ON_CPU}",
+                f"pip install --no-deps transformer-engine=={TE_ON_CPU[0]}",
             )
     if missing:
         raise PrecisionError(
@@ -139,6 +140,7 @@ def _check(arch: int) -> None:
             "It runs TransformerEngine's own Python, and TE imports these; without one it comes up without its PyTorch part, in silence.",
             f"pip install --no-deps {' '.join(missing)}",
         )
+    return found
 
 
 # ---------------------------------------------------------------------- names of TE
@@ -149,7 +151,8 @@ def _without_files(common: Any) -> None:
 
 
 def _picklable_dtype(constants: Any) -> None:
-    constants.DType.__reduce_ex__ = lambda self, protocol: (type(self), (int(self),))
+    if hasattr(constants, "DType"):  # before 2.17 TE takes the extension's
+        constants.DType.__reduce_ex__ = lambda self, protocol: (type(self), (int(self),))
 
 
 def _canonical_cpu(utils: Any) -> None:
@@ -162,13 +165,13 @@ def _canonical_cpu(utils: Any) -> None:
     utils.canonicalize_device = canonicalize_device
 
 
-def _dequantize_in_place(name: str) -> Callable[[Any], None]:
+def _dequantize_in_place(name: str, *buffers: str) -> Callable[[Any], None]:
     def amend(module: Any) -> None:
         function = getattr(module, name)
         forward = function.forward
 
         def on_cpu(ctx: Any, tensor: Any, dtype: Any) -> Any:
-            data = [d for d in (tensor._rowwise_data, tensor._columnwise_data) if d is not None]
+            data = [d for d in (getattr(tensor, buffer) for buffer in buffers) if d is not None]
             if not data or any(d.numel() == 0 for d in data):
                 return forward(ctx, tensor, dtype)
             return module.tex.dequantize(tensor, dtype)
@@ -185,6 +188,7 @@ def _cache_on_cpu(custom_ops: Any) -> None:
 
 
 _STORAGE = "transformer_engine.pytorch.tensor.storage."
+_TWO_SIDES = ("_rowwise_data", "_columnwise_data")
 _MOVED = "it moves what is not on a device of type cuda to one, and calls itself, without end"
 _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
     "transformer_engine.common": (_without_files, "load_framework_extension looks for a compiled file"),
@@ -193,8 +197,12 @@ _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
         "Python 3.11 pickles a member of DType as getattr(DType, name), which torch.load(weights_only=True) refuses",
     ),
     "transformer_engine.pytorch.utils": (_canonical_cpu, "canonicalize_device makes torch.device(0), which a CPU build of torch refuses"),
-    _STORAGE + "mxfp8_tensor_storage": (_dequantize_in_place("_FromMXFP8Func"), _MOVED),
-    _STORAGE + "nvfp4_tensor_storage": (_dequantize_in_place("_FromNVFP4Func"), _MOVED),
+    _STORAGE + "float8_tensor_storage": (
+        _dequantize_in_place("_FromFloat8Func", "_data"),
+        "what lies on a CPU it dequantizes without the extension, and makes a vector of a scalar",
+    ),
+    _STORAGE + "mxfp8_tensor_storage": (_dequantize_in_place("_FromMXFP8Func", *_TWO_SIDES), _MOVED),
+    _STORAGE + "nvfp4_tensor_storage": (_dequantize_in_place("_FromNVFP4Func", *_TWO_SIDES), _MOVED),
     "transformer_engine.pytorch.attention.custom_ops": (_cache_on_cpu, "its operators are registered for tensors of type cuda alone"),
     **dict.fromkeys(triton_kernels.MODULES, (triton_kernels.replace, "its functions launch Triton kernels")),
 }

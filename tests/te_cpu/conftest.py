@@ -6,11 +6,12 @@ another architecture, in a process of their own.
 
 import pytest
 import torch
-from te_cases import ARCH
+from te_cases import ARCH, VERSIONS
 
 from nemo_fp8 import te_cpu
+from nemo_fp8.support import TE_ON_CPU
 
-te_cpu.install(ARCH)
+te_cpu.install(ARCH, versions=VERSIONS or TE_ON_CPU)
 
 
 @pytest.fixture

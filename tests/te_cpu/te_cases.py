@@ -8,6 +8,8 @@ from nemo_fp8.contract import Precision
 
 ARCH = int(os.environ.get("NEMO_FP8_TE_TESTS_ARCH", "100"))
 """The architecture that this process stands for."""
+VERSIONS = os.environ.get("NEMO_FP8_TE_TESTS_VERSIONS", "").split()
+"""Versions of TE to try besides those that are known to fit."""
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,11 @@ import os
 import subprocess
 import sys
 
+import accelerate
 import pytest
 import torch
-from te_cases import ARCH
-
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate==1.15.0")
-
 import transformer_engine.pytorch as te
+from te_cases import ARCH
 
 # Accelerate's arguments -> how the operands of te.Linear's products are stored.
 HANDLERS = {

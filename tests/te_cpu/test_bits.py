@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from te_cases import CASES
 
 from nemo_fp8.numerics.delayed import DelayedState, update
 from nemo_fp8.numerics.linear import linear, quantize_weight
+from nemo_fp8.te_cpu import swizzle
 
 
 def _bytes(tensor):
@@ -27,8 +29,8 @@ def _held(name, workspace):
         scales = workspace._rowwise_scale_inv[:, : -(-columns // 128)]
         turned = workspace._columnwise_scale_inv[:, : -(-rows // 128)].t()
         return workspace._rowwise_data, scales, workspace._columnwise_data.t(), turned
-    scales = workspace._rowwise_scale_inv[:rows, : columns // 32]
-    return workspace._rowwise_data, scales, workspace._columnwise_data, workspace._columnwise_scale_inv[: rows // 32, :columns]
+    scales, turned = swizzle.scales_of(workspace, "row"), swizzle.scales_of(workspace, "column")
+    return workspace._rowwise_data, scales[:rows, : columns // 32], workspace._columnwise_data, turned[: rows // 32, :columns]
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.precision])
@@ -88,9 +90,18 @@ def test_one_bit_of_a_code_would_be_seen():
     assert not torch.equal(codes, _bytes(row.data))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5)])
+def test_a_scalar_stays_one(shape):
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    quantizer = Float8Quantizer(scale=torch.full([1], 4.0), amax=torch.zeros(1), fp8_dtype=te.DType.kFloat8E4M3)
+    assert torch.equal(quantizer(torch.full(shape, 0.25)).dequantize(), torch.full(shape, 0.25))
+
+
 @pytest.mark.skipif(os.environ.get("NEMO_FP8_TE_TESTS_ARCH") is not None, reason="this is the run on the other architecture")
 def test_the_same_on_hopper():
-    """Hopper keeps transposed copies of FP8 tensors, and has no MXFP8: this file again, in a process that stands for it."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    """Hopper keeps transposed copies of FP8 tensors, has no MXFP8, and other rules of GEMMs: again, in a process that stands for it."""
+    files = [__file__, str(Path(__file__).with_name("test_extension.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=os.environ | {"NEMO_FP8_TE_TESTS_ARCH": "90"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformer_engine
 import transformer_engine_torch as tex
+from te_cases import ARCH
 
 from nemo_fp8.te_cpu import extension
 
@@ -15,7 +16,7 @@ from nemo_fp8.te_cpu import extension
 _NOT_OF_THE_EXTENSION = {"grouped_mlp_experimental", "LayerNorm"}
 
 
-def _asked_for():
+def asked_for():
     """Every attribute of the extension that TE's PyTorch sources name."""
     names = set()
     for path in Path(transformer_engine.__file__).parent.joinpath("pytorch").rglob("*.py"):
@@ -26,7 +27,7 @@ def _asked_for():
 
 
 def test_every_name_that_te_asks_for_is_there():
-    assert sorted(name for name in _asked_for() if not hasattr(tex, name)) == []
+    assert sorted(name for name in asked_for() if not hasattr(tex, name)) == []
 
 
 def test_what_is_missing_is_asked_for_by_te_and_says_its_name():
@@ -62,3 +63,40 @@ def test_another_architecture_is_refused():
 
     with pytest.raises(PrecisionError, match="in a process that stands for"):
         te_cpu.install(90 if torch.cuda.get_device_capability()[0] == 10 else 100)
+
+
+@pytest.mark.skipif(ARCH != 90, reason="rules of Hopper's cuBLAS")
+@pytest.mark.parametrize(
+    ("shapes", "square", "arguments", "words"),
+    [
+        (((256, 128), (256, 128)), (True, False), {}, None),
+        (((256, 128), (255, 128)), (False, True), {}, None),
+        (((256, 128), (256, 128)), (True, True), {}, "Only 1D by 1D"),
+        (((256, 120), (256, 120)), (True, False), {}, "Inner dimension"),
+        (((252, 128), (256, 128)), (True, False), {}, "Outer dimension requirement on A"),
+        (((256, 128), (255, 128)), (True, False), {}, "Outer dimension requirement on B"),
+        (((256, 128), (256, 128)), (True, False), {"split": False}, "split accumulator"),
+        (((256, 128), (256, 128)), (True, False), {"gelu": True}, "Epilogue requested outside of the available"),
+        (((256, 128), (256, 128)), (True, False), {"bias": True, "grad": True}, "Epilogue requested outside of the available"),
+    ],
+)
+def test_hopper_multiplies_blockwise_operands_only_as_its_gemm_can(shapes, square, arguments, words):
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    a, b = (
+        Float8BlockQuantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=2 if two else 1)(torch.randn(shape))
+        for shape, two in zip(shapes, square, strict=True)
+    )
+    bias = torch.zeros(shapes[0][0], dtype=torch.bfloat16) if arguments.get("bias") else None
+
+    def product():
+        return tex.generic_gemm(
+            a, True, b, False, None, None, tex.DType.kBFloat16, bias, tex.DType.kBFloat16, arguments.get("gelu", False), None,
+            arguments.get("grad", False), None, 0, False, arguments.get("split", True),
+        )[0]  # fmt: skip
+
+    if words is None:
+        assert product().shape == (shapes[1][0], shapes[0][0])
+    else:
+        with pytest.raises(RuntimeError, match=words):
+            product()

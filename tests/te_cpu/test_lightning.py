@@ -1,11 +1,10 @@
 """Lightning's TransformerEnginePrecision trains through TransformerEngine as it does on a GPU: its own replacement of layers and recipe."""
 
+import lightning
 import pytest
 import torch
-
-lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning==2.4.0")
 import transformer_engine.pytorch as te
-from lightning.pytorch.plugins.precision import TransformerEnginePrecision  # noqa: E402
+from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 
 
 class Model(lightning.LightningModule):

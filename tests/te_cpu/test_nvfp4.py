@@ -31,6 +31,21 @@ def test_codes_scales_and_amax_are_those_of_the_reference(source, square, dtype)
         assert torch.equal(held, scales.view(torch.uint8))
 
 
+def test_an_amax_for_every_row_on_both_sides():
+    """Row-scaled: the columns, turned round, have an amax for each of their rows too, although TE describes one for them all."""
+    torch.manual_seed(0)
+    x = (torch.randn(64, 96) * torch.logspace(-3, 3, 96)).bfloat16()
+    found = NVFP4Quantizer(row_scaled_nvfp4=True)(x)
+    for side, matrix in (("row", x), ("column", x.t().contiguous())):
+        amax = matrix.float().abs().amax(1)
+        arguments = {"pow_2_scales": False, "row_scaled_nvfp4": True, "eps": 0.0}
+        codes, scales = NVFP4QuantizerRef._quantize_blockwise_reference(matrix, amax, 16, 1, **arguments)
+        assert torch.equal(getattr(found, f"_amax_{side}wise"), amax)
+        assert torch.equal(getattr(found, f"_{side}wise_data").view(codes.shape), codes.view(torch.uint8))
+        held = getattr(found, f"_{side}wise_scale_inv")[: scales.shape[0], : scales.shape[1]]
+        assert torch.equal(held, scales.view(torch.uint8))
+
+
 def test_stochastic_rounding_keeps_the_mean_and_takes_only_neighbours():
     torch.manual_seed(0)
     block = [*torch.linspace(-5.9, 5.9, 15).tolist(), 6.0]  # the amax, so that the scale is 1 and codes are values

@@ -1,8 +1,10 @@
 """The switch refuses what cannot work, with the remedy, and leaves alone who does not ask."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +42,23 @@ def test_without_transformer_engine_it_says_what_to_install(tmp_path):
     done = _run("from nemo_fp8 import te_cpu; te_cpu.install()", str(tmp_path))
     assert "transformer-engine==2.20.2" in done.stderr
     assert "pip install --no-deps" in done.stderr
+
+
+def test_the_versions_that_it_takes_are_those_of_the_page():
+    from nemo_fp8.support import TE_ON_CPU
+
+    page = (Path(__file__).parents[2] / "docs/te_versions.md").read_text()
+    assert set(TE_ON_CPU) == set(re.findall(r"^\| ([\d.]+) \| \*\*yes\*\* \|", page, re.M))
+
+
+def test_a_version_that_does_not_fit_is_refused(tmp_path):
+    """Or tried, where it is named."""
+    folder = tmp_path / "transformer_engine-2.18.0.dist-info"
+    folder.mkdir()
+    folder.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.18.0\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = _run("from nemo_fp8 import te_cpu; te_cpu.install()", path)
+    assert "2.18.0 is installed" in done.stderr
+    assert "remedy" in done.stderr
+    done = _run("from nemo_fp8 import te_cpu; te_cpu.install(versions=['2.18.0']); assert te_cpu.is_installed()", path)
+    assert done.returncode == 0, done.stderr

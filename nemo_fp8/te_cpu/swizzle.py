@@ -1,0 +1,84 @@
+"""The order in which Blackwell's tensor cores read the scales of MXFP8 and NVFP4 tensors, and the way back.
+
+    plain       [128 m, 4 n] row by row
+    swizzled    m x n tiles of 512 scales; within one, the scale of row r and column c lies at (r % 32) * 16 + (r / 32) * 4 + c
+
+The order holds no information, and the GEMM here reads the plain one. It is kept all the same where TE asks for it (a quantizer's
+``optimize_for_gemm``), because the tensor then says so, and TE's Python refuses what such a tensor cannot do: gathers, FSDP's hooks,
+copies between tensors of different order. MXFP8's columns are swizzled turned round, as the tensor cores contract them; NVFP4's lie so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_SIDES = ("row", "column")
+
+
+def swizzled(scales: torch.Tensor) -> torch.Tensor:
+    """Plain scales in the order of the tensor cores, of the same shape."""
+    rows, columns = scales.shape
+    return scales.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
+
+
+def plain(scales: torch.Tensor) -> torch.Tensor:
+    """The way back."""
+    rows, columns = scales.shape
+    return scales.view(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
+
+
+def _turned(tensor: Any, side: str) -> bool:
+    """Whether these scales are held turned round from how a tensor core reads them: NVFP4's amax tells its tensors from MXFP8's."""
+    return side == "column" and not hasattr(tensor, "_amax_columnwise")
+
+
+def is_swizzled(tensor: Any) -> bool:
+    """Whether the tensor says that its scales are."""
+    return getattr(tensor, "_with_gemm_swizzled_scales", False)
+
+
+def scales_of(tensor: Any, side: str) -> torch.Tensor:
+    """The scales of a side, plain, however the tensor holds them."""
+    scales: torch.Tensor = getattr(tensor, f"_{side}wise_scale_inv")
+    if not is_swizzled(tensor):
+        return scales
+    return plain(scales.view(scales.shape[::-1])).t() if _turned(tensor, side) else plain(scales)
+
+
+def swizzle(tensor: Any) -> None:
+    """Bring the tensor's scales into the order of the tensor cores, in their own memory, unless they are in it."""
+    if hasattr(tensor, "_with_gemm_swizzled_scales") and not is_swizzled(tensor):
+        multi_tensor_swizzle_scales_for_gemm_unchecked_([tensor], True, True)
+        tensor._with_gemm_swizzled_scales = True
+
+
+def clear(tensor: Any) -> None:
+    """Make swizzled scales plain ones that hold nothing, for a new cast: padding is not where it was."""
+    if is_swizzled(tensor):
+        for side in _SIDES:
+            scales = getattr(tensor, f"_{side}wise_scale_inv")
+            if scales is not None:
+                scales.zero_()
+        tensor._with_gemm_swizzled_scales = False
+
+
+# ---------------------------------------------------------------------- the extension's own
+
+
+swizzle_scales_for_gemm_ = swizzle
+
+
+def multi_tensor_swizzle_scales_for_gemm_unchecked_(tensors: Sequence[Any], rowwise: bool, columnwise: bool) -> None:
+    """One side or both of many tensors, whatever they say of themselves."""
+    for tensor in tensors:
+        for side, wanted in zip(_SIDES, (rowwise, columnwise), strict=True):
+            scales = getattr(tensor, f"_{side}wise_scale_inv")
+            if wanted and scales is not None:
+                ordered = swizzled(scales.t().contiguous() if _turned(tensor, side) else scales)
+                scales.copy_(ordered.view(scales.shape))
+
+
+multi_tensor_swizzle_scales_for_gemm_ = multi_tensor_swizzle_scales_for_gemm_unchecked_

@@ -1,0 +1,51 @@
+"""What the CPU answers in the place of a CUDA device."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def test_autocast_of_cuda_casts_the_cpus_operators():
+    layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.is_autocast_enabled()  # what TE asks for
+        assert layer(x).dtype == torch.bfloat16
+        with torch.autocast("cuda", enabled=False):
+            assert layer(x).dtype == torch.float32
+        assert layer(x).dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_memory_is_the_machines():
+    free, total = torch.cuda.memory.mem_get_info()
+    assert 0 < free < total == torch.cuda.get_device_properties(0).total_memory
+    assert total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_every_rank_of_a_machine_has_a_device(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert torch.cuda.device_count() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert torch.cuda.device_count() == 4
+
+
+@pytest.mark.parametrize("arguments", [{"backend": "nccl", "device_id": "cuda:0"}, {"backend": "cpu:gloo,cuda:nccl"}])
+def test_nccls_name_means_gloo(arguments, tmp_path):
+    assert dist.is_nccl_available()
+    arguments = {name: torch.device(value) if name == "device_id" else value for name, value in arguments.items()}
+    dist.init_process_group(init_method=f"file://{tmp_path}/store", rank=0, world_size=1, **arguments)
+    try:
+        assert dist.get_backend() == "gloo"
+        group = dist.new_group([0], None, "nccl")
+        assert dist.get_backend(group) == "gloo"
+        # A piece of a tensor is written to as NCCL writes to it: autograd would refuse the pieces of a split.
+        pieces = torch.zeros(4).requires_grad_().clone().split(2)
+        dist.all_gather_into_tensor(pieces[1], torch.tensor([5.0, 7.0]))
+        assert pieces[1].tolist() == [5.0, 7.0]
+        with pytest.raises(AssertionError, match="no such backend"):
+            dist.new_group([0], backend="no such backend")
+    finally:
+        dist.destroy_process_group()

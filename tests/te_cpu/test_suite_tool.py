@@ -1,0 +1,88 @@
+"""``tools/te_suite.py`` counts what passes, fails, skips, hangs, dies and cannot be collected, and loses nothing of a file it stops."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+FILES = {
+    "test_mixed.py": """
+        import os, pytest, time, torch
+
+        def test_passes(): assert torch.empty(1).is_cuda  # the implementation is in place
+        def test_fails(): assert 1 == 2
+        def test_skips(): pytest.skip("no reason")
+        def test_hangs(): time.sleep(600)
+        def test_dies(): os._exit(7)
+        def test_passes_and_fails_after(request): request.addfinalizer(lambda: 1 / 0)
+        def test_comes_last(): pass
+        def test_too_large_8192(): assert False
+    """,
+    "test_broken.py": "import nothing_of_this_name",
+    "test_absent.py": "import pytest; pytest.skip('not here', allow_module_level=True)",
+    "test_slow.py": """
+        import time, pytest
+
+        @pytest.mark.parametrize("i", range(50))
+        def test_one(i): time.sleep(0 if i < 3 else 3)
+    """,
+}
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """Run the tool on tiny files; what it prints, and what it writes down."""
+    folder = tmp_path / "tests" / "pytorch"
+    folder.mkdir(parents=True)
+    for name, text in FILES.items():
+        folder.joinpath(name).write_text("\n".join(line.removeprefix("        ") for line in text.splitlines()))
+
+    def run(*arguments):
+        command = [sys.executable, TOOLS / "te_suite.py", tmp_path, "--arch", "90", "--json", "--docs", tmp_path, *arguments]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["files"], json.loads((tmp_path / "te_suite.json").read_text())["90"]
+
+    return run
+
+
+def test_what_passes_fails_skips_hangs_and_dies(suite, tmp_path):
+    printed, written = suite("--only", "test_mixed.py", "--test-limit", "3")
+    assert printed == {"test_mixed.py": {"passed": 2, "failed": 4, "skipped": 1}}
+    failures = written["test_mixed.py"]["failures"]
+    assert set(failures) == {"test_fails", "test_hangs", "test_dies", "test_passes_and_fails_after"}
+    assert "assert 1 == 2" in failures["test_fails"]
+    assert "Timeout" in failures["test_hangs"]
+    assert "ended with 7" in failures["test_dies"]
+    assert written["test_mixed.py"]["skips"] == {"Skipped: no reason": 1}
+    page = (tmp_path / "te_suite.md").read_text()
+    assert "| test_mixed | sm90 | 2 | 4 | 1 |" in page
+    assert "`test_mixed.py::test_fails` (sm90)" in page  # no row explains it
+
+
+def test_what_cannot_be_collected_has_failed_and_joins_the_results(suite):
+    """Also a file that is not there; one that leaves itself out is skipped."""
+    printed, written = suite("--only", "test_broken", "test_absent", "test_no_such_file")
+    assert printed["test_broken"] == {"passed": 0, "failed": 1, "skipped": 0}
+    assert printed["test_absent"] == {"passed": 0, "failed": 0, "skipped": 1}
+    assert printed["test_no_such_file"] == {"passed": 0, "failed": 1, "skipped": 0}
+    assert "nothing_of_this_name" in next(iter(written["test_broken.py"]["failures"].values()))
+
+
+def test_a_file_that_is_stopped_reports_what_it_got_through(suite):
+    printed, written = suite("--only", "test_slow", "--limit", "14")
+    assert 3 <= printed["test_slow"]["passed"] < 50
+    assert printed["test_slow"]["failed"] == 0
+    assert written["test_slow.py"]["not_reached"] == 50 - printed["test_slow"]["passed"]
+
+
+def test_a_cause_explains_only_what_it_names(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    import te_suite_page
+
+    assert te_suite_page.cause_of("test_x.py", "test_y", "AssertionError: a code is wrong") is None
+    for cause in te_suite_page.CAUSES:
+        assert cause.test or cause.error

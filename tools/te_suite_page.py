@@ -1,0 +1,153 @@
+"""The results of ``te_suite`` as data and as a page: counts of every file, and every failure with its cause.
+
+A cause is a row of :data:`CAUSES`: words of the file and test, words of the error, and what it is. A failure that no row explains is
+listed as unexplained, with its error. So a row says only what was found out; ``ours`` marks those that are the implementation's to mend.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DATA, PAGE = "te_suite.json", "te_suite.md"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why tests fail whose ``file::test`` and whose error line these patterns find."""
+
+    test: str
+    error: str
+    why: str
+    ours: bool = False
+
+
+_SUMS = "asks equal bits of a GEMM, whose sums depend on their order"
+CAUSES: tuple[Cause, ...] = (
+    Cause("", r"CUDAGraph", "needs CUDA graphs"),
+    Cause("", r"No dot product attention backend is available", "needs cuDNN's fused attention, which alone computes in FP8"),
+    Cause("", r"libcuda.so cannot found", "runs a Triton kernel, which needs a GPU", ours=True),
+    Cause("", r"transformer_engine_torch\.(\w+) has no CPU implementation", "calls `{0}`, which has no CPU implementation", ours=True),
+    Cause("", r"(\w+) with context parallelism \S+ has no CPU", "calls `{0}` with context parallelism", ours=True),
+    Cause("", r"assert 'cpu' == 'cuda'", "compares the name of a device with cuda, and that of the CPU that stands for it is cpu"),
+    Cause(
+        "distributed/test_sanity.*test_current_device", r"assert -1 == 1", "asks on which of two devices a tensor lies, and the CPU is one"
+    ),
+    Cause("test_record_stream", r"isValidDeviceType", "hands a CUDA stream to an operator of torch itself"),
+    Cause("current_scaling_gemm_versus_reference", r"Mismatched elements", _SUMS),
+    Cause("test_fused_linear_paths_match_backward_override_reference.*scale_add", r"Mismatched elements: \d /", _SUMS),
+    Cause("nvfp4_gemm_exact.*row_scaled_gemm_matches_emulated", r"Mismatched elements: \d+ /", _SUMS),
+    Cause("", r"Timeout \(>|did not answer within", "takes longer than a test's limit on one thread of this machine"),
+    Cause("", r"can't allocate memory", "needs more memory than it was lent"),
+)
+"""What was found out. The first row that fits is the cause; a group of the error's pattern stands in its words."""
+
+
+def cause_of(file: str, test: str, line: str) -> str | None:
+    """Why this test failed, if it is known."""
+    for cause in CAUSES:
+        found = re.search(cause.error, line)
+        if found and re.search(cause.test, f"{file}::{test}"):
+            return cause.why.format(*found.groups()) + (" (ours to write)" if cause.ours else "")
+    return None
+
+
+def join(folder: Path, arch: int, file: str, found: dict[str, Any]) -> None:
+    """Put one file's results among those of the runs before, and draw the page."""
+    path = folder / DATA
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results.setdefault(str(arch), {})[file] = found
+    path.write_text(json.dumps({a: dict(sorted(results[a].items())) for a in sorted(results, reverse=True)}, indent=1) + "\n")
+    folder.joinpath(PAGE).write_text(page(results))
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """The page."""
+    return "\n".join([_HEAD, *_counts(results), "", *_causes(results), *_unexplained(results), *_skips(results)]) + "\n"
+
+
+_HEAD = """# TransformerEngine's own tests on the CPU implementation
+
+Written by `tools/te_suite.py` from `te_suite.json`, which holds every failure by its name; do not edit. A row again, its whole file:
+
+```text
+.venv/bin/python tools/te_suite.py CHECKOUT --only FILE
+```
+
+CHECKOUT is a copy of TransformerEngine's public repository; of it only `tests/pytorch` is used, and TE itself is the wheel of 2.20.2.
+*Sample* is how many of a file's tests were run at most, chosen at random with seed 0 (`--sample`), less those with a word in their name
+(`--without`); *limits* are the seconds for the file and for a test. Tests of matrices with a side of 8192 or more are left out everywhere.
+*Not reached* are tests that the file's limit cut off.
+"""
+
+
+def _counts(results: dict[str, dict[str, Any]]) -> list[str]:
+    lines = ["| file | GPU | passed | failed | skipped | not reached | sample | limits |", "|---|---|---|---|---|---|---|---|"]
+    totals = {arch: [0, 0, 0] for arch in results}
+    for file in sorted({file for files in results.values() for file in files}):
+        for arch, files in results.items():
+            if file in files:
+                r = files[file]
+                sums = [r["passed"], r["failed"], r["skipped"]]
+                totals[arch] = [a + b for a, b in zip(totals[arch], sums, strict=True)]
+                cells = [file.removesuffix(".py"), f"sm{arch}", *sums, r["not_reached"] or "", _taken(r)]
+                lines.append(f"| {' | '.join(map(str, cells))} | {r['limit']}, {r['test_limit']} |")
+    lines += [f"| **all** | sm{arch} | {' | '.join(f'**{n}**' for n in sums)} | | | |" for arch, sums in totals.items()]
+    return lines
+
+
+def _taken(found: dict[str, Any]) -> str:
+    words = [word for word in found["without"] if word not in ("8192", "16384")]
+    return f"{found['sample'] or 'all'}{', without ' + ', '.join(words) if words else ''}"
+
+
+def _failures(results: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    return [
+        (arch, file, test, line)
+        for arch, files in results.items()
+        for file, found in files.items()
+        for test, line in found["failures"].items()
+    ]
+
+
+def _causes(results: dict[str, dict[str, Any]]) -> list[str]:
+    by_cause: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for arch, file, test, line in _failures(results):
+        cause = cause_of(file, test, line)
+        if cause:
+            by_cause[cause][file.removesuffix(".py")].append(arch)
+    lines = ["## Failures whose cause is known", "", "| cause | tests |", "|---|---|"]
+    for cause, files in sorted(by_cause.items(), key=lambda row: -sum(map(len, row[1].values()))):
+        lines.append(f"| {cause} | {', '.join(f'{file} {len(archs)}' for file, archs in sorted(files.items()))} |")
+    return [*lines, ""] if by_cause else []
+
+
+def _unexplained(results: dict[str, dict[str, Any]]) -> list[str]:
+    unknown = [row for row in _failures(results) if cause_of(row[1], row[2], row[3]) is None]
+    if not unknown:
+        return ["No failure is unexplained.", ""]
+    lines = ["## Unexplained", ""]
+    for arch, file, test, line in unknown:
+        lines.append(f"- `{file}::{test}` (sm{arch}): {_plain(line)}")
+    return [*lines, ""]
+
+
+def _skips(results: dict[str, dict[str, Any]]) -> list[str]:
+    reasons: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for arch, files in results.items():
+        for found in files.values():
+            for reason, n in found["skips"].items():
+                reasons[_plain(reason.removeprefix("Skipped: "))][arch] += n
+    lines = ["## Skipped, in TE's own words", "", "| reason | tests |", "|---|---|"]
+    for reason, archs in sorted(reasons.items(), key=lambda row: -sum(row[1].values())):
+        lines.append(f"| {reason} | {', '.join(f'{n} (sm{arch})' for arch, n in archs.items())} |")
+    return lines if reasons else []
+
+
+def _plain(text: str) -> str:
+    """Text that a table of Markdown can hold."""
+    return re.sub(r"([|<>*_`])", r"\\\1", text[:240])

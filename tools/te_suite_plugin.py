@@ -1,0 +1,84 @@
+"""What pytest does within ``te_suite``: take a sample, leave out what was run before, and write down every test as it begins and ends.
+
+The record is a file of JSON lines, written as things happen, so that a process that is killed or dies loses nothing:
+
+    {"begins": id}    {"ends": id, "outcome": "passed" | "failed" | "skipped", "line": why}    {"collected": n}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORD, SAMPLE = "TE_SUITE_RECORD", "TE_SUITE_SAMPLE"
+LONGEST_LINE = 400
+
+
+def _write(**event: Any) -> None:
+    with Path(os.environ[RECORD]).open("a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def events(record: Path) -> list[dict[str, Any]]:
+    """What was written down; a line that a killed process left unfinished is passed over."""
+    lines = record.read_text().splitlines(keepends=True) if record.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to judge anything else than the CPU implementation: an error in a sitecustomize stops nobody."""
+    from nemo_fp8 import te_cpu
+
+    if not te_cpu.is_installed():
+        raise pytest.UsageError("the CPU implementation of TransformerEngine's extension is not in place")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a sample of the tests, the same one every time, and of it what has not been run."""
+    wanted = int(os.environ[SAMPLE])
+    if wanted and len(items) > wanted:
+        kept = set(random.Random(0).sample(range(len(items)), wanted))
+        items[:] = [item for i, item in enumerate(items) if i in kept]
+    _write(collected=len(items))
+    done = {event["ends"] for event in events(Path(os.environ[RECORD])) if "ends" in event}
+    items[:] = [item for item in items if item.nodeid not in done]
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A file that cannot be collected has failed; one that leaves itself out is skipped."""
+    if report.outcome != "passed":
+        _write(ends=f"{report.nodeid} (collection)", outcome=report.outcome, line=_line(report))
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """A test begins."""
+    _write(begins=nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A test has ended, or what comes before or after it has gone wrong."""
+    if report.when == "call" or report.outcome != "passed":
+        _write(ends=report.nodeid, outcome=report.outcome, line=_line(report))
+
+
+def _line(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Where and why, in one line."""
+    if report.outcome == "passed":
+        return ""
+    if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
+        text = report.longrepr[2]
+    else:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        text = f"{Path(crash.path).name}:{crash.lineno}: {crash.message}" if crash else str(report.longrepr)[-LONGEST_LINE:]
+        if re.search(
+            "CompletedProcess|CalledProcessError|exited with code", text
+        ):  # a test that starts ranks knows only that one failed; what they print says why
+            told = re.findall(r"^(?:\[\w+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", report.capstdout + report.capstderr, re.M)
+            text = "; ".join([*dict.fromkeys(line for line in told if "ChildFailed" not in line)][-2:] or ["no error printed"])
+    return re.sub(r"\s+", " ", text)[:LONGEST_LINE]
