@@ -53,6 +53,10 @@ def hold_engine(contexts: ExitStack, precision: Precision, engine: str | None) -
 
     if not torch.cuda.is_available():
         _hold_cpu(contexts)
+        if precision.compute == "fp16":
+            from nemo_fp8.numerics.bf16 import fp16_products
+
+            contexts.enter_context(fp16_products())
     if engine == "emulated":
         from nemo_fp8.train.emulated import emulated_fp8
 

@@ -1,6 +1,7 @@
 """Megatron on the CPU: what is replaced, that it is checked, and that nothing is left behind."""
 
 import types
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from torch.overrides import _get_current_function_mode_stack
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import bf16
+from nemo_fp8.presets import preset
 from nemo_fp8.train import emulated, megatron_cpu
 from nemo_fp8.train.accelerator import MegatronCPU
 from nemo_fp8.train.emulated import emulated_fp8
+from nemo_fp8.train.engine import hold_engine
 from nemo_fp8.train.megatron_cpu import megatron_on_cpu
 from nemo_fp8.train.patching import Patch, patched
 
@@ -116,6 +119,16 @@ def test_bf16_products_run_in_fp32_where_there_are_no_units_for_them(monkeypatch
     with megatron_on_cpu(), megatron_on_cpu():
         assert (kernel() == before) == units
     assert kernel() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU")
+@pytest.mark.parametrize("name", ["fp16_mixed", "bf16_mixed"])
+def test_fp16_training_multiplies_in_fp32_without_units(monkeypatch, name):
+    monkeypatch.setattr(bf16, "multiplies_fp16", lambda: False)
+    with ExitStack() as contexts:
+        hold_engine(contexts, preset(name), None)
+        assert bf16._replaced.open[torch.float16] == (name == "fp16_mixed")
+    assert not bf16._replaced.open[torch.float16]
 
 
 @pytest.mark.parametrize("plugin", ["bf16_mixed", "bf16_with_fp8_blockwise_mixed"])
