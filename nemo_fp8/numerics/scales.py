@@ -28,16 +28,17 @@ def amax_of(x: torch.Tensor, dim: tuple[int, ...] | None = None) -> torch.Tensor
     """The largest magnitude of all elements, or over some dimensions, in FP32. NaNs are passed over, as ``fmaxf`` does."""
     if x.numel() == 0:
         return x.new_zeros(() if dim is None else [n for i, n in enumerate(x.shape) if i not in dim], dtype=torch.float32)
-    if dim is None:
-        low, high = torch.aminmax(x)  # no copy of x, where x.abs() makes one
-        amax = torch.maximum(-low, high)
-    else:
-        amax = x.abs().amax(dim)
-    if amax.isnan().any():
-        without = x.abs().nan_to_num_(nan=0.0, posinf=float("inf"))
-        amax = without.amax() if dim is None else without.amax(dim)
-    # -low of a tensor of zeros is -0.0
-    return amax.float().abs()
+    if x.device.type == "cpu":
+        if dim is None:
+            low, high = torch.aminmax(x)  # no copy of x, where x.abs() makes one
+            amax = torch.maximum(-low, high)
+        else:
+            amax = x.abs().amax(dim)
+        if not amax.isnan().any():
+            return amax.float().abs()  # -low of a tensor of zeros is -0.0
+    # A device is not asked whether there is a NaN: it would have to be waited for.
+    without = x.abs().nan_to_num_(nan=0.0, posinf=float("inf"))
+    return (without.amax() if dim is None else without.amax(dim)).float()
 
 
 def scale_from_amax(

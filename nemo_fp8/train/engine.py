@@ -55,15 +55,17 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
     return engine
 
 
-def hold_cpu(contexts: ExitStack) -> None:
+def hold_cpu(contexts: ExitStack, precision: Precision) -> None:
     """On a machine without a GPU, Megatron on the CPU for as long as a run lasts, whichever accelerator the Trainer has."""
-
     from nemo_fp8 import te_cpu
 
     if not te_cpu.has_gpu():
+        from nemo_fp8.numerics.bf16 import fp16_products
         from nemo_fp8.train.megatron_cpu import megatron_on_cpu
 
         contexts.enter_context(megatron_on_cpu())
+        if precision.compute == "fp16":
+            contexts.enter_context(fp16_products())
 
 
 def _require_te_obeys(precision: Precision) -> None:

@@ -118,7 +118,7 @@ class MixedPrecision(MegatronMixedPrecision):
         """Around the building of the model: the last moment at which a run that cannot be done costs nothing."""
         self._contexts.close()
         choose_engine(self.contract, self.engine)
-        hold_cpu(self._contexts)
+        hold_cpu(self._contexts, self.contract)
         with super().module_init_context(), true_first_weights() if self.contract.fp8_param else nullcontext():
             yield
 

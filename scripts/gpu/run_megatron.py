@@ -153,7 +153,7 @@ def train(
         # NeMo is no part of this path: whether it is installed, and which, decides nothing.
         machine = dataclasses.replace(Machine.here(), nemo=None)
         engine = choose_engine(case.precision, "emulated" if cpu else case.engine, machine)
-        hold_cpu(contexts)
+        hold_cpu(contexts, case.precision)
         store = contexts.enter_context(tempfile.TemporaryDirectory())
         torch.distributed.init_process_group("gloo" if cpu else "nccl", init_method=f"file://{store}/store", rank=0, world_size=1)
         contexts.callback(torch.distributed.destroy_process_group)

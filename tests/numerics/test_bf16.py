@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -352,6 +353,43 @@ def test_contexts_of_two_threads_may_overlap():
     close.set()
     thread.join(60)
     assert registered() == before
+
+
+def test_each_type_is_asked_for_by_itself():
+    """FP16 in FP32 leaves BF16 as it is, and the other way round; each is rounded once, beyond its range to infinity."""
+    for dtype, other in ((torch.float16, BF16), (BF16, torch.float16)):
+        a, b, c = (draw(40, 40, seed=seed, dtype=dtype) * 30 for seed in range(3))
+        mine, theirs = torch.addmm(c, a, b), a.to(other) @ b.to(other)
+        with products_in_fp32(dtype):
+            found = torch.addmm(c, a, b)
+            assert same(found, torch.addmm(c.float(), a.float(), b.float()).to(dtype))
+            assert same(a.to(other) @ b.to(other), theirs)
+            assert bool((a * 30 @ (b * 30)).isinf().any()) == (dtype is torch.float16)
+        assert same(torch.addmm(c, a, b), mine)
+
+
+@pytest.mark.skipif(bf16.multiplies_fp16(), reason="a processor with FP16 units")
+def test_fp16_is_as_fast_as_fp32():
+    """Without it, some 30 times slower."""
+    a, b = draw(256, 512, dtype=torch.float16), draw(512, 256, dtype=torch.float16)
+
+    def spent(a, b):
+        times = []
+        for _ in range(7):
+            before = time.process_time()
+            a @ b
+            times.append(time.process_time() - before)
+        return min(times)
+
+    with bf16.fp16_products():
+        assert spent(a, b) < 5 * spent(a.float(), b.float())
+
+
+def test_convolutions_are_computed_by_the_replaced_kernels():
+    names = ("aten::convolution", "aten::convolution_backward")
+    before = [torch._C._dispatch_dump(name) for name in names]
+    with products_in_fp32():
+        assert all(torch._C._dispatch_dump(name) != old for name, old in zip(names, before, strict=True))
 
 
 def test_it_is_opened_only_where_there_are_no_units(monkeypatch):

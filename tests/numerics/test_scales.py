@@ -7,6 +7,7 @@ import torch
 
 from nemo_fp8.numerics import scales
 from nemo_fp8.numerics.formats import FORMATS, FP32_MAX
+from nemo_fp8.numerics.quantize import quantize_reference
 
 EVERY_BF16 = torch.arange(32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()  # all non-negative, inf and NaN too
 FINITE = EVERY_BF16[EVERY_BF16.isfinite()]
@@ -60,6 +61,15 @@ def test_amax_passes_over_nan_but_not_over_infinity():
     assert scales.amax_of(x, (1,)).tolist() == [3.0, 0.0, float("inf")]
     assert scales.amax_of(x).item() == float("inf")
     assert scales.amax_of(x[:2]).item() == 3.0
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (1, 32), None], ids=str)
+def test_no_device_is_waited_for(tile):
+    """A tensor on the meta device has no values that could be asked for: whoever waits fails."""
+    x = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    codes, scale_inv, _ = quantize_reference(x, tile, FORMATS["e4m3"], "e8m0" if tile == (1, 32) else "pow2")
+    assert codes.shape == x.shape
+    assert scale_inv.device == x.device
 
 
 def test_amax_of_nothing_is_zero():

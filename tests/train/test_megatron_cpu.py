@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import types
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from harness import train_tiny
 from nemo_fp8 import te_cpu
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import bf16
+from nemo_fp8.presets import preset
 from nemo_fp8.train import megatron_cpu
 from nemo_fp8.train.accelerator import MegatronCPU
+from nemo_fp8.train.engine import hold_cpu
 from nemo_fp8.train.megatron_cpu import megatron_on_cpu
 from nemo_fp8.train.patching import Patch, patched
 
@@ -101,6 +104,15 @@ def test_a_version_that_does_not_fit_is_one_clear_error():
         assert target.kept == 1
     finally:
         del sys.modules["some_library"]
+
+
+@pytest.mark.parametrize("name", ["fp16_mixed", "bf16_mixed"])
+def test_fp16_training_multiplies_in_fp32_without_units(monkeypatch, name):
+    monkeypatch.setattr(bf16, "multiplies_fp16", lambda: False)
+    with ExitStack() as contexts:
+        hold_cpu(contexts, preset(name))
+        assert bf16._replaced.open[torch.float16] == (name == "fp16_mixed")
+    assert not bf16._replaced.open[torch.float16]
 
 
 @pytest.mark.parametrize("plugin", ["bf16_mixed", "bf16_with_fp8_blockwise_mixed"])
