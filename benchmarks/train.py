@@ -1,13 +1,13 @@
-"""What FP8 by emulation costs, and what it does to the loss: the tables of docs/benchmarks/training.md.
+"""What FP8 costs on a CPU, and what it does to the loss: the tables of docs/benchmarks/training.md.
 
-    python scripts/bench_train.py speed [--model tiny|wide] [--steps 12] [--torchao DIR]
-    python scripts/bench_train.py processors --results FILE [--steps 6]
-    python scripts/bench_train.py loss --results FILE [--steps 300] [--seeds 1,2,3]
+    python benchmarks/train.py speed [--model tiny|wide ...] [--steps 12] [--torchao DIR] [--json]
+    python benchmarks/train.py processors --results FILE [--steps 6]
+    python benchmarks/train.py loss --results FILE [--steps 300] [--seeds 1,2,3]
 
 ``speed`` alternates BF16 and FP8 steps of one model in one process, so that whatever else the machine does falls on both: a step
 in BF16, the same step under each recipe, and so on; the figure is the median of the ratios of neighbours. FP8 primary weights
 are off, since the BF16 steps use the same weights. Time is that of one thread on the processor, so that a busy machine counts
-less. ``processors`` does so with the instructions that oneDNN and torch may use capped, and adds BF16 steps with torch's own BF16
+less. ``--json`` prints ``{"isa": ..., "rows": [{"model", "recipe", "ms", "ratio"}]}``. ``processors`` does so with the instructions that oneDNN and torch may use capped, and adds BF16 steps with torch's own BF16
 products, as they were without ``nemo_fp8.numerics.bf16``. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and
 adds each run to FILE as soon as it is done, so that it may be ended and started again.
 """
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -77,19 +78,27 @@ PROCESSORS = {
 }
 
 
-def speed(model: str, steps: int, torchao: str | None, own: bool, results: Path | None) -> None:
+def speed(model: str, steps: int, torchao: str | None, own: bool, results: Path | None, as_json: bool) -> None:
     """Print the time of a step in BF16 and under every recipe, and its ratio to BF16."""
+    import torch
+
     hidden, ffn, layers, sequence, micro = MODELS[model]
-    seconds = alternate(model, steps, [None, *([OWN] if own else []), *RECIPES])
-    bf16 = seconds[None]
-    found = {}
-    print(f"{model}: hidden {hidden}, ffn {ffn}, {layers} layers, {sequence * micro} tokens a step, one thread")
+    with redirect_stdout(sys.stderr):  # what NeMo prints is no figure
+        seconds = alternate(model, steps, [None, *([OWN] if own else []), *RECIPES])
+    rows = []
     for kind, mine in seconds.items():
-        ratio = median(a / b for a, b in zip(mine, bf16, strict=True))
-        found[kind or "bf16"] = {"ms": round(1000 * median(mine), 1), "ratio": round(ratio, 2)}
-        print(f"  {kind or 'bf16':<11} {1000 * median(mine):8.1f} ms   {ratio:.2f} x BF16")
+        ratio = median(a / b for a, b in zip(mine, seconds[None], strict=True))
+        rows.append({"model": model, "recipe": kind or "bf16", "ms": round(1000 * median(mine), 1), "ratio": round(ratio, 2)})
     if results:
-        results.write_text(json.dumps(found))
+        results.write_text(json.dumps({row["recipe"]: {"ms": row["ms"], "ratio": row["ratio"]} for row in rows}))
+    if as_json:
+        # What torch was told or found; oneDNN, which multiplies BF16, is told apart.
+        isa = os.environ.get("ONEDNN_MAX_CPU_ISA", torch.backends.cpu.get_cpu_capability())
+        print(json.dumps({"isa": isa, "rows": rows}))
+        return
+    print(f"{model}: hidden {hidden}, ffn {ffn}, {layers} layers, {sequence * micro} tokens a step, one thread")
+    for row in rows:
+        print(f"  {row['recipe']:<11} {row['ms']:8.1f} ms   {row['ratio']:.2f} x BF16")
     if torchao:
         linears(torchao, sequence * micro, hidden, ffn)
 
@@ -220,6 +229,7 @@ def main() -> None:
     quick.add_argument("--steps", type=int, default=12)
     quick.add_argument("--torchao", metavar="DIR", help="where torchao 0.18 lies")
     quick.add_argument("--own", action="store_true", help="BF16 steps with torch's own BF16 products, too")
+    quick.add_argument("--json", action="store_true", dest="as_json", help="one JSON object in place of the table")
     quick.add_argument("--results", type=Path, help="a JSON file for the figures")
     capped = commands.add_parser("processors")
     capped.add_argument("--results", type=Path, required=True)
