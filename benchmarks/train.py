@@ -1,15 +1,16 @@
 """What FP8 costs on a CPU, and what it does to the loss: the tables of docs/benchmarks/training.md.
 
-    python benchmarks/train.py speed [--model tiny|wide ...] [--steps 12] [--torchao DIR] [--json]
+    python benchmarks/train.py speed [--model tiny|wide] [--steps 12] [--torchao DIR] [--json]
     python benchmarks/train.py processors --results FILE [--steps 6]
     python benchmarks/train.py loss --results FILE [--steps 300] [--seeds 1,2,3]
 
 ``speed`` alternates BF16 and FP8 steps of one model in one process, so that whatever else the machine does falls on both: a step
 in BF16, the same step under each recipe, and so on; the figure is the median of the ratios of neighbours. FP8 primary weights
 are off, since the BF16 steps use the same weights. Time is that of one thread on the processor, so that a busy machine counts
-less. ``--json`` prints ``{"isa": ..., "rows": [{"model", "recipe", "ms", "ratio"}]}``. ``processors`` does so with the instructions that oneDNN and torch may use capped, and adds BF16 steps with torch's own BF16
-products, as they were without ``nemo_fp8.numerics.bf16``. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and
-adds each run to FILE as soon as it is done, so that it may be ended and started again.
+less. ``--json`` prints ``{"isa": ..., "rows": [{"model", "recipe", "ms", "ratio"}]}``. ``processors`` does so with the instructions
+that oneDNN and torch may use capped, and adds BF16 steps with torch's own BF16 products, as they were without
+``nemo_fp8.numerics.bf16``. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and adds each run to FILE as soon as it
+is done, so that it may be ended and started again.
 """
 
 from __future__ import annotations
