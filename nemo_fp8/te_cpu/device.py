@@ -175,7 +175,7 @@ _CUDA: dict[str, tuple[Any, str]] = {
 # ---------------------------------------------------------------------- torch and its tensors
 
 _FACTORIES = """empty zeros ones full tensor as_tensor asarray rand randn randint randperm arange linspace logspace eye empty_like
-zeros_like ones_like full_like rand_like randn_like randint_like empty_strided scalar_tensor tril_indices triu_indices range""".split()
+zeros_like ones_like full_like rand_like randn_like randint_like empty_strided scalar_tensor tril_indices triu_indices range normal empty_permuted""".split()
 _METHODS = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
 
 
@@ -230,31 +230,9 @@ def _itself(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor
     return self
 
 
-_enter_autocast: Any = torch.autocast.__enter__
-_exit_autocast: Any = torch.autocast.__exit__
-
-
-@functools.wraps(_enter_autocast)
-def _enter_both(self: Any) -> Any:
-    if self.device == "cuda":
-        self._of_the_cpu = torch.autocast("cpu", self.fast_dtype, self._enabled, self._cache_enabled)
-        _enter_autocast(self._of_the_cpu)
-    return _enter_autocast(self)
-
-
-@functools.wraps(_exit_autocast)
-def _exit_both(self: Any, *exc: Any) -> Any:
-    left = _exit_autocast(self, *exc)
-    if self.device == "cuda":
-        _exit_autocast(self._of_the_cpu, *exc)
-    return left
-
-
 def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     """Every replaced name, by its owner, with the reason."""
     parts = [importlib.import_module(f"torch.cuda.{name}") for name in ("random", "memory", "streams")]
-    casts = "operators on tensors of the CPU are cast by the CPU's autocast, and TE asks for that of cuda"
-    of_autocast: dict[str, tuple[Any, str]] = {"__enter__": (_enter_both, casts), "__exit__": (_exit_both, casts)}
     allocates = "it allocates on cuda by name"
     of_torch: dict[str, tuple[Any, str]] = {name: (_on_cpu(getattr(torch, name)), allocates) for name in _FACTORIES}
     of_torch |= {
@@ -276,7 +254,6 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     return [
         (torch.cuda, _CUDA),
         *((part, {name: row for name, row in _CUDA.items() if hasattr(part, name)}) for part in parts),
-        (torch.autocast, of_autocast),
         (torch, of_torch),
         (torch.Tensor, of_tensors),
         (torch.version, version),
