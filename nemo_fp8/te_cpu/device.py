@@ -175,7 +175,8 @@ _CUDA: dict[str, tuple[Any, str]] = {
 # ---------------------------------------------------------------------- torch and its tensors
 
 _FACTORIES = """empty zeros ones full tensor as_tensor asarray rand randn randint randperm arange linspace logspace eye empty_like
-zeros_like ones_like full_like rand_like randn_like randint_like empty_strided scalar_tensor tril_indices triu_indices range""".split()
+zeros_like ones_like full_like rand_like randn_like randint_like empty_strided scalar_tensor tril_indices triu_indices range
+normal empty_permuted""".split()
 _METHODS = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
 
 

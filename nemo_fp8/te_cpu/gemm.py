@@ -177,8 +177,8 @@ def te_general_grouped_gemm(
         has_bias, has_gelu = bias[i].numel() > 0, pre_gelu_out[i].numel() > 0
         _, bias_grad, gelu_input, _ = generic_gemm(
             a, transA, b, transB, target.view(rows, columns), None, D_type if target.dtype == dtype else None,
-            bias[i] if has_bias else None, bias_type, has_gelu, None, grad, None, 0, accumulate, use_split_accumulator,
-        )  # fmt: skip
+            bias[i] if has_bias else None, bias_type, has_gelu, None, grad, None, 0, accumulate, True,
+        )  # fmt: skip  # the split accumulator, which blockwise operands need: groups are asked for without it
         if bias_grad is not None:
             bias[i].copy_(bias_grad)
         if gelu_input is not None:
