@@ -38,8 +38,9 @@ SUPPORT_HEAD = """# What runs where
 2.20.2, all 560 combinations of version, GPU and CUDA that `tests/machine/data/te_support_matrix.json` holds.
 
 - **native**: the GEMMs run in FP8.
-- **emulated**: FP8 values and scales, arithmetic in BF16 or FP32. For training by TransformerEngine on a CPU over this package's extension, equal in codes and scales; for
-  rollout by vLLM's weight-only kernels, or on a CPU without AMX by decoding the weights before each product.
+- **emulated**: FP8 values and scales, arithmetic in BF16 or FP32. For training by TransformerEngine on a CPU over this package's
+  extension, equal in codes and scales; for rollout by vLLM's weight-only kernels, or on a CPU without AMX by decoding the weights before
+  each product.
 - **unsupported**: the hardware could, what is installed cannot; doctor says what to install.
 - **unknown**: it depends on something that was not said, or was not read from the sources.
 
@@ -50,7 +51,7 @@ NEEDS_HEAD = """
 ## Every need
 
 Where the version of a host (megatron-core, NeMo, vLLM, torch) is not known, the verdict stands on that condition; everything else that is
-not known makes the verdict unknown. Training with the GPU hidden (`CUDA_VISIBLE_DEVICES= nemo-fp8 run -- ...`) is emulated on every machine.
+not known makes the verdict unknown. Training with the GPU hidden (`CUDA_VISIBLE_DEVICES= nemo-fp8 run -- ...`) is emulated on any machine.
 """
 
 
