@@ -125,7 +125,7 @@ _NEWER = "Use an L4, L40S, H100 or newer; of CPUs, one with AMX has a kernel of 
 _MX_KERNELS = "MX GEMMs need Blackwell (sm100 or sm103)."
 _BLACKWELL = "For speed, use a B200 or newer; or set rollout_block='128x128', for which older GPUs and CPUs with AMX have kernels."
 _TENSORWISE = "use bf16_with_fp8_tensorwise_mixed"
-_BEFORE_90 = f"On sm89 {_TENSORWISE}; before it, bf16_mixed, or the emulation with the GPU hidden."
+_BEFORE_90 = f"On sm89 {_TENSORWISE}; before it, bf16_mixed; or a machine without a GPU, for the numerics."
 _VLLM = ("vllm", ">=0")
 _VLLM_028 = "Install vllm>=0.28 in an environment of its own; `nemo-fp8 doctor --vllm-python PATH` looks there."
 _CUDA_129 = f"Install torch>=2.11 (CUDA 13, driver >= 580) or torch==2.8.0 from PyTorch's cu129 index; or {_TENSORWISE}."

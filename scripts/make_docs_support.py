@@ -51,7 +51,7 @@ NEEDS_HEAD = """
 ## Every need
 
 Where the version of a host (megatron-core, NeMo, vLLM, torch) is not known, the verdict stands on that condition; everything else that is
-not known makes the verdict unknown. Training with the GPU hidden (`CUDA_VISIBLE_DEVICES= nemo-fp8 run -- ...`) is emulated on any machine.
+not known makes the verdict unknown. Training is emulated on machines without a GPU, and on no other.
 """
 
 

@@ -37,7 +37,7 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
         raise PrecisionError(
             f"engine='emulated' on {machine.source}, which has a GPU.",
             "The emulation is TransformerEngine on a CPU that stands in for its GPU, for the whole process.",
-            "Leave engine out; or hide the GPU: CUDA_VISIBLE_DEVICES= nemo-fp8 run -- ...",
+            "Leave engine out, or train on a machine without a GPU.",
         )
     require(precision, machine, sides=("train",), emulate=engine == "emulated")
     _require_te_obeys(precision)
