@@ -28,6 +28,7 @@ __needs__ = require("rl")
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from nemo_fp8.doctor import ALLOW_PICKLE
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.rl import rollout
 from nemo_fp8.rl.record import read_record
@@ -182,7 +183,9 @@ def _environment(python: str, variables: dict[str, str], processes: int) -> dict
     machine with other work one step then takes four to ten times as long.
     """
     threads = max(1, (os.cpu_count() or 1) // processes)
-    return {"py_executable": python, "env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **variables}}
+    # The checkpoints that a trainer resumes from are its own: TransformerEngine may read the pickles in them.
+    ours = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", ALLOW_PICKLE: "1"}
+    return {"py_executable": python, "env_vars": ours | variables}
 
 
 # What Ray calls otherwise than any label of a machine.
