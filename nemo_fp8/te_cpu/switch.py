@@ -53,6 +53,8 @@ def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> 
     compiled extension is there, where TE was imported before, where it is none of ``versions``, or where TE, or what it imports, is
     missing. Called again, with the same architecture or with none, it does nothing.
     """
+    import torch
+
     from nemo_fp8.numerics.bf16 import bf16_products
     from nemo_fp8.te_cpu import collectives, device, extension
 
@@ -69,6 +71,7 @@ def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> 
     os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
     device.stand_in(arch)
+    torch.compiler.set_stance("force_eager")  # torch.compile knows torch's functions by their identity, and the stand-in's are others
     collectives.take_nccls_place()
     _FOR_THE_PROCESS.enter_context(bf16_products())
     sys.modules[extension.NAME] = extension.build(version)

@@ -3,8 +3,7 @@
 What a run does on a CPU is decided by the code that decides it on a GPU: Megatron's layers of TransformerEngine, TE's own Python,
 and beneath it ``nemo_fp8.te_cpu`` in the place of TE's compiled extension. That stands in for the CUDA device too, from the moment TE
 is imported until the process ends, so nothing of Megatron's is replaced for want of CUDA. What is left are two names that gloo or a
-CPU build of torch cannot serve, and the one of ``first_weights.py``, replaced for as long as a run lasts; and Megatron's compiled
-fusions are taken from torch's cache only where they were generated for this processor (``compiled.py``).
+CPU build of torch cannot serve, and the one of ``first_weights.py``, replaced for as long as a run lasts.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 from nemo_fp8 import te_cpu
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.train import first_weights
-from nemo_fp8.train.compiled import compiled_for_this_cpu
 from nemo_fp8.train.patching import Patch, is_patched, patched
 
 
@@ -27,7 +25,7 @@ def megatron_on_cpu() -> Iterator[None]:
     if is_patched(TABLE):
         yield
         return
-    with patched(TABLE, "Running Megatron on a CPU"), compiled_for_this_cpu():
+    with patched(TABLE, "Running Megatron on a CPU"):
         yield
 
 

@@ -62,3 +62,12 @@ def test_a_version_that_does_not_fit_is_refused(tmp_path):
     assert "remedy" in done.stderr
     done = _run("from nemo_fp8 import te_cpu; te_cpu.install(versions=['2.18.0']); assert te_cpu.is_installed()", path)
     assert done.returncode == 0, done.stderr
+
+
+def test_compiled_functions_run_uncompiled():
+    """Megatron's fusions are torch.compile's; a graph would be taken from a cache that other processors have written to."""
+
+    def never(graph, inputs):
+        raise AssertionError("compiled")
+
+    assert torch.compile(lambda x: x.cuda() + 1, backend=never)(torch.ones(2)).tolist() == [2.0, 2.0]
