@@ -96,13 +96,13 @@ def test_the_whole_verdict_is_te_s_or_names_why_it_is_stricter() -> None:
         ("b200,cuda12.9,te2.8", "blockwise", UNSUPPORTED),
         ("b200,cuda12.9,te2.9", "blockwise", NATIVE),
         ("b200,cuda12.9,te2.10", "blockwise", NATIVE),  # 2.10 is after 2.9
-        ("b200,cuda12.9,te2.9", "blockwise-fp32", EMULATED),
+        ("b200,cuda12.9,te2.9", "blockwise-fp32", UNSUPPORTED),
         ("h200,cuda12.9,te2.9", "blockwise-fp32", NATIVE),
-        ("l40s,cuda12.9,te2.9", "blockwise", EMULATED),
+        ("l40s,cuda12.9,te2.9", "blockwise", UNSUPPORTED),
         ("rtx5090,cuda12.9,te2.5", "mxfp8", NATIVE),
-        ("rtx5090,cuda12.9,te2.6", "mxfp8", EMULATED),
+        ("rtx5090,cuda12.9,te2.6", "mxfp8", UNSUPPORTED),
         ("b200,cuda12.6,te2.9", "mxfp8", UNSUPPORTED),
-        ("h100,cuda12.9,te2.9", "mxfp8", EMULATED),
+        ("h100,cuda12.9,te2.9", "mxfp8", UNSUPPORTED),
         ("l4,cuda12.0,te2.9", "delayed", UNSUPPORTED),
         ("l4,cuda12.1,cublas12.1.2,te2.9", "tensorwise", UNSUPPORTED),
         ("l4,cuda12.1,cublas12.1.3,te2.9", "tensorwise", NATIVE),
@@ -113,7 +113,7 @@ def test_the_whole_verdict_is_te_s_or_names_why_it_is_stricter() -> None:
         ("h100,cuda12.9,no-te", "delayed", UNSUPPORTED),
         ("cpu,torch2.13", "blockwise", EMULATED),
         ("cpu,no-torch", "blockwise", UNSUPPORTED),
-        ("a100", "delayed", EMULATED),
+        ("a100", "delayed", UNSUPPORTED),
         ("h100", "rollout-fp8", NATIVE),
         ("h100,vllm0.27", "rollout-fp8", UNSUPPORTED),
         ("a100", "rollout-fp8", EMULATED),
@@ -195,8 +195,8 @@ def test_an_unknown_architecture_depends_on_it() -> None:
     machine = Machine.parse("cuda13.0,te2.5")
     assert answer("mxfp8", machine).verdict == UNKNOWN
     assert any("sm" in words for words in answer("mxfp8", machine).depends)
-    # Never native on CUDA 12.8: whether unsupported or emulated is what the GPU decides.
-    assert answer("blockwise", Machine.parse("cuda12.8,te2.9")).depends == ("no GPU or a GPU of sm < 90",)
+    # Never native on CUDA 12.8: whether it is emulated is decided by there being a GPU.
+    assert answer("blockwise", Machine.parse("cuda12.8,te2.9")).depends == ("no GPU",)
 
 
 def test_an_unknown_recipe_is_refused() -> None:
