@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 from nemo_fp8_hook import ARCHITECTURES
 
@@ -31,6 +32,7 @@ _arch: list[int] = []
 def stand_in(arch: int) -> None:
     """Take the CPU for a CUDA device of that architecture, until the process ends."""
     importlib.import_module("torch._dynamo")  # it maps torch's functions by name at its import, and refuses two names for one function
+    _device._device_constructors()  # what `with torch.device("meta")` looks for: torch's own functions, which ours call
 
     _arch[:] = [arch]
     for owner, table in _tables():
@@ -251,6 +253,13 @@ def _exit_both(self: Any, *exc: Any) -> Any:
     return _exit(self, *exc)
 
 
+_device_of_context = _device.DeviceContext.__init__
+
+
+def _context_of_cpu(self: Any, device: Any) -> None:
+    _device_of_context(self, CPU if names_cuda(device) else device)
+
+
 def _itself(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return self
 
@@ -284,5 +293,6 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         (torch, of_torch),
         (torch.Tensor, of_tensors),
         (_Autocast, of_autocast),
+        (_device.DeviceContext, {"__init__": (_context_of_cpu, allocates)}),
         (torch.version, version),
     ]
