@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-
 sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # Megatron's own local layers: what they allocate is what TE's do
 
 
