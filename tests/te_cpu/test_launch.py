@@ -65,7 +65,7 @@ def test_every_python_has_the_hook_and_the_next_sitecustomize(tmp_path, words):
     (tmp_path / "spawn.py").write_text(SPAWN)
     (tmp_path / "sitecustomize.py").write_text("print('theirs')")
     words = [str(tmp_path / word) if word.endswith(".py") else word for word in words]
-    done = _run("--", sys.executable, *words, PYTHONPATH=os.pathsep.join([os.environ["PYTHONPATH"], str(tmp_path)]))
+    done = _run("--", sys.executable, *words, PYTHONPATH=os.pathsep.join([os.environ.get("PYTHONPATH", str(ROOT)), str(tmp_path)]))
     assert "theirs" in done.stdout, done.stderr
     assert "1" in done.stdout.splitlines(), done.stdout + done.stderr  # one, and no more
 
