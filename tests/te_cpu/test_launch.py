@@ -99,6 +99,6 @@ def test_beside_a_gpu_it_runs_the_command_as_it_is(monkeypatch, tmp_path):
 
 
 def test_turned_off_it_says_so():
-    done = _run("--", sys.executable, "-c", HOOKED, NEMO_FP8_TE_CPU="0", PYTHONPATH=str(ROOT))
+    done = _run("--", sys.executable, "-S", "-c", HOOKED, NEMO_FP8_TE_CPU="0", PYTHONPATH=str(ROOT))  # without the one that is installed
     assert done.stdout == "0\n"
     assert done.stderr == "note: NEMO_FP8_TE_CPU=0: nothing is stood in for.\n"
