@@ -40,7 +40,16 @@ def test_what_cannot_work_is_refused(code, words):
 
 
 def test_without_transformer_engine_it_says_what_to_install(tmp_path):
-    done = _run("from nemo_fp8 import te_cpu; te_cpu.install()", str(tmp_path))
+    elsewhere = """
+import importlib.metadata as metadata
+there = metadata.version
+def version(name):
+    if name == "transformer-engine":
+        raise metadata.PackageNotFoundError(name)
+    return there(name)
+metadata.version = version
+"""
+    done = _run(f"{elsewhere}\nfrom nemo_fp8 import te_cpu; te_cpu.install()", str(tmp_path))
     assert "transformer-engine==2.20.2" in done.stderr
     assert "pip install --no-deps" in done.stderr
 
