@@ -10,7 +10,7 @@ import torch
 from nemo_fp8.rl.rollout import RolloutEngine
 
 BROKEN_AT = 2
-BROKEN_LAYER = "model.layers.1.mlp.down_proj"
+BROKEN_LAYER = "model.layers.0.mlp.down_proj"
 
 
 class BreaksAfterAPush(RolloutEngine):
