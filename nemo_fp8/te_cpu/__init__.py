@@ -23,7 +23,6 @@ The trade-off: TE asks for CUDA in too many ways for a context that opens and cl
 process ends. Nothing of it happens on ``import nemo_fp8``, nor where a GPU is there.
 """
 
-from nemo_fp8.te_cpu.quantized import watching_casts
 from nemo_fp8.te_cpu.switch import has_gpu, install, is_installed
 
-__all__ = ["has_gpu", "install", "is_installed", "watching_casts"]
+__all__ = ["has_gpu", "install", "is_installed"]

@@ -26,6 +26,7 @@ from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.linear import operands
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.render.te import from_te
+from nemo_fp8.te_cpu.quantized import watching_casts
 
 SUMS, EXTREMES = 6, 3
 Key = tuple[str, str]
@@ -76,7 +77,7 @@ class Probe:
         self._once: set[int] = set()
         self._watch = ExitStack()
         if te_cpu.is_installed():
-            self._watch.enter_context(te_cpu.watching_casts(self._see))
+            self._watch.enter_context(watching_casts(self._see))
 
     @staticmethod
     def sees(module: torch.nn.Module) -> bool:

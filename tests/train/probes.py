@@ -36,8 +36,8 @@ class Multiplied(TorchFunctionMode):
 
 def watch_gemms(trainer, tiny):
     """Count GEMMs by kind, hold what they multiply against the FP8 grid, and note every cast by its quantizer."""
-    from nemo_fp8 import te_cpu
     from nemo_fp8.te_cpu import gemm as gemms
+    from nemo_fp8.te_cpu.quantized import watching_casts
 
     gemm, operand, by_rows = gemms.gemm, gemms._operand, []
 
@@ -56,7 +56,7 @@ def watch_gemms(trainer, tiny):
         return out
 
     gemms.gemm, gemms._operand = watched, asked
-    OPEN.enter_context(te_cpu.watching_casts(lambda quantizer, x, out: CASTS.update([id(quantizer)])))
+    OPEN.enter_context(watching_casts(lambda quantizer, x, out: CASTS.update([id(quantizer)])))
 
 
 def on_grid(q, matrix):
