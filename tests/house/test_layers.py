@@ -18,14 +18,14 @@ LAYERS = {
     "render": (0, STANDARD_OR_LIGHT),
     "numerics": (1, {"torch", "numpy", "safetensors", "triton"}),
     "te_cpu": (2, {"torch"}),  # TransformerEngine is imported inside of functions: it may not be there
-    "train": (2, {"torch", "numpy", "safetensors", "yaml", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
-    "rollout": (2, {"torch", "numpy", "safetensors"}),
-    "rollout/in_vllm": (2, {"torch", "numpy", "safetensors", "vllm"}),  # runs in vLLM's processes only
-    "export": (2, {"torch", "numpy", "safetensors"}),
-    "rl": (3, {"torch", "ray", "nemo", "lightning", "megatron"}),  # each process takes its side from here
-    "recipes": (3, {"nemo_run", "nemo", "torch", "fiddle", "lightning", "megatron"}),
-    "report": (4, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
-    "cli": (5, STANDARD_OR_LIGHT),
+    "train": (3, {"torch", "numpy", "safetensors", "yaml", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
+    "rollout": (3, {"torch", "numpy", "safetensors"}),
+    "rollout/in_vllm": (3, {"torch", "numpy", "safetensors", "vllm"}),  # runs in vLLM's processes only
+    "export": (3, {"torch", "numpy", "safetensors"}),
+    "rl": (4, {"torch", "ray", "nemo", "lightning", "megatron"}),  # each process takes its side from here
+    "recipes": (4, {"nemo_run", "nemo", "torch", "fiddle", "lightning", "megatron"}),
+    "report": (5, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
+    "cli": (6, STANDARD_OR_LIGHT),
 }
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
