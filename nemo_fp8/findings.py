@@ -228,8 +228,8 @@ RULES: dict[str, Rule] = {
     ),
     "param-shape": Rule(
         "warning",
-        "{layer} [{rows} x {columns}] on each rank cannot be an FP8 primary weight: {reason}.",
-        "TransformerEngine holds 128x128-scaled tensors only where both sides are multiples of 128 (NeMo RL#1164 trained to NaN with TP).",
+        "{layer} [{rows} x {columns}] on each rank is no FP8 primary weight of whole blocks: {reason}.",
+        "Its blocks at the edges are cut short. TransformerEngine 2.20 trains so; NeMo RL#1164, with an older one, trained to NaN under TP.",
         "Choose a tp that leaves multiples of 128, or set fp8_param=False.",
     ),
     "block-straddles-ranks": Rule(

@@ -13,8 +13,8 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError, Problem
@@ -24,6 +24,8 @@ from nemo_fp8_hook import ARCHITECTURES, OFF, VARIABLE
 
 _PACKAGES = {"triton": "triton", "onnxscript": "onnxscript", "onnx_ir": "onnx-ir"}
 """What TE imports besides torch, by module. Where one is missing TE swallows the ImportError, and has no ``pytorch`` part."""
+
+_BUILDING = "NVTE_PROJECT_BUILDING"
 
 KNOWN = ", ".join(f"{number} ({name})" for number, name in ARCHITECTURES.items())
 
@@ -68,7 +70,6 @@ def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> 
         return
     arch = _named() if arch is None else arch
     version = _check(arch, versions)
-    os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
     device.stand_in(arch)
     torch.compiler.set_stance("force_eager")  # torch.compile knows torch's functions by their identity, and the stand-in's are others
@@ -211,6 +212,19 @@ _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
+@contextmanager
+def _as_in_a_build() -> Iterator[None]:
+    """Set TE's switch for builds while a module of it loads, and not longer: other processes inherit the environment."""
+    before = os.environ.get(_BUILDING)
+    os.environ[_BUILDING] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_BUILDING)
+        if before is not None:
+            os.environ[_BUILDING] = before
+
+
 class _Amend(importlib.abc.MetaPathFinder):
     """Finds the modules of the table as everybody does, and amends them when they have been loaded."""
 
@@ -224,7 +238,8 @@ class _Amend(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
 
         def load_and_amend(module: types.ModuleType) -> None:
-            load(module)
+            with _as_in_a_build():
+                load(module)
             row[0](module)
 
         spec.loader.exec_module = load_and_amend  # type: ignore[method-assign]

@@ -70,15 +70,10 @@ def hold_cpu(contexts: ExitStack, precision: Precision) -> None:
 
 def _require_te_obeys(precision: Precision) -> None:
     """Refuse what TransformerEngine would take and not do."""
-    ignored = (
-        (
-            not precision.wgrad,
-            "wgrad=False (fp8_wgrad=False) on TransformerEngine.",
-            "TE 2.0 and newer run the weight-gradient GEMM in FP8 whatever Megatron asks for.",
-            "Set fp8_wgrad=True.",
-        ),
-    )
-    problems = [Problem(*texts) for wrong, *texts in ignored if wrong]
+    problems = []
+    if not precision.wgrad:
+        why = "TE 2.0 and newer run the weight-gradient GEMM in FP8 whatever Megatron asks for."
+        problems.append(Problem("wgrad=False (fp8_wgrad=False) on TransformerEngine.", why, "Set fp8_wgrad=True."))
     wanted = te_environment(precision)
     problems += [
         Problem(

@@ -47,20 +47,20 @@ def keep_modules(model: Any, precision: Precision) -> None:
 def _keep(linear: torch.nn.Module) -> None:
     from transformer_engine.pytorch import autocast
 
-    open_: list[Any] = []
+    left: list[Any] = []
 
-    def leave(module: torch.nn.Module, args: Any) -> None:
-        open_.append(autocast(enabled=False))
-        open_[-1].__enter__()
+    def leave_fp8(module: torch.nn.Module, args: Any) -> None:
+        left.append(autocast(enabled=False))
+        left[-1].__enter__()
 
-    def enter(module: torch.nn.Module, args: Any, output: Any) -> None:
-        open_.pop().__exit__(None, None, None)
+    def enter_fp8(module: torch.nn.Module, args: Any, output: Any) -> None:
+        left.pop().__exit__(None, None, None)
 
     for name, weight in list(linear.named_parameters(recurse=False)):
         if hasattr(weight, "_quantizer"):
             setattr(linear, name, _in_compute_dtype(weight))
-    linear.register_forward_pre_hook(leave)
-    linear.register_forward_hook(enter, always_call=True)
+    linear.register_forward_pre_hook(leave_fp8)
+    linear.register_forward_hook(enter_fp8, always_call=True)
 
 
 def _in_compute_dtype(weight: Any) -> torch.nn.Parameter:

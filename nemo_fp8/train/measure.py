@@ -5,7 +5,7 @@ cast had. It is what the GEMM multiplies, also where TE fuses the cast into the 
 keeps: amax histories and scales of ``fp8_meta`` or of its quantizers; its codes of inputs and gradients are never to be had. FP8
 primary weights are compared, on both, with the share of the FP32 master weights that lies on this rank.
 
-Everything is sums and extremes, which add up over micro-batches of experts and over ranks:
+Everything is sums and extremes, which add up over the experts of a layer and over ranks:
 
     SUM  elements, underflow, saturated, non-finite, signal, noise          MAX  amax, scale, 1 / scale
 """

@@ -20,6 +20,12 @@ def test_importing_nemo_fp8_changes_nothing():
     assert done.returncode == 0, done.stderr
 
 
+def test_other_processes_do_not_inherit_tes_switch_for_builds():
+    done = _run("import os; from nemo_fp8 import te_cpu; te_cpu.install(); import transformer_engine.pytorch; "
+                "assert 'NVTE_PROJECT_BUILDING' not in os.environ")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [

@@ -27,6 +27,17 @@ def test_modules_kept_by_name_run_in_the_compute_dtype():
     assert set(kept) == {name for name in every if "linear_fc1" not in name and ".layers.0." not in name}
 
 
+def test_weights_kept_by_name_are_in_the_compute_dtype_and_train():
+    """A kept weight was made in FP8; its master is of the value that it was initialized with."""
+    settings = {"fp8_param_gather": True, "keep": ["*.linear_fc1"]}
+    run = train_tiny("bf16_with_fp8_blockwise_mixed", stock=False, steps=4, ranks=2, settings=settings, probe="probes:states")
+    assert len(run.extra["primary"]) == 12
+    assert run.extra["primary"] == run.extra["ran"] == [name for name in run.extra["ran"] if "linear_fc1" not in name]
+    every = train_tiny("bf16_with_fp8_blockwise_mixed", stock=False, steps=4, ranks=2, settings={"fp8_param_gather": True}).losses
+    assert run.losses == pytest.approx(every, rel=0.005)
+    assert run.losses != every
+
+
 def who_ran_in_fp8(trainer, extra):
     model = trainer.strategy.lightning_module
     extra["fp8"] = [name for name, module in model.named_modules() if Probe.sees(module) and module.fp8]
