@@ -229,7 +229,7 @@ RULES: dict[str, Rule] = {
     "param-shape": Rule(
         "warning",
         "{layer} [{rows} x {columns}] on each rank is no FP8 primary weight of whole blocks: {reason}.",
-        "Its blocks at the edges are cut short. TransformerEngine 2.20 trains so; NeMo RL#1164, with an older one, trained to NaN under TP.",
+        "Its blocks at the edges are cut short. TransformerEngine 2.20 trains so; with an older one NeMo RL#1164 trained to NaN under TP.",
         "Choose a tp that leaves multiples of 128, or set fp8_param=False.",
     ),
     "block-straddles-ranks": Rule(
