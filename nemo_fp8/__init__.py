@@ -7,7 +7,10 @@ torch and NeMo (ten seconds) are paid for by those who need them.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
+
+from nemo_fp8.moved import OldNames
 
 __version__ = "0.1.0"
 
@@ -22,6 +25,10 @@ _HOMES = {
     "capture": "nemo_fp8.numerics.capture",
     "MixedPrecision": "nemo_fp8.train.plugin",
 }
+
+
+if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
+    sys.meta_path.append(OldNames())
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,8 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.findings import Finding, finding, sort
 from nemo_fp8.machine import Machine
 from nemo_fp8.memory import memory
-from nemo_fp8.model_shapes import Model
-from nemo_fp8.parallel import Parallel
+from nemo_fp8.models.layout import Parallel
+from nemo_fp8.models.shapes import Model
 from nemo_fp8.shape_audit import shape_findings
 
 _DELAYED_FIELDS = ("margin", "amax_history_len", "amax_compute_algo")

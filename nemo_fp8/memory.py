@@ -25,11 +25,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.machine import Machine
-from nemo_fp8.model_shapes import COLUMN, Linear, Model
-from nemo_fp8.parallel import Parallel
-from nemo_fp8.shape_audit import kept, param_problem, shape_problem
+from nemo_fp8.models.layout import Parallel
+from nemo_fp8.models.selection import stored, train_cut
+from nemo_fp8.models.shapes import COLUMN, Linear, Model
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 PER_TENSOR = ("delayed", "tensorwise")
@@ -161,9 +161,11 @@ def _shares(stage: int, model: Model, p: Precision, parallel: Parallel) -> Itera
     of_experts = max(1, parallel.tensor * dense // (parallel.expert * parallel.experts_cut))
     per_stage = -(-model.layers // parallel.pipeline)
     layers = range(stage * per_stage, min(model.layers, (stage + 1) * per_stage))
+    fates = stored(model, p, parallel, "train")
     for layer in layers:
         for linear in model.linears(layer):
-            yield from _linear(layer, linear, model, p, parallel, of_experts if linear.experts else dense)
+            fp8 = isinstance(fates[layer, linear.name], Operand)
+            yield from _linear(linear, fp8, p, parallel, of_experts if linear.experts else dense)
     cut = 128 * parallel.tensor
     embedding = -(-model.vocab // cut) * cut * model.hidden // parallel.tensor
     first, last = stage == 0, stage == parallel.pipeline - 1
@@ -172,16 +174,15 @@ def _shares(stage: int, model: Model, p: Precision, parallel: Parallel) -> Itera
     yield _Share(sum(map(model.unsplit, layers)) + first * model.positions + last * model.final_norm, dense)
 
 
-def _linear(layer: int, linear: Linear, model: Model, p: Precision, parallel: Parallel, over: int) -> Iterator[_Share]:
-    cut = parallel.experts_cut if linear.experts else parallel.tensor
+def _linear(linear: Linear, fp8: bool, p: Precision, parallel: Parallel, over: int) -> Iterator[_Share]:
+    cut = train_cut(linear, parallel)
     parts, columns = linear.on_rank(cut)
     rows, count = sum(parts), max(1, linear.experts // parallel.expert)
-    fp8 = p.is_fp8 and kept(p, model, layer, linear) is None and shape_problem(p.scaling, rows, columns) is None
     yield _Share(
         rows * columns * count,
         over,
         fp8=fp8,
-        primary=fp8 and p.fp8_param and param_problem(p.scaling, rows, columns) is None,
+        primary=fp8 and p.fp8_param,
         scale_bytes=_scale_bytes(p, rows, columns) * count if fp8 else 0,
         modules=count if fp8 else 0,
     )

@@ -1,15 +1,8 @@
 """Which linear layers really run in FP8: contract x model x split -> an audit table and findings.
 
-An operand ``[rows, columns]`` on a rank must come in multiples that the recipe's GEMMs take. The three GEMMs contract
-over columns (fprop), rows (dgrad) and tokens (wgrad), so one multiple holds for all three sides:
-
-    16   delayed, tensorwise, blockwise      (TE asks 8 of the outer side; cuBLAS asks 16 once it is contracted)
-    32   mxfp8
-    128  a blockwise weight that is kept in FP8 (fp8_param), and packed sequences in NeMo RL
-
-What the rollout holds in FP8 is asked of the rule that plugin and exporter obey (:mod:`nemo_fp8.rollout_layers`), on the names
-and shapes that the model's config gives. Where tensor parallelism cuts 128x128 blocks, a rank has blocks of its own.
-The audit groups layers that fare alike, and says for each group what it runs in and why.
+What each side runs in FP8 is the rule's to say (:mod:`nemo_fp8.models.selection`); here its answers for a model become a table, and
+what a person should know about them becomes findings: blocks that tensor parallelism cuts, packed sequences, key-value heads that
+are held several times. The audit groups layers that fare alike, and says for each group what it runs in and why.
 """
 
 from __future__ import annotations
@@ -18,13 +11,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from nemo_fp8.alignment import GEMM
-from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
+from nemo_fp8.contract import ROLLOUT_BLOCKS, SIDES, Operand, Precision
 from nemo_fp8.findings import Finding, finding
 from nemo_fp8.machine import Machine
-from nemo_fp8.model_shapes import COLUMN, ROW, Linear, Model
-from nemo_fp8.parallel import Parallel
-from nemo_fp8.rollout_layers import KEEP, LAYERS, SHAPE, Kept, select, share_misfit
+from nemo_fp8.models.families import EXPERTS
+from nemo_fp8.models.layout import Parallel
+from nemo_fp8.models.selection import (
+    GEMM_MULTIPLE,
+    KEEP,
+    LAYERS,
+    SHAPE,
+    Kept,
+    gemm_misfit,
+    on_rollout_rank,
+    primary_misfit,
+    rollout_cut,
+    stored,
+    train_cut,
+)
+from nemo_fp8.models.shapes import COLUMN, ROW, Linear, Model
 
 # Scaling -> what NeMo RL pads packed sequences to.
 PACKING = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
@@ -51,117 +56,40 @@ class AuditRow:
 # ---------------------------------------------------------------------- one layer
 
 
-def shape_problem(scaling: str | None, rows: int, columns: int) -> str | None:
-    """Why a weight ``[rows, columns]`` cannot run under a scaling; None where it can."""
-    if scaling is None:
-        return None
-    return _not_multiples(GEMM[scaling], rows=rows, columns=columns)
-
-
-def param_problem(scaling: str | None, rows: int, columns: int) -> str | None:
-    """Why it cannot be kept as an FP8 primary weight, where its GEMMs could run."""
-    return _not_multiples(BLOCK, rows=rows, columns=columns) if scaling == "blockwise" else None
-
-
-def rollout_kept(p: Precision, model: Model, parallel: Parallel) -> dict[tuple[int, str], Kept]:
-    """Why the rollout's engine keeps a linear out of FP8, by layer and name, for each one that it keeps."""
-    tensors: dict[tuple[int, str], tuple[str, ...]] = {}
-    shapes: dict[str, tuple[int, int]] = {}
-    for layer, linear in model.all_linears():
-        # All experts of a layer have one shape and one fate; single ones count only for patterns that may name them.
-        experts = range(linear.experts) if linear.experts and p.keep else (0,)
-        for name, rows in zip(linear.hugging_face, linear.parts, strict=True):
-            found = tuple(f"model.layers.{layer}.{name.replace('*', str(expert))}.weight" for expert in experts)
-            tensors[layer, linear.name] = tensors.get((layer, linear.name), ()) + found
-            shapes |= dict.fromkeys(found, (rows, linear.columns))
-    chosen = select(shapes, p.replace(strict=False), layers=model.layers)
-    kept = {}
-    for layer, linear in model.all_linears():
-        held = chosen.kept.get(tensors[layer, linear.name][0])
-        if held is None and not linear.experts:
-            parts, columns = _on_rollout_rank(model, linear, parallel)
-            reason = share_misfit(p, sum(parts), columns)
-            held = Kept(SHAPE, reason) if reason else None
-        if held is not None:
-            kept[layer, linear.name] = held
-    return kept
-
-
 def own_blocks(p: Precision, model: Model, linear: Linear, parallel: Parallel) -> str | None:
     """Where the rollout's tensor parallelism cuts through 128x128 blocks of a linear, so that a rank has others; None where not."""
-    cut = _rollout_cut(linear, parallel)
+    cut = rollout_cut(linear, parallel)
     if ROLLOUT_BLOCKS[p.rollout_block] != (BLOCK, BLOCK) or cut == 1:
         return None
-    parts, columns = _on_rollout_rank(model, linear, parallel)
+    parts, columns = on_rollout_rank(model, linear, parallel)
     rows = next((part for part in parts if part % BLOCK), None) if linear.split == COLUMN else None
     if rows is not None:
         return f"a part has {rows} rows, not a multiple of {BLOCK}"
     return f"{columns} columns are not a multiple of {BLOCK}" if linear.split == ROW and columns % BLOCK else None
 
 
-def kept(p: Precision, model: Model, layer: int, linear: Linear) -> str | None:
-    """Why the contract keeps a linear in the compute dtype; None where it does not."""
-    if any(p.keeps(name) for name in names(layer, linear)):
-        return "keep"
-    return "first or last layers" if p.keeps("", layer, model.layers) else None
-
-
-def names(layer: int, linear: Linear) -> tuple[str, ...]:
-    """A linear's names in Megatron and in Hugging Face, for patterns to match; expert 0 stands for all."""
-    ours = f"decoder.layers.{layer}.{linear.name}"
-    return (ours, *(f"model.layers.{layer}.{name.replace('*', '0')}" for name in linear.hugging_face))
-
-
-def _not_multiples(multiple: int, **sides: int) -> str | None:
-    bad = [f"{value} {side}" for side, value in sides.items() if value % multiple]
-    return f"{' and '.join(bad)} not a multiple of {multiple}" if bad else None
-
-
-def _train_cut(linear: Linear, parallel: Parallel) -> int:
-    return parallel.experts_cut if linear.experts else parallel.tensor
-
-
-def _rollout_cut(linear: Linear, parallel: Parallel) -> int:
-    return 1 if linear.experts and parallel.rollout_expert else parallel.rollout_cut
-
-
-def _on_rollout_rank(model: Model, linear: Linear, parallel: Parallel) -> tuple[tuple[int, ...], int]:
-    """Rows by part, and columns, as one rank of vLLM holds them: key-value heads are repeated where there are too few."""
-    cut = _rollout_cut(linear, parallel)
-    if linear.name.endswith("linear_qkv") and cut > model.kv_heads:
-        q, k, v = linear.parts
-        again = cut // model.kv_heads
-        linear = replace(linear, parts=(q, k * again, v * again))
-    return linear.on_rank(cut)
-
-
 # ---------------------------------------------------------------------- the table
 
 
-# Rules whose reasons name a layer, in words that are the same for all of them.
-_KEPT_AS = {LAYERS: "first or last layers", KEEP: "keep"}
+def _in_words(p: Precision, fate: Operand | Kept) -> tuple[str, str]:
+    """What a linear runs in, and why it is not FP8."""
+    if isinstance(fate, Operand):
+        return "FP8", ""
+    return "refused" if fate.rule == SHAPE and p.strict else p.compute.upper(), fate.in_short
 
 
 def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[AuditRow]:
     """What every linear layer runs in, in training and in rollout; layers that fare alike in one row."""
     parallel = parallel or Parallel()
-    compute = p.compute.upper()
     grouped: dict[tuple[Any, ...], int] = {}
-    out_of_rollout = rollout_kept(p, model, parallel) if p.rollout == "fp8" else {}
+    fates = {side: stored(model, p, parallel, side) for side in SIDES}
     for layer, linear in model.all_linears():
-        parts, columns = linear.on_rank(_train_cut(linear, parallel))
-        why_kept = kept(p, model, layer, linear)
-        bad = shape_problem(p.scaling, sum(parts), columns)
-        train, reason = ("FP8", "") if p.is_fp8 else (compute, "no FP8 in training")
-        if p.is_fp8 and (why_kept or bad):
-            train, reason = (compute, why_kept) if why_kept else ("refused", bad or "")
-        elif p.is_fp8 and p.fp8_param and (param := param_problem(p.scaling, sum(parts), columns)):
-            reason = f"weight kept in {compute}: {param}"
-        rollout, rollout_reason = ("FP8", "") if p.rollout == "fp8" else (compute, "no FP8 in rollout")
-        held = out_of_rollout.get((layer, linear.name))
-        if held is not None:
-            rollout, rollout_reason = "refused" if held.rule == SHAPE and p.strict else compute, _KEPT_AS.get(held.rule, held.reason)
-        elif p.rollout == "fp8" and (cut := own_blocks(p, model, linear, parallel)):
+        parts, columns = linear.on_rank(train_cut(linear, parallel))
+        train, reason = _in_words(p, fates["train"][layer, linear.name])
+        if train == "FP8" and p.fp8_param and (param := primary_misfit(p.scaling, sum(parts), columns)):
+            reason = f"its blocks at the edges are cut short: {param}"
+        rollout, rollout_reason = _in_words(p, fates["rollout"][layer, linear.name])
+        if rollout == "FP8" and (cut := own_blocks(p, model, linear, parallel)):
             rollout_reason = f"blocks of its own on each rank: {cut}"
         key = (linear.name, sum(parts), columns, train, reason, rollout, rollout_reason)
         grouped[key] = grouped.get(key, 0) + max(1, linear.experts // parallel.expert)
@@ -216,7 +144,7 @@ def _split_findings(model: Model, parallel: Parallel) -> Iterator[Finding]:
         heads, by, name = "The number of attention heads", parallel.rollout_cut, "rollout-tp"
         yield finding("not-divisible", name, quantity=heads, value=model.heads, by=by, parallel=name)
     for linear in _distinct(model):
-        cut = _train_cut(linear, parallel)
+        cut = train_cut(linear, parallel)
         sides = linear.parts if linear.split == COLUMN else (linear.columns,) if linear.split == ROW else ()
         for value in dict.fromkeys(side for side in sides if side % cut and "attention" not in linear.name):
             yield finding("not-divisible", linear.name, quantity=f"The width of {linear.name}", value=value, by=cut, parallel="tp")
@@ -236,37 +164,42 @@ def _kept_findings(model: Model, p: Precision) -> Iterator[Finding]:
         yield finding(
             "layers-all-kept", "first_layers", first=p.first_layers, last=p.last_layers, layers=model.layers, kept=total, compute=compute
         )
-    elif all(kept(p, model, layer, linear) for layer, linear in model.all_linears()):
+    elif all(isinstance(fate, Kept) and fate.rule in (KEEP, LAYERS) for fate in _train_or_rollout(model, p).values()):
         yield finding("layers-all-matched", "keep", keep=list(p.keep))
     # Routers, heads and embeddings are kept anyway; a pattern may name them, and then matches something.
     others = ("lm_head", "output_layer", "embedding", "model.embed_tokens", *_routers(model))
-    all_names = [*others, *(name for layer, linear in model.all_linears() for name in names(layer, linear))]
     for pattern in p.keep:
-        alone = Precision(keep=(pattern,))
-        if not any(alone.keeps(name) for name in all_names):
+        alone = Precision(format="hybrid", scaling="tensorwise", keep=(pattern,))
+        matched = any(isinstance(fate, Kept) and fate.rule == KEEP for fate in _train_or_rollout(model, alone).values())
+        if not matched and not any(map(alone.keeps, others)):
             yield finding("keep-matches-nothing", "keep", pattern=pattern)
     if model.experts:
         yield finding("router-kept", "router", experts=model.experts)
 
 
+def _train_or_rollout(model: Model, p: Precision) -> dict[tuple[int, str], Operand | Kept]:
+    """What names alone decide is the same on both sides; the side that has FP8 is asked."""
+    return stored(model, p, Parallel(), "train" if p.is_fp8 else "rollout")
+
+
 def _routers(model: Model) -> Iterator[str]:
     for layer in model.moe_layers:
-        yield from (f"decoder.layers.{layer}.mlp.router", f"model.layers.{layer}.mlp.gate", f"model.layers.{layer}.block_sparse_moe.gate")
+        yield from (f"decoder.layers.{layer}.mlp.router", *(f"model.layers.{layer}.{words.block}.gate" for words in EXPERTS))
 
 
 def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Finding]:
     compute, scaling = p.compute.upper(), p.scaling or ""
     for linear in _running(model, p):
-        parts, columns = linear.on_rank(_train_cut(linear, parallel))
+        parts, columns = linear.on_rank(train_cut(linear, parallel))
         facts: dict[str, Any] = {"layer": linear.name, "rows": sum(parts), "columns": columns}
-        bad = shape_problem(p.scaling, sum(parts), columns)
-        param = param_problem(p.scaling, sum(parts), columns)
+        bad = gemm_misfit(p.scaling, sum(parts), columns)
+        param = primary_misfit(p.scaling, sum(parts), columns)
         if bad:
             severity = None if p.strict else "warning"
             yield finding("shape", linear.name, severity=severity, scaling=scaling, reason=bad, compute=compute, **facts)
         elif param and p.fp8_param:
             yield finding("param-shape", linear.name, reason=param, **facts)
-        elif param and not param_problem(scaling, linear.rows, linear.columns):
+        elif param and not primary_misfit(scaling, linear.rows, linear.columns):
             yield finding("block-straddles-ranks", linear.name, **facts)
         if p.scaling == "blockwise" and p.rollout == "fp8" and not bad and (seam := _seam(model, linear, parts)):
             yield finding("grids-differ", linear.name, reason=seam, **facts)
@@ -276,28 +209,29 @@ def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Mac
     elif parallel.packed:
         yield finding("padding", "packing", multiple=multiple, factors=factors)
     if parallel.seq_length and not parallel.packed:
-        tokens, step = parallel.seq_length * parallel.micro_batch // parallel.context, GEMM[scaling]
+        tokens, step = parallel.seq_length * parallel.micro_batch // parallel.context, GEMM_MULTIPLE[scaling]
         if tokens % step:
             yield finding("tokens", "seq_length", tokens=tokens, multiple=step, scaling=scaling)
     if model.experts:
-        yield finding("expert-tokens", "experts", multiple=GEMM[scaling], scaling=scaling)
+        yield finding("expert-tokens", "experts", multiple=GEMM_MULTIPLE[scaling], scaling=scaling)
 
 
 def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterator[Finding]:
-    kept = rollout_kept(p, model, parallel)
+    fates = stored(model, p, parallel, "rollout")
+    kept = {at: fate for at, fate in fates.items() if isinstance(fate, Kept)}
     for linear, reason in dict.fromkeys((n, kept[i, n.name].reason) for i, n in model.all_linears() if _rule(kept, i, n) == SHAPE):
         severity = "error" if p.strict else None
         facts: dict[str, Any] = {"layer": linear.name, "rows": linear.rows, "columns": linear.columns}
         yield finding("rollout-kept", linear.name, severity=severity, reason=reason, compute=p.compute.upper(), **facts)
     for linear in _distinct(model, lambda layer, linear: _rule(kept, layer, linear) is None):
-        parts, columns = _on_rollout_rank(model, linear, parallel)
+        parts, columns = on_rollout_rank(model, linear, parallel)
         facts = {"layer": linear.name, "rows": sum(parts), "columns": columns}
         reason = own_blocks(p, model, linear, parallel) or ""
         if reason and linear.name.endswith("linear_qkv") and parts[1] < BLOCK:
             yield finding("rollout-kv-shard", linear.name, rows=parts[1], most=_most_for_kv(model))
         elif reason:
             yield finding("rollout-shape", linear.name, reason=reason, remedy=_fitting(p, model, linear, parallel), **facts)
-        elif p.deep_gemm and _not_multiples(BLOCK, rows=sum(parts), columns=columns):
+        elif p.deep_gemm and (sum(parts) % BLOCK or columns % BLOCK):
             yield finding("deepgemm-shape", linear.name, **facts)
 
 
@@ -336,4 +270,10 @@ def _distinct(model: Model, take: Callable[[int, Linear], bool] = lambda layer, 
 
 def _running(model: Model, p: Precision) -> list[Linear]:
     """Each kind of linear that the contract keeps out of FP8 nowhere or not everywhere."""
-    return _distinct(model, lambda layer, linear: kept(p, model, layer, linear) is None)
+    fates = stored(model, p, Parallel(), "train")
+
+    def runs(layer: int, linear: Linear) -> bool:
+        fate = fates[layer, linear.name]
+        return isinstance(fate, Operand) or fate.rule == SHAPE
+
+    return _distinct(model, runs)

@@ -95,7 +95,7 @@ def _require_plots(html: Path) -> None:
 
 
 def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
-    from nemo_fp8.tensor_names import ROLES
+    from nemo_fp8.models.families import ROLES
 
     rows, labels = inspection.measured(), list(inspection.recipes)
     skipped = Counter(row.place.role if row.place.kept else "other" for row in inspection.rows if row.skipped)

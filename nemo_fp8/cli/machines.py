@@ -65,8 +65,8 @@ def lint(
     from nemo_fp8.findings import worst
     from nemo_fp8.lint import lint
     from nemo_fp8.machine import Machine
-    from nemo_fp8.model_shapes import Model
-    from nemo_fp8.parallel import Parallel
+    from nemo_fp8.models.layout import Parallel
+    from nemo_fp8.models.shapes import Model
     from nemo_fp8.shape_audit import audit
 
     settings = settings_of(name, changes)
@@ -98,8 +98,8 @@ def memory(
     """Estimate a training run's memory per GPU, item by item, and what FP8 primary weights save or do not."""
     from nemo_fp8.machine import Machine
     from nemo_fp8.memory import alternatives, savings
-    from nemo_fp8.model_shapes import Model
-    from nemo_fp8.parallel import Parallel
+    from nemo_fp8.models.layout import Parallel
+    from nemo_fp8.models.shapes import Model
 
     asked = (Model.read(model), load(name, changes), Parallel.of(parallel), Machine.parse(described) if described else None)
     estimates = alternatives(*asked)

@@ -20,8 +20,8 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.layouts import Layout, layout_of
 from nemo_fp8.export.source import Source, require_quantizable
+from nemo_fp8.models.selection import Selection, select
 from nemo_fp8.numerics.checkpoint import DTYPES, Described
-from nemo_fp8.rollout_layers import Selection, select
 
 # Changes when the same source and contract would be written differently.
 VERSION = 1

@@ -1,8 +1,7 @@
-"""Which linears of a model run in FP8: by decoder layer, by name, by shape.
+"""The linears of a model in plain PyTorch, for the rule that says which of them run in FP8 (:mod:`nemo_fp8.models.selection`).
 
-A contract keeps its first and last decoder layers and whatever matches its patterns in the compute dtype; a layer
-whose shape the FP8 GEMM cannot hold stays there too, or is refused under ``strict``. Decoder layers are the entries
-of the model's largest ``nn.ModuleList`` of equal modules, which is what every Transformer in PyTorch looks like.
+Decoder layers are the entries of the model's largest ``nn.ModuleList`` of equal modules, which is what every Transformer in PyTorch
+looks like.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from nemo_fp8 import alignment
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.models.selection import GEMM_MULTIPLE, SHAPE, gemm_misfit, why_kept
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +23,12 @@ def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, to
     layers = _layers_of(model, precision)
     chosen, problems = {}, []
     for name, weight in _candidates(model):
-        layer = _layer_of(name, layers[0])
-        if precision.keeps(name, layer, layers[1]):
-            continue
-        if not fits(weight, precision):
+        rows, columns = weight.shape
+        kept = why_kept(precision, (name,), [((rows,), columns)], layers[1], side="train", layer=_layer_of(name, layers[0]))
+        if kept is None:
+            chosen[name] = weight
+        elif kept.rule == SHAPE:
             problems.append(_misfit(name, weight, precision))
-            continue
-        chosen[name] = weight
     if problems and precision.strict:
         raise PrecisionError(problems)
     for problem in problems:
@@ -40,7 +38,8 @@ def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, to
 
 def fits(weight: torch.Tensor, precision: Precision) -> bool:
     """Whether an FP8 GEMM can hold a weight of this shape."""
-    return all(side % alignment.GEMM[str(precision.scaling)] == 0 for side in weight.shape)
+    rows, columns = weight.shape
+    return gemm_misfit(precision.scaling, rows, columns) is None
 
 
 def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,6 +95,6 @@ def _layer_of(name: str, prefix: str) -> int | None:
 def _misfit(name: str, weight: torch.Tensor, precision: Precision) -> Problem:
     return Problem(
         f"{name}: a weight of {'x'.join(map(str, weight.shape))} stays in the compute dtype.",
-        f"Both sides must be multiples of {alignment.GEMM[str(precision.scaling)]} for an FP8 GEMM with {precision.scaling} scaling.",
+        f"Both sides must be multiples of {GEMM_MULTIPLE[str(precision.scaling)]} for an FP8 GEMM with {precision.scaling} scaling.",
         f"Pad the layer, add {name!r} to keep=, or set strict=False.",
     )

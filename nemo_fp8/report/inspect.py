@@ -11,6 +11,7 @@ output head stay in the compute dtype under every contract; they are listed, and
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,17 +24,18 @@ __needs__ = require("numerics")
 
 import torch
 
-from nemo_fp8.alignment import GEMM
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.models.names import Place, decoder, outside, place
+from nemo_fp8.models.selection import why_kept
 from nemo_fp8.numerics.checkpoint import CODES, VALUES, Checkpoint, Entry
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.scales import amax_of, delayed_scale
 from nemo_fp8.report.loss import BLOCKS, Loss
-from nemo_fp8.tensor_names import Place, decoder, outside, place
 
 Progress = Callable[[int, str], None]
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def inspect_checkpoint(
         captured = Checkpoint.open(activations)
         sources.append((captured, _captured(captured)))
     layers = 1 + max((row.place.layer for row in rows if row.place.layer is not None and not row.place.kept), default=-1)
+    experts = _experts(row for _, found in sources for row in found)
     read = sum(source.entries[row.name].bytes for source, found in sources for row in found if not row.skipped)
     report = progress(read) if progress else lambda count, name: None
     measured, start = [], time.perf_counter()
@@ -143,7 +146,7 @@ def inspect_checkpoint(
         for row in found:
             if not row.skipped:
                 losses = _measure(source, row, recipes)
-                kept = {label: why for label, p in recipes.items() if (why := _kept(p, row, layers))}
+                kept = {label: why for label, p in recipes.items() if (why := _kept(p, row, layers, experts))}
                 row = replace(row, losses=losses, kept=kept)
                 report(source.entries[row.name].bytes, row.name)
             measured.append(row)
@@ -207,15 +210,16 @@ def _note(entry: Entry) -> str:
     return f"{entry.dtype}, dequantized first" if entry.dtype in CODES else ""
 
 
-def _kept(p: Precision, row: Row, layers: int) -> str:
+def _kept(p: Precision, row: Row, layers: int, experts: int) -> str:
     """Why a contract keeps a linear in the compute dtype."""
-    if p.keeps("", row.place.layer, layers):
-        return "first or last layers"
-    if p.keeps(row.place.module):
-        return "keep"
-    multiple = GEMM[str(p.scaling)]
-    misfit = row.operand == "weight" and any(side % multiple for side in row.shape[-2:])
-    return f"not a multiple of {multiple}" if misfit else ""
+    shapes = [((row.shape[-2],), row.shape[-1])] if row.operand == "weight" else []
+    held = why_kept(p, (row.place.module,), shapes, layers, side="train", experts=experts, layer=row.place.layer)
+    return held.in_short if held else ""
+
+
+def _experts(rows: Iterable[Row]) -> int:
+    """How many routed experts a layer has, by their numbers."""
+    return 1 + max((int(found[1]) for row in rows if (found := _EXPERT.search(row.place.module))), default=-1)
 
 
 # ---------------------------------------------------------------------- measuring

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_fp8.contract import Operand
+from nemo_fp8.models.families import ROLES
 from nemo_fp8.report import figures
 from nemo_fp8.report.inspect import Inspection, Row
 from nemo_fp8.report.keep import Advice
 from nemo_fp8.report.loss import Loss
 from nemo_fp8.report.page import Cell, Column, Page
-from nemo_fp8.tensor_names import ROLES
 
 OPERANDS = {"weight": "Weights", "input": "Inputs", "grad": "Output gradients"}
 MOST_ROWS = 4000

@@ -1,10 +1,10 @@
 """Which linears to keep in the compute dtype, so that everything that stays in FP8 is above a given SNR.
 
-What can be kept on its own is a *unit* (see ``tensor_names``): Q, K and V together, gate and up together, all routed experts
+What can be kept on its own is a *unit* (see ``models/names.py``): Q, K and V together, gate and up together, all routed experts
 of a layer. A unit is kept if any operand of any part of it is below the threshold, with its own SNR or with that of
-its blocks (see ``loss``). Decoder layers at either end of
-which nothing remains become ``first_layers`` and ``last_layers``; the others become patterns, which match the names of
-Megatron (training) and of the checkpoint (rollout). What a contract keeps already stays kept.
+its blocks (see ``loss``). Decoder layers at either end of which nothing remains become ``first_layers`` and ``last_layers``; the
+others become patterns, which match the names of Megatron (training) and of the checkpoint (rollout). What a contract keeps already
+stays kept.
 
 The trade-off: each recipe gets the fewest linears, not the simplest list. Where only whole layers can be kept
 (TransformerEngine), ``whole_layers`` are the counts that cover them all.
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.models.selection import why_kept_by_name
 from nemo_fp8.report.inspect import Inspection, Row
 
 Unit = tuple[int | None, str]
@@ -85,9 +86,9 @@ def advise(inspection: Inspection, label: str, snr: float) -> Advice:
     if p.scaling == "delayed":  # Megatron cannot leave whole layers out of it
         first = last = 0
     ends = p.replace(first_layers=max(first, p.first_layers), last_layers=max(last, p.last_layers))
-    left = [row for row in running if _unit(row) in failing and not ends.keeps(row.place.module, row.place.layer, layers)]
+    left = [row for row in running if _unit(row) in failing and _runs(ends, row, layers)]
     precision = ends.replace(keep=(*p.keep, *_patterns(left)))
-    stays = [row for row in running if not precision.keeps(row.place.module, row.place.layer, layers)]
+    stays = [row for row in running if _runs(precision, row, layers)]
     weights = [row for row in rows if row.operand == "weight"]
     return Advice(
         label=label,
@@ -98,6 +99,10 @@ def advise(inspection: Inspection, label: str, snr: float) -> Advice:
         lowest=min((row.losses[label].floor_db for row in stays), default=math.inf),
         whole_layers=_whole_layers(p, failing, layers),
     )
+
+
+def _runs(p: Precision, row: Row, layers: int) -> bool:
+    return why_kept_by_name(p, (row.place.module,), layers, side="train", layer=row.place.layer) is None
 
 
 def _unit(row: Row) -> Unit:

@@ -1,4 +1,4 @@
-"""Which of vLLM's layers stay in the compute dtype: the rule of :mod:`nemo_fp8.rollout_layers`, asked in vLLM's words.
+"""Which of vLLM's layers stay in the compute dtype: the rule of :mod:`nemo_fp8.models.selection`, asked in vLLM's words.
 
 vLLM fuses ``q_proj``, ``k_proj``, ``v_proj`` into one ``qkv_proj`` and all experts of a layer into one module; the rule decides about
 such units as a whole, and knows the names of their parts. A checkpoint that the exporter wrote was chosen by the same rule.
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout_layers import SHAPE, part_names, why_kept, why_kept_by_name
+from nemo_fp8.models.selection import SHAPE, part_names, why_kept, why_kept_by_name
 
 
 def reason_to_keep(precision: Precision, name: str, layers: int, packed: Mapping[str, Sequence[str]]) -> str | None:
@@ -27,7 +27,7 @@ def reason_to_keep(precision: Precision, name: str, layers: int, packed: Mapping
 def reason_to_keep_experts(precision: Precision, name: str, layers: int, experts: int, inner: int, hidden: int) -> str | None:
     """The same for all ``experts`` of a layer, and for their sizes before any split; refused where the contract is strict."""
     shapes = [((inner, inner), hidden), ((hidden,), inner)]
-    kept = why_kept(precision, part_names(name, experts=experts), shapes, layers, experts=True)
+    kept = why_kept(precision, part_names(name, experts=experts), shapes, layers, experts=experts)
     if kept is not None and kept.rule == SHAPE and precision.strict:
         raise PrecisionError(
             f"{name} cannot be in FP8.",

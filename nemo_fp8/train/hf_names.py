@@ -6,20 +6,21 @@ Megatron fuses what Hugging Face keeps apart, and both keep the same rows:
     linear_fc1   [gate; up]                                              ->  gate_proj, up_proj
     vocabulary   padded to a multiple of 128 x TP                        ->  as many rows as the tokenizer has tokens
 
-Each row of ``LAYER`` and ``OUTER`` is one tensor of Megatron's, each row of ``ARCHITECTURES`` one family of models with its own
-words for experts. A tensor that no row knows is refused: a checkpoint that lacks a bias would be another model.
+Each row of ``LAYER`` and ``OUTER`` is one tensor of Megatron's; a family's own words for experts are its row's in
+:mod:`nemo_fp8.models.families`. A tensor that no row knows is refused: a checkpoint that lacks a bias would be another model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.models.families import Family, nemo_classes, of_nemo
 
 # Megatron's name below a layer -> Hugging Face's, and how it comes apart. {experts}, {e} and the expert's words are the family's.
 LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -51,67 +52,6 @@ _EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """One family of models as Hugging Face knows it."""
-
-    type: str
-    name: str
-    moe: Mapping[str, str] = field(default_factory=dict)
-    """Its words for a MoE layer."""
-    config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda c: {}
-    """What its config.json holds beyond every other's."""
-
-
-def _rope_scaling(c: Mapping[str, Any]) -> dict[str, Any]:
-    if c.get("scale_factor") is None or c.get("old_context_len") is None:
-        return {}
-    words = {"factor": "scale_factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
-    scaling = {theirs: c[ours] for theirs, ours in words.items()}
-    return {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": c["old_context_len"], **scaling}}
-
-
-def _window(c: Mapping[str, Any]) -> dict[str, Any]:
-    window = c.get("window_size")
-    return {"sliding_window": window[0] if isinstance(window, Sequence) and window[0] > 0 else None}
-
-
-_EXPERTS = {"moe": "mlp", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_MIXTRAL = {"moe": "block_sparse_moe", "gate": "w1", "up": "w3", "down": "w2"}
-# NeMo's model class -> its family; a second one for its models with experts.
-ARCHITECTURES: dict[str, tuple[Architecture, Architecture | None]] = {
-    "LlamaModel": (Architecture("llama", "LlamaForCausalLM", config=_rope_scaling), None),
-    "MistralModel": (Architecture("mistral", "MistralForCausalLM", config=_window), None),
-    "Qwen2Model": (Architecture("qwen2", "Qwen2ForCausalLM", config=lambda c: {"use_sliding_window": False}), None),
-    "Qwen3Model": (
-        Architecture("qwen3", "Qwen3ForCausalLM", config=lambda c: {"use_sliding_window": False}),
-        Architecture(
-            "qwen3_moe",
-            "Qwen3MoeForCausalLM",
-            _EXPERTS,
-            lambda c: {
-                "num_experts": c["num_moe_experts"],
-                "num_experts_per_tok": c["moe_router_topk"],
-                "moe_intermediate_size": c["moe_ffn_hidden_size"],
-                "norm_topk_prob": True,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-                "use_sliding_window": False,
-            },
-        ),
-    ),
-    "MixtralModel": (
-        Architecture("mixtral", "MixtralForCausalLM"),
-        Architecture(
-            "mixtral",
-            "MixtralForCausalLM",
-            _MIXTRAL,
-            lambda c: {"num_local_experts": c["num_moe_experts"], "num_experts_per_tok": c["moe_router_topk"], **_window(c)},
-        ),
-    ),
-}
-
-
-@dataclass(frozen=True)
 class Part:
     """One Hugging Face tensor: a part of one of Megatron's."""
 
@@ -125,7 +65,9 @@ class Part:
 class Names:
     """How the tensors of one model are called, and come apart."""
 
-    architecture: Architecture
+    type: str
+    """The ``model_type`` of Hugging Face's config.json."""
+    family: Family
     heads: int
     groups: int
     head_dim: int
@@ -135,14 +77,13 @@ class Names:
     @classmethod
     def of(cls, model: str, config: Mapping[str, Any], vocabulary: int | None) -> Names:
         """From the name of NeMo's model class and its config."""
-        if model not in ARCHITECTURES:
-            raise PrecisionError([unknown("model class", model, ARCHITECTURES)])
-        dense, sparse = ARCHITECTURES[model]
-        architecture = (sparse or dense) if config.get("num_moe_experts") else dense
-        _require_plain(model, config, architecture)
+        found = of_nemo(model, experts=bool(config.get("num_moe_experts")))
+        if found is None:
+            raise PrecisionError([unknown("model class", model, nemo_classes())])
+        _require_plain(model, config, *found)
         heads = int(config["num_attention_heads"])
         return cls(
-            architecture,
+            *found,
             heads,
             int(config.get("num_query_groups") or heads),
             int(config.get("kv_channels") or config["hidden_size"] // heads),
@@ -160,10 +101,14 @@ class Names:
         row = LAYER.get(key) if layer else OUTER.get(megatron)
         if row is None:
             raise PrecisionError([unknown("tensor of Megatron", megatron, [*OUTER, *(f"decoder.layers.N.{name}" for name in LAYER)])])
-        words = {**self.architecture.moe, "e": expert[1] if expert else ""}
+        words = {"e": expert[1] if expert else "", **self._experts()}
         split, names = row
         for i, name in enumerate(names):
             yield Part((f"model.layers.{layer[1]}." if layer else "") + name.format(**words), megatron, split, i)
+
+    def _experts(self) -> dict[str, str]:
+        experts = self.family.experts
+        return {"moe": experts.block, **dict(zip(("gate", "up", "down"), experts.words, strict=True))} if experts else {}
 
     def take(self, part: Part, whole: torch.Tensor) -> torch.Tensor:
         """The rows of a part out of Megatron's tensor."""
@@ -190,8 +135,8 @@ class Names:
     def config(self, c: Mapping[str, Any], dtype: str, tokens: Mapping[str, int | None]) -> dict[str, Any]:
         """The model's config.json."""
         return {
-            "architectures": [self.architecture.name],
-            "model_type": self.architecture.type,
+            "architectures": [self.family.architecture],
+            "model_type": self.type,
             "hidden_size": c["hidden_size"],
             "intermediate_size": c["ffn_hidden_size"],
             "num_hidden_layers": c["num_layers"],
@@ -208,7 +153,7 @@ class Names:
             "attention_bias": bool(c.get("add_qkv_bias", False)),
             "torch_dtype": dtype,
             **{name: value for name, value in tokens.items() if value is not None},
-            **self.architecture.config(c),
+            **self.family.config(c),
         }
 
 
@@ -230,7 +175,7 @@ def plain_config(config: Any) -> dict[str, Any]:
     return found | {"activation_func": {"_target_": f"{getattr(activation, '__module__', '')}.{getattr(activation, '__name__', '')}"}}
 
 
-def _require_plain(model: str, c: Mapping[str, Any], architecture: Architecture) -> None:
+def _require_plain(model: str, c: Mapping[str, Any], kind: str, family: Family) -> None:
     """Refuse a model that computes something else than the family that it would be called."""
     activation = c.get("activation_func")
     named = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation or "")
@@ -244,16 +189,16 @@ def _require_plain(model: str, c: Mapping[str, Any], architecture: Architecture)
         (bool(c.get("rotary_interleaved")), "rotary_interleaved=True"),
         (bool(c.get("seq_len_interpolation_factor")), f"seq_len_interpolation_factor={c.get('seq_len_interpolation_factor')}"),
         (bool(c.get("add_bias_linear")), "add_bias_linear=True"),
-        (bool(c.get("num_moe_experts")) and not architecture.moe, f"num_moe_experts={c.get('num_moe_experts')}"),
+        (bool(c.get("num_moe_experts")) and family.experts is None, f"num_moe_experts={c.get('num_moe_experts')}"),
         (bool(c.get("moe_shared_expert_intermediate_size")), "shared experts"),
         (c.get("moe_layer_freq", 1) != 1, f"moe_layer_freq={c.get('moe_layer_freq')}"),
-        (bool(c.get("qk_layernorm")) and not architecture.type.startswith("qwen3"), "qk_layernorm=True"),
+        (bool(c.get("qk_layernorm")) and not family.qk_norm, "qk_layernorm=True"),
     )
     wrong = [words for is_wrong, words in rows if is_wrong]
     if wrong:
         raise PrecisionError(
             Problem(
-                f"A {model} with {words} as {architecture.name}.",
+                f"A {model} with {words} as {family.architecture}.",
                 "Hugging Face's model of that name computes something else.",
                 "Export it with NeMo's own llm.export_ckpt, if NeMo has an exporter for it.",
             )

@@ -1,4 +1,4 @@
-"""Linears of TransformerEngine that stay in the compute dtype: those that a contract keeps by name, and those whose shape FP8 cannot hold.
+"""Keep linears of TransformerEngine in the compute dtype: those that the rule of :mod:`nemo_fp8.models.selection` keeps by name or shape.
 
 Megatron opens TE's autocast around whole layers, and megatron-core 0.15.3's TE layers take no recipe of their own. A kept linear closes
 the autocast around its own forward, through torch's hooks:
@@ -13,13 +13,14 @@ compute dtype again, with the values that it was initialized with, before DDP an
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from nemo_fp8 import alignment
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.models.selection import GEMM_MULTIPLE, KEEP, SHAPE, Kept, why_kept
 
 logger = logging.getLogger("nemo_fp8")
 
@@ -31,16 +32,14 @@ def keep_modules(model: Any, precision: Precision) -> None:
     from nemo_fp8.train.monitor import linear_names
 
     linears = linear_names(model)  # layers are counted over all pipeline stages, as a person counts them
-    kept = {name for name in linears if precision.keep and precision.keeps(name)}
+    experts = int(getattr(_config_of(model), "num_moe_experts", None) or 0)
+    why = {name: why_kept(precision, (name,), _shapes(linear), side="train", experts=experts) for name, linear in linears.items()}
+    kept = {name: held for name, held in why.items() if held is not None}
     _require_any(kept, linears, precision)
-    _require_fit({name: linear for name, linear in linears.items() if name not in kept}, precision)
-    misfits = {} if precision.strict else {name: shape for name, linear in linears.items() if (shape := _misfit(linear, precision))}
-    for name, shape in misfits.items():
-        if name not in kept:
-            least = alignment.GEMM[str(precision.scaling)]
-            told = "%s: a weight of shape %s stays in %s and not in FP8: not a multiple of %d."
-            logger.warning(told, name, shape, precision.compute, least)
-    for name in kept | set(misfits):
+    _require_fit(kept, precision)
+    for name, held in kept.items():
+        if held.rule == SHAPE:
+            logger.warning("%s stays in %s and not in FP8: %s.", name, precision.compute, held.reason)
         _keep(linears[name])
 
 
@@ -72,21 +71,21 @@ def _in_compute_dtype(weight: Any) -> torch.nn.Parameter:
     return plain
 
 
-def _shapes(linear: torch.nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(p.shape) for name, p in linear.named_parameters(recurse=False) if name.startswith("weight")]
+def _config_of(model: Any) -> Any:
+    chunk = model[0] if isinstance(model, torch.nn.ModuleList | list) else model
+    return next((module.config for module in chunk.modules() if hasattr(module, "config")), None)
 
 
-def _misfit(linear: torch.nn.Module, precision: Precision) -> tuple[int, ...] | None:
-    """The shape of a weight that an FP8 GEMM of this recipe cannot take, if there is one."""
-    least = alignment.GEMM[str(precision.scaling)]
-    return next((shape for shape in _shapes(linear) if any(n % least for n in shape)), None)
+def _shapes(linear: torch.nn.Module) -> list[tuple[tuple[int], int]]:
+    weights = [p for name, p in linear.named_parameters(recurse=False) if name.startswith("weight")]
+    return list(dict.fromkeys(((p.shape[0],), p.shape[1]) for p in weights))
 
 
-def _require_any(kept: set[str], linears: dict[str, torch.nn.Module], precision: Precision) -> None:
+def _require_any(kept: Mapping[str, Kept], linears: dict[str, torch.nn.Module], precision: Precision) -> None:
     from megatron.core import parallel_state
 
     alone = not parallel_state.model_parallel_is_initialized() or parallel_state.get_pipeline_model_parallel_world_size() == 1
-    if precision.keep and not kept and alone:  # another pipeline stage may hold what is meant
+    if precision.keep and alone and not any(held.rule == KEEP for held in kept.values()):  # another pipeline stage may hold what is meant
         raise PrecisionError(
             f"keep={list(precision.keep)} names no linear of this model.",
             "A pattern that matches nothing is a typing error, or is meant for another model.",
@@ -94,16 +93,16 @@ def _require_any(kept: set[str], linears: dict[str, torch.nn.Module], precision:
         )
 
 
-def _require_fit(linears: dict[str, torch.nn.Module], precision: Precision) -> None:
-    least = alignment.GEMM[str(precision.scaling)]
+def _require_fit(kept: Mapping[str, Kept], precision: Precision) -> None:
+    least = GEMM_MULTIPLE[str(precision.scaling)]
     problems = [
         Problem(
-            f"{name}: a weight of shape {shape} under {precision.scaling} scaling.",
+            f"{name}: {held.reason}, under {precision.scaling} scaling.",
             f"Its GEMMs take dimensions that are multiples of {least}.",
             f"Choose sizes that stay multiples of {least} after the tensor-parallel split, or strict=False to keep such layers.",
         )
-        for name, linear in linears.items()
-        if precision.strict and (shape := _misfit(linear, precision))
+        for name, held in kept.items()
+        if precision.strict and held.rule == SHAPE
     ]
     if problems:
         raise PrecisionError(problems)

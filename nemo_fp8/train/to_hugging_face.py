@@ -27,7 +27,8 @@ __needs__ = require("numerics")
 import torch
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.train.hf_names import ARCHITECTURES, Names, in_order, plain_config
+from nemo_fp8.models.families import nemo_classes
+from nemo_fp8.train.hf_names import Names, in_order, plain_config
 from nemo_fp8.train.nemo_checkpoint import NemoCheckpoint
 
 
@@ -250,9 +251,9 @@ def _unwrapped(chunk: Any) -> Any:
 
 def _families(name: str) -> Iterator[str]:
     """NeMo's model class, from its own name or that of a config: Llama31Config8B is LlamaModel's."""
-    if name in ARCHITECTURES:
+    if name in nemo_classes():
         yield name
-    for family in sorted(ARCHITECTURES, key=len, reverse=True):
+    for family in sorted(nemo_classes(), key=len, reverse=True):
         if "Config" in name and name.startswith(family.removesuffix("Model")):
             yield family
 

@@ -13,7 +13,7 @@ import pytest
 from nemo_fp8.presets import PRESETS, preset
 
 NEMO_FP8 = str(Path(sys.executable).with_name("nemo-fp8"))
-CONFIG = str(Path(__file__).parents[1] / "lint/data/qwen3-30b-a3b.json")
+CONFIG = str(Path(__file__).parents[1] / "models/data/qwen3-30b-a3b.json")
 BLOCK = "bf16_with_fp8_blockwise_mixed"
 
 # (command, exit code, words of its output)

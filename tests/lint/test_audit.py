@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.model_shapes import Model
-from nemo_fp8.parallel import Parallel
+from nemo_fp8.models.layout import Parallel
+from nemo_fp8.models.selection import gemm_misfit, primary_misfit
+from nemo_fp8.models.shapes import Model
 from nemo_fp8.presets import PRESETS, preset
-from nemo_fp8.shape_audit import AuditRow, audit, packing_multiple, param_problem, shape_problem
+from nemo_fp8.shape_audit import AuditRow, audit, packing_multiple
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "models/data"
 BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")
 
 
@@ -91,13 +92,13 @@ def test_latent_attention() -> None:
     ],
 )
 def test_multiples(scaling: str, rows_: int, columns: int, fits: bool) -> None:
-    assert (shape_problem(scaling, rows_, columns) is None) == fits
+    assert (gemm_misfit(scaling, rows_, columns) is None) == fits
 
 
 def test_primary_weights_are_stricter() -> None:
-    assert param_problem("blockwise", 192, 2048) is not None
-    assert param_problem("blockwise", 256, 2048) is None
-    assert param_problem("tensorwise", 192, 2048) is None
+    assert primary_misfit("blockwise", 192, 2048) is not None
+    assert primary_misfit("blockwise", 256, 2048) is None
+    assert primary_misfit("tensorwise", 192, 2048) is None
 
 
 @pytest.mark.parametrize(

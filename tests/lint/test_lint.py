@@ -17,7 +17,7 @@ from nemo_fp8.lint import lint
 from nemo_fp8.machine import Machine
 from nemo_fp8.presets import PRESETS, preset
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "models/data"
 LLAMA, QWEN, QWEN_MOE, MIXTRAL = (str(DATA / f"{name}.json") for name in ("llama-3-8b", "qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b"))
 BLOCKWISE: dict[str, Any] = {"format": "e4m3", "scaling": "blockwise"}
 TENSORWISE: dict[str, Any] = {"format": "hybrid", "scaling": "tensorwise"}

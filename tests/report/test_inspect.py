@@ -119,7 +119,7 @@ def test_a_contract_says_what_it_keeps(checkpoint):
     recipes = {"t": RECIPES["tensorwise"].replace(keep=["*.q_proj"]), "mx": RECIPES["mxfp8"]}
     for row in inspect_checkpoint(checkpoint, recipes).measured():
         expected = {0: "first or last layers", LAYERS - 1: "first or last layers"}.get(row.place.layer)
-        assert row.kept.get("t") == (expected or ("keep" if row.place.role == "q" else None))
+        assert row.kept.get("t") == (expected or ("keep" if row.place.unit == "self_attention.linear_qkv" else None))
         assert "mx" not in row.kept
 
 
@@ -129,7 +129,7 @@ def test_a_shape_that_fp8_cannot_hold_is_said(tmp_path):
     rows = inspect_checkpoint(tmp_path / "odd.safetensors", recipes).rows
     kept = {(row.place.role, label): why for row in rows for label, why in row.kept.items()}
     assert kept.keys() == {("up", "mxfp8"), ("down", "mxfp8"), ("down", "tensorwise")}
-    assert kept["down", "tensorwise"] == "not a multiple of 16"
+    assert kept["down", "tensorwise"] == "24 columns not a multiple of 16"
 
 
 def test_a_margin_below_zero_saturates_and_one_above_costs_range(checkpoint):

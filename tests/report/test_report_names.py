@@ -2,7 +2,8 @@
 
 import pytest
 
-from nemo_fp8.tensor_names import ROLES, decoder, outside, place
+from nemo_fp8.models.families import ROLES
+from nemo_fp8.models.names import decoder, outside, place
 
 # name -> role, layer, the linear of Megatron that it is a part of ("" where it is never quantized)
 NAMES = {

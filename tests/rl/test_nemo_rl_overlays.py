@@ -65,13 +65,13 @@ def test_shapes_fit(name, model):
     overlay = make.OVERLAYS[name]
     config, words = MODELS[model]
     tp = overlay.data()["policy"]["generation"]["vllm_cfg"].get("tensor_parallel_size", 1)
-    path = Path(__file__).parents[1] / "lint" / "data" / config
+    path = Path(__file__).parents[1] / "models" / "data" / config
     errors = [f for f in lint(overlay.contract, model=path, parallel=words.format(tp=tp)) if f.severity == "error"]
     assert errors == []
 
 
 def test_the_experts_would_not_fit_over_the_base_files_four_ranks():
     """Why the MoE overlay changes vLLM's tensor parallelism."""
-    path = Path(__file__).parents[1] / "lint" / "data" / "qwen3-30b-a3b.json"
+    path = Path(__file__).parents[1] / "models" / "data" / "qwen3-30b-a3b.json"
     found = lint(make.OVERLAYS["grpo_math_qwen30ba3b_megatron_fp8_e2e.yaml"].contract, model=path, parallel="tp2,ep8,etp1,sp,rollout-tp4")
     assert any("192" in f.what or "192" in f.why for f in found)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from nemo_fp8 import Precision
 from nemo_fp8.export import HuggingFace, export, verify
-from nemo_fp8.rollout_layers import Selection
+from nemo_fp8.models.selection import Selection
 
 FP32 = Precision(rollout="fp8")
 POW2 = FP32.replace(weight_scale="pow2", activation_scale="pow2")

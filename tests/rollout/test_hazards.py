@@ -143,7 +143,7 @@ def test_a_manifest_that_nobody_checks_is_seen(checkpoint, monkeypatch, edit, wr
 
 
 def test_a_router_in_fp8_is_seen(checkpoint, monkeypatch):
-    edit = ("nemo_fp8.rollout_layers", "why_kept_by_name", "        if p.kept:\n", "        if p.kept and 'router' not in p.kept:\n")
+    edit = ("nemo_fp8.models.selection", "why_kept_by_name", "        if p.kept:\n", "        if p.kept and 'router' not in p.kept:\n")
     take_out(monkeypatch, [edit])
     monkeypatch.setattr("nemo_fp8.rollout.selection.why_kept_by_name", function(*edit[:2]))
     with pytest.raises(AssertionError):

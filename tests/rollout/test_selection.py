@@ -6,13 +6,12 @@ from rollout.in_process import build, reference, same_bits
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.model_shapes import Model
-from nemo_fp8.parallel import Parallel
+from nemo_fp8.models.layout import Parallel
+from nemo_fp8.models.selection import Kept, decoder_layer, stored
+from nemo_fp8.models.shapes import Model
 from nemo_fp8.rollout.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.in_vllm.report import grid_report
 from nemo_fp8.rollout.selection import reason_to_keep, reason_to_keep_experts
-from nemo_fp8.rollout_layers import decoder_layer
-from nemo_fp8.shape_audit import rollout_kept
 
 QKV = ("q_proj", "k_proj", "v_proj")
 LAYER = "model.layers.1"
@@ -110,14 +109,14 @@ def test_lint_says_of_every_layer_what_the_engine_does(model, checkpoint, kind, 
     of = {"qkv_proj": "self_attention.linear_qkv", "o_proj": "self_attention.linear_proj", "routed_experts": "mlp.experts.linear_fc1"}
     of |= {"gate_up_proj": "mlp.linear_fc1", "down_proj": "mlp.linear_fc2"}
     shapes = Model.read(checkpoint(kind))
-    kept = rollout_kept(p, shapes, Parallel())
-    stored = {}
+    fates = stored(shapes, p, Parallel(), "rollout")
+    held = {}
     for name, row in grid_report(llm).items():
         layer, word = int(name.split(".")[2]), name.rpartition(".")[2]
         if word in of:  # a router is no linear that a contract speaks of
-            stored[layer, of[word]] = row.stored
-    assert len(stored) == shapes.layers * (3 if kind == "qwen3_moe" else 4)
-    assert {at: "bfloat16" if at in kept else "fp8" for at in stored} == stored
+            held[layer, of[word]] = row.stored
+    assert len(held) == shapes.layers * (3 if kind == "qwen3_moe" else 4)
+    assert {at: "bfloat16" if isinstance(fates[at], Kept) else "fp8" for at in held} == held
 
 
 # ---------------------------------------------------------------------- blocks

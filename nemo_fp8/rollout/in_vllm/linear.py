@@ -20,12 +20,12 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.models.selection import misfit, share_misfit
 from nemo_fp8.rollout.arguments import instead_of_codes
 from nemo_fp8.rollout.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.in_vllm import kernels, ops
 from nemo_fp8.rollout.in_vllm.quantizer import quantize_weight
 from nemo_fp8.rollout.selection import in_every_layer
-from nemo_fp8.rollout_layers import misfit, share_misfit
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.in_vllm.config import NemoFp8Config

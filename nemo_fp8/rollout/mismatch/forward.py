@@ -5,7 +5,7 @@
 
 ``config`` is a Hugging Face ``config.json`` (Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE), ``weights`` any
 mapping of Hugging Face names to tensors; it is asked for one layer at a time, so it may read a checkpoint as it goes
-and never holds more than one layer. Which linears are in FP8 follows :mod:`nemo_fp8.rollout_layers`, the rule of the
+and never holds more than one layer. Which linears are in FP8 follows :mod:`nemo_fp8.models.selection`, the rule of the
 engine; each is quantized by :mod:`nemo_fp8.numerics`, so codes and scales are those of the workers, to the bit.
 
     activations=True      both operands quantized, x in 1x128 groups: what FP8 kernels on GPUs do
@@ -28,21 +28,13 @@ import torch.nn.functional as F
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.models.families import FAMILIES
 from nemo_fp8.numerics import cast, decode, quantize
 from nemo_fp8.numerics.bf16 import linear
 from nemo_fp8.numerics.formats import FORMATS
 from nemo_fp8.numerics.gemm import gemm
 from nemo_fp8.rollout.mismatch.weights import Weights, reference
 
-# model_type -> where its MLP lies, its linears' names, and what else is special.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {"qk_norm": True},
-    "qwen3_moe": {"qk_norm": True, "experts": True},
-    "mixtral": {"experts": True, "mlp": "block_sparse_moe", "names": ("w1", "w3", "w2"), "normalize": True},
-}
 # Rows of logits at a time: a vocabulary of 150,000 in FP32 is 0.6 MB a row.
 _ROWS = 512
 
@@ -71,13 +63,15 @@ class Decoder:
     def of(cls, config: Mapping[str, Any]) -> Decoder:
         """From a ``config.json``; what is not emulated is refused."""
         kind = config.get("model_type")
-        if kind not in FAMILIES:
-            raise PrecisionError([unknown("model_type to emulate", kind, FAMILIES)])
-        family = FAMILIES[kind]
+        emulated = {name: family for name, family in FAMILIES.items() if family.forward}
+        if kind not in emulated:
+            raise PrecisionError([unknown("model_type to emulate", kind, emulated)])
+        family = emulated[kind]
         _refuse_special(config)
         heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
         head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-        experts = int(config.get("num_experts") or config["num_local_experts"]) if "experts" in family else 0
+        moe = family.experts
+        experts = int(config.get(moe.count) or config["num_local_experts"]) if moe else 0
         step = int(config.get("decoder_sparse_step") or 1)
         dense = {i for i in range(layers) if (i + 1) % step} | set(config.get("mlp_only_layers") or ()) if experts else set(range(layers))
         return cls(
@@ -88,12 +82,12 @@ class Decoder:
             epsilon=float(config["rms_norm_eps"]),
             frequencies=_rope(config, head_dim),
             tied=bool(config.get("tie_word_embeddings", False)),
-            qk_norm=bool(family.get("qk_norm")),
-            mlp=family.get("mlp", "mlp"),
-            names=family.get("names", ("gate_proj", "up_proj", "down_proj")),
+            qk_norm=family.qk_norm,
+            mlp=moe.block if moe else "mlp",
+            names=moe.words if moe else ("gate_proj", "up_proj", "down_proj"),
             experts=experts,
             experts_per_token=int(config["num_experts_per_tok"]) if experts else 0,
-            normalize=bool(family.get("normalize") or config.get("norm_topk_prob")),
+            normalize=bool((moe and moe.normalized) or config.get("norm_topk_prob")),
             dense_layers=frozenset(dense),
         )
 

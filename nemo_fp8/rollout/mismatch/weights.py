@@ -26,10 +26,10 @@ import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.models.names import place
+from nemo_fp8.models.selection import select
 from nemo_fp8.numerics import Quantized, quantize
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
-from nemo_fp8.rollout_layers import select
-from nemo_fp8.tensor_names import place
 
 Weights = Mapping[str, torch.Tensor]
 Parts = Mapping[str, str]

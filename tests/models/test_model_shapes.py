@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.model_shapes import Model
-from nemo_fp8.parallel import WORDS, Parallel
+from nemo_fp8.models.layout import WORDS, Parallel
+from nemo_fp8.models.shapes import Model
 
 DATA = Path(__file__).parent / "data"
 SHIPPED = sorted(path.name for path in DATA.glob("*.json"))

@@ -8,8 +8,8 @@ parallelism cuts:
     row       columns / TP   linear_proj, linear_fc2         (input features)
     none      whole          MLA's down projections
 
-Model types are rows of ``TYPES``; a type that is not there is refused, since a guess about a bias or a shared expert
-is a wrong memory estimate. ``Model.parameters`` equals what transformers builds, to the last one; tests hold it.
+Model types are rows of :mod:`nemo_fp8.models.families`; a type that is not there is refused, since a guess about a bias or a
+shared expert is a wrong memory estimate. ``Model.parameters`` equals what transformers builds, to the last one; tests hold it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.models.families import EXPERTS, FAMILIES, Experts, in_hugging_face
 
 COLUMN, ROW, NONE = "column", "row", "none"
 
@@ -112,41 +113,6 @@ class Model:
 
 # ---------------------------------------------------------------------- reading a config.json
 
-# model_type -> what its config.json does not say. biases: the linears that have one, always or by a switch in the config.
-TYPES: dict[str, dict[str, Any]] = {
-    "llama": {"biases": {"qkv": "attention_bias", "proj": "attention_bias", "mlp": "mlp_bias"}},
-    "mistral": {},
-    "qwen2": {"biases": {"qkv": True}},
-    "qwen3": {"biases": {"qkv": "attention_bias", "proj": "attention_bias"}, "qk_norm": True},
-    "mixtral": {
-        "experts": "num_local_experts",
-        "moe_ffn": "intermediate_size",
-        "expert_names": ("w1", "w3", "w2"),
-        "moe": "block_sparse_moe",
-    },
-    "qwen3_moe": {
-        "biases": {"qkv": "attention_bias", "proj": "attention_bias"},
-        "qk_norm": True,
-        "experts": "num_experts",
-        "moe_ffn": "moe_intermediate_size",
-    },
-    "deepseek_v3": {"mla": True, "experts": "n_routed_experts", "moe_ffn": "moe_intermediate_size", "shared": "n_shared_experts"},
-    "gpt2": {
-        "names": {
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "intermediate_size": "n_inner",
-            "max_position_embeddings": "n_positions",
-        },
-        "biases": {"qkv": True, "proj": True, "mlp": True},
-        "gated": False,
-        "layer_norm": True,
-        "tied": True,
-        "positions": True,
-    },
-}
-
 
 def _load(path: Path) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
@@ -165,16 +131,15 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 def _read(config: Mapping[str, Any]) -> Model:
     kind = config.get("model_type")
-    if kind not in TYPES:
-        raise PrecisionError([unknown("model_type", kind, TYPES)])
-    traits = TYPES[kind]
-    names = traits.get("names", {})
+    if kind not in FAMILIES:
+        raise PrecisionError([unknown("model_type", kind, FAMILIES)])
+    family = FAMILIES[kind]
 
     def size(name: str, default: int | None = None) -> int:
-        given = config.get(names.get(name, name))
+        where = family.keys.get(name, name)
+        given = config.get(where)
         value = default if given is None else given
         if not isinstance(value, int) or value < 1:
-            where = names.get(name, name)
             raise PrecisionError(f"The model config has no {where}.", f"It holds {given!r}.", f"Give {where} as a whole number.")
         return value
 
@@ -184,42 +149,40 @@ def _read(config: Mapping[str, Any]) -> Model:
     hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
     kv_heads = size("num_key_value_heads", heads)
     head_dim = size("head_dim", hidden // heads)
-    biases = {name: switch(value) for name, value in traits.get("biases", {}).items()}
-    attention = _mla(config, size, hidden, heads) if traits.get("mla") else _attention(hidden, heads, kv_heads, head_dim, biases)
+    biases = {name: switch(value) for name, value in family.biases.items()}
+    attention = _mla(config, size, hidden, heads) if family.mla else _attention(hidden, heads, kv_heads, head_dim, biases)
     ffn = size("intermediate_size", 4 * hidden)
-    gated = traits.get("gated", True)
-    dense = (*attention, *_mlp("mlp.", ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), hidden, ffn, gated, biases.get("mlp", False)))
-    norm = hidden * (2 if traits.get("layer_norm") else 1)
-    per_layer = 2 * norm + (2 * head_dim if traits.get("qk_norm") else 0)
-    if traits.get("mla"):
+    dense = (*attention, *_mlp("mlp.", hidden, ffn, family.gated, biases.get("mlp", False)))
+    norm = hidden * (2 if family.layer_norm else 1)
+    per_layer = 2 * norm + (2 * head_dim if family.qk_norm else 0)
+    if family.mla:
         per_layer += (config.get("q_lora_rank") or 0) + size("kv_lora_rank")
     moe: tuple[Linear, ...] = ()
     moe_layers: tuple[int, ...] = ()
     experts = 0
-    if "experts" in traits:
-        # transformers 5 writes the second name for every family.
-        names_of_count = [name for name in (traits["experts"], "num_local_experts") if config.get(name) is not None]
-        experts = size(names_of_count[0], 1) if names_of_count else 1
-    if experts > 1:
-        moe = (*attention, *_experts(config, traits, size, hidden, experts))
+    if family.experts:
+        given = [name for name in (family.experts.count, "num_local_experts") if config.get(name) is not None]
+        experts = size(given[0], 1) if given else 1
+    if family.experts and experts > 1:
+        moe = (*attention, *_experts(config, family.experts, size, hidden, experts))
         moe_layers = tuple(layer for layer in range(layers) if _is_moe(layer, config))
     return Model(
         type=kind,
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=heads if traits.get("mla") else kv_heads,
+        kv_heads=heads if family.mla else kv_heads,
         head_dim=head_dim,
         vocab=size("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", traits.get("tied", False))),
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
         dense=dense,
         moe=moe,
         moe_layers=moe_layers,
         experts=experts if moe else 0,
-        mla=bool(traits.get("mla")),
+        mla=family.mla,
         norms=per_layer,
         final_norm=norm,
-        positions=size("max_position_embeddings") * hidden if traits.get("positions") else 0,
+        positions=size("max_position_embeddings") * hidden if family.positions else 0,
     )
 
 
@@ -231,10 +194,9 @@ def _is_moe(layer: int, config: Mapping[str, Any]) -> bool:
 
 def _attention(hidden: int, heads: int, kv_heads: int, head_dim: int, biases: Mapping[str, bool]) -> tuple[Linear, ...]:
     parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return (
-        Linear("self_attention.linear_qkv", qkv, parts, hidden, COLUMN, sum(parts) if biases.get("qkv") else 0),
-        Linear("self_attention.linear_proj", ("self_attn.o_proj",), (hidden,), heads * head_dim, ROW, hidden if biases.get("proj") else 0),
+        _linear("self_attention.linear_qkv", parts, hidden, COLUMN, sum(parts) if biases.get("qkv") else 0),
+        _linear("self_attention.linear_proj", (hidden,), heads * head_dim, ROW, hidden if biases.get("proj") else 0),
     )
 
 
@@ -242,41 +204,42 @@ def _mla(config: Mapping[str, Any], size: Any, hidden: int, heads: int) -> tuple
     """Multi-head latent attention: low-rank down projections on every rank, up projections cut by heads."""
     nope, rope, value, kv_rank = (size(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
     rank, query = config.get("q_lora_rank"), heads * (nope + rope)
-    at, hf = "self_attention.linear_", "self_attn."
-    bias = bool(config.get("attention_bias", False))
-    down = kv_rank + rope
+    at, down, bias = "self_attention.linear_", kv_rank + rope, bool(config.get("attention_bias", False))
     queries = (
         (
-            Linear(at + "q_down_proj", (hf + "q_a_proj",), (rank,), hidden, NONE, rank if bias else 0),
-            Linear(at + "q_up_proj", (hf + "q_b_proj",), (query,), rank, COLUMN),
+            _linear(at + "q_down_proj", (rank,), hidden, NONE, rank if bias else 0),
+            _linear(at + "q_up_proj", (query,), rank, COLUMN),
         )
         if rank
-        else (Linear(at + "q_proj", (hf + "q_proj",), (query,), hidden, COLUMN),)
+        else (_linear(at + "q_proj", (query,), hidden, COLUMN),)
     )
     return (
         *queries,
-        Linear(at + "kv_down_proj", (hf + "kv_a_proj_with_mqa",), (down,), hidden, NONE, down if bias else 0),
-        Linear(at + "kv_up_proj", (hf + "kv_b_proj",), (heads * (nope + value),), kv_rank, COLUMN),
-        Linear(at + "proj", (hf + "o_proj",), (hidden,), heads * value, ROW, hidden if bias else 0),
+        _linear(at + "kv_down_proj", (down,), hidden, NONE, down if bias else 0),
+        _linear(at + "kv_up_proj", (heads * (nope + value),), kv_rank, COLUMN),
+        _linear(at + "proj", (hidden,), heads * value, ROW, hidden if bias else 0),
     )
 
 
-def _mlp(at: str, names: tuple[str, str, str], hidden: int, ffn: int, gated: bool, bias: bool, experts: int = 0) -> tuple[Linear, ...]:
+def _mlp(
+    at: str, hidden: int, ffn: int, gated: bool = True, bias: bool = False, count: int = 0, experts: Experts = EXPERTS[0]
+) -> tuple[Linear, ...]:
     parts = (ffn, ffn) if gated else (ffn,)
-    gate, up, down = names
     return (
-        Linear(at + "linear_fc1", (gate, up) if gated else (up,), parts, hidden, COLUMN, sum(parts) if bias else 0, experts),
-        Linear(at + "linear_fc2", (down,), (hidden,), ffn, ROW, hidden if bias else 0, experts),
+        _linear(at + "linear_fc1", parts, hidden, COLUMN, sum(parts) if bias else 0, count, experts),
+        _linear(at + "linear_fc2", (hidden,), ffn, ROW, hidden if bias else 0, count, experts),
     )
 
 
-def _experts(config: Mapping[str, Any], traits: Mapping[str, Any], size: Any, hidden: int, experts: int) -> tuple[Linear, ...]:
-    ffn, moe = size(traits["moe_ffn"]), traits.get("moe", "mlp")
-    gate, up, down = traits.get("expert_names", ("gate_proj", "up_proj", "down_proj"))
-    at = f"{moe}.experts.*."
-    routed = _mlp("mlp.experts.", (at + gate, at + up, at + down), hidden, ffn, True, False, experts)
-    shared = config.get(traits.get("shared", "")) or 0
-    if not shared:
-        return routed
-    names = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj")
-    return (*routed, *_mlp("mlp.shared_experts.", names, hidden, ffn * shared, True, False))
+def _experts(config: Mapping[str, Any], experts: Experts, size: Any, hidden: int, count: int) -> tuple[Linear, ...]:
+    ffn = size(experts.ffn)
+    shared = (config.get(experts.shared) or 0) if experts.shared else 0
+    routed = _mlp("mlp.experts.", hidden, ffn, True, False, count, experts)
+    return (*routed, *_mlp("mlp.shared_experts.", hidden, ffn * shared)) if shared else routed
+
+
+def _linear(
+    name: str, parts: tuple[int, ...], columns: int, split: str, bias: int = 0, count: int = 0, experts: Experts = EXPERTS[0]
+) -> Linear:
+    """One of Megatron's linears under Hugging Face's names; an MLP without a gate has its up projection alone."""
+    return Linear(name, in_hugging_face(name, experts)[-len(parts) :], parts, columns, split, bias, count)

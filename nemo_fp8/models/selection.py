@@ -1,61 +1,58 @@
-"""Which weights of a model a rollout holds in FP8: one rule, on names and shapes, for every side that has to agree on it.
+"""Which linears run in FP8, and why the others do not: one rule on names and shapes, for every side that has to agree on it.
 
-The exporter asks it about the tensors of a checkpoint, the vLLM plugin about the modules that vLLM builds, a check about both;
-none of them has a rule of its own. What is decided on is a *unit*, the linears that an engine holds as one: Q, K and V; gate and
-up; DeepSeek's two down projections; all routed experts of a layer. A unit stays in the compute dtype
+Training, the vLLM plugin, the exporter, lint, memory, inspect and ``autocast`` ask it; none of them has a rule of its own. A linear
+stays in the compute dtype, by the first of these that holds:
 
-    always    routers, embeddings, heads, norms, biases, and whatever lies outside of the decoder (vision towers, projectors)
+    compute   if that side of the contract has no FP8
+    always    routers, embeddings, heads, norms, biases; in a rollout also whatever lies outside of the decoder (vision towers)
     layers    in the contract's first and last decoder layers, and behind the last (draft heads)
-    keep      if a pattern matches the name of any part of it: Hugging Face's, the engine's, or Megatron's
-    shape     if a side does not fit the blocks (below); refused, all such units at once, if the contract is strict
+    keep      if a pattern matches any of its names: Megatron's, Hugging Face's, the engine's
+    shape     if a side does not fit (below); refused, all such linears at once, if the contract is strict
 
-    128x128   columns are whole blocks; so are the rows of each fused part but the last, which ends on a multiple of 32, and of
-              experts also the last: these are what vLLM takes from a checkpoint, and its kernels on GPUs and CPUs
-    tensor    columns are a multiple of 128, all rows together of 32: kernels for blocks run these too
-    1x32      columns are a multiple of 32
+    training    both sides on a rank are multiples of 16 (MX: 32), since each is contracted by one of the three GEMMs
+    rollout     128x128   columns are whole blocks; so are the rows of each fused part but the last, which ends on a multiple of 32,
+                          and of experts also the last: what vLLM takes from a checkpoint, and its kernels on GPUs and CPUs
+                tensor    columns are a multiple of 128, all rows together of 32: kernels for blocks run these too
+                1x32      columns are a multiple of 32
 
-The trade-off: the rule knows whole weights and no tensor parallelism, since one checkpoint serves every layout. What kernels do
-not take of a rank's share of a linear (:func:`share_misfit`) stays in the compute dtype on that layout only; shares of experts
-are padded. Standard library only.
+A rollout decides on *units*, the linears that an engine holds as one: Q, K and V; gate and up; DeepSeek's two down projections; all
+routed experts of a layer. So does training on its own, where Megatron fuses Q, K and V, and gate and up. The trade-off: the
+rollout's rule knows whole weights and no tensor parallelism, since one checkpoint serves every layout. What kernels do not take of
+a rank's share of a linear (:func:`share_misfit`) stays in the compute dtype on that layout only; shares of experts are padded.
+Standard library only.
 
-    exporter            select({name: shape, ...}, precision, layers=num_hidden_layers)
-    plugin, a linear    why_kept(precision, part_names(prefix, packed_modules_mapping), [(rows of each part, columns)], layers)
-    plugin, experts     why_kept(precision, part_names(prefix, experts=n), [((i, i), h), ((h,), i)], layers, experts=True)
-    lint                select(...) on the names and shapes that a config.json gives, then share_misfit
+    a model's linears   stored(model, precision, layout, side)
+    a checkpoint        select({name: shape, ...}, precision, layers=num_hidden_layers)
+    one linear          why_kept(precision, names, [(rows of each part, columns)], layers, side=side)
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
+from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.tensor_names import Place, place
+from nemo_fp8.models.families import EXPERTS, FUSED, in_hugging_face
+from nemo_fp8.models.layout import Parallel
+from nemo_fp8.models.names import Place, place
+from nemo_fp8.models.shapes import Linear, Model
 
 ALWAYS, LAYERS, KEEP, SHAPE, COMPUTE = "always", "layers", "keep", "shape", "compute"
 
-# Linears of one module that engines hold as one matrix, in the order of its rows.
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("wq", "wk", "wv"),
-    ("query", "key", "value"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-)
-# vLLM's names of the same.
-FUSED_AS = {"qkv_proj": FUSED[0], "gate_up_proj": FUSED[3], "fused_qkv_a_proj": FUSED[5], "in_proj_qkvz": FUSED[6], "in_proj_ba": FUSED[7]}
-_FUSED_OF = {word: words for words in FUSED for word in words}
+# Scaling -> what both sides of a weight are multiples of. TE asks 8 of the outer side; cuBLAS asks 16 once it is contracted.
+GEMM_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+# What the rows of a fused matrix end on in a rollout, and what columns under one scale are a multiple of.
+LAST_ROWS, KERNEL_COLUMNS = 32, 128
+
+_FUSED_AS = {name: words for name, words in FUSED if name}
+_FUSED_OF = {word: words for _, words in FUSED for word in words}
 # What stands before the list of layers of a language model's decoder and nowhere else, and what says that it is another list.
 _DECODERS = frozenset({"", "model", "language_model", "transformer", "decoder", "backbone", "gpt_neox", "text_model", "llm", "thinker"})
 _TOWERS = re.compile(r"visual|vision|image|audio|speech|video|encoder|projector|resampler|mtp|eagle|draft")
 _EXPERTS = re.compile(r"^(.*?(?:^|\.)experts)(\.|$)")
-LAST_ROWS, KERNEL_COLUMNS = 32, 128
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,11 @@ class Kept:
 
     rule: str
     reason: str
+
+    @property
+    def in_short(self) -> str:
+        """The reason in words that are the same for every layer that a rule keeps."""
+        return {LAYERS: "first or last layers", KEEP: "keep"}.get(self.rule, self.reason)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Unit:
         parent, _, word = self.modules[0].rpartition(".")
         if place(self.tensors[0]).role == "experts":
             return (_experts(self.tensors[0]), *self.modules)
-        own = next((fused for fused, words in FUSED_AS.items() if word in words), None)
+        own = next((fused for fused, words in _FUSED_AS.items() if word in words), None)
         return (f"{parent}.{own}", *self.modules) if own else self.modules
 
 
@@ -115,46 +117,73 @@ class Selection:
         return {name: kept for name, kept in self.kept.items() if kept.rule == rule}
 
 
-# ---------------------------------------------------------------------- the rule for one unit
+# ---------------------------------------------------------------------- the rule for one linear
 
 
 Shape = tuple[Sequence[int], int]
+BY_NAME = "by its name"
 
 
 def why_kept(
-    precision: Precision, names: Sequence[str], shapes: Iterable[Shape], layers: int | None, *, experts: bool = False
+    precision: Precision,
+    names: Sequence[str],
+    shapes: Iterable[Shape],
+    layers: int | None = None,
+    *,
+    side: str = "rollout",
+    experts: int = 0,
+    layer: int | str | None = BY_NAME,
 ) -> Kept | None:
-    """Why a unit stays in the compute dtype; None where it is held in FP8.
+    """Why linears that are stored as one stay in the compute dtype; None where they run in FP8.
 
     ``names`` are the modules of its parts, as whoever asks calls them (with its own before them, if it has one). Each of ``shapes``
-    is a matrix that the engine holds: the rows of its parts, and its columns. ``layers`` is the number of decoder layers.
+    is a matrix: the rows of its parts, and its columns; in training those of a rank, in a rollout the whole. ``layers`` is the
+    number of decoder layers, None where somebody else counts them. ``experts`` is how many routed experts there are, if it is
+    theirs. ``layer`` is the number of the decoder layer, where names do not tell.
     """
-    if precision.rollout != "fp8":
-        return Kept(COMPUTE, "the contract generates in the compute dtype")
-    by_name = why_kept_by_name(precision, names, layers)
+    if precision.operand("weight", side) is None:
+        does = "trains" if side == "train" else "generates"
+        return Kept(COMPUTE, f"the contract {does} in the compute dtype")
+    by_name = why_kept_by_name(precision, names, layers, side=side, experts=experts, layer=layer)
     if by_name is not None:
         return by_name
-    reason = next((reason for parts, columns in shapes if (reason := misfit(precision, parts, columns, experts=experts))), None)
-    return Kept(SHAPE, reason) if reason else None
+    for parts, columns in shapes:
+        fits_not = (
+            gemm_misfit(precision.scaling, sum(parts), columns)
+            if side == "train"
+            else misfit(precision, parts, columns, experts=bool(experts))
+        )
+        if fits_not:
+            return Kept(SHAPE, fits_not)
+    return None
 
 
-def why_kept_by_name(precision: Precision, names: Sequence[str], layers: int | None) -> Kept | None:
+def why_kept_by_name(
+    precision: Precision,
+    names: Sequence[str],
+    layers: int | None,
+    *,
+    side: str = "rollout",
+    experts: int = 0,
+    layer: int | str | None = BY_NAME,
+) -> Kept | None:
     """The rules that ask for names only: always, layers, keep."""
     places = [place(name) for name in names]
     for p in places:
         if p.kept:
             return Kept(ALWAYS, p.kept)
     first, last = precision.first_layers, precision.last_layers
-    layer = decoder_layer(names[0], counted=bool(first or last))
-    if layer is None:
+    number = decoder_layer(names[0], counted=bool(layers is not None and (first or last))) if isinstance(layer, str) else layer
+    if number is None and side == "rollout":
         return Kept(ALWAYS, "it lies outside of the decoder, where training has no FP8 either")
-    if layers is not None and layer >= layers:
-        return Kept(LAYERS, f"layer {layer} lies behind the {layers} layers of the decoder")
-    if layers is not None and (layer < first or layer >= layers - last):
-        return Kept(LAYERS, f"decoder layer {layer} of {layers}, and the contract keeps the first {first} and the last {last}")
-    for name in (*names, *_in_megatron(places)):
-        if precision.keeps(name):
-            return Kept(KEEP, f"the contract's keep patterns match {name}")
+    if layers is not None and number is not None and number >= layers:
+        return Kept(LAYERS, f"layer {number} lies behind the {layers} layers of the decoder")
+    if layers is not None and number is not None and (number < first or number >= layers - last):
+        return Kept(LAYERS, f"decoder layer {number} of {layers}, and the contract keeps the first {first} and the last {last}")
+    if precision.keep:
+        for name in dict.fromkeys((*names, *_other_names(places, experts))):
+            if precision.keeps(name):
+                return Kept(KEEP, f"the contract's keep patterns match {name}")
     return None
 
 
@@ -191,6 +220,21 @@ def misfit(precision: Precision, parts: Sequence[int], columns: int, *, experts:
     return f"{ending} rows are not a multiple of {step}" if ending % step else None
 
 
+def gemm_misfit(scaling: str | None, rows: int, columns: int) -> str | None:
+    """Why the three GEMMs of training cannot take a rank's weight ``[rows, columns]`` under a scaling; None where they can."""
+    return None if scaling is None else _not_multiples(GEMM_MULTIPLE[scaling], rows=rows, columns=columns)
+
+
+def primary_misfit(scaling: str | None, rows: int, columns: int) -> str | None:
+    """Why a weight that GEMMs take is no FP8 primary weight of whole blocks; None where it is one, or has no blocks."""
+    return _not_multiples(KERNEL_COLUMNS, rows=rows, columns=columns) if scaling == "blockwise" else None
+
+
+def _not_multiples(multiple: int, **sides: int) -> str | None:
+    bad = [f"{value} {side}" for side, value in sides.items() if value % multiple]
+    return f"{' and '.join(bad)} not a multiple of {multiple}" if bad else None
+
+
 def share_misfit(precision: Precision, rows: int, columns: int) -> str | None:
     """Why kernels do not take one worker's share of a linear that fits as a whole; None where they do."""
     _, across = ROLLOUT_BLOCKS[precision.rollout_block] or (1, KERNEL_COLUMNS)
@@ -208,10 +252,10 @@ def _row_step(precision: Precision) -> int:
 def part_names(prefix: str, fused: Mapping[str, Sequence[str]] | None = None, experts: int = 0) -> tuple[str, ...]:
     """An engine's module and the checkpoint's modules that it is made of: ``fused`` is vLLM's ``packed_modules_mapping``."""
     if experts:
-        words = ("w1", "w3", "w2") if "block_sparse_moe" in prefix else ("gate_proj", "up_proj", "down_proj")
+        words = next((family.words for family in EXPERTS if family.block in prefix.split(".")), EXPERTS[0].words)
         return (prefix, *(f"{prefix}.{i}.{word}" for i in range(experts) for word in words))
     parent, _, word = prefix.rpartition(".")
-    parts = (fused or {}).get(word) or FUSED_AS.get(word, ())
+    parts = (fused or {}).get(word) or _FUSED_AS.get(word, ())
     return (prefix, *(f"{parent}.{part}" if parent else part for part in parts))
 
 
@@ -220,9 +264,19 @@ def module_of(tensor: str) -> str:
     return place(tensor).module
 
 
-def _in_megatron(places: Iterable[Place]) -> Iterable[str]:
-    """The names under which a pattern that was written for training knows these linears."""
-    return dict.fromkeys(f"decoder.layers.{p.layer}.{p.unit}" for p in places if p.unit and p.layer is not None)
+def _other_names(places: Iterable[Place], experts: int) -> Iterator[str]:
+    """The names under which a pattern may know these linears: Megatron's and Hugging Face's, of every part and every expert.
+
+    A place's unit is Megatron's word for what it is a part of, so a pattern that names K keeps Q and V, on either side.
+    """
+    for layer, unit in dict.fromkeys((p.layer, p.unit) for p in places if p.unit and p.layer is not None):
+        megatron, routed = f"decoder.layers.{layer}.", unit.startswith("mlp.experts.")
+        yield megatron + unit
+        for e in range(experts) if routed else (0,):
+            if routed:
+                yield megatron + unit.replace("experts.", f"experts.local_experts.{e}.", 1)
+            for words in EXPERTS if routed else EXPERTS[:1]:
+                yield from (f"model.layers.{layer}.{name}" for name in in_hugging_face(unit, words, e))
 
 
 # ---------------------------------------------------------------------- the rule for a whole checkpoint
@@ -299,7 +353,7 @@ def _why_unit(unit: Unit, precision: Precision, layers: int, kv_rows: int | None
         return Kept(ALWAYS, "it is not the weight of a linear")
     if experts:
         # One stack or many matrices: whichever way round they lie, both sides of each have to fit.
-        return why_kept(precision, names, {((shape[-2],), shape[-1]) for shape in unit.shapes}, layers, experts=True)
+        return why_kept(precision, names, {((shape[-2],), shape[-1]) for shape in unit.shapes}, layers, experts=len(unit.shapes))
     if first.kept:
         return why_kept(precision, names, (), layers)
     rows = [shape[0] for shape in unit.shapes]
@@ -337,3 +391,67 @@ def _problem(unit: Unit, kept: Kept, precision: Precision) -> Problem:
         f"{kept.reason[0].upper()}{kept.reason[1:]}, as blocks of {precision.rollout_block} need.",
         f"Add {names[0]!r} to keep=, or set strict=False.",
     )
+
+
+# ---------------------------------------------------------------------- the rule for a model
+
+
+def stored(model: Model, precision: Precision, layout: Parallel, side: str) -> dict[tuple[int, str], Operand | Kept]:
+    """How a side stores each linear on every rank, or why it stays in the compute dtype: by layer and Megatron's name."""
+    kept = _kept_in_training(model, precision, layout) if side == "train" else _kept_in_rollout(model, precision, layout)
+    operand = precision.operand("weight", side)
+    return {(layer, linear.name): kept.get((layer, linear.name)) or operand for layer, linear in model.all_linears()}  # type: ignore[misc]
+
+
+def train_cut(linear: Linear, layout: Parallel) -> int:
+    """Over how many ranks training cuts a linear."""
+    return layout.experts_cut if linear.experts else layout.tensor
+
+
+def rollout_cut(linear: Linear, layout: Parallel) -> int:
+    """Over how many workers a rollout cuts a linear."""
+    return 1 if linear.experts and layout.rollout_expert else layout.rollout_cut
+
+
+def on_rollout_rank(model: Model, linear: Linear, layout: Parallel) -> tuple[tuple[int, ...], int]:
+    """Rows by part, and columns, as one worker of vLLM holds them: key-value heads are repeated where there are too few."""
+    cut = rollout_cut(linear, layout)
+    if linear.name.endswith("linear_qkv") and cut > model.kv_heads:
+        q, k, v = linear.parts
+        again = cut // model.kv_heads
+        linear = replace(linear, parts=(q, k * again, v * again))
+    return linear.on_rank(cut)
+
+
+def _kept_in_training(model: Model, precision: Precision, layout: Parallel) -> dict[tuple[int, str], Kept]:
+    kept = {}
+    for layer, linear in model.all_linears():
+        name, shape = f"decoder.layers.{layer}.{linear.name}", linear.on_rank(train_cut(linear, layout))
+        held = why_kept(precision, (name,), [shape], model.layers, side="train", experts=linear.experts)
+        if held is not None:
+            kept[layer, linear.name] = held
+    return kept
+
+
+def _kept_in_rollout(model: Model, precision: Precision, layout: Parallel) -> dict[tuple[int, str], Kept]:
+    """As a checkpoint of this model is chosen from, and then by what kernels take of a worker's share."""
+    tensors: dict[tuple[int, str], tuple[str, ...]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer, linear in model.all_linears():
+        # All experts of a layer have one shape and one fate; single ones count only for patterns that may name them.
+        experts = range(linear.experts) if linear.experts and precision.keep else (0,)
+        for name, rows in zip(linear.hugging_face, linear.parts, strict=True):
+            found = tuple(f"model.layers.{layer}.{name.replace('*', str(expert))}.weight" for expert in experts)
+            tensors[layer, linear.name] = tensors.get((layer, linear.name), ()) + found
+            shapes |= dict.fromkeys(found, (rows, linear.columns))
+    chosen = select(shapes, precision.replace(strict=False), layers=model.layers)
+    kept = {}
+    for layer, linear in model.all_linears():
+        held = chosen.kept.get(tensors[layer, linear.name][0])
+        if held is None and not linear.experts:
+            parts, columns = on_rollout_rank(model, linear, layout)
+            reason = share_misfit(precision, sum(parts), columns)
+            held = Kept(SHAPE, reason) if reason else None
+        if held is not None:
+            kept[layer, linear.name] = held
+    return kept

@@ -14,10 +14,10 @@ import pytest
 from nemo_fp8.contract import Precision
 from nemo_fp8.findings import worst
 from nemo_fp8.lint import lint
-from nemo_fp8.model_shapes import Model
-from nemo_fp8.parallel import Parallel
+from nemo_fp8.models.layout import Parallel
+from nemo_fp8.models.selection import misfit, part_names, select, share_misfit, why_kept
+from nemo_fp8.models.shapes import Model
 from nemo_fp8.presets import preset
-from nemo_fp8.rollout_layers import misfit, part_names, select, share_misfit, why_kept
 from nemo_fp8.shape_audit import audit
 
 CONTRACTS = {
@@ -72,7 +72,7 @@ def test_experts_are_one_unit_and_their_shares_are_padded(block: str, tp: int) -
     for hidden, inner, words in itertools.product((256, 320), (128, 192, 256, 320, 768), ("", f",rollout-tp{tp}")):
         config = llama(hidden, 512, 64, 4, 4, model_type="qwen3_moe", num_experts=8, moe_intermediate_size=inner)
         experts = why_kept(
-            p, part_names("model.layers.0.mlp.experts", experts=8), [((inner, inner), hidden), ((hidden,), inner)], 2, experts=True
+            p, part_names("model.layers.0.mlp.experts", experts=8), [((inner, inner), hidden), ((hidden,), inner)], 2, experts=8
         )
         found = said(config, p, f"ep2{words}")
         assert found["mlp.experts.linear_fc1"] == found["mlp.experts.linear_fc2"] == {"FP8" if experts is None else "BF16"}, config

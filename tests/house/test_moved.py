@@ -1,0 +1,33 @@
+"""A module that moved still imports under its old name, says the new one, and gives the same objects."""
+
+import importlib
+import sys
+
+import pytest
+
+import nemo_fp8
+from nemo_fp8.moved import MOVED, OldNames
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_an_old_name_is_the_new_module(old, new):
+    sys.modules.pop(old, None)
+    with pytest.warns(DeprecationWarning, match=f"{old} is {new} now"):
+        found = importlib.import_module(old)
+    module = importlib.import_module(new)
+    names = [name for name in vars(module) if not name.startswith("_")]
+    assert names
+    assert all(getattr(found, name) is getattr(module, name) for name in names)
+
+
+def test_no_old_name_is_a_file_again():
+    for old in MOVED:
+        spec = importlib.util.find_spec(old)
+        assert isinstance(spec.loader, OldNames)
+
+
+def test_other_names_are_not_found():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("nemo_fp8.nowhere")
+    assert sum(isinstance(finder, OldNames) for finder in sys.meta_path) == 1
+    assert nemo_fp8.__name__ == "nemo_fp8"
