@@ -6,8 +6,8 @@ it to them.
 
 from typing import Literal, TypedDict, type_check_only
 
-import nemo_run as run
-import torch
+from nemo_run import Config
+from torch import dtype
 from typing_extensions import Unpack
 
 from nemo_fp8.agreement import check as check
@@ -45,9 +45,9 @@ class _Arguments(TypedDict, total=False):
     fp16_min_loss_scale: float
     fp16_loss_scale_window: int
     fp16_hysteresis: int
-    params_dtype: torch.dtype | str | None
-    pipeline_dtype: torch.dtype | str | None
-    autocast_dtype: torch.dtype | str | None
+    params_dtype: dtype | str | None
+    pipeline_dtype: dtype | str | None
+    autocast_dtype: dtype | str | None
     autocast_enabled: bool
     first_last_layers_bf16: bool | None
     reuse_grad_buf_for_mxfp8_param_ag: bool | None
@@ -83,7 +83,7 @@ class _Arguments(TypedDict, total=False):
     engine: Literal["auto", "te", "emulated"]
 
 @type_check_only
-class _PluginConfig(run.Config[MixedPrecision]):
+class _PluginConfig(Config[MixedPrecision]):
     """A ``run.Config`` of our plugin. At run time it is no class of its own."""
 
 def bf16_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:

@@ -31,8 +31,8 @@ it to them.
 
 from typing import Literal, TypedDict, type_check_only
 
-import nemo_run as run
-import torch
+from nemo_run import Config
+from torch import dtype
 from typing_extensions import Unpack
 
 {imports}
@@ -44,7 +44,7 @@ class _Arguments(TypedDict, total=False):
 
 {arguments}
 @type_check_only
-class _PluginConfig(run.Config[MixedPrecision]):
+class _PluginConfig(Config[MixedPrecision]):
     """A ``run.Config`` of our plugin. At run time it is no class of its own."""
 
 {factories}'''
@@ -52,7 +52,7 @@ class _PluginConfig(run.Config[MixedPrecision]):
 WIDTH = 116  # of a docstring, with the quotation marks before its first line
 
 # What neither a table of values nor the contract's annotations tell.
-_DTYPE = "torch.dtype | str | None"
+_DTYPE = "dtype | str | None"
 _SPECIAL = {
     "keep": "tuple[str, ...] | list[str]",
     "params_dtype": _DTYPE,
