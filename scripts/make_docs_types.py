@@ -1,10 +1,10 @@
-"""The types of the front door, ``nemo_fp8/__init__.pyi``, from the tables that make its names; ``make_docs.py`` puts them in place.
+"""The types of the front door, ``nemo_fp8/__init__.pyi``; ``make_docs.py`` puts the file in place.
 
-A table makes the factories when one is first used, and a type checker runs no code. The stub writes down what the tables come to: every
-preset as a function, and every argument of a factory with the values that it takes.
+A table makes the factories when one is first used, and a type checker runs no code. The stub writes down what the tables
+come to: every preset as a function, and every argument of a factory with the values that it takes.
 
-A factory returns a ``run.Config``, and nemo-run ships no types: mypy would call the result ``Any``. So the stub names a subclass of it,
-which exists for type checkers alone.
+A factory returns a ``run.Config``, and nemo-run ships no types: mypy would call the result ``Any``. So the stub names a
+subclass of it, which exists for type checkers alone.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def front_door() -> str:
     return STUB.format(
         imports="".join(f"from {home} import {name} as {name}\n" for home, name in homes),
         arguments="".join(f"    {name}: {_SPECIAL.get(name) or _type(name)}\n" for name in names),
-        factories="\n".join(f"def {name}(**changes: Unpack[_Arguments]) -> _PluginConfig:\n{_words(p)}" for name, p in PRESETS.items()),
+        factories="\n".join(_factory(name, precision) for name, precision in PRESETS.items()),
     )
 
 
@@ -101,8 +101,9 @@ def _one_of(values: Iterable[object]) -> str:
     return f"Literal{words} | None" if None in values else f"Literal{words}"
 
 
-def _words(precision: contract.Precision) -> str:
-    """The docstring of a factory, in lines that fit."""
+def _factory(name: str, precision: contract.Precision) -> str:
+    """A factory with its docstring, in lines that fit."""
     fill = textwrap.TextWrapper(WIDTH, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False)
     lines = [line for text in docstring(precision).splitlines() for line in fill.wrap(text) or [""]]
-    return f'    """{chr(10).join(lines).strip()}\n    """\n'
+    words = "\n".join(lines).strip()
+    return f'def {name}(**changes: Unpack[_Arguments]) -> _PluginConfig:\n    """{words}\n    """\n'
