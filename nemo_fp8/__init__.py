@@ -1,16 +1,11 @@
 """FP8 precision for NeMo / Megatron training and vLLM rollout: one contract, obeyed on both sides.
 
 ``import nemo_fp8`` loads the standard library only. Every public name is found when it is first used, so that
-torch and NeMo (ten seconds) are paid for by those who need them.
+torch and NeMo (ten seconds) are paid for by those who need them. Type checkers and editors read ``__init__.pyi``, which
+``scripts/make_docs.py`` writes from the same tables.
 """
 
-from __future__ import annotations
-
-import importlib
-import sys
-from typing import Any
-
-from nemo_fp8.moved import OldNames
+from nemo_fp8.moved import OldNames as _OldNames
 
 __version__ = "0.1.0"
 
@@ -27,22 +22,23 @@ _HOMES = {
 }
 
 
-if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
-    sys.meta_path.append(OldNames())
+_OldNames.find_when_nothing_else_does()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(import_module(_HOMES[name]), name)
     if not name.startswith("_"):
         from nemo_fp8.presets import PRESETS
 
         if name in PRESETS:
-            return getattr(importlib.import_module("nemo_fp8.factories"), name)
+            return getattr(import_module("nemo_fp8.factories"), name)
     raise AttributeError(f"module 'nemo_fp8' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     from nemo_fp8.presets import PRESETS
 
-    return sorted([*globals(), *_HOMES, *PRESETS])
+    return sorted({*globals(), *_HOMES, *PRESETS})

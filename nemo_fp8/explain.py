@@ -50,6 +50,12 @@ def explain_rows(p: Precision) -> list[tuple[str, str]]:
     return rows + [("note", note) for note in _notes(p)]
 
 
+def docstring(p: Precision) -> str:
+    """The docstring of the factory that gives this contract, as Python and as an editor show it."""
+    rows = "\n".join(f"{heading}: {sentence}" for heading, sentence in explain_rows(p))
+    return f"The precision {p.name!r} as a Config for ``trainer.plugins``.\n\n{rows}\n"
+
+
 def _operand(operand: Operand, role: str, beforehand: str = "found from earlier steps") -> str:
     if operand.block is None:
         tile = "the whole tensor"

@@ -1,7 +1,9 @@
 """Factories: ``bf16_with_fp8_mixed()`` and one for each preset, returning ``run.Config`` of our plugin.
 
-There is one factory body; the presets' table makes the functions. Every argument of NeMo's plugin is a keyword, under
-NeMo's name, and so is every field that only our contract has: ``bf16_with_fp8_mixed(fp8_margin=1, fp8_params=True)``.
+There is one factory body; the presets' table makes the functions, and their types in ``nemo_fp8/__init__.pyi``. Every argument
+of NeMo's plugin is a keyword, under NeMo's name, and so is every field that only our contract has:
+``bf16_with_fp8_mixed(fp8_margin=1, fp8_params=True)``.
+
 Only what the contract sets is written into the Config, under NeMo's names, so that ``recipe.trainer.plugins.fp8_margin = 1``
 works as with NeMo's own.
 
@@ -27,7 +29,7 @@ from lightning.pytorch.plugins import Precision as LightningPrecision
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.explain import explain_rows
+from nemo_fp8.explain import docstring
 from nemo_fp8.presets import PRESETS
 from nemo_fp8.render.nemo import changes_from_nemo, resolve_dtypes
 from nemo_fp8.train.plugin import PARAMETERS, MixedPrecision, plugin_arguments
@@ -46,9 +48,8 @@ def _factory(name: str, precision: Precision) -> Callable[..., run.Config[MixedP
         engine = changes.pop("engine", "auto")
         return plugin_config(precision.replace(**changes_from_nemo(changes, base=precision)), engine)
 
-    rows = "\n".join(f"    {heading}: {sentence}" for heading, sentence in explain_rows(precision))
     make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"The precision {name!r} as a Config for ``trainer.plugins``. Any argument of the plugin may be given.\n\n{rows}\n"
+    make.__doc__ = docstring(precision)
     make.__signature__ = inspect.Signature(PARAMETERS, return_annotation=run.Config[MixedPrecision])  # type: ignore[attr-defined]
     run.cli.factory(target=LightningPrecision)(_heard(make))
     return make

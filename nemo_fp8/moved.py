@@ -2,7 +2,7 @@
 
     import nemo_fp8.model_shapes    ->  nemo_fp8.models.shapes, and a DeprecationWarning
 
-``nemo_fp8/__init__.py`` puts the finder behind Python's own, so that it is asked only for names that nothing else has.
+``import nemo_fp8`` puts the finder behind Python's own, so that it is asked only for names that nothing else has.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import sys
 import types
 import warnings
 from collections.abc import Sequence
@@ -24,6 +25,12 @@ MOVED = {
 
 class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules of the table under their old names."""
+
+    @classmethod
+    def find_when_nothing_else_does(cls) -> None:
+        """Put one finder behind all others of this process."""
+        if not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.append(cls())
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None

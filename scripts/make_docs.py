@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from make_docs_support import lint, support
+from make_docs_types import front_door
 
 from nemo_fp8.explain import explain
 from nemo_fp8.presets import PRESETS
@@ -49,6 +50,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "docs/recipes.md": recipes,
     "docs/support.md": support,
     "docs/lint.md": lint,
+    "nemo_fp8/__init__.pyi": front_door,
 }
 
 

@@ -15,17 +15,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from nemo_fp8.recipes.big import llama3_8b, llama3_70b, mixtral_8x7b, qwen3_8b
-    from nemo_fp8.recipes.tiny import tiny_llama
-
 _MODULES = {"llama3_8b": "big", "llama3_70b": "big", "qwen3_8b": "big", "mixtral_8x7b": "big", "tiny_llama": "tiny"}
 RECIPES = tuple(_MODULES)
 
 __all__ = ["RECIPES", "llama3_8b", "llama3_70b", "mixtral_8x7b", "qwen3_8b", "tiny_llama"]
 
+if TYPE_CHECKING:
+    from nemo_fp8.recipes.big import llama3_8b, llama3_70b, mixtral_8x7b, qwen3_8b
+    from nemo_fp8.recipes.tiny import tiny_llama
+else:  # a type checker that saw this would take any name for one of ours
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,8 +5,7 @@ Everything but the precision is NeMo's: model, parallelism, optimizer, data (NeM
 """
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_fp8.extras import require
 
@@ -19,7 +18,21 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.recipes.precision import Folder, PrecisionLike, plugin_of
 
 
-def _recipe(model: str, num_nodes: int) -> Callable[..., run.Partial[Any]]:
+class Recipe(Protocol):
+    """What every recipe takes, for type checkers: a function that a function makes shows them no arguments."""
+
+    def __call__(
+        self,
+        precision: PrecisionLike = ...,
+        dir: Folder = ...,
+        name: str = ...,
+        num_nodes: int = ...,
+        num_gpus_per_node: int = ...,
+        performance_mode: bool = ...,
+    ) -> run.Partial[Any]: ...
+
+
+def _recipe(model: str, num_nodes: int) -> Recipe:
     """The recipe of one of NeMo's models; ``num_nodes`` is the least that its parallelism fits on."""
 
     def make(

@@ -29,7 +29,6 @@ from nemo_fp8.train.data import ByteTokenizer, StoryData
 _CPU_ONLY = {"apply_rope_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
 
 
-@run.cli.factory(target=llm.pretrain, name="tiny_llama")  # type: ignore[untyped-decorator]
 def tiny_llama(
     precision: PrecisionLike = "bf16_with_fp8_blockwise_mixed",
     dir: Folder = None,
@@ -85,3 +84,7 @@ def tiny_llama(
         optim=distributed_fused_adam_with_cosine_annealing(max_lr=1e-3, warmup_steps=20),
         resume=default_resume(),
     )
+
+
+# A call, not a decorator: nemo-run has no types, and what its decorator returns would have none either.
+run.cli.factory(target=llm.pretrain, name="tiny_llama")(tiny_llama)

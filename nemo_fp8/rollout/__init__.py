@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.rollout.arguments import engine_args, environment, init_fp8
 
-if TYPE_CHECKING:
-    from nemo_fp8.rollout.refit import Receipt, Refit
-
 __all__ = ["Receipt", "Refit", "engine_args", "environment", "init_fp8"]
 
+if TYPE_CHECKING:
+    from nemo_fp8.rollout.refit import Receipt, Refit
+else:  # a type checker that saw this would take any name for one of ours
 
-def __getattr__(name: str) -> Any:
-    """What needs torch, loaded when it is asked for."""
-    if name in ("Receipt", "Refit"):
-        from nemo_fp8.rollout import refit
+    def __getattr__(name: str) -> Any:
+        """What needs torch, loaded when it is first used."""
+        if name in ("Receipt", "Refit"):
+            from nemo_fp8.rollout import refit
 
-        return getattr(refit, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return getattr(refit, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

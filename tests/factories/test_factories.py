@@ -1,9 +1,11 @@
 """Factories make Configs that NeMo accepts, under the names and with the arguments of NeMo's document."""
 
+import ast
 import copy
 import inspect
 import pickle
 from functools import partial
+from pathlib import Path
 
 import fiddle as fdl
 import nemo_run as run
@@ -183,3 +185,15 @@ def test_nemo_run_writes_and_reads_a_config():
 
 def test_the_module_of_factories_names_them_all():
     assert set(nemo_fp8.factories.__all__) == {"plugin_config", *PRESETS}
+
+
+def test_the_stub_has_their_arguments_and_their_words():
+    stub = ast.parse(Path(nemo_fp8.__file__).with_suffix(".pyi").read_text())
+    (arguments,) = (node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "_Arguments")
+    names = {node.target.id for node in arguments.body if isinstance(node, ast.AnnAssign)}
+    functions = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
+    assert functions.keys() == PRESETS.keys()
+    for name, function in functions.items():
+        factory = getattr(nemo_fp8, name)
+        assert names == inspect.signature(factory).parameters.keys()
+        assert ast.get_docstring(function).split() == factory.__doc__.split()

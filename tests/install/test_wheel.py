@@ -47,7 +47,7 @@ def numerics(wheel, tmp_path_factory):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     files = [path for package in ("nemo_fp8", "nemo_fp8_hook") for path in (ROOT / package).rglob("*") if path.is_file()]
-    assert {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".c", ".h", ".typed")} <= names
+    assert {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".pyi", ".c", ".h", ".typed")} <= names
     assert "nemo_fp8/py.typed" in names
     tops = {"nemo_fp8", "nemo_fp8_hook", "nemo_fp8_hook.pth", f"nemo_fp8-{nemo_fp8.__version__}.dist-info"}
     assert {name.split("/")[0] for name in names} == tops

@@ -19,6 +19,7 @@ def test_the_plugin_alone_trains_as_with_our_accelerator(plugin):
 
 def test_modules_kept_by_name_run_in_the_compute_dtype():
     """By Hugging Face's name of a part as by Megatron's of the whole."""
+
     def run(**settings):
         return train_tiny("bf16_with_fp8_blockwise_mixed", stock=False, steps=2, settings=settings, probe="test_plugin_cpu:who_ran_in_fp8")
 
