@@ -81,9 +81,9 @@ _AFTER = [
         "bf16_with_fp8_current_scaling_mixed",
         {"num_layers_at_start_in_bf16": 7},
         {},
-        "none would run in FP8",
+        "nothing runs in FP8",
     ),
-    ("bf16_with_fp8_current_scaling_mixed", {}, {}, "1 . 1 layers stay in bf16, and the model has 2"),
+    ("bf16_with_fp8_current_scaling_mixed", {}, {}, "first_layers=1 and last_layers=1 keep all 2 layers in BF16"),
     ("bf16_mixed", {}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "asks for FP8"),
 ]
 
