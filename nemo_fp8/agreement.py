@@ -42,6 +42,7 @@ UNDERFLOW = 0.02
 _SHARED = ("compute", "weight_scale", "activation_scale", "first_layers", "last_layers", "keep")
 _ROLLOUT = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
 _TOPICS = {"weight": "weights", "input": "activations"}
+# How ``--json`` has called the severities here since 0.1.
 _IN_JSON = {"error": "conflict", "warning": "difference", "info": "note"}
 # Modules that Megatron trains in the compute dtype whatever the contract says; see ``explain``.
 _NEVER_FP8 = ("router", "mlp.gate", "embed", "lm_head", "output_layer", "norm")
