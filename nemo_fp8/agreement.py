@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
-from nemo_fp8.moved import moved
+from nemo_fp8.renamed import renamed
 
-if not TYPE_CHECKING:  # see nemo_fp8.moved
-    __getattr__ = moved(__name__, {"Difference": "nemo_fp8.errors.Problem"})
+if not TYPE_CHECKING:  # see nemo_fp8.renamed
+    __getattr__ = renamed(__name__, {"Difference": "nemo_fp8.errors.Problem"})
 
 # Percent of the weights' norm, in 128x128 blocks: a copy's distance from its master, that of two copies of which one
 # or both have FP32 scales of their own, and that of a power-of-2 copy cast again with FP32 scales from its master.

@@ -14,10 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.errors import SEVERITIES, Problem
-from nemo_fp8.moved import moved
+from nemo_fp8.renamed import renamed
 
-if not TYPE_CHECKING:  # see nemo_fp8.moved
-    __getattr__ = moved(__name__, {"Finding": "nemo_fp8.errors.Problem", "Rule": "nemo_fp8.errors.Problem"})
+if not TYPE_CHECKING:  # see nemo_fp8.renamed
+    __getattr__ = renamed(__name__, {"Finding": "nemo_fp8.errors.Problem", "Rule": "nemo_fp8.errors.Problem"})
 
 
 def finding(code: str, where: str = "", /, severity: str | None = None, **gaps: Any) -> Problem:

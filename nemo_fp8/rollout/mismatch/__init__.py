@@ -11,7 +11,7 @@ Gate().judge(prediction, pair).require()                 an error, with the name
 from typing import TYPE_CHECKING
 
 from nemo_fp8.extras import require
-from nemo_fp8.moved import moved
+from nemo_fp8.renamed import renamed
 
 __needs__ = require("numerics")
 
@@ -22,8 +22,8 @@ from nemo_fp8.rollout.mismatch.logprobs import LogProbs
 from nemo_fp8.rollout.mismatch.metrics import metrics, token_errors
 from nemo_fp8.rollout.mismatch.weights import compare_weights, kind_of, sides_apart
 
-if not TYPE_CHECKING:  # see nemo_fp8.moved
-    __getattr__ = moved(__name__, {"Difference": "nemo_fp8.errors.Problem"})
+if not TYPE_CHECKING:  # see nemo_fp8.renamed
+    __getattr__ = renamed(__name__, {"Difference": "nemo_fp8.errors.Problem"})
 
 __all__ = [
     "Gate",

@@ -29,8 +29,8 @@ import torch
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
-from nemo_fp8.moved import moved
 from nemo_fp8.numerics import Quantized, quantize
+from nemo_fp8.renamed import renamed
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout_layers import select
 from nemo_fp8.tensor_names import place
@@ -39,8 +39,8 @@ Weights = Mapping[str, torch.Tensor]
 Parts = Mapping[str, str]
 Held = Union[Quantized, "tuple[torch.Tensor, torch.Tensor]", torch.Tensor, str, Parts]
 
-if not TYPE_CHECKING:  # see nemo_fp8.moved
-    __getattr__ = moved(__name__, {"Difference": "nemo_fp8.errors.Problem"})
+if not TYPE_CHECKING:  # see nemo_fp8.renamed
+    __getattr__ = renamed(__name__, {"Difference": "nemo_fp8.errors.Problem"})
 
 
 def reference(

@@ -1,7 +1,7 @@
-"""Old names of things that have moved: each works for one release, and says where the thing is now.
+"""Old names within modules, of things that have another name since: each works for one release, and says where the thing is now.
 
     if not TYPE_CHECKING:
-        __getattr__ = moved(__name__, {"Finding": "nemo_fp8.errors.Problem"})
+        __getattr__ = renamed(__name__, {"Finding": "nemo_fp8.errors.Problem"})
 
 A module without the name asks its ``__getattr__`` for it (PEP 562), so an old name costs nothing until it is used. Type checkers
 take such a function for a promise of every name, misspelt ones too; so it is kept from them.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def moved(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """The ``__getattr__`` of ``module``, which finds each old name at its new place with a DeprecationWarning.
 
     ``names`` maps an old name to the whole path of the new one. Any other name raises AttributeError, as without it.
