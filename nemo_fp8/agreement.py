@@ -8,9 +8,10 @@ Any FP32 scale moves the rounding of nearly every value, so FP32 scales of other
 ``check`` compares what each contract says of its own side, weights and activations, and names every difference, its cost
 and its remedy. Where values are equal, the importance ratio starts from 1.
 
-Three degrees. A ``conflict`` cannot be written as one contract: two settings that ought to be one. A ``difference``
-is a choice that a single contract may make (BF16 training with FP8 rollout) and that still has its price. A ``note``
-costs nothing, or as little as underflow does.
+How grave a finding is: an ``error`` cannot be written as one contract, being two settings that ought to be one. A
+``warning`` is a choice that a single contract may make (BF16 training with FP8 rollout) and that still has its price.
+An ``info`` costs nothing, or as little as underflow does. So the two sides agree where nothing is graver than an info,
+and :func:`join` makes one contract of them where nothing is an error.
 
 The costs are distances in norm, relative to the weights, measured on Gaussian BF16 weights; ``tests/render`` measures
 them again. A model's own underflow is counted by :func:`nemo_fp8.rollout.mismatch.sides_apart`.
@@ -20,10 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.findings import finding
+from nemo_fp8.moved import renamed
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(__name__, {"Difference": "nemo_fp8.errors.Problem"})
 
 # Percent of the weights' norm, in 128x128 blocks: a copy's distance from its master, that of two copies of which one
 # or both have FP32 scales of their own, and that of a power-of-2 copy cast again with FP32 scales from its master.
@@ -36,49 +42,39 @@ UNDERFLOW = 0.02
 _SHARED = ("compute", "weight_scale", "activation_scale", "first_layers", "last_layers", "keep")
 _ROLLOUT = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
 _TOPICS = {"weight": "weights", "input": "activations"}
+# How ``--json`` has called the severities here since 0.1.
+_IN_JSON = {"error": "conflict", "warning": "difference", "info": "note"}
 # Modules that Megatron trains in the compute dtype whatever the contract says; see ``explain``.
 _NEVER_FP8 = ("router", "mlp.gate", "embed", "lm_head", "output_layer", "norm")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One thing in which the two sides differ."""
-
-    severity: str
-    """How grave: ``conflict``, ``difference`` or ``note``."""
-    topic: str
-    problem: Problem
-
-    def __str__(self) -> str:
-        return f"{self.severity}, {self.topic}: {self.problem}"
 
 
 @dataclass(frozen=True)
 class Agreement:
     """What ``check`` found. Ask ``agrees``; the object itself has no truth value, so that it cannot be tested by mistake."""
 
-    findings: tuple[Difference, ...]
+    findings: tuple[Problem, ...]
+    """What differs; ``where`` says in which respect."""
 
     @property
     def agrees(self) -> bool:
         """Whether both sides cast the same weights and inputs to the same values, but for underflow."""
-        return all(f.severity == "note" for f in self.findings)
+        return all(f.severity == "info" for f in self.findings)
 
     def require(self) -> Agreement:
         """The same result, or an error with every finding that breaks the agreement."""
         if not self.agrees:
-            raise PrecisionError(f.problem for f in self.findings if f.severity != "note")
+            raise PrecisionError(f for f in self.findings if f.severity != "info")
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain values, for ``--json``."""
-        rows = [{"severity": f.severity, "topic": f.topic, **vars(f.problem)} for f in self.findings]
+        """The result as plain values, for ``--json``, where severities keep the words that scripts know."""
+        rows = [f.to_dict() | {"severity": _IN_JSON[f.severity], "topic": f.where} for f in self.findings]
         return {"agrees": self.agrees, "findings": rows}
 
     def __str__(self) -> str:
-        apart = ", but for underflow" if any(f.topic in _TOPICS.values() for f in self.findings) else ""
+        apart = ", but for underflow" if any(f.where in _TOPICS.values() for f in self.findings) else ""
         head = f"Both sides agree: the same weights give the same values{apart}." if self.agrees else "The two sides do not agree."
-        return "\n".join([head, *map(str, self.findings)])
+        return "\n".join([head, *(f"{f.severity}, {f.where}: {f}" for f in self.findings)])
 
     def __bool__(self) -> bool:
         raise TypeError("Ask check(...).agrees, or call check(...).require().")
@@ -87,12 +83,12 @@ class Agreement:
 def check(*, train: Precision, rollout: Precision) -> Agreement:
     """Compare the training side of one contract with the rollout side of another (or of the same)."""
     parts = (_compute, _one_sided, _weights, _activations, _layers, _kept, _kv_cache, _correction)
-    return Agreement(tuple(finding for part in parts for finding in part(train, rollout)))
+    return Agreement(tuple(found for part in parts for found in part(train, rollout)))
 
 
 def join(train: Precision, rollout: Precision) -> Precision:
-    """One contract that says both sides, or an error with every conflict."""
-    conflicts = [f.problem for f in check(train=train, rollout=rollout).findings if f.severity == "conflict"]
+    """One contract that says both sides, or an error with every setting in which they contradict each other."""
+    conflicts = [f for f in check(train=train, rollout=rollout).findings if f.severity == "error"]
     if conflicts:
         raise PrecisionError(conflicts)
     return merge(train, rollout)
@@ -137,132 +133,86 @@ def _words(operand: Operand) -> str:
 # ---------------------------------------------------------------------- comparisons
 
 
-def _compute(train: Precision, rollout: Precision) -> Iterator[Difference]:
+def _compute(train: Precision, rollout: Precision) -> Iterator[Problem]:
     if train.compute != rollout.compute:
-        yield _difference(
-            "conflict",
-            "compute",
-            f"Training computes in {train.compute.upper()}, the rollout in {rollout.compute.upper()}.",
-            "Every layer rounds differently on the two sides.",
-            "Give both the same compute dtype.",
-        )
+        yield finding("sides-compute", "compute", train=train.compute.upper(), rollout=rollout.compute.upper())
 
 
-def _one_sided(train: Precision, rollout: Precision) -> Iterator[Difference]:
-    if train.is_fp8 == (rollout.rollout == "fp8"):
-        return
-    where, other = ("Training", "the rollout") if train.is_fp8 else ("The rollout", "training")
-    yield _difference(
-        "difference",
-        "format",
-        f"{where} multiplies in FP8 and {other} in {train.compute.upper()}.",
-        f"An FP8 copy lies {FROM_MASTER}% in norm from the weights that {other} uses; on long rollouts such a policy was seen to collapse.",
-        "Use FP8 on both sides, with the same scales (rollout='fp8', format='e4m3', scaling='blockwise').",
-    )
+def _one_sided(train: Precision, rollout: Precision) -> Iterator[Problem]:
+    if train.is_fp8 != (rollout.rollout == "fp8"):
+        one, other = ("Training", "the rollout") if train.is_fp8 else ("The rollout", "training")
+        yield finding("sides-format", "format", one=one, other=other, compute=train.compute.upper(), from_master=FROM_MASTER)
 
 
-def _weights(train: Precision, rollout: Precision) -> Iterator[Difference]:
+def _weights(train: Precision, rollout: Precision) -> Iterator[Problem]:
     ours, theirs = train.operand("weight", "train"), rollout.operand("weight", "rollout")
     if ours is None or theirs is None:
         return
-    what = f"Weights: training holds {_words(ours)}; the rollout holds {_words(theirs)}."
-    if _same_values(ours, theirs):
-        yield from _underflow("weight", what, ours, theirs)
-        return
-    cost = f"the copies lie about {BETWEEN_COPIES}% apart in norm, each {FROM_MASTER}% from the master weights"
+    cost = f": the copies lie about {BETWEEN_COPIES}% apart in norm, each {FROM_MASTER}% from the master weights"
     if _scale_kind(ours) != _scale_kind(theirs):
         cost += f" (a power-of-2 copy that is cast again with FP32 scales lies {CAST_TWICE}% from them)"
-    why = f"Same weights, other values: {cost}."
-    yield _difference(_degree("weight_scale", train, rollout), "weights", what, why, _remedy("weight_scale", ours, theirs))
+    gaps = {"heading": "Weights", "does": "holds", "field": "weight_scale", "cost": cost}
+    yield from _casts("weights", ours, theirs, _degree("weight_scale", train, rollout), gaps)
 
 
-def _activations(train: Precision, rollout: Precision) -> Iterator[Difference]:
+def _activations(train: Precision, rollout: Precision) -> Iterator[Problem]:
     ours, theirs = train.operand("input", "train"), rollout.operand("input", "rollout")
     if ours is None or theirs is None:
         return
-    what = f"Activations: training casts to {_words(ours)}; the rollout casts to {_words(theirs)}."
-    if _same_values(ours, theirs):
-        yield from _underflow("input", what, ours, theirs)
-        return
-    why = "The same input is rounded to other values on the two sides, in every FP8 layer."
-    yield _difference(_degree("activation_scale", train, rollout), "activations", what, why, _remedy("activation_scale", ours, theirs))
+    gaps = {"heading": "Activations", "does": "casts to", "field": "activation_scale", "cost": ", in every FP8 layer"}
+    yield from _casts("activations", ours, theirs, _degree("activation_scale", train, rollout), gaps)
 
 
-def _underflow(role: str, what: str, ours: Operand, theirs: Operand) -> Iterator[Difference]:
-    if ours.block != theirs.block:
-        why = "Powers of two only move the exponent: codes and scales differ, and values where a code underflows "
-        why += f"(up to {UNDERFLOW}% of Gaussian ones)."
-        yield _difference("note", _TOPICS[role], what, why, "Nothing to do; nemo_fp8.rollout.mismatch.sides_apart counts it on weights.")
+def _casts(tensors: str, ours: Operand, theirs: Operand, severity: str, gaps: dict[str, str]) -> Iterator[Problem]:
+    """What two casts of the same tensors make of them; nothing where codes and scales are the same."""
+    gaps |= {"tensors": tensors, "train": _words(ours), "rollout": _words(theirs)}
+    if not _same_values(ours, theirs):
+        yield finding(_cause(ours, theirs), tensors, severity=severity, **gaps)
+    elif ours.block != theirs.block:
+        yield finding("sides-underflow", tensors, most=UNDERFLOW, **gaps)
 
 
-def _layers(train: Precision, rollout: Precision) -> Iterator[Difference]:
-    for name, where in (("first_layers", "first"), ("last_layers", "last")):
-        ours, theirs = getattr(train, name), getattr(rollout, name)
-        if ours != theirs and _says(train, name, "train") and _says(rollout, name, "rollout"):
-            yield _difference(
-                "conflict",
-                "layers",
-                f"The {where} {ours} layers train in {train.compute.upper()}, the {where} {theirs} generate in it.",
-                "The layers between run in FP8 on one side only.",
-                f"Set {name} to the same number on both sides"
-                + (", or leave delayed scaling, which cannot leave layers out." if train.scaling == "delayed" else "."),
-            )
-
-
-def _kept(train: Precision, rollout: Precision) -> Iterator[Difference]:
-    if not (_says(train, "keep", "train") and _says(rollout, "keep", "rollout")):
-        return
-    only_here = {p for p in {*train.keep} ^ {*rollout.keep} if not any(word in p for word in _NEVER_FP8)}
-    if only_here:
-        yield _difference(
-            "conflict",
-            "modules",
-            f"Kept in {train.compute.upper()} on one side only: {', '.join(sorted(only_here))}.",
-            "Such a module runs in FP8 on the other side.",
-            "Give both sides the same keep.",
-        )
-
-
-def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Difference]:
-    if rollout.kv_cache == "fp8" and not train.attention:
-        yield _difference(
-            "difference",
-            "attention",
-            f"The rollout keeps its KV cache in FP8, training attends in {train.compute.upper()}.",
-            "Attention reads rounded keys and values on one side only.",
-            "Set kv_cache='auto', or correct for it (importance_sampling=True).",
-        )
-
-
-def _correction(train: Precision, rollout: Precision) -> Iterator[Difference]:
-    if rollout.rollout == "fp8" and not rollout.importance_sampling:
-        yield _difference(
-            "note",
-            "loss",
-            "The policy loss is not corrected for the difference between trainer and rollout.",
-            "Equal values do not make GEMMs equal: the two sides add up in another order.",
-            "Set importance_sampling=True (NeMo RL: loss_fn.use_importance_sampling_correction).",
-        )
+def _cause(ours: Operand, theirs: Operand) -> str:
+    """The first reason why two casts give other values, the one that is hardest to remedy before the others."""
+    if ours.delayed:
+        return "sides-delayed"
+    if theirs.delayed:
+        return "sides-calibrated"
+    return "sides-blocks" if _scale_kind(ours) == _scale_kind(theirs) else "sides-scales"
 
 
 def _degree(name: str, train: Precision, rollout: Precision) -> str:
+    """An error where both sides say the field and say different things: one contract cannot."""
     said = _says(train, name, "train") and _says(rollout, name, "rollout")
-    return "conflict" if said and getattr(train, name) != getattr(rollout, name) else "difference"
+    return "error" if said and getattr(train, name) != getattr(rollout, name) else "warning"
 
 
 def _scale_kind(operand: Operand) -> str:
     return "fp32" if operand.scale == "fp32" else "pow2"
 
 
-def _remedy(name: str, ours: Operand, theirs: Operand) -> str:
-    if ours.delayed:
-        return "Train with scaling='blockwise' or 'tensorwise': scales that come from earlier steps exist on no other side."
-    if theirs.delayed:
-        return "Set activation_scheme='dynamic': calibrated scales exist on the rollout's side only."
-    if _scale_kind(ours) != _scale_kind(theirs):
-        return f"Set {name} to the same on both sides: 'pow2' (TransformerEngine's default) or 'fp32' (NeMo RL's)."
-    return "Train with scaling='blockwise' and generate with rollout_block='128x128', or set both scales to 'pow2' whatever the blocks."
+def _layers(train: Precision, rollout: Precision) -> Iterator[Problem]:
+    delayed = ", or leave delayed scaling, which cannot leave layers out" if train.scaling == "delayed" else ""
+    for name, which in (("first_layers", "first"), ("last_layers", "last")):
+        ours, theirs = getattr(train, name), getattr(rollout, name)
+        if ours != theirs and _says(train, name, "train") and _says(rollout, name, "rollout"):
+            gaps = {"which": which, "train": ours, "rollout": theirs, "field": name, "delayed": delayed}
+            yield finding("sides-layers", "layers", compute=train.compute.upper(), **gaps)
 
 
-def _difference(severity: str, topic: str, what: str, why: str, remedy: str) -> Difference:
-    return Difference(severity, topic, Problem(what, why, remedy))
+def _kept(train: Precision, rollout: Precision) -> Iterator[Problem]:
+    if not (_says(train, "keep", "train") and _says(rollout, "keep", "rollout")):
+        return
+    only_here = {p for p in {*train.keep} ^ {*rollout.keep} if not any(word in p for word in _NEVER_FP8)}
+    if only_here:
+        yield finding("sides-modules", "modules", compute=train.compute.upper(), names=", ".join(sorted(only_here)))
+
+
+def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Problem]:
+    if rollout.kv_cache == "fp8" and not train.attention:
+        yield finding("sides-kv-cache", "attention", compute=train.compute.upper())
+
+
+def _correction(train: Precision, rollout: Precision) -> Iterator[Problem]:
+    if rollout.rollout == "fp8" and not rollout.importance_sampling:
+        yield finding("sides-correction", "loss")

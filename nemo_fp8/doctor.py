@@ -16,9 +16,9 @@ from packaging.version import InvalidVersion, Version
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.findings import Finding, finding
+from nemo_fp8.findings import finding
 from nemo_fp8.machine import ABSENT, Machine
-from nemo_fp8.support import EMULATED, NATIVE, RECIPES, TE_ON_CPU, UNKNOWN, Answer, answer
+from nemo_fp8.support import EMULATED, NATIVE, RECIPES, TE_ON_CPU, UNKNOWN, UNSUPPORTED, Answer, answer
 
 log = logging.getLogger(__name__)
 
@@ -77,32 +77,27 @@ def require(precision: Precision, machine: Machine, *, sides: Sequence[str] = ("
             log.warning("%s on %s: %s %s", RECIPES[found.recipe], machine.source, found.reason, found.remedy)
         elif emulate and training:
             if machine.torch == ABSENT:
-                problems.append(Problem("The emulation has no torch.", "It runs on torch.", "pip install 'nemo-fp8[train]'."))
+                problems.append(finding("no-torch", "torch"))
         elif found.verdict != NATIVE and not (found.verdict == EMULATED and not training):
-            problems.append(_refusal(precision, machine, found))
+            problems.append(_as_finding("refused", found, machine, RECIPES[found.recipe], precision=precision.name))
     if problems:
         raise PrecisionError(problems)
 
 
-def _refusal(precision: Precision, machine: Machine, found: Answer) -> Problem:
-    what = f"{precision.name} ({RECIPES[found.recipe]}) cannot run in FP8 on {machine.source}."
-    return Problem(what, found.reason, found.remedy)
+# The finding that each verdict is; a native one is none.
+_CODES = {EMULATED: "emulated", UNSUPPORTED: "unsupported", UNKNOWN: "unknown-support"}
 
 
-def support_findings(precision: Precision, machine: Machine) -> Iterator[Finding]:
+def support_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
     """The same answers as findings, for lint."""
-    codes = {EMULATED: "emulated", UNKNOWN: "unknown-support"}
     for found in (answer(recipe, machine) for recipe in recipes_of(precision)):
-        if found.verdict != NATIVE:
+        if found.verdict in _CODES:
             name = RECIPES[found.recipe]
-            yield finding(
-                codes.get(found.verdict, "unsupported"),
-                found.recipe,
-                recipe=name[0].upper() + name[1:],
-                machine=machine.source,
-                why=found.reason,
-                remedy=found.remedy,
-            )
+            yield _as_finding(_CODES[found.verdict], found, machine, name[0].upper() + name[1:])
+
+
+def _as_finding(code: str, found: Answer, machine: Machine, recipe: str, **gaps: str) -> Problem:
+    return finding(code, found.recipe, recipe=recipe, machine=machine.source, why=found.reason, remedy=found.remedy, **gaps)
 
 
 # ---------------------------------------------------------------------- what is installed
@@ -110,7 +105,7 @@ def support_findings(precision: Precision, machine: Machine) -> Iterator[Finding
 
 def sanity(
     machine: Machine, environment: Mapping[str, str] | None = None, modules: Mapping[str, ModuleType] | None = None
-) -> list[Finding]:
+) -> list[Problem]:
     """What is wrong with the packages on a machine, and with the environment if one is given.
 
     With ``modules`` (``sys.modules``), a variable that was set after TransformerEngine had been imported is found too.
@@ -126,13 +121,13 @@ def sanity(
     return found
 
 
-def resume_findings(precision: Precision, environment: Mapping[str, str]) -> Iterator[Finding]:
+def resume_findings(precision: Precision, environment: Mapping[str, str]) -> Iterator[Problem]:
     """What keeps a run under this contract from being resumed."""
     if precision.scaling == "delayed" and environment.get(ALLOW_PICKLE) != "1":
         yield finding("te-delayed-resume", ALLOW_PICKLE)
 
 
-def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[Finding]:
+def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[Problem]:
     """Variables whose value is not the one that the imported TransformerEngine froze."""
     recipes: Any = modules.get(TE_RECIPES)
     found = []
@@ -145,7 +140,7 @@ def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleT
     return found
 
 
-def _packages(m: Machine) -> Iterator[Finding]:
+def _packages(m: Machine) -> Iterator[Problem]:
     nemo, mcore, te, numpy, driver = (_version(v) for v in (m.nemo, m.mcore, m.te, m.numpy, m.driver))
     if nemo and nemo.major >= 3:
         yield finding("nemo-3", "nemo-toolkit", nemo=m.nemo)

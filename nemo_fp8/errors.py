@@ -1,8 +1,14 @@
-"""One error type for the whole package: what is wrong, why, and what to do about it.
+"""One shape for everything that is said of a setting, a machine or a tensor, and one error type for the whole package.
 
-A person who meets an error at three in the morning needs three sentences, in this order. Every refusal in
-this package is a :class:`PrecisionError` built from :class:`Problem` rows, so that the same words serve an
-exception, a lint finding and ``--json`` output.
+A person who meets an error at three in the morning needs three sentences, in this order: what is wrong, why, and what to do.
+Every refusal is a :class:`PrecisionError` of :class:`Problem` rows, and every finding of lint, doctor, ``check`` and the gate is
+a :class:`Problem` that nobody has raised, so that the same words serve an exception, a report and ``--json`` output.
+
+There is one scale of severity:
+
+    error    the run fails, or computes something else than the contract says
+    warning  it runs, and something that was asked for does not happen, or costs what it need not
+    info     worth knowing
 """
 
 from __future__ import annotations
@@ -11,14 +17,37 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+SEVERITIES = ("error", "warning", "info")
+"""The scale, the gravest first."""
+
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, its cause, and its remedy; each a sentence."""
+    """One thing that a person should know, its cause, and its remedy; each a sentence."""
 
     what: str
     why: str
     remedy: str
+    severity: str = "error"
+    code: str = ""
+    """The row of :data:`nemo_fp8.findings.RULES` that the words come from; empty for words of one place only."""
+    where: str = ""
+    """The field, layer, package or tensor that it is about."""
+
+    def __post_init__(self) -> None:
+        if self.severity not in SEVERITIES:
+            raise PrecisionError([unknown("severity", self.severity, SEVERITIES)])
+
+    def to_dict(self) -> dict[str, str]:
+        """For ``--json``: every finding has the same keys, whoever made it."""
+        return {
+            "severity": self.severity,
+            "code": self.code,
+            "what": self.what,
+            "why": self.why,
+            "remedy": self.remedy,
+            "where": self.where,
+        }
 
     def __str__(self) -> str:
         return f"{self.what}\n  why:    {self.why}\n  remedy: {self.remedy}"

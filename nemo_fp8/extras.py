@@ -19,7 +19,7 @@ from nemo_fp8.errors import PrecisionError, unknown
 class Extra:
     """What a part of the package is, which modules it imports, why the core does without, and how to install them."""
 
-    what: str
+    part: str
     modules: tuple[str, ...]
     why: str
     remedy: str
@@ -75,7 +75,7 @@ def require(name: str) -> str:
     if missing:
         verb = "are" if len(missing) > 1 else "is"
         raise NotInstalled(
-            f"{extra.what} needs {', '.join(missing)}, which {verb} not installed.", f"{extra.why} This is {sys.executable}.", extra.remedy
+            f"{extra.part} needs {', '.join(missing)}, which {verb} not installed.", f"{extra.why} This is {sys.executable}.", extra.remedy
         )
     return name
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.doctor import sanity, support_findings
-from nemo_fp8.errors import PrecisionError
-from nemo_fp8.findings import Finding, finding, sort
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.findings import finding, sort
 from nemo_fp8.machine import Machine
 from nemo_fp8.memory import memory
 from nemo_fp8.models.layout import Parallel
@@ -35,7 +35,7 @@ def lint(
     machine: Machine | str | None = None,
     environment: Mapping[str, str] | None = None,
     modules: Mapping[str, ModuleType] | None = None,
-) -> list[Finding]:
+) -> list[Problem]:
     """Every finding, errors first. Settings that cannot become a contract give their problems as findings.
 
     ``environment`` is a mapping such as ``os.environ`` and is looked at only if given; with ``modules=sys.modules``
@@ -65,14 +65,14 @@ def lint(
 # ---------------------------------------------------------------------- the contract
 
 
-def _ignored(p: Precision) -> Iterator[Finding]:
+def _ignored(p: Precision) -> Iterator[Problem]:
     """Fields that differ from what they would be by themselves, and that nothing reads."""
     untouched = Precision(format=p.format, scaling=p.scaling, rollout=p.rollout)
 
     def was_set(name: str) -> bool:
         return bool(getattr(p, name) != getattr(untouched, name))
 
-    def ignored(code: str, names: tuple[str, ...], **gaps: Any) -> Iterator[Finding]:
+    def ignored(code: str, names: tuple[str, ...], **gaps: Any) -> Iterator[Problem]:
         return (finding(code, name, field=name, value=getattr(p, name), **gaps) for name in names if was_set(name))
 
     if p.scaling != "delayed":
@@ -91,7 +91,7 @@ def _ignored(p: Precision) -> Iterator[Finding]:
             yield finding("ignored-layers", "first_layers", first=p.first_layers, last=p.last_layers)
 
 
-def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Finding]:
+def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
     """What is obeyed and goes wrong."""
     if p.is_fp8 and not p.wgrad and not (machine is not None and machine.has_gpu is False):
         yield finding("ignored-wgrad", "wgrad")
@@ -110,15 +110,12 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Finding]:
 # ---------------------------------------------------------------------- the layout, as Megatron takes it
 
 
-def _layout(p: Precision, parallel: Parallel) -> Iterator[Finding]:
+def _layout(p: Precision, parallel: Parallel) -> Iterator[Problem]:
     is_mxfp8_param = p.fp8_param and p.scaling == "mxfp8"
     if is_mxfp8_param and parallel.overlap_param_gather:
         yield finding("mxfp8-overlap-param-gather", "overlap_param_gather")
     if p.fp8_param and parallel.distributed_optimizer is False:
-        detail = (
-            "with mxfp8 NeMo ends in an AttributeError." if is_mxfp8_param else "its own command line refuses anything else, NeMo does not."
-        )
-        yield finding("fp8-param-needs-distributed-optimizer", "distributed_optimizer", detail=detail)
+        yield finding("fp8-param-needs-distributed-optimizer", "distributed_optimizer")
     elif is_mxfp8_param and parallel.reuse_grad_buf is False:
         yield finding("mxfp8-param-needs-reuse", "reuse_grad_buf")
     if parallel.reuse_grad_buf and not is_mxfp8_param:
@@ -129,7 +126,7 @@ def _layout(p: Precision, parallel: Parallel) -> Iterator[Finding]:
         yield finding("fp8-param-saves-nothing", "fp8_param")
 
 
-def _fit(model: Model, p: Precision, parallel: Parallel, machine: Machine) -> Iterator[Finding]:
+def _fit(model: Model, p: Precision, parallel: Parallel, machine: Machine) -> Iterator[Problem]:
     estimate = memory(model, p, parallel, machine)
     if machine.memory and estimate.total > machine.memory:
         need, have = (f"{n / 2**30:.0f} GiB" for n in (estimate.total, machine.memory))
@@ -145,7 +142,7 @@ _SCALE_VARIABLES = {
 }
 
 
-def _environment(p: Precision, environment: Mapping[str, str]) -> Iterator[Finding]:
+def _environment(p: Precision, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Scales that TransformerEngine takes from a variable, against those that the contract says."""
     for name, (scaling, on, off) in _SCALE_VARIABLES.items():
         wanted = {p.weight_scale, p.activation_scale}

@@ -1,8 +1,13 @@
-"""Modules that have another name since: the old one still imports, for one release, and says the new one.
+"""Old names of modules, and of things within them: each works for one release, and says where the thing is now.
 
-    import nemo_fp8.model_shapes    ->  nemo_fp8.models.shapes, and a DeprecationWarning
+    import nemo_fp8.model_shapes            the finder of this file, behind Python's own: it is asked for what nothing else has
+    nemo_fp8.findings.Finding               the module's ``__getattr__``, made by :func:`renamed`: asked for what the module lacks
 
-``import nemo_fp8`` puts the finder behind Python's own, so that it is asked only for names that nothing else has.
+Both cost nothing until an old name is used, and warn with a DeprecationWarning. Type checkers would take a module's ``__getattr__``
+for a promise of every name, misspelt ones too; so it is kept from them:
+
+    if not TYPE_CHECKING:
+        __getattr__ = renamed(__name__, {"Finding": "nemo_fp8.errors.Problem"})
 """
 
 from __future__ import annotations
@@ -13,7 +18,8 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 MOVED = {
     "nemo_fp8.model_shapes": "nemo_fp8.models.shapes",
@@ -21,6 +27,7 @@ MOVED = {
     "nemo_fp8.rollout_layers": "nemo_fp8.models.selection",
     "nemo_fp8.tensor_names": "nemo_fp8.models.names",
 }
+"""Modules: the old name, and the new one."""
 
 
 class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -39,10 +46,30 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         new = MOVED[spec.name]
-        warnings.warn(f"{spec.name} is {new} now; the old name goes with the next release.", DeprecationWarning, stacklevel=2)
+        _warn(spec.name, new)
         old = types.ModuleType(spec.name, f"{new} under its old name.")
         vars(old)["__getattr__"] = lambda attribute: getattr(importlib.import_module(new), attribute)
         return old
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Nothing is left to run: every attribute is the new module's."""
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of ``module``, which finds each old name at its new place.
+
+    ``names`` maps an old name to the whole path of the new one. Any other name raises AttributeError, as without it.
+    """
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        place, _, new = names[name].rpartition(".")
+        _warn(f"{module}.{name}", names[name])
+        return getattr(importlib.import_module(place), new)
+
+    return find
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(f"{old} is {new} now; the old name goes with the next release.", DeprecationWarning, stacklevel=3)

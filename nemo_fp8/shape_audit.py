@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, SIDES, Operand, Precision
-from nemo_fp8.findings import Finding, finding
+from nemo_fp8.errors import Problem
+from nemo_fp8.findings import finding
 from nemo_fp8.machine import Machine
 from nemo_fp8.models.families import EXPERTS
 from nemo_fp8.models.layout import Parallel
@@ -115,7 +116,7 @@ def packing_multiple(p: Precision, parallel: Parallel) -> tuple[int, str]:
 # ---------------------------------------------------------------------- findings
 
 
-def shape_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Finding]:
+def shape_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Problem]:
     """Everything about the shapes of a model that a person should know."""
     yield from _split_findings(model, parallel)
     if p.is_fp8 or p.rollout == "fp8":
@@ -126,7 +127,7 @@ def shape_findings(model: Model, p: Precision, parallel: Parallel, machine: Mach
         yield from _rollout_findings(model, p, parallel)
 
 
-def _split_findings(model: Model, parallel: Parallel) -> Iterator[Finding]:
+def _split_findings(model: Model, parallel: Parallel) -> Iterator[Problem]:
     tokens, together = parallel.seq_length or 0, parallel.tensor if parallel.sequence_parallel else 1
     checks = (
         ("The number of attention heads", model.heads, parallel.tensor, "tp"),
@@ -157,7 +158,7 @@ def _split_findings(model: Model, parallel: Parallel) -> Iterator[Finding]:
         yield finding("vocab-padding", "embedding", vocab=model.vocab, padded=padded)
 
 
-def _kept_findings(model: Model, p: Precision) -> Iterator[Finding]:
+def _kept_findings(model: Model, p: Precision) -> Iterator[Problem]:
     compute = p.compute.upper()
     if p.first_layers + p.last_layers >= model.layers:
         total = p.first_layers + p.last_layers
@@ -187,7 +188,7 @@ def _routers(model: Model) -> Iterator[str]:
         yield from (f"decoder.layers.{layer}.mlp.router", *(f"model.layers.{layer}.{words.block}.gate" for words in EXPERTS))
 
 
-def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Finding]:
+def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Problem]:
     compute, scaling = p.compute.upper(), p.scaling or ""
     for linear in _running(model, p):
         parts, columns = linear.on_rank(train_cut(linear, parallel))
@@ -216,7 +217,7 @@ def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Mac
         yield finding("expert-tokens", "experts", multiple=GEMM_MULTIPLE[scaling], scaling=scaling)
 
 
-def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterator[Finding]:
+def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterator[Problem]:
     fates = stored(model, p, parallel, "rollout")
     kept = {at: fate for at, fate in fates.items() if isinstance(fate, Kept)}
     for linear, reason in dict.fromkeys((n, kept[i, n.name].reason) for i, n in model.all_linears() if _rule(kept, i, n) == SHAPE):

@@ -256,7 +256,10 @@ NEEDS: tuple[Need, ...] = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a machine makes of a recipe. ``depends`` lists what was not said and would decide or confirm it."""
+    """What a machine makes of a recipe. ``depends`` lists what was not said and would decide or confirm it.
+
+    ``native`` leaves nothing to find; of every other verdict :func:`nemo_fp8.doctor.support_findings` makes a finding.
+    """
 
     recipe: str
     way: str

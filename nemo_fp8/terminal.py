@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nemo_fp8.errors import Problem
-from nemo_fp8.findings import Finding
 
 _STYLES = {
     "native": "green",
@@ -88,9 +87,9 @@ def print_answers(rows: Iterable[tuple[str, str, str, str]]) -> None:
     Console(highlight=False).print(table)
 
 
-def print_findings(findings: Iterable[Finding]) -> None:
+def print_findings(findings: Iterable[Problem]) -> None:
     """Findings with their severity, code, cause and remedy."""
-    print_answers((f"{f.what} [{f.code}]", f.severity, f.why, f.remedy) for f in findings)
+    print_answers((f"{f.what} [{f.code}]" if f.code else f.what, f.severity, f.why, f.remedy) for f in findings)
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -1,11 +1,12 @@
-"""The pages that are written from the support table and from lint's rules; ``make_docs.py`` puts them in place."""
+"""The pages that are written from the support table and from the table of findings; ``make_docs.py`` puts them in place."""
 
 from __future__ import annotations
 
 import re
 
 from nemo_fp8.doctor import ENVIRONMENT
-from nemo_fp8.findings import RULES, SEVERITIES
+from nemo_fp8.errors import SEVERITIES
+from nemo_fp8.findings import RULES
 from nemo_fp8.machine import GPUS, TORCH_WHEELS, Machine
 from nemo_fp8.support import EMULATION, NEEDS, RECIPES, WAYS, answer, condition, in_words, needs_of
 
@@ -28,6 +29,9 @@ LINT_HEADINGS = {
     "layers-all-kept": "The model's shapes",
     "nemo-mcore": "What is installed",
     "environment-late": "The environment",
+    "run-setting-dropped": "A run's configs, as NeMo left them",
+    "sides-compute": "Training against rollout",
+    "gate-nan": "What the engine computes, and what it holds",
 }
 
 SUPPORT_HEAD = """# What runs where
@@ -87,8 +91,13 @@ def support() -> str:
 
 LINT_HEAD = """# Findings
 
-What `nemo-fp8 lint` and `nemo-fp8 doctor` can say, by code. An **error** fails the run or computes something else than the contract says;
-a **warning** runs, and something that was asked for does not happen; an **info** is worth knowing.
+What `nemo-fp8 lint`, `doctor`, `check` and `mismatch` and the plugin's checks can say, by code. An **error** fails the run or computes
+something else than the contract says; a **warning** runs, and something that was asked for does not happen, or costs what it need not; an
+**info** is worth knowing. Where it matters, the severity is another than the rule's: `strict=True` makes errors of layers that do not fit,
+and what one contract cannot say of both sides is an error in `check`.
+
+In Python every finding is a `nemo_fp8.errors.Problem` with the fields `what`, `why`, `remedy`, `severity`, `code` and `where`; `--json`
+gives the same fields.
 
 ```
 nemo-fp8 lint bf16_with_fp8_blockwise_mixed --model config.json --parallel tp4,ep8,sp,packed --for h200,cuda12.9,te2.9

@@ -56,7 +56,7 @@ def main() -> None:
             app()
         except PrecisionError as error:
             if "--json" in sys.argv:
-                print_json({"error": [vars(p) for p in error.problems]})
+                print_json({"error": [p.to_dict() for p in error.problems]})
             else:
                 print_problems(error.problems)
             sys.exit(2)

@@ -9,7 +9,7 @@ import typer
 
 from nemo_fp8.cli.options import Changes, Json, Name
 from nemo_fp8.named import load, read_text
-from nemo_fp8.terminal import print_answers, print_json, print_notes, print_pairs, print_table
+from nemo_fp8.terminal import print_findings, print_json, print_notes, print_pairs, print_table
 
 
 def list_presets(as_json: Json = False) -> None:
@@ -93,6 +93,6 @@ def check(
         print_json(agreement.to_dict() | {"notes": notes})
     else:
         print_pairs([("agrees" if agreement.agrees else "differs", str(agreement).partition("\n")[0])])
-        print_answers((f.problem.what, f.severity, f.problem.why, f.problem.remedy) for f in agreement.findings)
+        print_findings(agreement.findings)
         print_notes(notes)
     raise typer.Exit(0 if agreement.agrees else 1)

@@ -9,9 +9,10 @@ import typer
 
 from nemo_fp8.cli.bars import step_bar
 from nemo_fp8.cli.options import Changes, Html, Json
-from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.findings import finding
 from nemo_fp8.named import load
-from nemo_fp8.terminal import print_answers, print_json, print_notes, print_pairs, print_table
+from nemo_fp8.terminal import print_findings, print_json, print_notes, print_pairs, print_table
 
 if TYPE_CHECKING:
     from nemo_fp8.report.mismatch import Mismatch
@@ -167,15 +168,11 @@ def _limits(words: list[str] | None, found: Mismatch) -> tuple[tuple[str, float]
 
 
 def _refuse_nan(count: int, as_json: bool) -> None:
-    problem = Problem(
-        f"{count} of the rollout's log-probs are NaN.",
-        "An FP8 engine with scales that are missing, zero or NaN answers so.",
-        "Push the weights again with verify=True, and require the receipt.",
-    )
+    found = finding("gate-nan", "log-probs", count=count)
     if as_json:
-        print_json({"fired": True, "problems": [{"severity": "error", **vars(problem)}]})
+        print_json({"fired": True, "problems": [found.to_dict()]})
     else:
-        print_answers([(problem.what, "error", problem.why, problem.remedy)])
+        print_findings([found])
     raise typer.Exit(1)
 
 
@@ -190,18 +187,15 @@ def _print(found: Mismatch) -> None:
     ]
     print_table(("metric", "observed", *(["predicted"] if expected else []), "t trainer, g rollout"), rows)
     print_pairs([("|t - g|", ", ".join(f"{_number(size)} at {point}" for point, size in quantiles(pair).items()))])
-    problems = [
-        ("error", Problem(f"{name} is {_number(value)}.", f"Its limit is {_number(limit)}.", "See what changed since it was below."))
-        for name, value, limit in found.over
-    ]
+    findings = [finding("gate-limit", name, metric=name, value=value, limit=limit) for name, value, limit in found.over]
     if verdict is not None:
         print_pairs([("", "")])
         rows = [(c.name, *map(_number, (c.observed, c.band.expected, c.band.low, c.band.high)), c.side) for c in verdict.checks]
         caption = f"typical |d| of log-probs; sound weights leave it with a chance of {verdict.false_positives:g}"
         print_table(("gate", "observed", "expected", "lowest", "highest", "band"), rows, caption)
-        problems += verdict.problems()
-    print_answers((p.what, severity, p.why, p.remedy) for severity, p in problems)
-    if verdict is not None and not problems:
+        findings += verdict.findings
+    print_findings(findings)
+    if verdict is not None and not findings:
         told = "; every weight that was told is the trainer's" if verdict.told else ""
         print_pairs([("", ""), ("ok", f"This is the noise of the contract{told}.")])
 

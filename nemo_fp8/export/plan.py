@@ -1,6 +1,6 @@
 """What will be written, before a byte of a weight is read: every file, every tensor in it, and where its bytes go.
 
-Names and shapes decide everything: which weights are quantized (``rollout_layers``), what their scales are called (the layout), how
+Names and shapes decide everything: which weights are quantized (``models/selection.py``), what their scales are called (the layout), how
 long each file becomes. So a plan can be shown, checked against the disk and compared with what an earlier, killed export left.
 
 A safetensors file is the length of its header, the header (JSON: name -> dtype, shape, span), and the bytes. Spans leave no gap, so

@@ -101,7 +101,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "layout": plan.layout.name,
         "quantized": len(plan.selection.quantized),
         "kept": kept,
-        "misaligned": [vars(problem) for problem in plan.selection.misaligned],
+        "misaligned": [problem.to_dict() for problem in plan.selection.misaligned],
         "quantization_config": plan.quantization,
     }
 

@@ -390,6 +390,7 @@ def _problem(unit: Unit, kept: Kept, precision: Precision) -> Problem:
         f"{name}: {weights:,} weights stay in {precision.compute.upper()}.",
         f"{kept.reason[0].upper()}{kept.reason[1:]}, as blocks of {precision.rollout_block} need.",
         f"Add {names[0]!r} to keep=, or set strict=False.",
+        "error" if precision.strict else "warning",
     )
 
 

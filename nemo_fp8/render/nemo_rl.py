@@ -20,6 +20,7 @@ import yaml
 from nemo_fp8 import agreement
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.findings import finding
 from nemo_fp8.plain_yaml import load_mapping
 from nemo_fp8.render import nemo_rl_keys as keys
 from nemo_fp8.render.env import scale_from_environment
@@ -132,24 +133,13 @@ def ignored_by_nemo_rl(text: str) -> list[Problem]:
     found = []
     fp8_cfg = _section(document, "policy", "megatron_cfg", "fp8_cfg")
     if fp8_cfg and "enabled" not in fp8_cfg:
-        found.append(
-            Problem(
-                "policy.megatron_cfg.fp8_cfg has no 'enabled'.",
-                "NeMo RL trains without FP8 and without a word unless it is there.",
-                "Add enabled: true.",
-            )
-        )
+        found.append(finding("nemo-rl-not-enabled", "policy.megatron_cfg.fp8_cfg"))
     vllm_cfg = _section(document, "policy", "generation", "vllm_cfg")
     for name, setting in keys.VLLM_CFG.items():
         if setting.alias and name in vllm_cfg:
             right = next(n for n, s in keys.VLLM_CFG.items() if s.field == setting.field)
-            found.append(
-                Problem(
-                    f"policy.generation.vllm_cfg.{name} is a key of NeMo RL's document, not of its code.",
-                    "NeMo RL ignores it and takes its default, FP32 scales.",
-                    f"Write {right} instead.",
-                )
-            )
+            key = f"policy.generation.vllm_cfg.{name}"
+            found.append(finding("nemo-rl-not-read", key, key=key, right=right))
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from nemo_fp8.report.figures import color, drawing, legend
 from nemo_fp8.report.mismatch import MEANING, Mismatch, by_position, quantiles, sample, tail, worst
 from nemo_fp8.report.page import Cell, Column, Page
-from nemo_fp8.rollout.mismatch import LogProbs
+from nemo_fp8.rollout.mismatch import LogProbs, kind_of
 
 # Observed and predicted, in colours that stand for something else on no other page of this kind.
 OBSERVED: dict[str, Any] = {"color": color("tensorwise"), "label": "observed"}
@@ -75,10 +75,10 @@ def _gate(page: Page, mismatch: Mismatch) -> None:
         f"Typical difference of log-probs, (mean sqrt|d|)**2. Sound weights leave the band with a chance of {verdict.false_positives:g}."
     )
     page.table(("check", *numbers, "band"), rows, caption)
-    for severity, problem in verdict.problems():
-        page.heading(f"{severity}: {problem.what}").text(f"{problem.why} {problem.remedy}")
+    for found in verdict.findings:
+        page.heading(f"{found.severity}: {found.what}").text(f"{found.why} {found.remedy}")
     if verdict.differences:
-        page.table(("weight", "kind", "severity", "what"), [(d.name, d.kind, d.severity, d.detail) for d in verdict.differences])
+        page.table(("weight", "kind", "severity", "what"), [(d.where, kind_of(d), d.severity, d.why) for d in verdict.differences])
 
 
 def _scatter(page: Page, pair: LogProbs) -> None:

@@ -27,7 +27,7 @@ from nemo_fp8.rl.rollout import END, Answers
 from nemo_fp8.rl.settings import GrpoSettings
 from nemo_fp8.rl.task import Sorting
 from nemo_fp8.rl.watch import Watch
-from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, metrics
+from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, kind_of, metrics
 from nemo_fp8.rollout.refit import Receipt
 from nemo_fp8.train.log_probs import token_log_probs
 from nemo_fp8.train.to_hugging_face import named_tensors
@@ -133,7 +133,7 @@ class GrpoLoop(Callback):
             verdict = self.watch.name_weights(verdict, weights, self.engines.held())
         self._row["gate"] = {
             "fired": verdict.fired,
-            "weights": {d.name: d.kind for d in verdict.differences},
+            "weights": {d.where: kind_of(d) for d in verdict.differences},
             "checks": {c.name: {"observed": c.observed, "low": c.band.low, "high": c.band.high} for c in verdict.checks},
             "expected": dict(verdict.expected),
         }

@@ -2,8 +2,8 @@
 
 NeMo copies a plugin's settings into the model, optimizer and DDP configs field by field. Megatron's own checks ran when those
 configs were made, so nothing looks at the result: a field that a config lacks is dropped, a combination that Megatron refuses
-goes through. Here every one of Megatron's checks is run again on a copy of the result, and the rules that Megatron has not got
-are rows of a table.
+goes through. Here every one of Megatron's checks is run again on a copy of the result, and each rule that Megatron has not got
+is a row: a code of :data:`nemo_fp8.findings.RULES`, which has the words, and when it applies.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.findings import finding
 from nemo_fp8.render.nemo import SETTINGS, to_nemo
 
 # The plugin's FP8 arguments under the names that Megatron's model config has for them.
@@ -54,53 +55,20 @@ def _dropped(precision: Precision, run: Run) -> Iterator[Problem]:
         field = _MODEL_FIELDS.get(name)
         if field and getattr(run.model, field, None) != value:
             has = f"has {field}={getattr(run.model, field)!r}" if hasattr(run.model, field) else "has no such field"
-            yield Problem(
-                f"{name}={value!r} did not reach the model: {type(run.model).__name__} {has}.",
-                "NeMo drops a setting that a config has no field for, and somebody may write over it later.",
-                "Use a Megatron-core model config, and do not set FP8 fields on it after the trainer is built.",
-            )
+            yield finding("run-setting-dropped", name, name=name, value=value, config=type(run.model).__name__, has=has)
 
 
-# (which contracts and runs are wrong, what, why, remedy)
-_Rule = tuple[Callable[[Precision, Run], bool], str, str, str]
-_RULES: tuple[_Rule, ...] = (
-    (
-        lambda p, run: not p.is_fp8 and bool(getattr(run.model, "fp8", None)),
-        "The model's config asks for FP8 (fp8={run.model.fp8!r}), and the precision plugin for none.",
-        "NeMo's plugin would erase the model's setting, and the run would go on without FP8.",
-        "Give an FP8 plugin, such as trainer.plugins=bf16_with_fp8_blockwise_mixed(), and leave fp8 off the model's config.",
+# Rule -> which contracts and runs it is about.
+_RULES: dict[str, Callable[[Precision, Run], bool]] = {
+    "run-model-asks-for-fp8": lambda p, run: not p.is_fp8 and bool(getattr(run.model, "fp8", None)),
+    "run-model-asks-for-fp4": lambda p, run: bool(getattr(run.model, "fp4", None)),
+    "layers-all-kept": lambda p, run: p.is_fp8 and p.first_layers + p.last_layers >= run.model.num_layers,
+    "fp8-param-needs-distributed-optimizer": lambda p, run: p.fp8_param and run.ddp is not None and not _shards_optimizer(run),
+    "run-offloaded-optimizer": lambda p, run: (
+        p.fp8_param and p.scaling != "delayed" and bool(getattr(run.optimizer, "optimizer_cpu_offload", False))
     ),
-    (
-        lambda p, run: bool(getattr(run.model, "fp4", None)),
-        "The model's config asks for FP4 (fp4={run.model.fp4!r}).",
-        "Megatron runs FP4 or FP8 and drops the other, and this plugin describes no FP4.",
-        "Leave fp4 off the model's config, or use NeMo's own plugin for FP4.",
-    ),
-    (
-        lambda p, run: p.is_fp8 and p.first_layers + p.last_layers >= run.model.num_layers,
-        "{p.first_layers} + {p.last_layers} layers stay in {p.compute}, and the model has {run.model.num_layers}: none would run in FP8.",
-        "Megatron takes the counts as they are, so this run would be {p.compute} under the name of FP8.",
-        "Lower num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, or use a precision without FP8.",
-    ),
-    (
-        lambda p, run: p.fp8_param and run.ddp is not None and not _shards_optimizer(run),
-        "FP8 primary weights without the distributed optimizer.",
-        "Only Megatron's distributed optimizer (or Megatron FSDP) keeps the FP32 master weights that FP8 weights are cast from.",
-        "Set use_distributed_optimizer=True on the optimizer and DDP configs, or fp8_param_gather=False.",
-    ),
-    (
-        lambda p, run: p.fp8_param and p.scaling != "delayed" and bool(getattr(run.optimizer, "optimizer_cpu_offload", False)),
-        "FP8 primary weights with {p.scaling} scaling and optimizer_cpu_offload.",
-        "Megatron's offloaded optimizer casts FP8 weights for delayed scaling only.",
-        "Set optimizer_cpu_offload=False, fp8_param_gather=False, or fp8_recipe='delayed'.",
-    ),
-    (
-        lambda p, run: bool(getattr(run.ddp, "fp8_param_gather", False)) and not p.fp8_param,
-        "The DDP config gathers FP8 parameters, and the contract has none.",
-        "The gather would carry bytes that nobody wrote.",
-        "Leave fp8_param_gather off the DDP config: the plugin sets it.",
-    ),
-)
+    "run-gathers-no-fp8": lambda p, run: bool(getattr(run.ddp, "fp8_param_gather", False)) and not p.fp8_param,
+}
 
 
 def _shards_optimizer(run: Run) -> bool:
@@ -109,9 +77,13 @@ def _shards_optimizer(run: Run) -> bool:
 
 
 def _against_the_rules(p: Precision, run: Run) -> Iterator[Problem]:
-    for wrong, *texts in _RULES:
+    model = run.model
+    gaps = {name: getattr(model, name, None) for name in ("fp8", "fp4")} | {"layers": getattr(model, "num_layers", None)}
+    gaps |= {"first": p.first_layers, "last": p.last_layers, "kept": p.first_layers + p.last_layers}
+    gaps |= {"compute": p.compute.upper(), "scaling": p.scaling}
+    for code, wrong in _RULES.items():
         if wrong(p, run):
-            yield Problem(*(text.format(p=p, run=run) for text in texts))
+            yield finding(code, **gaps)
 
 
 def _refused_by_megatron(run: Run) -> Iterator[Problem]:
@@ -123,8 +95,5 @@ def _refused_by_megatron(run: Run) -> Iterator[Problem]:
         try:
             copy.copy(config).__post_init__()
         except (AssertionError, ValueError, NotImplementedError) as error:
-            yield Problem(
-                f"Megatron refuses {type(config).__name__} as the plugin left it.",
-                str(error) or type(error).__name__,
-                "Change the setting that Megatron names, in the precision factory or in the config.",
-            )
+            name = type(config).__name__
+            yield finding("run-refused-by-megatron", name, config=name, error=str(error) or type(error).__name__)

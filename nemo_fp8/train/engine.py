@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from nemo_fp8.contract import Precision
 from nemo_fp8.doctor import late_variables, recipes_of, require, resume_findings
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.findings import finding
 from nemo_fp8.machine import Machine
 from nemo_fp8.render.te import te_environment
 from nemo_fp8.support import RECIPES, answer
@@ -50,8 +51,8 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
     for found in (answer(recipe, machine) for recipe in recipes_of(precision, sides=("train",))):
         reason = found.reason if requested == "auto" else "It was asked for."
         logger.info("FP8 engine for %s: %s. %s", RECIPES[found.recipe], engine, reason)
-    for finding in resume_findings(precision, os.environ):
-        logger.warning("%s %s %s", finding.what, finding.why, finding.remedy)
+    for lost in resume_findings(precision, os.environ):
+        logger.warning("%s %s %s", lost.what, lost.why, lost.remedy)
     return engine
 
 
@@ -72,8 +73,7 @@ def _require_te_obeys(precision: Precision) -> None:
     """Refuse what TransformerEngine would take and not do."""
     problems = []
     if not precision.wgrad:
-        why = "TE 2.0 and newer run the weight-gradient GEMM in FP8 whatever Megatron asks for."
-        problems.append(Problem("wgrad=False (fp8_wgrad=False) on TransformerEngine.", why, "Set fp8_wgrad=True."))
+        problems.append(finding("ignored-wgrad", "wgrad", severity="error"))
     wanted = te_environment(precision)
     problems += [
         Problem(

@@ -51,7 +51,7 @@ def test_whoever_is_asked_gives_the_contracts_operands(p):
         assert Run(p).operand(role) == operand, f"the gate's {role}"
         # The check speaks of a role where the sides differ, and then of the engine's operand.
         ours = p.operand(role, "train")
-        said = [f.problem.what for f in check(train=p, rollout=p).findings if f.topic == _TOPICS[role]]
+        said = [f.what for f in check(train=p, rollout=p).findings if f.where == _TOPICS[role]]
         assert bool(said) == (p.is_fp8 and (ours.block, ours.delayed) != (engine.block, engine.delayed)), role
         assert all(f"{_words(engine)}." in what for what in said)
     assert activation_of(storage.group, storage.activation.scale) == p.operand("input", "rollout"), "the engine's operators"

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8.doctor import TE_RECIPES
-from nemo_fp8.findings import RULES, SEVERITIES, Finding, worst
+from nemo_fp8.errors import SEVERITIES, Problem
+from nemo_fp8.findings import RULES, worst
 from nemo_fp8.lint import lint
 from nemo_fp8.machine import Machine
 from nemo_fp8.presets import PRESETS, preset
@@ -132,8 +133,12 @@ def test_every_finding_can_be_found(code: str, settings: dict[str, Any], argumen
         assert "{" not in f.what + f.why + f.remedy
 
 
+# Who finds what lint does not; tests/render, tests/mismatch, tests/machine and tests/train hold each to its rows.
+OTHERS = ("sides-", "nemo-rl-", "gate-", "weight-", "run-", "refused", "no-torch")
+
+
 def test_every_rule_has_a_case() -> None:
-    assert {code for code, *_ in CASES} | INSTALLED == set(RULES)
+    assert {code for code, *_ in CASES} | INSTALLED == {code for code in RULES if not code.startswith(OTHERS)}
 
 
 # What each finding's remedy says, done. A finding that its own remedy does not cure would be no use.
@@ -209,7 +214,7 @@ def test_findings_become_json() -> None:
     import json
 
     found = lint({**BLOCKWISE, "margin": 1})
-    assert [Finding(**row) for row in json.loads(json.dumps([f.to_dict() for f in found]))] == found
+    assert [Problem(**row) for row in json.loads(json.dumps([f.to_dict() for f in found]))] == found
 
 
 @given(

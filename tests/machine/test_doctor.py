@@ -26,6 +26,7 @@ def test_the_famous_assertion_is_met_before_the_run() -> None:
         require(BLOCKWISE, Machine.parse("h200,cuda12.8,te2.9"))
     assert len(caught.value.problems) == 1
     problem = caught.value.problems[0]
+    assert (problem.code, problem.where, problem.severity) == ("refused", "blockwise", "error")
     assert "bf16_with_fp8_blockwise_mixed" in problem.what
     assert "12.9" in problem.why
     assert "12.8" in problem.why
@@ -46,8 +47,9 @@ def test_emulation_must_be_asked_for() -> None:
     with pytest.raises(PrecisionError, match="no GPU"):
         require(BLOCKWISE, cpu)
     require(BLOCKWISE, cpu, emulate=True)
-    with pytest.raises(PrecisionError, match="torch"):
+    with pytest.raises(PrecisionError, match="torch") as caught:
         require(BLOCKWISE, replace(cpu, torch=ABSENT), emulate=True)
+    assert [problem.code for problem in caught.value.problems] == ["no-torch"]
 
 
 def test_bf16_needs_nothing() -> None:

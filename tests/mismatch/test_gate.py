@@ -11,7 +11,7 @@ from mismatch import tiny
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.mismatch import Gate, LogProbs, Run, log_probs, predict
+from nemo_fp8.rollout.mismatch import Gate, LogProbs, Run, kind_of, log_probs, predict
 from nemo_fp8.rollout.mismatch.weights import reference
 from nemo_fp8.rollout.refit import fingerprint
 
@@ -73,7 +73,8 @@ def test_every_accident_is_named(engine):
         verdict = engine.judge(held, previous=previous)
         assert verdict.left, verdict
         assert set(verdict.layers) == names
-        assert {d.kind for d in verdict.differences} == {kind}
+        assert {kind_of(d) for d in verdict.differences} == {kind}
+        assert {f.code for f in verdict.findings} >= {"gate-residual", f"weight-{kind}"}
         with pytest.raises(PrecisionError, match=r"model\.layers\.1\.") as error:
             verdict.require()
         assert len(error.value.problems) >= 2
@@ -96,8 +97,8 @@ def test_other_scales_in_a_layer_are_a_warning(engine):
     pair = LogProbs(log_probs(engine.config, engine.weights, engine.tokens), rollout, engine.prediction.mask)
     verdict = Gate().judge(engine.prediction, pair, engine.tokens, weights=engine.weights, held=told)
     assert not verdict.fired, verdict
-    assert [(d.name, d.kind) for d in verdict.differences] == [(DOWN, "scales")]
-    assert {severity for severity, _ in verdict.problems()} == {"warning"}
+    assert [(d.where, kind_of(d)) for d in verdict.differences] == [(DOWN, "scales")]
+    assert {found.severity for found in verdict.findings} == {"warning"}
 
 
 def test_an_engine_that_silently_runs_in_bf16(engine):
@@ -105,6 +106,7 @@ def test_an_engine_that_silently_runs_in_bf16(engine):
     by_distance = Gate().judge(engine.prediction, in_bf16)
     assert [check.side for check in by_distance.checks] == ["below"]
     assert not by_distance.fired
+    assert [found.code for found in by_distance.findings] == ["gate-too-close"]
     assert "closer than the contract" in str(by_distance)
     assert Gate().judge(engine.prediction, in_bf16, engine.tokens).fired
 
@@ -131,7 +133,10 @@ def test_a_trainer_in_the_same_fp8_leaves_arithmetic_alone():
 def test_it_says_what_to_do_where_no_weights_are_told(engine):
     verdict = Gate().judge(engine.prediction, engine.pair(tiny.zeroed(engine.weights, DOWN)))
     assert verdict.fired
-    assert "Pass held=" in verdict.problems()[0][1].remedy
+    assert verdict.findings[0].code == "gate-distance"
+    assert "Pass held=" in verdict.findings[0].remedy
+    with pytest.warns(DeprecationWarning, match=r"Verdict\.findings"):
+        assert verdict.problems() == [(found.severity, found) for found in verdict.findings]
     plain = json.loads(json.dumps(verdict.to_dict()))
     assert plain["fired"]
     assert plain["weights"] is None
@@ -145,7 +150,7 @@ def test_right_weights_and_wrong_log_probs(engine):
     verdict = Gate().judge(engine.prediction, hot, engine.tokens, weights=engine.weights, held=engine.told(engine.weights))
     assert verdict.fired
     assert verdict.layers == ()
-    assert "All weights that were told are right" in verdict.problems()[0][1].remedy
+    assert "All weights that were told are right" in verdict.findings[0].remedy
 
 
 def test_questions_without_an_answer(engine):

@@ -127,7 +127,9 @@ def test_a_rollout_of_nan_is_an_answer_of_no(folder, tmp_path):
     save_file({"trainer": recording.trainer, "rollout": recording.rollout * float("nan")}, tmp_path / "nan.safetensors")
     done = run(tmp_path / "nan.safetensors", "--json")
     assert done.exit_code == 1
-    assert "NaN" in json.loads(done.stdout)["problems"][0]["what"]
+    (found,) = json.loads(done.stdout)["problems"]
+    assert "NaN" in found["what"]
+    assert (found["severity"], found["code"]) == ("error", "gate-nan")
 
 
 def test_the_page(folder, tmp_path):

@@ -1,13 +1,17 @@
 """Comparing weights: every accident is named, by codes and scales as by fingerprints, and sound weights are not."""
 
+import re
+
 import pytest
 import torch
 from mismatch import tiny
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.findings import RULES
 from nemo_fp8.numerics import Quantized, quantize
-from nemo_fp8.rollout.mismatch import Difference, compare_weights
+from nemo_fp8.rollout.mismatch import compare_weights, kind_of
+from nemo_fp8.rollout.mismatch import weights as weights_module
 from nemo_fp8.rollout.mismatch.weights import _cut, reference
 from nemo_fp8.rollout.refit import fingerprint
 
@@ -86,8 +90,8 @@ def test_scales_of_one_layer_are_zero(dense, kind):
         kind
     ) or cut(q.data, broken.scale_inv)
     (found,) = compare_weights(dense, held, FP8)
-    assert (found.name, found.kind, found.severity) == (DOWN, "zeroed", "error")
-    assert "scales" in found.detail
+    assert (found.where, kind_of(found), found.severity) == (DOWN, "zeroed", "error")
+    assert "scales" in found.why
 
 
 def test_one_bad_scale_of_many(dense):
@@ -96,15 +100,15 @@ def test_one_bad_scale_of_many(dense):
         codes, scales = held[GATE]
         held[GATE] = (codes, scales.index_fill(0, torch.tensor([1]), value))
         (found,) = compare_weights(dense, held, FP8)
-        assert (found.name, found.kind, found.detail) == (GATE, "zeroed", "1 of 2 scales are zero, infinite or no number")
+        assert (found.where, kind_of(found), found.why) == (GATE, "zeroed", "1 of 2 scales are zero, infinite or no number.")
 
 
 @HELD
 def test_gate_and_up_swapped(dense, kind):
     found = compare_weights(dense, held_as(kind, tiny.swapped(dense, GATE, UP)), FP8)
-    assert [(d.name, d.kind, d.detail) for d in found] == [
-        (GATE, "swapped", f"it holds {UP}"),
-        (UP, "swapped", f"it holds {GATE}"),
+    assert [(d.where, kind_of(d), d.why) for d in found] == [
+        (GATE, "swapped", f"It holds {UP}."),
+        (UP, "swapped", f"It holds {GATE}."),
     ]
 
 
@@ -114,7 +118,7 @@ def test_two_experts_and_two_layers_swapped(kind):
     a, b = (f"{LAYER}mlp.experts.{e}.up_proj.weight" for e in (0, 3))
     c, d = (f"model.layers.{i}.self_attn.o_proj.weight" for i in (0, 2))
     found = compare_weights(moe, held_as(kind, tiny.swapped(tiny.swapped(moe, a, b), c, d)), FP8)
-    assert {(f.name, f.detail) for f in found} == {(x, f"it holds {y}") for x, y in ((a, b), (b, a), (c, d), (d, c))}
+    assert {(f.where, f.why) for f in found} == {(x, f"It holds {y}.") for x, y in ((a, b), (b, a), (c, d), (d, c))}
 
 
 @HELD
@@ -124,12 +128,12 @@ def test_one_layer_is_stale(dense, kind):
     held = held_as(kind, mixed)
     with_history = compare_weights(dense, held, FP8, previous=previous)
     without = compare_weights(dense, held, FP8)
-    assert {d.name for d in with_history} == {n for n in dense if n.startswith(LAYER) and dense[n].dim() == 2}
-    assert {d.kind for d in with_history} == {"stale"}
-    assert {d.kind for d in without} == {"differs"}
-    assert {d.name for d in with_history} == {d.name for d in without}
+    assert {d.where for d in with_history} == {n for n in dense if n.startswith(LAYER) and dense[n].dim() == 2}
+    assert {kind_of(d) for d in with_history} == {"stale"}
+    assert {kind_of(d) for d in without} == {"differs"}
+    assert {d.where for d in with_history} == {d.where for d in without}
     if kind in ("tensors", "quantized"):
-        assert "off by" in without[0].detail
+        assert "off by" in without[0].why
 
 
 @HELD
@@ -138,7 +142,7 @@ def test_the_other_scale_convention_is_a_warning(dense, kind, mine, other):
     held = held_as(kind, dense, mine)
     held[UP] = held_as(kind, dense, other)[UP]
     (found,) = compare_weights(dense, held, mine)
-    assert (found.name, found.kind, found.severity) == (UP, "scales", "warning")
+    assert (found.where, kind_of(found), found.severity) == (UP, "scales", "warning")
 
 
 @HELD
@@ -146,7 +150,7 @@ def test_a_step_too_small_for_fp8_is_seen_where_bf16_changed(dense, kind):
     """A norm that was not written, and a weight of which some codes changed."""
     step = dense | {"model.norm.weight": dense["model.norm.weight"] + 0.01}
     (found,) = compare_weights(step, held_as(kind, dense), FP8, previous=dense)
-    assert (found.name, found.kind) == ("model.norm.weight", "stale")
+    assert (found.where, kind_of(found)) == ("model.norm.weight", "stale")
 
 
 def test_missing_and_reshaped(dense):
@@ -155,10 +159,10 @@ def test_missing_and_reshaped(dense):
     codes, scales = held[GATE]
     held[GATE] = (codes[:128].contiguous(), scales[:1])
     held[UP] = (held[UP][0], scales[:1])
-    kinds = {d.name: d for d in compare_weights(dense, held, FP8)}
-    assert kinds[DOWN].kind == "missing"
-    assert "its shape is (128, 128), and not (256, 128)" in kinds[GATE].detail
-    assert "its scales have the shape (1, 1)" in kinds[UP].detail
+    kinds = {d.where: d for d in compare_weights(dense, held, FP8)}
+    assert kind_of(kinds[DOWN]) == "missing"
+    assert "Its shape is (128, 128), and not (256, 128)" in kinds[GATE].why
+    assert "Its scales have the shape (1, 1)" in kinds[UP].why
 
 
 @pytest.mark.parametrize("other", [torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(2), torch.tensor(2.0).neg()])
@@ -167,7 +171,7 @@ def test_a_scalar_has_a_shape_and_a_type_too(other):
     name, scalar = "model.layers.0.self_attn.scale", torch.tensor(2.0)
     assert compare_weights({name: scalar}, {name: scalar.clone()}, FP8) == []
     (found,) = compare_weights({name: scalar}, {name: other}, FP8)
-    assert (found.name, found.kind) == (name, "differs")
+    assert (found.where, kind_of(found)) == (name, "differs")
 
 
 def test_one_scale_for_a_weight_is_told_from_one_in_another_type(dense):
@@ -176,7 +180,7 @@ def test_one_scale_for_a_weight_is_told_from_one_in_another_type(dense):
     assert q.scale_inv.dim() == 0
     held = held_as("tensors", dense, whole) | {DOWN: (q.data, q.scale_inv.double())}
     (found,) = compare_weights(dense, held, whole)
-    assert found.name == DOWN
+    assert found.where == DOWN
 
 
 def test_nothing_is_asked_of_tensors_outside_of_fp8_that_are_not_told(dense):
@@ -185,8 +189,20 @@ def test_nothing_is_asked_of_tensors_outside_of_fp8_that_are_not_told(dense):
     assert compare_weights(dense, {}, Precision(rollout="compute")) == []
 
 
-def test_a_difference_says_what_to_do():
-    problem = Difference("a.weight", "zeroed", "all scales are zero").problem
-    assert str(problem).splitlines()[0] == "a.weight is zeroed in the engine."
+def test_a_difference_says_what_to_do(dense):
+    (found,) = compare_weights(dense, held_as("tensors", dense | {DOWN: torch.zeros_like(dense[DOWN])}), FP8)
+    assert str(found).splitlines() == [
+        f"{DOWN} is zeroed in the engine.",
+        "  why:    All weights are zero.",
+        "  remedy: Push again; if it stays, the engine's loader drops scales (verl#7224 was one).",
+    ]
+
+
+def test_every_kind_has_its_words_and_no_words_are_of_no_kind():
+    kinds = {word for word in (re.match(r"    (\w+)  +\S", line) for line in weights_module.__doc__.splitlines()) if word}
+    assert {f"weight-{kind[1]}" for kind in kinds} == {code for code in RULES if code.startswith("weight-")}
+
+
+def test_what_no_part_is():
     with pytest.raises(PrecisionError, match="no part of a tensor"):
         compare_weights({"model.norm.weight": torch.ones(4)}, {"model.norm.weight": {"half": "0"}}, FP8)

@@ -10,11 +10,13 @@ from nemo_fp8 import agreement
 from nemo_fp8.agreement import check, join
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.findings import RULES
 from nemo_fp8.presets import preset
 
 DEEPSEEK = {"format": "e4m3", "scaling": "blockwise"}
 FP32 = {"weight_scale": "fp32", "activation_scale": "fp32"}
 POW2 = {"weight_scale": "pow2", "activation_scale": "pow2"}
+TENSORWISE_128 = {"format": "hybrid", "scaling": "tensorwise"}
 TENSORWISE = {"format": "hybrid", "scaling": "tensorwise", "rollout_block": "tensor"}
 
 
@@ -102,7 +104,7 @@ def test_the_verdict_on_weights_is_what_the_casts_do(weights, scaling, block, ou
     train = Precision(format="e4m3", scaling=scaling, rollout="compute", weight_scale=ours, activation_scale=ours)
     rollout = Precision(rollout="fp8", rollout_block=block, weight_scale=theirs, activation_scale=theirs)
     apart = _percent(_cast(weights, train.operand("weight")), _cast(weights, rollout.operand("weight", "rollout")), weights)
-    found = [f for f in check(train=train, rollout=rollout).findings if f.topic == "weights" and f.severity != "note"]
+    found = [f for f in check(train=train, rollout=rollout).findings if f.where == "weights" and f.severity != "info"]
     assert bool(found) == (apart > 0.1), f"{apart:.3f}% apart"
 
 
@@ -117,30 +119,53 @@ def test_one_contract_on_both_sides_agrees():
         assert check(train=p, rollout=p).require().agrees, p
 
 
-@pytest.mark.parametrize(
-    ("train", "rollout", "severity", "word"),
-    [
-        ({**DEEPSEEK}, {**DEEPSEEK, **FP32}, "conflict", "3.7% apart"),
-        ({**DEEPSEEK}, {"rollout": "fp8"}, "conflict", "power-of-2 scales"),
-        ({}, {"rollout": "fp8"}, "difference", "The rollout multiplies in FP8"),
-        ({**DEEPSEEK}, {}, "difference", "Training multiplies in FP8"),
-        ({"compute": "fp16"}, {}, "conflict", "FP16"),
-        ({**DEEPSEEK, "first_layers": 1}, {**DEEPSEEK}, "conflict", "first 1 layers"),
-        ({**DEEPSEEK}, {**DEEPSEEK, "keep": ("*a_proj*",)}, "conflict", "*a_proj*"),
-        ({"format": "hybrid", "scaling": "tensorwise"}, {"format": "hybrid", "scaling": "tensorwise"}, "difference", "whole tensor"),
-        ({"format": "hybrid", "scaling": "delayed"}, {"rollout": "fp8", "rollout_block": "tensor"}, "difference", "found beforehand"),
-        # One scale for a weight on both sides, and yet other inputs: the engine scales them in 1x128 (see test_operands.py).
-        ({**TENSORWISE}, {**TENSORWISE}, "difference", "Activations"),
-        ({**DEEPSEEK}, {**DEEPSEEK, "kv_cache": "fp8"}, "difference", "KV cache"),
-    ],
-)
-def test_what_differs_is_said_in_words(train, rollout, severity, word):
+# Two contracts, and what must be found: how grave, in which respect, by which rule, in which words.
+DIFFERENCES = [
+    ({**DEEPSEEK}, {**DEEPSEEK, **FP32}, "error", "weights", "sides-scales", "3.7% apart"),
+    ({**DEEPSEEK}, {**DEEPSEEK, **FP32}, "error", "activations", "sides-scales", "Set activation_scale to the same"),
+    ({**DEEPSEEK}, {"rollout": "fp8"}, "error", "weights", "sides-scales", "power-of-2 scales"),
+    ({}, {"rollout": "fp8"}, "warning", "format", "sides-format", "The rollout multiplies in FP8"),
+    ({**DEEPSEEK}, {}, "warning", "format", "sides-format", "Training multiplies in FP8"),
+    ({"compute": "fp16"}, {}, "error", "compute", "sides-compute", "FP16"),
+    ({**DEEPSEEK, "first_layers": 1}, {**DEEPSEEK}, "error", "layers", "sides-layers", "first 1 layers"),
+    ({**DEEPSEEK}, {**DEEPSEEK, "keep": ("*a_proj*",)}, "error", "modules", "sides-modules", "*a_proj*"),
+    (TENSORWISE_128, TENSORWISE_128, "warning", "weights", "sides-blocks", "whole tensor"),
+    ({"format": "hybrid", "scaling": "delayed"}, {"rollout": "fp8"}, "warning", "weights", "sides-delayed", "found beforehand"),
+    # One scale for a weight on both sides, and yet other inputs: the engine scales them in 1x128 (see test_operands.py).
+    ({**TENSORWISE}, {**TENSORWISE}, "warning", "activations", "sides-blocks", "Activations"),
+    ({**TENSORWISE}, {**TENSORWISE, "activation_scheme": "static"}, "warning", "activations", "sides-calibrated", "calibrated"),
+    ({**DEEPSEEK}, {**DEEPSEEK, "kv_cache": "fp8"}, "warning", "attention", "sides-kv-cache", "KV cache"),
+    ({**TENSORWISE, **POW2}, {**DEEPSEEK, **POW2}, "info", "weights", "sides-underflow", "underflows"),
+    ({**DEEPSEEK}, {**DEEPSEEK, "importance_sampling": False}, "info", "loss", "sides-correction", "not corrected"),
+]
+
+
+@pytest.mark.parametrize(("train", "rollout", "severity", "where", "code", "words"), DIFFERENCES)
+def test_what_differs_is_said_in_words(train, rollout, severity, where, code, words):
     result = check(train=Precision(**train), rollout=Precision(**rollout))
-    assert not result.agrees
-    assert any(f.severity == severity and word in str(f) for f in result.findings), str(result)
-    assert all(f.problem.what and f.problem.why and f.problem.remedy for f in result.findings)
-    with pytest.raises(PrecisionError, match=r"remedy"):
-        result.require()
+    found = [f for f in result.findings if (f.code, f.where, f.severity) == (code, where, severity)]
+    assert any(words in str(f) for f in found), str(result)
+    assert all(f.what and f.why and f.remedy for f in result.findings)
+    assert result.agrees == (severity == "info")
+    if not result.agrees:
+        with pytest.raises(PrecisionError, match=r"remedy"):
+            result.require()
+
+
+def test_every_rule_on_two_sides_is_found():
+    assert {code for *_, code, _ in DIFFERENCES} == {code for code in RULES if code.startswith("sides-")}
+
+
+def test_json_keeps_the_words_of_scripts():
+    """One scale inside; ``conflict``, ``difference`` and ``note`` are what ``check --json`` has always said."""
+    for severity, word in (("error", "conflict"), ("warning", "difference"), ("info", "note")):
+        train, rollout, _, where, code, _ = next(row for row in DIFFERENCES if row[2] == severity)
+        rows = check(train=Precision(**train), rollout=Precision(**rollout)).to_dict()["findings"]
+        row = next(row for row in rows if row["code"] == code)
+        assert (row["severity"], row["topic"]) == (word, where)
+        assert row["what"]
+        assert row["why"]
+        assert row["remedy"]
 
 
 def test_a_router_kept_by_name_is_kept_anyway():
@@ -152,7 +177,7 @@ def test_a_missing_correction_is_a_note():
     p = Precision(**DEEPSEEK, importance_sampling=False)
     result = check(train=p, rollout=p)
     assert result.agrees
-    assert [f.severity for f in result.findings] == ["note"]
+    assert [f.severity for f in result.findings] == ["info"]
     assert result.to_dict()["findings"][0]["topic"] == "loss"
 
 
@@ -163,13 +188,13 @@ def test_the_result_has_no_truth_value():
 
 @given(contracts())
 def test_a_contract_never_conflicts_with_itself(contract):
-    assert "conflict" not in {f.severity for f in check(train=contract, rollout=contract).findings}
+    assert "error" not in {f.severity for f in check(train=contract, rollout=contract).findings}
     assert join(contract, contract) == contract
 
 
 @given(contracts(), contracts())
 def test_two_sides_without_conflict_join_to_one_contract_that_says_both(train, rollout):
-    conflicts = [f for f in check(train=train, rollout=rollout).findings if f.severity == "conflict"]
+    conflicts = [f for f in check(train=train, rollout=rollout).findings if f.severity == "error"]
     if conflicts:
         with pytest.raises(PrecisionError):
             join(train, rollout)

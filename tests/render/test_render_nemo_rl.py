@@ -72,6 +72,7 @@ def test_the_documents_older_keys_are_read_and_said_to_be_ignored():
         (True, False),
         (False, True),
     ]
+    assert {p.code for p in ignored} == {"nemo-rl-not-read"}
     assert from_nemo_rl(DOCUMENT_ROLLOUT.replace("False", "True")).weight_scale == "pow2"
     both = "policy: {generation: {vllm_cfg: {precision: fp8, use_weight_pow2_scale: true, pow2_weight_scaling_factors: %s}}}"
     assert from_nemo_rl(both % "true").weight_scale == "pow2"
@@ -82,7 +83,9 @@ def test_the_documents_older_keys_are_read_and_said_to_be_ignored():
 def test_the_documents_training_sample_is_fp8_training_and_says_what_nemo_rl_needs():
     p = from_nemo_rl(DOCUMENT_TRAINING)
     assert (p.format, p.scaling, p.fp8_param, p.rollout) == ("hybrid", "tensorwise", False, "compute")
-    assert "enabled: true" in ignored_by_nemo_rl(DOCUMENT_TRAINING)[0].remedy
+    (ignored,) = ignored_by_nemo_rl(DOCUMENT_TRAINING)
+    assert ignored.code == "nemo-rl-not-enabled"
+    assert "enabled: true" in ignored.remedy
 
 
 def test_a_whole_file_is_read():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.numerics import quantize
-from nemo_fp8.rollout.mismatch import Gate, LogProbs, compare_weights, predict
+from nemo_fp8.rollout.mismatch import Gate, LogProbs, compare_weights, kind_of, predict
 from nemo_fp8.rollout.mismatch.engine import read_back
 from nemo_fp8.rollout.mismatch.weights import told_by
 
@@ -91,7 +91,7 @@ def test_scales_of_one_layer_zeroed(dense):
     assert verdict.left
     assert [check.side for check in verdict.checks] == ["above", "above"]
     assert verdict.layers == (DOWN,)
-    assert verdict.differences[0].kind == "zeroed"
+    assert kind_of(verdict.differences[0]) == "zeroed"
     dense.push(dense.weights)
     assert not dense.judge().fired
 
@@ -100,9 +100,9 @@ def test_gate_and_up_swapped(dense):
     dense.push(dense.weights | {GATE: dense.weights[UP], UP: dense.weights[GATE]})
     verdict = dense.judge()
     assert verdict.left
-    assert [(d.name, d.kind, d.detail) for d in verdict.differences] == [
-        (GATE, "swapped", f"it holds {UP}"),
-        (UP, "swapped", f"it holds {GATE}"),
+    assert [(d.where, kind_of(d), d.why) for d in verdict.differences] == [
+        (GATE, "swapped", f"It holds {UP}."),
+        (UP, "swapped", f"It holds {GATE}."),
     ]
 
 
@@ -116,7 +116,7 @@ def test_one_layer_stale_after_a_small_step(dense):
     dense.push(dense.weights | {name: t for name, t in before.items() if name.startswith(LAYER)})
     verdict = dense.judge(previous=before)
     assert [check.side for check in verdict.checks] == ["inside", "above"]
-    assert {d.kind for d in verdict.differences} == {"stale"}
+    assert {kind_of(d) for d in verdict.differences} == {"stale"}
     assert set(verdict.layers) == {name for name in dense.weights if name.startswith(LAYER) and "_proj" in name}
 
 
@@ -124,9 +124,9 @@ def test_other_scales_in_one_layer_are_a_warning(dense):
     q = quantize(dense.weights[DOWN], Operand("e4m3", (128, 128), "pow2"))
     dense.push(dense.weights | {DOWN: q.data, f"{DOWN}_scale_inv": q.scale_inv})
     verdict = dense.judge()
-    assert [(d.name, d.kind, d.severity) for d in verdict.differences] == [(DOWN, "scales", "warning")]
+    assert [(d.where, kind_of(d), d.severity) for d in verdict.differences] == [(DOWN, "scales", "warning")]
     assert not verdict.fired, verdict
-    assert {severity for severity, _ in verdict.problems()} == {"warning"}
+    assert {found.severity for found in verdict.findings} == {"warning"}
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ NeMo's side runs for real: its plugin, its override of the configs, Megatron's o
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fiddle as fdl
 import pytest
@@ -16,6 +17,7 @@ from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecisio
 
 import nemo_fp8
 from nemo_fp8 import PrecisionError
+from nemo_fp8.findings import RULES
 from nemo_fp8.machine import Machine
 from nemo_fp8.render.te_loader import load_recipe_module
 from nemo_fp8.train.checks import Run, require_agreement
@@ -81,9 +83,9 @@ _AFTER = [
         "bf16_with_fp8_current_scaling_mixed",
         {"num_layers_at_start_in_bf16": 7},
         {},
-        "none would run in FP8",
+        "nothing runs in FP8",
     ),
-    ("bf16_with_fp8_current_scaling_mixed", {}, {}, "1 . 1 layers stay in bf16, and the model has 2"),
+    ("bf16_with_fp8_current_scaling_mixed", {}, {}, "first_layers=1 and last_layers=1 keep all 2 layers in BF16"),
     ("bf16_mixed", {}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "asks for FP8"),
 ]
 
@@ -99,6 +101,40 @@ def test_what_only_the_run_can_show_is_refused_after_the_overrides(factory, argu
     plugin = fdl.build(getattr(nemo_fp8, factory)(**arguments))
     with pytest.raises(PrecisionError, match=words):
         require_agreement(plugin.contract, _after_overrides(plugin, _configs(**model)))
+
+
+class _Refused:
+    def __post_init__(self):
+        raise ValueError("no")
+
+
+_RUNS = {
+    "run-setting-dropped": ("bf16_with_fp8_blockwise_mixed", {}),
+    "run-model-asks-for-fp8": ("bf16_mixed", {"model": {"fp8": "hybrid"}}),
+    "run-model-asks-for-fp4": ("bf16_mixed", {"model": {"fp4": "nvfp4"}}),
+    "layers-all-kept": ("bf16_with_fp8_current_scaling_mixed", {"model": {"num_layers": 2}}),
+    "fp8-param-needs-distributed-optimizer": ("bf16_with_mxfp8_mixed", {"ddp": {"use_distributed_optimizer": False}}),
+    "run-offloaded-optimizer": ("bf16_with_mxfp8_mixed", {"optimizer": {"optimizer_cpu_offload": True}}),
+    "run-gathers-no-fp8": ("bf16_mixed", {"ddp": {"fp8_param_gather": True}}),
+    "run-refused-by-megatron": ("bf16_mixed", {"optimizer": _Refused()}),
+}
+
+
+@pytest.mark.parametrize("code", _RUNS)
+def test_every_rule_on_a_run_has_its_code(code):
+    """The smallest configs that break each rule: those of ``run-`` and two that lint has too."""
+    preset, configs = _RUNS[code]
+    plain = {"num_layers": 8, "fp8": None, "fp4": None}
+    made = {name: SimpleNamespace(**fields) if isinstance(fields, dict) else fields for name, fields in configs.items()}
+    run = Run(**{"model": SimpleNamespace(**plain)} | made)
+    vars(run.model).update(plain | vars(run.model))
+    with pytest.raises(PrecisionError) as caught:
+        require_agreement(nemo_fp8.preset(preset), run)
+    assert code in [problem.code for problem in caught.value.problems]
+
+
+def test_no_rule_on_a_run_is_left_out():
+    assert {code for code in RULES if code.startswith("run-")} <= set(_RUNS)
 
 
 def test_nemos_plugin_erases_the_models_fp8_and_ours_does_not():

@@ -8,7 +8,10 @@ prediction = predict(config, weights, tokens, precision) what rounding alone wou
 Gate().judge(prediction, pair).require()                 an error, with the names of the layers, if it is more
 """
 
+from typing import TYPE_CHECKING
+
 from nemo_fp8.extras import require
+from nemo_fp8.moved import renamed
 
 __needs__ = require("numerics")
 
@@ -17,10 +20,12 @@ from nemo_fp8.rollout.mismatch.gate import Gate, Prediction, Verdict, predict
 from nemo_fp8.rollout.mismatch.importance import ImportanceSampling, Weights
 from nemo_fp8.rollout.mismatch.logprobs import LogProbs
 from nemo_fp8.rollout.mismatch.metrics import metrics, token_errors
-from nemo_fp8.rollout.mismatch.weights import Difference, compare_weights, sides_apart
+from nemo_fp8.rollout.mismatch.weights import compare_weights, kind_of, sides_apart
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(__name__, {"Difference": "nemo_fp8.errors.Problem"})
 
 __all__ = [
-    "Difference",
     "Gate",
     "ImportanceSampling",
     "LogProbs",
@@ -29,6 +34,7 @@ __all__ = [
     "Verdict",
     "Weights",
     "compare_weights",
+    "kind_of",
     "log_probs",
     "metrics",
     "pad",

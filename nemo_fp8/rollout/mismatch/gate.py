@@ -24,7 +24,8 @@ band can and cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -32,11 +33,12 @@ import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.findings import finding
 from nemo_fp8.rollout.mismatch.band import Band, Sample, band
 from nemo_fp8.rollout.mismatch.forward import Run, log_probs
 from nemo_fp8.rollout.mismatch.logprobs import LogProbs
 from nemo_fp8.rollout.mismatch.metrics import metrics
-from nemo_fp8.rollout.mismatch.weights import ERROR, WARNING, Difference, Held, Weights, compare_weights
+from nemo_fp8.rollout.mismatch.weights import Held, Weights, compare_weights, kind_of
 
 DISTANCE, RESIDUAL = "distance", "residual"
 
@@ -125,7 +127,8 @@ class Verdict:
     metrics: Mapping[str, float]
     expected: Mapping[str, float]
     """The metrics of the prediction."""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[Problem, ...] = ()
+    """The weights that are not the trainer's; ``where`` is the name of each."""
     told: bool = False
     """Whether the gate was told what weights the engine holds."""
     false_positives: float = field(default=0.0, repr=False)
@@ -142,26 +145,32 @@ class Verdict:
 
     def severity(self, check: Check) -> str:
         """How grave it is that a check left its band: a residual that other scales explain is a warning, as they are."""
-        return WARNING if check.name == RESIDUAL and self.only_scales else ERROR
+        return "warning" if check.name == RESIDUAL and self.only_scales else "error"
 
     @property
     def fired(self) -> bool:
         """Whether something is broken."""
-        return bool(self.layers) or any(check.side == "above" and self.severity(check) == ERROR for check in self.checks)
+        return bool(self.layers) or any(check.side == "above" and self.severity(check) == "error" for check in self.checks)
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The names of the weights that are wrong."""
-        return tuple(d.name for d in self.differences if d.severity == ERROR)
+        return tuple(d.where for d in self.differences if d.severity == "error")
+
+    @property
+    def findings(self) -> tuple[Problem, ...]:
+        """Everything to be said: of the checks, then of the weights."""
+        return (*_of_checks(self), *self.differences)
 
     def problems(self) -> list[tuple[str, Problem]]:
-        """Everything to be said, each with how grave it is: ``error`` or ``warning``."""
-        return [*_of_checks(self), *((d.severity, d.problem) for d in self.differences)]
+        """The findings as pairs, for those who read them so; goes with the next release."""
+        warnings.warn("Verdict.problems() is Verdict.findings now, whose rows hold their severity.", DeprecationWarning, stacklevel=2)
+        return [(found.severity, found) for found in self.findings]
 
     def require(self) -> Verdict:
         """The same verdict, or an error with everything that is broken."""
         if self.fired:
-            raise PrecisionError([problem for severity, problem in self.problems() if severity == ERROR])
+            raise PrecisionError(found for found in self.findings if found.severity == "error")
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,15 +181,15 @@ class Verdict:
             "checks": [{**asdict(check), "side": check.side} for check in self.checks],
             "metrics": dict(self.metrics),
             "expected": dict(self.expected),
-            "weights": [{**asdict(d), "severity": d.severity} for d in self.differences] if self.told else None,
-            "problems": [{"severity": severity, **asdict(problem)} for severity, problem in self.problems()],
+            "weights": [_row(different) for different in self.differences] if self.told else None,
+            "problems": [found.to_dict() for found in self.findings],
         }
 
     def __str__(self) -> str:
         lines = [
             f"{c.name}: {c.observed:.3g}, expected {c.band.expected:.3g}, band {c.band.low:.3g} to {c.band.high:.3g}" for c in self.checks
         ]
-        lines += [f"{severity}: {problem.what}" for severity, problem in self.problems()]
+        lines += [f"{found.severity}: {found.what}" for found in self.findings]
         return "\n".join([f"the gate {'FIRES' if self.fired else 'is calm'}", *lines])
 
 
@@ -227,7 +236,7 @@ class Gate:
             mask = pair.mask & prediction.mask.to(pair.mask.device)
             rest = Sample.of(pair.rollout - prediction.rollout.to(pair.rollout.device), mask)
             found.append(Check(RESIDUAL, rest.typical, band(prediction.residual(), rest, chance, self.residual_factor)))
-        differences: list[Difference] = []
+        differences: list[Problem] = []
         if held is not None:
             if weights is None:
                 raise PrecisionError(
@@ -241,32 +250,21 @@ class Gate:
 
 # ---------------------------------------------------------------------- in words
 
-_ABOVE = {
-    DISTANCE: (
-        "Trainer and rollout are {times:.1f} times as far apart as the contract makes them.",
-        "Their log-probs typically differ by {observed:.3g}, and rounding leaves that below {high:.3g}.",
-    ),
-    RESIDUAL: (
-        "The rollout is {times:.1f} times as far from its emulation as arithmetic makes it.",
-        "The engine does not compute with the trainer's weights under this contract: {observed:.3g}, where {high:.3g} is the most.",
-    ),
-}
 _NAME_THEM = "Pass held=, fingerprints or weights read back from the engine, and the gate names the layers; push again with verify=True."
 
 
-def _of_checks(verdict: Verdict) -> list[tuple[str, Problem]]:
-    found = []
+def _of_checks(verdict: Verdict) -> Iterator[Problem]:
     for check in verdict.checks:
-        words = {"observed": check.observed, "high": check.band.high, "times": check.observed / check.band.expected}
         if check.side == "above":
-            what, why = (text.format(**words) for text in _ABOVE[check.name])
-            remedy = _NAME_THEM if not verdict.told else _after_naming(verdict)
-            found.append((verdict.severity(check), Problem(what, why, remedy)))
+            remedy = _after_naming(verdict) if verdict.told else _NAME_THEM
+            numbers = {"observed": check.observed, "high": check.band.high, "times": check.observed / check.band.expected}
+            yield finding(f"gate-{check.name}", check.name, severity=verdict.severity(check), remedy=remedy, **numbers)
         elif check.side == "below" and check.name == DISTANCE:
-            what = "Trainer and rollout are closer than the contract lets them be."
-            why = f"It leaves at least {check.band.low:.3g}, and here are {check.observed:.3g}: an engine that silently runs in BF16."
-            found.append((WARNING, Problem(what, why, "Look for the quantization method in the engine's log.")))
-    return found
+            yield finding("gate-too-close", check.name, observed=check.observed, low=check.band.low)
+
+
+def _row(different: Problem) -> dict[str, str]:
+    return {"name": different.where, "kind": kind_of(different), "detail": different.why, "severity": different.severity}
 
 
 def _after_naming(verdict: Verdict) -> str:

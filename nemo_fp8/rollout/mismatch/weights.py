@@ -11,6 +11,8 @@ accidents that are known are tried one after the other, each being what the engi
     scales           the reference under the other scale convention (FP32 or powers of two): right to FP8's precision
     differs          none of these
 
+Each is a row of :data:`nemo_fp8.findings.RULES`, ``weight-missing`` to ``weight-scales``.
+
 What the engine holds may be told as codes and scales, as values where it is not in FP8, or as a fingerprint, whole or
 by the parts that tensor-parallel workers hold, as in the receipt of a push. So a name costs sixteen digits, and the
 answer is the same.
@@ -19,15 +21,17 @@ answer is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Union
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.findings import finding
 from nemo_fp8.models.names import place
 from nemo_fp8.models.selection import select
+from nemo_fp8.moved import renamed
 from nemo_fp8.numerics import Quantized, quantize
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 
@@ -35,34 +39,8 @@ Weights = Mapping[str, torch.Tensor]
 Parts = Mapping[str, str]
 Held = Union[Quantized, "tuple[torch.Tensor, torch.Tensor]", torch.Tensor, str, Parts]
 
-ERROR, WARNING = "error", "warning"
-# kind -> how grave it is, what is said of the tensor, and what to do.
-KINDS: dict[str, tuple[str, str, str]] = {
-    "missing": (ERROR, "was not found in the engine", "Push every tensor of the model; the receipt's manifest names what an engine lacks."),
-    "zeroed": (ERROR, "is zeroed in the engine", "Push again; if it stays, the engine's loader drops scales (verl#7224 was one)."),
-    "swapped": (ERROR, "is another tensor in the engine", "Correct the order of fused parts where names are mapped, and push again."),
-    "stale": (ERROR, "is stale in the engine", "Push again, and require the receipt: a tensor was not written."),
-    "differs": (ERROR, "is not the trainer's in the engine", "Push again with verify=True; the receipt says what was written."),
-    "scales": (WARNING, "has other scales than the contract's", "Give trainer and rollout one contract; only codes and scales differ."),
-}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One tensor that is not what it should be."""
-
-    name: str
-    kind: str
-    detail: str
-
-    @property
-    def severity(self) -> str:
-        return KINDS[self.kind][0]
-
-    @property
-    def problem(self) -> Problem:
-        _, what, remedy = KINDS[self.kind]
-        return Problem(f"{self.name} {what}.", f"{self.detail[0].upper()}{self.detail[1:]}.", remedy)
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(__name__, {"Difference": "nemo_fp8.errors.Problem"})
 
 
 def reference(
@@ -101,8 +79,8 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
 
 def compare_weights(
     weights: Weights, held: Mapping[str, Held], precision: Precision, *, layers: int | None = None, previous: Weights | None = None
-) -> list[Difference]:
-    """Every tensor in which the engine differs from the trainer's ``weights``, in their order.
+) -> list[Problem]:
+    """Every tensor in which the engine differs from the trainer's ``weights``, in their order; ``where`` is its name.
 
     Tensors outside of FP8 are compared where ``held`` tells of them. ``previous`` are the weights of the push before,
     by which what is stale is known.
@@ -113,13 +91,22 @@ def compare_weights(
     for name, q in reference(weights, precision, layers):
         quantized.add(name)
         if name not in held:
-            found.append(Difference(name, "missing", "nothing is known of it"))
+            found.append(_different(name, "missing", "nothing is known of it"))
         elif not _same(held[name], q):
             found.append(search.explain(name, q, held[name]))
     for name in (n for n in weights if n in held and n not in quantized):
         if not _same(held[name], weights[name]):
             found.append(search.explain(name, weights[name], held[name]))
     return found
+
+
+def kind_of(different: Problem) -> str:
+    """What happened to a weight, in one word: ``zeroed`` of a ``weight-zeroed``."""
+    return different.code.removeprefix("weight-")
+
+
+def _different(name: str, kind: str, detail: str) -> Problem:
+    return finding(f"weight-{kind}", name, name=name, detail=f"{detail[0].upper()}{detail[1:]}")
 
 
 Candidate = tuple[str, str, Callable[[], "Quantized | torch.Tensor"]]
@@ -145,14 +132,14 @@ class _Search:
         self.shapes = shapes_of(weights)
         self.operand = precision.operand("weight", "rollout")
 
-    def explain(self, name: str, expected: Quantized | torch.Tensor, held: Held) -> Difference:
+    def explain(self, name: str, expected: Quantized | torch.Tensor, held: Held) -> Problem:
         bad = _bad_scales(held)
         if bad:
-            return Difference(name, "zeroed", bad)
+            return _different(name, "zeroed", bad)
         for kind, detail, make in self._candidates(name, expected):
             if _same(held, make()):
-                return Difference(name, kind, detail)
-        return Difference(name, "differs", _how_much(expected, held))
+                return _different(name, kind, detail)
+        return _different(name, "differs", _how_much(expected, held))
 
     def _candidates(self, name: str, expected: Quantized | torch.Tensor) -> Iterator[Candidate]:
         if isinstance(expected, Quantized):

@@ -126,7 +126,7 @@ class Receipt:
             "fingerprint": self.fingerprint,
             "lowest_snr_db": None if lowest is None else lowest[0],
             "misaligned": list(self.misaligned),
-            "problems": [asdict(p) for p in self.problems],
+            "problems": [p.to_dict() for p in self.problems],
         }
 
     # ------------------------------------------------------------------ for people
