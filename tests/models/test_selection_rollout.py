@@ -103,7 +103,9 @@ def test_shapes(changes, fits, reason):
     assert all(problem.what and problem.why and problem.remedy for problem in chosen.misaligned)
     with pytest.raises(PrecisionError) as error:
         select(tensors, FP8.replace(strict=True))
-    assert error.value.problems == chosen.misaligned  # all at once
+    assert [problem.what for problem in error.value.problems] == [problem.what for problem in chosen.misaligned]  # all at once
+    assert {problem.severity for problem in error.value.problems} == {"error"}
+    assert {problem.severity for problem in chosen.misaligned} == {"warning"}
 
 
 def test_the_last_part_may_end_in_a_ragged_block():
