@@ -124,12 +124,6 @@ def _same_values(a: Operand, b: Operand) -> bool:
     return a.format == b.format and (exponents_only or (a.block == b.block and a.scale == b.scale and not (a.delayed or b.delayed)))
 
 
-def _words(operand: Operand) -> str:
-    scale = {"fp32": "FP32 scales", "pow2": "power-of-2 scales", "e8m0": "E8M0 scales"}[operand.scale]
-    tile = "one for the whole tensor" if operand.block is None else "one for each {}x{} block".format(*operand.block)
-    return f"{operand.format.upper()} with {scale}, {tile}{', found beforehand' if operand.delayed else ''}"
-
-
 # ---------------------------------------------------------------------- comparisons
 
 
@@ -165,7 +159,7 @@ def _activations(train: Precision, rollout: Precision) -> Iterator[Problem]:
 
 def _casts(tensors: str, ours: Operand, theirs: Operand, severity: str, gaps: dict[str, str]) -> Iterator[Problem]:
     """What two casts of the same tensors make of them; nothing where codes and scales are the same."""
-    gaps |= {"tensors": tensors, "train": _words(ours), "rollout": _words(theirs)}
+    gaps |= {"tensors": tensors, "train": ours.words(), "rollout": theirs.words()}
     if not _same_values(ours, theirs):
         yield finding(_cause(ours, theirs), tensors, severity=severity, **gaps)
     elif ours.block != theirs.block:

@@ -37,6 +37,9 @@ GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("g
 # Weight blocks that share one scale in an FP8 rollout: DeepSeek's, MX's, and the whole tensor.
 ROLLOUT_BLOCKS: dict[str, tuple[int, int] | None] = {"128x128": (128, 128), "1x32": (1, 32), "tensor": None}
 
+# Kind of scale -> its name.
+SCALES = {"fp32": "FP32", "pow2": "power-of-2", "e8m0": "E8M0"}
+
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "compute": COMPUTE_DTYPES,
     "grad_reduce": ("fp32", "compute"),
@@ -68,6 +71,11 @@ class Operand:
     block: tuple[int, int] | None
     scale: str
     delayed: bool = False
+
+    def words(self) -> str:
+        """It all in words, as reports and ``check`` say it."""
+        tile = "one for the whole tensor" if self.block is None else "one for each {}x{} block".format(*self.block)
+        return f"{self.format.upper()} with {SCALES[self.scale]} scales, {tile}{', found beforehand' if self.delayed else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)

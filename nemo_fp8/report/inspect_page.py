@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_fp8.contract import Operand
 from nemo_fp8.models.families import ROLES
 from nemo_fp8.report import figures
 from nemo_fp8.report.inspect import Inspection, Row
@@ -106,12 +105,6 @@ def inspection_page(inspection: Inspection, advice: list[Advice], snr: float) ->
     return page
 
 
-def _stored(operand: Operand) -> str:
-    scale = {"fp32": "FP32", "pow2": "power-of-2", "e8m0": "E8M0"}[operand.scale]
-    tile = "tensor" if operand.block is None else "{}x{} block".format(*operand.block)
-    return f"{operand.format.upper()}, one {scale} scale a {tile}"
-
-
 def _chip(inspection: Inspection, label: str) -> Cell:
     return Cell(label, figures.color(figures.recipe_of(inspection.recipes[label])))
 
@@ -127,7 +120,7 @@ def _overview(page: Page, inspection: Inspection, advice: list[Advice], operands
             lowest = min(rows, key=lambda row: row.losses[a.label].snr_db).losses[a.label].snr_db
             below = sum(row.operand == operand for row in a.below)
             numbers = (total.snr_db, lowest, total.block_snr_db, total.underflow_percent, total.saturation_percent, below)
-            lines.append((_chip(inspection, a.label), operand, _stored(stored), *numbers))
+            lines.append((_chip(inspection, a.label), operand, stored.words(), *numbers))
     columns = (
         "recipe",
         "operand",

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_fp8 import check
-from nemo_fp8.agreement import _TOPICS, _words
+from nemo_fp8.agreement import _TOPICS
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export import HuggingFace, export
@@ -53,7 +53,7 @@ def test_whoever_is_asked_gives_the_contracts_operands(p):
         ours = p.operand(role, "train")
         said = [f.what for f in check(train=p, rollout=p).findings if f.where == _TOPICS[role]]
         assert bool(said) == (p.is_fp8 and (ours.block, ours.delayed) != (engine.block, engine.delayed)), role
-        assert all(f"{_words(engine)}." in what for what in said)
+        assert all(f"{engine.words()}." in what for what in said)
     assert activation_of(storage.group, storage.activation.scale) == p.operand("input", "rollout"), "the engine's operators"
     assert p.operand("grad", "rollout") is None
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import SCALES, Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.names import place
@@ -148,7 +148,7 @@ class _Search:
             yield "zeroed", "all weights are zero", lambda: self._like(q, torch.zeros_like(self.weights[name]))
             if self.operand is not None and self.operand.scale in _OTHER:
                 other = replace(self.operand, scale=_OTHER[self.operand.scale])
-                detail = f"{_words(other.scale)} scales, and the contract says {_words(self.operand.scale)}"
+                detail = f"{SCALES[other.scale]} scales, and the contract says {SCALES[self.operand.scale]}"
                 yield "scales", detail, lambda: quantize(self.weights[name], other)
         else:
             yield "zeroed", "all values are zero", lambda: torch.zeros_like(expected)
@@ -254,7 +254,3 @@ def _how_much(expected: Quantized | torch.Tensor, held: Held) -> str:
         other = theirs[0].float()
     distance = float((other - values).norm() / values.norm().clamp_min(1e-30))
     return f"its values are off by {distance:.2%} of their size"
-
-
-def _words(scale: str) -> str:
-    return "power-of-2" if scale == "pow2" else "FP32"
