@@ -75,6 +75,11 @@ class Checkpoint:
             named = re.search(r"step=(\d+)", self.folder.name)
             return int(named[1]) + 1 if named else inf  # NeMo counts from 0 in names
 
+    def names(self) -> frozenset[str]:
+        """What lies in it; nothing where there is no index of ``torch_dist``, or none that can be read: :meth:`problems` says why."""
+        index, _ = _read(self.weights / INDEX, lambda path: FileSystemReader(path.parent).read_metadata())
+        return frozenset(index.state_dict_metadata if index else ())
+
     def problems(self, *, contents: bool = False) -> list[Problem]:
         """All that is wrong with it; ``contents`` reads every byte, too."""
         return list(self._problems(contents))

@@ -31,6 +31,7 @@ from nemo_fp8.train import checks, repairs
 from nemo_fp8.train.engine import choose_engine, hold_cpu
 from nemo_fp8.train.first_weights import true_first_weights
 from nemo_fp8.train.kept import keep_modules
+from nemo_fp8.train.loading import require_loadable
 
 
 def plugin_arguments(precision: Precision) -> dict[str, Any]:
@@ -127,6 +128,7 @@ class MixedPrecision(MegatronMixedPrecision):
         run = checks.Run.of(module)
         repairs.before_ddp(self.contract, run)
         checks.require_agreement(self.contract, run)
+        require_loadable(module)
         keep_modules(module, self.contract)
         return super().convert_module(module)
 
