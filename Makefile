@@ -28,7 +28,7 @@ help:
 
 # Side by side: pip spends its time unpacking, on one core.
 setup:
-	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.installed $(ROLLOUT)/.installed .te/.installed
+	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.installed $(ROLLOUT)/.installed .te/.installed .megatron/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py constraints/training.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11), (3, 12)) else f"make setup needs Python 3.10 to 3.12, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11 setup")'
@@ -49,6 +49,12 @@ $(ROLLOUT)/.installed: pyproject.toml setup.py constraints/rollout.txt
 .te/.installed: Makefile
 	rm -rf .te
 	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .te $(APART)
+	@touch $@
+
+# Megatron without NeMo, in the version that came after NeMo's.
+.megatron/.installed: Makefile
+	rm -rf .megatron
+	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .megatron megatron-core==0.16.1
 	@touch $@
 
 demo: setup
@@ -79,4 +85,4 @@ format: setup
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(ROLLOUT) .te build dist *.egg-info
+	rm -rf $(VENV) $(ROLLOUT) .te .megatron build dist *.egg-info

@@ -120,10 +120,8 @@ def _properties(device: object = None) -> types.SimpleNamespace:
     )  # fmt: skip
 
 
-def _nothing(*args: object, **kwargs: object) -> None: ...
-
-
 def _answers(value: Any) -> Callable[..., Any]:
+    """A function of its own for each name: torch.compile knows functions by their identity, and refuses one that stands for two."""
     return lambda *args, **kwargs: value
 
 
@@ -136,39 +134,39 @@ _UNMEASURED = "the memory of the CPU's allocator is not counted"
 _CUDA: dict[str, tuple[Any, str]] = {
     "is_available": (_answers(True), _ONE_DEVICE),
     "is_initialized": (_answers(True), _ONE_DEVICE),
-    "init": (_nothing, _ONE_DEVICE),
-    "_lazy_init": (_nothing, _ONE_DEVICE),
+    "init": (_answers(None), _ONE_DEVICE),
+    "_lazy_init": (_answers(None), _ONE_DEVICE),
     "_lazy_call": (lambda call, **kwargs: call(), _ONE_DEVICE),
     "_is_in_bad_fork": (_answers(False), "there is no driver that a fork could break"),
     "device_count": (lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "every rank of this machine has a device of its own"),
     "current_device": (_answers(CPU), "not 0: torch.device(0) asks for a CUDA build"),
-    "set_device": (_nothing, _ONE_DEVICE),
+    "set_device": (_answers(None), _ONE_DEVICE),
     "device": (_answers(nullcontext()), _ONE_DEVICE),
     "get_device_properties": (_properties, "TE chooses recipes and layouts by it"),
     "get_device_name": (lambda device=None: _properties().name, "logs say what it is"),
     "get_device_capability": (lambda device=None: (_arch[0] // 10, _arch[0] % 10), "TE chooses recipes and layouts by it"),
     "is_bf16_supported": (_answers(True), "every CPU computes BF16, if slowly"),
-    "synchronize": (_nothing, _ORDERED),
+    "synchronize": (_answers(None), _ORDERED),
     "Stream": (Order, _ORDERED),
     "ExternalStream": (Order, _ORDERED),
     "Event": (Order, _ORDERED),
     "current_stream": (_answers(_ORDER), _ORDERED),
     "default_stream": (_answers(_ORDER), _ORDERED),
     "stream": (lambda stream: nullcontext(), _ORDERED),
-    "set_stream": (_nothing, _ORDERED),
+    "set_stream": (_answers(None), _ORDERED),
     "is_current_stream_capturing": (_answers(False), "there are no CUDA graphs"),
     "manual_seed": (torch.default_generator.manual_seed, _GENERATOR),
     "manual_seed_all": (torch.default_generator.manual_seed, _GENERATOR),
     "get_rng_state": (lambda device="cuda": torch.get_rng_state(), _GENERATOR),
     "set_rng_state": (lambda new_state, device="cuda": torch.set_rng_state(new_state), _GENERATOR),
     "default_generators": (_OneGenerator(), _GENERATOR),
-    "empty_cache": (_nothing, _UNMEASURED),
-    "ipc_collect": (_nothing, _UNMEASURED),
+    "empty_cache": (_answers(None), _UNMEASURED),
+    "ipc_collect": (_answers(None), _UNMEASURED),
     "memory_allocated": (_answers(0), _UNMEASURED),
     "max_memory_allocated": (_answers(0), _UNMEASURED),
     "memory_reserved": (_answers(0), _UNMEASURED),
     "max_memory_reserved": (_answers(0), _UNMEASURED),
-    "reset_peak_memory_stats": (_nothing, _UNMEASURED),
+    "reset_peak_memory_stats": (_answers(None), _UNMEASURED),
     "mem_get_info": (lambda device=None: _memory(), "the memory of the machine is what there is"),
     "memory_stats": (_answers({}), _UNMEASURED),
 }
@@ -272,7 +270,7 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     of_torch |= {
         "Generator": (_Generator, _GENERATOR),
         "load": (_load_on_cpu, "checkpoints are mapped to cuda by name"),
-        "set_default_device": (_nothing, "the default device is the CPU, and stays it"),
+        "set_default_device": (_answers(None), "the default device is the CPU, and stays it"),
     }
     of_tensors: dict[str, tuple[Any, str]] = {name: (_on_cpu(getattr(torch.Tensor, name)), allocates) for name in _METHODS}
     of_tensors |= {
@@ -280,7 +278,7 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         "to": (_to_cpu, allocates),
         "cuda": (_itself, allocates),
         "pin_memory": (_itself, "there is no transfer that pinned memory could speed up"),
-        "record_stream": (_nothing, _ORDERED),
+        "record_stream": (_answers(None), _ORDERED),
         "is_cuda": (property(lambda self: True), "TE and Megatron assert on it"),
         "type": (_type_as_cuda, "Megatron's optimizers sort parameters by strings such as 'torch.cuda.BFloat16Tensor'"),
     }
