@@ -17,6 +17,7 @@ import torch
 from nemo_fp8.te_cpu import (
     activations,
     attention,
+    context_parallel,
     gemm,
     grouped,
     norms,
@@ -53,6 +54,9 @@ _MODULES: dict[types.ModuleType, str] = {
     "fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd fused_moe_aux_loss_fwd_graph_safe "
     "fused_moe_aux_loss_bwd",
     sequences: "convert_thd_to_bshd convert_bshd_to_thd copy_to_kv_cache",
+    context_parallel: "thd_get_partitioned_indices thd_sequence_order_to_cp_rank_order thd_cp_rank_order_to_sequence_order "
+    "thd_copy_valid_tokens_from_per_split_to_rank_local thd_read_half_tensor thd_grad_correction thd_read_second_half_lse "
+    "thd_second_half_lse_correction thd_out_correction",
     scaling: "fused_amax_and_scale_update_after_reduction compute_amax multi_tensor_compute_scale_and_scale_inv "
     "multi_tensor_compute_scale_inv_e8m0",
     shards: "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast mxfp8_scaling_compute_partial_amax "
@@ -94,8 +98,6 @@ ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy ep_handle_mem_size ep_i
 fa_prepare_bwd fa_prepare_fwd fused_attn_bwd fused_attn_fwd group_requantize_inplace multi_tensor_pad_last_dim
 multi_tensor_transpose_to_bhsd newton_schulz nvfp4_group_quantize_with_amax nvfp4_quantize_with_amax
 te_general_grouped_gemm_for_discrete_in te_general_grouped_gemm_for_discrete_out te_general_grouped_gemm_for_grouped_tensor
-thd_copy_valid_tokens_from_per_split_to_rank_local thd_cp_rank_order_to_sequence_order thd_get_partitioned_indices thd_grad_correction
-thd_out_correction thd_read_half_tensor thd_read_second_half_lse thd_second_half_lse_correction thd_sequence_order_to_cp_rank_order
 """.split()
 """Functions of the extension that have no CPU implementation."""
 
