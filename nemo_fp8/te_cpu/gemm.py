@@ -4,7 +4,8 @@
 
 This is cuBLAS's column-major call seen from row-major tensors: a linear's forward is ``A = weight, transA``, its dgrad ``A = weight``,
 its wgrad ``A = x, transB`` with ``B = dy``. What a GEMM contracts it reads from the copy that was quantized along that dimension: A by
-rows where transA, B by rows unless transB. Both operands so lie as [outer, contracted], and the product is ``numerics.gemm``'s.
+rows where transA, B by rows unless transB. Both operands so lie as [outer, contracted], and the product is ``numerics.gemm``'s, but for
+two kinds whose scales a GPU multiplies into partial sums: blockwise operands on Hopper (``blockwise.product``), and NVFP4's.
 
 Then, in the kernel's order: ``alpha``, bias, GELU, and a cast, an accumulation, or one rounding to D's type.
 """
@@ -18,7 +19,7 @@ import torch
 
 from nemo_fp8.numerics.gemm import gemm
 from nemo_fp8.numerics.quantized import Quantized
-from nemo_fp8.te_cpu import blockwise, device, nvfp4, quantized
+from nemo_fp8.te_cpu import blockwise, device, float8, nvfp4, quantized
 from nemo_fp8.te_cpu.activations import ACTIVATIONS
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.quantized import as_matrix_shape, is_quantized
@@ -30,6 +31,14 @@ HOPPER = 90
 def _promotes(A: Any, B: Any) -> bool:
     """Whether Hopper's GEMM of blockwise operands multiplies them, which scales partial sums, and rounds before it accumulates."""
     return device.standing_for() == HOPPER and all(hasattr(tensor, "_is_2D_scaled") for tensor in (A, B))
+
+
+def _check_kinds(A: Any, B: Any) -> None:
+    """Refuse operands of two kinds, as cuBLAS does. A plain matrix is one of FP8 without its scale."""
+    modes = [(quantized.reader_of(t) if is_quantized(t) else float8).__name__.rpartition(".")[2] for t in (A, B)]
+    if modes[0] != modes[1]:
+        words = "Inputs A and B to GEMM need to have compatible scaling modes"
+        raise RuntimeError(f"{words}, but got A.scaling_mode = {modes[0]}, B.scaling_mode = {modes[1]}")
 
 
 _Operand = Quantized | nvfp4.Side | torch.Tensor
@@ -109,6 +118,7 @@ def generic_gemm(
     if 0 in A.size() or 0 in B.size():
         out = torch.zeros(shape, dtype=wide)
     else:
+        _check_kinds(A, B)
         product_bias = forward_bias if alpha == 1.0 else None
         out = _product(_operand(A, transA), _operand(B, not transB), wide, product_bias, promotes).view(shape)
     if alpha != 1.0:

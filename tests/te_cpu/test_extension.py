@@ -12,8 +12,8 @@ from te_cases import ARCH
 
 from nemo_fp8.te_cpu import extension
 
-# A submodule, and a word of a docstring (of the operators of torch.ops.tex, which are none of the extension, the pattern knows).
-_NOT_OF_THE_EXTENSION = {"grouped_mlp_experimental", "LayerNorm"}
+# A word of a docstring (of the operators of torch.ops.tex, which are none of the extension, the pattern knows).
+_NOT_OF_THE_EXTENSION = {"LayerNorm"}
 
 
 def asked_for():
@@ -36,10 +36,22 @@ def test_what_is_missing_is_asked_for_by_te_and_says_its_name():
         with pytest.raises(NotImplementedError, match=rf"transformer_engine_torch\.{name} has no CPU implementation"):
             getattr(tex, name)()
 
+    for home, functions in extension.MISSING_OF_SUBMODULES.items():
+        for name in functions.split():
+            with pytest.raises(NotImplementedError, match=rf"transformer_engine_torch\.{home}\.{name} has no CPU implementation"):
+                getattr(getattr(tex, home), name)()
+
+
+def test_every_function_of_a_submodule_that_te_asks_for_is_there():
+    for path in Path(transformer_engine.__file__).parent.joinpath("pytorch").rglob("*.py"):
+        for home, name in re.findall(r"(?<![.\w])tex\.([a-z_]+)\.([a-z_]\w*)\(", path.read_text()):
+            if isinstance(getattr(tex, home), type(tex)):
+                assert hasattr(getattr(tex, home), name), f"{home}.{name}"
+
 
 def test_each_name_has_one_home():
     names = [name for functions in extension._MODULES.values() for name in functions.split()]
-    names += [*extension.MISSING, *extension._UNCHANGED, *extension._FACTS, *extension._CLASSES, *extension.ENUMERATIONS]
+    names += [*extension.MISSING, *extension.MISSING_OF_SUBMODULES, *extension._FACTS, *extension._CLASSES, *extension.ENUMERATIONS]
     assert len(names) == len(set(names))
 
 
@@ -137,3 +149,17 @@ def _by_rows(tensor):
     codes, scales = tensor._rowwise_data.view(torch.float8_e4m3fn).float(), tensor._rowwise_scale_inv
     scales = scales.repeat_interleave(128, 0) if tensor._is_2D_scaled else scales.t()
     return codes, scales[: codes.shape[0]]
+
+
+@pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
+def test_operands_of_two_kinds_are_refused():
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    x = torch.randn(32, 32).bfloat16()
+    a, b = NVFP4Quantizer()(x), Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device="cuda")(x)
+    for left, right in ((a, b), (b, a), (a, x)):
+        with pytest.raises(RuntimeError, match=r"compatible scaling modes, but got A.scaling_mode = \w+, B.scaling_mode = \w+"):
+            tex.generic_gemm(
+                left, True, right, False, None, None, tex.DType.kBFloat16, None, None, False, None, False, None, 0, False, False
+            )
