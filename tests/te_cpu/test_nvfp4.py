@@ -34,6 +34,14 @@ def test_codes_scales_and_amax_are_those_of_the_reference(source, square, dtype)
         assert torch.equal(held, scales.view(torch.uint8))
 
 
+@pytest.mark.parametrize("shape", [(32, 1, 32), (4, 8, 32)])
+def test_columns_run_along_all_leading_dimensions(shape):
+    x = torch.randn(shape).bfloat16()
+    found, flat = NVFP4Quantizer()(x), NVFP4Quantizer()(x.view(32, 32))
+    assert torch.equal(found._columnwise_data.view(-1), flat._columnwise_data.view(-1))
+    assert torch.equal(found._columnwise_scale_inv, flat._columnwise_scale_inv)
+
+
 def test_an_amax_for_every_row_on_both_sides():
     """Row-scaled: the columns, turned round, have an amax for each of their rows too, although TE describes one for them all."""
     torch.manual_seed(0)
