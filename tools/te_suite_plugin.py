@@ -1,5 +1,7 @@
 """What pytest does within ``te_suite``: take a sample, leave out what was run before, and write down every test as it begins and ends.
 
+Ranks that a test leaves behind are ended with it: each has a session of its own, so that they outlive a launcher that was stopped.
+
 The record is a file of JSON lines, written as things happen, so that a process that is killed or dies loses nothing:
 
     {"begins": id}    {"ends": id, "outcome": "passed" | "failed" | "skipped", "line": why}    {"collected": n}
@@ -7,10 +9,13 @@ The record is a file of JSON lines, written as things happen, so that a process 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import random
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ import pytest
 
 RECORD, SAMPLE = "TE_SUITE_RECORD", "TE_SUITE_SAMPLE"
 LONGEST_LINE = 400
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def _write(**event: Any) -> None:
@@ -37,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not te_cpu.is_installed():
         raise pytest.UsageError("the CPU implementation of TransformerEngine's extension is not in place")
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes whose parent has died become this one's
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,6 +72,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A test has ended, or what comes before or after it has gone wrong."""
     if report.when == "call" or report.outcome != "passed":
         _write(ends=report.nodeid, outcome=report.outcome, line=_line(report))
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """What a test has started in another session ends with it."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if os.getsid(child) != os.getsid(0):
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
 
 
 def _line(report: pytest.TestReport | pytest.CollectReport) -> str:

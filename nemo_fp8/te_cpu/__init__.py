@@ -17,7 +17,7 @@ stand three things:
     bit for bit          codes, scales and amaxes of every cast
     to rounding          sums of a GEMM and of a norm, exponentials: their order and their last bit are the hardware's own
     by distribution      stochastic rounding and dropout, which draw from the CPU's generator
-    not at all           CUDA graphs, userbuffers, cuDNN's fused attention, context parallelism: each raises under its own name
+    not at all           CUDA graphs, userbuffers, cuDNN's fused attention and the rings built on it: each raises under its own name
 
 The trade-off: TE asks for CUDA in too many ways for a context that opens and closes, so the CPU stands in for the GPU until the
 process ends. Nothing of it happens on ``import nemo_fp8``, nor where a GPU is there.

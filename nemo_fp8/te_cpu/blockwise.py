@@ -4,6 +4,10 @@
     1D (activations)    codes [M, K], scales [K/128, M], turned round       columns: codes [K, M] of 128x1 blocks, scales [M/128, K]
 
 What a GEMM contracts lies in one piece, so columns are held transposed; the last dimension of scales is padded to a multiple of 4.
+
+    product     y = 0;   y = fma(sum over 128 of (code b * code a) * scale b, scale a, y), block after block
+
+is Hopper's: partial sums are scaled in FP32, and no value is rounded before it is multiplied. So its FP32 scales cost nothing in accuracy.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ from typing import Any
 import torch
 
 from nemo_fp8.contract import Operand
+from nemo_fp8.numerics.bf16 import fp32_matmul
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
+from nemo_fp8.numerics.scales import is_pow2
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.quantized import as_matrix_shape
 
@@ -78,6 +84,32 @@ def refuse(a: Any, b: Any, inner: int, outer: tuple[int, int], split_accumulator
     for reason, holds in reasons.items():
         if holds:
             raise RuntimeError(reason)
+
+
+def product(a: Quantized, b: Quantized) -> torch.Tensor:
+    """``b @ a.T`` in FP32, as Hopper's GEMM adds it up. The scales of rows are multiplied first, B's where both are scaled by rows."""
+    a_scales, b_scales = _of_rows(a), _of_rows(b)
+    a_first = a.block == (1, BLOCK) != b.block
+    out = torch.zeros(len(b.data), len(a.data))
+    with fp32_matmul("ieee"):
+        for i, (x, w) in enumerate(zip(_slices(b), _slices(a), strict=True)):
+            scales = (a_scales[:, i], b_scales[:, i, None]) if a_first else (b_scales[:, i, None], a_scales[:, i])
+            partial = torch.mm(x, w.t()).mul_(scales[0])
+            if is_pow2(scales[1]):  # an exact product, so that adding it is one rounding
+                out.addcmul_(partial, scales[1])
+            else:  # FP64 holds the product of two FP32 numbers
+                out.copy_(torch.addcmul(out.double(), partial.double(), scales[1].double()))
+    return out
+
+
+def _slices(q: Quantized) -> tuple[torch.Tensor, ...]:
+    """The codes, 128 columns at a time."""
+    return torch.split(q.data.float(), BLOCK, 1)
+
+
+def _of_rows(q: Quantized) -> torch.Tensor:
+    """The scales of every row: those of a square block are its 128 rows'."""
+    return q.scale_inv if q.block == (1, BLOCK) else q.scale_inv.repeat_interleave(BLOCK, 0)[: len(q.data)]
 
 
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:

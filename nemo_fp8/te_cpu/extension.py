@@ -17,6 +17,7 @@ import torch
 from nemo_fp8.te_cpu import (
     activations,
     attention,
+    context_parallel,
     gemm,
     grouped,
     norms,
@@ -36,7 +37,8 @@ NAME = "transformer_engine_torch"
 
 _MODULES: dict[types.ModuleType, str] = {
     quantized: "quantize dequantize",
-    grouped: "group_quantize bgrad_group_quantize group_dequantize",
+    grouped: "group_quantize bgrad_group_quantize group_dequantize group_requantize_inplace grouped_swizzle_for_gemm "
+    "te_general_grouped_gemm_for_grouped_tensor te_general_grouped_gemm_for_discrete_in te_general_grouped_gemm_for_discrete_out",
     swizzle: "swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_unchecked_",
     gemm: "generic_gemm te_general_grouped_gemm",
     activations: "bgrad_quantize",
@@ -52,7 +54,11 @@ _MODULES: dict[types.ModuleType, str] = {
     router: "fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd fused_topk_with_score_function_qb_fwd "
     "fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd fused_moe_aux_loss_fwd_graph_safe "
     "fused_moe_aux_loss_bwd",
-    sequences: "convert_thd_to_bshd convert_bshd_to_thd copy_to_kv_cache",
+    sequences: "convert_thd_to_bshd convert_bshd_to_thd copy_to_kv_cache fa_prepare_fwd fa_prepare_bwd multi_tensor_transpose_to_bhsd "
+    "multi_tensor_pad_last_dim",
+    context_parallel: "thd_get_partitioned_indices thd_sequence_order_to_cp_rank_order thd_cp_rank_order_to_sequence_order "
+    "thd_copy_valid_tokens_from_per_split_to_rank_local thd_read_half_tensor thd_grad_correction thd_read_second_half_lse "
+    "thd_second_half_lse_correction thd_out_correction",
     scaling: "fused_amax_and_scale_update_after_reduction compute_amax multi_tensor_compute_scale_and_scale_inv "
     "multi_tensor_compute_scale_inv_e8m0",
     shards: "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast mxfp8_scaling_compute_partial_amax "
@@ -63,9 +69,6 @@ _MODULES: dict[types.ModuleType, str] = {
     "multi_tensor_sgd",
 }
 """Where each function is, under TE's name for it."""
-
-_UNCHANGED = ["grouped_swizzle_for_gemm"]
-"""The order of a grouped tensor's scales in a GPU's memory: kept plain here, so there is nothing to do."""
 
 _CLASSES = "FP8TensorMeta CommOverlapCore CommOverlapHelper CommOverlapBase CommOverlapP2PBase CommOverlap CommOverlapP2P".split()
 """Named in annotations and ``isinstance``; none is ever made."""
@@ -91,13 +94,12 @@ _FACTS_BEFORE: dict[tuple[int, int], dict[str, Any]] = {
 MISSING = """
 bulk_overlap_ag_with_external_gemm copy_data_ptrs_to_device cusolvermp_ctx_create cusolvermp_ctx_destroy ep_combine ep_combine_bwd
 ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch
-fa_prepare_bwd fa_prepare_fwd fused_attn_bwd fused_attn_fwd group_requantize_inplace multi_tensor_pad_last_dim
-multi_tensor_transpose_to_bhsd newton_schulz nvfp4_group_quantize_with_amax nvfp4_quantize_with_amax
-te_general_grouped_gemm_for_discrete_in te_general_grouped_gemm_for_discrete_out te_general_grouped_gemm_for_grouped_tensor
-thd_copy_valid_tokens_from_per_split_to_rank_local thd_cp_rank_order_to_sequence_order thd_get_partitioned_indices thd_grad_correction
-thd_out_correction thd_read_half_tensor thd_read_second_half_lse thd_second_half_lse_correction thd_sequence_order_to_cp_rank_order
+fused_attn_bwd fused_attn_fwd newton_schulz nvfp4_group_quantize_with_amax nvfp4_quantize_with_amax
 """.split()
 """Functions of the extension that have no CPU implementation."""
+
+MISSING_OF_SUBMODULES = {"grouped_mlp_experimental": "swizzle_scales_and_pack_ptrs_for_discrete_weights"}
+"""The same of its submodules: addresses of weights, for a kernel of cuDNN's."""
 
 
 def build(version: str) -> types.ModuleType:
@@ -111,9 +113,11 @@ def build(version: str) -> types.ModuleType:
     for since, earlier in _FACTS_BEFORE.items():
         facts |= earlier if tuple(map(int, version.split(".")[:2])) < since else {}
     names |= {name: _constant(name, value) for name, value in facts.items()}
-    names |= {name: _constant(name, None) for name in _UNCHANGED}
     names |= {name: type(name, (), {}) for name in _CLASSES}
     names |= {name: missing(name) for name in MISSING}
+    for name, functions in MISSING_OF_SUBMODULES.items():
+        names[name] = types.ModuleType(f"{NAME}.{name}")
+        vars(names[name]).update({function: missing(function, f"{NAME}.{name}") for function in functions.split()})
     vars(module).update(names)
     return module
 

@@ -4,7 +4,8 @@
 
 This is cuBLAS's column-major call seen from row-major tensors: a linear's forward is ``A = weight, transA``, its dgrad ``A = weight``,
 its wgrad ``A = x, transB`` with ``B = dy``. What a GEMM contracts it reads from the copy that was quantized along that dimension: A by
-rows where transA, B by rows unless transB. Both operands so lie as [outer, contracted], and the product is ``numerics.gemm``'s.
+rows where transA, B by rows unless transB. Both operands so lie as [outer, contracted], and the product is ``numerics.gemm``'s, but for
+two kinds whose scales a GPU multiplies into partial sums: blockwise operands on Hopper (``blockwise.product``), and NVFP4's.
 
 Then, in the kernel's order: ``alpha``, bias, GELU, and a cast, an accumulation, or one rounding to D's type.
 """
@@ -18,7 +19,7 @@ import torch
 
 from nemo_fp8.numerics.gemm import gemm
 from nemo_fp8.numerics.quantized import Quantized
-from nemo_fp8.te_cpu import blockwise, device, quantized
+from nemo_fp8.te_cpu import blockwise, device, float8, nvfp4, quantized
 from nemo_fp8.te_cpu.activations import ACTIVATIONS
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.quantized import as_matrix_shape, is_quantized
@@ -27,11 +28,23 @@ HOPPER = 90
 """Whose cuBLAS multiplies blockwise operands themselves; Blackwell's takes them for MXFP8 ones, with other rules."""
 
 
-def _is_blockwise(tensor: Any) -> bool:
-    return hasattr(tensor, "_is_2D_scaled")
+def _promotes(A: Any, B: Any) -> bool:
+    """Whether Hopper's GEMM of blockwise operands multiplies them, which scales partial sums, and rounds before it accumulates."""
+    return device.standing_for() == HOPPER and all(hasattr(tensor, "_is_2D_scaled") for tensor in (A, B))
 
 
-def _operand(tensor: Any, by_rows: bool) -> Quantized | torch.Tensor:
+def _check_kinds(A: Any, B: Any) -> None:
+    """Refuse operands of two kinds, as cuBLAS does. A plain matrix is one of FP8 without its scale."""
+    modes = [(quantized.reader_of(t) if is_quantized(t) else float8).__name__.rpartition(".")[2] for t in (A, B)]
+    if modes[0] != modes[1]:
+        words = "Inputs A and B to GEMM need to have compatible scaling modes"
+        raise RuntimeError(f"{words}, but got A.scaling_mode = {modes[0]}, B.scaling_mode = {modes[1]}")
+
+
+_Operand = Quantized | nvfp4.Side | torch.Tensor
+
+
+def _operand(tensor: Any, by_rows: bool) -> _Operand:
     """``tensor`` for a GEMM that contracts its columns (``by_rows``) or its rows; a plain matrix comes as [outer, contracted]."""
     if is_quantized(tensor):
         return quantized.reader_of(tensor).operand(tensor, by_rows)  # type: ignore[no-any-return]
@@ -39,22 +52,27 @@ def _operand(tensor: Any, by_rows: bool) -> Quantized | torch.Tensor:
     return matrix if by_rows else matrix.t()
 
 
-def _values(operand: Quantized | torch.Tensor) -> torch.Tensor:
+def _values(operand: _Operand) -> torch.Tensor:
     """The values of an operand, [outer, contracted]."""
-    if not isinstance(operand, Quantized):
+    if isinstance(operand, torch.Tensor):
         return operand
     values = operand.dequantize()
-    return values if operand.usage == "row" else values.t()
+    return values.t() if isinstance(operand, Quantized) and operand.usage == "col" else values
 
 
-def _product(a: Quantized | torch.Tensor, b: Quantized | torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(a: _Operand, b: _Operand, dtype: torch.dtype, bias: torch.Tensor | None, promotes: bool) -> torch.Tensor:
     """``b @ a.T + bias``: FP32 sums, rounded once."""
-    if isinstance(a, Quantized) and isinstance(b, Quantized):
-        return gemm(b, a, out_dtype=dtype, bias=bias)
-    left, right = _values(b), _values(a)
-    if left.dtype == right.dtype == dtype and (bias is None or bias.dtype == dtype):
-        return torch.mm(left, right.t()) if bias is None else torch.addmm(bias, left, right.t())
-    out = torch.mm(left.float(), right.float().t())
+    if isinstance(a, nvfp4.Side) and isinstance(b, nvfp4.Side):
+        out = nvfp4.product(a, b)
+    elif isinstance(a, Quantized) and isinstance(b, Quantized):
+        if not promotes:
+            return gemm(b, a, out_dtype=dtype, bias=bias)
+        out = blockwise.product(a, b)
+    else:
+        left, right = _values(b), _values(a)
+        if left.dtype == right.dtype == dtype and (bias is None or bias.dtype == dtype):
+            return torch.mm(left, right.t()) if bias is None else torch.addmm(bias, left, right.t())
+        out = torch.mm(left.float(), right.float().t())
     return (out if bias is None else out.add_(bias.float())).to(dtype)
 
 
@@ -89,18 +107,20 @@ def generic_gemm(
     shape = _shape_of_product(A, transA, B, transB, D)
     dtype = torch_dtype(output_dtype) if output_dtype is not None else (A.dtype if D is None else D.dtype)
     forward_bias = None if grad else bias
-    if device.standing_for() == HOPPER and _is_blockwise(A) and _is_blockwise(B):
+    promotes = _promotes(A, B)
+    if promotes:
         epilogue = ("d" if grad and bias is None else "") + "gelu" if gelu else "bgrad" if grad and bias is not None else ""
         (a_rows, a_columns), (b_rows, b_columns) = as_matrix_shape(A.size()), as_matrix_shape(B.size())
         outer = (a_rows if transA else a_columns, b_columns if transB else b_rows)
         blockwise.refuse(A, B, a_columns if transA else a_rows, outer, use_split_accumulator, epilogue, dtype)
-    stays_wide = quantizer is not None or accumulate or gelu or alpha != 1.0
+    stays_wide = quantizer is not None or (accumulate and not promotes) or gelu or alpha != 1.0
     wide = torch.float32 if stays_wide else dtype
     if 0 in A.size() or 0 in B.size():
         out = torch.zeros(shape, dtype=wide)
     else:
+        _check_kinds(A, B)
         product_bias = forward_bias if alpha == 1.0 else None
-        out = _product(_operand(A, transA), _operand(B, not transB), wide, product_bias).view(shape)
+        out = _product(_operand(A, transA), _operand(B, not transB), wide, product_bias, promotes).view(shape)
     if alpha != 1.0:
         out.mul_(alpha)
         if forward_bias is not None:

@@ -3,9 +3,9 @@
     data [sum of elements]        members one after the other, each of its own rows or columns
     scales, amaxes                theirs in the same order, each padded as it is alone
 
-A GPU casts a group in one kernel, which learns the members' sizes on the device. Here TE's own Python lays the buffers out and cuts
-them into views, and a member is what the same quantizer makes of it alone, to the bit. TE asks for grouped tensors where cuBLAS
-multiplies them, from 13.3 on, which is not stood for; whoever calls these functions gets them all the same.
+A GPU casts a group in one kernel, and multiplies two in one call, which learn the members' sizes on the device. Here TE's own Python
+lays the buffers out and cuts them into views, and a member is what the same quantizer makes of it alone, to the bit. TE asks for grouped
+tensors where cuBLAS multiplies them, from 13.3 on, which is not stood for; whoever calls these functions gets them all the same.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.scales import scale_from_amax
-from nemo_fp8.te_cpu import quantized
+from nemo_fp8.te_cpu import quantized, swizzle
 from nemo_fp8.te_cpu.enumerations import torch_dtype
+from nemo_fp8.te_cpu.gemm import generic_gemm
 
 _BUFFERS = "rowwise_data columnwise_data scale_inv columnwise_scale_inv amax columnwise_amax scale".split()
 
@@ -39,10 +40,13 @@ def _make(
 
 
 def _members(group: Any) -> list[Any]:
+    """Its members, as views, or a list's own; their scales lie as the group says."""
+    if isinstance(group, (list, tuple)):
+        return list(group)
     members: list[Any] = group.quantized_tensors or group.split_into_quantized_tensors()
     for member in members:
         if hasattr(member, "_with_gemm_swizzled_scales"):
-            member._with_gemm_swizzled_scales = False
+            member._with_gemm_swizzled_scales = group._with_gemm_swizzled_scales
     return members
 
 
@@ -99,6 +103,7 @@ def group_quantize(
             group.amax[i], group.scale[i] = amax[0], scale[0]
             member._scale_inv.copy_(torch.reciprocal(scale).view(member._scale_inv.shape))
         quantized.fill(quantizer, x, member, amax)
+    group._with_gemm_swizzled_scales = all(map(swizzle.is_swizzled, members))
     return group
 
 
@@ -127,3 +132,89 @@ def group_dequantize(input: Any, otype: Any) -> Any:
         if member.numel():
             member.copy_(quantized.dequantize(codes, dtype))
     return group
+
+
+@torch.no_grad()
+def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
+    """Bring MXFP8 scales into the order of the tensor cores, in new buffers; a side that is not asked for loses its scales."""
+    if type(tensor.quantizer).__name__ != "MXFP8Quantizer" or tensor._with_gemm_swizzled_scales:
+        return
+    sides = {"scale_inv": rowwise, "columnwise_scale_inv": columnwise}
+    held = {name: getattr(tensor, name) for name, wanted in sides.items() if wanted and getattr(tensor, name) is not None}
+    if not any(scales.numel() for scales in held.values()):
+        return
+    for name in sides:
+        setattr(tensor, name, held[name].clone() if name in held else None)
+    tensor.quantized_tensors = None  # views of what was
+    swizzle.multi_tensor_swizzle_scales_for_gemm_unchecked_([m for m in _members(tensor) if m.numel()], rowwise, columnwise)
+    tensor._with_gemm_swizzled_scales = True
+
+
+@torch.no_grad()
+def group_requantize_inplace(
+    grouped_x: Any, quantizer: Any, num_tensors: int, first_dims: torch.Tensor | None, otype: Any,
+    tensor_offsets: torch.Tensor | None = None, return_dequantized: bool = False,
+) -> torch.Tensor | None:  # fmt: skip
+    """Make a group that came with rows only, in MXFP8, ready for both GEMMs: columns from its values, and scales swizzled."""
+    columns_wanted, has_columns = quantizer.columnwise_usage, grouped_x.columnwise_data is not None
+    swizzled = grouped_x._with_gemm_swizzled_scales
+    of_input = grouped_x.quantizer
+    reasons = {
+        "Grouped input has no rowwise data and scales for the GEMM to consume.": grouped_x.rowwise_data is None,
+        "Grouped input and the op disagree on quantization format.": type(of_input) is not type(quantizer),
+        "Grouped input and the quantizer disagree on the FP8 dtype.": of_input.dtype != quantizer.dtype,
+        "Swizzled scales and no columns: they cannot be rebuilt, since only scales in compact format are dequantized.": swizzled
+        and columns_wanted
+        and not has_columns,
+        "Only scales in compact format are dequantized, and these are swizzled.": swizzled and return_dequantized,
+        "Grouped input already has columnwise data but unswizzled scales.": has_columns and not swizzled,
+        "Requantizing a grouped input is only supported for MXFP8.": type(quantizer).__name__ != "MXFP8Quantizer" and not swizzled,
+        "Requantizing a grouped input requires dims that are multiples of 128.": not swizzled
+        and any(n % 128 for n in grouped_x.logical_shape),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise RuntimeError(reason)
+    if swizzled:
+        return None
+    values = group_dequantize(grouped_x, otype).rowwise_data.view(tuple(grouped_x.logical_shape))
+    grouped_swizzle_for_gemm(grouped_x, True, False)
+    if columns_wanted:
+        of_columns = quantizer.copy()
+        of_columns.set_usage(rowwise=False, columnwise=True)
+        columns = group_quantize(values, of_columns, num_tensors, first_dims, None, tensor_offsets)
+        grouped_x.columnwise_data, grouped_x.columnwise_scale_inv = columns.columnwise_data, columns.columnwise_scale_inv
+    return values if return_dequantized else None
+
+
+# ---------------------------------------------------------------------- products
+
+
+@torch.no_grad()
+def te_general_grouped_gemm_for_grouped_tensor(
+    A: Any, transA: bool, B: Any, transB: bool, D: Any, bias: Any, bias_scale: torch.Tensor | None, alpha: torch.Tensor,
+    beta: torch.Tensor, workspace_setup: Any, workspace_cublas: Any, use_split_accumulator: bool, math_sm_count: int,
+) -> Any:  # fmt: skip
+    """``D = alpha op(B) @ op(A) + beta D`` of each member, rounded, and then a bias, times a weight of each row where there are some."""
+    members = [_members(group) for group in (A, B, D)]
+    if not members[0] or len({len(found) for found in members}) != 1:
+        raise RuntimeError("Grouped GEMM requires A, B and D to have the same num_tensors, and some.")
+    factors = [factor.expand(len(members[0])).tolist() for factor in (alpha, beta)]
+    biases = _members(bias) if bias is not None else [None] * len(members[0])
+    row = 0
+    for a, b, d, scale, kept, add in zip(*members, *factors, biases, strict=True):
+        if not d.numel():
+            continue
+        generic_gemm(
+            a, transA, b, transB, d, None, None, None, None, False, None, False, None, 0, kept != 0, use_split_accumulator,
+            alpha=scale, beta=kept,
+        )  # fmt: skip
+        if add is not None:
+            weights = 1.0 if bias_scale is None else bias_scale[row : row + len(d), None]
+            d.copy_(d.float() + add.float().view(1, -1) * weights)
+        row += len(d)
+    return D
+
+
+te_general_grouped_gemm_for_discrete_in = te_general_grouped_gemm_for_grouped_tensor
+te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_tensor

@@ -16,10 +16,12 @@ for gradients, to one of its two neighbours with the probability that keeps the 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16
 from nemo_fp8.numerics.formats import FP32_MAX, cast, format_of
 from nemo_fp8.te_cpu import swizzle
 from nemo_fp8.te_cpu.quantized import amax_of, as_matrix_shape, reduced
@@ -154,25 +156,56 @@ def _four_over_six(quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> tuple
     return codes.view(torch.uint8), scales
 
 
-def operand(tensor: Any, by_rows: bool) -> torch.Tensor:
-    """What a GEMM reads, as FP32 values [outer, contracted]: a product of two E2M1 codes and two E4M3 scales is exact in FP32."""
+@dataclass(frozen=True)
+class Side:
+    """One side of a tensor: FP32 ``codes`` [outer, contracted], a scale for 16 of them, and the amax that ``largest`` encodes."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    amax: torch.Tensor
+    largest: float
+
+    def scaled(self) -> torch.Tensor:
+        """``code * scale``: 6 bits, so that it is exact in FP32 and in BF16."""
+        return self._times(self.scales)
+
+    def dequantize(self) -> torch.Tensor:
+        """The values in FP32. A GPU multiplies the scale with the amax first, and with the reciprocal of ``largest``."""
+        return self._times(self.scales * self.amax.reshape(-1, 1) * _reciprocal(self.largest))
+
+    def _times(self, scales: torch.Tensor) -> torch.Tensor:
+        blocks: torch.Tensor = self.codes.view(*scales.shape, BLOCK) * scales[:, :, None]
+        return blocks.view(self.codes.shape)
+
+
+def _reciprocal(number: float) -> torch.Tensor:
+    return torch.reciprocal(torch.tensor(number))
+
+
+def operand(tensor: Any, by_rows: bool) -> Side:
+    """What a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows."""
     side = "row" if by_rows else "column"
     data = getattr(tensor, f"_{side}wise_data")
     if data is None:
         raise RuntimeError(f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an NVFP4 tensor without {side}wise data.")
     packed = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
-    values = _VALUES[unpack(packed).long()]
-    rows, columns = values.shape
+    codes = _VALUES[unpack(packed).long()]
+    rows, columns = codes.shape
     scales = swizzle.scales_of(tensor, side)[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
-    decode: torch.Tensor = getattr(tensor, f"_amax_{side}wise").reshape(-1, 1) / (LARGEST * tensor._nvfp4_e4m3_max)
-    scaled: torch.Tensor = values.view(rows, columns // BLOCK, BLOCK) * (scales * decode)[:, :, None]
-    return scaled.view(rows, columns)
+    return Side(codes, scales, getattr(tensor, f"_amax_{side}wise"), LARGEST * tensor._nvfp4_e4m3_max)
+
+
+def product(a: Side, b: Side) -> torch.Tensor:
+    """``b @ a.T`` in FP32: sums of ``code * scale``, and both amaxes last. On numbers of like size the sums are exact, in any order."""
+    with fp32_matmul("bf16" if multiplies_bf16() else "ieee"):
+        out = torch.mm(b.scaled(), a.scaled().t())
+    return out.mul_(b.amax.reshape(-1, 1) * a.amax.reshape(1, -1) * _reciprocal(a.largest * b.largest))
 
 
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     """The tensor's values, by rows where it has them."""
     by_rows = tensor._rowwise_data is not None
-    found = operand(tensor, by_rows)
+    found = operand(tensor, by_rows).dequantize()
     return (found if by_rows else found.t()).to(dtype).reshape(tuple(tensor.size()))
 
 

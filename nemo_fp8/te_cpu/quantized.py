@@ -85,6 +85,9 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 def _specs(quantizer: Any, shape: tuple[int, ...]) -> Specs:
     """The buffers that this quantizer writes, by name: shape and type, as TE's Python says."""
     specs: Specs = _describer(quantizer).inner_tensor_specs(quantizer, shape or (1,))
+    if type(quantizer).__name__ == "NVFP4Quantizer" and "_columnwise_data" in specs:
+        rows, columns = as_matrix_shape(shape)  # two codes a byte along all rows, where TE's Python halves the last of their dimensions
+        specs = specs | {"_columnwise_data": ((columns, rows // 2), torch.uint8)}
     if shape:
         return specs
     return {name: (size if "scale" in name or "amax" in name else (), dtype) for name, (size, dtype) in specs.items()}  # a scalar

@@ -3,10 +3,13 @@
     thd     [tokens, heads, width], sequence i at cu_seqlens[i]      bshd    [batch, longest, heads, width], zeros behind the end
     cache   [pages, page size, heads, width]; token t of a sequence lies in its page t / size, at t % size
 
-Unfused attention computes on padded sequences, and generation appends to the cache. No arithmetic: the copies are exact.
+Unfused attention computes on padded sequences, and generation appends to the cache. No arithmetic: the copies are exact. The last
+functions bring queries, keys and values into the order that fused kernels read.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -64,3 +67,47 @@ def _gather_rows(k_cache: torch.Tensor, v_cache: torch.Tensor, rows: list[int], 
         if row != i:
             for cache in (k_cache, v_cache):
                 cache[i, : lens[i]] = cache[row, : lens[i]].clone()
+
+
+# ---------------------------------------------------------------------- what fused kernels read
+
+
+@torch.no_grad()
+def fa_prepare_fwd(qkvi: torch.Tensor) -> torch.Tensor:
+    """[3, b, s, heads, width] from the queries [s, b, heads, width] of a buffer in which each head's three lie together."""
+    s, b, heads, width = qkvi.shape
+    if qkvi.stride() != (3 * width * heads * b, 3 * width * heads, 3 * width, 1):
+        raise RuntimeError(f"Wrong stride: {qkvi.stride()} are not those of queries beside their keys and values.")
+    packed = qkvi.as_strided((s, b, heads, 3, width), (*qkvi.stride()[:3], width, 1))
+    return packed.permute(3, 1, 0, 2, 4).contiguous()
+
+
+@torch.no_grad()
+def fa_prepare_bwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The way back, for gradients: [s, b, heads, 3 width] from three of [b, s, heads, width]."""
+    return torch.cat((q, k, v), -1).transpose(0, 1).contiguous()
+
+
+_HEADS_BEFORE_TOKENS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
+
+
+@torch.no_grad()
+def multi_tensor_transpose_to_bhsd(
+    inputs: Sequence[torch.Tensor | None], original_format: str, outputs: Sequence[torch.Tensor | None] = ()
+) -> list[torch.Tensor | None]:
+    """Heads before tokens, in every tensor that is there; zeros where an output is wider."""
+    if original_format not in _HEADS_BEFORE_TOKENS:
+        raise RuntimeError(f"multi_tensor_transpose_to_bhsd: only BSHD/SBHD -> BHSD is currently supported (got {original_format}).")
+    found: list[torch.Tensor | None] = []
+    for x, out in zip(inputs, outputs or [None] * len(inputs), strict=True):
+        turned = None if x is None else x.permute(_HEADS_BEFORE_TOKENS[original_format]).contiguous()
+        if turned is not None and out is not None:
+            turned = out.copy_(torch.nn.functional.pad(turned, (0, out.shape[-1] - turned.shape[-1])))
+        found.append(turned)
+    return found
+
+
+@torch.no_grad()
+def multi_tensor_pad_last_dim(inputs: Sequence[torch.Tensor], alignment: int) -> list[torch.Tensor]:
+    """Matrices with zeros behind their rows, up to a multiple of ``alignment``."""
+    return [torch.nn.functional.pad(x.contiguous(), (0, -x.shape[1] % alignment)) for x in inputs]

@@ -12,8 +12,8 @@ from te_cases import ARCH
 
 from nemo_fp8.te_cpu import extension
 
-# A submodule, and a word of a docstring (of the operators of torch.ops.tex, which are none of the extension, the pattern knows).
-_NOT_OF_THE_EXTENSION = {"grouped_mlp_experimental", "LayerNorm"}
+# A word of a docstring (of the operators of torch.ops.tex, which are none of the extension, the pattern knows).
+_NOT_OF_THE_EXTENSION = {"LayerNorm"}
 
 
 def asked_for():
@@ -36,10 +36,22 @@ def test_what_is_missing_is_asked_for_by_te_and_says_its_name():
         with pytest.raises(NotImplementedError, match=rf"transformer_engine_torch\.{name} has no CPU implementation"):
             getattr(tex, name)()
 
+    for home, functions in extension.MISSING_OF_SUBMODULES.items():
+        for name in functions.split():
+            with pytest.raises(NotImplementedError, match=rf"transformer_engine_torch\.{home}\.{name} has no CPU implementation"):
+                getattr(getattr(tex, home), name)()
+
+
+def test_every_function_of_a_submodule_that_te_asks_for_is_there():
+    for path in Path(transformer_engine.__file__).parent.joinpath("pytorch").rglob("*.py"):
+        for home, name in re.findall(r"(?<![.\w])tex\.([a-z_]+)\.([a-z_]\w*)\(", path.read_text()):
+            if isinstance(getattr(tex, home), type(tex)):
+                assert hasattr(getattr(tex, home), name), f"{home}.{name}"
+
 
 def test_each_name_has_one_home():
     names = [name for functions in extension._MODULES.values() for name in functions.split()]
-    names += [*extension.MISSING, *extension._UNCHANGED, *extension._FACTS, *extension._CLASSES, *extension.ENUMERATIONS]
+    names += [*extension.MISSING, *extension.MISSING_OF_SUBMODULES, *extension._FACTS, *extension._CLASSES, *extension.ENUMERATIONS]
     assert len(names) == len(set(names))
 
 
@@ -100,3 +112,54 @@ def test_hopper_multiplies_blockwise_operands_only_as_its_gemm_can(shapes, squar
     else:
         with pytest.raises(RuntimeError, match=words):
             product()
+
+
+@pytest.mark.skipif(ARCH != 90, reason="the GEMM of Hopper's cuBLAS")
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("square", [(True, False), (False, True), (False, False)])
+def test_hopper_scales_the_partial_sums_of_blockwise_operands(square, pow2, accumulate):
+    """Of 128 products each, in FP32, with one rounding for a scale and the addition; BF16 results are rounded before they accumulate."""
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    torch.manual_seed(0)
+    a, b = (
+        Float8BlockQuantizer(
+            tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=2 if two else 1, force_pow_2_scales=pow2
+        )(torch.randn(rows, 512))
+        for rows, two in zip((256, 128), square, strict=True)
+    )
+    (codes_a, scales_a), (codes_b, scales_b) = (_by_rows(tensor) for tensor in (a, b))
+    expected = torch.zeros(128, 256)
+    for k in range(4):
+        block = slice(128 * k, 128 * k + 128)
+        partial = codes_b[:, block] @ codes_a[:, block].t()
+        first, last = (scales_b[:, k, None], scales_a[:, k]) if square != (False, True) else (scales_a[:, k], scales_b[:, k, None])
+        expected = ((partial * first).double() * last.double() + expected.double()).float()
+    before = torch.randn(128, 256).bfloat16()
+    found = tex.generic_gemm(
+        a, True, b, False, before.clone() if accumulate else None, None, tex.DType.kBFloat16 if accumulate else tex.DType.kFloat32,
+        None, tex.DType.kBFloat16, False, None, False, None, 0, accumulate, True,
+    )[0]  # fmt: skip
+    assert torch.equal(found, before + expected.bfloat16() if accumulate else expected)
+
+
+def _by_rows(tensor):
+    """The codes of a blockwise tensor as numbers, and the scales of every row."""
+    codes, scales = tensor._rowwise_data.view(torch.float8_e4m3fn).float(), tensor._rowwise_scale_inv
+    scales = scales.repeat_interleave(128, 0) if tensor._is_2D_scaled else scales.t()
+    return codes, scales[: codes.shape[0]]
+
+
+@pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
+def test_operands_of_two_kinds_are_refused():
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    x = torch.randn(32, 32).bfloat16()
+    a, b = NVFP4Quantizer()(x), Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device="cuda")(x)
+    for left, right in ((a, b), (b, a), (a, x)):
+        with pytest.raises(RuntimeError, match=r"compatible scaling modes, but got A.scaling_mode = \w+, B.scaling_mode = \w+"):
+            tex.generic_gemm(
+                left, True, right, False, None, None, tex.DType.kBFloat16, None, None, False, None, False, None, 0, False, False
+            )

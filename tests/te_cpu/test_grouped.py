@@ -4,8 +4,10 @@ import pytest
 import torch
 import transformer_engine_torch as tex
 from te_cases import ARCH
+from transformer_engine.pytorch.cpp_extensions.gemm import general_grouped_gemm_for_grouped_tensor
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
@@ -75,3 +77,123 @@ def test_what_cannot_be_grouped_is_refused():
         tex.group_quantize(torch.randn(128, 128), delayed, 1, None)
     with pytest.raises(RuntimeError, match="varying last dim"):
         tex.bgrad_group_quantize(torch.randn(128, 128), QUANTIZERS["blockwise"](), 1, None, torch.tensor([128]))
+
+
+# ---------------------------------------------------------------------- products
+
+ROWS = [128, 0, 256]
+
+
+def _group(parts, dtype=torch.bfloat16):
+    """Plain matrices of one width as a group."""
+    first = torch.tensor([len(part) for part in parts])
+    arguments = {"logical_first_dim": int(first.sum()), "logical_last_dim": parts[0].shape[1]}
+    group = GroupedTensor.make_grouped_tensor(
+        num_tensors=len(parts), first_dims=first, last_dims=None, quantizer=None, device=torch.device("cuda"), dtype=dtype, **arguments
+    )
+    for member, part in zip(group.split_into_quantized_tensors(), parts, strict=True):
+        member.copy_(part)
+    return group
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_members_are_multiplied_as_they_are_alone(name, layout, accumulate):
+    """Forward with a list of weights, dgrad with a group of them, wgrad into a list; a member of no rows among them."""
+    torch.manual_seed(0)
+    quantizer = QUANTIZERS[name]() if name else None
+    weights = [torch.randn(256, 384).bfloat16() for _ in ROWS]
+    x = [torch.randn(n, 384).bfloat16() for n in ROWS]
+    dy = [torch.randn(n, 256).bfloat16() for n in ROWS]
+    a, b = {"TN": (weights, x), "NN": (weights, dy), "NT": (x, dy)}[layout]
+    shapes = [(256, 384)] * 3 if layout == "NT" else [(n, 256 if layout == "TN" else 384) for n in ROWS]
+    out = [torch.randn(shape).bfloat16() for shape in shapes]
+    expected = [part.clone() for part in out]
+    for i in range(3):
+        mine = [quantizer(part[i]) if quantizer is not None and part[i].numel() else part[i] for part in (a, b)]
+        arguments = (None, None, None, False, None, False, None, 0, accumulate, True)
+        tex.generic_gemm(mine[0], layout[0] == "T", mine[1], layout[1] == "T", expected[i], None, *arguments, alpha=1.0, beta=1.0)
+    of_a = [len(part) for part in a]
+    if layout == "TN" and quantizer is not None:
+        left = [quantizer(part) for part in a]
+    elif layout == "TN":
+        left = a
+    else:
+        left = _group(a) if quantizer is None else tex.group_quantize(torch.cat(a), quantizer, 3, torch.tensor(of_a))
+    right = _group(b) if quantizer is None else tex.group_quantize(torch.cat(b), quantizer, 3, torch.tensor([len(part) for part in b]))
+    target = [part.clone() for part in out] if layout == "NT" else _group(out)
+    general_grouped_gemm_for_grouped_tensor(left, right, target, layout=layout, accumulate=accumulate)
+    found = target if layout == "NT" else target.split_into_quantized_tensors()
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_bias_is_added_to_the_rounded_products(weighted):
+    torch.manual_seed(0)
+    weights, x = [torch.randn(256, 128).bfloat16() for _ in ROWS], [torch.randn(n, 128).bfloat16() for n in ROWS]
+    biases, scales = torch.randn(3, 256).bfloat16(), torch.rand(sum(ROWS))
+    target = _group([torch.zeros(n, 256) for n in ROWS])
+    general_grouped_gemm_for_grouped_tensor(
+        weights, _group(x), target, bias=_group([row[None] for row in biases]), bias_scale=scales if weighted else None
+    )
+    for part, weight, bias, scale, found in zip(x, weights, biases, scales.split(ROWS), target.split_into_quantized_tensors(), strict=True):
+        times = scale[:, None] if weighted else 1.0
+        assert torch.equal(found, ((part @ weight.t()).float() + bias.float() * times).bfloat16())
+
+
+def test_groups_of_unequal_numbers_are_not_multiplied():
+    weights, x = [torch.randn(256, 128).bfloat16()] * 2, [torch.randn(n, 128).bfloat16() for n in ROWS]
+    with pytest.raises(RuntimeError, match="same num_tensors"):
+        general_grouped_gemm_for_grouped_tensor(weights, _group(x), _group([torch.zeros(n, 256) for n in ROWS]))
+
+
+# ---------------------------------------------------------------------- scales in the order of the tensor cores
+
+
+def _mxfp8(rows, columns, optimized):
+    quantizer = MXFP8Quantizer(tex.DType(E4M3), rowwise=rows, columnwise=columns)
+    quantizer.optimize_for_gemm = optimized
+    return quantizer
+
+
+@BLACKWELL
+def test_a_group_says_how_its_scales_lie():
+    torch.manual_seed(0)
+    x, rows = torch.randn(384, 256).bfloat16(), torch.tensor(ROWS)
+    plain, swizzled = (tex.group_quantize(x, _mxfp8(True, True, optimized), 3, rows) for optimized in (False, True))
+    assert (plain._with_gemm_swizzled_scales, swizzled._with_gemm_swizzled_scales) == (False, True)
+    assert not torch.equal(plain.scale_inv, swizzled.scale_inv)
+    values = [tex.group_dequantize(group, torch.float32).rowwise_data for group in (plain, swizzled)]
+    assert torch.equal(*values)
+    before = plain.scale_inv.clone()
+    copy = plain.copy()
+    tex.grouped_swizzle_for_gemm(copy, True, True)
+    assert torch.equal(copy.scale_inv, swizzled.scale_inv)
+    assert torch.equal(copy.columnwise_scale_inv, swizzled.columnwise_scale_inv)
+    assert torch.equal(plain.scale_inv, before)  # what was copied from keeps its own
+    tex.grouped_swizzle_for_gemm(copy, True, True)  # again: nothing happens
+    assert torch.equal(copy.scale_inv, swizzled.scale_inv)
+
+
+@BLACKWELL
+def test_a_group_that_came_with_rows_gets_columns_of_their_values():
+    torch.manual_seed(0)
+    x, rows = torch.randn(384, 256).bfloat16(), torch.tensor(ROWS)
+    wire = tex.group_quantize(x, _mxfp8(True, False, False), 3, rows)
+    values = tex.group_dequantize(wire, tex.DType.kBFloat16).rowwise_data.view(384, 256)
+    columns = tex.group_quantize(values, _mxfp8(False, True, True), 3, rows)
+    ready, swizzled = wire.copy(), wire.copy()
+    tex.grouped_swizzle_for_gemm(swizzled, True, False)
+    found = tex.group_requantize_inplace(ready, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16, return_dequantized=True)
+    assert torch.equal(found, values)
+    assert torch.equal(ready.rowwise_data, wire.rowwise_data)
+    assert torch.equal(ready.scale_inv, swizzled.scale_inv)
+    assert torch.equal(ready.columnwise_data, columns.columnwise_data)
+    assert torch.equal(ready.columnwise_scale_inv, columns.columnwise_scale_inv)
+    assert tex.group_requantize_inplace(ready, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16) is None
+    with pytest.raises(RuntimeError, match="compact format"):
+        tex.group_requantize_inplace(ready, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16, return_dequantized=True)
+    with pytest.raises(RuntimeError, match="cannot be rebuilt"):
+        tex.group_requantize_inplace(swizzled, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16)

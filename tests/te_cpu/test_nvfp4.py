@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import transformer_engine_torch as tex
 from te_cases import ARCH
-from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef, cast_from_fp4x2
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+from nemo_fp8.te_cpu import swizzle
 
 pytestmark = pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
 EDGES = torch.tensor([0.0, -0.0, 0.25, -0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, 1e-30, -1e-30, 7.0, -0.2500001])
@@ -31,6 +34,14 @@ def test_codes_scales_and_amax_are_those_of_the_reference(source, square, dtype)
         assert torch.equal(held, scales.view(torch.uint8))
 
 
+@pytest.mark.parametrize("shape", [(32, 1, 32), (4, 8, 32)])
+def test_columns_run_along_all_leading_dimensions(shape):
+    x = torch.randn(shape).bfloat16()
+    found, flat = NVFP4Quantizer()(x), NVFP4Quantizer()(x.view(32, 32))
+    assert torch.equal(found._columnwise_data.view(-1), flat._columnwise_data.view(-1))
+    assert torch.equal(found._columnwise_scale_inv, flat._columnwise_scale_inv)
+
+
 def test_an_amax_for_every_row_on_both_sides():
     """Row-scaled: the columns, turned round, have an amax for each of their rows too, although TE describes one for them all."""
     torch.manual_seed(0)
@@ -44,6 +55,40 @@ def test_an_amax_for_every_row_on_both_sides():
         assert torch.equal(getattr(found, f"_{side}wise_data").view(codes.shape), codes.view(torch.uint8))
         held = getattr(found, f"_{side}wise_scale_inv")[: scales.shape[0], : scales.shape[1]]
         assert torch.equal(held, scales.view(torch.uint8))
+
+
+def test_a_product_is_that_of_the_reference_to_the_bit():
+    """Sums of 16 at a time, of code times scale, which are exact; both amaxes last, and one rounding."""
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 256).bfloat16() * 3, torch.randn(96, 256).bfloat16() / 7
+    a, b = NVFP4Quantizer()(w), NVFP4Quantizer()(x)
+    codes, scales = ([_plain(side)[i] for side in (b, a)] for i in (0, 1))
+    out = torch.zeros(64, 96)
+    for k in range(16):
+        block = slice(16 * k, 16 * k + 16)
+        out += torch.outer(scales[0][:, k], scales[1][:, k]) * (codes[0][:, block] @ codes[1][:, block].t())
+    out *= b._amax_rowwise * a._amax_rowwise * torch.reciprocal(torch.tensor(36 * 448 * 448.0))
+    assert torch.equal(_multiplied(a, b, tex.DType.kFloat32), out)
+    assert torch.equal(_multiplied(a, b, tex.DType.kBFloat16), out.bfloat16())
+
+
+def test_values_are_those_of_the_kernel_to_the_bit():
+    """The scale is multiplied with the amax, then with a reciprocal: three roundings, in that order."""
+    torch.manual_seed(0)
+    found = NVFP4Quantizer()(torch.randn(64, 256) * 3)
+    codes, scales = _plain(found)
+    decode = scales * found._amax_rowwise * torch.reciprocal(torch.tensor(6 * 448.0))
+    assert torch.equal(found.dequantize(dtype=torch.float32), codes * decode.repeat_interleave(16, 1))
+
+
+def _plain(tensor):
+    """The codes of the rows as numbers, and their scales."""
+    codes = cast_from_fp4x2(tensor._rowwise_data, torch.float32)
+    return codes, swizzle.scales_of(tensor, "row")[: codes.shape[0], : codes.shape[1] // 16].view(torch.float8_e4m3fn).float()
+
+
+def _multiplied(a, b, dtype):
+    return tex.generic_gemm(a, True, b, False, None, None, dtype, None, dtype, False, None, False, None, 0, False, False)[0]
 
 
 def test_stochastic_rounding_keeps_the_mean_and_takes_only_neighbours():

@@ -56,3 +56,25 @@ def test_attention_over_a_cache_is_that_over_the_whole():
             cache.pre_step({0: b - a, 1: b - a})
             parts.append(layer(x[:, a:b].contiguous(), self_attn_mask_type="padding_causal", inference_params=cache))
     torch.testing.assert_close(torch.cat([part.view(2, -1, 64) for part in parts], 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_the_orders_that_fused_kernels_read():
+    q, k, v = (torch.randn(6, 2, 4, 8).bfloat16() for _ in range(3))  # [s, b, heads, width]
+    packed = torch.cat((q, k, v), -1)
+    apart = tex.fa_prepare_fwd(packed[..., :8])
+    assert torch.equal(apart, torch.stack([part.transpose(0, 1) for part in (q, k, v)]))
+    assert torch.equal(tex.fa_prepare_bwd(*apart), packed)
+    with pytest.raises(RuntimeError, match="Wrong stride"):
+        tex.fa_prepare_fwd(q)
+    wide = torch.ones(2, 4, 6, 12).bfloat16()
+    found = tex.multi_tensor_transpose_to_bhsd([q, None, k], "sbhd", [None, None, wide])
+    assert torch.equal(found[0], q.permute(1, 2, 0, 3))
+    assert found[1] is None
+    assert found[2] is wide
+    assert torch.equal(wide, torch.nn.functional.pad(k.permute(1, 2, 0, 3), (0, 4)))
+    assert torch.equal(tex.multi_tensor_transpose_to_bhsd([v], "bshd")[0], v.transpose(1, 2))
+    with pytest.raises(RuntimeError, match="only BSHD/SBHD"):
+        tex.multi_tensor_transpose_to_bhsd([q], "thd")
+    padded, same = tex.multi_tensor_pad_last_dim([torch.ones(3, 5), torch.ones(2, 4)], 4)
+    assert torch.equal(padded, torch.nn.functional.pad(torch.ones(3, 5), (0, 3)))
+    assert same.shape == (2, 4)

@@ -23,6 +23,21 @@ FILES = {
     """,
     "test_broken.py": "import nothing_of_this_name",
     "test_absent.py": "import pytest; pytest.skip('not here', allow_module_level=True)",
+    "test_ranks.py": """
+        import subprocess, sys, time
+        from pathlib import Path
+
+        RANK = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(600)"
+        LAUNCHER = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {RANK!r}], start_new_session=True)"
+
+        def test_leaves_a_rank():
+            launcher = subprocess.Popen([sys.executable, "-S", "-c", LAUNCHER])
+            while not Path("rank").exists(): time.sleep(0.1)
+            launcher.kill()
+            launcher.wait()
+
+        def test_comes_after(): assert not Path("/proc", Path("rank").read_text()).exists()
+    """,
     "test_slow.py": """
         import time, pytest
 
@@ -77,6 +92,11 @@ def test_a_file_that_is_stopped_reports_what_it_got_through(suite):
     assert 3 <= printed["test_slow"]["passed"] < 50
     assert printed["test_slow"]["failed"] == 0
     assert written["test_slow.py"]["not_reached"] == 50 - printed["test_slow"]["passed"]
+
+
+def test_ranks_that_a_test_leaves_behind_end_with_it(suite):
+    printed, written = suite("--only", "test_ranks.py")
+    assert printed == {"test_ranks.py": {"passed": 2, "failed": 0, "skipped": 0}}, written
 
 
 def test_a_cause_explains_only_what_it_names(monkeypatch):
