@@ -146,7 +146,7 @@ def main(task: Mapping[str, Any]) -> None:
 
     from vllm import LLM, SamplingParams
 
-    from nemo_fp8.rollout.ending import end
+    from nemo_fp8.vllm_ending import end
 
     llm = LLM(model=task["model"], **task["arguments"])
     draws = random.Random(0)

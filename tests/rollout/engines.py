@@ -24,7 +24,7 @@ def start(folder, **arguments):
 
 def stop(llm):
     """End an engine, every process of it, and its threads here."""
-    from nemo_fp8.rollout.ending import alive, end
+    from nemo_fp8.vllm_ending import alive, end
 
     before = alive()
     end(llm)
