@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8.contract import agreement, findings
+from nemo_fp8 import findings
+from nemo_fp8.contract import agreement
 from nemo_fp8.errors import SEVERITIES, PrecisionError, Problem, unknown
 from nemo_fp8.findings import RULES, finding, gaps
 
