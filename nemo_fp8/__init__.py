@@ -13,9 +13,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Precision": "nemo_fp8.contract",
     "PrecisionError": "nemo_fp8.errors",
-    "PRESETS": "nemo_fp8.presets",
-    "preset": "nemo_fp8.presets",
-    "check": "nemo_fp8.agreement",
+    "PRESETS": "nemo_fp8.contract.presets",
+    "preset": "nemo_fp8.contract.presets",
+    "check": "nemo_fp8.contract.agreement",
     "autocast": "nemo_fp8.numerics.autocast",
     "capture": "nemo_fp8.numerics.capture",
     "MixedPrecision": "nemo_fp8.train.plugin",
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     if not name.startswith("_"):
-        from nemo_fp8.presets import PRESETS
+        from nemo_fp8.contract.presets import PRESETS
 
         if name in PRESETS:
             return getattr(import_module("nemo_fp8.factories"), name)
@@ -39,6 +39,6 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    from nemo_fp8.presets import PRESETS
+    from nemo_fp8.contract.presets import PRESETS
 
     return sorted({*globals(), *_HOMES, *PRESETS})

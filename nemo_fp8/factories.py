@@ -28,9 +28,9 @@ import nemo_run as run
 from lightning.pytorch.plugins import Precision as LightningPrecision
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.explain import docstring
+from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.explain import docstring
-from nemo_fp8.presets import PRESETS
 from nemo_fp8.render.nemo import changes_from_nemo, resolve_dtypes
 from nemo_fp8.train.plugin import PARAMETERS, MixedPrecision, plugin_arguments
 

@@ -397,7 +397,7 @@ RULES: dict[str, Problem] = {
         "{heading}: training {does} {train}; the rollout {does} {rollout}.",
         "Powers of two only move the exponent: codes and scales differ, and values where a code underflows (up to {most}% of "
         "Gaussian ones).",
-        "Nothing to do; nemo_fp8.rollout.mismatch.sides_apart counts it on weights.",
+        "Nothing to do; nemo_fp8.mismatch.sides_apart counts it on weights.",
     ),
     "sides-layers": error(
         "The {which} {train} layers train in {compute}, the {which} {rollout} generate in it.",

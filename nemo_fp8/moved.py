@@ -22,12 +22,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MOVED = {
+    "nemo_fp8.agreement": "nemo_fp8.contract.agreement",
+    "nemo_fp8.doctor": "nemo_fp8.preflight.doctor",
+    "nemo_fp8.explain": "nemo_fp8.contract.explain",
+    "nemo_fp8.lint": "nemo_fp8.preflight.lint",
+    "nemo_fp8.machine": "nemo_fp8.preflight.machine",
+    "nemo_fp8.memory": "nemo_fp8.preflight.memory",
     "nemo_fp8.model_shapes": "nemo_fp8.models.shapes",
+    "nemo_fp8.named": "nemo_fp8.contract.naming",
+    "nemo_fp8.numerics.checkpoint": "nemo_fp8.storage.safetensors",
     "nemo_fp8.parallel": "nemo_fp8.models.layout",
+    "nemo_fp8.presets": "nemo_fp8.contract.presets",
+    "nemo_fp8.report.inspect": "nemo_fp8.inspection.measure",
+    "nemo_fp8.report.keep": "nemo_fp8.inspection.advice",
+    "nemo_fp8.report.loss": "nemo_fp8.inspection.loss",
+    "nemo_fp8.rollout.mismatch": "nemo_fp8.mismatch",
     "nemo_fp8.rollout_layers": "nemo_fp8.models.selection",
+    "nemo_fp8.shape_audit": "nemo_fp8.preflight.shapes",
+    "nemo_fp8.support": "nemo_fp8.preflight.support",
     "nemo_fp8.tensor_names": "nemo_fp8.models.names",
+    "nemo_fp8.train.te_tensors": "nemo_fp8.storage.te_tensors",
+    "nemo_fp8.train.torch_dist": "nemo_fp8.storage.torch_dist",
 }
-"""Modules: the old name, and the new one."""
+"""Modules and packages: the old name, and the new one."""
 
 
 class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -42,10 +59,10 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if name in MOVED else None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if _new(name) else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        new = MOVED[spec.name]
+        new = _new(spec.name)
         _warn(spec.name, new)
         old = types.ModuleType(spec.name, f"{new} under its old name.")
         vars(old)["__getattr__"] = lambda attribute: getattr(importlib.import_module(new), attribute)
@@ -69,6 +86,12 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(importlib.import_module(place), new)
 
     return find
+
+
+def _new(name: str) -> str:
+    """The new name of a module, or of one within a package that moved; empty where nothing moved."""
+    old = next((old for old in MOVED if f"{name}.".startswith(f"{old}.")), "")
+    return MOVED[old] + name.removeprefix(old) if old else ""
 
 
 def _warn(old: str, new: str) -> None:

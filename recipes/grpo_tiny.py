@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from nemo_fp8.named import load
+from nemo_fp8.contract.naming import load
 from nemo_fp8.rl.driver import ray_session, run_grpo
 from nemo_fp8.rl.settings import GrpoSettings
 

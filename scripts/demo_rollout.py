@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from nemo_fp8.mismatch import LogProbs, metrics
 from nemo_fp8.rollout import Refit, engine_args, environment
-from nemo_fp8.rollout.mismatch import LogProbs, metrics
 from nemo_fp8.vllm_ending import end
 
 PROMPTS = ("Anna has 7", "Ben has 4 apples. ", "Emma has 9 coins.")

@@ -12,8 +12,8 @@ from pathlib import Path
 from make_docs_support import lint, support
 from make_docs_types import front_door
 
-from nemo_fp8.explain import explain
-from nemo_fp8.presets import PRESETS
+from nemo_fp8.contract.explain import explain
+from nemo_fp8.contract.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 MADE_BY = "\nThis page is generated: `.venv/bin/python scripts/make_docs.py` writes it, and `make check` holds it to the code.\n"
@@ -22,7 +22,7 @@ RECIPES_HEAD = """# Recipes
 
 The named precisions: the same names and values as NeMo 2.7.3, Megatron-Bridge's names for delayed scaling, and honest aliases.
 Hyphens and underscores are the same. Each one is a factory (`nemo_fp8.bf16_with_fp8_mixed()`), a nemo-run argument
-(`trainer.plugins=bf16_with_fp8_mixed`), and a row of the table in `nemo_fp8/presets.py`.
+(`trainer.plugins=bf16_with_fp8_mixed`), and a row of the table in `nemo_fp8/contract/presets.py`.
 
 """
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from nemo_fp8.doctor import ENVIRONMENT
 from nemo_fp8.errors import SEVERITIES
 from nemo_fp8.findings import RULES
-from nemo_fp8.machine import GPUS, TORCH_WHEELS, Machine
-from nemo_fp8.support import EMULATION, NEEDS, RECIPES, WAYS, answer, condition, in_words, needs_of
+from nemo_fp8.preflight.doctor import ENVIRONMENT
+from nemo_fp8.preflight.machine import GPUS, TORCH_WHEELS, Machine
+from nemo_fp8.preflight.support import EMULATION, NEEDS, RECIPES, WAYS, answer, condition, in_words, needs_of
 
 # The columns of the overview: a machine with everything current, so that the GPU alone decides.
 NOW = "torch2.11,te2.20.2,mcore0.15.3,nemo2.7.3,vllm0.31"
@@ -38,8 +38,8 @@ SUPPORT_HEAD = """# What runs where
 
 `nemo-fp8 doctor` answers for this machine, `nemo-fp8 doctor --for h200,cuda12.8,te2.9` for another (a CPU is `cpu,avx2`, `cpu,avx512` or
 `cpu,amx`). vLLM is looked for in this environment, then in `.venv-rollout` beside it, or where `--vllm-python` says. Both read the table in
-`nemo_fp8/support.py`, which this page prints. Its TransformerEngine rows are tested against the support checks of TransformerEngine 2.3 to
-2.20.2, all 560 combinations of version, GPU and CUDA that `tests/machine/data/te_support_matrix.json` holds.
+`nemo_fp8/preflight/support.py`, which this page prints. Its TransformerEngine rows are tested against the support checks of
+TransformerEngine 2.3 to 2.20.2, all 560 combinations of version, GPU and CUDA that `tests/machine/data/te_support_matrix.json` holds.
 
 - **native**: the GEMMs run in FP8.
 - **emulated**: FP8 values and scales, arithmetic in BF16 or FP32. For training by TransformerEngine on a CPU over this package's

@@ -17,9 +17,9 @@ from dataclasses import fields
 from typing import get_type_hints
 
 import nemo_fp8
-from nemo_fp8 import contract
-from nemo_fp8.explain import docstring
-from nemo_fp8.presets import PRESETS
+from nemo_fp8.contract import precision as contract
+from nemo_fp8.contract.explain import docstring
+from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.render.nemo import IMPLIED, SETTINGS
 from nemo_fp8.train.engine import ENGINES
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from mismatch import tiny
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.rollout.mismatch import Gate, LogProbs, Run, log_probs, predict
+from nemo_fp8.mismatch import Gate, LogProbs, Run, log_probs, predict
 
 LAYER = "model.layers.1."
 SOUND = "none"

@@ -17,12 +17,12 @@ from nemo_fp8.cli.export import export
 from nemo_fp8.cli.inspect import inspect
 from nemo_fp8.cli.machines import doctor, lint, memory
 from nemo_fp8.cli.mismatch import mismatch
+from nemo_fp8.cli.printing import print_json, print_problems
 from nemo_fp8.cli.rl import rl_compare
 from nemo_fp8.cli.run import COMMANDS_WORDS, run
 from nemo_fp8.cli.serve import VLLM_WORDS, serve
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.lifetime import orderly
-from nemo_fp8.terminal import print_json, print_problems
 
 app = typer.Typer(
     help="One FP8 precision contract for NeMo / Megatron training and vLLM rollout.",

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from nemo_fp8.cli.options import Changes, Json, Name
-from nemo_fp8.named import load, read_text
-from nemo_fp8.terminal import print_findings, print_json, print_notes, print_pairs, print_table
+from nemo_fp8.cli.printing import print_findings, print_json, print_notes, print_pairs, print_table
+from nemo_fp8.contract.naming import load, read_text
 
 
 def list_presets(as_json: Json = False) -> None:
     """List the presets and what each one sets."""
-    from nemo_fp8.presets import PRESETS
+    from nemo_fp8.contract.presets import PRESETS
 
     if as_json:
         return print_json({name: p.to_dict() for name, p in PRESETS.items()})
@@ -31,7 +31,7 @@ def list_presets(as_json: Json = False) -> None:
 
 def explain(name: Name, changes: Changes = None, as_json: Json = False) -> None:
     """Say in plain words what a precision stores, and with which scales."""
-    from nemo_fp8.explain import explain_rows
+    from nemo_fp8.contract.explain import explain_rows
 
     rows = explain_rows(load(name, changes))
     if as_json:
@@ -76,7 +76,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Prove that training and rollout multiply with the same values, or say what differs; exit code 1 if something does."""
-    from nemo_fp8.agreement import check
+    from nemo_fp8.contract.agreement import check
 
     notes = []
     if nemo_rl:

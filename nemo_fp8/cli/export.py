@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_fp8.cli.bars import byte_bar, waiting
 from nemo_fp8.cli.options import Changes, Json, VllmPython
+from nemo_fp8.cli.printing import print_json, print_notes, print_pairs, print_problems
+from nemo_fp8.cli.progress import byte_bar, waiting
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.naming import load
 from nemo_fp8.errors import Problem
-from nemo_fp8.named import load
-from nemo_fp8.terminal import print_json, print_notes, print_pairs, print_problems
 
 if TYPE_CHECKING:
     from nemo_fp8.export import Certificate, Exported, Source
@@ -48,8 +48,8 @@ def export(
 
     engine = vllm_python(python) if verify and vllm else None  # before minutes are spent on writing
     if engine is not None:
-        from nemo_fp8.doctor import require
-        from nemo_fp8.machine import Machine
+        from nemo_fp8.preflight.doctor import require
+        from nemo_fp8.preflight.machine import Machine
 
         require(contract.replace(deep_gemm=False), Machine.here(engine), sides=("rollout",))
     opened = _open(source, from_nemo)

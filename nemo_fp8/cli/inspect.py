@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_fp8.cli.bars import byte_bar
 from nemo_fp8.cli.options import Html, Json
+from nemo_fp8.cli.printing import print_json, print_notes, print_pairs, print_table
+from nemo_fp8.cli.progress import byte_bar
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.naming import is_file, label_of, load
+from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.named import is_file, label_of, load
-from nemo_fp8.presets import PRESETS, preset
-from nemo_fp8.terminal import print_json, print_notes, print_pairs, print_table
 
 if TYPE_CHECKING:
-    from nemo_fp8.report.inspect import Inspection, Row
-    from nemo_fp8.report.keep import Advice
+    from nemo_fp8.inspection.advice import Advice
+    from nemo_fp8.inspection.measure import Inspection, Row
 
 # Short names for one contract of each scaling: its preset, and what it changes.
 SHORT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,8 +56,8 @@ def inspect(
     if html is not None:  # before minutes are spent on measuring
         _require_plots(html)
 
-    from nemo_fp8.report.inspect import inspect_checkpoint
-    from nemo_fp8.report.keep import advise
+    from nemo_fp8.inspection.advice import advise
+    from nemo_fp8.inspection.measure import inspect_checkpoint
 
     with byte_bar() as progress:
         inspection = inspect_checkpoint(checkpoint, recipes, activations=activations, progress=progress)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nemo_fp8.cli.options import Changes, For, Json, Layout, ModelConfig, Name, VllmPython
+from nemo_fp8.cli.printing import print_answers, print_findings, print_json, print_pairs, print_table
 from nemo_fp8.contract import Precision
-from nemo_fp8.named import load, settings_of
-from nemo_fp8.terminal import print_answers, print_findings, print_json, print_pairs, print_table
+from nemo_fp8.contract.naming import load, settings_of
 
 if TYPE_CHECKING:
-    from nemo_fp8.shape_audit import AuditRow
+    from nemo_fp8.preflight.shapes import AuditRow
 
 
 def doctor(
@@ -24,9 +24,9 @@ def doctor(
     """Say what this machine, or a described one, makes of every FP8 recipe, why, and what to do."""
     import os
 
-    from nemo_fp8.doctor import doctor, recipes_of, resume_findings, sanity
-    from nemo_fp8.machine import Machine
-    from nemo_fp8.support import EMULATED, NATIVE, RECIPES, Answer
+    from nemo_fp8.preflight.doctor import doctor, recipes_of, resume_findings, sanity
+    from nemo_fp8.preflight.machine import Machine
+    from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, Answer
 
     machine = Machine.parse(described) if described else Machine.here(python)
     precision = load(name) if name else None
@@ -63,11 +63,11 @@ def lint(
     import os
 
     from nemo_fp8.findings import worst
-    from nemo_fp8.lint import lint
-    from nemo_fp8.machine import Machine
     from nemo_fp8.models.layout import Parallel
     from nemo_fp8.models.shapes import Model
-    from nemo_fp8.shape_audit import audit
+    from nemo_fp8.preflight.lint import lint
+    from nemo_fp8.preflight.machine import Machine
+    from nemo_fp8.preflight.shapes import audit
 
     settings = settings_of(name, changes)
     shapes, layout = Model.read(model) if model else None, Parallel.of(parallel)
@@ -96,10 +96,10 @@ def memory(
     as_json: Json = False,
 ) -> None:
     """Estimate a training run's memory per GPU, item by item, and what FP8 primary weights save or do not."""
-    from nemo_fp8.machine import Machine
-    from nemo_fp8.memory import alternatives, savings
     from nemo_fp8.models.layout import Parallel
     from nemo_fp8.models.shapes import Model
+    from nemo_fp8.preflight.machine import Machine
+    from nemo_fp8.preflight.memory import alternatives, savings
 
     asked = (Model.read(model), load(name, changes), Parallel.of(parallel), Machine.parse(described) if described else None)
     estimates = alternatives(*asked)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_fp8.cli.bars import step_bar
 from nemo_fp8.cli.options import Changes, Html, Json
+from nemo_fp8.cli.printing import print_findings, print_json, print_notes, print_pairs, print_table
+from nemo_fp8.cli.progress import step_bar
+from nemo_fp8.contract.naming import load
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.findings import finding
-from nemo_fp8.named import load
-from nemo_fp8.terminal import print_findings, print_json, print_notes, print_pairs, print_table
 
 if TYPE_CHECKING:
+    from nemo_fp8.mismatch import ImportanceSampling, Prediction, Verdict
+    from nemo_fp8.mismatch.files import Recording
     from nemo_fp8.report.mismatch import Mismatch
-    from nemo_fp8.rollout.mismatch import ImportanceSampling, Prediction, Verdict
-    from nemo_fp8.rollout.mismatch.files import Recording
 
 
 def mismatch(
@@ -63,8 +63,8 @@ def mismatch(
 
         require_matplotlib()
 
+    from nemo_fp8.mismatch.files import Recording
     from nemo_fp8.report.mismatch import Mismatch
-    from nemo_fp8.rollout.mismatch.files import Recording
 
     recording = Recording.read(log_probs, rollout)
     if count := recording.not_numbers():
@@ -95,8 +95,8 @@ def _with(found: Mismatch, **changes: Any) -> Mismatch:
 
 
 def _predict(recording: Recording, model: Path, contract: Any, activations: bool, device: str) -> Prediction:
-    from nemo_fp8.rollout.mismatch import predict
-    from nemo_fp8.rollout.mismatch.files import Folder
+    from nemo_fp8.mismatch import predict
+    from nemo_fp8.mismatch.files import Folder
 
     if recording.tokens is None:
         raise PrecisionError(
@@ -115,8 +115,8 @@ def _predict(recording: Recording, model: Path, contract: Any, activations: bool
 def _judge(
     recording: Recording, prediction: Prediction, model: Path, held: Path | None, previous: Path | None, chance: float, drop: bool
 ) -> Verdict:
-    from nemo_fp8.rollout.mismatch import Gate
-    from nemo_fp8.rollout.mismatch.files import Folder, read_held
+    from nemo_fp8.mismatch import Gate
+    from nemo_fp8.mismatch.files import Folder, read_held
 
     return Gate(false_positives=chance).judge(
         prediction,
@@ -129,7 +129,7 @@ def _judge(
 
 
 def _importance(words: str | None) -> ImportanceSampling:
-    from nemo_fp8.rollout.mismatch import ImportanceSampling
+    from nemo_fp8.mismatch import ImportanceSampling
 
     if words is None:
         return ImportanceSampling()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_fp8.cli.bars import run_bars
 from nemo_fp8.cli.options import Html, Json, seeds_of
+from nemo_fp8.cli.printing import print_json, print_notes, print_table
+from nemo_fp8.cli.progress import run_bars
 from nemo_fp8.lifetime import watched
-from nemo_fp8.terminal import print_json, print_notes, print_table
 
 if TYPE_CHECKING:
     from nemo_fp8.rl.compare import RlComparison

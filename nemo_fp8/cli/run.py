@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from nemo_fp8.cli.options import Json
-from nemo_fp8.terminal import print_json, print_notes
+from nemo_fp8.cli.printing import print_json, print_notes
 
 # What follows the first word of the command is the command's.
 COMMANDS_WORDS = {"allow_interspersed_args": False}

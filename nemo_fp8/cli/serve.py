@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from nemo_fp8.cli.options import Json
+from nemo_fp8.cli.printing import print_json, print_notes, print_problems
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.terminal import print_json, print_notes, print_problems
 
 # What follows our own options is vLLM's.
 VLLM_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -43,7 +43,7 @@ def serve(
     Options that are not listed here go to vLLM, such as --max-model-len 4096. A token for everything is read from VLLM_API_KEY.
     Without one a token is drawn for pushes of weights alone, into a file that only you can read, where Refit(url) finds it.
     """
-    from nemo_fp8.named import load
+    from nemo_fp8.contract.naming import load
     from nemo_fp8.rollout import serve
     from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, is_loopback
     from nemo_fp8.rollout.token_file import drawn_token

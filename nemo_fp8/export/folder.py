@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.plan import Plan, Shard
 from nemo_fp8.export.source import RECEIPT
-from nemo_fp8.numerics.checkpoint import INDEX
+from nemo_fp8.storage.safetensors import INDEX
 
 STATE = ".nemo_fp8_export.json"
 PART = ".part"

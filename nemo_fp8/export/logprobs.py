@@ -25,9 +25,9 @@ from typing import Any
 from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.machine import Machine, vllm_pythons
+from nemo_fp8.preflight.machine import Machine, vllm_pythons
+from nemo_fp8.preflight.support import UNSUPPORTED, answer
 from nemo_fp8.render.vllm import PLUGIN, to_plugin, to_vllm
-from nemo_fp8.support import UNSUPPORTED, answer
 
 PROMPTS, LENGTH, GENERATED, TOP = 4, 24, 8, 20
 # Small and quick to start; only where nothing else is said.

@@ -21,7 +21,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.layouts import Layout, layout_of
 from nemo_fp8.export.source import Source, require_quantizable
 from nemo_fp8.models.selection import Selection, select
-from nemo_fp8.numerics.checkpoint import DTYPES, Described
+from nemo_fp8.storage.safetensors import DTYPES, Described
 
 # Changes when the same source and contract would be written differently.
 VERSION = 1

@@ -19,13 +19,13 @@ import torch
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.export.canonical import canonical
 from nemo_fp8.export.folder import Destination, _text
 from nemo_fp8.export.plan import Output, Plan, Shard
 from nemo_fp8.export.source import Source
-from nemo_fp8.numerics.canonical import canonical
-from nemo_fp8.numerics.checkpoint import INDEX, bytes_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
+from nemo_fp8.storage.safetensors import INDEX, bytes_of
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Bytes of the source that were dealt with, and the tensor that they belong to.

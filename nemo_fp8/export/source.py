@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.numerics.checkpoint import CODES, SCALES, VALUES, Checkpoint, Described, bytes_of
+from nemo_fp8.storage.safetensors import CODES, SCALES, VALUES, Checkpoint, Described, bytes_of
 
 RECEIPT = "nemo_fp8_export.json"
 # Weights in other formats, which would be a second model in the same folder.

@@ -7,7 +7,7 @@ For every quantized weight W with its codes C and scales s, all read from the di
     copied       every tensor that was kept has the source's bytes
 
 Q is ``canonical(quantize(.))``. Without ``canonical`` idempotence holds for values only: with power-of-two scales the codes of about
-one tile in twenty double once while their scale halves (see :mod:`nemo_fp8.numerics.canonical`); ``moved`` counts those tiles. With FP32
+one tile in twenty double once while their scale halves (see :mod:`nemo_fp8.export.canonical`); ``moved`` counts those tiles. With FP32
 scales the codes would hold, and the scales through BF16 too.
 """
 
@@ -24,9 +24,9 @@ from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.export.folder import Destination
 from nemo_fp8.export.plan import Plan
 from nemo_fp8.export.run import COMPUTE, Progress, quantize_weight
-from nemo_fp8.numerics.checkpoint import Checkpoint
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
+from nemo_fp8.storage.safetensors import Checkpoint
 
 
 @dataclass

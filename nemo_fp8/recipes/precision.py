@@ -7,8 +7,8 @@ from typing import Any, Optional, TypeAlias, Union
 import nemo_run as run
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.factories import plugin_config
-from nemo_fp8.presets import preset
 from nemo_fp8.train.plugin import MixedPrecision
 
 # nemo-run parses its command line by annotations, tries the members of a Union in their order, and reads neither ``str | None``

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_fp8.inspection.advice import Advice
+from nemo_fp8.inspection.loss import Loss
+from nemo_fp8.inspection.measure import Inspection, Row
 from nemo_fp8.models.families import ROLES
 from nemo_fp8.report import figures
-from nemo_fp8.report.inspect import Inspection, Row
-from nemo_fp8.report.keep import Advice
-from nemo_fp8.report.loss import Loss
 from nemo_fp8.report.page import Cell, Column, Page
 
 OPERANDS = {"weight": "Weights", "input": "Inputs", "grad": "Output gradients"}

@@ -12,8 +12,8 @@ __needs__ = require("numerics")
 
 import torch
 
-from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, Prediction, Verdict, metrics
-from nemo_fp8.rollout.mismatch.files import Recording
+from nemo_fp8.mismatch import ImportanceSampling, LogProbs, Prediction, Verdict, metrics
+from nemo_fp8.mismatch.files import Recording
 
 # metric -> what it says, in a line.
 MEANING = {

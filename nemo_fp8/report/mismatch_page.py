@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from nemo_fp8.mismatch import LogProbs, kind_of
 from nemo_fp8.report.figures import color, drawing, legend
 from nemo_fp8.report.mismatch import MEANING, Mismatch, by_position, quantiles, sample, tail, worst
 from nemo_fp8.report.page import Cell, Column, Page
-from nemo_fp8.rollout.mismatch import LogProbs, kind_of
 
 # Observed and predicted, in colours that stand for something else on no other page of this kind.
 OBSERVED: dict[str, Any] = {"color": color("tensorwise"), "label": "observed"}

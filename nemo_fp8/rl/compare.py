@@ -17,8 +17,8 @@ from statistics import mean, median
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.presets import preset
 from nemo_fp8.rl.driver import OnStep, ray_session, run_grpo
 from nemo_fp8.rl.settings import GrpoSettings
 

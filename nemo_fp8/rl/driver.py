@@ -28,8 +28,8 @@ __needs__ = require("rl")
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from nemo_fp8.doctor import ALLOW_PICKLE
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.preflight.doctor import ALLOW_PICKLE
 from nemo_fp8.rl import rollout
 from nemo_fp8.rl.record import read_record
 from nemo_fp8.rl.settings import GrpoSettings

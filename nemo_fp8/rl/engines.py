@@ -21,10 +21,10 @@ import torch
 from ray.exceptions import ActorDiedError, RayActorError
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.mismatch.engine import read_back
+from nemo_fp8.mismatch.weights import Held
 from nemo_fp8.rl.rollout import Answers
 from nemo_fp8.rl.settings import GrpoSettings
-from nemo_fp8.rollout.mismatch.engine import read_back
-from nemo_fp8.rollout.mismatch.weights import Held
 from nemo_fp8.rollout.refit import Receipt, Refit
 
 Weights = Mapping[str, torch.Tensor]

@@ -22,7 +22,7 @@ from nemo.collections import llm
 
 from nemo_fp8 import te_cpu
 from nemo_fp8.contract import Precision
-from nemo_fp8.presets import preset
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.rl.data import DemonstrationData, ExperienceData
 from nemo_fp8.rl.grpo import GrpoLoss
 from nemo_fp8.rl.policy import GrpoLlama

@@ -7,7 +7,7 @@
 
 ``old`` are the trainer's own log-probs of the sampled tokens before the step. The tokens were drawn by the rollout engine, whose
 policy differs from the trainer's by its precision, and by a step where it runs one step ahead: ``w`` is the weight that makes up
-for that (:mod:`nemo_fp8.rollout.mismatch.importance`). A group whose answers are all right or all wrong has no advantage to give.
+for that (:mod:`nemo_fp8.mismatch.importance`). A group whose answers are all right or all wrong has no advantage to give.
 
 ``token_weights`` makes the mean over the samples of a step the mean over its tokens, whatever micro-batches and ranks hold them:
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from nemo_fp8.mismatch import ImportanceSampling, LogProbs, kind_of, metrics
 from nemo_fp8.rl.data import prompt_ids, tokenizer
 from nemo_fp8.rl.engines import Engines, Taken
 from nemo_fp8.rl.experience import Experience
@@ -27,7 +28,6 @@ from nemo_fp8.rl.rollout import END, Answers
 from nemo_fp8.rl.settings import GrpoSettings
 from nemo_fp8.rl.task import Sorting
 from nemo_fp8.rl.watch import Watch
-from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, kind_of, metrics
 from nemo_fp8.rollout.refit import Receipt
 from nemo_fp8.train.log_probs import token_log_probs
 from nemo_fp8.train.to_hugging_face import named_tensors

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.presets import preset
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The gate at every step: are trainer and rollout as far apart as the contract's FP8 makes them, or is an engine broken?
 
 Some of the step's samples are emulated with the weights that sampled them, and the log-probs that came back are held against that
-(:mod:`nemo_fp8.rollout.mismatch.gate`). Samples that are one step old are judged by the weights of that step, so that what the
+(:mod:`nemo_fp8.mismatch.gate`). Samples that are one step old are judged by the weights of that step, so that what the
 policy has learnt meanwhile is not taken for a fault. Where the gate fires, nothing has been learnt from these samples yet, and what
 the engines hold is read back, to name the weights that are wrong.
 """
@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
+from nemo_fp8.mismatch import Gate, LogProbs, Verdict, compare_weights, predict
+from nemo_fp8.mismatch.weights import Held
 from nemo_fp8.rl.experience import Experience
 from nemo_fp8.rl.settings import GrpoSettings
-from nemo_fp8.rollout.mismatch import Gate, LogProbs, Verdict, compare_weights, predict
-from nemo_fp8.rollout.mismatch.weights import Held
 
 
 class Watch:

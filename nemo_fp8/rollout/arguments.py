@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.doctor import require
+from nemo_fp8.contract.naming import load
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.machine import Machine
-from nemo_fp8.named import load
+from nemo_fp8.preflight.doctor import require
+from nemo_fp8.preflight.machine import Machine
+from nemo_fp8.preflight.support import UNSUPPORTED, answer
 from nemo_fp8.render.vllm import options_of_plugin, to_vllm
-from nemo_fp8.support import UNSUPPORTED, answer
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.naming import load
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.extras import require
-from nemo_fp8.named import load
 from nemo_fp8.render.vllm import flags
 from nemo_fp8.rollout.access import LOOPBACK, PUSH_TOKEN, TOKEN, is_loopback
 from nemo_fp8.rollout.arguments import check_model, engine_args, environment

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.support import TE_ON_CPU
+from nemo_fp8.preflight.support import TE_ON_CPU
 from nemo_fp8.te_cpu import triton_kernels
 from nemo_fp8_hook import ARCHITECTURES, OFF, VARIABLE
 

@@ -3,7 +3,7 @@
     source = NemoCheckpoint.open("step=99-last")          # a folder with weights/ and context/, of any layout of ranks
     for name in source.tensors: (matrix,) = source.matrices(name)
 
-It is what ``nemo_fp8.export`` asks of a source. Weights come from ``torch_dist`` (:mod:`nemo_fp8.train.torch_dist`), so the model is
+It is what ``nemo_fp8.export`` asks of a source. Weights come from ``torch_dist`` (:mod:`nemo_fp8.storage.torch_dist`), so the model is
 never built, and memory holds one of Megatron's tensors. What the model is stands in ``context/model.yaml``, as plain YAML; nothing
 of the context is unpickled or imported. FP8 primary weights lie in a checkpoint as their BF16 values, and are exported as those.
 """
@@ -20,10 +20,10 @@ import torch
 import yaml
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics.checkpoint import DTYPES, Described, bytes_of
+from nemo_fp8.storage.safetensors import DTYPES, Described, bytes_of
+from nemo_fp8.storage.torch_dist import TorchDist, layers_of
 from nemo_fp8.train import byte_tokenizer
 from nemo_fp8.train.hf_names import Names, Part, in_order
-from nemo_fp8.train.torch_dist import TorchDist, layers_of
 
 MODEL_YAML = "model.yaml"
 SHARD = 5 * 10**9

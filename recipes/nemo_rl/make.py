@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.presets import preset
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.render import nemo_rl, vllm
 
 HERE = Path(__file__).parent

@@ -143,7 +143,7 @@ def train(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
 
-    from nemo_fp8.machine import Machine
+    from nemo_fp8.preflight.machine import Machine
     from nemo_fp8.train import checks, repairs
     from nemo_fp8.train.engine import choose_engine, hold_cpu
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8.presets import PRESETS, preset
+from nemo_fp8.contract.presets import PRESETS, preset
 
 NEMO_FP8 = str(Path(sys.executable).with_name("nemo-fp8"))
 CONFIG = str(Path(__file__).parents[1] / "models/data/qwen3-30b-a3b.json")

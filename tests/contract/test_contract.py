@@ -6,9 +6,9 @@ import pickle
 import pytest
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.naming import load
+from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.named import load
-from nemo_fp8.presets import PRESETS, preset
 
 
 def _contradiction(**settings):

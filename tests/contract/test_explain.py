@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_fp8.explain import explain_rows
-from nemo_fp8.presets import PRESETS, preset
+from nemo_fp8.contract.explain import explain_rows
+from nemo_fp8.contract.presets import PRESETS, preset
 
 
 def _row(p, heading):

@@ -8,16 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_fp8 import check
-from nemo_fp8.agreement import _TOPICS
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
+from nemo_fp8.contract.agreement import _TOPICS
+from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export import HuggingFace, export
+from nemo_fp8.export.canonical import canonical
+from nemo_fp8.mismatch import Run
+from nemo_fp8.mismatch.weights import reference
 from nemo_fp8.numerics import quantize
-from nemo_fp8.numerics.canonical import canonical
-from nemo_fp8.presets import PRESETS
 from nemo_fp8.rollout.in_vllm.ops import activation_of, fake_quantize
-from nemo_fp8.rollout.mismatch import Run
-from nemo_fp8.rollout.mismatch.weights import reference
 from nemo_fp8.rollout.storage import storage_of
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"

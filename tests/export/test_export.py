@@ -16,8 +16,8 @@ from small_models import FFN, HIDDEN, config, content, tensors, write
 from nemo_fp8 import Precision, PrecisionError, preset
 from nemo_fp8.contract import Operand
 from nemo_fp8.export import HuggingFace, export, verify
+from nemo_fp8.export.canonical import canonical
 from nemo_fp8.numerics import quantize
-from nemo_fp8.numerics.canonical import canonical
 
 POW2 = preset("bf16_with_fp8_blockwise_mixed")
 FP32 = POW2.replace(weight_scale="fp32", activation_scale="fp32")
@@ -345,7 +345,7 @@ PEAK = """
 import re, sys
 from pathlib import Path
 from nemo_fp8.export import HuggingFace, export, verify
-from nemo_fp8.presets import preset
+from nemo_fp8.contract.presets import preset
 
 def memory(name):
     return int(re.search(name + r":\\s*(\\d+)", open("/proc/self/status").read())[1]) * 1024

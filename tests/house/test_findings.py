@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8 import agreement, findings
+from nemo_fp8 import findings
+from nemo_fp8.contract import agreement
 from nemo_fp8.errors import SEVERITIES, PrecisionError, Problem, unknown
 from nemo_fp8.findings import RULES, finding, gaps
 
@@ -106,8 +107,8 @@ MOVED = [
     (findings, "Finding"),
     (findings, "Rule"),
     (agreement, "Difference"),
-    ("nemo_fp8.rollout.mismatch", "Difference"),
-    ("nemo_fp8.rollout.mismatch.weights", "Difference"),
+    ("nemo_fp8.mismatch", "Difference"),
+    ("nemo_fp8.mismatch.weights", "Difference"),
 ]
 
 

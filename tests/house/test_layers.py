@@ -15,17 +15,23 @@ STANDARD_OR_LIGHT = {"packaging", "rich", "typer", "yaml"}
 # layer -> (its place, what its modules may import at their top besides the standard library)
 LAYERS = {
     "core": (0, STANDARD_OR_LIGHT),
+    "contract": (0, STANDARD_OR_LIGHT),
+    "models": (0, STANDARD_OR_LIGHT),
+    "preflight": (0, STANDARD_OR_LIGHT),
     "render": (0, STANDARD_OR_LIGHT),
     "numerics": (1, {"torch", "numpy", "safetensors", "triton"}),
+    "storage": (2, {"torch", "numpy", "safetensors"}),
     "te_cpu": (2, {"torch"}),  # TransformerEngine is imported inside of functions: it may not be there
     "train": (3, {"torch", "numpy", "safetensors", "yaml", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
     "rollout": (3, {"torch", "numpy", "safetensors"}),
     "rollout/in_vllm": (3, {"torch", "numpy", "safetensors", "vllm"}),  # runs in vLLM's processes only
     "export": (3, {"torch", "numpy", "safetensors"}),
-    "rl": (4, {"torch", "ray", "nemo", "lightning", "megatron"}),  # each process takes its side from here
-    "recipes": (4, {"nemo_run", "nemo", "torch", "fiddle", "lightning", "megatron"}),
-    "report": (5, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
-    "cli": (6, STANDARD_OR_LIGHT),
+    "inspection": (3, {"torch", "numpy"}),
+    "mismatch": (4, {"torch", "numpy", "safetensors"}),  # belongs to neither side
+    "rl": (5, {"torch", "ray", "nemo", "lightning", "megatron"}),  # each process takes its side from here
+    "recipes": (5, {"nemo_run", "nemo", "torch", "fiddle", "lightning", "megatron"}),
+    "report": (6, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
+    "cli": (7, STANDARD_OR_LIGHT),
 }
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 

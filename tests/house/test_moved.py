@@ -26,6 +26,14 @@ def test_no_old_name_is_a_file_again():
         assert isinstance(spec.loader, OldNames)
 
 
+def test_a_module_of_a_package_that_moved():
+    with pytest.warns(DeprecationWarning, match=r"nemo_fp8.rollout.mismatch.gate is nemo_fp8.mismatch.gate now"):
+        from nemo_fp8.rollout.mismatch.gate import Gate
+    from nemo_fp8.mismatch.gate import Gate as New
+
+    assert Gate is New
+
+
 def test_other_names_are_not_found():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("nemo_fp8.nowhere")

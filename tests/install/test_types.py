@@ -17,7 +17,7 @@ from install.environments import ROOT, Environment, build_wheel
 import nemo_fp8
 from nemo_fp8 import PRESETS
 
-PARTS = ("rollout", "rollout.refit", "rollout.mismatch", "recipes", "numerics", "te_cpu")
+PARTS = ("rollout", "rollout.refit", "mismatch", "recipes", "numerics", "te_cpu")
 # Decorated by torch.no_grad, which has a type where torch is installed.
 TYPED_BY_TORCH = {"nemo_fp8.numerics.quantize", "nemo_fp8.numerics.quantize_into"}
 # What NeMo has, handed on by a module __getattr__: it is Any, which shows that the tests would see one.
@@ -96,8 +96,8 @@ def test_every_public_name_has_a_type(said):
 
 def test_types_are_those_of_the_code(said):
     types = dict(zip(_names(), said["names"].values(), strict=False))
-    assert types["nemo_fp8.preset"] == ['note: Revealed type is "def (name: str) -> nemo_fp8.contract.Precision"']
-    assert types["nemo_fp8.PRESETS"] == ['note: Revealed type is "dict[str, nemo_fp8.contract.Precision]"']
+    assert types["nemo_fp8.preset"] == ['note: Revealed type is "def (name: str) -> nemo_fp8.contract.precision.Precision"']
+    assert types["nemo_fp8.PRESETS"] == ['note: Revealed type is "dict[str, nemo_fp8.contract.precision.Precision]"']
     assert types["nemo_fp8.bf16_mixed"][0].endswith('-> nemo_fp8._PluginConfig"')
 
 

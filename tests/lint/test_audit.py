@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import gemm_misfit, primary_misfit
 from nemo_fp8.models.shapes import Model
-from nemo_fp8.presets import PRESETS, preset
-from nemo_fp8.shape_audit import AuditRow, audit, packing_multiple
+from nemo_fp8.preflight.shapes import AuditRow, audit, packing_multiple
 
 DATA = Path(__file__).parents[1] / "models/data"
 BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_fp8.doctor import TE_RECIPES
+from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import SEVERITIES, Problem
 from nemo_fp8.findings import RULES, worst
-from nemo_fp8.lint import lint
-from nemo_fp8.machine import Machine
-from nemo_fp8.presets import PRESETS, preset
+from nemo_fp8.preflight.doctor import TE_RECIPES
+from nemo_fp8.preflight.lint import lint
+from nemo_fp8.preflight.machine import Machine
 
 DATA = Path(__file__).parents[1] / "models/data"
 LLAMA, QWEN, QWEN_MOE, MIXTRAL = (str(DATA / f"{name}.json") for name in ("llama-3-8b", "qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b"))
@@ -231,9 +231,8 @@ def test_lint_always_answers(name: str, model: Any, parallel: str, machine: str 
 def test_lint_imports_nothing_heavy() -> None:
     import subprocess
 
-    code = (
-        f"import sys; from nemo_fp8.lint import lint; lint({{'format': 'e4m3', 'scaling': 'blockwise'}}, model={LLAMA!r}, parallel='tp4'); "
-    )
+    code = "import sys; from nemo_fp8.preflight.lint import lint; "
+    code += f"lint({{'format': 'e4m3', 'scaling': 'blockwise'}}, model={LLAMA!r}, parallel='tp4'); "
     code += "print([m for m in ('torch', 'transformers', 'nemo', 'megatron', 'numpy', 'yaml') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.machine import Machine
-from nemo_fp8.memory import Estimate, alternatives, memory, savings
+from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
-from nemo_fp8.presets import PRESETS, preset
+from nemo_fp8.preflight.machine import Machine
+from nemo_fp8.preflight.memory import Estimate, alternatives, memory, savings
 
 DATA = Path(__file__).parents[1] / "models/data"
 LLAMA = Model.read(DATA / "llama-3-8b.json")

@@ -11,12 +11,12 @@ from types import ModuleType
 
 import pytest
 
-import nemo_fp8.doctor as doc
+import nemo_fp8.preflight.doctor as doc
 from nemo_fp8.contract import Precision
-from nemo_fp8.doctor import FROZEN, TE_RECIPES, doctor, late_variables, recipes_of, require, resume_findings, sanity
+from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.machine import ABSENT, Machine
-from nemo_fp8.presets import PRESETS, preset
+from nemo_fp8.preflight.doctor import FROZEN, TE_RECIPES, doctor, late_variables, recipes_of, require, resume_findings, sanity
+from nemo_fp8.preflight.machine import ABSENT, Machine
 
 BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.machine import ABSENT, GPUS, TORCH_WHEELS, Machine, _cublas
+from nemo_fp8.preflight.machine import ABSENT, GPUS, TORCH_WHEELS, Machine, _cublas
 
 
 def test_words_become_fields() -> None:
@@ -174,7 +174,7 @@ def test_gpus_are_read_through_nvml_s_interface(tmp_path: Path) -> None:
         pytest.skip("no C compiler")
     (tmp_path / "nvml.c").write_text(NVML)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", tmp_path / "nvml.c"], check=True)
-    code = "import json; from nemo_fp8.machine import Machine; print(json.dumps(Machine.here().to_dict()))"
+    code = "import json; from nemo_fp8.preflight.machine import Machine; print(json.dumps(Machine.here().to_dict()))"
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     found = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout)
     assert (found["gpu"], found["count"], found["arch"]) == ("NVIDIA H200 + NVIDIA B300", 2, 90)
@@ -191,7 +191,9 @@ def test_cublas_is_read_from_the_name_behind_the_link(tmp_path: Path, monkeypatc
 
 
 def test_here_is_quick_and_imports_nothing_heavy() -> None:
-    code = "import sys; from nemo_fp8.machine import Machine; from nemo_fp8.doctor import doctor; doctor(Machine.here()); "
+    code = (
+        "import sys; from nemo_fp8.preflight.machine import Machine; from nemo_fp8.preflight.doctor import doctor; doctor(Machine.here()); "
+    )
     code += "print([m for m in ('torch', 'transformer_engine', 'vllm', 'nemo', 'megatron', 'numpy') if m in sys.modules])"
     start = time.perf_counter()
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

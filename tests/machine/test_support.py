@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.machine import Machine
-from nemo_fp8.support import (
+from nemo_fp8.preflight.machine import Machine
+from nemo_fp8.preflight.support import (
     CUBLAS,
     DECODED,
     EMULATED,

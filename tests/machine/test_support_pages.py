@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8.findings import RULES
-from nemo_fp8.support import NEEDS
+from nemo_fp8.preflight.support import NEEDS
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.mismatch.band import Band, Sample, band, student_t
+from nemo_fp8.mismatch.band import Band, Sample, band, student_t
 
 
 @pytest.mark.parametrize("degrees", [7, 15, 63, 1000])

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import flop_registry
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.mismatch import Run, log_probs, pad
+from nemo_fp8.mismatch.weights import reference
 from nemo_fp8.numerics import bf16, gemm, quantize
-from nemo_fp8.rollout.mismatch import Run, log_probs, pad
-from nemo_fp8.rollout.mismatch.weights import reference
 
 FP8 = Precision(rollout="fp8")
 

@@ -11,8 +11,8 @@ from mismatch import tiny
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.mismatch import Gate, LogProbs, Run, kind_of, log_probs, predict
-from nemo_fp8.rollout.mismatch.weights import reference
+from nemo_fp8.mismatch import Gate, LogProbs, Run, kind_of, log_probs, predict
+from nemo_fp8.mismatch.weights import reference
 from nemo_fp8.rollout.refit import fingerprint
 
 FP8 = Precision(rollout="fp8")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, metrics
+from nemo_fp8.mismatch import ImportanceSampling, LogProbs, metrics
 
 BOUNDS = {"tis": (2.0, None), "icepop": (5.0, 0.5), "seq-mask-tis": (1.05, 0.95)}
 

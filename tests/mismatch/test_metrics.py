@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.mismatch import ImportanceSampling, LogProbs, metrics, token_errors
+from nemo_fp8.mismatch import ImportanceSampling, LogProbs, metrics, token_errors
 
 ERRORS = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
 

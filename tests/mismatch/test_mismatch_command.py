@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from nemo_fp8.cli import app
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.mismatch import LogProbs, Run, log_probs, metrics
-from nemo_fp8.rollout.mismatch.files import Folder, Recording, read_held
-from nemo_fp8.rollout.mismatch.weights import reference
+from nemo_fp8.mismatch import LogProbs, Run, log_probs, metrics
+from nemo_fp8.mismatch.files import Folder, Recording, read_held
+from nemo_fp8.mismatch.weights import reference
 from nemo_fp8.rollout.refit import fingerprint
 
 FP8 = Precision(rollout="fp8")

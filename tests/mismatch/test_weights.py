@@ -9,10 +9,10 @@ from mismatch import tiny
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.findings import RULES
+from nemo_fp8.mismatch import compare_weights, kind_of
+from nemo_fp8.mismatch import weights as weights_module
+from nemo_fp8.mismatch.weights import _cut, reference
 from nemo_fp8.numerics import Quantized, quantize
-from nemo_fp8.rollout.mismatch import compare_weights, kind_of
-from nemo_fp8.rollout.mismatch import weights as weights_module
-from nemo_fp8.rollout.mismatch.weights import _cut, reference
 from nemo_fp8.rollout.refit import fingerprint
 
 FP8 = Precision(rollout="fp8")

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.memory import memory
+from nemo_fp8.contract.presets import PRESETS, preset
+from nemo_fp8.inspection.measure import Row, _kept
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.names import place
 from nemo_fp8.models.selection import KEEP, SHAPE, Kept, part_names, select, stored, why_kept
 from nemo_fp8.models.shapes import Model
 from nemo_fp8.numerics.selection import linear_weights
-from nemo_fp8.presets import PRESETS, preset
-from nemo_fp8.report.inspect import Row, _kept
-from nemo_fp8.shape_audit import audit
+from nemo_fp8.preflight.memory import memory
+from nemo_fp8.preflight.shapes import audit
 
 LAYERS = 3
 UNITS = {

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.findings import worst
-from nemo_fp8.lint import lint
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import misfit, part_names, select, share_misfit, why_kept
 from nemo_fp8.models.shapes import Model
-from nemo_fp8.presets import preset
-from nemo_fp8.shape_audit import audit
+from nemo_fp8.preflight.lint import lint
+from nemo_fp8.preflight.shapes import audit
 
 CONTRACTS = {
     block: preset("bf16_with_mxfp8_mixed" if block == "1x32" else "bf16_with_fp8_blockwise_mixed").replace(rollout_block=block)

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from strategies import contracts
 
-from nemo_fp8 import agreement
-from nemo_fp8.agreement import check, join
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import Precision, agreement
+from nemo_fp8.contract.agreement import check, join
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.findings import RULES
-from nemo_fp8.presets import preset
 
 DEEPSEEK = {"format": "e4m3", "scaling": "blockwise"}
 FP32 = {"weight_scale": "fp32", "activation_scale": "fp32"}
@@ -57,7 +56,7 @@ def test_the_costs_that_findings_quote_are_what_the_casts_cost(weights):
 def test_powers_of_two_give_the_same_values_but_for_underflow_and_not_the_same_codes(scaling, block):
     import torch
 
-    from nemo_fp8.rollout.mismatch import sides_apart
+    from nemo_fp8.mismatch import sides_apart
 
     p = Precision(format="e4m3", scaling=scaling, rollout_block=block, **POW2)
     name = "model.layers.0.mlp.down_proj.weight"
@@ -79,7 +78,7 @@ def test_powers_of_two_give_the_same_values_but_for_underflow_and_not_the_same_c
 def test_other_fp32_scales_are_counted_as_other_values():
     import torch
 
-    from nemo_fp8.rollout.mismatch import sides_apart
+    from nemo_fp8.mismatch import sides_apart
 
     weights = {"model.layers.0.mlp.down_proj.weight": torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()}
     fp32 = Precision(format="e4m3", scaling="tensorwise")
@@ -213,4 +212,4 @@ def test_the_packages_public_name_goes_on_being_callable():
 
     for _ in range(2):  # a submodule of the same name must not take its place after the first use
         assert nemo_fp8.check(train=Precision(), rollout=Precision()).agrees
-        importlib.import_module("nemo_fp8.agreement")
+        importlib.import_module("nemo_fp8.contract.agreement")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from strategies import contracts
 
+from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.presets import PRESETS
 from nemo_fp8.render import bridge, nemo, render
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from strategies import contracts
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.presets import PRESETS, preset
 from nemo_fp8.render import nemo, render
 
 FACTORIES = [

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from strategies import contracts
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.presets import PRESETS
 from nemo_fp8.render import nemo, render
 from nemo_fp8.render.te import from_te, te_environment, te_recipe
 from nemo_fp8.render.te_loader import load_recipe_module

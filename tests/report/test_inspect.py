@@ -9,13 +9,13 @@ from safetensors.torch import save_file
 from tiny_llama import FFN, HIDDEN, LAYERS, llama, write_shards
 
 import nemo_fp8
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.inspection.loss import BLOCKS, Loss
+from nemo_fp8.inspection.measure import inspect_checkpoint
 from nemo_fp8.numerics import quantize
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference
-from nemo_fp8.presets import preset
-from nemo_fp8.report.inspect import inspect_checkpoint
-from nemo_fp8.report.loss import BLOCKS, Loss
 
 BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")
 RECIPES = {

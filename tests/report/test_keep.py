@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import preset
+from nemo_fp8.inspection.advice import advise
+from nemo_fp8.inspection.loss import Loss
+from nemo_fp8.inspection.measure import Inspection, Row
 from nemo_fp8.models.names import place
-from nemo_fp8.presets import preset
-from nemo_fp8.report.inspect import Inspection, Row
-from nemo_fp8.report.keep import advise
-from nemo_fp8.report.loss import Loss
 
 RECIPES = {s: preset(f"bf16_with_fp8_{s}_mixed") for s in ("delayed", "tensorwise", "blockwise")}
 HUGGING_FACE = {

@@ -12,7 +12,7 @@ from tiny_llama import llama, write_shards
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
-from nemo_fp8.numerics.checkpoint import INDEX, Checkpoint
+from nemo_fp8.storage.safetensors import INDEX, Checkpoint
 
 TENSORS = llama()
 
@@ -142,8 +142,8 @@ def test_what_is_no_checkpoint(tmp_path):
 
 PEAK = """
 import re, sys
-from nemo_fp8.presets import preset
-from nemo_fp8.report.inspect import inspect_checkpoint
+from nemo_fp8.contract.presets import preset
+from nemo_fp8.inspection.measure import inspect_checkpoint
 
 def memory(name):
     return int(re.search(name + r":\\s*(\\d+)", open("/proc/self/status").read())[1]) * 1024

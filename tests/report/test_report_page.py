@@ -7,8 +7,8 @@ import re
 import pytest
 
 from nemo_fp8.contract import SCALINGS
+from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.presets import PRESETS
 from nemo_fp8.report import figures, page
 from nemo_fp8.report.page import Cell, Column, Page
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.presets import preset
 from nemo_fp8.rl.driver import RESTARTS, Deaths, known_base
 from nemo_fp8.rl.experience import Experience, row
 from nemo_fp8.rl.record import Record, read_record

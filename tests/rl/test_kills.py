@@ -13,7 +13,7 @@ from cli.processes import below, left_of, wait_for
 from cli.test_lifetime import SIGNALS
 from rl import actors
 
-from nemo_fp8.presets import preset
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.rl.record import read_record
 from nemo_fp8.rl.settings import GrpoSettings
 

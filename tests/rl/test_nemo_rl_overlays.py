@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_fp8.lint import lint
+from nemo_fp8.preflight.lint import lint
 from nemo_fp8.render.nemo_rl import from_nemo_rl, ignored_by_nemo_rl
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "nemo_rl"

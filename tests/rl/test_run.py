@@ -6,8 +6,8 @@ import pytest
 import ray
 from rl import actors
 
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.presets import preset
 from nemo_fp8.rl.driver import ray_session, run_grpo
 from nemo_fp8.rl.record import read_record
 from nemo_fp8.rl.settings import GrpoSettings

@@ -29,8 +29,8 @@ class Here:
     """What vLLM has on this processor, which is what a test may expect: by the support table, which a test holds to vLLM's own answers."""
 
     def __init__(self):
-        from nemo_fp8.machine import Machine
-        from nemo_fp8.support import AMX, answer
+        from nemo_fp8.preflight.machine import Machine
+        from nemo_fp8.preflight.support import AMX, answer
 
         self.machine, self.answer = Machine.here(), answer
         self.amx = answer("rollout-fp8", self.machine).way == AMX

@@ -7,9 +7,9 @@ import pytest
 from rollout import models
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.machine import Machine
-from nemo_fp8.presets import PRESETS
+from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.render import render
 from nemo_fp8.render.vllm import flags, from_vllm
 from nemo_fp8.rollout import engine_args, environment, init_fp8, serve

@@ -13,10 +13,10 @@ from rollout.engines import fp8
 from safetensors.torch import load_file
 
 from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.mismatch import Gate, LogProbs, compare_weights, kind_of, predict
+from nemo_fp8.mismatch.engine import read_back
+from nemo_fp8.mismatch.weights import told_by
 from nemo_fp8.numerics import quantize
-from nemo_fp8.rollout.mismatch import Gate, LogProbs, compare_weights, kind_of, predict
-from nemo_fp8.rollout.mismatch.engine import read_back
-from nemo_fp8.rollout.mismatch.weights import told_by
 
 CONTRACT = Precision(rollout="fp8")
 LAYER = "model.layers.2."

@@ -8,10 +8,10 @@ from rollout.test_reload import differing, held
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.mismatch.engine import read_back
+from nemo_fp8.mismatch.weights import compare_weights, told_by
 from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.in_vllm.held import NemoFp8Held
-from nemo_fp8.rollout.mismatch.engine import read_back
-from nemo_fp8.rollout.mismatch.weights import compare_weights, told_by
 from nemo_fp8.rollout.refit import fingerprint
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

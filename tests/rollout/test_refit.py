@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.mismatch.engine import read_back
+from nemo_fp8.mismatch.weights import told_by
 from nemo_fp8.numerics import quantize
 from nemo_fp8.rollout import Refit, serve
-from nemo_fp8.rollout.mismatch.engine import read_back
-from nemo_fp8.rollout.mismatch.weights import told_by
 from nemo_fp8.rollout.refit import Manifest, fingerprint
 from nemo_fp8.rollout.refit.control import Offline
 from nemo_fp8.rollout.refit.memory import Shared

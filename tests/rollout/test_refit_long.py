@@ -11,8 +11,8 @@ from rollout import refit_matrix
 from rollout.engines import fp8, log_probs
 from safetensors.torch import load_file
 
-from nemo_fp8.numerics.checkpoint import Checkpoint
 from nemo_fp8.rollout import Refit
+from nemo_fp8.storage.safetensors import Checkpoint
 
 KINDS = ("qwen3", "llama", "llama_tied", "qwen3_moe")
 

@@ -22,8 +22,8 @@ from rollout import servers
 from rollout.models import tensors_of
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.presets import preset
 from nemo_fp8.render import render
 from nemo_fp8.rollout import Refit, environment, serve
 from nemo_fp8.rollout.in_vllm.guard import TokenGuard

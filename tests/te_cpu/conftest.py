@@ -9,7 +9,7 @@ import torch
 from te_cases import ARCH, VERSIONS
 
 from nemo_fp8 import te_cpu
-from nemo_fp8.support import TE_ON_CPU
+from nemo_fp8.preflight.support import TE_ON_CPU
 
 te_cpu.install(ARCH, versions=VERSIONS or TE_ON_CPU)
 

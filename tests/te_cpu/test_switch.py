@@ -60,7 +60,7 @@ metadata.version = version
 
 
 def test_the_versions_that_it_takes_are_those_of_the_page():
-    from nemo_fp8.support import TE_ON_CPU
+    from nemo_fp8.preflight.support import TE_ON_CPU
 
     page = (Path(__file__).parents[2] / "docs/te_versions.md").read_text()
     assert set(TE_ON_CPU) == set(re.findall(r"^\| ([\d.]+) \| \*\*yes\*\* \|", page, re.M))

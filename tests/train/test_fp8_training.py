@@ -3,7 +3,7 @@
 import pytest
 from harness import RunFailed, train_tiny
 
-from nemo_fp8.presets import preset
+from nemo_fp8.contract.presets import preset
 
 RECIPES = ("bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed")
 LINEARS, LAYERS, MICRO_BATCHES = 4, 4, 4

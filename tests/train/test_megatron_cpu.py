@@ -10,9 +10,9 @@ import torch
 from harness import train_tiny
 
 from nemo_fp8 import te_cpu
+from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import bf16
-from nemo_fp8.presets import preset
 from nemo_fp8.train import megatron_cpu
 from nemo_fp8.train.accelerator import MegatronCPU
 from nemo_fp8.train.engine import hold_cpu

@@ -18,7 +18,7 @@ from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecisio
 import nemo_fp8
 from nemo_fp8 import PrecisionError
 from nemo_fp8.findings import RULES
-from nemo_fp8.machine import Machine
+from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.render.te_loader import load_recipe_module
 from nemo_fp8.train.checks import Run, require_agreement
 from nemo_fp8.train.engine import choose_engine

@@ -17,8 +17,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.machine import Machine
-from nemo_fp8.support import GPU, UNSUPPORTED, VLLM_CHECK, answer
+from nemo_fp8.preflight.machine import Machine
+from nemo_fp8.preflight.support import GPU, UNSUPPORTED, VLLM_CHECK, answer
 
 MAGNITUDES = 1 << 15  # the bits of a BF16 number without its sign
 

@@ -17,10 +17,10 @@ from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-from nemo_fp8.numerics.checkpoint import DTYPES as SAFETENSORS
-from nemo_fp8.numerics.checkpoint import Checkpoint
 from nemo_fp8.rollout.in_vllm.reload_routes import record, unpushable
 from nemo_fp8.rollout.refit.manifest import DTYPES, Entry, Manifest
+from nemo_fp8.storage.safetensors import DTYPES as SAFETENSORS
+from nemo_fp8.storage.safetensors import Checkpoint
 
 logger = init_logger("vllm.nemo_fp8")
 

@@ -370,7 +370,7 @@ def rows_of(route: Route) -> int:
 
 
 def name_of(route: Route) -> str:
-    """The part of its tensor, as :mod:`nemo_fp8.rollout.mismatch.weights` reads it: a box, or a view that is none (a transpose)."""
+    """The part of its tensor, as :mod:`nemo_fp8.mismatch.weights` reads it: a box, or a view that is none (a transpose)."""
     if route.source is None:
         sizes, strides, offset = route.view
         return f"{'x'.join(map(str, sizes))} by {'x'.join(map(str, strides))} from {offset}"

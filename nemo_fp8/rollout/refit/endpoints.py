@@ -24,12 +24,12 @@ from contextlib import suppress
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics.checkpoint import bytes_of
 from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, brings, comes_from_a_page, is_local, path_of
 from nemo_fp8.rollout.refit.alive import LOOK, answered_on_loop
 from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, Answer, refusal
 from nemo_fp8.rollout.refit.manifest import MOST_ENTRIES
 from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.storage.safetensors import bytes_of
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics.checkpoint import bytes_of
 from nemo_fp8.rollout.refit.control import Answer, Carrier, Control
 from nemo_fp8.rollout.refit.memory import BUFFERS, Shared
 from nemo_fp8.rollout.refit.stream import Piece
+from nemo_fp8.storage.safetensors import bytes_of
 
 
 class Transport(Protocol):

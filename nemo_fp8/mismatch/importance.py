@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem, unknown
-from nemo_fp8.rollout.mismatch.logprobs import LogProbs
+from nemo_fp8.mismatch.logprobs import LogProbs
 
 TYPES = ("tis", "icepop", "seq-mask-tis")
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.inspection.measure import Inspection, Row
 from nemo_fp8.models.selection import why_kept_by_name
-from nemo_fp8.report.inspect import Inspection, Row
 
 Unit = tuple[int | None, str]
 

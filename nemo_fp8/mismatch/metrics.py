@@ -27,8 +27,8 @@ from collections.abc import Callable
 import torch
 
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.rollout.mismatch.importance import ImportanceSampling, ratios
-from nemo_fp8.rollout.mismatch.logprobs import LogProbs
+from nemo_fp8.mismatch.importance import ImportanceSampling, ratios
+from nemo_fp8.mismatch.logprobs import LogProbs
 
 # The estimators of KL(p || q) from samples of p, of r = log q - log p (Schulman 2020).
 KL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.rollout.mismatch.weights import Held
+from nemo_fp8.mismatch.weights import Held
 from nemo_fp8.rollout.refit.control import control_of
 
 

@@ -236,7 +236,7 @@ class Precision:
 
     def explain(self) -> str:
         """The contract in plain words."""
-        from nemo_fp8.explain import explain
+        from nemo_fp8.contract.explain import explain
 
         return explain(self)
 
@@ -266,7 +266,7 @@ class Precision:
     @classmethod
     def from_yaml(cls, text: str) -> Precision:
         """A contract from YAML text. A key given twice is refused: YAML itself would keep the last in silence."""
-        from nemo_fp8.plain_yaml import load_mapping
+        from nemo_fp8.contract.yaml import load_mapping
 
         return cls.from_dict(load_mapping(text, "a precision contract"))
 

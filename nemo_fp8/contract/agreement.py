@@ -14,7 +14,7 @@ An ``info`` costs nothing, or as little as underflow does. So the two sides agre
 and :func:`join` makes one contract of them where nothing is an error.
 
 The costs are distances in norm, relative to the weights, measured on Gaussian BF16 weights; ``tests/render`` measures
-them again. A model's own underflow is counted by :func:`nemo_fp8.rollout.mismatch.sides_apart`.
+them again. A model's own underflow is counted by :func:`nemo_fp8.mismatch.sides_apart`.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from nemo_fp8.moved import renamed
 
 __needs__ = require("numerics")
 
-from nemo_fp8.rollout.mismatch.forward import Run, log_probs, pad
-from nemo_fp8.rollout.mismatch.gate import Gate, Prediction, Verdict, predict
-from nemo_fp8.rollout.mismatch.importance import ImportanceSampling, Weights
-from nemo_fp8.rollout.mismatch.logprobs import LogProbs
-from nemo_fp8.rollout.mismatch.metrics import metrics, token_errors
-from nemo_fp8.rollout.mismatch.weights import compare_weights, kind_of, sides_apart
+from nemo_fp8.mismatch.forward import Run, log_probs, pad
+from nemo_fp8.mismatch.gate import Gate, Prediction, Verdict, predict
+from nemo_fp8.mismatch.importance import ImportanceSampling, Weights
+from nemo_fp8.mismatch.logprobs import LogProbs
+from nemo_fp8.mismatch.metrics import metrics, token_errors
+from nemo_fp8.mismatch.weights import compare_weights, kind_of, sides_apart
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
     __getattr__ = renamed(__name__, {"Difference": "nemo_fp8.errors.Problem"})

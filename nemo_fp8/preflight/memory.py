@@ -26,10 +26,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nemo_fp8.contract import Operand, Precision
-from nemo_fp8.machine import Machine
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import stored, train_cut
 from nemo_fp8.models.shapes import COLUMN, Linear, Model
+from nemo_fp8.preflight.machine import Machine
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 PER_TENSOR = ("delayed", "tensorwise")

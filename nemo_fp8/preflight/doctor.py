@@ -17,8 +17,8 @@ from packaging.version import InvalidVersion, Version
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
-from nemo_fp8.machine import ABSENT, Machine
-from nemo_fp8.support import EMULATED, NATIVE, RECIPES, TE_ON_CPU, UNKNOWN, UNSUPPORTED, Answer, answer
+from nemo_fp8.preflight.machine import ABSENT, Machine
+from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, TE_ON_CPU, UNKNOWN, UNSUPPORTED, Answer, answer
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from types import ModuleType
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.doctor import sanity, support_findings
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
-from nemo_fp8.machine import Machine
-from nemo_fp8.memory import memory
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
-from nemo_fp8.shape_audit import shape_findings
+from nemo_fp8.preflight.doctor import sanity, support_findings
+from nemo_fp8.preflight.machine import Machine
+from nemo_fp8.preflight.memory import memory
+from nemo_fp8.preflight.shapes import shape_findings
 
 _DELAYED_FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
 _LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")

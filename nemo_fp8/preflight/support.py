@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.machine import ABSENT, Machine
+from nemo_fp8.preflight.machine import ABSENT, Machine
 
 NATIVE, EMULATED, UNSUPPORTED, UNKNOWN = "native", "emulated", "unsupported", "unknown"
 
@@ -258,7 +258,7 @@ NEEDS: tuple[Need, ...] = (
 class Answer:
     """What a machine makes of a recipe. ``depends`` lists what was not said and would decide or confirm it.
 
-    ``native`` leaves nothing to find; of every other verdict :func:`nemo_fp8.doctor.support_findings` makes a finding.
+    ``native`` leaves nothing to find; of every other verdict :func:`nemo_fp8.preflight.doctor.support_findings` makes a finding.
     """
 
     recipe: str

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.train.te_tensors import load_tensor
+from nemo_fp8.storage.te_tensors import load_tensor
 
 INDEX = ".metadata"
 _AGAIN = "Give another checkpoint of the run, or copy this one again; `nemo_fp8.train.checkpoints` says which ones are whole."

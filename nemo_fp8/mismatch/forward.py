@@ -28,12 +28,12 @@ import torch.nn.functional as F
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.mismatch.weights import Weights, reference
 from nemo_fp8.models.families import FAMILIES
 from nemo_fp8.numerics import cast, decode, quantize
 from nemo_fp8.numerics.bf16 import linear
 from nemo_fp8.numerics.formats import FORMATS
 from nemo_fp8.numerics.gemm import gemm
-from nemo_fp8.rollout.mismatch.weights import Weights, reference
 
 # Rows of logits at a time: a vocabulary of 150,000 in FP32 is 0.6 MB a row.
 _ROWS = 512

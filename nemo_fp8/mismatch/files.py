@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics.checkpoint import CODES, Checkpoint
-from nemo_fp8.rollout.mismatch.logprobs import LogProbs
-from nemo_fp8.rollout.mismatch.weights import Held, told_by
+from nemo_fp8.mismatch.logprobs import LogProbs
+from nemo_fp8.mismatch.weights import Held, told_by
+from nemo_fp8.storage.safetensors import CODES, Checkpoint
 
 # What it is -> the names under which it may lie in a file.
 NAMES = {

@@ -14,7 +14,6 @@ from typing import Any
 from nemo_fp8.contract import ROLLOUT_BLOCKS, SIDES, Operand, Precision
 from nemo_fp8.errors import Problem
 from nemo_fp8.findings import finding
-from nemo_fp8.machine import Machine
 from nemo_fp8.models.families import EXPERTS
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import (
@@ -31,6 +30,7 @@ from nemo_fp8.models.selection import (
     train_cut,
 )
 from nemo_fp8.models.shapes import COLUMN, ROW, Linear, Model
+from nemo_fp8.preflight.machine import Machine
 
 # Scaling -> what NeMo RL pads packed sequences to.
 PACKING = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}

@@ -5,7 +5,7 @@
 
 The prediction emulates both sides on some sequences: the trainer, the rollout under the contract, and the rollout once
 more in other arithmetic (FP32 in place of BF16). Two typical differences are held against a band
-(:mod:`nemo_fp8.rollout.mismatch.band`):
+(:mod:`nemo_fp8.mismatch.band`):
 
     distance    d = trainer - rollout, observed, against the emulated one. For any tokens of the same kind.
     residual    d = rollout - emulated rollout, token by token, against what other arithmetic alone changes. It needs the
@@ -34,11 +34,11 @@ import torch
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
-from nemo_fp8.rollout.mismatch.band import Band, Sample, band
-from nemo_fp8.rollout.mismatch.forward import Run, log_probs
-from nemo_fp8.rollout.mismatch.logprobs import LogProbs
-from nemo_fp8.rollout.mismatch.metrics import metrics
-from nemo_fp8.rollout.mismatch.weights import Held, Weights, compare_weights, kind_of
+from nemo_fp8.mismatch.band import Band, Sample, band
+from nemo_fp8.mismatch.forward import Run, log_probs
+from nemo_fp8.mismatch.logprobs import LogProbs
+from nemo_fp8.mismatch.metrics import metrics
+from nemo_fp8.mismatch.weights import Held, Weights, compare_weights, kind_of
 
 DISTANCE, RESIDUAL = "distance", "residual"
 

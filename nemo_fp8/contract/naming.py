@@ -11,7 +11,7 @@ from nemo_fp8.errors import PrecisionError
 
 def load(name: str, changes: list[str] | None = None) -> Precision:
     """The contract of a preset's name or of a YAML file, with ``field=value`` changes applied."""
-    from nemo_fp8.presets import preset
+    from nemo_fp8.contract.presets import preset
 
     p = from_file(name) if is_file(name) else preset(name)
     changed = changes_of(changes)
@@ -31,7 +31,7 @@ def label_of(name: str) -> str:
 
 def settings_of(name: str, changes: list[str] | None = None) -> dict[str, Any]:
     """The same as plain settings, which need not make a contract: lint says why they do not."""
-    from nemo_fp8.plain_yaml import load_mapping
+    from nemo_fp8.contract.yaml import load_mapping
 
     if is_file(name):
         return load_mapping(read_text(name), "a precision contract") | changes_of(changes)
