@@ -7,7 +7,7 @@ import pytest
 from harness import train_tiny
 from test_megatron_alone import run_alone
 
-from nemo_fp8.presets import preset
+from nemo_fp8.contract.presets import preset
 
 HOPPER = {"NEMO_FP8_TE_CPU": "90"}
 FP32_SCALES = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
