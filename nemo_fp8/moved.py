@@ -65,6 +65,7 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         new = _new(spec.name)
         _warn(spec.name, new)
         old = types.ModuleType(spec.name, f"{new} under its old name.")
+        old.__path__ = []  # or Python would load the files of the new package once more, as others
         vars(old)["__getattr__"] = lambda attribute: getattr(importlib.import_module(new), attribute)
         return old
 
