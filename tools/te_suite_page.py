@@ -54,7 +54,6 @@ CAUSES: tuple[Cause, ...] = (
         r"AssertionError",
         "bounds by one draw of random numbers what NVFP4 shards of a weight, each with an amax of its own, differ from the whole",
     ),
-    Cause("TestHybridAllModules::test_transformer_layer", r"differs", "bounds a rounding by what was seen of one draw of random numbers"),
     Cause("nvfp4_gemm_exact.*row_scaled_gemm_matches_emulated", r"Mismatched elements: \d+ /", _SUMS),
     Cause("", r"Timeout \(>|did not answer within", "takes longer than a test's limit on one thread of this machine"),
     Cause("", r"can't allocate memory", "needs more memory than it was lent"),
