@@ -88,8 +88,8 @@ def test_what_cannot_be_collected_has_failed_and_joins_the_results(suite):
 
 
 def test_a_file_that_is_stopped_reports_what_it_got_through(suite):
-    printed, written = suite("--only", "test_slow", "--limit", "14")
-    assert 3 <= printed["test_slow"]["passed"] < 50
+    printed, written = suite("--only", "test_slow", "--limit", "20")
+    assert 1 <= printed["test_slow"]["passed"] < 50
     assert printed["test_slow"]["failed"] == 0
     assert written["test_slow.py"]["not_reached"] == 50 - printed["test_slow"]["passed"]
 
