@@ -197,7 +197,7 @@ def _below(root: int) -> set[int]:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Every process with its parent."""
+    """Map every process of this machine to its parent."""
     if not os.path.isdir("/proc/self"):
         for line in subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout.splitlines():
             pid, parent = map(int, line.split())

@@ -58,7 +58,7 @@ def is_file(name: str) -> bool:
 
 
 def read_text(name: str) -> str:
-    """What a file says."""
+    """Read a file's text; refuse one that is not there or no text."""
     if not Path(name).is_file():
         raise PrecisionError(f"There is no file {name}.", "A name that ends in .yaml is read as a file.", "Check the path.")
     return Path(name).read_text()

@@ -31,7 +31,7 @@ PART = ".part"
 
 
 class Destination:
-    """The folder of one export."""
+    """The folder that one export writes, and resumes in."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

@@ -44,7 +44,7 @@ _ASK = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('vllm') and u
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two engines on the same prompts."""
+    """Log-probs of two engines on the same prompts, compared."""
 
     positions: int
     compared: int

@@ -80,7 +80,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """An export, decided."""
+    """Every decision of an export, made before a byte is written."""
 
     source: Source
     precision: Precision

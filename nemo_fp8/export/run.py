@@ -34,7 +34,7 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export did."""
+    """Files, bytes and seconds of a finished export."""
 
     plan: Plan
     folder: Path

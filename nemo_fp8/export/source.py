@@ -31,11 +31,11 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 
 
 class Source(Protocol):
-    """Everything that the exporter asks for."""
+    """What the exporter asks of a source of weights, whatever holds them."""
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """The name of the source in messages."""
 
     @property
     def tensors(self) -> Mapping[str, Described]:

@@ -31,7 +31,7 @@ from nemo_fp8.storage.safetensors import Checkpoint
 
 @dataclass
 class Certificate:
-    """What was compared, and what differed."""
+    """The result of a comparison: what was compared, and what differed."""
 
     weights: int = 0
     codes: int = 0

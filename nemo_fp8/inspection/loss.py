@@ -93,7 +93,7 @@ class Loss:
 
     @property
     def snr_db(self) -> float:
-        """Infinite where nothing was lost."""
+        """Signal-to-noise ratio in dB; infinite where nothing was lost."""
         if self.noise == 0:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal > 0 else -math.inf

@@ -82,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint under several recipes."""
+    """What several recipes make of every tensor of a checkpoint."""
 
     path: Path
     recipes: Mapping[str, Precision]

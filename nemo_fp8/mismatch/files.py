@@ -64,7 +64,7 @@ class Recording:
         return self.trainer, self.rollout
 
     def pair(self, infinite: str = "refuse") -> LogProbs:
-        """Both sides, checked."""
+        """Read both sides' log-probs, and refuse files that do not belong together."""
         return LogProbs(*self.sides, self.mask, self.sample_mask, infinite=infinite)  # type: ignore[arg-type]
 
     def not_numbers(self) -> int:

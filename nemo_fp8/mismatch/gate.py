@@ -121,7 +121,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate says."""
+    """The gate's answer: what fired, why, and on which evidence."""
 
     checks: tuple[Check, ...]
     metrics: Mapping[str, float]
@@ -174,7 +174,7 @@ class Verdict:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The verdict as plain values, for JSON."""
         return {
             "fired": self.fired,
             "false_positives": self.false_positives,
@@ -195,7 +195,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gate:
-    """When to fire."""
+    """Thresholds of the mismatch gate."""
 
     false_positives: float = 1e-3
     """The chance to fire on sound weights, at most."""

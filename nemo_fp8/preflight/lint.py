@@ -92,7 +92,7 @@ def _ignored(p: Precision) -> Iterator[Problem]:
 
 
 def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
-    """What is obeyed and goes wrong."""
+    """Find settings that are obeyed, and go wrong."""
     if p.is_fp8 and not p.wgrad and not (machine is not None and machine.has_gpu is False):
         yield finding("ignored-wgrad", "wgrad")
     if p.format == "hybrid" and p.scaling in ("mxfp8", "blockwise"):

@@ -190,7 +190,7 @@ def _linear(linear: Linear, fp8: bool, p: Precision, parallel: Parallel, over: i
 
 
 def _scale_bytes(p: Precision, rows: int, columns: int) -> int:
-    """Of one copy of a weight."""
+    """Bytes of scales for one FP8 copy of a weight."""
     if p.scaling == "blockwise":
         return 4 * -(-rows // 128) * -(-columns // 128)
     return rows * columns // 32 if p.scaling == "mxfp8" else 4

@@ -265,7 +265,7 @@ def _fitting(p: Precision, model: Model, linear: Linear, parallel: Parallel) -> 
 
 
 def _distinct(model: Model, take: Callable[[int, Linear], bool] = lambda layer, linear: True) -> list[Linear]:
-    """Each kind of linear once."""
+    """List each kind of linear once, of those that ``take`` accepts."""
     return list(dict.fromkeys(linear for layer, linear in model.all_linears() if take(layer, linear)))
 
 

@@ -30,7 +30,7 @@ class Recorder(Callback):
             self._file = self.out.open("w")
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """A step starts."""
+        """Note when the step started."""
         self._started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -39,7 +39,7 @@ class Recorder(Callback):
         self._write(loss=loss, seconds=time.perf_counter() - self._started)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """The last line."""
+        """Write the run's last line: memory, the monitor's statistics, and the steps that it skipped."""
         monitor = self.monitor
         self._write(
             memory=_most_bytes() - self.before,
@@ -62,7 +62,7 @@ def _bytes_now() -> int:
 
 
 def _most_bytes() -> int:
-    """The most that it ever held."""
+    """Bytes of the most memory that this process ever held."""
     import resource
 
     if te_cpu.has_gpu():

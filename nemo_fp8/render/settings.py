@@ -16,7 +16,7 @@ from nemo_fp8.errors import Problem, unknown
 
 @dataclass(frozen=True)
 class Setting:
-    """One outside name."""
+    """One setting of another program, and the field that it stands for."""
 
     field: str
     """The contract field that it sets."""

@@ -24,7 +24,7 @@ OnStep = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class Run:
-    """One precision with one seed."""
+    """The record of one training: a precision with a seed."""
 
     precision: Precision
     seed: int
@@ -86,7 +86,7 @@ class Comparison:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """The comparison as plain values, for JSON."""
         return {
             "recipe": self.recipe,
             "steps": self.steps,

@@ -41,12 +41,12 @@ class Mismatch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of everything that was recorded."""
+        """Mismatch metrics over all recorded tokens."""
         return metrics(self.pair, self.importance, kl_type=self.kl_type)
 
     @property
     def expected(self) -> dict[str, float] | None:
-        """Of the prediction."""
+        """Mismatch metrics of the prediction."""
         return None if self.prediction is None else metrics(self.prediction.pair, self.importance, kl_type=self.kl_type)
 
     @property
@@ -61,7 +61,7 @@ class Mismatch:
         return bool(self.over) or (self.verdict is not None and self.verdict.fired)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as plain values, for JSON."""
         return {
             "source": self.source,
             "sequences": self.pair.sequences,
@@ -78,7 +78,7 @@ class Mismatch:
 
 
 def quantiles(pair: LogProbs, points: tuple[float, ...] = (0.5, 0.9, 0.99, 0.999, 1.0)) -> dict[str, float]:
-    """Of |t - g| over tokens."""
+    """Quantiles of |t - g| over all recorded tokens."""
     size = torch.sort(pair.log_ratio[pair.mask].abs())[0]
     return {f"{100 * p:g}%": float(size[min(len(size) - 1, math.ceil(p * len(size)) - 1)]) for p in points} if len(size) else {}
 

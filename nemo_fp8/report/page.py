@@ -102,15 +102,15 @@ class Page:
         return self._add(f'<h2 id="s{len(self._sections)}">{escape(title)}</h2>')
 
     def heading(self, title: str) -> Page:
-        """A heading inside of a section."""
+        """Append a heading inside of a section."""
         return self._add(f"<h3>{escape(title)}</h3>")
 
     def text(self, text: str) -> Page:
-        """A paragraph."""
+        """Append a paragraph."""
         return self._add(f"<p>{escape(text)}</p>")
 
     def code(self, text: str) -> Page:
-        """Something to copy and paste."""
+        """Append a block of text to copy and paste."""
         return self._add(f"<pre>{escape(text)}</pre>")
 
     def table(self, columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], caption: str = "", fold: str = "") -> Page:
@@ -138,7 +138,7 @@ class Page:
         return self._add(f"<figure>{label}{to_svg(figure, str(len(self._body)))}</div>{under}</figure>")
 
     def html(self) -> str:
-        """The whole file."""
+        """The page as one HTML text."""
         links = "".join(f'<a href="#s{i}">{escape(title)}</a> ' for i, title in enumerate(self._sections, 1))
         return "\n".join(
             (

@@ -79,7 +79,7 @@ class RlComparison:
 
     @property
     def variants(self) -> list[str]:
-        """Each once, in order."""
+        """List the variants, each once, in order."""
         return list(dict.fromkeys(run.variant for run in self.runs))
 
     def of(self, variant: str) -> list[RlRun]:
@@ -105,7 +105,7 @@ class RlComparison:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """All runs as plain values, for JSON."""
         return {
             "settings": self.settings.to_dict(),
             "summary": [self.summary(variant) for variant in self.variants],

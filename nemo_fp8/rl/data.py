@@ -40,7 +40,7 @@ class _Rows(Dataset[_Sample]):
         return self.samples
 
     def collate_fn(self, samples: list[_Sample]) -> _Sample:
-        """A batch."""
+        """Stack samples into a batch."""
         causal = torch.ones(self.seq_length, self.seq_length, dtype=torch.bool).triu(1)
         batch: _Sample = default_collate(samples)
         return batch | {"attention_mask": causal[None, None]}
@@ -94,9 +94,9 @@ class ExperienceData(StoryData):
 
     @classmethod
     def of(cls, s: GrpoSettings) -> ExperienceData:
-        """The data of a run."""
+        """The data module of a run's settings."""
         return cls(s.seq_length, s.micro_batch, s.samples, s.steps)
 
     def setup(self, stage: str = "") -> None:
-        """One split."""
+        """Use the step's experience as training and as validation set."""
         self._stories: dict[str, Any] = {"train": self.rows, "validation": self.rows}

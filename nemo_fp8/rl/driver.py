@@ -73,7 +73,7 @@ def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
 
 
 def _require_cluster(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Fail fast if no Ray head answers at ``address``; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -278,7 +278,7 @@ class _Follow:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is there."""
+        """Whether the record holds the run's last step."""
         return self.last in self._seen
 
     def __call__(self) -> None:

@@ -73,7 +73,7 @@ class GrpoLoop(Callback):
             self.record.write(self._row)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """What the last weights are worth."""
+        """Validate the last weights."""
         self._take(trainer)
         if trainer.global_rank == 0:
             self.record.write(self._row)

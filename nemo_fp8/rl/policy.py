@@ -40,7 +40,7 @@ class Grpo:
     _training_loss_reduction: Any
 
     def data_step(self, batches: Iterator[Any]) -> _Batch:
-        """What a step reads."""
+        """The tensors of a batch that a step reads."""
         return whole_batch(batches)
 
     @property

@@ -19,7 +19,7 @@ class Record:
         self._file = path.open("a")
 
     def write(self, row: dict[str, Any]) -> None:
-        """One more."""
+        """Append one step as a JSON line and flush."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 

@@ -27,7 +27,7 @@ class PolicySize:
     norm_eps: float = 1e-5
 
     def hugging_face(self, positions: int) -> dict[str, Any]:
-        """Its ``config.json``."""
+        """The model's ``config.json``."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

@@ -18,14 +18,14 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class Sorting:
-    """Problems of so many digits."""
+    """Problems of sorting ``digits`` digits."""
 
     digits: int = 8
     held_out: int = 8
     """One problem in so many is kept for validation."""
 
     def problem(self, split: str, seed: int, index: int) -> str:
-        """The problem of that index."""
+        """The digits of problem ``index``."""
         draw = random.Random(f"{split} {seed} {index}")
         while True:
             problem = "".join(draw.choices("0123456789", k=self.digits)) + "="
@@ -37,7 +37,7 @@ class Sorting:
         return SPLITS[zlib.crc32(problem.encode()) % self.held_out == 0]
 
     def answer(self, problem: str) -> str:
-        """What is right."""
+        """The right answer of a problem."""
         return "".join(sorted(problem[:-1]))
 
     def reward(self, problem: str, completion: str) -> float:

@@ -48,7 +48,7 @@ class Server:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        """A command to paste."""
+        """The server's command line, quoted for a shell."""
         said = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         return " ".join([*said, "python", *map(shlex.quote, self.words[1:])])
 

@@ -49,7 +49,7 @@ _SOUND = "Copy or download the file again; its size and checksum are on the page
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor without its values."""
+    """Type, shape and size in bytes of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint."""
+    """Where a tensor of a checkpoint lies, and what type and shape it has."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

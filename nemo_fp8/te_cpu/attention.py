@@ -17,7 +17,7 @@ _MASKED = -10000.0  # TE's, which leaves a row that is masked everywhere finite;
 
 @torch.no_grad()
 def scaled_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
-    """Without a mask."""
+    """Scale and take the softmax, without a mask."""
     return torch.softmax(input.float() * scale, -1).to(input.dtype)
 
 

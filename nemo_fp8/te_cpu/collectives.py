@@ -21,7 +21,7 @@ _open: list[Together] = []
 
 
 class Together:
-    """What was started under one manager."""
+    """Collectives that were started under one coalescing manager."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []
@@ -31,7 +31,7 @@ class Together:
         self.works.append(work)
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all collectives of the manager."""
         for work in self.works:
             work.wait()
 

@@ -29,7 +29,7 @@ def _held(cu_seqlens: torch.Tensor, tokens: int, ranks: int, rank: int) -> torch
 
 
 def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int) -> torch.Tensor:
-    """The tokens of a rank."""
+    """List the tokens of the packed sequences that a rank holds."""
     if not 0 <= rank < world_size or total_tokens <= 0 or total_tokens % (2 * world_size):
         raise RuntimeError(f"{total_tokens} tokens cannot be divided into two chunks for each of {world_size} ranks (of rank {rank}).")
     return _held(cu_seqlens, total_tokens, world_size, rank).int()
@@ -47,7 +47,7 @@ def thd_sequence_order_to_cp_rank_order(inp: torch.Tensor, cu_seqlens: torch.Ten
 
 @torch.no_grad()
 def thd_cp_rank_order_to_sequence_order(inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int) -> torch.Tensor:
-    """The way back."""
+    """Put tokens that lie rank by rank back into the order of their sequences."""
     out = torch.empty_like(inp)
     out[_order(cu_seqlens, cp_size, total_tokens)] = inp
     return out

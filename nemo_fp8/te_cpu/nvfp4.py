@@ -128,7 +128,7 @@ def _pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """One code a byte from two."""
+    """Unpack bytes of two codes into one code a byte."""
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 

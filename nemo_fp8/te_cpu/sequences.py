@@ -21,7 +21,7 @@ def _there(cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
 
 @torch.no_grad()
 def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int) -> torch.Tensor:
-    """Packed sequences, padded."""
+    """Pad packed sequences to the longest."""
     there = _there(cu_seqlens[: b + 1], max_seq_len)
     out = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
     out[there] = tensor[: int(there.sum())]
@@ -30,7 +30,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
 
 @torch.no_grad()
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
-    """Padded sequences, packed into ``t`` rows."""
+    """Pack padded sequences into ``t`` rows."""
     rows = tensor[_there(cu_seqlens[: len(tensor) + 1], tensor.shape[1])]
     out = tensor.new_zeros(t, *tensor.shape[2:])
     out[: len(rows)] = rows

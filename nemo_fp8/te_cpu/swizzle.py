@@ -25,7 +25,7 @@ def swizzled(scales: torch.Tensor) -> torch.Tensor:
 
 
 def plain(scales: torch.Tensor) -> torch.Tensor:
-    """The way back."""
+    """Put swizzled scales back into rows and columns."""
     rows, columns = scales.shape
     return scales.view(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
 

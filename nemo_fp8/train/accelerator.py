@@ -22,7 +22,7 @@ class MegatronCPU(CPUAccelerator):
         self._entered = False
 
     def setup_device(self, device: torch.device) -> None:
-        """Enter, once; Lightning calls this again for every stage."""
+        """Put Megatron on the CPU, once; Lightning calls this again for every stage."""
         from nemo_fp8.train.megatron_cpu import megatron_on_cpu
 
         super().setup_device(device)
@@ -32,7 +32,7 @@ class MegatronCPU(CPUAccelerator):
         self._contexts.enter_context(megatron_on_cpu())
 
     def teardown(self) -> None:
-        """Leave nothing behind."""
+        """Undo what ``setup_device`` did."""
         self._contexts.close()
         self._entered = False
         super().teardown()

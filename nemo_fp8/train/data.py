@@ -161,7 +161,7 @@ class StoryData(pl.LightningDataModule, io.IOMixin):
         trainer.limit_val_batches = _reconfigure_limit_batches(trainer.limit_val_batches, self._stories["validation"])
 
     def state_dict(self) -> dict[str, Any]:
-        """How many samples were consumed."""
+        """Save how many samples were consumed."""
         steps = self.trainer.global_step - self.data_sampler.init_global_step
         return {"consumed_samples": self.data_sampler.compute_consumed_samples(steps)}
 

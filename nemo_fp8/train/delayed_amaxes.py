@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 
 
 class ForgetValidation(Callback):
-    """For ``trainer.callbacks``."""
+    """A callback that runs validation without its amaxes entering the histories."""
 
     def __init__(self) -> None:
         self._held: dict[int, torch.Tensor] = {}
@@ -37,7 +37,7 @@ class ForgetValidation(Callback):
 
 
 class AgreeBeforeSaving(Callback):
-    """For ``trainer.callbacks``."""
+    """A callback that reduces amaxes over TE's group of ranks before a checkpoint is saved."""
 
     @torch.no_grad()
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:

@@ -81,7 +81,7 @@ class Fp8Monitor(Callback):
                 self._warn(row)
 
     def on_exception(self, *_: Any) -> None:
-        """Leave no hooks behind."""
+        """Remove every hook when the training fails."""
         if self._probe is not None:
             self._probe.close()
             self._probe = None

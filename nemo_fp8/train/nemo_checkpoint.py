@@ -107,7 +107,7 @@ class NemoCheckpoint:
         )
 
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
-        """The tensor; there are no stacks."""
+        """Yield the tensor itself: a NeMo checkpoint holds no stacks."""
         part = self._parts[name]
         if self._last is None or self._last[0] != part.megatron:
             self._last = None  # before the next one is read
@@ -121,7 +121,7 @@ class NemoCheckpoint:
             yield bytes_of(matrix)
 
     def files(self) -> Iterator[tuple[str, bytes | Path]]:
-        """The tokenizer."""
+        """The tokenizer's files."""
         yield from self._tokenizer.items()
 
     def identity(self) -> dict[str, Any]:

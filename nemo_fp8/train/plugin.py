@@ -139,7 +139,7 @@ class MixedPrecision(MegatronMixedPrecision):
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[no-any-return]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        """Around every optimizer step."""
+        """Run the step, then repair what it left wrong."""
         output = super().optimizer_step(optimizer, model, closure, **kwargs)
         repairs.after_step(self.contract, model, optimizer)
         return output

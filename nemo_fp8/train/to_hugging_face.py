@@ -43,7 +43,7 @@ def named_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def config_of(source: Any) -> dict[str, Any]:
-    """The config.json of the same."""
+    """The config.json that belongs to a live model's exported weights."""
     if isinstance(source, (str, Path)):
         return NemoCheckpoint.open(source).config
     live = Live.of(source)
@@ -91,7 +91,7 @@ class Live:
 
     @torch.no_grad()
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, on every rank."""
+        """Yield every tensor under its Hugging Face name, whole, on every rank."""
         for owner in self._owners():
             whole = self._whole(owner)
             for part in self.names.parts(owner.name):

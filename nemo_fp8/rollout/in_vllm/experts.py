@@ -83,7 +83,7 @@ class Quantizing:
 
 
 class NemoFp8MoEMethod(Quantizing, Fp8PerBlockOnlineMoEMethod):
-    """On vLLM's fused kernel."""
+    """Routed experts of a layer in FP8, multiplied by vLLM's fused kernel."""
 
     def __init__(self, config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> None:
         # vLLM 0.28 takes the layer, later ones its configuration.
@@ -139,7 +139,7 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
             replace_parameter(layer, name, tensor)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """Only vLLM's kernels need one."""
+        """Return None: only vLLM's own choice of a kernel reads a description of weights and scales."""
 
     def apply(
         self,

@@ -98,7 +98,7 @@ class Session:
 
     @torch.no_grad()
     def write_rows(self, i: int, row: int, tensor: torch.Tensor) -> None:
-        """Some rows of a tensor to everywhere where they belong in this worker."""
+        """Write rows [row, row+n) of tensor ``i`` to every local parameter that holds a part of them."""
         self.written = True
         self.rows[i] += len(tensor) if tensor.dim() else 1
         for route in self.plan.routes.by_entry.get(i, ()):

@@ -46,7 +46,7 @@ class Sink:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """All pieces have come."""
+        """End the tensor: all of its pieces have come."""
 
     def read(self, route: Route) -> str | None:
         """The fingerprint of what lies in the model now; None where it cannot be read."""
@@ -71,7 +71,7 @@ class Sink:
 
 
 class InPlace(Sink):
-    """Copies into a live tensor."""
+    """Copies pieces of a tensor straight into the engine's live parameter."""
 
     def __init__(self, ledger: Ledger, live: torch.Tensor, constants: Iterable[tuple[Box, float]], manifest: Manifest) -> None:
         super().__init__(ledger)
@@ -224,7 +224,7 @@ class Blocks(Sink):
                 facts.see_codes(self.largest_code[route].view(self.codes.dtype), scales)
 
     def _scales(self, route: Route) -> torch.Tensor:
-        """Those of a tensor's blocks."""
+        """The live scales of the blocks that a tensor's rows lie in."""
         (start, stop), (left, right) = route.to[-2:]
         above, below, left, right = start // self.high, -(-stop // self.high), left // self.wide, -(-right // self.wide)
         return self.scales[list(self._matrices(route)), above:below, left:right]
@@ -363,7 +363,7 @@ def part_of(route: Route, row: int, rows: int) -> Box:
 
 
 def rows_of(route: Route) -> int:
-    """How many rows its source has."""
+    """Count the rows of the tensor that a parameter's rows come from."""
     if route.source is None:
         return route.view[0][0]
     return route.source[0][1] - route.source[0][0] if route.source else 1

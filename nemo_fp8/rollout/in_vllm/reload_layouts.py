@@ -156,7 +156,7 @@ class Ledger:
     """Bytes that wait beside the model for the rest of their layer or of their blocks."""
 
     def hold(self, size: int) -> None:
-        """So many more, or fewer."""
+        """Add ``size`` bytes (negative: release) to what is staged, and keep the peak."""
         self.held += size
         self.most_held = max(self.most_held, self.held)
 

@@ -196,7 +196,7 @@ def _identity(tensor: torch.Tensor) -> int:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes copies down and makes none."""
+    """Records each copy that vLLM's loader would make, and makes none."""
 
     def __init__(self, entries: Sequence[Entry], sources: list[torch.Tensor], targets: dict[int, Target], routes: Routes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

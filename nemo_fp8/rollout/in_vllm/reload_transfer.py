@@ -85,7 +85,7 @@ class Door:
             self.session.write_rows(place, 0, tensor)
 
     def finish(self) -> None:
-        """All of it must have come."""
+        """End the push; raise if a tensor is missing."""
         if self.session is None:
             raise PrecisionError("A push without a tensor.", "It ended before anything came.", "Send the weights between start and finish.")
         self.session.finish()

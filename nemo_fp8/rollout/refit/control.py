@@ -83,7 +83,7 @@ def control_of(engine: Any, token: str | None = None) -> Control:
 
 
 class Offline:
-    """A ``vllm.LLM`` of this process."""
+    """Controls a ``vllm.LLM`` that lives in this process."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm

@@ -50,7 +50,7 @@ log = logging.getLogger("vllm.nemo_fp8")
 
 
 class RefitEndpoints:
-    """ASGI middleware."""
+    """ASGI middleware: the routes of a push, and the door at which requests wait meanwhile."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self.app, self.key, self.token = app, os.environ.get(TOKEN, ""), os.environ.get(PUSH_TOKEN, "")

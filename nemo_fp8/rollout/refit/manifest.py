@@ -29,7 +29,7 @@ MOST_ENTRIES, LONGEST_NAME, MOST_DIMENSIONS, MOST_BYTES = 1 << 18, 1 << 10, 8, 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a push."""
+    """Name, shape and type of one tensor of a push."""
 
     name: str
     dtype: str
@@ -126,7 +126,7 @@ class Manifest(Sequence[Entry]):
         return sum(entry.bytes for entry in self)
 
     def scales_of(self, entry: Entry) -> Entry | None:
-        """The scales that go with codes."""
+        """The entry of the scales that belong to a tensor of FP8 codes; None where it has none."""
         i = self.places.get(entry.name + SCALES)
         return None if i is None else self.entries[i]
 
@@ -168,7 +168,7 @@ class Manifest(Sequence[Entry]):
     # ------------------------------------------------------------------ in and out
 
     def to_plain(self) -> list[list[Any]]:
-        """For JSON."""
+        """The manifest as plain values, for JSON."""
         return [[e.name, e.dtype, list(e.shape)] for e in self]
 
     @classmethod

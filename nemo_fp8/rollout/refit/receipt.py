@@ -23,7 +23,7 @@ TOO_LARGE = 2.0**64
 
 @dataclass(frozen=True)
 class Written:
-    """One tensor in the engine."""
+    """What a push wrote of one tensor, as its workers report it."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Written:
 
     @property
     def fingerprint(self) -> str:
-        """One for all parts."""
+        """The fingerprint of all parts together."""
         return together([self.fingerprints[part] for part in sorted(self.fingerprints)]) if self.fingerprints else ""
 
 
@@ -93,13 +93,13 @@ class Receipt:
 
     @property
     def snr_db(self) -> tuple[float, str] | None:
-        """The lowest, and whose it is."""
+        """The lowest SNR of any FP8 tensor, with its name."""
         known = [(t.snr_db, t.name) for t in self.fp8 if t.snr_db is not None]
         return min(known) if known else None
 
     @property
     def fingerprint(self) -> str:
-        """Of everything: two engines that hold the same weights, cut the same way, have the same."""
+        """Fingerprint of all weights: two engines that hold the same ones, cut the same way, have the same."""
         return together([f"{t.name}:{t.fingerprint}" for t in sorted(self.tensors, key=lambda t: t.name)])
 
     @property

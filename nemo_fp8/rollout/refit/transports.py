@@ -36,7 +36,7 @@ class Transport(Protocol):
 
 
 class SharedMemory:
-    """Workers read the sender's memory."""
+    """Hands weights over in shared memory of the sender, which workers read."""
 
     def __init__(self, control: Control, size: int) -> None:
         self.control = control
