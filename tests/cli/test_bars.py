@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 RUNS = """
 import time
-from nemo_fp8.cli import bars
+from nemo_fp8.cli import progress as bars
 bars.EVERY, bars.NOT_WITHIN = {every}, {within}
 with bars.run_bars(2, 40) as start:
     for name in ("first", "second"):
@@ -70,7 +70,7 @@ def test_silence_is_broken_whatever_happens():
 
 
 def test_time_left_is_what_the_pace_makes_of_the_whole(monkeypatch, capsys):
-    from nemo_fp8.cli import bars
+    from nemo_fp8.cli import progress as bars
 
     now = [100.0]
     monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])

@@ -309,6 +309,17 @@ def test_a_compiled_function():
 # ---------------------------------------------------------------------- the context
 
 
+@pytest.fixture(autouse=True)
+def torchs_own_kernels():
+    """Begin each test with them, also in a process that te_cpu has taken them from, as it does on a CPU without BF16 units."""
+    held = [dtype for dtype, times in bf16._replaced.open.items() for _ in range(times)]
+    for dtype in held:
+        bf16._replaced.leave(dtype)
+    yield
+    for dtype in held:
+        bf16._replaced.enter(dtype)
+
+
 def fail_inside(before):
     within = registered()
     assert all(a != b for a, b in zip(before, within, strict=True))
