@@ -232,6 +232,11 @@ RULES: dict[str, Problem] = {
         "Megatron rounds it up to a multiple of 128 x tp; embeddings and the output head stay in high precision.",
         "Cut the padding off when exporting to Hugging Face.",
     ),
+    "kept-on-one-side": warning(
+        "{layer} runs in FP8 in {one} and in {compute} in {other}.",
+        "A keep pattern names a part of what the rollout's engine holds as one ({whole}): the engine keeps it all, training what is named.",
+        "Name all of it in keep, or none.",
+    ),
     "rollout-kept": warning(
         "{layer} [{rows} x {columns}] stays in {compute} in rollout: {reason}.",
         "Engines and their kernels take whole blocks; plugin and exporter keep every other layer, or refuse it with strict=True.",

@@ -1,8 +1,8 @@
 """The contract: one frozen description of a precision, obeyed in training and in rollout.
 
 Everything else in this package reads a :class:`Precision`: renderers write it for somebody else's software,
-the emulation and the weight quantizer carry it out, reports prove that they did. It holds *decisions*, never
-what a machine can do (``machine.py``) or what a model looks like (``lint.py``).
+TransformerEngine and the weight quantizer carry it out, reports prove that they did. It holds *decisions*, never
+what a machine can do (``preflight/``) or what a model looks like (``models/``).
 
 Three GEMMs make a linear layer, and a contract says what each operand of each one is stored in:
 

@@ -16,7 +16,8 @@ stays in the compute dtype, by the first of these that holds:
                 1x32      columns are a multiple of 32
 
 A rollout decides on *units*, the linears that an engine holds as one: Q, K and V; gate and up; DeepSeek's two down projections; all
-routed experts of a layer. So does training on its own, where Megatron fuses Q, K and V, and gate and up. The trade-off: the
+routed experts of a layer. Training decides on what Megatron holds as one: Q, K and V; gate and up, of all experts; the others alone.
+Where a pattern names a part of an engine's unit that is more than Megatron's, lint says so. The trade-off: the
 rollout's rule knows whole weights and no tensor parallelism, since one checkpoint serves every layout. What kernels do not take of
 a rank's share of a linear (:func:`share_misfit`) stays in the compute dtype on that layout only; shares of experts are padded.
 Standard library only.
@@ -30,8 +31,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
@@ -142,8 +144,7 @@ def why_kept(
     theirs. ``layer`` is the number of the decoder layer, where names do not tell.
     """
     if precision.operand("weight", side) is None:
-        does = "trains" if side == "train" else "generates"
-        return Kept(COMPUTE, f"the contract {does} in the compute dtype")
+        return _without_fp8(side)
     by_name = why_kept_by_name(precision, names, layers, side=side, experts=experts, layer=layer)
     if by_name is not None:
         return by_name
@@ -156,6 +157,10 @@ def why_kept(
         if fits_not:
             return Kept(SHAPE, fits_not)
     return None
+
+
+def _without_fp8(side: str) -> Kept:
+    return Kept(COMPUTE, f"the contract {'trains' if side == 'train' else 'generates'} in the compute dtype")
 
 
 def why_kept_by_name(
@@ -181,9 +186,11 @@ def why_kept_by_name(
     if layers is not None and number is not None and (number < first or number >= layers - last):
         return Kept(LAYERS, f"decoder layer {number} of {layers}, and the contract keeps the first {first} and the last {last}")
     if precision.keep:
-        for name in dict.fromkeys((*names, *_other_names(places, experts))):
-            if precision.keeps(name):
-                return Kept(KEEP, f"the contract's keep patterns match {name}")
+        units = {(p.layer, p.unit) for p in places if p.unit and p.layer is not None}
+        others = (_matched(precision, *at, experts) for at in sorted(units))
+        matched = next(filter(precision.keeps, names), "") or next(filter(None, others), "")
+        if matched:
+            return Kept(KEEP, f"the contract's keep patterns match {matched}")
     return None
 
 
@@ -264,19 +271,20 @@ def module_of(tensor: str) -> str:
     return place(tensor).module
 
 
-def _other_names(places: Iterable[Place], experts: int) -> Iterator[str]:
-    """The names under which a pattern may know these linears: Megatron's and Hugging Face's, of every part and every expert.
+@lru_cache(maxsize=1 << 12)
+def _matched(precision: Precision, layer: int, unit: str, experts: int) -> str:
+    """The first of a linear's other names that a pattern matches: Megatron's and Hugging Face's, of every part and every expert.
 
-    A place's unit is Megatron's word for what it is a part of, so a pattern that names K keeps Q and V, on either side.
+    ``unit`` is Megatron's word for what it is a part of, so a pattern that names K keeps Q and V, on either side.
     """
-    for layer, unit in dict.fromkeys((p.layer, p.unit) for p in places if p.unit and p.layer is not None):
-        megatron, routed = f"decoder.layers.{layer}.", unit.startswith("mlp.experts.")
-        yield megatron + unit
-        for e in range(experts) if routed else (0,):
-            if routed:
-                yield megatron + unit.replace("experts.", f"experts.local_experts.{e}.", 1)
-            for words in EXPERTS if routed else EXPERTS[:1]:
-                yield from (f"model.layers.{layer}.{name}" for name in in_hugging_face(unit, words, e))
+    megatron, routed = f"decoder.layers.{layer}.", unit.startswith("mlp.experts.")
+    names = [megatron + unit]
+    for e in range(experts) if routed else (0,):
+        if routed:
+            names.append(megatron + unit.replace("experts.", f"experts.local_experts.{e}.", 1))
+        for words in EXPERTS if routed else EXPERTS[:1]:
+            names += [f"model.layers.{layer}.{name}" for name in in_hugging_face(unit, words, e)]
+    return next(filter(precision.keeps, names), "")
 
 
 # ---------------------------------------------------------------------- the rule for a whole checkpoint
@@ -399,9 +407,11 @@ def _problem(unit: Unit, kept: Kept, precision: Precision) -> Problem:
 
 def stored(model: Model, precision: Precision, layout: Parallel, side: str) -> dict[tuple[int, str], Operand | Kept]:
     """How a side stores each linear on every rank, or why it stays in the compute dtype: by layer and Megatron's name."""
+    everything, operand = [(layer, linear.name) for layer, linear in model.all_linears()], precision.operand("weight", side)
+    if operand is None:
+        return dict.fromkeys(everything, _without_fp8(side))
     kept = _kept_in_training(model, precision, layout) if side == "train" else _kept_in_rollout(model, precision, layout)
-    operand = precision.operand("weight", side)
-    return {(layer, linear.name): kept.get((layer, linear.name)) or operand for layer, linear in model.all_linears()}  # type: ignore[misc]
+    return {at: kept.get(at, operand) for at in everything}
 
 
 def train_cut(linear: Linear, layout: Parallel) -> int:

@@ -125,6 +125,8 @@ def shape_findings(model: Model, p: Precision, parallel: Parallel, machine: Mach
         yield from _train_findings(model, p, parallel, machine)
     if p.rollout == "fp8":
         yield from _rollout_findings(model, p, parallel)
+    if p.is_fp8 and p.rollout == "fp8":
+        yield from _one_sided_findings(model, p)
 
 
 def _split_findings(model: Model, parallel: Parallel) -> Iterator[Problem]:
@@ -234,6 +236,22 @@ def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterato
             yield finding("rollout-shape", linear.name, reason=reason, remedy=_fitting(p, model, linear, parallel), **facts)
         elif p.deep_gemm and (sum(parts) % BLOCK or columns % BLOCK):
             yield finding("deepgemm-shape", linear.name, **facts)
+
+
+def _one_sided_findings(model: Model, p: Precision) -> Iterator[Problem]:
+    """Linears that a pattern keeps on one side only: those of a unit that is larger in an engine than in Megatron."""
+    sides = [stored(model, p, Parallel(), side) for side in SIDES]
+    said = set()
+    for layer, linear in model.all_linears():
+        train, rollout = (fates[layer, linear.name] for fates in sides)
+        rules = {fate.rule for fate in (train, rollout) if isinstance(fate, Kept)}
+        if isinstance(train, Operand) == isinstance(rollout, Operand) or rules != {KEEP} or linear.name in said:
+            continue
+        said.add(linear.name)
+        one, other = ("training", "the rollout") if isinstance(train, Operand) else ("the rollout", "training")
+        whole = [n.name for n in model.linears(layer) if isinstance(rollout, Kept) and sides[1][layer, n.name] == rollout]
+        gaps = {"one": one, "other": other, "compute": p.compute.upper(), "whole": " and ".join(whole) or linear.name}
+        yield finding("kept-on-one-side", linear.name, layer=linear.name, **gaps)
 
 
 def _rule(kept: dict[tuple[int, str], Kept], layer: int, linear: Linear) -> str | None:
