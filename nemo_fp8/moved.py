@@ -23,6 +23,7 @@ from typing import Any
 
 MOVED = {
     "nemo_fp8.agreement": "nemo_fp8.contract.agreement",
+    "nemo_fp8.cli.bars": "nemo_fp8.cli.progress",
     "nemo_fp8.doctor": "nemo_fp8.preflight.doctor",
     "nemo_fp8.explain": "nemo_fp8.contract.explain",
     "nemo_fp8.lint": "nemo_fp8.preflight.lint",
@@ -30,8 +31,10 @@ MOVED = {
     "nemo_fp8.memory": "nemo_fp8.preflight.memory",
     "nemo_fp8.model_shapes": "nemo_fp8.models.shapes",
     "nemo_fp8.named": "nemo_fp8.contract.naming",
+    "nemo_fp8.numerics.canonical": "nemo_fp8.export.canonical",
     "nemo_fp8.numerics.checkpoint": "nemo_fp8.storage.safetensors",
     "nemo_fp8.parallel": "nemo_fp8.models.layout",
+    "nemo_fp8.plain_yaml": "nemo_fp8.contract.yaml",
     "nemo_fp8.presets": "nemo_fp8.contract.presets",
     "nemo_fp8.report.inspect": "nemo_fp8.inspection.measure",
     "nemo_fp8.report.keep": "nemo_fp8.inspection.advice",
@@ -41,6 +44,7 @@ MOVED = {
     "nemo_fp8.shape_audit": "nemo_fp8.preflight.shapes",
     "nemo_fp8.support": "nemo_fp8.preflight.support",
     "nemo_fp8.tensor_names": "nemo_fp8.models.names",
+    "nemo_fp8.terminal": "nemo_fp8.cli.printing",
     "nemo_fp8.train.te_tensors": "nemo_fp8.storage.te_tensors",
     "nemo_fp8.train.torch_dist": "nemo_fp8.storage.torch_dist",
 }

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -285,6 +285,13 @@ def _matched(precision: Precision, layer: int, unit: str, experts: int) -> str:
         for words in EXPERTS if routed else EXPERTS[:1]:
             names += [f"model.layers.{layer}.{name}" for name in in_hugging_face(unit, words, e)]
     return next(filter(precision.keeps, names), "")
+
+
+def outside_names(layers: Iterable[int]) -> Iterator[str]:
+    """Names of what no contract has in FP8: heads, embeddings, the routers of these layers. A pattern may name them, to no effect."""
+    yield from ("lm_head", "output_layer", "embedding", "model.embed_tokens")
+    for layer in layers:
+        yield from (f"decoder.layers.{layer}.mlp.router", *(f"model.layers.{layer}.{words.block}.gate" for words in EXPERTS))
 
 
 # ---------------------------------------------------------------------- the rule for a whole checkpoint

@@ -14,7 +14,6 @@ from typing import Any
 from nemo_fp8.contract import ROLLOUT_BLOCKS, SIDES, Operand, Precision
 from nemo_fp8.errors import Problem
 from nemo_fp8.findings import finding
-from nemo_fp8.models.families import EXPERTS
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import (
     GEMM_MULTIPLE,
@@ -24,6 +23,7 @@ from nemo_fp8.models.selection import (
     Kept,
     gemm_misfit,
     on_rollout_rank,
+    outside_names,
     primary_misfit,
     rollout_cut,
     stored,
@@ -169,8 +169,7 @@ def _kept_findings(model: Model, p: Precision) -> Iterator[Problem]:
         )
     elif all(isinstance(fate, Kept) and fate.rule in (KEEP, LAYERS) for fate in _train_or_rollout(model, p).values()):
         yield finding("layers-all-matched", "keep", keep=list(p.keep))
-    # Routers, heads and embeddings are kept anyway; a pattern may name them, and then matches something.
-    others = ("lm_head", "output_layer", "embedding", "model.embed_tokens", *_routers(model))
+    others = [*outside_names(model.moe_layers)]
     for pattern in p.keep:
         alone = Precision(format="hybrid", scaling="tensorwise", keep=(pattern,))
         matched = any(isinstance(fate, Kept) and fate.rule == KEEP for fate in _train_or_rollout(model, alone).values())
@@ -183,11 +182,6 @@ def _kept_findings(model: Model, p: Precision) -> Iterator[Problem]:
 def _train_or_rollout(model: Model, p: Precision) -> dict[tuple[int, str], Operand | Kept]:
     """What names alone decide is the same on both sides; the side that has FP8 is asked."""
     return stored(model, p, Parallel(), "train" if p.is_fp8 else "rollout")
-
-
-def _routers(model: Model) -> Iterator[str]:
-    for layer in model.moe_layers:
-        yield from (f"decoder.layers.{layer}.mlp.router", *(f"model.layers.{layer}.{words.block}.gate" for words in EXPERTS))
 
 
 def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.models.selection import GEMM_MULTIPLE, KEEP, SHAPE, Kept, why_kept
+from nemo_fp8.models.selection import GEMM_MULTIPLE, KEEP, SHAPE, Kept, outside_names, why_kept
 
 logger = logging.getLogger("nemo_fp8")
 
@@ -32,10 +32,11 @@ def keep_modules(model: Any, precision: Precision) -> None:
     from nemo_fp8.train.monitor import linear_names
 
     linears = linear_names(model)  # layers are counted over all pipeline stages, as a person counts them
-    experts = int(getattr(_config_of(model), "num_moe_experts", None) or 0)
+    config = _config_of(model)
+    experts, layers = (int(getattr(config, name, None) or 0) for name in ("num_moe_experts", "num_layers"))
     why = {name: why_kept(precision, (name,), _shapes(linear), side="train", experts=experts) for name, linear in linears.items()}
     kept = {name: held for name, held in why.items() if held is not None}
-    _require_any(kept, linears, precision)
+    _require_any(kept, linears, precision, layers)
     _require_fit(kept, precision)
     for name, held in kept.items():
         if held.rule == SHAPE:
@@ -81,11 +82,12 @@ def _shapes(linear: torch.nn.Module) -> list[tuple[tuple[int], int]]:
     return list(dict.fromkeys(((p.shape[0],), p.shape[1]) for p in weights))
 
 
-def _require_any(kept: Mapping[str, Kept], linears: dict[str, torch.nn.Module], precision: Precision) -> None:
+def _require_any(kept: Mapping[str, Kept], linears: dict[str, torch.nn.Module], precision: Precision, layers: int) -> None:
     from megatron.core import parallel_state
 
+    found = any(held.rule == KEEP for held in kept.values()) or any(map(precision.keeps, outside_names(range(layers))))
     alone = not parallel_state.model_parallel_is_initialized() or parallel_state.get_pipeline_model_parallel_world_size() == 1
-    if precision.keep and alone and not any(held.rule == KEEP for held in kept.values()):  # another pipeline stage may hold what is meant
+    if precision.keep and alone and not found:  # another pipeline stage may hold what is meant
         raise PrecisionError(
             f"keep={list(precision.keep)} names no linear of this model.",
             "A pattern that matches nothing is a typing error, or is meant for another model.",

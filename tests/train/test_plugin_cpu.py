@@ -1,8 +1,12 @@
 """With Lightning's own CPU accelerator, the plugin alone puts Megatron on the CPU."""
 
 import pytest
+import torch
 from harness import train_tiny
 
+from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.train.kept import _require_any
 from nemo_fp8.train.measure import Probe
 from nemo_fp8.train.megatron_cpu import TABLE
 from nemo_fp8.train.patching import is_patched
@@ -27,6 +31,15 @@ def test_modules_kept_by_name_run_in_the_compute_dtype():
     kept = run(keep=["*.gate_proj", "re:layers\\.0\\."]).extra["fp8"]
     assert len(every) == 16
     assert set(kept) == {name for name in every if "linear_fc1" not in name and ".layers.0." not in name}
+
+
+@pytest.mark.parametrize("keep", ["lm_head", "*.router", "re:layers\\.3\\..*gate$"])
+def test_a_pattern_may_name_what_is_kept_anyway_and_must_name_something(keep):
+    linears = {"decoder.layers.0.mlp.linear_fc1": torch.nn.Linear(16, 16)}
+    fp8 = Precision(format="e4m3", scaling="blockwise")
+    _require_any({}, linears, fp8.replace(keep=(keep,)), layers=4)
+    with pytest.raises(PrecisionError, match="names no linear of this model"):
+        _require_any({}, linears, fp8.replace(keep=(f"{keep}.typo",)), layers=4)
 
 
 def test_weights_kept_by_name_are_in_the_compute_dtype_and_train():
