@@ -40,7 +40,7 @@ MODELS = {"tiny": (256, 768, 6, 128, 4), "wide": (2048, 5632, 4, 256, 2)}
 
 def loss(results: Path, steps: int, seeds: list[int]) -> None:
     from nemo_fp8 import preset
-    from nemo_fp8.recipes.trial import Trial, run_trial
+    from nemo_fp8.experiments.trial import Trial, run_trial
 
     done = json.loads(results.read_text()) if results.exists() else []
     for seed in seeds:
@@ -132,7 +132,7 @@ def alternate(model: str, steps: int, kinds: list[str | None]) -> dict[str | Non
     """Seconds of each step of every kind, in turns in one Megatron model, all of its layers in FP8."""
     import fiddle as fdl
 
-    from nemo_fp8.recipes import tiny_llama
+    from nemo_fp8.experiments import tiny_llama
 
     hidden, ffn, layers, sequence, micro = MODELS[model]
     with socket.socket() as free:

@@ -36,15 +36,47 @@ MOVED = {
     "nemo_fp8.parallel": "nemo_fp8.models.layout",
     "nemo_fp8.plain_yaml": "nemo_fp8.contract.yaml",
     "nemo_fp8.presets": "nemo_fp8.contract.presets",
+    "nemo_fp8.recipes.recorder": "nemo_fp8.experiments.recorder",
+    "nemo_fp8.recipes.register": "nemo_fp8.recipes",
+    "nemo_fp8.recipes.tiny": "nemo_fp8.experiments.tiny",
+    "nemo_fp8.recipes.trial": "nemo_fp8.experiments.trial",
     "nemo_fp8.report.inspect": "nemo_fp8.inspection.measure",
     "nemo_fp8.report.keep": "nemo_fp8.inspection.advice",
     "nemo_fp8.report.loss": "nemo_fp8.inspection.loss",
+    "nemo_fp8.rl": "nemo_fp8.experiments.rl",
+    "nemo_fp8.rollout.grid": "nemo_fp8.rollout.engine.grid",
+    "nemo_fp8.rollout.in_vllm": "nemo_fp8.rollout.engine",
+    "nemo_fp8.rollout.in_vllm.compatibility": "nemo_fp8.rollout.engine.compatibility",
+    "nemo_fp8.rollout.in_vllm.config": "nemo_fp8.rollout.engine.config",
+    "nemo_fp8.rollout.in_vllm.experts": "nemo_fp8.rollout.engine.experts",
+    "nemo_fp8.rollout.in_vllm.guard": "nemo_fp8.rollout.access",
+    "nemo_fp8.rollout.in_vllm.held": "nemo_fp8.rollout.refit.worker.held",
+    "nemo_fp8.rollout.in_vllm.kernels": "nemo_fp8.rollout.engine.kernels",
+    "nemo_fp8.rollout.in_vllm.kv": "nemo_fp8.rollout.engine.kv",
+    "nemo_fp8.rollout.in_vllm.linear": "nemo_fp8.rollout.engine.linear",
+    "nemo_fp8.rollout.in_vllm.ops": "nemo_fp8.rollout.engine.ops",
+    "nemo_fp8.rollout.in_vllm.quantizer": "nemo_fp8.rollout.engine.quantizer",
+    "nemo_fp8.rollout.in_vllm.reload": "nemo_fp8.rollout.refit.worker.session",
+    "nemo_fp8.rollout.in_vllm.reload_checkpoint": "nemo_fp8.rollout.refit.worker.checkpoint",
+    "nemo_fp8.rollout.in_vllm.reload_layers": "nemo_fp8.rollout.refit.worker.sinks",
+    "nemo_fp8.rollout.in_vllm.reload_layouts": "nemo_fp8.rollout.refit.worker.layouts",
+    "nemo_fp8.rollout.in_vllm.reload_plan": "nemo_fp8.rollout.refit.worker.plan",
+    "nemo_fp8.rollout.in_vllm.reload_routes": "nemo_fp8.rollout.refit.worker.routes",
+    "nemo_fp8.rollout.in_vllm.reload_transfer": "nemo_fp8.rollout.refit.worker.transfer",
+    "nemo_fp8.rollout.in_vllm.report": "nemo_fp8.rollout.engine.report",
+    "nemo_fp8.rollout.in_vllm.worker": "nemo_fp8.rollout.engine.worker",
     "nemo_fp8.rollout.mismatch": "nemo_fp8.mismatch",
+    "nemo_fp8.rollout.refit.endpoints": "nemo_fp8.rollout.refit.door",
+    "nemo_fp8.rollout.refit.stream": "nemo_fp8.rollout.refit.wire",
+    "nemo_fp8.rollout.refit.transports": "nemo_fp8.rollout.refit.wire",
+    "nemo_fp8.rollout.selection": "nemo_fp8.rollout.engine.selection",
+    "nemo_fp8.rollout.storage": "nemo_fp8.rollout.engine.storage",
     "nemo_fp8.rollout_layers": "nemo_fp8.models.selection",
     "nemo_fp8.shape_audit": "nemo_fp8.preflight.shapes",
     "nemo_fp8.support": "nemo_fp8.preflight.support",
     "nemo_fp8.tensor_names": "nemo_fp8.models.names",
     "nemo_fp8.terminal": "nemo_fp8.cli.printing",
+    "nemo_fp8.train.data": "nemo_fp8.experiments.stories",
     "nemo_fp8.train.te_tensors": "nemo_fp8.storage.te_tensors",
     "nemo_fp8.train.torch_dist": "nemo_fp8.storage.torch_dist",
 }
@@ -95,7 +127,7 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 def _new(name: str) -> str:
     """The new name of a module, or of one within a package that moved; empty where nothing moved."""
-    old = next((old for old in MOVED if f"{name}.".startswith(f"{old}.")), "")
+    old = max((old for old in MOVED if f"{name}.".startswith(f"{old}.")), key=len, default="")
     return MOVED[old] + name.removeprefix(old) if old else ""
 
 

@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from nemo_fp8.contract.naming import load
-from nemo_fp8.rl.driver import ray_session, run_grpo
-from nemo_fp8.rl.settings import GrpoSettings
+from nemo_fp8.experiments.rl.driver import ray_session, run_grpo
+from nemo_fp8.experiments.rl.settings import GrpoSettings
 
 
 def grpo_tiny(folder: str = "grpo_tiny", precision: str = "bf16_with_fp8_blockwise_mixed", **changes: Any) -> GrpoSettings:

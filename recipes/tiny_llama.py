@@ -3,7 +3,7 @@
 import nemo_run as run
 from nemo.collections import llm
 
-from nemo_fp8.recipes import tiny_llama
+from nemo_fp8.experiments import tiny_llama
 
 if __name__ == "__main__":
     run.cli.main(llm.pretrain, default_factory=tiny_llama)

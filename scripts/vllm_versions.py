@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # whose engines and models it takes
 
 
 def main() -> int:
-    from nemo_fp8.rollout.in_vllm.compatibility import TESTED
+    from nemo_fp8.rollout.engine.compatibility import TESTED
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", default=TESTED)
@@ -88,7 +88,7 @@ def steps() -> Any:
     import vllm
     from rollout import engines, models
 
-    from nemo_fp8.rollout.in_vllm import compatibility
+    from nemo_fp8.rollout.engine import compatibility
     from nemo_fp8.rollout.refit import Refit
 
     yield "vllm", vllm.__version__

@@ -13,8 +13,8 @@ from nemo_fp8.cli.progress import run_bars
 from nemo_fp8.lifetime import watched
 
 if TYPE_CHECKING:
-    from nemo_fp8.rl.compare import RlComparison
-    from nemo_fp8.rl.driver import OnStep
+    from nemo_fp8.experiments.rl.compare import RlComparison
+    from nemo_fp8.experiments.rl.driver import OnStep
 
 
 def rl_compare(
@@ -29,8 +29,8 @@ def rl_compare(
     as_json: Json = False,
 ) -> None:
     """GRPO with BF16 or FP8 in training and rollout: reward, validation accuracy, KL, mismatch, and where the time goes."""
-    from nemo_fp8.rl.compare import VARIANTS, run_rl_comparison
-    from nemo_fp8.rl.settings import GrpoSettings
+    from nemo_fp8.experiments.rl.compare import VARIANTS, run_rl_comparison
+    from nemo_fp8.experiments.rl.settings import GrpoSettings
 
     numbers = seeds_of(seeds)
     names = [name.strip() for name in variants.split(",")] if variants else list(VARIANTS)

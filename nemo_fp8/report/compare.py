@@ -2,7 +2,7 @@
 
     gap = (loss - loss of BF16) / loss of BF16        loss: mean over the last tenth of the steps
 
-Each run has processes of its own (:mod:`nemo_fp8.recipes.trial`), one after the other, so that step times can be compared. The
+Each run has processes of its own (:mod:`nemo_fp8.experiments.trial`), one after the other, so that step times can be compared. The
 gap is taken seed by seed against the first precision without FP8, and the noise of the gap is shown beside it: its extremes over
 the seeds.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.recipes.trial import Outcome, Trial, run_trial
+from nemo_fp8.experiments.trial import Outcome, Trial, run_trial
 
 OnStep = Callable[[int, float], None]
 

@@ -7,9 +7,9 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
+from nemo_fp8.experiments.rl.compare import ERRORS, PARTS, VARIANTS, RlComparison, RlRun
 from nemo_fp8.report.figures import drawing, legend, lines, recipe_of
 from nemo_fp8.report.page import Column, Page
-from nemo_fp8.rl.compare import ERRORS, PARTS, VARIANTS, RlComparison, RlRun
 
 # NeMo RL's own gates.
 _GATES = {"token_mult_prob_error": 1.05, "gen_kl_error": 0.004}

@@ -2,6 +2,11 @@
 
 Two variables hold one. ``VLLM_API_KEY`` is vLLM's own, for generating and for pushing; ``NEMO_FP8_REFIT_TOKEN`` is for
 pushing alone. What is said of a request here is read from its ASGI scope, with the standard library alone.
+
+vLLM's own key guards ``/v1`` and three other paths; ``/invocations``, ``/tokenize`` and whatever a plugin adds stay open
+beside it. :class:`TokenGuard` stands in front of all of them, ``/health`` excepted. It is named on vLLM's command line
+(``--middleware``), which makes it where the server runs; the token comes through ``VLLM_API_KEY``, where no process list
+shows it.
 """
 
 from __future__ import annotations
@@ -9,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +25,10 @@ PUSH_TOKEN = "NEMO_FP8_REFIT_TOKEN"
 LOOPBACK = "127.0.0.1"
 # Headers that a proxy adds, besides every x-forwarded-...
 PROXIED = {b"forwarded", b"via", b"x-real-ip"}
+OPEN = ("/health", "/ping")
+REFUSAL = b'{"error": "Unauthorized"}'
+Scope = dict[str, Any]
+Channel = Callable[..., Awaitable[Any]]
 
 
 def is_loopback(host: str) -> bool:
@@ -60,6 +70,28 @@ def is_local(scope: Mapping[str, Any]) -> bool:
 def comes_from_a_page(scope: Mapping[str, Any]) -> bool:
     """Whether a page in somebody's browser asks: browsers say of which site it is."""
     return b"origin" in _headers(scope)
+
+
+class TokenGuard:
+    """Lets a request through that brings ``Authorization: Bearer <token>``."""
+
+    def __init__(self, app: Callable[[Scope, Channel, Channel], Awaitable[None]]) -> None:
+        self.app = app
+        self.token = os.environ[TOKEN]
+
+    async def __call__(self, scope: Scope, receive: Channel, send: Channel) -> None:
+        if scope["type"] not in ("http", "websocket") or path_of(scope) in OPEN or brings(scope, self.token):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(REFUSAL)).encode()),
+                (b"www-authenticate", b"Bearer"),
+            ]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": REFUSAL})
 
 
 def _is_here(host: bytes) -> bool:

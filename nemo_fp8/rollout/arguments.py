@@ -27,7 +27,7 @@ from nemo_fp8.render.vllm import options_of_plugin, to_vllm
 
 log = logging.getLogger(__name__)
 
-WORKER = "nemo_fp8.rollout.in_vllm.worker.NemoFp8Worker"
+WORKER = "nemo_fp8.rollout.engine.worker.NemoFp8Worker"
 
 
 def engine_args(

@@ -17,18 +17,18 @@ def register() -> None:
     """Make ``quantization="nemo_fp8"`` known to this process. Called again, it changes nothing."""
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from nemo_fp8.rollout.in_vllm import compatibility
+    from nemo_fp8.rollout.engine import compatibility
 
     wrong = compatibility.misfits()
     register_quantization_config(PLUGIN)(_refusing(compatibility.error_of(wrong)) if wrong else _config())
     if not wrong:
-        from nemo_fp8.rollout.in_vllm import reload_transfer
+        from nemo_fp8.rollout.refit.worker import transfer as reload_transfer
 
         reload_transfer.register()
 
 
 def _config() -> type:
-    from nemo_fp8.rollout.in_vllm.config import NemoFp8Config
+    from nemo_fp8.rollout.engine.config import NemoFp8Config
 
     return NemoFp8Config
 

@@ -4,7 +4,7 @@
     with running(server): ...                            # runs it, and ends every process that it started
 
 It listens on loopback. Told to listen elsewhere it wants a token first, and then guards every path with it, where
-vLLM's own key guards some (:mod:`nemo_fp8.rollout.in_vllm.guard`). Other users of the machine reach loopback too: a
+vLLM's own key guards some (:mod:`nemo_fp8.rollout.access`). Other users of the machine reach loopback too: a
 ``push_token`` is asked for by pushes alone, and the command draws one (:mod:`nemo_fp8.rollout.token_file`).
 vLLM is started as a module and not as the ``vllm`` command, which CPU builds do not have.
 """
@@ -33,8 +33,8 @@ from nemo_fp8.rollout.access import LOOPBACK, PUSH_TOKEN, TOKEN, is_loopback
 from nemo_fp8.rollout.arguments import check_model, engine_args, environment
 
 MODULE = "vllm.entrypoints.openai.api_server"
-GUARD = "nemo_fp8.rollout.in_vllm.guard.TokenGuard"
-PUSHES = "nemo_fp8.rollout.refit.endpoints.RefitEndpoints"
+GUARD = "nemo_fp8.rollout.access.TokenGuard"
+PUSHES = "nemo_fp8.rollout.refit.door.RefitEndpoints"
 PATIENCE = 20.0  # seconds that a server has to end by itself
 
 

@@ -11,16 +11,12 @@ validation step would do it too, and count the samples as consumed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from megatron.core import parallel_state
-from safetensors.torch import save_file
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.train.data import Stories
 
 _Sample = dict[str, torch.Tensor]
 
@@ -61,24 +57,3 @@ def token_log_probs(
     everybodys = [torch.empty_like(mine) for _ in range(group.size())]
     torch.distributed.all_gather(everybodys, mine.contiguous(), group=group)
     return torch.cat(everybodys).cpu()
-
-
-class ValidationLogProbs(Callback):
-    """At the end of training, the first validation stories and their log-probs, as a safetensors file.
-
-    ``tokens`` [samples, n] and ``log_probs`` [samples, n - 1]: column t of the latter is the log-prob of token t + 1.
-    """
-
-    def __init__(self, out: str, samples: int = 16, micro_batch: int = 4) -> None:
-        self.out, self.samples, self.micro_batch = out, samples, micro_batch
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Compute on all ranks, write on one."""
-        data = trainer.datamodule
-        stories = Stories("validation", self.samples, data.seq_length, data.seed)
-        samples = [stories[i] for i in range(self.samples)]
-        log_probs = token_log_probs(trainer, samples, stories.collate_fn, self.micro_batch)
-        if trainer.global_rank == 0:
-            tokens = torch.stack([torch.cat([s["tokens"], s["labels"][-1:]]) for s in samples])
-            Path(self.out).parent.mkdir(parents=True, exist_ok=True)
-            save_file({"tokens": tokens, "log_probs": log_probs}, self.out)

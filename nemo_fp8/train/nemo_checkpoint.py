@@ -166,7 +166,7 @@ def _plain_yaml(path: Path) -> dict[str, Any]:
 
 def _tokenizer_of(context: Path, described: Mapping[str, Any]) -> tuple[dict[str, bytes | Path], int | None]:
     """The tokenizer's files, and how many tokens it has; nothing where only NeMo could build it."""
-    if described.get("_target_") == byte_tokenizer.TARGET:
+    if described.get("_target_") in byte_tokenizer.TARGETS:
         return dict(byte_tokenizer.files()), byte_tokenizer.SIZE
     for name in _TOKENIZERS:
         folder = context / name

@@ -17,8 +17,8 @@ from nemo_fp8.export.canonical import canonical
 from nemo_fp8.mismatch import Run
 from nemo_fp8.mismatch.weights import reference
 from nemo_fp8.numerics import quantize
-from nemo_fp8.rollout.in_vllm.ops import activation_of, fake_quantize
-from nemo_fp8.rollout.storage import storage_of
+from nemo_fp8.rollout.engine.ops import activation_of, fake_quantize
+from nemo_fp8.rollout.engine.storage import storage_of
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 # docs/rollout.md, "How a layer is stored", written down once more: rollout_block -> the tiles of weights and of activations.

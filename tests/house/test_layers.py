@@ -1,4 +1,5 @@
-"""Imports run one way: core <- numerics <- {train, rollout, export} <- {rl, recipes} <- report <- command line.
+"""Imports run one way: errors <- contract <- models <- {preflight, render} <- numerics <- {storage, te_cpu} <- {train, rollout, export,
+inspection} <- mismatch <- recipes <- experiments <- report <- command line.
 
 The light core must import without torch, the training side never needs vLLM, and the rollout side never needs NeMo.
 """
@@ -24,14 +25,16 @@ LAYERS = {
     "te_cpu": (2, {"torch"}),  # TransformerEngine is imported inside of functions: it may not be there
     "train": (3, {"torch", "numpy", "safetensors", "yaml", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
     "rollout": (3, {"torch", "numpy", "safetensors"}),
-    "rollout/in_vllm": (3, {"torch", "numpy", "safetensors", "vllm"}),  # runs in vLLM's processes only
+    "rollout/engine": (3, {"torch", "numpy", "safetensors", "vllm"}),  # runs in vLLM's processes only
+    "rollout/refit/worker": (3, {"torch", "numpy", "safetensors", "vllm"}),  # as that
     "export": (3, {"torch", "numpy", "safetensors"}),
     "inspection": (3, {"torch", "numpy"}),
     "mismatch": (4, {"torch", "numpy", "safetensors"}),  # belongs to neither side
-    "rl": (5, {"torch", "ray", "nemo", "lightning", "megatron"}),  # each process takes its side from here
-    "recipes": (5, {"nemo_run", "nemo", "torch", "fiddle", "lightning", "megatron"}),
-    "report": (6, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
-    "cli": (7, STANDARD_OR_LIGHT),
+    "recipes": (5, {"nemo_run", "nemo"}),
+    "experiments": (6, {"torch", "numpy", "safetensors", "nemo_run", "nemo", "lightning", "megatron"}),
+    "experiments/rl": (6, {"torch", "ray", "nemo", "lightning", "megatron"}),  # each process takes its side from here
+    "report": (7, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
+    "cli": (8, STANDARD_OR_LIGHT),
 }
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
@@ -40,8 +43,9 @@ def _layer(parts: tuple[str, ...]) -> str:
     head = parts[0].removesuffix(".py")
     if head in ("factories", "lightning"):  # the training side's front door
         return "train"
-    if "/".join(parts[:2]) in LAYERS:
-        return "/".join(parts[:2])
+    for depth in (3, 2):
+        if "/".join(parts[:depth]) in LAYERS:
+            return "/".join(parts[:depth])
     return head if head in LAYERS else "core"
 
 

@@ -9,14 +9,19 @@ import nemo_fp8
 from nemo_fp8.moved import MOVED, OldNames
 
 
+IN_VLLM = ("nemo_fp8.rollout.engine.", "nemo_fp8.rollout.refit.worker.")
+
+
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_an_old_name_is_the_new_module(old, new):
+    if new.startswith(IN_VLLM):
+        pytest.importorskip("vllm", reason="tests/rollout/test_old_names.py runs it")
     sys.modules.pop(old, None)
     with pytest.warns(DeprecationWarning, match=f"{old} is {new} now"):
         found = importlib.import_module(old)
     module = importlib.import_module(new)
     names = [name for name in vars(module) if not name.startswith("_")]
-    assert names
+    assert names or module.__path__  # a package may hold nothing but modules
     assert all(getattr(found, name) is getattr(module, name) for name in names)
 
 

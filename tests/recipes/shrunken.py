@@ -3,8 +3,8 @@
 import nemo_run as run
 from nemo.collections import llm
 
+from nemo_fp8.experiments.stories import ByteTokenizer, StoryData
 from nemo_fp8.factories import plugin_config
-from nemo_fp8.train.data import ByteTokenizer, StoryData
 
 
 def llama3_8b(precision):

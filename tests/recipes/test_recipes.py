@@ -131,8 +131,8 @@ def test_the_scripts_run_on_nemo_runs_command_line(tmp_path):
 
 LAUNCH = """
 import nemo_run as run
-from nemo_fp8.recipes import tiny_llama
-from nemo_fp8.recipes.recorder import Recorder
+from nemo_fp8.experiments import tiny_llama
+from nemo_fp8.experiments.recorder import Recorder
 
 if __name__ == "__main__":
     recipe = tiny_llama("bf16_with_fp8_blockwise_mixed", dir={folder!r}, steps=30)
@@ -160,7 +160,7 @@ def test_tiny_llama_learns_under_torchrun(tmp_path):
 def test_nemos_llama3_8b_shrunken_trains_on_the_cpu(monkeypatch):
     """NeMo's own pretrain_recipe, made small, with one line of ours: the plugin. Its accelerator is the CPU, its data ours."""
     from nemo_fp8 import preset
-    from nemo_fp8.recipes.trial import Trial, run_trial
+    from nemo_fp8.experiments.trial import Trial, run_trial
 
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
     outcome = run_trial(Trial("shrunken.llama3_8b", preset("bf16_with_fp8_mixed"), steps=12, every=6))

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from nemo_fp8 import PrecisionError, preset
-from nemo_fp8.recipes.trial import Outcome, Trial, run_trial
+from nemo_fp8.experiments.trial import Outcome, Trial, run_trial
 from nemo_fp8.report.compare import Comparison, Run, run_comparison
 from nemo_fp8.report.compare_page import comparison_page
 

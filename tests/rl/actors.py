@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_fp8.rl.rollout import RolloutEngine
+from nemo_fp8.experiments.rl.rollout import RolloutEngine
 
 BROKEN_AT = 2
 BROKEN_LAYER = "model.layers.0.mlp.down_proj"

@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rl import actors
 
-from nemo_fp8.rl.driver import ray_session, run_grpo
-from nemo_fp8.rl.settings import GrpoSettings
+from nemo_fp8.experiments.rl.driver import ray_session, run_grpo
+from nemo_fp8.experiments.rl.settings import GrpoSettings
 
 
 def main(settings, kills):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.experiments.rl.grpo import GrpoLoss, group_advantages, kl_divergence, token_weights
 from nemo_fp8.mismatch import ImportanceSampling, LogProbs
-from nemo_fp8.rl.grpo import GrpoLoss, group_advantages, kl_divergence, token_weights
 
 
 def full(value, shape=(2, 3)):

@@ -8,11 +8,11 @@ import torch
 
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rl.driver import RESTARTS, Deaths, known_base
-from nemo_fp8.rl.experience import Experience, row
-from nemo_fp8.rl.record import Record, read_record
-from nemo_fp8.rl.settings import GrpoSettings, PolicySize
-from nemo_fp8.rl.task import Sorting
+from nemo_fp8.experiments.rl.driver import RESTARTS, Deaths, known_base
+from nemo_fp8.experiments.rl.experience import Experience, row
+from nemo_fp8.experiments.rl.record import Record, read_record
+from nemo_fp8.experiments.rl.settings import GrpoSettings, PolicySize
+from nemo_fp8.experiments.rl.task import Sorting
 
 
 def settings(**changes):

@@ -14,8 +14,8 @@ from cli.test_lifetime import SIGNALS
 from rl import actors
 
 from nemo_fp8.contract.presets import preset
-from nemo_fp8.rl.record import read_record
-from nemo_fp8.rl.settings import GrpoSettings
+from nemo_fp8.experiments.rl.record import read_record
+from nemo_fp8.experiments.rl.settings import GrpoSettings
 
 SCRIPT = Path(__file__).with_name("run_and_kill.py")
 

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from nemo_fp8.cli import app
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.experiments.rl.compare import VARIANTS, RlComparison, RlRun, run_rl_comparison, settings_of
+from nemo_fp8.experiments.rl.settings import GrpoSettings
 from nemo_fp8.report.rl_page import rl_page
-from nemo_fp8.rl.compare import VARIANTS, RlComparison, RlRun, run_rl_comparison, settings_of
-from nemo_fp8.rl.settings import GrpoSettings
 
 TEMPLATE = GrpoSettings(folder="/tmp/here", base="", steps=10)
 

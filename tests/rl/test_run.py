@@ -8,9 +8,9 @@ from rl import actors
 
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rl.driver import ray_session, run_grpo
-from nemo_fp8.rl.record import read_record
-from nemo_fp8.rl.settings import GrpoSettings
+from nemo_fp8.experiments.rl.driver import ray_session, run_grpo
+from nemo_fp8.experiments.rl.record import read_record
+from nemo_fp8.experiments.rl.settings import GrpoSettings
 
 ray.cloudpickle.register_pickle_by_value(actors)  # it lies where the actors' environments do not look
 

@@ -7,7 +7,7 @@ from rl import actors
 from rl.test_run import small
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rl.driver import _resources, ray_session, run_grpo
+from nemo_fp8.experiments.rl.driver import _resources, ray_session, run_grpo
 
 
 @pytest.fixture

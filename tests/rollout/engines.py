@@ -61,5 +61,5 @@ def fp8(**fields):
     return {
         "quantization": "nemo_fp8",
         "hf_overrides": {"quantization_config": to_plugin(Precision(rollout="fp8", **fields)) | options},
-        "worker_extension_cls": "nemo_fp8.rollout.in_vllm.worker.NemoFp8Worker",
+        "worker_extension_cls": "nemo_fp8.rollout.engine.worker.NemoFp8Worker",
     }

@@ -13,8 +13,8 @@ from rollout.engines import SMALL, fp8
 
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference
-from nemo_fp8.rollout.in_vllm.reload import NemoFp8Refit
 from nemo_fp8.rollout.refit.control import PREFIX
+from nemo_fp8.rollout.refit.worker.session import NemoFp8Refit
 
 
 def build(folder, engine=None, **contract):

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from nemo_fp8.rollout.in_vllm.reload_transfer import _Pushing
-from nemo_fp8.rollout.in_vllm.worker import NemoFp8Worker
+from nemo_fp8.rollout.engine.worker import NemoFp8Worker
+from nemo_fp8.rollout.refit.worker.transfer import _Pushing
 
 
 @dataclass

@@ -17,7 +17,7 @@ from rollout.servers import ask, beyond_loopback, free_port
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import alive, endpoints
 from nemo_fp8.rollout.refit.control import Server
-from nemo_fp8.rollout.refit.endpoints import RefitEndpoints
+from nemo_fp8.rollout.refit.door import RefitEndpoints
 
 ROUTE = "/nemo_fp8/refit"
 

@@ -14,7 +14,7 @@ from nemo_fp8.models.selection import Selection
 
 FP32 = Precision(rollout="fp8")
 POW2 = FP32.replace(weight_scale="pow2", activation_scale="pow2")
-WORKER = {"worker_extension_cls": "nemo_fp8.rollout.in_vllm.worker.NemoFp8Worker"}
+WORKER = {"worker_extension_cls": "nemo_fp8.rollout.engine.worker.NemoFp8Worker"}
 
 
 def exported(source, folder, precision, **how):

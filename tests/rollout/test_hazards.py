@@ -12,7 +12,7 @@ from rollout.test_refit import WRONG
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout import Refit
 
-RELOAD = "nemo_fp8.rollout.in_vllm.reload"
+RELOAD = "nemo_fp8.rollout.refit.worker.session"
 EVERY_BIT = test_reload.test_a_push_leaves_every_bit_as_a_fresh_load_does
 
 # hazard -> the model and the contract under which its test meets it, and the edits that take the fix out: module, function, old, new.
@@ -145,6 +145,6 @@ def test_a_manifest_that_nobody_checks_is_seen(checkpoint, monkeypatch, edit, wr
 def test_a_router_in_fp8_is_seen(checkpoint, monkeypatch):
     edit = ("nemo_fp8.models.selection", "why_kept_by_name", "        if p.kept:\n", "        if p.kept and 'router' not in p.kept:\n")
     take_out(monkeypatch, [edit])
-    monkeypatch.setattr("nemo_fp8.rollout.selection.why_kept_by_name", function(*edit[:2]))
+    monkeypatch.setattr("nemo_fp8.rollout.engine.selection.why_kept_by_name", function(*edit[:2]))
     with pytest.raises(AssertionError):
         test_selection.test_first_and_last_layers_routers_and_names(lambda kind, **contract: build(checkpoint(kind), **contract))

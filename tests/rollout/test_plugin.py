@@ -138,7 +138,7 @@ def test_experts_on_decoded_weights(model, checkpoint, emulated):
 
 
 def test_the_operators_live_in_compiled_graphs():
-    from nemo_fp8.rollout.in_vllm import ops
+    from nemo_fp8.rollout.engine import ops
 
     x = torch.randn(4, 256).bfloat16()
     codes, scale_inv = reference(torch.randn(128, 256).bfloat16())

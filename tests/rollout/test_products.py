@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics import quantize
-from nemo_fp8.rollout.in_vllm import ops
+from nemo_fp8.rollout.engine import ops
 
 
 class Multiplied(TorchDispatchMode):

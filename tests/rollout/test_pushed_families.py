@@ -11,8 +11,8 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.mismatch.engine import read_back
 from nemo_fp8.mismatch.weights import compare_weights, told_by
 from nemo_fp8.rollout import Refit
-from nemo_fp8.rollout.in_vllm.held import NemoFp8Held
 from nemo_fp8.rollout.refit import fingerprint
+from nemo_fp8.rollout.refit.worker.held import NemoFp8Held
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 C_ATTN = "transformer.h.1.attn.c_attn"

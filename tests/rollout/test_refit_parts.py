@@ -15,7 +15,7 @@ from nemo_fp8.rollout.refit import Entry, Manifest, fingerprint
 from nemo_fp8.rollout.refit.control import refusal
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint
 from nemo_fp8.rollout.refit.memory import Opened, Shared
-from nemo_fp8.rollout.refit.stream import capacity, cut
+from nemo_fp8.rollout.refit.wire import capacity, cut
 
 
 def _tensors():

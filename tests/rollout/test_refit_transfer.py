@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 
 def test_the_backends_are_what_we_stand_on():
-    from nemo_fp8.rollout.in_vllm import reload_transfer
+    from nemo_fp8.rollout.refit.worker import transfer as reload_transfer
 
     for name in reload_transfer.BACKENDS.values():
         backend = getattr(reload_transfer, name)

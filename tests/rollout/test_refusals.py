@@ -14,10 +14,10 @@ from rollout.in_process import build, weights_of
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.in_vllm import compatibility
-from nemo_fp8.rollout.in_vllm.kernels import choose
-from nemo_fp8.rollout.in_vllm.report import grid_report
-from nemo_fp8.rollout.storage import storage_of
+from nemo_fp8.rollout.engine import compatibility
+from nemo_fp8.rollout.engine.kernels import choose
+from nemo_fp8.rollout.engine.report import grid_report
+from nemo_fp8.rollout.engine.storage import storage_of
 
 LAYER = "model.layers.1"
 
@@ -157,7 +157,7 @@ def test_static_activations_are_refused(checkpoint):
 
 
 def test_scales_that_deep_gemm_would_quantize_again_are_refused():
-    from nemo_fp8.rollout.in_vllm.kernels import refuse_second_quantization
+    from nemo_fp8.rollout.engine.kernels import refuse_second_quantization
 
     with pytest.raises(PrecisionError, match="VLLM_USE_DEEP_GEMM_E8M0"):
         refuse_second_quantization("DeepGemmFp8BlockScaledMMKernel", Operand("e4m3", (128, 128), "fp32"), e8m0=True)
@@ -193,10 +193,10 @@ def test_every_import_from_vllm_is_in_the_table():
     from pathlib import Path
 
     rows = (*compatibility.INTERNALS, *compatibility.GPU_TRANSFER)
-    folder, listed = Path(compatibility.__file__).parent, {(row.module, row.name.split(".")[0]) for row in rows}
+    folder, listed = Path(compatibility.__file__).parents[1], {(row.module, row.name.split(".")[0]) for row in rows}
     taken = {
         (node.module, alias.name)
-        for path in folder.glob("*.py")
+        for path in folder.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
         for alias in node.names

@@ -12,14 +12,14 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
 from nemo_fp8.rollout import Refit
-from nemo_fp8.rollout.in_vllm.reload import Session
-from nemo_fp8.rollout.in_vllm.reload_layers import Blocks
-from nemo_fp8.rollout.in_vllm.reload_layouts import ROWS, Ledger
-from nemo_fp8.rollout.in_vllm.reload_plan import Plan
-from nemo_fp8.rollout.in_vllm.reload_routes import Route, Target
 from nemo_fp8.rollout.refit import Manifest
 from nemo_fp8.rollout.refit.memory import Shared
-from nemo_fp8.rollout.refit.stream import capacity, cut
+from nemo_fp8.rollout.refit.wire import capacity, cut
+from nemo_fp8.rollout.refit.worker.layouts import ROWS, Ledger
+from nemo_fp8.rollout.refit.worker.plan import Plan
+from nemo_fp8.rollout.refit.worker.routes import Route, Target
+from nemo_fp8.rollout.refit.worker.session import Session
+from nemo_fp8.rollout.refit.worker.sinks import Blocks
 
 MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
 BLOCK = Operand("e4m3", (128, 128), "fp32")

@@ -9,9 +9,9 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import Kept, decoder_layer, stored
 from nemo_fp8.models.shapes import Model
-from nemo_fp8.rollout.grid import Span, fused_rows, other_blocks
-from nemo_fp8.rollout.in_vllm.report import grid_report
-from nemo_fp8.rollout.selection import reason_to_keep, reason_to_keep_experts
+from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
+from nemo_fp8.rollout.engine.report import grid_report
+from nemo_fp8.rollout.engine.selection import reason_to_keep, reason_to_keep_experts
 
 QKV = ("q_proj", "k_proj", "v_proj")
 LAYER = "model.layers.1"

@@ -26,7 +26,7 @@ from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render import render
 from nemo_fp8.rollout import Refit, environment, serve
-from nemo_fp8.rollout.in_vllm.guard import TokenGuard
+from nemo_fp8.rollout.access import TokenGuard
 from nemo_fp8.rollout.refit import Manifest
 from nemo_fp8.rollout.refit.control import Server
 from nemo_fp8.rollout.refit.memory import Shared

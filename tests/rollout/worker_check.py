@@ -8,7 +8,7 @@ import torch
 
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference
-from nemo_fp8.rollout.in_vllm.worker import NemoFp8Worker
+from nemo_fp8.rollout.engine.worker import NemoFp8Worker
 
 FUSED = {
     "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -216,8 +216,8 @@ def tiny_trainer(plugin: Any, tiny: Tiny | None = None) -> tuple[Any, Any, Any, 
     from megatron.core.optimizer import OptimizerConfig
     from nemo import lightning as nl
 
+    from nemo_fp8.experiments.stories import StoryData
     from nemo_fp8.train.accelerator import MegatronCPU
-    from nemo_fp8.train.data import StoryData
 
     tiny = tiny or Tiny()
     # The only seed that NeMo's strategy heeds: its own is 1234, whatever one asks for.

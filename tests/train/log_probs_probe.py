@@ -2,7 +2,7 @@
 
 import torch
 
-from nemo_fp8.train.data import Stories
+from nemo_fp8.experiments.stories import Stories
 from nemo_fp8.train.log_probs import token_log_probs
 from nemo_fp8.train.measure import Probe
 

@@ -10,8 +10,8 @@ import nemo.collections.llm  # noqa: E402
 import nemo.collections.llm.recipes.precision.mixed_precision  # noqa: E402
 import nemo.lightning  # noqa: E402, F401
 
+import nemo_fp8.experiments.stories  # noqa: E402
 import nemo_fp8.train.accelerator  # noqa: E402
-import nemo_fp8.train.data  # noqa: E402
 import nemo_fp8.train.first_weights  # noqa: E402
 import nemo_fp8.train.megatron_cpu  # noqa: E402
 import nemo_fp8.train.plugin  # noqa: E402, F401

@@ -10,7 +10,7 @@ from harness import train_tiny
 
 def data_with_nan(tiny):
     """One sample of step 5 carries a NaN."""
-    from nemo_fp8.train.data import Stories, StoryData
+    from nemo_fp8.experiments.stories import Stories, StoryData
 
     class Broken(Stories):
         def __getitem__(self, index):

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from nemo_fp8.train.data import ByteTokenizer, Stories, story
+from nemo_fp8.experiments.stories import ByteTokenizer, Stories, story
 
 
 def test_stories_add_up():

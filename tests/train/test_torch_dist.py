@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8 import PrecisionError
+from nemo_fp8.experiments.stories import ByteTokenizer
 from nemo_fp8.storage.torch_dist import INDEX, TorchDist, layers_of
 from nemo_fp8.train import byte_tokenizer
-from nemo_fp8.train.data import ByteTokenizer
 
 STACK = "module.decoder.layers.mlp.linear_fc2.weight"
 EXPERTS = "module.decoder.layers.mlp.experts.experts.linear_fc2.weight"

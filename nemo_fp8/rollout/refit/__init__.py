@@ -5,7 +5,7 @@
 
 ``push`` streams, ``manifest`` says what will come, ``stream`` cuts it to buffers, ``memory`` and ``transports`` carry
 it, ``control`` speaks to the engine, ``endpoints`` answers for a server, ``receipt`` tells what happened. What runs in
-the workers is :mod:`nemo_fp8.rollout.in_vllm.reload`.
+the workers is :mod:`nemo_fp8.rollout.refit.worker.session`.
 """
 
 from nemo_fp8.extras import require

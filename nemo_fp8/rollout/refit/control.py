@@ -225,7 +225,7 @@ class _AsyncRefusal(_Refusal):
 
 
 class Server:
-    """An OpenAI server with our endpoints (:mod:`nemo_fp8.rollout.refit.endpoints`). It holds and refuses by itself."""
+    """An OpenAI server with our endpoints (:mod:`nemo_fp8.rollout.refit.door`). It holds and refuses by itself."""
 
     def __init__(self, url: str, token: str | None = None, timeout: float = 600.0) -> None:
         self.url, self.token, self.timeout = url.rstrip("/"), token, timeout

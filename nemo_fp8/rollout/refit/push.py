@@ -23,8 +23,7 @@ from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 from nemo_fp8.rollout.refit.memory import BUFFERS
 from nemo_fp8.rollout.refit.receipt import Receipt, receipt
-from nemo_fp8.rollout.refit.stream import Piece, capacity, cut, pairs
-from nemo_fp8.rollout.refit.transports import Transport, transport_of
+from nemo_fp8.rollout.refit.wire import Piece, Transport, capacity, cut, pairs, transport_of
 
 RUNNING = ("wait", "abort", "keep")
 TRANSPORTS = ("auto", "memory", "http")

@@ -1,0 +1,142 @@
+"""``nemo-fp8 rl-compare``: the same GRPO run under several contracts and seeds, and what came of it.
+
+    bf16 / bf16            the baseline
+    bf16 / fp8             BF16 training with an FP8 rollout, with and without importance-sampling correction
+    fp8 / fp8              blockwise FP8 on both sides, with and without
+
+Runs of one seed share the base model, the problems and the seeds of their samples. They lie in folders of their own, so that a
+comparison that was killed goes on where it was, and one more seed costs one more seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.contract.presets import preset
+from nemo_fp8.errors import PrecisionError, unknown
+from nemo_fp8.experiments.rl.driver import OnStep, ray_session, run_grpo
+from nemo_fp8.experiments.rl.settings import GrpoSettings
+
+_BF16, _FP8 = preset("bf16_mixed"), preset("bf16_with_fp8_blockwise_mixed")
+# The same scales in the rollout as those of FP8 training.
+_ROLLOUT = _BF16.replace(rollout="fp8", weight_scale=_FP8.weight_scale, activation_scale=_FP8.activation_scale)
+_OFF: dict[str, Any] = {"use_importance_sampling_correction": False}
+
+# name -> the contract, and what is said of the correction (None: what the contract asks for).
+VARIANTS: dict[str, tuple[Precision, dict[str, Any] | None]] = {
+    "bf16-bf16": (_BF16, None),
+    "bf16-fp8": (_ROLLOUT, None),
+    "bf16-fp8-uncorrected": (_ROLLOUT, _OFF),
+    "fp8-fp8": (_FP8, None),
+    "fp8-fp8-uncorrected": (_FP8, _OFF),
+}
+BASELINE = "bf16-bf16"
+PARTS = ("rollout", "push", "log_probs", "train")
+ERRORS = ("token_mult_prob_error", "gen_kl_error")
+
+
+@dataclass(frozen=True)
+class RlRun:
+    """One variant with one seed."""
+
+    variant: str
+    seed: int
+    rows: list[dict[str, Any]]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The rows of trained steps; behind them is one that only looks at the last weights."""
+        return [row for row in self.rows if "loss" in row]
+
+    def accuracies(self) -> list[tuple[int, float]]:
+        """Steps and validation accuracies."""
+        return [(row["step"], row["validation_accuracy"]) for row in self.rows if "validation_accuracy" in row]
+
+    def mean_of(self, name: str) -> float:
+        """A mismatch metric over all steps."""
+        return float(mean(row["mismatch"][name] for row in self.steps))
+
+    def last(self, name: str) -> float:
+        """The mean over the last tenth of the steps."""
+        return float(mean(row[name] for row in self.steps[-max(1, len(self.steps) // 10) :]))
+
+    def seconds(self, part: str) -> float:
+        """The median, without the first step, which builds and warms up."""
+        return float(median(row["seconds"].get(part, 0.0) for row in self.steps[1:] or self.steps))
+
+
+@dataclass(frozen=True)
+class RlComparison:
+    """All runs, seed by seed."""
+
+    settings: GrpoSettings
+    runs: list[RlRun]
+
+    @property
+    def variants(self) -> list[str]:
+        """List the variants, each once, in order."""
+        return list(dict.fromkeys(run.variant for run in self.runs))
+
+    def of(self, variant: str) -> list[RlRun]:
+        """The runs of a variant, one for each seed."""
+        return [run for run in self.runs if run.variant == variant]
+
+    def summary(self, variant: str) -> dict[str, Any]:
+        """A variant's numbers, means over the seeds; times are those of this machine."""
+        runs = self.of(variant)
+        base = self.of(BASELINE)
+        final = mean(run.accuracies()[-1][1] for run in runs)
+        return {
+            "variant": variant,
+            "seeds": [run.seed for run in runs],
+            "base_accuracy": mean(run.accuracies()[0][1] for run in runs),
+            "final_accuracy": final,
+            "points_to_baseline": 100 * (final - mean(run.accuracies()[-1][1] for run in base)) if base else None,
+            "reward": mean(run.last("reward") for run in runs),
+            "kl": mean(run.last("kl") for run in runs),
+            **{name: mean(run.mean_of(name) for run in runs) for name in ERRORS},
+            "gate_fired": sum(bool(row.get("gate", {}).get("fired")) for run in runs for row in run.steps),
+            "seconds": {part: mean(run.seconds(part) for run in runs) for part in PARTS},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """All runs as plain values, for JSON."""
+        return {
+            "settings": self.settings.to_dict(),
+            "summary": [self.summary(variant) for variant in self.variants],
+            "runs": [vars(run) for run in self.runs],
+        }
+
+
+def run_rl_comparison(
+    template: GrpoSettings,
+    *,
+    seeds: Sequence[int],
+    variants: Sequence[str] = tuple(VARIANTS),
+    rollout_python: str | None = None,
+    address: str | None = None,
+    on_run: Callable[[str, int], OnStep] | None = None,
+) -> RlComparison:
+    """Run every variant with every seed below the template's folder; ``on_run`` is told of each run and gives its ``on_step``."""
+    if wrong := [unknown("variant", name, VARIANTS) for name in variants if name not in VARIANTS]:
+        raise PrecisionError(wrong)
+    runs = []
+    with ray_session(template.ranks + template.engines + 1, address):
+        for seed in seeds:  # seed by seed, so that a slow spell of the machine falls on all variants
+            for variant in variants:
+                s = settings_of(template, variant, seed)
+                rows = run_grpo(s, rollout_python=rollout_python, on_step=on_run(variant, seed) if on_run else None)
+                runs.append(RlRun(variant, seed, rows))
+    return RlComparison(template, runs)
+
+
+def settings_of(template: GrpoSettings, variant: str, seed: int) -> GrpoSettings:
+    """One run of a comparison. What differs between variants is the contract and the correction."""
+    precision, loss_fn = VARIANTS[variant]
+    here = Path(template.folder, f"seed-{seed}")
+    return replace(template, folder=str(here / variant), base=str(here / "base"), seed=seed, precision=precision, loss_fn=loss_fn)

@@ -1,0 +1,51 @@
+"""A rank of the training: one Ray actor in the training environment, which is to NeMo what a process of torchrun is.
+
+The actor does one training and ends: Megatron keeps its state in globals, and two runs in one process would not be two runs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8.experiments.rl.settings import GrpoSettings
+
+
+class TrainerRank:
+    """A rank; made into an actor by the driver."""
+
+    def __init__(self, settings: dict[str, Any], rank: int, ranks: int) -> None:
+        self.settings, self.rank, self.ranks = GrpoSettings.from_dict(settings), rank, ranks
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Where the ranks meet, if this is rank 0: an address and a free port of its machine."""
+        import ray
+
+        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        with socket.socket() as free:
+            free.bind((address, 0))
+            return address, int(free.getsockname()[1])
+
+    def base(self, meeting: tuple[str, int]) -> str:
+        """The checkpoint of the base model, which is trained where there is none."""
+        from nemo_fp8.experiments.rl.fit import base_checkpoint, fit_base
+
+        self._join(meeting)
+        return str(base_checkpoint(self.settings) or fit_base(self.settings))
+
+    def train(self, meeting: tuple[str, int], base: str, engines: Sequence[Any]) -> None:
+        """Train the policy to the last step."""
+        from nemo_fp8.experiments.rl.fit import fit_policy
+        from nemo_fp8.experiments.rl.loop import GrpoLoop
+
+        self._join(meeting)
+        fit_policy(self.settings, Path(base), GrpoLoop(self.settings, base, engines))
+
+    def _join(self, meeting: tuple[str, int]) -> None:
+        """Into the environment that torchrun would give to ranks of which each has a machine to itself: a rank sees its own GPU only."""
+        rank, ranks = str(self.rank), str(self.ranks)
+        os.environ |= {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
+        os.environ |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1]), "TORCHELASTIC_RUN_ID": "nemo_fp8"}

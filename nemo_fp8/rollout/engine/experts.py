@@ -1,0 +1,156 @@
+"""The experts of a MoE layer, stacked: gate and up in one weight (``w13``), down in the other (``w2``).
+
+On vLLM's fused kernel where this machine has one; else each expert's tokens at a time on decoded weights, which is
+also how activations are quantized by emulation: the fused kernel of a CPU keeps what is between its two GEMMs to itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_moe_weight_quant
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.engine import kernels, ops
+from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
+from nemo_fp8.rollout.engine.quantizer import quantize_weight
+from nemo_fp8.rollout.engine.selection import in_every_layer
+
+if TYPE_CHECKING:
+    from nemo_fp8.rollout.engine.config import NemoFp8Config
+
+
+def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase:
+    """How the experts of this layer are stored and multiplied."""
+    emulated = config.options["activations"] == "emulated" and current_platform.is_cpu()
+    if kernels.has_experts_kernel(config.storage, config.options["kernel"]) and not emulated:
+        return NemoFp8MoEMethod(config, layer, prefix)
+    return DecodedMoEMethod(config, layer, prefix, emulated)
+
+
+def _not_decoded(layer: RoutedExperts) -> Iterator[str]:
+    """What experts of this layer have that decoded weights do not know."""
+    if layer.apply_router_weight_on_input:
+        yield "the router's weight on their input (as Llama 4 has it)"
+    if layer.moe_config.has_bias:
+        yield "biases (as GPT-OSS has them)"
+    if layer.moe_config.activation != MoEActivation.SILU:
+        yield f"{layer.moe_config.activation.value} activations"
+
+
+class Quantizing:
+    """What both methods have in common: weights to codes, and where the blocks lie."""
+
+    moe: Any
+    _zero_padding: Any
+
+    def _remember(self, config: NemoFp8Config, prefix: str) -> None:
+        self.config, self.prefix, self.storage, self.operand = config, prefix, config.storage, config.storage.weight
+        self.other_blocks: str | None = None
+
+    def create_weights(self, layer: RoutedExperts, *arguments: Any, **named: Any) -> None:
+        super().create_weights(layer, *arguments, **named)  # type: ignore[misc]
+        moe, block = self.moe, self.storage.weight.block
+        size, ranks = moe.intermediate_size_per_partition_unpadded, moe.tp_size
+        start, whole = moe.tp_rank * size, ranks * size
+        gated = fused_rows(["gate_proj", "up_proj"], [layer.w13_weight.shape[1] // 2] * 2, [start] * 2, [whole] * 2)
+        gated = [Span(span.name, start, start + size, whole, span.at) for span in gated]
+        down = Span("down_proj", start, start + size, whole)
+        none = Span("", 0, moe.hidden_dim_unpadded, moe.hidden_dim_unpadded)
+        self.other_blocks = other_blocks(gated, none, block) or other_blocks([none], down, block)
+        if self.other_blocks:
+            name = in_every_layer(self.prefix)
+            kernels.logger.info_once("nemo_fp8: %s has other blocks than the unsharded weights: %s", name, self.other_blocks)
+
+    def _quantized(self, layer: RoutedExperts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes of both weights, then scales of both."""
+        self._zero_padding(layer)
+        layer.weight_block_size = list(self.storage.grid)
+        both = (layer.w13_weight.data, layer.w2_weight.data)
+        (w13, s13), (w2, s2) = (
+            quantize_weight(weight, self.storage, lambda amax: amax_for_moe_weight_quant(amax, self.moe.tp_size)) for weight in both
+        )
+        return w13, w2, s13, s2
+
+
+class NemoFp8MoEMethod(Quantizing, Fp8PerBlockOnlineMoEMethod):
+    """Routed experts of a layer in FP8, multiplied by vLLM's fused kernel."""
+
+    def __init__(self, config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> None:
+        # vLLM 0.28 takes the layer, later ones its configuration.
+        takes = inspect.signature(Fp8PerBlockOnlineMoEMethod.__init__).parameters
+        super().__init__(**({"moe": layer.moe_config} if "moe" in takes else {"layer": layer}))
+        self._remember(config, prefix)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        self.lay_out(layer, *self._quantized(layer))
+        layer._already_called_process_weights_after_loading = True
+
+    def lay_out(self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor) -> None:
+        """Codes and scales as parameters of the layer, in the order in which the kernel reads them."""
+        self._setup_kernel(layer, w13, w2, s13, s2, layer.w13_input_scale, layer.w2_input_scale)
+
+
+class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
+    """On weights that are decoded when an expert has tokens."""
+
+    def __init__(self, config: NemoFp8Config, layer: RoutedExperts, prefix: str, fake_quantizes: bool) -> None:
+        super().__init__(layer.moe_config)
+        self._remember(config, prefix)
+        self.group = self.storage.group if fake_quantizes else 0
+        unknown = list(_not_decoded(layer))
+        if unknown:
+            raise PrecisionError(
+                f"{prefix}: experts with {' and '.join(unknown)} cannot be in FP8 here.",
+                "Without vLLM's fused FP8 kernel, experts run on decoded weights: with SiLU, no biases, and weights on their output.",
+                f"Add {in_every_layer(prefix)!r} to keep, so that experts stay in the compute dtype; or use a machine with vLLM's kernel "
+                "(AMX, or a GPU) and activations='kernel'.",
+            )
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        """Padded to whole blocks, as for the fused kernel, so that both have the same codes."""
+        sizes = super().maybe_roundup_sizes(hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config)
+        side = self.storage.grid[1]
+        return tuple(-(-size // side) * side for size in sizes)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        self.lay_out(layer, *self._quantized(layer))
+        layer._already_called_process_weights_after_loading = True
+
+    def lay_out(self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor) -> None:
+        """Codes and scales as parameters of the layer."""
+        named = {"w13_weight": w13, "w2_weight": w2, "w13_weight_scale_inv": s13, "w2_weight_scale_inv": s2}
+        for name, tensor in named.items():
+            replace_parameter(layer, name, tensor)
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """Return None: only vLLM's own choice of a kernel reads a description of weights and scales."""
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        weights = (layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv)
+        how = (list(self.storage.grid), self.group, self.storage.activation.scale)
+        out: torch.Tensor = ops.decoded_experts(x, *weights, topk_weights, topk_ids.long(), layer.expert_map, *how)
+        return out

@@ -1,0 +1,107 @@
+"""Which kernel multiplies: vLLM's own for this machine, or decoded weights where vLLM has none.
+
+A kernel here is what vLLM calls one: ``process_weights_after_loading`` lays codes and scales out as it wants them, and
+``apply_weights`` multiplies. On a CPU with AMX, vLLM's takes FP8 weights and BF16 activations; on GPUs they quantize the
+activations too. A CPU without AMX has none, and :class:`DecodeKernel` takes its place, which is said once in the log.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, create_fp8_quant_key
+from vllm.platforms import current_platform
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.engine import ops
+from nemo_fp8.rollout.engine.storage import Storage
+
+logger = init_logger("vllm.nemo_fp8")
+BLOCKS = (128, 128)
+
+
+class DecodeKernel:
+    """Multiplies with weights that are decoded on each call: the same codes and scales on any machine."""
+
+    apply_input_quant = False
+
+    def __init__(self, storage: Storage) -> None:
+        self.grid = list(storage.grid)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Codes and scales stay as they are."""
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+        out: torch.Tensor = ops.decoded_linear(x, layer.weight, layer.weight_scale_inv, bias, self.grid, layer.orig_dtype)
+        return out
+
+
+def choose(storage: Storage, wanted: str, shape: tuple[int, int], out_dtype: torch.dtype) -> Any:
+    """The kernel for a weight of this shape. ``wanted`` is the plugin's option ``kernel``."""
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+        # Linux grants AMX to a process that asks, and vLLM 0.31.0 does not: a server's first prompt of four tokens would end its
+        # worker with an illegal instruction in attention.
+        torch.cpu._init_amx()
+    if wanted == "decode":
+        return DecodeKernel(storage)
+    if storage.grid != BLOCKS:
+        return _without_kernel(storage, f"no kernel with weight blocks of {storage.grid[0]}x{storage.grid[1]}")
+    try:
+        kernel = init_fp8_linear_kernel(
+            activation_quant_key=create_fp8_quant_key(static=False, group_shape=GroupShape(1, BLOCKS[1])),
+            weight_quant_key=create_fp8_quant_key(static=True, group_shape=GroupShape(*BLOCKS)),
+            weight_shape=shape,
+            input_dtype=get_current_vllm_config().model_config.dtype,
+            out_dtype=out_dtype,
+            module_name="NemoFp8LinearMethod",
+        )
+    except ValueError as error:
+        return _without_kernel(storage, str(error).splitlines()[-1])
+    refuse_second_quantization(type(kernel).__name__, storage.weight, e8m0=is_deep_gemm_e8m0_used())
+    if storage.activation.scale == "pow2" and hasattr(kernel, "quant_fp8"):
+        kernel.quant_fp8.use_ue8m0 = True  # this kernel's own quantizer of activations; others keep theirs
+    return kernel
+
+
+def refuse_second_quantization(kernel: str, weight: Operand, e8m0: bool) -> None:
+    """DeepGEMM with E8M0 scales turns codes with FP32 scales into others, after they were proven to be the right ones."""
+    if "DeepGemm" in kernel.replace("DeepGEMM", "DeepGemm") and e8m0 and weight.scale == "fp32":
+        raise PrecisionError(
+            f"{kernel} with E8M0 scales, under a contract of FP32 weight scales.",
+            "vLLM would decode the codes and quantize them again for it.",
+            "os.environ.update(nemo_fp8.rollout.environment(precision)) before the engine starts (VLLM_USE_DEEP_GEMM_E8M0=0), "
+            "or set weight_scale='pow2' and activation_scale='pow2'.",
+        )
+
+
+def quantizes_activations(kernel: Any) -> bool:
+    """Whether a kernel takes FP8 activations; one that does not is a weight-only one (W8A16)."""
+    return bool(getattr(kernel, "apply_input_quant", False))
+
+
+def has_experts_kernel(storage: Storage, wanted: str) -> bool:
+    """Whether vLLM has a fused kernel for FP8 experts on this machine."""
+    if wanted == "decode":
+        return False
+    if storage.grid != BLOCKS:
+        _without_kernel(storage, f"no kernel with weight blocks of {storage.grid[0]}x{storage.grid[1]}")
+        return False
+    if current_platform.is_cpu() and not torch.cpu._is_amx_tile_supported():
+        _without_kernel(storage, "the FP8 kernel for experts requires AMX")
+        return False
+    return True
+
+
+def _without_kernel(storage: Storage, why: str) -> DecodeKernel:
+    if not current_platform.is_cpu():
+        rows, columns = storage.grid
+        remedy = "Use vLLM's own quantization='mxfp8'." if (rows, columns) == (1, 32) else "Set rollout='compute' on this machine."
+        raise PrecisionError(f"vLLM has no FP8 kernel for weight blocks of {rows}x{columns} here.", f"{why}.", remedy)
+    logger.warning_once("nemo_fp8: weights are decoded before each GEMM on this CPU, with the same codes and scales, but slowly (%s)", why)
+    return DecodeKernel(storage)

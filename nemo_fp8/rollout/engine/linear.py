@@ -1,0 +1,147 @@
+"""A linear layer: BF16 weights come in, FP8 codes and scales stay.
+
+vLLM hands the weights of one layer to :meth:`process_weights_after_loading` when all of them are there, at load
+and at every push, and keeps only what is left on the layer: no more than one layer of BF16 lies in memory.
+A shape that kernels do not take is known only here, where vLLM says what this worker's shard is; such a layer is
+handed over to vLLM's BF16 method, with a line in the log, or refused if the contract is strict.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_tp_weight_quant
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.utils import replace_parameter
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.models.selection import misfit, share_misfit
+from nemo_fp8.rollout.arguments import instead_of_codes
+from nemo_fp8.rollout.engine import kernels, ops
+from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
+from nemo_fp8.rollout.engine.quantizer import quantize_weight
+from nemo_fp8.rollout.engine.selection import in_every_layer
+
+if TYPE_CHECKING:
+    from nemo_fp8.rollout.engine.config import NemoFp8Config
+
+logger = init_logger("vllm.nemo_fp8")
+
+
+class NemoFp8LinearMethod(LinearMethodBase):
+    """Quantizes a layer's weight when it is whole, and multiplies with the kernel for this machine."""
+
+    uses_meta_device = True  # vLLM allocates a weight when it loads it, and processes it at once
+
+    def __init__(self, config: NemoFp8Config, prefix: str) -> None:
+        self.config, self.prefix, self.storage, self.operand = config, prefix, config.storage, config.storage.weight
+        self.out_dtype = torch.get_default_dtype()
+        self.other_blocks: str | None = None
+        """Where this worker's blocks are not those of the unsharded weight; None where they are."""
+
+    def create_weights(
+        self,
+        layer: LinearBase,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        rows, columns = sum(output_partition_sizes), input_size_per_partition
+        spans = self._rows(layer, output_partition_sizes, output_size)
+        # The rule of every side, on the unsharded weight; then what kernels take of this worker's share of it.
+        precision = self.config.precision
+        reason = misfit(precision, [span.whole for span in spans], input_size) or share_misfit(precision, rows, columns)
+        if reason:
+            layer.quant_method = self._unquantized(rows, columns, reason)
+            layer.quant_method.create_weights(
+                layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra_weight_attrs
+            )
+            return
+        self.sharded = (rows, columns) != (output_size, input_size)
+        self.other_blocks = other_blocks(spans, self._columns(layer, columns, input_size), self.storage.weight.block)
+        if self.other_blocks:
+            logger.info_once("nemo_fp8: %s has other blocks than the unsharded weights: %s", in_every_layer(self.prefix), self.other_blocks)
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition, layer.output_size_per_partition = columns, rows
+        layer.orig_dtype, layer.weight_block_size = params_dtype, list(self.storage.grid)
+        weight = torch.empty((rows, columns), dtype=params_dtype, device="meta")
+        loader = extra_weight_attrs["weight_loader"]
+        loader = _refusing_codes(loader, self.prefix) if isinstance(loader, MethodType) else loader
+        layer.register_parameter("weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader))
+        initialize_online_processing(layer)
+        self.fp8_linear = kernels.choose(self.storage, self.config.options["kernel"], (rows, columns), self.out_dtype)
+        self.fake_quantizes = self.config.options["activations"] == "emulated" and not kernels.quantizes_activations(self.fp8_linear)
+
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            self.config.loaded(layer)
+            return
+        layer.input_scale = None
+        codes, scale_inv = quantize_weight(layer.weight.data, self.storage, lambda amax: amax_for_tp_weight_quant(amax, self.sharded))
+        self.lay_out(layer, codes, scale_inv)
+        layer._already_called_process_weights_after_loading = True
+
+    def lay_out(self, layer: LinearBase, codes: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        """Codes and scales as parameters of the layer, in the order in which the kernel reads them."""
+        replace_parameter(layer, "weight", codes)
+        replace_parameter(layer, "weight_scale_inv", scale_inv)
+        self.fp8_linear.process_weights_after_loading(layer)
+
+    def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.fake_quantizes:
+            # A kernel that decodes computes in FP32 anyway; the others round the decoded activations to their dtype.
+            dtype = torch.float32 if isinstance(self.fp8_linear, kernels.DecodeKernel) else x.dtype
+            x = ops.fake_quantize(x, self.storage.group, self.storage.activation.scale, dtype)
+        out: torch.Tensor = self.fp8_linear.apply_weights(layer, x, bias)
+        return out
+
+    # ------------------------------------------------------------------ shapes
+
+    def _unquantized(self, rows: int, columns: int, reason: str) -> UnquantizedLinearMethod:
+        if self.config.precision.strict:
+            raise PrecisionError(
+                f"{self.prefix}: a weight of {rows}x{columns} on this worker cannot be in FP8.",
+                f"{reason[0].upper()}{reason[1:]}, and the contract is strict.",
+                f"Pad the layer, add {self.prefix!r} to keep, use fewer tensor-parallel workers, or set strict=False.",
+            )
+        logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", in_every_layer(self.prefix), reason)
+        return self.config.unquantized(reason)
+
+    def _rows(self, layer: LinearBase, sizes: list[int], output_size: int) -> list[Span]:
+        """Where each part of this worker's rows lies in the unsharded weight that it comes from."""
+        names = self.config.parts(self.prefix, len(sizes))
+        if sum(sizes) == output_size:
+            return fused_rows(names, sizes, [0] * len(sizes), sizes)
+        rank, ranks = layer.tp_rank, layer.tp_size
+        copies = [1] * len(sizes)  # workers with the same rows: heads of k and v where there are fewer heads than workers
+        if isinstance(layer, QKVParallelLinear):
+            copies[1:] = [layer.num_kv_head_replicas] * (len(sizes) - 1)
+        starts = [rank // n * size for n, size in zip(copies, sizes, strict=True)]
+        return fused_rows(names, sizes, starts, [ranks // n * size for n, size in zip(copies, sizes, strict=True)])
+
+    def _columns(self, layer: LinearBase, columns: int, input_size: int) -> Span:
+        start = 0 if columns == input_size else layer.tp_rank * columns
+        return Span("", start, start + columns, input_size)
+
+
+def _refusing_codes(loader: MethodType, name: str) -> MethodType:
+    """A layer's weight loader that refuses FP8 codes: copied into BF16 they would be values without their scales."""
+
+    def load(layer: LinearBase, param: torch.Tensor, loaded_weight: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if loaded_weight.dtype in (torch.float8_e4m3fn, torch.uint8):
+            raise PrecisionError(
+                f"{name}: the checkpoint is in FP8 already.",
+                f"It holds {loaded_weight.dtype} codes, and nemo_fp8 quantizes BF16 weights.",
+                instead_of_codes(),
+            )
+        return loader.__func__(layer, param, loaded_weight, *rest, **more)
+
+    return MethodType(load, loader.__self__)  # vLLM looks for methods, to take layers out of what it remembers of a weight

@@ -1,0 +1,54 @@
+"""What a worker can say about its layers: which are in FP8, on which kernel, in whose blocks, and why the others are not."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from nemo_fp8.rollout.engine.experts import Quantizing
+from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One linear, or the experts of one layer."""
+
+    stored: str
+    """``fp8``, or the compute dtype."""
+    why: str | None = None
+    """Why it is not in FP8."""
+    kernel: str | None = None
+    block: tuple[int, int] | None = None
+    """The block that shares a scale; None where a whole weight does, or where there is no FP8."""
+    other_blocks: str | None = None
+    """Where this worker's blocks are not those of the unsharded weight: a trainer's own codes do not fit there."""
+
+
+def grid_report(model: torch.nn.Module) -> dict[str, LayerReport]:
+    """A report for every layer of a model that the contract decides about, by vLLM's name."""
+    found = {}
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, (NemoFp8LinearMethod, Quantizing)):
+            found[name] = LayerReport("fp8", None, _kernel(method), method.operand.block, method.other_blocks)
+        elif method is not None and hasattr(method, "nemo_fp8_reason"):
+            found[name] = LayerReport(_dtype(layer), method.nemo_fp8_reason)
+    return found
+
+
+def plain_report(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """The same as plain values, which every executor can send."""
+    return {name: asdict(report) for name, report in grid_report(model).items()}
+
+
+def _kernel(method: NemoFp8LinearMethod | Quantizing) -> str:
+    if isinstance(method, NemoFp8LinearMethod):
+        return type(method.fp8_linear).__name__
+    experts = getattr(method, "experts_cls", None)
+    return type(method).__name__ if experts is None else experts.__name__
+
+
+def _dtype(layer: torch.nn.Module) -> str:
+    return str(getattr(layer, "params_dtype", torch.bfloat16)).removeprefix("torch.")

@@ -1,0 +1,47 @@
+"""What a vLLM worker can be asked from outside: ``llm.collective_rpc("nemo_fp8_...")``.
+
+vLLM mixes this class into its worker (``worker_extension_cls``), whatever the executor; ``engine_args`` names it. All
+methods begin with ``nemo_fp8_``, so that none hides one of vLLM's, and return plain values, which every executor can send.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_fp8.extras import require
+
+__needs__ = require("rollout")
+
+from nemo_fp8.rollout.engine import kv
+from nemo_fp8.rollout.engine.report import plain_report
+from nemo_fp8.rollout.refit.worker.held import NemoFp8Held
+
+
+class NemoFp8Worker(NemoFp8Held):
+    """The methods that this package adds to a worker; those of a push are in ``reload``."""
+
+    model_runner: Any
+
+    def nemo_fp8_report(self) -> dict[str, dict[str, Any]]:
+        """How every layer is stored, and why: see :class:`nemo_fp8.rollout.engine.report.LayerReport`."""
+        return plain_report(self.model_runner.model)
+
+    # ------------------------------------------------------------------ the KV cache
+
+    def nemo_fp8_listen_to_kv(self) -> None:
+        """Begin to count the magnitudes of keys and values."""
+        self.nemo_fp8_stop_listening()
+        self.nemo_fp8_kv_listener = kv.KvListener(self.model_runner.model)
+
+    def nemo_fp8_stop_listening(self) -> dict[str, list[dict[int, int]]]:
+        """End it, and say what was counted."""
+        listener = self.__dict__.pop("nemo_fp8_kv_listener", None)
+        return {} if listener is None else listener.stop()
+
+    def nemo_fp8_kv_scales(self) -> dict[str, float]:
+        """The scales of the KV cache, by the name under which a push sets them."""
+        return kv.scales_of(self.model_runner.model)
+
+    def nemo_fp8_set_kv_scales(self, scales: dict[str, float]) -> None:
+        """Set scales of the KV cache."""
+        kv.set_scales(self.model_runner.model, scales)

@@ -1,0 +1,328 @@
+"""The door of a server: pushes come in here, and requests wait here while weights change.
+
+    vllm serve ... --worker-extension-cls nemo_fp8.rollout.engine.worker.NemoFp8Worker \\
+                   --middleware nemo_fp8.rollout.refit.door.RefitEndpoints
+
+``--middleware`` is vLLM's own way to add such a door, so the server needs no developer mode, whose endpoints let
+anybody call any method of a worker. Who may push: whoever brings the server's key (``--api-key``, ``VLLM_API_KEY``), or the
+token of this door alone (``NEMO_FP8_REFIT_TOKEN``, which ``nemo-fp8 serve`` draws) where there is no key; without either
+callers from this machine, whichever user's, as the log says at start. Browsers may never.
+
+A request that comes during a push waits for its end. After a push that died with weights half written requests are answered
+with 503 and the reason, until a push ends well. A sender that fell silent counts as dead; where it had written nothing, the engine goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, brings, comes_from_a_page, is_local, path_of
+from nemo_fp8.rollout.refit.alive import LOOK, answered_on_loop
+from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, Answer, refusal
+from nemo_fp8.rollout.refit.manifest import MOST_ENTRIES
+from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.storage.safetensors import bytes_of
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+METHODS = ("begin", "write", "bytes", "finish", "abandon", "expected", "held")
+MODES = ("wait", "abort", "keep")
+# A message is parsed while the server answers nobody: half a second for the largest. 128 bytes for each tensor of the longest manifest.
+LARGEST_MESSAGE, LARGEST_BODY = MOST_ENTRIES << 7, 1 << 31
+DEEPEST = 8  # lists in lists of a message; a push needs four
+SILENCE = 60.0  # seconds without a word from the sender, after which a push counts as dead, and a body as given up
+SLOWEST = 1 << 20  # bytes that a body has to bring each second, beyond so much time for its beginning
+NOT_ALLOWED = (
+    "Not allowed. Give the server's token as Refit(url, token=). One that nemo-fp8 serve drew is found by itself, by the same user "
+    "on the same machine. A server without any takes pushes from its own machine alone, and not through a proxy: "
+    f"set {PUSH_TOKEN} or {TOKEN} for it."
+)
+log = logging.getLogger("vllm.nemo_fp8")
+
+
+class RefitEndpoints:
+    """ASGI middleware: the routes of a push, and the door at which requests wait meanwhile."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self.app, self.key, self.token = app, os.environ.get(TOKEN, ""), os.environ.get(PUSH_TOKEN, "")
+        self.begun = self.push = self.died = ""  # accepted by the workers; writing; why the engine answers nobody
+        self.heard, self.tasks = 0.0, 0  # when the sender last had an answer; what the engine is doing for it now
+        self.free, self.asking = asyncio.Event(), asyncio.Lock()
+        self.free.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            self._say_who_may(scope)
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http" and path_of(scope).startswith(f"{ROUTE}/"):
+            await self._control(scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] != "POST":
+            await self.app(scope, receive, send)  # health, metrics, lists: nothing that computes
+        else:
+            await self._wait_for_end(scope["app"].state.engine_client)
+            if self.died:
+                problem = refusal(self.died).problems[0]
+                text = f"{problem.what} {problem.why} {problem.remedy}"
+                error = {"error": {"message": text, "type": "ServiceUnavailable", "code": 503}}
+                await _reply(send, 503, error, "http" if scope["type"] == "http" else "websocket.http")
+            else:
+                await self.app(scope, receive, send)
+
+    async def _wait_for_end(self, engine: Any) -> None:
+        """Return when no push is writing, or when none will end well. A dead engine says so itself to who asks it."""
+        while self.push and not self.died and not engine.errored:
+            left = LOOK if self.tasks else self.heard + SILENCE - time.monotonic()
+            if left > 0:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.free.wait(), min(left, LOOK))
+            else:
+                async with self.asking:
+                    await self._give_up(engine)
+
+    async def _give_up(self, engine: Any) -> None:
+        """A sender that has been silent for too long: only the workers know whether it had written anything."""
+        push, heard = self.push, self.heard
+        if not push or self.died or self.tasks or heard + SILENCE > time.monotonic():
+            return  # another request has seen to it
+        try:
+            mixed = _mixed(await self._call(engine, "abandon", {"push": None}))  # abandons nothing: no push has this number
+        except PrecisionError:  # the engine died
+            return
+        if self.tasks or (push, heard) != (self.push, self.heard):
+            return  # the sender is back
+        if mixed:
+            self._die(f"push {push} has not been heard of for {SILENCE:.0f} seconds")
+        else:
+            await self._open(engine)
+
+    def _die(self, why: str) -> None:
+        self.died = why
+        self.free.set()
+
+    # ------------------------------------------------------------------ control
+
+    async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = path_of(scope).removeprefix(f"{ROUTE}/")
+        engine, status, answer = scope["app"].state.engine_client, 200, dict[str, Any]()
+        if method not in METHODS or scope["method"] != "POST":
+            status, answer = 404, {"error": f"POST one of {', '.join(METHODS)}."}
+        elif not self._may(scope):
+            status, answer = 403, {"error": NOT_ALLOWED}
+        else:
+            try:
+                answer = await self._do(engine, method, scope, receive)
+            except PrecisionError as error:
+                status, answer = 503 if engine.errored else 400, _problems(error)
+            except (ValueError, OverflowError, RecursionError) as error:  # what no message to a worker can hold
+                status, answer = 400, _problems(_unreadable(f"{type(error).__name__}: {error}"))
+            except Exception as error:
+                log.exception("%r of a push failed", method)
+                what, why = f"The server could not do {method!r} of a push.", f"{type(error).__name__}: {error}"
+                status, answer = 500, _problems(PrecisionError(what, why, "Its log has the traceback; report it."))
+        await _reply(send, status, answer)
+
+    def _may(self, scope: Scope) -> bool:
+        tokens = self._tokens(scope)
+        return not comes_from_a_page(scope) and (any(brings(scope, token) for token in tokens) if tokens else is_local(scope))
+
+    def _tokens(self, scope: Scope) -> list[str]:
+        """Any of these opens the door: the server's keys, by the option or the variable; without them, the token of the door alone."""
+        told = getattr(getattr(scope["app"].state, "args", None), "api_key", None)
+        return [key for key in told or [self.key] if key] or [token for token in [self.token] if token]
+
+    def _say_who_may(self, scope: Scope) -> None:
+        if self._tokens(scope):
+            log.info("Who brings this server's token may push weights into it, from anywhere that reaches it.")
+        else:
+            log.warning(
+                "Without a token every user and every program of this machine that reaches this server may push weights into it. "
+                "Set %s (for pushes alone) or %s to a secret; nemo-fp8 serve draws one by itself.",
+                PUSH_TOKEN,
+                TOKEN,
+            )
+
+    async def _do(self, engine: Any, method: str, scope: Scope, receive: Receive) -> Answer:
+        if method == "bytes":
+            message, shared = await _body(scope, receive)
+            try:
+                return {"answers": await self._write(engine, message | {"memory": shared.handle})}
+            finally:
+                shared.close()
+        message = await _message(scope, receive)
+        if method == "write":
+            return {"answers": await self._write(engine, message)}
+        if method == "finish":
+            return await self._finish(engine, message)
+        answers = await self._call(engine, method, message)
+        if method == "begin" and all(answer.get("accepted") for answer in answers):
+            self.begun = str(message.get("push"))
+        if method == "abandon" and str(message.get("push")) == self.push:
+            mixed = _mixed(answers)
+            if mixed:
+                self._die(mixed)
+            else:
+                await self._open(engine)
+        return {"answers": answers}
+
+    async def _write(self, engine: Any, message: Answer) -> list[Answer]:
+        push = str(message.get("push"))
+        # A message without pieces writes nothing (it has the workers open memory); any other push is refused by the workers. Neither holds
+        # anybody up.
+        if message.get("pieces") and push == self.begun != self.push:
+            self.push = push
+            self.free.clear()
+            running = message.get("running", "wait")
+            await self._at_work(engine, engine.pause_generation(mode=running if running in MODES else "wait"))
+        return await self._call(engine, "write", message)
+
+    async def _finish(self, engine: Any, message: Answer) -> Answer:
+        answers, forgotten = await self._call(engine, "finish", message), False
+        if not any(answer.get("problems") for answer in answers):
+            try:
+                forgotten = bool(await self._at_work(engine, engine.reset_prefix_cache(reset_running_requests=True)))
+            except PrecisionError:
+                raise
+            except Exception:  # the weights are right; the receipt says that the cache is not
+                log.exception("the prefix cache could not be reset")
+            await self._open(engine)
+        return {"answers": answers, "forgotten": forgotten}
+
+    async def _open(self, engine: Any) -> None:
+        self.push, self.died = "", ""
+        self.free.set()  # whoever comes now is held by the engine, until it resumes; and a push that begins now by the door
+        await self._at_work(engine, engine.resume_generation())
+
+    async def _call(self, engine: Any, method: str, message: Answer) -> list[Answer]:
+        task = engine.collective_rpc(PREFIX + method, args=(message,))
+        return list(await (self._at_work(engine, task) if str(message.get("push")) == self.push else _answered(engine, task)))
+
+    async def _at_work(self, engine: Any, task: Awaitable[Any]) -> Any:
+        """What the engine takes its time for, in the push that is writing, is no silence of the sender's."""
+        self.tasks += 1
+        try:
+            return await _answered(engine, task)
+        finally:
+            self.tasks -= 1
+            self.heard = time.monotonic()
+
+
+async def _answered(engine: Any, task: Awaitable[Any]) -> Any:
+    return await answered_on_loop(task, lambda: bool(engine.errored))
+
+
+def _mixed(answers: list[Answer]) -> str:
+    """Why the engine holds weights of two pushes, if any worker does."""
+    return next((str(answer["mixed"]) for answer in answers if answer.get("mixed")), "")
+
+
+def _problems(error: PrecisionError) -> Answer:
+    return {"problems": [[p.what, p.why, p.remedy] for p in error.problems]}
+
+
+# ---------------------------------------------------------------------- bodies, of no trusted size
+
+
+def _length(scope: Scope, most: int) -> int:
+    told = next((value for name, value in scope["headers"] if name.lower() == b"content-length"), b"")
+    if not told.isdigit() or not 0 < int(told) <= most:
+        raise PrecisionError(
+            f"A body of {told.decode('latin-1')[:20] or 'unknown'} bytes.", f"At most {most} are taken.", "Use Refit(url)."
+        )
+    return int(told)
+
+
+async def _message(scope: Scope, receive: Receive) -> Answer:
+    length, body = _length(scope, LARGEST_MESSAGE), bytearray()
+    async for part in _parts(receive):
+        body += part
+        if len(body) > length:
+            raise _unreadable("it is longer than it says")
+    return _object(bytes(body))
+
+
+async def _body(scope: Scope, receive: Receive) -> tuple[Answer, Shared]:
+    """The message at the head of a body, and the bytes behind it in memory that workers can open."""
+    shared = Shared(_length(scope, LARGEST_BODY))
+    try:
+        head, at = bytearray(), 0
+        room = bytes_of(shared.tensor)
+        size = 0
+        async for part in _parts(receive):
+            if size == 0 or len(head) < size:
+                head += part
+                if len(head) < LENGTH:
+                    continue
+                size = size or LENGTH + int.from_bytes(head[:LENGTH], "little")
+                if size > LARGEST_MESSAGE:
+                    raise _unreadable("its message is too long")
+                part = bytes(head[size:])
+                del head[size:]
+            if at + len(part) > len(room):
+                raise _unreadable("it is longer than it says")
+            room[at : at + len(part)] = part
+            at += len(part)
+        del room
+        return _object(bytes(head[LENGTH:])), shared
+    except BaseException:
+        shared.close()
+        raise
+
+
+async def _parts(receive: Receive) -> Any:
+    begun, came = time.monotonic(), 0
+    while True:
+        left = begun + SILENCE + came / SLOWEST - time.monotonic()
+        try:
+            event = await asyncio.wait_for(receive(), min(left, SILENCE))
+        except asyncio.TimeoutError:
+            slow = f"only {came} bytes of it came in {time.monotonic() - begun:.0f} seconds"
+            raise _unreadable(slow if came and left < SILENCE else f"nothing of it came for {SILENCE:.0f} seconds") from None
+        if event["type"] == "http.disconnect":
+            raise _unreadable("its sender went away")
+        if event.get("body"):
+            came += len(event["body"])
+            yield event["body"]
+        if not event.get("more_body"):
+            return
+
+
+def _object(text: bytes) -> Answer:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(str(error)) from None
+    if not isinstance(found, dict):
+        raise _unreadable("it is no JSON object")
+    if _is_deeper(found, DEEPEST):
+        raise _unreadable(f"it has more than {DEEPEST} lists in one another")
+    return found
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        inside = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for several in inside for one in several if isinstance(one, (list, dict))]
+    return bool(level)
+
+
+def _unreadable(why: str) -> PrecisionError:
+    return PrecisionError("The body of a push cannot be read.", f"{why[0].upper()}{why[1:]}.", "Push with nemo_fp8.rollout.Refit(url).")
+
+
+async def _reply(send: Send, status: int, answer: Any, kind: str = "http") -> None:
+    body = json.dumps(answer).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status != 200:
+        headers.append((b"connection", b"close"))  # whatever is left of the request's body is not read
+    await send({"type": f"{kind}.response.start", "status": status, "headers": headers})
+    await send({"type": f"{kind}.response.body", "body": body})

@@ -1,0 +1,46 @@
+"""What a worker holds now, told by fingerprints: read from the memory that the next token is computed with.
+
+The routes of a push (:mod:`nemo_fp8.rollout.refit.worker.plan`) say where each Hugging Face tensor lies in vLLM's model,
+and they serve both ways. Nothing is written. What a kernel has packed in a way of its own cannot be read, and is not told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit.manifest import SCALES
+from nemo_fp8.rollout.refit.worker.layouts import Ledger
+from nemo_fp8.rollout.refit.worker.plan import Plan
+from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, answering
+from nemo_fp8.rollout.refit.worker.sinks import Blocks, name_of
+
+
+class NemoFp8Held(NemoFp8Refit):
+    """One more method for vLLM's worker, beside those of a push."""
+
+    model_runner: Any
+
+    @answering
+    def nemo_fp8_refit_held(self, message: Answer) -> Answer:
+        """The fingerprint of every tensor, by the parts of it that this worker holds, as a receipt has them."""
+        plan = self._refit_plan
+        if plan is None:
+            own = self._refit_checkpoint()
+            if own is None:
+                raise PrecisionError(
+                    "Nobody knows which tensors this engine is made of.",
+                    "It was started from dummy weights or from files that are not safetensors, and nothing was pushed yet.",
+                    "Push once, or start it from a checkpoint.",
+                )
+            plan = Plan(self.model_runner.get_model(), own[0])
+        sinks = plan.sinks(Ledger(), verify=False)
+        held: dict[str, dict[str, str]] = {}
+        for route in plan.routes:
+            name, sink = plan.manifest[route.entry].name, sinks[route.target]
+            own_blocks = isinstance(sink, Blocks) and not sink.same_grid(route)
+            told = None if own_blocks or name.endswith(SCALES) else sink.read(route)
+            parts = held.setdefault(name, {})  # empty where nothing can be said: the tensor is there all the same
+            if told is not None:
+                parts[name_of(route)] = told
+        return {"held": held}

@@ -1,0 +1,208 @@
+"""The plan of a push in one worker: is the manifest what the model needs, and which way does each tensor go?
+
+Everything is asked before the first byte, and every answer names tensors as the trainer does. What is missing is told
+by its Hugging Face name where the engine's own checkpoint gives it, else as the part of vLLM's parameter that nothing
+would write.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from nemo_fp8.errors import Problem
+from nemo_fp8.rollout.engine.experts import Quantizing
+from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
+from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Entry, Manifest
+from nemo_fp8.rollout.refit.worker.layouts import Ledger, layout_of
+from nemo_fp8.rollout.refit.worker.routes import Box, Route, Routes, Target, record, unpushable
+from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, KvScales, Sink, Staged
+
+WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}  # exact, and vLLM keeps some biases so
+
+
+class Plan:
+    """Of one manifest, for one model. It stays good for as long as the model lives."""
+
+    def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
+        self.model, self.manifest = model, manifest
+        self.layers: dict[str, Any] = dict(model.named_modules())
+        self.scales = {i for i, entry in enumerate(manifest) if manifest.is_scales(entry)}
+        self.routes = record(model, manifest, self.scales)
+        self.to: dict[Target, list[Route]] = defaultdict(list)
+        for route in self.routes:
+            self.to[route.target].append(route)
+        codes = {manifest.places[manifest[i].name.removesuffix(SCALES)]: i for i in self.scales}
+        self.needed = set(self.routes.by_entry) | {codes[i] for i in self.routes.by_entry if i in codes}
+        """What this worker holds a part of."""
+        self.whole = {route.entry for route in self.routes if route.source is None} | self.scales
+        """What cannot be cut."""
+        self.problems = [*self._refused()]
+
+    # ------------------------------------------------------------------ ways
+
+    def way(self, target: Target) -> str:
+        """How a parameter is written; empty if it cannot be."""
+        layer = self.layers[target.layer]
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, BaseKVCacheMethod) and target.parameter.endswith("_scale"):
+            return "scales"
+        if isinstance(method, (NemoFp8LinearMethod, Quantizing)) and target.parameter.endswith("weight"):
+            return "staged" if layout_of(layer) is None else "blocks"
+        live = _live(layer, target)
+        same = live is not None and tuple(live.shape) == target.shape
+        if same and (
+            not isinstance(method, QuantizeMethodBase) or isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod))
+        ):
+            return "in place"
+        if same and live is not None and target.parameter not in _before(layer):
+            return "in place"  # biases, which are made after the weights and left as they are
+        return "staged" if isinstance(method, QuantizeMethodBase) else ""
+
+    def sinks(self, ledger: Ledger, verify: bool) -> dict[Target, Sink]:
+        """Where everything goes, and what it is told to."""
+        staged: dict[str, list[Target]] = defaultdict(list)
+        sinks: dict[Target, Sink] = {}
+        attention: dict[str, KvScales] = {}
+        for target, routes in self.to.items():
+            layer, way = self.layers[target.layer], self.way(target)
+            if way == "blocks":
+                layout = layout_of(layer)
+                assert layout is not None
+                codes, scales = (getattr(layer, name) for name in (target.parameter, scale_name(target)))
+                sinks[target] = Blocks(ledger, codes, scales, layout, layer.quant_method.operand, routes, verify)
+            elif way == "scales":
+                sinks[target] = attention.setdefault(target.layer, KvScales(ledger, layer))
+            elif way == "in place":
+                live = _live(layer, target)
+                assert live is not None
+                sinks[target] = InPlace(ledger, live, self.routes.constants.get(target, ()), self.manifest)
+            else:
+                staged[target.layer].append(target)
+        for name, targets in staged.items():
+            constants = [(target, self.routes.constants[target]) for target in targets if target in self.routes.constants]
+            sink = Staged(ledger, self.layers[name], [route for target in targets for route in self.to[target]], constants)
+            sinks |= dict.fromkeys(targets, sink)
+        return sinks
+
+    def packed_beside(self) -> list[Any]:
+        """Layers that keep a weight as it was loaded, and maybe packed a copy of it beside: a head, and one tied to another's weight."""
+        unpacked = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+        written = set()
+        for target in self.to:
+            if self.way(target) == "in place" and target.parameter in _before(self.layers[target.layer]):
+                written.add(id(_live(self.layers[target.layer], target)))
+        return [
+            layer
+            for layer in self.layers.values()
+            if isinstance(getattr(layer, "quant_method", None), unpacked) and any(id(p) in written for p in layer._parameters.values())
+        ]
+
+    # ------------------------------------------------------------------ checks
+
+    def _refused(self) -> Iterator[Problem]:
+        if problem := unpushable(self.routes):
+            yield problem
+        for name, why in self.routes.problems:
+            yield Problem(f"{name} is not what the engine's model takes.", f"vLLM's loader says: {why}", _SAME_MODEL)
+        claimed: dict[tuple[Target, Box], int] = {}
+        for route in self.routes:
+            entry = self.manifest[route.entry]
+            first = claimed.setdefault((route.target, route.to), route.entry)
+            if first != route.entry:
+                names = f"{self.manifest[first].name} and {entry.name}"
+                yield Problem(
+                    f"{names} are one tensor of the engine.", f"Both would be written to {route.target.name}.", "Push one of them."
+                )
+            yield from self._wrong_type(entry, route)
+        yield from self._lone_scales()
+
+    def _lone_scales(self) -> Iterator[Problem]:
+        """vLLM would give the scale of the keys to the values, or the other way round, without a word."""
+        pushed = {target.name for target in self.to if self.way(target) == "scales"}
+        for name in sorted(pushed):
+            for one, other in (("k_scale", "v_scale"), ("v_scale", "k_scale")):
+                if name.endswith(one) and (twin := name.removesuffix(one) + other) not in pushed:
+                    yield Problem(f"{name} comes without {twin}.", "vLLM would use one scale for both.", "Push both.")
+
+    def _wrong_type(self, entry: Entry, route: Route) -> Iterator[Problem]:
+        target, layer = route.target, self.layers[route.target.layer]
+        way = self.way(target)
+        if way == "":
+            what = f"{target.name} has another shape in memory than in a checkpoint, and nothing says how it came to it."
+            yield Problem(f"{entry.name} cannot be pushed.", what, "Report it with the name of the model and vLLM's version.")
+        elif way == "scales" and not str(getattr(layer, "kv_cache_dtype", "")).startswith("fp8"):
+            why = "The engine's KV cache is not in FP8, and has no scales."
+            yield Problem(f"{entry.name} is the scale of an FP8 KV cache.", why, "Start it with kv_cache='fp8', or leave the scales out.")
+        elif entry.is_codes:
+            yield from self._wrong_codes(entry, route, way)
+        elif way != "scales" and entry.torch_dtype != target.dtype and (entry.torch_dtype, target.dtype) not in WIDENED:
+            kept = str(target.dtype).removeprefix("torch.")
+            why = f"The engine takes it in {kept}; another type would be rounded on the way, and once more by quantization."
+            yield Problem(f"{entry.name} comes in {entry.dtype}.", why, f"Push tensor.to(torch.{kept}).")
+
+    def _wrong_codes(self, entry: Entry, route: Route, way: str) -> Iterator[Problem]:
+        scales, rows = self.manifest.scales_of(entry), len(entry.shape)
+        grid = (*entry.shape[:-2], *(-(-n // BLOCK) for n in entry.shape[-2:]))
+        what, remedy = f"{entry.name} comes as FP8 codes.", "Push it in BF16; the engine quantizes it."
+        if way != "blocks":
+            layer = self.layers[route.target.layer]
+            in_fp8 = isinstance(getattr(layer, "quant_method", None), (NemoFp8LinearMethod, Quantizing))
+            why = "kept in FP8 in a layout that codes cannot be written to" if in_fp8 else f"in {route.target.dtype}, not in FP8"
+            yield Problem(what, f"The engine has {route.target.name} {why}.", remedy)
+        elif self.layers[route.target.layer].quant_method.operand.block != (BLOCK, BLOCK):
+            yield Problem(what, f"The engine keeps {route.target.name} in other blocks than {BLOCK}x{BLOCK}.", remedy)
+        elif scales is None or scales.dtype != "float32" or scales.shape != grid or rows < 2:
+            told = "there are none" if scales is None else f"they are {list(scales.shape)} in {scales.dtype}"
+            yield Problem(what, f"Its scales, {entry.name}{SCALES}, must be float32 of shape {list(grid)}; {told}.", "Push both.")
+        elif not all(map(_at_blocks, self.to[route.target])):
+            why = f"This worker's parts of {route.target.name} do not begin and end at blocks of {BLOCK}, so its blocks are others."
+            yield Problem(what, why, remedy)
+
+    def missing(self, baseline: Routes | None) -> list[tuple[Target, int]]:
+        """Parameters of which some elements would keep their old values, and how many."""
+        covered = self.routes.covered()
+        wanted = None if baseline is None else baseline.covered()
+        found = []
+        for target in self.routes.parameters:
+            if self.way(target) == "scales":
+                continue
+            before = _before(self.layers[target.layer]).get(target.parameter)
+            all_ = getattr(before, "weight_loader_numel", None) or torch.Size(target.shape).numel()
+            left = (all_ if wanted is None else wanted.get(target, 0)) - covered.get(target, 0)
+            if left > 0:
+                found.append((target, left))
+        return found
+
+
+def scale_name(target: Target) -> str:
+    """The name under which an FP8 layer keeps the scales of a weight."""
+    return f"{target.parameter}{SCALES}"
+
+
+def _at_blocks(route: Route) -> bool:
+    if route.source is None or len(route.source) < 2:
+        return False
+    ends = [*zip(route.source[-2:], route.shape[-2:], strict=True), *zip(route.to[-2:], route.target.shape[-2:], strict=True)]
+    return all(start % BLOCK == 0 and (stop % BLOCK == 0 or stop == n) for (start, stop), n in ends)
+
+
+def _live(layer: torch.nn.Module, target: Target) -> torch.Tensor | None:
+    live = layer._parameters.get(target.parameter)
+    return layer._buffers.get(target.parameter) if live is None else live
+
+
+def _before(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters: dict[str, torch.Tensor] = get_layerwise_info(layer).restore_metadata[0]
+    return parameters
+
+
+_SAME_MODEL = "Push the tensors of the model that the engine was started with, under their Hugging Face names."
