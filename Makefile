@@ -58,7 +58,7 @@ $(ROLLOUT)/.installed: pyproject.toml setup.py constraints/rollout.txt
 	@touch $@
 
 demo: setup
-	@export PATH="$(CURDIR)/$(BIN):$$PATH"; $(ENDING_WITH_MAKE) bash scripts/demo.sh
+	@export PATH="$(CURDIR)/$(BIN):$$PATH"; $(ENDING_WITH_MAKE) bash demo/run.sh
 
 # Two workers: much of the suite is Python starting up and importing NeMo, on one core. They take files in the order of tests/conftest.py.
 # Triton comes with vLLM alone, and must not have been imported by anything else when its interpreter is asked for; so it compiles in
@@ -78,7 +78,7 @@ check: setup
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
 
 docs: setup
-	$(BIN)/python scripts/make_docs.py
+	$(BIN)/python tools/make_docs.py
 
 format: setup
 	$(BIN)/ruff check --fix

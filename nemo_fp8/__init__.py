@@ -2,7 +2,7 @@
 
 ``import nemo_fp8`` loads the standard library only. Every public name is found when it is first used, so that
 torch and NeMo (ten seconds) are paid for by those who need them. Type checkers and editors read ``__init__.pyi``, which
-``scripts/make_docs.py`` writes from the same tables.
+``tools/make_docs.py`` writes from the same tables.
 """
 
 from nemo_fp8.moved import OldNames as _OldNames

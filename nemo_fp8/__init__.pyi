@@ -1,6 +1,6 @@
 """The public names of ``nemo_fp8`` with their types, for type checkers and editors.
 
-Generated: ``scripts/make_docs.py`` writes it from the tables of presets and settings, and ``make check`` holds
+Generated: ``tools/make_docs.py`` writes it from the tables of presets and settings, and ``make check`` holds
 it to them.
 """
 

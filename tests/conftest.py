@@ -8,7 +8,7 @@ from hypothesis import settings
 
 # NEMO_FP8_TESTS_AS=avx2: tests, and every process that they start, see a processor with AVX2 and nothing newer.
 if os.environ.get("NEMO_FP8_TESTS_AS"):
-    importlib.import_module(f"as_{os.environ['NEMO_FP8_TESTS_AS']}.sitecustomize")
+    importlib.import_module(f"support.as_{os.environ['NEMO_FP8_TESTS_AS']}.sitecustomize")
 
 settings.register_profile("nemo_fp8", deadline=None)
 settings.load_profile("nemo_fp8")
@@ -19,7 +19,7 @@ for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_number, _default)
 
 # Folders with files that take a minute. A worker that begins one of them at the end lets the other one wait for it.
-LONGEST_FIRST = ("rl", "recipes", "report", "train")
+LONGEST_FIRST = ("experiments", "recipes", "report", "train")
 
 
 def pytest_collection_modifyitems(items):

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli.processes import below, left_of, wait_for
+from support import SUPPORT
+from support.processes import below, left_of, wait_for
 
 ROOT = Path(__file__).parents[2]
-STUBBORN = Path(__file__).with_name("stubborn.sh")
+STUBBORN = SUPPORT / "stubborn.sh"
 # What ends a command -> its exit code.
 SIGNALS = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGKILL: -9}
 # One start of NeMo in every suite, the others where there is time.
@@ -137,7 +138,7 @@ def _compare(folder, *words, **settings):
     for name in ("ranks", "temporary"):
         (folder / name).mkdir(parents=True)
     env = os.environ | {"RANKS": str(folder / "ranks"), "TMPDIR": str(folder / "temporary"), "OMP_NUM_THREADS": "1"}
-    env |= {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+    env |= {"PYTHONPATH": f"{SUPPORT}:{os.environ.get('PYTHONPATH', '')}"}
     return subprocess.Popen([sys.executable, "-m", "nemo_fp8.cli", "compare", "--precisions", "bf16_mixed", *words], env=env, **settings)
 
 
@@ -205,7 +206,7 @@ def test_nothing_is_left_of_make(tmp_path, target, number):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(Path(sys.prefix) if name == ".venv" else ROOT / name)
     (tmp_path / "scripts").mkdir()
-    shutil.copy(STUBBORN, tmp_path / "scripts/demo.sh")
+    shutil.copy(STUBBORN, tmp_path / "demo/run.sh")
     (tmp_path / "test_sleeps.py").write_text(SLEEPS)
     (tmp_path / "pids").mkdir()
     env = os.environ | {"PIDS": str(tmp_path / "pids")}

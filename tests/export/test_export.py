@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_models import FFN, HIDDEN, config, content, tensors, write
+from support.small_models import FFN, HIDDEN, config, content, tensors, write
 
 from nemo_fp8 import Precision, PrecisionError, preset
 from nemo_fp8.contract import Operand

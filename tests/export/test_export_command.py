@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from small_models import content, tensors, write
+from support.small_models import content, tensors, write
 
 from nemo_fp8 import PrecisionError
 from nemo_fp8.cli import main

@@ -7,10 +7,10 @@ import resource
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from small_models import content, tensors, write
+from support import SUPPORT
+from support.small_models import content, tensors, write
 
 from nemo_fp8 import PrecisionError, preset
 from nemo_fp8.export import HuggingFace, export
@@ -31,7 +31,7 @@ def to(folder, source, precision=PRECISION, **how):
 def test_killed_anywhere_it_goes_on_to_the_same_files(tmp_path):
     """SIGKILL before and after every write that counts; one more run, and the folder is that of an export that was not killed."""
     source = write(tmp_path / "source", tensors(layers=1), shards=3, layers=1)
-    script = Path(__file__).with_name("kill_everywhere.py")
+    script = SUPPORT / "kill_everywhere.py"
     command = [sys.executable, "-W", "ignore", script, source, tmp_path / "exports"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
     assert done.returncode == 0, done.stderr

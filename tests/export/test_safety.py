@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from small_models import content, tensors, write
+from support.small_models import content, tensors, write
 
 from nemo_fp8 import PrecisionError, preset
 from nemo_fp8.export import HuggingFace, export

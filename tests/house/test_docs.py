@@ -50,5 +50,5 @@ def test_links_lead_somewhere(page):
 
 
 def test_generated_pages_are_up_to_date():
-    done = subprocess.run([sys.executable, ROOT / "scripts/make_docs.py", "--check"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, ROOT / "tools/make_docs.py", "--check"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

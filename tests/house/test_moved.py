@@ -8,7 +8,6 @@ import pytest
 import nemo_fp8
 from nemo_fp8.moved import MOVED, OldNames
 
-
 IN_VLLM = ("nemo_fp8.rollout.engine.", "nemo_fp8.rollout.refit.worker.")
 
 

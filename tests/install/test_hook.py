@@ -5,7 +5,7 @@ import sys
 import sysconfig
 
 import pytest
-from install.environments import Environment, build_wheel, source
+from support.environments import Environment, build_wheel, source
 
 # One finder of ours, and nothing else of ours loaded. A command that is shown does not hold the word that it writes.
 HOOKED = """import sys

@@ -12,7 +12,7 @@ import sys
 
 import jedi
 import pytest
-from install.environments import ROOT, Environment, build_wheel
+from support.environments import ROOT, Environment, build_wheel
 
 import nemo_fp8
 from nemo_fp8 import PRESETS

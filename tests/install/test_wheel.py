@@ -9,7 +9,7 @@ import zipfile
 import pytest
 import torch
 from cli.test_cli import COMMANDS
-from install.environments import ROOT, Environment, build_wheel
+from support.environments import ROOT, Environment, build_wheel
 
 import nemo_fp8
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from mismatch import tiny
+from support import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 

@@ -1,13 +1,13 @@
 """The gate on emulated engines: calm over many sound models, firing on broken ones, and naming what is broken.
 
-``scripts/measure_mismatch.py`` counts the same over hundreds of models; docs/mismatch.md has its table.
+``benchmarks/mismatch.py`` counts the same over hundreds of models; docs/mismatch.md has its table.
 """
 
 import json
 
 import pytest
 import torch
-from mismatch import tiny
+from support import tiny
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from mismatch import tiny
 from safetensors.torch import save_file
+from support import tiny
 from typer.testing import CliRunner
 
 from nemo_fp8.cli import app

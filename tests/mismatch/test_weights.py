@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from mismatch import tiny
+from support import tiny
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError

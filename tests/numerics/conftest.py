@@ -1,19 +1,14 @@
-"""Oracles and strategies lie beside the tests that share them."""
-
-import sys
-from pathlib import Path
+"""A small model, and something to put through it."""
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_printoptions(threshold=20, edgeitems=2)  # what hypothesis prints of a failing tensor
 
 
 @pytest.fixture
 def model():
-    from small_transformer import Model
+    from support.small_transformer import Model
 
     torch.manual_seed(0)
     return Model().bfloat16()

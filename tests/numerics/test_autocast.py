@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from small_transformer import BLOCKWISE, DELAYED, MXFP8, TENSORWISE, fp8_state
+from support.small_transformer import BLOCKWISE, DELAYED, MXFP8, TENSORWISE, fp8_state
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 

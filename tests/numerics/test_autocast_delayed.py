@@ -4,7 +4,7 @@ import copy
 import io
 
 import torch
-from small_transformer import BLOCKWISE, DELAYED, Model, fp8_state, same, train
+from support.small_transformer import BLOCKWISE, DELAYED, Model, fp8_state, same, train
 
 from nemo_fp8.numerics.autocast import autocast
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from small_transformer import ALL, BLOCKWISE, DELAYED, MXFP8, TENSORWISE, fp8_state, same, train
+from support.small_transformer import ALL, BLOCKWISE, DELAYED, MXFP8, TENSORWISE, fp8_state, same, train
 from torch.utils.checkpoint import checkpoint
 
 from nemo_fp8.errors import PrecisionError

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
+from support import ROOT
 
 from nemo_fp8.numerics.kernels import build
 
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    import bench_quantize
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import quantize
 
-    yield bench_quantize
-    for name in ("bench_quantize", "bench_pairs", "bench_peers"):
+    yield quantize
+    for name in ("quantize", "pairs", "peers"):
         sys.modules.pop(name, None)
 
 
 def test_a_part_is_replaced_and_the_others_stay(bench):
-    about = {"command": "python scripts/bench_quantize.py"}
+    about = {"command": "python benchmarks/quantize.py"}
     page = ""
     for isa in ("avx2", "", "plain", "avx2"):
         page = bench.merged(page, bench.page(about | {"date": f"of {isa or 'this'}"}, [], {}, isa), isa)

@@ -2,9 +2,9 @@
 
 import ml_dtypes
 import numpy as np
-import oracles
 import pytest
 import torch
+from support import oracles
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import FORMATS, cast, decode, decode_e8m0, format_of

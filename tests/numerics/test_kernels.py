@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import FP8, RULES, SOURCES, TILES, compare_statistics, jobs_of_every_kind, large_results, same, values
+from support.kernel_cases import FP8, RULES, SOURCES, TILES, compare_statistics, jobs_of_every_kind, large_results, same, values
 
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS, format_of

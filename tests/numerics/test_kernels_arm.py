@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import FP8, SOURCES, jobs_of_every_kind, large_results, same, values
+from support import SUPPORT
+from support.kernel_cases import FP8, SOURCES, jobs_of_every_kind, large_results, same, values
 
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS
@@ -76,7 +77,7 @@ class Elsewhere:
 def program(request, tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("arm") / "kernels"
     flags = [flag for flag in build.FLAGS if flag not in ("-shared", "-fPIC")]
-    sources = [*map(str, build.SOURCES), str(Path(__file__).with_name("kernel_driver.c"))]
+    sources = [*map(str, build.SOURCES), str(SUPPORT / "kernel_driver.c")]
     subprocess.run([COMPILER, *flags, MACHINES[request.param], "-static", *sources, "-lm", "-o", str(made)], check=True)
     return made
 

@@ -11,9 +11,7 @@ import functools
 import importlib.util
 import itertools
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,11 +26,9 @@ import triton
 if triton.knobs.runtime.interpret:
     pytest.skip("triton interprets in this process, and compiles in another", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import compile_kernels
-from compile_kernels import TARGETS, compile_launch, problems
-
+from benchmarks import compile_kernels
+from benchmarks.compile_kernels import TARGETS, compile_launch, problems
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS
 from nemo_fp8.numerics.kernels import cuda, triton_kernels

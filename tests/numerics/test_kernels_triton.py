@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from kernel_cases import compare_statistics, same, values
+from support.kernel_cases import compare_statistics, same, values
 
 from nemo_fp8.te_cpu import has_gpu
 

@@ -1,12 +1,12 @@
 """The quantizer, tile by tile against an independent one in numpy and ml_dtypes, and what it does at the edges."""
 
 import numpy as np
-import oracles
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import DTYPES, OPERANDS, bits, name, tensors
+from support import oracles
+from support.tensors import DTYPES, OPERANDS, bits, name, tensors
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import same, values
-from tensors import OPERANDS, name
+from support.kernel_cases import same, values
+from support.tensors import OPERANDS, name
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError

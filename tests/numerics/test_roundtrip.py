@@ -6,11 +6,11 @@ of the format's largest (224 of 448): then the next scale is half as large, ever
 and from there on nothing moves. DeepGEMM's floor for amaxes changes no code.
 """
 
-import oracles
 import pytest
 import torch
 from hypothesis import given, settings
-from tensors import OPERANDS, name, tensors
+from support import oracles
+from support.tensors import OPERANDS, name, tensors
 
 from nemo_fp8.numerics import quantize
 from nemo_fp8.numerics.formats import FORMATS

@@ -1,9 +1,9 @@
 """Scales, against numpy's arithmetic and TransformerEngine's own reference, at every edge that has bitten somebody."""
 
 import numpy as np
-import oracles
 import pytest
 import torch
+from support import oracles
 
 from nemo_fp8.numerics import scales
 from nemo_fp8.numerics.formats import FORMATS, FP32_MAX

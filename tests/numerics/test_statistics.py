@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import OPERANDS, name, tensors
+from support.tensors import OPERANDS, name, tensors
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics import quantize, quantize_reference

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import TESTS
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -162,8 +163,8 @@ def test_nemos_llama3_8b_shrunken_trains_on_the_cpu(monkeypatch):
     from nemo_fp8 import preset
     from nemo_fp8.experiments.trial import Trial, run_trial
 
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
-    outcome = run_trial(Trial("shrunken.llama3_8b", preset("bf16_with_fp8_mixed"), steps=12, every=6))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    outcome = run_trial(Trial("support.shrunken.llama3_8b", preset("bf16_with_fp8_mixed"), steps=12, every=6))
     assert len(outcome.losses) == 12
     assert outcome.losses[-1] < outcome.losses[0] - 1
     assert {row["layer"].split(".")[2] for row in outcome.statistics} == {"0", "1", "2"}

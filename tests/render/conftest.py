@@ -20,9 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".te"
 REMEDY = f"pip install --no-deps --target {WHEELS} transformer-engine==2.20.2 megatron-bridge==0.3.1"
 
-# The strategies are shared by several themes and lie beside them.
-sys.path.insert(0, str(ROOT / "tests"))
-
 
 @pytest.fixture(scope="session")
 def te_folder():

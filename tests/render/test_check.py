@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from hypothesis import given
-from strategies import contracts
+from support.strategies import contracts
 
 from nemo_fp8.contract import Precision, agreement
 from nemo_fp8.contract.agreement import check, join

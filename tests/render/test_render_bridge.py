@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from hypothesis import given, settings
-from strategies import contracts
+from support.strategies import contracts
 
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 from hypothesis import given
-from strategies import contracts
+from support.strategies import contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS, preset

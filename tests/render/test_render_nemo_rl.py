@@ -3,7 +3,7 @@
 import pytest
 import yaml
 from hypothesis import given, settings
-from strategies import contracts
+from support.strategies import contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.agreement import check

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from strategies import contracts
+from support.strategies import contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS

@@ -8,7 +8,7 @@ import shlex
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import contracts
+from support.strategies import contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError

@@ -1,13 +1,13 @@
 """Comparing precisions: the arithmetic on known runs, the page that holds it, and one real comparison from a shell."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 from safetensors.torch import load_file
+from support import TESTS
 
 from nemo_fp8 import PrecisionError, preset
 from nemo_fp8.experiments.trial import Outcome, Trial, run_trial
@@ -85,9 +85,9 @@ def test_two_precisions_of_one_name_are_refused():
 @pytest.mark.train
 @pytest.mark.slow
 def test_a_trial_that_fails_says_why(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
     with pytest.raises(PrecisionError, match="broken on purpose"):
-        run_comparison("failing.recipe", [BF16], steps=2, ranks=1)
+        run_comparison("support.failing.recipe", [BF16], steps=2, ranks=1)
 
 
 @pytest.mark.train

@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict
 
 import pytest
-from rollout import settings
+from support.rollout import settings
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]  # these run in .venv-rollout
@@ -69,7 +69,7 @@ def here():
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """``checkpoint(kind, seed)`` is the folder of a tiny model; see ``models.KINDS``."""
-    from rollout import models
+    from support.rollout import models
 
     root, made = tmp_path_factory.mktemp("checkpoints"), {}
 
@@ -85,7 +85,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def engine():
     """``engine(folder, **arguments)`` is a running ``vllm.LLM``, and ``.as_started`` what it answered first. At most two run at once."""
-    from rollout import engines
+    from support.rollout import engines
 
     running = OrderedDict()
 
@@ -107,7 +107,7 @@ def engine():
 @pytest.fixture(scope="session")
 def model(checkpoint):
     """``model(kind, **contract)`` is vLLM's model in this process, each built once: nobody changes it."""
-    from rollout.in_process import build
+    from support.rollout.in_process import build
 
     built = {}
 

@@ -4,7 +4,7 @@ import shlex
 from functools import partial
 
 import pytest
-from rollout import models
+from support.rollout import models
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS

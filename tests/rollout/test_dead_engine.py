@@ -10,9 +10,9 @@ import time
 
 import psutil
 import pytest
-from rollout import engines
-from rollout.engines import SMALL, fp8
 from safetensors.torch import load_file
+from support.rollout import engines
+from support.rollout.engines import SMALL, fp8
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout import Refit

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from rollout.servers import ask, beyond_loopback, free_port
+from support.rollout.servers import ask, beyond_loopback, free_port
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import alive, endpoints

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from rollout import engines
-from rollout.in_process import build, call
-from rollout.models import VOCABULARY, tensors_of
+from support.rollout import engines
+from support.rollout.in_process import build, call
+from support.rollout.models import VOCABULARY, tensors_of
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.rollout import Refit, engine_args, kv_scales
@@ -102,7 +102,7 @@ def counted(values):
 @pytest.mark.parametrize(("kind", "fields"), [("qwen3_wide", {}), ("qwen3_moe", {"weight_scale": "pow2"})])
 def test_every_worker_holds_the_codes_of_its_shard(checkpoint, executor, kind, fields):
     """Two workers on each of vLLM's executors; the check cuts and quantizes shards by itself."""
-    from rollout.several_workers import ask
+    from support.rollout.several_workers import ask
 
     folder = checkpoint(kind)
     answer = ask(executor, folder, fields)

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from rollout.engines import fp8, log_probs
 from safetensors.torch import load_file
+from support.rollout.engines import fp8, log_probs
 
 from nemo_fp8 import Precision
 from nemo_fp8.export import HuggingFace, export, verify

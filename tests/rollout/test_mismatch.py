@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout.engines import fp8
 from safetensors.torch import load_file
+from support.rollout.engines import fp8
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.mismatch import Gate, LogProbs, compare_weights, kind_of, predict

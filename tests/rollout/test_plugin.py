@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rollout.in_process import call, reference, same_bits, weights_of
+from support.rollout.in_process import call, reference, same_bits, weights_of
 
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference

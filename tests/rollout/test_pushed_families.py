@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from rollout import families
-from rollout.in_process import Worker, build, weights_of
 from rollout.test_reload import differing, held
+from support.rollout import families
+from support.rollout.in_process import Worker, build, weights_of
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
@@ -115,6 +115,6 @@ def test_nobody_is_told_where_nobody_can_push(family, said, monkeypatch):
 
 
 def _without_worker(contract):
-    from rollout.engines import fp8
+    from support.rollout.engines import fp8
 
     return {name: value for name, value in fp8(**contract).items() if name != "worker_extension_cls"}

@@ -4,8 +4,8 @@ import os
 import re
 from pathlib import Path
 
-from rollout import engines
 from safetensors.torch import load_file
+from support.rollout import engines
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout import servers, unfinished
-from rollout.engines import SMALL, fp8, log_probs
 from safetensors.torch import load_file
+from support.rollout import servers, unfinished
+from support.rollout.engines import SMALL, fp8, log_probs
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError

@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from rollout import refit_matrix
-from rollout.engines import fp8, log_probs
 from safetensors.torch import load_file
+from support.rollout import refit_matrix
+from support.rollout.engines import fp8, log_probs
 
 from nemo_fp8.rollout import Refit
 from nemo_fp8.storage.safetensors import Checkpoint

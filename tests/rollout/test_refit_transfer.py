@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 import torch
-from rollout.engines import fp8, log_probs
 from safetensors.torch import load_file
+from support.rollout.engines import fp8, log_probs
 
 
 def test_the_backends_are_what_we_stand_on():
@@ -23,7 +23,10 @@ def test_the_backends_are_what_we_stand_on():
 
 @pytest.mark.long
 def test_a_transfer_is_bitwise_a_push(engine, checkpoint):
-    arguments = fp8() | {"worker_extension_cls": "rollout.refit_door.DoorWorker", "weight_transfer_config": {"backend": "nemo_fp8_files"}}
+    arguments = fp8() | {
+        "worker_extension_cls": "support.rollout.refit_door.DoorWorker",
+        "weight_transfer_config": {"backend": "nemo_fp8_files"},
+    }
     llm = engine(checkpoint("llama_tied", 0), **arguments)
     llm.init_weight_transfer_engine({"init_info": {}})
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout import models
-from rollout.in_process import build, weights_of
+from support.rollout import models
+from support.rollout.in_process import build, weights_of
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
@@ -122,7 +122,7 @@ def test_an_fp8_cache_that_vllm_does_not_have_is_refused_in_the_worker(here, che
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="this processor is one with AVX2 alone, and the tests above ran on it")
 def test_the_same_on_a_processor_with_avx2_alone():
-    """vLLM's AVX2 library, with everything newer hidden from the processes: see tests/as_avx2."""
+    """vLLM's AVX2 library, with everything newer hidden from the processes: see tests/support/as_avx2."""
     tests = ["library", "table", "in_the_worker", "decode", "linear_holds", "experts_hold", "this_machine_is_asked"]
     files = [str(Path(__file__).parent / f"test_{name}.py") for name in ("refusals", "plugin", "arguments")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-k", " or ".join(tests), *files]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout.in_process import Worker, build, weights_of
+from support.rollout.in_process import Worker, build, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8.contract import Operand

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rollout.in_process import build, reference, same_bits
+from support.rollout.in_process import build, reference, same_bits
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError

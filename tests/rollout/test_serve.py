@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.processes import below, left_of, shared_memory
 from cli.test_lifetime import SIGNALS
-from rollout import servers
-from rollout.models import tensors_of
+from support.processes import below, left_of, shared_memory
+from support.rollout import servers
+from support.rollout.models import tensors_of
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import preset

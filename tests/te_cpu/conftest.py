@@ -6,7 +6,7 @@ another architecture, in a process of their own.
 
 import pytest
 import torch
-from te_cases import ARCH, VERSIONS
+from support.te_cases import ARCH, VERSIONS
 
 from nemo_fp8 import te_cpu
 from nemo_fp8.preflight.support import TE_ON_CPU

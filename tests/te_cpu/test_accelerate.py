@@ -8,7 +8,7 @@ import accelerate
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from te_cases import ARCH
+from support.te_cases import ARCH
 
 # Accelerate's arguments -> how the operands of te.Linear's products are stored.
 HANDLERS = {

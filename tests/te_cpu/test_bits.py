@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from te_cases import CASES
+from support.te_cases import CASES
 
 from nemo_fp8.numerics.delayed import DelayedState, update
 from nemo_fp8.numerics.linear import linear, quantize_weight

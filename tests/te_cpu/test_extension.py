@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformer_engine
 import transformer_engine_torch as tex
-from te_cases import ARCH
+from support.te_cases import ARCH
 
 from nemo_fp8.te_cpu import extension
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformer_engine_torch as tex
-from te_cases import ARCH
+from support.te_cases import ARCH
 from transformer_engine.pytorch.cpp_extensions.gemm import general_grouped_gemm_for_grouped_tensor
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer

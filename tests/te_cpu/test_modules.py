@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from te_cases import ARCH, CASES
+from support.te_cases import ARCH, CASES
 
 RECIPES = [name for name, case in CASES.items() if case.least_arch <= ARCH]
 # A GEMM of two E4M3 operands is off by sqrt(2) times 2.65%, one of two NVFP4 operands by about 15%; a layer has up to four in a row.

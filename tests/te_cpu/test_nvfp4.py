@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformer_engine_torch as tex
-from te_cases import ARCH
+from support.te_cases import ARCH
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef, cast_from_fp4x2
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import transformer_engine_torch as tex
-from te_cases import ARCH
+from support.te_cases import ARCH
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 pytestmark = pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from te_cases import ARCH
+from support.te_cases import ARCH
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 

@@ -5,8 +5,8 @@ import torch
 import torch.multiprocessing
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from te_cases import ARCH
-from te_ranks import cross_entropy
+from support.te_cases import ARCH
+from support.te_ranks import cross_entropy
 from transformer_engine.pytorch.attention import rope
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from transformer_engine.pytorch.triton import grouped_dbias_dscales, mhc, pad

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import train_tiny
+from support.train.harness import train_tiny
 
 DELAYED, TENSORWISE = "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed"
 BLOCKWISE, MXFP8 = "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed"

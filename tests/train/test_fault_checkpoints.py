@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from faulty import SMALL, checkpoints, fails
-from harness import train_tiny
+from support.train.faulty import SMALL, checkpoints, fails
+from support.train.harness import train_tiny
 
 from nemo_fp8.errors import PrecisionError
 
@@ -132,10 +132,10 @@ def test_damage_everywhere_never_starts_from_the_beginning(copy):
 def test_a_run_refuses_a_damaged_checkpoint_and_goes_on_from_the_one_before(run, copy):
     shorten(checkpoints(copy) / "step=5-last" / "weights" / "__0_0.distcp")
     settings = {"folder": str(copy), "save_every": 2, "steps": 6}
-    log = fails("bf16_mixed", before="faulty:ours", **settings)
+    log = fails("bf16_mixed", before="support.train.faulty:ours", **settings)
     assert "PrecisionError" in log
     assert "__0_0.distcp: the file has" in log
-    after = train_tiny("bf16_mixed", before="faulty:ours_falling_back", **settings, **SMALL)
+    after = train_tiny("bf16_mixed", before="support.train.faulty:ours_falling_back", **settings, **SMALL)
     assert after.losses == run[1][4:]
     assert "Passed over" in after.log
 
@@ -158,11 +158,11 @@ def kill_in_save(trainer, tiny):
 
 def test_a_save_that_was_killed_leaves_the_checkpoint_before_it(run, tmp_path):
     settings = {"folder": str(tmp_path), "save_every": 2, "steps": 6}
-    assert "exit code -9" in fails("bf16_mixed", before="test_fault_checkpoints:kill_in_save", **settings)
+    assert "exit code -9" in fails("bf16_mixed", before="train.test_fault_checkpoints:kill_in_save", **settings)
     saved = checkpoints(tmp_path)
     assert (saved / "step=3-last-unfinished").exists()
     assert (saved / "step=3-last" / "weights" / "__0_0.distcp").exists()
-    after = train_tiny("bf16_mixed", before="faulty:ours", **settings, **SMALL)
+    after = train_tiny("bf16_mixed", before="support.train.faulty:ours", **settings, **SMALL)
     assert after.losses == run[1][4:]
     assert "Passed over" in after.log
     assert not list(saved.glob("*-unfinished"))
@@ -189,7 +189,7 @@ def disk(tmp_path):
 
 def full(disk, ranks):
     """The log of a run that fills the disk with its third checkpoint."""
-    log = fails("bf16_mixed", folder=str(disk), save_every=2, steps=6, ranks=ranks, before="faulty:ours")
+    log = fails("bf16_mixed", folder=str(disk), save_every=2, steps=6, ranks=ranks, before="support.train.faulty:ours")
     assert re.search(rf"Step 3: the checkpoint could not be written to {checkpoints(disk)}, where \S+ \w+ of \S+ MiB are free", log)
     assert re.search(r"The run goes on from \S+step=1-last \(after 2 steps\)", log)
     assert "others were still running" not in log
@@ -200,7 +200,7 @@ def test_a_full_disk_says_so_and_the_run_goes_on_when_there_is_room(run, disk):
     full(disk, ranks=1)
     mount(disk, 20, run, "remount")
     settings = {"folder": str(disk), "save_every": 2, "steps": 6}
-    assert train_tiny("bf16_mixed", before="faulty:ours", **settings, **SMALL).losses == run[1][2:]
+    assert train_tiny("bf16_mixed", before="support.train.faulty:ours", **settings, **SMALL).losses == run[1][2:]
 
 
 def test_a_disk_that_holds_nothing_more_says_so_on_every_rank(run, disk):

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from faulty import DELAYED, SMALL, at_step, checkpoints, fails, ours
-from harness import train_tiny
+from support.train.faulty import DELAYED, SMALL, at_step, checkpoints, fails, ours
+from support.train.harness import train_tiny
 
 
 def data_with_nan(tiny):
@@ -48,8 +48,8 @@ def test_nan_in_the_data_ends_a_bf16_run_at_its_step_and_before_a_checkpoint(che
     log = fails(
         "bf16_mixed",
         folder=str(tmp_path),
-        data="test_fault_numbers:data_with_nan",
-        before="faulty:ours",
+        data="train.test_fault_numbers:data_with_nan",
+        before="support.train.faulty:ours",
         ddp={"check_for_nan_in_grad": check},
     )
     assert re.search(r"Step 5: the gradients are not finite" if check else r"Step 5: .*grad_norm is nan", log)
@@ -58,12 +58,14 @@ def test_nan_in_the_data_ends_a_bf16_run_at_its_step_and_before_a_checkpoint(che
 
 
 def test_nan_in_an_fp8_layer_is_not_hidden_by_the_cast():
-    assert "Step 5: the gradients are not finite" in fails("bf16_with_fp8_mixed", before="test_fault_numbers:nan_in_forward", **DELAYED)
+    assert "Step 5: the gradients are not finite" in fails(
+        "bf16_with_fp8_mixed", before="train.test_fault_numbers:nan_in_forward", **DELAYED
+    )
 
 
-@pytest.mark.parametrize("before", ["test_fault_numbers:nan_in_forward", "faulty:ours"])
+@pytest.mark.parametrize("before", ["train.test_fault_numbers:nan_in_forward", "support.train.faulty:ours"])
 def test_the_loss_scaler_skips_a_step_with_nan_and_no_amax_history_remembers_it(before):
-    data = "test_fault_numbers:data_with_nan" if before == "faulty:ours" else None
+    data = "train.test_fault_numbers:data_with_nan" if before == "support.train.faulty:ours" else None
     settings = DELAYED["settings"] | {"fp16_hysteresis": 1, "fp16_initial_loss_scale": 1024.0}
     found = train_tiny(
         "fp16_with_fp8_mixed",
@@ -71,7 +73,7 @@ def test_the_loss_scaler_skips_a_step_with_nan_and_no_amax_history_remembers_it(
         settings=settings,
         data=data,
         before=before,
-        probe="test_fault_numbers:histories",
+        probe="train.test_fault_numbers:histories",
         **SMALL,
     )
     assert found.loss_scales == [1024.0] * 5 + [512.0] * 3
@@ -90,7 +92,7 @@ def always_nan(trainer, tiny):
 
 
 def test_a_loss_that_no_scale_mends_ends_an_fp16_run():
-    log = fails("fp16_mixed", stock=False, settings={"fp16_initial_loss_scale": 1024.0}, before="test_fault_numbers:always_nan")
+    log = fails("fp16_mixed", stock=False, settings={"fp16_initial_loss_scale": 1024.0}, before="train.test_fault_numbers:always_nan")
     assert "Step 4: the loss was not finite in 3 steps in a row" in log
 
 
@@ -139,8 +141,8 @@ def test_after_an_amax_overflow_the_scales_come_back(history):
         stock=False,
         settings=settings,
         steps=9,
-        before="test_fault_numbers:overflow",
-        probe="test_fault_numbers:scales",
+        before="train.test_fault_numbers:overflow",
+        probe="train.test_fault_numbers:scales",
         **SMALL,
     )
     scale, finite = zip(*found.extra["scales"], strict=True)

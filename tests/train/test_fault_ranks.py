@@ -5,10 +5,10 @@ import re
 import signal
 import time
 
-import harness
 import pytest
-from faulty import SMALL, at_step, fails, ours
-from harness import train_tiny
+from support.train import harness
+from support.train.faulty import SMALL, at_step, fails, ours
+from support.train.harness import train_tiny
 
 
 def _signal_in_step(trainer, number):
@@ -27,7 +27,7 @@ def stop_in_step(trainer, tiny):
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
 def test_a_killed_rank_ends_the_others(layout):
-    log = fails("bf16_mixed", before="test_fault_ranks:kill_in_step", ranks=2, **layout)
+    log = fails("bf16_mixed", before="train.test_fault_ranks:kill_in_step", ranks=2, **layout)
     assert "exit code -9" in log
     assert "others were still running" not in log
     assert "Step 5: another rank ended" in log
@@ -36,17 +36,17 @@ def test_a_killed_rank_ends_the_others(layout):
 
 def test_after_a_killed_rank_the_run_goes_on_from_its_last_checkpoint(tmp_path):
     whole = train_tiny("bf16_mixed", ranks=2, **SMALL).losses
-    log = fails("bf16_mixed", folder=str(tmp_path), before="test_fault_ranks:kill_in_step", ranks=2)
+    log = fails("bf16_mixed", folder=str(tmp_path), before="train.test_fault_ranks:kill_in_step", ranks=2)
     assert "others were still running" not in log
     assert re.search(r"The run goes on from \S+step=3-last \(after 4 steps\)", log)
-    after = train_tiny("bf16_mixed", folder=str(tmp_path), before="faulty:ours", ranks=2, **SMALL).losses
+    after = train_tiny("bf16_mixed", folder=str(tmp_path), before="support.train.faulty:ours", ranks=2, **SMALL).losses
     assert after == whole[4:]
 
 
 def test_a_rank_that_stops_answering_is_not_waited_for_for_ever(monkeypatch):
     monkeypatch.setattr(harness, "GRACE", 0.5)  # nothing but the harness ends a rank that is stopped
     start = time.monotonic()
-    log = fails("bf16_mixed", ranks=2, before="test_fault_ranks:stop_in_step", env={"TIMEOUT": "2"})
+    log = fails("bf16_mixed", ranks=2, before="train.test_fault_ranks:stop_in_step", env={"TIMEOUT": "2"})
     assert time.monotonic() - start < 60, "torch would wait for 30 minutes"
     assert "Step 5: another rank ended, or has not answered in time" in log
 

@@ -1,7 +1,7 @@
 """FP8 primary weights: half the bytes on the wire, true first values, and what does not fit."""
 
 import pytest
-from harness import RunFailed, train_tiny
+from support.train.harness import RunFailed, train_tiny
 
 RECIPES = {
     "delayed": "bf16_with_fp8_mixed",
@@ -43,7 +43,7 @@ def report(trainer, extra):
 @pytest.mark.parametrize("scaling", ["delayed", "tensorwise", "blockwise"])
 def test_weights_initialized_on_the_cpu_begin_with_their_values(scaling):
     """Megatron's use_cpu_initialization leaves TransformerEngine with values of uninitialised memory, and masters are made of these."""
-    watch = {"steps": 1, "before": "test_fp8_parameters:first_values", "probe": "test_fp8_parameters:report"}
+    watch = {"steps": 1, "before": "train.test_fp8_parameters:first_values", "probe": "train.test_fp8_parameters:report"}
     settings = {"settings": {"fp8_param_gather": True}, "config": {"use_cpu_initialization": True}}
     ours = train_tiny(RECIPES[scaling], stock=False, accelerator="cpu", **watch, **settings).extra
     assert ours["distances"]
@@ -65,7 +65,7 @@ def test_stock_nemo_trains_on_uninitialised_memory():
 
 @pytest.mark.parametrize("scaling", RECIPES)
 def test_two_ranks_train_as_with_bf16_weights_and_gather_half_the_bytes(scaling):
-    settings = {"ranks": 2, "before": "probes:watch_gather", "probe": "probes:seen", "steps": 6}
+    settings = {"ranks": 2, "before": "support.train.probes:watch_gather", "probe": "support.train.probes:seen", "steps": 6}
     run = train_tiny(
         RECIPES[scaling], stock=False, settings={"fp8_param_gather": True}, **settings, **(REUSE if scaling == "mxfp8" else {})
     )
@@ -91,7 +91,7 @@ ODD = {"stock": False, "config": {"ffn_hidden_size": 192}, "steps": 5, "ranks": 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["dp2", "tp2"])
 def test_primary_weights_of_cut_blocks_train_as_with_bf16_weights(layout):
     run, plain = (
-        train_tiny("bf16_with_fp8_blockwise_mixed", settings={"fp8_param_gather": on}, probe="probes:states", **ODD, **layout)
+        train_tiny("bf16_with_fp8_blockwise_mixed", settings={"fp8_param_gather": on}, probe="support.train.probes:states", **ODD, **layout)
         for on in (True, False)
     )
     assert len(run.extra["primary"]) == 16
@@ -99,7 +99,7 @@ def test_primary_weights_of_cut_blocks_train_as_with_bf16_weights(layout):
 
 
 # No multiple of 16: no FP8 GEMM takes it.
-MISFIT = {"stock": False, "config": {"ffn_hidden_size": 200}, "steps": 2, "probe": "probes:states"}
+MISFIT = {"stock": False, "config": {"ffn_hidden_size": 200}, "steps": 2, "probe": "support.train.probes:states"}
 
 
 def test_a_linear_that_does_not_fit_stays_in_bf16_and_is_named():

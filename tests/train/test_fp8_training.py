@@ -1,7 +1,7 @@
 """FP8 by emulation in real training: it happens, where the contract says, and comes out where BF16 comes out."""
 
 import pytest
-from harness import RunFailed, train_tiny
+from support.train.harness import RunFailed, train_tiny
 
 from nemo_fp8.contract.presets import preset
 
@@ -18,7 +18,7 @@ def bf16():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8_happens_where_the_contract_says_and_stays_near_bf16(recipe, bf16):
     steps = 8
-    run = train_tiny(recipe, settings=OFF, before="probes:watch_gemms", probe="probes:seen")
+    run = train_tiny(recipe, settings=OFF, before="support.train.probes:watch_gemms", probe="support.train.probes:seen")
     contract, seen = preset(recipe).replace(fp8_param=False), run.extra["seen"]
     layers = sum(not contract.keeps("", layer, LAYERS) for layer in range(LAYERS))
     for gemm, (a, b) in contract.gemms().items():
@@ -53,7 +53,9 @@ def test_layouts_agree(recipe, layout):
 @pytest.mark.parametrize("tp_only", [False, True])
 def test_amaxes_are_reduced_over_the_ranks_that_megatron_names(tp_only):
     config = {"tp_only_amax_red": tp_only}
-    one, other = train_tiny("bf16_with_fp8_mixed", settings=OFF, ranks=2, steps=2, config=config, probe="probes:states").extra["scales"]
+    one, other = train_tiny(
+        "bf16_with_fp8_mixed", settings=OFF, ranks=2, steps=2, config=config, probe="support.train.probes:states"
+    ).extra["scales"]
     # Data-parallel ranks see different data: their scales agree if and only if their amaxes are reduced.
     assert (one != other) is tp_only
 
@@ -77,7 +79,7 @@ def delayed_run(config=None, **settings):
         settings=OFF | DELAYED,
         steps=4,
         config=NO_BIAS | (config or {}),
-        probe="probes:states",
+        probe="support.train.probes:states",
         **settings,
     )
     return run.losses, run.extra["digest"]
@@ -110,7 +112,13 @@ def test_validation_changes_no_bit_of_training(kept):
 @pytest.mark.parametrize("model", ["llama", "qwen"])
 def test_models_of_nemo_train_in_fp8(model):
     run = train_tiny(
-        "bf16_with_fp8_current_scaling_mixed", stock=False, model=model, ranks=2, tp=2, sequence_parallel=True, probe="probes:states"
+        "bf16_with_fp8_current_scaling_mixed",
+        stock=False,
+        model=model,
+        ranks=2,
+        tp=2,
+        sequence_parallel=True,
+        probe="support.train.probes:states",
     )
     assert run.losses[-1] < run.losses[0] - 1
     assert len(run.extra["ran"]) == 2 * LINEARS
@@ -120,7 +128,7 @@ def test_models_of_nemo_train_in_fp8(model):
 @pytest.mark.parametrize("layout", [{}, {"ranks": 2, "ep": 2}], ids=["single", "ep2"])
 def test_experts_run_in_fp8_and_the_router_does_not(layout, grouped):
     settings = {"model": "mixtral", "steps": 6, "config": {"moe_grouped_gemm": grouped}, **layout}
-    run = train_tiny("bf16_with_fp8_mixed", stock=False, probe="probes:states", **settings)
+    run = train_tiny("bf16_with_fp8_mixed", stock=False, probe="support.train.probes:states", **settings)
     experts = 4 // layout.get("ep", 1)
     if grouped:
         assert run.extra["experts"] == [experts] * LAYERS * 2, "one linear for all experts of this rank"

@@ -4,8 +4,8 @@ TransformerEngine asks for the architecture, and for the kind of scales, when it
 """
 
 import pytest
-from harness import train_tiny
-from test_megatron_alone import run_alone
+from support.train.harness import train_tiny
+from support.train.megatron_alone import run_alone
 
 from nemo_fp8.contract.presets import preset
 
@@ -50,9 +50,16 @@ def test_nemo_trains_with_fp32_scales_of_blocks_and_weights_in_fp8():
     assert preset(BLOCKWISE).weight_scale == "pow2"
     settings = {"weight_scale": "fp32", "activation_scale": "fp32", "fp8_param_gather": True}
     run = train_tiny(
-        BLOCKWISE, stock=False, settings=settings, steps=4, probe="test_hopper:scales", torchrun=True, timeout=300, env=HOPPER | FP32_SCALES
+        BLOCKWISE,
+        stock=False,
+        settings=settings,
+        steps=4,
+        probe="train.test_hopper:scales",
+        torchrun=True,
+        timeout=300,
+        env=HOPPER | FP32_SCALES,
     )
-    blackwell = train_tiny(BLOCKWISE, stock=False, settings={"fp8_param_gather": True}, steps=4, probe="test_hopper:scales")
+    blackwell = train_tiny(BLOCKWISE, stock=False, settings={"fp8_param_gather": True}, steps=4, probe="train.test_hopper:scales")
     assert (run.extra["stands for"], blackwell.extra["stands for"]) == (90, 100)
     assert (run.extra["powers of two"], blackwell.extra["powers of two"]) == (False, True)
     assert run.losses == pytest.approx(blackwell.losses, rel=0.01)

@@ -1,7 +1,7 @@
 """One model, one seed, several layouts over gloo: the losses are the same within rounding, and they fall."""
 
 import pytest
-from harness import RunFailed, train_tiny
+from support.train.harness import RunFailed, train_tiny
 
 LAYOUTS = {
     "dp2": {"ranks": 2},

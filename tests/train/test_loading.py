@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from harness import RunFailed, train_tiny
+from support.train.harness import RunFailed, train_tiny
 
 DELAYED = {"plugin": "bf16_with_fp8_mixed", "settings": {"fp8_param_gather": False}}
 STEPS, SAVED = 5, 3
 # Megatron's own layers need it on a CPU, and TransformerEngine's do not mind.
-LOCAL = {"before": "test_loading:local_layers", "config": {"masked_softmax_fusion": False}}
+LOCAL = {"before": "train.test_loading:local_layers", "config": {"masked_softmax_fusion": False}}
 # What the refusal says, and NeMo's message lacks.
 REMEDY = r"Start a run from its weights: nl\.AutoResume\(restore_config="
 

@@ -1,6 +1,6 @@
 """The trainer's log-probs are those of its weights as they are now: FP8 that is kept for a global batch is made again."""
 
-from harness import train_tiny
+from support.train.harness import train_tiny
 
 
 def test_log_probs_are_of_the_weights_that_are_there():
@@ -11,7 +11,7 @@ def test_log_probs_are_of_the_weights_that_are_there():
         model="llama",
         config={"hidden_size": 256, "ffn_hidden_size": 512},
         steps=1,
-        probe="log_probs_probe:before_and_after",
+        probe="support.train.log_probs_probe:before_and_after",
     ).extra
     assert found["kept"] > 0
     assert found["moved"] > 0.1

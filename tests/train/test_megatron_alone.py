@@ -1,15 +1,9 @@
 """Megatron without NeMo: its own layers of TransformerEngine train on a CPU unchanged, on the version that NeMo needs and on the newest."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from support import ROOT
+from support.train.megatron_alone import run_alone
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 APART = ROOT / ".megatron"
 NEWEST = "0.16.1"
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
@@ -21,15 +15,6 @@ JOBS = [
     {"recipe": "blockwise", "keep": "*linear_fc1"},
 ]
 LINEARS = ["self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"]
-
-
-def run_alone(jobs, env, *apart):
-    """What ``megatron_alone.py`` says of these jobs, which one process runs; packages in the folders ``apart`` come first."""
-    path = {"PYTHONPATH": os.pathsep.join([*apart, str(ROOT)]), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(HERE / "megatron_alone.py"), json.dumps(jobs)]
-    run = subprocess.run(command, env=os.environ | path | env, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module", params=["0.15.3", NEWEST])

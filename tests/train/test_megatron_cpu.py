@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from harness import train_tiny
+from support.train.harness import train_tiny
+from support.train.probes import names_as_they_are
 
 from nemo_fp8 import te_cpu
 from nemo_fp8.contract.presets import preset
@@ -18,11 +19,6 @@ from nemo_fp8.train.accelerator import MegatronCPU
 from nemo_fp8.train.engine import hold_cpu
 from nemo_fp8.train.megatron_cpu import megatron_on_cpu
 from nemo_fp8.train.patching import Patch, patched
-
-
-def names_as_they_are():
-    """Everything that the table's owners hold, under every name."""
-    return {(p.target, name): value for p in megatron_cpu.TABLE for name, value in vars(p.owner()).items() if not name.startswith("__")}
 
 
 def test_megatron_and_nemo_take_transformer_engines_layers():
@@ -62,7 +58,13 @@ def test_nothing_is_left_behind():
 
 
 def test_nothing_is_left_behind_by_a_run():
-    run = train_tiny("bf16_with_fp8_mixed", stock=False, steps=2, before="probes:remember_names", after="probes:names_left_behind")
+    run = train_tiny(
+        "bf16_with_fp8_mixed",
+        stock=False,
+        steps=2,
+        before="support.train.probes:remember_names",
+        after="support.train.probes:names_left_behind",
+    )
     assert run.extra["left"] == []
 
 
@@ -121,7 +123,15 @@ def test_every_bf16_product_of_a_step_runs_in_fp32_without_units(plugin):
     settings = {"stock": False, "steps": 3, "model": "llama"}
     units = train_tiny(plugin, **settings)
     without = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-    run = train_tiny(plugin, **settings, env=without, torchrun=True, timeout=300, before="probes:watch_products", probe="probes:seen")
+    run = train_tiny(
+        plugin,
+        **settings,
+        env=without,
+        torchrun=True,
+        timeout=300,
+        before="support.train.probes:watch_products",
+        probe="support.train.probes:seen",
+    )
     seen = run.extra["seen"]
     assert seen.pop("in FP32") == seen["mm"] > 0
     seen.pop("weights quantized")

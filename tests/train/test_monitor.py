@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import train_tiny
+from support.train.harness import train_tiny
 
 BLOCKWISE, DELAYED, TENSORWISE = "bf16_with_fp8_blockwise_mixed", "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed"
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -38,7 +38,7 @@ def look(trainer, extra):
 
 def watched(plugin=BLOCKWISE, *, steps=3, monitor=None, env=None, **settings):
     env = {"MONITOR": json.dumps(monitor or {})} | (env or {})
-    names = {"before": "test_monitor:attach", "probe": "test_monitor:look"}
+    names = {"before": "train.test_monitor:attach", "probe": "train.test_monitor:look"}
     return train_tiny(plugin, stock=False, steps=steps, env=env, **names, **settings)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import train_tiny
+from support.train.harness import train_tiny
 
 MXFP8 = "bf16_with_mxfp8_mixed"
 REUSE = {"reuse_grad_buf_for_mxfp8_param_ag": True}
@@ -12,7 +12,7 @@ OVERLAP = PLAIN | {
     "optim": REUSE | {"overlap_param_gather": True},
     "ddp": PLAIN["ddp"] | {"overlap_grad_reduce": True, "overlap_param_gather": True},
 }
-MENDED = OVERLAP | {"before": "probes:gather_mxfp8"}
+MENDED = OVERLAP | {"before": "support.train.probes:gather_mxfp8"}
 VALIDATE = {"trainer": {"val_check_interval": 2, "limit_val_batches": 2}}
 
 

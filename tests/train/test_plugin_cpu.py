@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import train_tiny
+from support.train.harness import train_tiny
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
@@ -25,7 +25,9 @@ def test_modules_kept_by_name_run_in_the_compute_dtype():
     """By Hugging Face's name of a part as by Megatron's of the whole."""
 
     def run(**settings):
-        return train_tiny("bf16_with_fp8_blockwise_mixed", stock=False, steps=2, settings=settings, probe="test_plugin_cpu:who_ran_in_fp8")
+        return train_tiny(
+            "bf16_with_fp8_blockwise_mixed", stock=False, steps=2, settings=settings, probe="train.test_plugin_cpu:who_ran_in_fp8"
+        )
 
     every = run().extra["fp8"]
     kept = run(keep=["*.gate_proj", "re:layers\\.0\\."]).extra["fp8"]
@@ -45,7 +47,7 @@ def test_a_pattern_may_name_what_is_kept_anyway_and_must_name_something(keep):
 def test_weights_kept_by_name_are_in_the_compute_dtype_and_train():
     """A kept weight was made in FP8; its master is of the value that it was initialized with."""
     settings = {"fp8_param_gather": True, "keep": ["*.linear_fc1"]}
-    run = train_tiny("bf16_with_fp8_blockwise_mixed", stock=False, steps=4, ranks=2, settings=settings, probe="probes:states")
+    run = train_tiny("bf16_with_fp8_blockwise_mixed", stock=False, steps=4, ranks=2, settings=settings, probe="support.train.probes:states")
     assert len(run.extra["primary"]) == 12
     assert run.extra["primary"] == run.extra["ran"] == [name for name in run.extra["ran"] if "linear_fc1" not in name]
     every = train_tiny("bf16_with_fp8_blockwise_mixed", stock=False, steps=4, ranks=2, settings={"fp8_param_gather": True}).losses
@@ -64,5 +66,5 @@ def leaves_nothing(trainer, extra):
 
 
 def test_the_plugin_leaves_nothing_behind():
-    found = train_tiny("bf16_mixed", stock=False, steps=1, accelerator="cpu", probe="test_plugin_cpu:leaves_nothing")
+    found = train_tiny("bf16_mixed", stock=False, steps=1, accelerator="cpu", probe="train.test_plugin_cpu:leaves_nothing")
     assert found.extra["left"] is False

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import train_tiny
+from support.train.harness import train_tiny
 
 STEPS = 4
 SETTINGS = {"fp8_param_gather": False, "fp8_amax_history_len": 2}
@@ -10,21 +10,27 @@ SETTINGS = {"fp8_param_gather": False, "fp8_amax_history_len": 2}
 
 def _scales(after, steps, **more):
     run = train_tiny(
-        "bf16_with_fp8_delayed_mixed", stock=False, settings=SETTINGS, steps=steps, before="second_fit:watch_scales", after=after, **more
+        "bf16_with_fp8_delayed_mixed",
+        stock=False,
+        settings=SETTINGS,
+        steps=steps,
+        before="support.train.second_fit:watch_scales",
+        after=after,
+        **more,
     )
     return torch.tensor(run.extra["scales"])
 
 
 @pytest.fixture(scope="module")
 def uninterrupted():
-    return _scales("second_fit:report", 2 * STEPS)
+    return _scales("support.train.second_fit:report", 2 * STEPS)
 
 
 @pytest.mark.parametrize("after", ["fit_again", "validate_and_fit_again"])
 def test_scales_go_on_in_a_second_fit(uninterrupted, after):
     """NeMo keeps the module over two fits, and the plugin opens its contexts anew: linears and their states are the same objects."""
     more = {"trainer": {"limit_val_batches": 1}} if after.startswith("validate") else {}
-    scales = _scales(f"second_fit:{after}", STEPS, **more)
+    scales = _scales(f"support.train.second_fit:{after}", STEPS, **more)
     assert len(scales) >= 2 * STEPS
     assert torch.equal(scales[:STEPS], uninterrupted[:STEPS])
     moved = (scales[STEPS:].diff(dim=0) != 0).any(0)  # [linears, (input, weight, grad)]

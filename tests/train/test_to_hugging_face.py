@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from harness import train_tiny
-from named_tensors_probe import SAMPLE
 from safetensors.torch import load_file, save_file
+from support.train.harness import train_tiny
+from support.train.named_tensors_probe import SAMPLE
 
 from nemo_fp8 import PrecisionError, preset
 from nemo_fp8.export import export, verify
@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
             run = {"steps": STEPS, "save_every": STEPS, "folder": str(folder), **RUNS[name]}
             run["config"] = SIZES | run.get("config", {})
             env = {"NEMO_FP8_TEST_FOLDER": str(folder)}
-            train_tiny(run.pop("plugin", "bf16_mixed"), probe="named_tensors_probe:save", env=env, timeout=180, **run)
+            train_tiny(run.pop("plugin", "bf16_mixed"), probe="support.train.named_tensors_probe:save", env=env, timeout=180, **run)
             made[name] = folder
         return made[name]
 

@@ -1,0 +1,89 @@
+"""How often the mismatch gate fires: on sound engines, and on broken ones, over many models with random weights.
+
+    .venv/bin/python benchmarks/mismatch.py --seeds 300
+
+Each seed is a model of its own, with prompts of its own. The engine is the emulation in a third arithmetic (FP16), which
+neither side of the prediction uses. ``others`` judges other prompts than the predicted ones, by the distance alone;
+``same`` judges the predicted ones, by distance and residual. Faults are put into the weights before they are quantized.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support import tiny
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.mismatch import Gate, LogProbs, Run, log_probs, predict
+
+LAYER = "model.layers.1."
+SOUND = "none"
+# The band alone, without room for what emulation may miss, and the gate as it is.
+GATES = {"band at 1%": Gate(false_positives=1e-2, factor=1.0, residual_factor=1.0), "gate": Gate()}
+
+
+def faults(weights: dict[str, torch.Tensor], family: str) -> dict[str, dict[str, torch.Tensor]]:
+    """What an engine could hold in place of the trainer's weights."""
+    mlp = f"{LAYER}mlp.experts.0." if family == "qwen3_moe" else f"{LAYER}mlp."
+    gate, up, down = (f"{mlp}{name}_proj.weight" for name in ("gate", "up", "down"))
+    return {
+        SOUND: weights,
+        "scales of a down_proj zeroed": tiny.zeroed(weights, down),
+        "scales of a k_proj zeroed": tiny.zeroed(weights, f"{LAYER}self_attn.k_proj.weight"),
+        "gate and up of a layer swapped": tiny.swapped(weights, gate, up),
+        **{f"a layer stale, step of {size:.1%}": tiny.noisy(weights, LAYER, size) for size in (0.1, 0.03, 0.01, 0.003)},
+    }
+
+
+def measure(family: str, activations: bool, seeds: int, sequences: int, length: int) -> dict[str, dict[str, float]]:
+    """How often each gate fired, by fault."""
+    precision, config = Precision(rollout="fp8"), tiny.config(family)
+    fired: dict[str, dict[str, int]] = {}
+    for seed in range(seeds):
+        weights = tiny.state_dict(config, seed)
+        predicted, others = tiny.tokens(sequences, length, 2 * seed), tiny.tokens(sequences, length, 2 * seed + 1)
+        prediction = predict(config, weights, predicted, precision, activations=activations)
+        for tokens, which in ((others, "others"), (predicted, "same")):
+            trainer = log_probs(config, weights, tokens)
+            for fault, held in faults(weights, family).items():
+                engine = log_probs(config, held, tokens, Run(precision, activations=activations, dtype=torch.float16))
+                pair = LogProbs(trainer, engine, prediction.mask)
+                for name, gate in GATES.items():
+                    verdict = gate.judge(prediction, pair, tokens if which == "same" else None)
+                    row = fired.setdefault(fault, {})
+                    row[f"{name}, {which}"] = row.get(f"{name}, {which}", 0) + verdict.fired
+    return {fault: {name: count / seeds for name, count in row.items()} for fault, row in fired.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=300)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--out", type=Path, help="Write the numbers as JSON.")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {}
+    for family in ("qwen3", "qwen3_moe"):
+        for activations in (False, True):
+            name = f"{family}, {'W8A8' if activations else 'W8A16'}"
+            results[name] = measure(family, activations, args.seeds, args.sequences, args.length)
+            columns = list(results[name][SOUND])
+            print(f"\n| {name} | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+            for fault, row in results[name].items():
+                print(f"| {fault} | {' | '.join(f'{100 * row[c]:.1f}' for c in columns)} |", flush=True)
+    if args.out:
+        args.out.write_text(
+            json.dumps({"arguments": {k: v for k, v in vars(args).items() if k != "out"}, "fired": results}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+#!/usr/bin/env python
+"""How fast values become FP8 and come back, against what the machine can copy and against other people's ways.
+
+    python benchmarks/quantize.py --quick            a minute
+    python benchmarks/quantize.py --write            everything, into docs/benchmarks/quantize.md
+    python benchmarks/quantize.py --only "MX 1x32"   single operations
+    python benchmarks/quantize.py --isa avx2 --write  the kernels as an AVX2 processor gets them, into the same page
+    PYTHONPATH=/tmp/torchao python benchmarks/...        with torchao among the peers
+                                                        (pip install --no-deps --target /tmp/torchao "torchao==0.18.*")
+
+Quantizing a BF16 element moves 3 bytes (2 in, 1 out), and so does decoding it; scales and statistics are not counted,
+though the latter are 17 bytes a tile in new memory: half a byte for each MX element. The yardstick is a copy that moves
+as many bytes with as many threads, of three kinds: torch's `copy_` into memory that is there; torch's `clone` to a new
+tensor, for which the operating system has to find and clear pages; and the C library's `memcpy`, a part for each
+thread, the fastest copy that we know on such a machine. Only ratios within one run mean anything. All ways take turns,
+round after round, each on another piece of memory, more of them than caches hold; and each is timed right after its
+yardstick. A share is the median of these neighbours' ratios, and GB/s come from the median time. Pairs in which the
+operating system took a processor away from this process are thrown away (unless none is left), so that a machine that
+others use too gives the same shares, only from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy with
+everything the processor has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pairs import BYTES, Pairs, Place, memcpy_in_parts, pair_up, places_for, seconds, share, tensors_from_the_system
+from peers import E4M3, Ways, padded_eager, peers
+
+from nemo_fp8 import __version__
+from nemo_fp8.numerics import kernels
+from nemo_fp8.numerics.kernels import build
+
+PAGE = Path(__file__).parents[1] / "docs/benchmarks/quantize.md"
+OTHER = "# The kernels built for {isa}"  # begins that part of the page
+
+# name: tile, kind of scale
+OPERATIONS: dict[str, tuple[tuple[int, int] | None, str]] = {
+    "weight 128x128, FP32 scales": ((128, 128), "fp32"),
+    "weight 128x128, power-of-2 scales": ((128, 128), "pow2"),
+    "activation 1x128, FP32 scales": ((1, 128), "fp32"),
+    "activation 1x128, power-of-2 scales": ((1, 128), "pow2"),
+    "activation 128x1 (column usage)": ((128, 1), "fp32"),
+    "MX 1x32, E8M0 scales": ((1, 32), "e8m0"),
+    "MX 32x1 (column usage)": ((32, 1), "e8m0"),
+    "whole tensor, given scale": (None, "fp32"),
+}
+DECODED: dict[str, tuple[int, int]] = {"decode 128x128 to BF16": (128, 128), "decode 1x128 to BF16": (1, 128)}
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def measure(shape: tuple[int, int], rounds: int, device: str, only: str = "") -> dict[str, Any]:
+    """Every operation whose name contains ``only``: to new memory, into memory that is there, and with statistics."""
+    with tensors_from_the_system(device):
+        places = places_for(shape, device)
+    there, new = ways_to_copy(device)
+    for name, (tile, kind) in OPERATIONS.items():
+        if only in name:
+            add_quantizing(name, tile, kind, places[0].x, there, new)
+    for name, tile in DECODED.items():
+        if only in name:
+            add_decoding(name, tile, places[0].x, there, new)
+    with tensors_from_the_system(device):
+        pairs = pair_up(new, places, max(4, rounds // 4), device)
+    return {"shape": shape, "pairs": pairs | pair_up(there, places, rounds, device), "places": places}
+
+
+def copy(place: Place) -> Any:
+    return place.target.copy_(place.plain)
+
+
+def clone(place: Place) -> Any:
+    return place.plain.clone()
+
+
+def ways_to_copy(device: str) -> tuple[Pairs, Pairs]:
+    """The yardsticks, themselves measured: into memory that is there, and to new memory."""
+    there: Pairs = {"copy/there": (copy, copy)}
+    if device == "cpu" and (memcpy := memcpy_in_parts(torch.get_num_threads())):
+        there["copy/memcpy"] = (memcpy, copy)
+    return there, {"copy/new": (clone, clone)}
+
+
+def add_quantizing(name: str, tile: tuple[int, int] | None, kind: str, x: torch.Tensor, there: Pairs, new: Pairs) -> None:
+    scale = torch.tensor(37.0, device=x.device) if tile is None else None
+
+    def run(x: torch.Tensor, statistics: bool, out: Any) -> Any:
+        return require(kernels.quantize(x, tile, "e4m3", kind, "te", statistics, scale, out))
+
+    scale_inv = run(x, False, None)[1]
+    there[f"{name}/there"] = (lambda p: run(p.x, False, (p.codes, scale_inv)), copy)
+    there[f"{name}/statistics"] = (lambda p: run(p.x, True, (p.codes, scale_inv)), copy)
+    new[f"{name}/new"] = (lambda p: run(p.x, False, None), clone)
+
+
+def add_decoding(name: str, tile: tuple[int, int], x: torch.Tensor, there: Pairs, new: Pairs) -> None:
+    scale_inv = require(kernels.quantize(x, tile, "e4m3", "fp32"))[1]
+    there[f"{name}/there"] = (lambda p: require(kernels.decode(p.codes, scale_inv, tile, torch.bfloat16, p.values)), copy)
+    new[f"{name}/new"] = (lambda p: require(kernels.decode(p.codes, scale_inv, tile, torch.bfloat16, None)), clone)
+
+
+def measure_peers(places: list[Place], rounds: int, device: str, compiled: bool) -> dict[str, dict[str, float]]:
+    """Seconds of our way and of others', side by side, to new memory."""
+    x = places[0].x
+    quantizing, backwards, mx = peers(x, compiled)
+    codes, scale_inv, _ = require(kernels.quantize(x, (128, 128), "e4m3", "fp32"))
+
+    def against(ours: Callable[[], Any], others: Ways) -> dict[str, float]:
+        ways: Pairs = {name: ((lambda p, w=way: w()),) * 2 for name, way in ({"nemo_fp8": ours} | others).items()}
+        return {name: seconds(found) for name, found in pair_up(ways, places[:1], rounds, device).items()}
+
+    return {
+        "BF16 to FP8, 128x128": against(lambda: kernels.quantize(x, (128, 128), "e4m3", "fp32"), quantizing),
+        "FP8 to BF16, 128x128": against(lambda: kernels.decode(codes, scale_inv, (128, 128)), backwards),
+        "BF16 to MX, 1x32": against(lambda: kernels.quantize(x, (1, 32), "e4m3", "e8m0"), mx),
+    }
+
+
+def require(answer: Any) -> Any:
+    if answer is None:
+        sys.exit("There is no fast kernel on this machine (the log says why), so there is nothing to measure.")
+    return answer
+
+
+def build_for(isa: str) -> None:
+    """Let this process build the kernels for less than its processor has."""
+    build.MACHINE_FLAGS = (build.OTHERS[isa],)
+
+
+def peak_memory(shape: tuple[int, int]) -> dict[str, float]:
+    """What quantizing adds to a process's resident memory at its highest, as a share of the BF16 source, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, "--memory-of"]
+    shares = {}
+    for name in ("kernel", "kernel with statistics", "kernel into memory that is there", "NeMo RL's algorithm, eager"):
+        done = subprocess.run([*command, name, *map(str, shape)], capture_output=True, text=True, check=True)
+        shares[name] = float(done.stdout)
+    return shares
+
+
+def memory_of(way: str, rows: int, cols: int) -> float:
+    def run(x: torch.Tensor, out: Any = None) -> Any:
+        return padded_eager(x) if "NeMo" in way else kernels.quantize(x, (128, 128), "e4m3", "fp32", "te", "statistics" in way, out=out)
+
+    run(torch.ones(256, 256, dtype=torch.bfloat16))
+    x = torch.empty(rows, cols, dtype=torch.bfloat16).normal_()
+    out = None
+    if "there" in way:
+        out = (torch.ones(rows, cols, dtype=torch.uint8).view(E4M3), torch.ones(-(-rows // 128), -(-cols // 128)))
+    before = _resident("VmRSS")
+    kept = run(x, out)
+    added = _resident("VmHWM") - before  # the high-water mark
+    del kept
+    return max(0, added) / (x.numel() * x.itemsize)
+
+
+def _resident(what: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+# ---------------------------------------------------------------------- telling
+
+
+def machine(device: str) -> dict[str, str]:
+    name = platform.processor()
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+    elif Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{name}, threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}",
+        "versions": f"nemo_fp8 {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "command": f"python benchmarks/quantize.py {' '.join(sys.argv[1:])}",
+        "scheduling": f"policy {os.sched_getscheduler(0)} (0: as any process, 1: real time), niceness {os.nice(0)}",
+        "load": f"{os.getloadavg()[0]:.1f} processes on {os.cpu_count()} processors in the minute before, others' among them",
+    }
+
+
+def tables(result: dict[str, Any]) -> list[str]:
+    rows, cols = result["shape"]
+    elements, pairs = rows * cols, result["pairs"]
+    memcpy = share(pairs["copy/memcpy"]) if "copy/memcpy" in pairs else None  # how much faster it is than torch's copy
+
+    def speed(name: str) -> str:
+        return f"{elements * BYTES / seconds(pairs[name]) / 1e9:.1f}" if name in pairs else ""
+
+    def shares(name: str, by: float = 1.0) -> str:
+        return f"{share(pairs[name]) / by:.0%}" if name in pairs else ""
+
+    kept = sum(not p.disturbed for found in pairs.values() for p in found) / sum(map(len, pairs.values()))
+    out = [f"## {rows} x {cols}", ""]
+    out += [f"A plain copy: {speed('copy/new')} GB/s to a new tensor, {speed('copy/there')} GB/s into memory that is there"]
+    out[-1] += f", {speed('copy/memcpy')} GB/s by memcpy. " if memcpy else ". "
+    out[-1] += f"Pairs: {len(pairs['copy/there'])} for each way; {kept:.0%} of all were undisturbed."
+    out += [
+        "",
+        "| | new tensor, GB/s | of a clone | memory that is there, GB/s | of a copy | of memcpy | with statistics, GB/s | of a copy |",
+    ]
+    out += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for name in dict.fromkeys(key.split("/")[0] for key in pairs if not key.startswith("copy")):
+        new, there, counted = (f"{name}/{how}" for how in ("new", "there", "statistics"))
+        cells = [speed(new), shares(new), speed(there), shares(there), shares(there, memcpy) if memcpy else ""]
+        out.append(f"| {name} | {' | '.join([*cells, speed(counted), shares(counted)])} |")
+    out.append("")
+    for title, times in result.get("peers", {}).items():
+        out += [f"### {title}, to a new tensor", "", "| way | ms | GB/s | slower than nemo_fp8 |", "|---|---:|---:|---:|"]
+        for name, t in times.items():
+            out.append(f"| {name} | {t * 1e3:.1f} | {elements * BYTES / t / 1e9:.1f} | {t / times['nemo_fp8']:.1f}x |")
+        out.append("")
+    return out
+
+
+def page(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str, float], isa: str) -> str:
+    out = [OTHER.format(isa=isa) if isa else "# Quantizing at memory speed", "", "Written by `benchmarks/quantize.py`; do not edit.", ""]
+    out += [f"- {key}: {value}" for key, value in about.items()] + [""]
+    if not isa:
+        out += [(__doc__ or "").split("\n\n")[-1].strip().replace("\n", " "), ""]
+    for result in results:
+        out += tables(result)
+    if memory:
+        out += [
+            "## Memory",
+            "",
+            "The most that a call adds to the process's resident memory, codes included, as a share of the BF16 source:",
+            "",
+        ]
+        out += ["| way | share |", "|---|---:|"] + [f"| {name} | {share:.2f} |" for name, share in memory.items()] + [""]
+    out += ["Reproduce it:", "", f"    {about['command']}", ""] if isa else []
+    return "\n".join(out)
+
+
+def merged(old: str, text: str, isa: str) -> str:
+    """The page with one of its parts replaced: this machine's kernels first, then those for others, each once."""
+    parts = dict.fromkeys(("", *build.OTHERS), "")
+    first, *others = re.split(rf"(?m)^(?={OTHER.format(isa='')})", old)
+    parts[""] = first
+    for part in others:
+        parts[part.splitlines()[0].removeprefix(OTHER.format(isa=""))] = part
+    parts[isa] = text
+    return "\n".join(part.strip() + "\n" for part in parts.values() if part)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one shape, few rounds, no torch.compile")
+    parser.add_argument("--json", type=Path, help="write the numbers there as well")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", default="", metavar="TEXT", help="only operations whose names contain it: no peers, no memory")
+    parser.add_argument("--rounds", type=int, default=0, help="how many turns each way has")
+    parser.add_argument("--isa", default="", choices=("", *build.OTHERS), help="build our kernels for that, whatever the processor has")
+    parser.add_argument("--memory-of", nargs=3, metavar=("WAY", "ROWS", "COLS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    if options.isa:
+        build_for(options.isa)
+    if options.memory_of:
+        way, rows, cols = options.memory_of
+        print(memory_of(way, int(rows), int(cols)))
+        return
+    about = machine(options.device)
+    shapes = [(4096, 4096)] if options.quick else [(4096, 4096), (8192, 28672)]
+    results = []
+    for number, shape in enumerate(shapes):
+        rounds = options.rounds or (5 if options.quick else 40 if number == 0 else 8)
+        results.append(measure(shape, rounds, options.device, options.only))
+        places = results[-1].pop("places")
+        if number == 0 and not options.only and not options.isa:
+            results[-1]["peers"] = measure_peers(places, max(3, rounds // 8), options.device, not options.quick)
+        del places
+    memory = peak_memory(shapes[-1]) if options.device == "cpu" and not options.only and not options.isa else {}
+    text = page(about, results, memory, options.isa)
+    print(text)
+    if options.json:
+        options.json.write_text(json.dumps({"about": about, "results": results, "memory": memory}, indent=1, default=vars))
+    if options.write and not options.only:
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(merged(PAGE.read_text() if PAGE.exists() else "", text, options.isa))
+
+
+if __name__ == "__main__":
+    main()

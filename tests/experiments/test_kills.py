@@ -1,0 +1,86 @@
+"""Everything that can be killed is killed in one run, and the curve is that of a run that was left alone. Minutes: see `make test-long`."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from cli.test_lifetime import SIGNALS
+from support import SUPPORT, TESTS, actors
+from support.processes import below, left_of, wait_for
+
+from nemo_fp8.contract.presets import preset
+from nemo_fp8.experiments.rl.record import read_record
+from nemo_fp8.experiments.rl.settings import GrpoSettings
+
+SCRIPT = SUPPORT / "run_and_kill.py"
+
+
+def run(settings, **kills):
+    """The exit code of a driver, and what was in its processes' shared memory."""
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    process = subprocess.Popen([sys.executable, SCRIPT, json.dumps(settings.to_dict()), json.dumps(kills)], env=environment)
+    names = set()
+    while process.poll() is None:
+        names |= actors.shared_memory()
+        time.sleep(0.5)
+    return process.returncode, names
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("one_step_off", [False, True])
+def test_a_killed_run_has_the_curve_of_one_left_alone(one_step_off, tmp_path):
+    alone = GrpoSettings(
+        folder=str(tmp_path / "alone"),
+        base=str(tmp_path / "base"),
+        precision=preset("bf16_with_fp8_blockwise_mixed"),
+        digits=4,
+        base_steps=60,
+        steps=7,
+        problems=16,
+        validation=64,
+        validate_every=7,
+        one_step_off=one_step_off,
+    )
+    killed = replace(alone, folder=str(tmp_path / "killed"))
+    assert run(alone)[0] == 0
+    # A step apart from each other: what is killed before its step is saved does that step again, and its line with it.
+    code, names = run(killed, **{"1": "RolloutEngine", "3": "TrainerRank", "5": "driver"})
+    assert code == -9
+    code, more = run(killed)
+    assert code == 0
+    time.sleep(5)  # Ray ends what is left of the driver's session
+    assert not (names | more) & set(os.listdir("/dev/shm"))
+
+    rows, others = read_record(alone.record), read_record(killed.record)
+    assert [r["step"] for r in rows] == [r["step"] for r in others] == list(range(8))
+    assert sum(r["engine_restarts"] for r in others) == 1
+    for row, other in zip(rows[:-1], others[:-1], strict=True):
+        assert other["reward"] == pytest.approx(row["reward"], abs=0.15)
+    assert others[-1]["validation_accuracy"] == pytest.approx(rows[-1]["validation_accuracy"], abs=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
+def test_nothing_is_left_of_a_comparison(tmp_path, number):
+    """Ray's own processes, a rank and an engine below it, whatever ends the command."""
+    words = ["rl-compare", "--folder", str(tmp_path / "runs"), "--variants", "bf16-fp8", "--seeds", "1", "--steps", "2"]
+    with (tmp_path / "log").open("w") as file:
+        command = subprocess.Popen([sys.executable, "-m", "nemo_fp8.cli", *words], stdout=file, stderr=file)
+    found = []
+    try:
+        for actor in ("RolloutEngine", "TrainerRank"):
+            wait_for(lambda: actors.processes(f"ray::{actor}", command.pid), 120)  # noqa: B023, at once
+        found = below(command)
+        command.send_signal(number)
+        assert command.wait(60) == SIGNALS[number], (tmp_path / "log").read_text()
+        assert left_of(found, 30) == []
+    finally:
+        command.kill()
+        command.wait()
+        for left in left_of(found, 0):
+            left.kill()

@@ -1,0 +1,224 @@
+"""What inspect measures equals what a few plain lines compute; FP8, activations and experts included."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.tiny_llama import FFN, HIDDEN, LAYERS, llama, write_shards
+
+import nemo_fp8
+from nemo_fp8.contract.presets import preset
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.inspection.loss import BLOCKS, Loss
+from nemo_fp8.inspection.measure import inspect_checkpoint
+from nemo_fp8.numerics import quantize
+from nemo_fp8.numerics.formats import format_of
+from nemo_fp8.numerics.quantize import quantize_reference
+
+BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")
+RECIPES = {
+    "delayed": preset("bf16_with_fp8_delayed_mixed"),
+    "tensorwise": preset("bf16_with_fp8_tensorwise_mixed"),
+    "blockwise": BLOCKWISE,
+    "blockwise-fp32": BLOCKWISE.replace(weight_scale="fp32", activation_scale="fp32"),
+    "mxfp8": preset("bf16_with_mxfp8_mixed"),
+}
+
+
+def _snr(signal, noise):
+    return 10 * math.log10(signal / noise) if noise else math.inf
+
+
+def _expected(x, operand, block):
+    """SNR of all, the SNR that 99% of the blocks reach, underflow and MSE, in double precision and plain loops."""
+    codes, scale_inv, _ = quantize_reference(x, operand.block, format_of(operand.format), operand.scale)
+    values = nemo_fp8.numerics.Quantized(codes, scale_inv, operand.block).dequantize_reference().double()
+    x = x.double()
+    rows, columns = block
+    pairs = []
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            a, b = x[i : i + rows, j : j + columns], values[i : i + rows, j : j + columns]
+            pairs.append((float(a.square().sum()), float((a - b).square().sum())))
+    of_blocks = sorted(_snr(*pair) for pair in pairs if pair[0])
+    zeroed = int(((values == 0) & (x != 0)).sum())
+    error = float((x - values).square().sum())
+    return _snr(float(x.square().sum()), error), of_blocks[len(of_blocks) // 100], zeroed, error / x.numel()
+
+
+@pytest.mark.parametrize("label", RECIPES)
+@pytest.mark.parametrize("kind", ["weight", "input", "grad"])
+@pytest.mark.parametrize("shape", [(300, 200), (130, 1100)])
+def test_a_loss_is_what_a_few_plain_lines_compute(label, kind, shape):
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-30, 2, (shape[0], 1), generator=generator))).bfloat16()
+    operand = replace(RECIPES[label].operand(kind), delayed=False)
+    loss = Loss.of(x, quantize(x, operand, statistics=True), BLOCKS[kind])
+    snr, of_blocks, underflow, mse = _expected(x, operand, BLOCKS[kind])
+    assert loss.snr_db == pytest.approx(snr, abs=1e-3)
+    assert loss.block_snr_db == pytest.approx(of_blocks, abs=1e-3)
+    assert loss.underflow == underflow
+    assert loss.mse == pytest.approx(mse, rel=1e-4)
+    assert loss.elements == x.numel()
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
+def test_the_snr_of_blocks_does_not_depend_on_magnitude(magnitude):
+    x = torch.randn(256, 256) * magnitude
+    operand = RECIPES["tensorwise"].operand("weight")
+    loss = Loss.of(x, quantize(x, operand, statistics=True), (128, 128))
+    assert 28 < loss.block_snr_db < 35
+
+
+def test_nan_and_infinity_are_counted_and_enter_no_snr():
+    x = torch.randn(256, 256)
+    clean = Loss.of(x, quantize(x, BLOCKWISE.operand("weight"), statistics=True), (128, 128))
+    x[3, 5], x[200, 7] = float("nan"), float("inf")
+    for label in RECIPES:
+        operand = RECIPES["tensorwise" if label == "delayed" else label].operand("weight")
+        loss = Loss.of(x, quantize(x, operand, statistics=True), (128, 128))
+        assert loss.nonfinite == 2
+        assert math.isfinite(loss.mse)
+        assert not math.isnan(loss.block_snr_db)
+        assert all(value is None or math.isfinite(value) for value in loss.to_dict().values())
+    assert clean.nonfinite == 0
+
+
+def test_a_tensor_with_an_infinity_is_named(tmp_path):
+    tensors = llama()
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("inf")
+    found = inspect_checkpoint(write_shards(tmp_path / "broken", tensors), RECIPES)
+    assert [row.name for row in found.not_finite()] == ["model.layers.1.mlp.up_proj.weight"]
+
+
+def test_every_tensor_is_listed_and_the_right_ones_are_measured(checkpoint):
+    found = inspect_checkpoint(checkpoint, RECIPES)
+    assert {row.name for row in found.rows} == llama().keys()
+    assert found.layers == LAYERS
+    measured = found.measured()
+    assert len(measured) == 7 * LAYERS
+    for row in found.rows:
+        assert bool(row.losses) != bool(row.skipped)
+        assert (row.place.role in ("embedding", "head", "norm")) == bool(row.skipped)
+    assert all(row.losses.keys() == RECIPES.keys() for row in measured)
+
+
+def test_an_outlier_shows_in_the_blocks_and_only_where_it_shares_a_scale(checkpoint):
+    worst = inspect_checkpoint(checkpoint, RECIPES).worst()
+    assert len(worst) == 10
+    assert worst[0].name == "model.layers.2.mlp.down_proj.weight"
+    losses = worst[0].losses
+    assert losses["tensorwise"].block_snr_db < 10 < 25 < losses["blockwise"].block_snr_db
+    assert losses["tensorwise"].underflow_percent > 40 > 1 > losses["mxfp8"].underflow_percent
+    assert losses["delayed"] == losses["tensorwise"]
+
+
+def test_a_contract_says_what_it_keeps(checkpoint):
+    recipes = {"t": RECIPES["tensorwise"].replace(keep=["*.q_proj"]), "mx": RECIPES["mxfp8"]}
+    for row in inspect_checkpoint(checkpoint, recipes).measured():
+        expected = {0: "first or last layers", LAYERS - 1: "first or last layers"}.get(row.place.layer)
+        assert row.kept.get("t") == (expected or ("keep" if row.place.unit == "self_attention.linear_qkv" else None))
+        assert "mx" not in row.kept
+
+
+def test_a_shape_that_fp8_cannot_hold_is_said(tmp_path):
+    save_file({"layers.0.fc1.weight": torch.randn(48, 64), "layers.0.fc2.weight": torch.randn(64, 24)}, tmp_path / "odd.safetensors")
+    recipes = {label: RECIPES[label].replace(first_layers=0, last_layers=0) for label in ("tensorwise", "mxfp8")}
+    rows = inspect_checkpoint(tmp_path / "odd.safetensors", recipes).rows
+    kept = {(row.place.role, label): why for row in rows for label, why in row.kept.items()}
+    assert kept.keys() == {("up", "mxfp8"), ("down", "mxfp8"), ("down", "tensorwise")}
+    assert kept["down", "tensorwise"] == "24 columns not a multiple of 16"
+
+
+def test_a_margin_below_zero_saturates_and_one_above_costs_range(checkpoint):
+    recipes = {str(m): RECIPES["delayed"].replace(margin=m) for m in (-2, 0, 3)}
+    found = inspect_checkpoint(checkpoint, recipes)
+    low, none, high = (found.total(label, found.measured()) for label in recipes)
+    assert low.saturated > 0 == none.saturated == high.saturated
+    assert high.scale_max == pytest.approx(8 * none.scale_max)
+    assert high.underflow > none.underflow
+
+
+def test_an_fp8_checkpoint_is_dequantized_and_its_own_recipe_loses_nothing(tmp_path):
+    stored = RECIPES["blockwise-fp32"].operand("weight")
+    tensors = {}
+    for name, x in llama().items():
+        if "proj" in name:
+            q = quantize(x, stored)
+            tensors |= {name: q.data, f"{name}_scale_inv": q.scale_inv}
+        else:
+            tensors[name] = x
+    found = inspect_checkpoint(write_shards(tmp_path / "fp8", tensors), RECIPES)
+    assert {row.name for row in found.rows} == llama().keys()
+    for row in found.measured():
+        assert row.note == "F8_E4M3, dequantized first"
+        assert row.losses["blockwise-fp32"].snr_db > 100
+        assert row.losses["blockwise-fp32"].underflow == 0
+        assert row.losses["mxfp8"].snr_db < 60
+
+
+def test_a_stack_of_experts_is_its_experts_together(tmp_path):
+    experts = torch.randn(4, 256, 128) * torch.tensor([1.0, 1e-3, 10.0, 1e-5])[:, None, None]
+    experts[1, 0, 0] = 90.0
+    at = "model.layers.0.mlp.experts"
+    save_file({f"{at}.down_proj": experts}, tmp_path / "stack.safetensors")
+    save_file({f"{at}.{i}.down_proj.weight": x.clone() for i, x in enumerate(experts)}, tmp_path / "list.safetensors")
+    stack, apart = (inspect_checkpoint(tmp_path / f"{n}.safetensors", RECIPES) for n in ("stack", "list"))
+    assert len(stack.measured()) == 1
+    assert len(apart.measured()) == 4
+    for label in RECIPES:
+        assert stack.measured()[0].losses[label] == apart.total(label, apart.measured())
+
+
+class Layer(torch.nn.Module):
+    """A layer with a linear for each part of an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = torch.nn.Module()
+        self.mlp.up_proj = torch.nn.Linear(HIDDEN, FFN, bias=False)
+        self.mlp.down_proj = torch.nn.Linear(FFN, HIDDEN, bias=False)
+
+    def forward(self, x):
+        return x + self.mlp.down_proj(torch.relu(self.mlp.up_proj(x)))
+
+
+def test_captured_activations_are_measured_as_inputs_and_gradients(checkpoint, tmp_path):
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList(Layer() for _ in range(2))
+    with nemo_fp8.capture(model, tmp_path / "captured.safetensors") as tensors:
+        torch.nn.Sequential(*model.model.layers)(torch.randn(64, HIDDEN)).square().mean().backward()
+    found = inspect_checkpoint(checkpoint, RECIPES, activations=tmp_path / "captured.safetensors")
+    rows = found.measured("input", "grad")
+    assert {row.name for row in rows} == tensors.keys()
+    assert {(row.operand, row.place.role) for row in rows} == {(o, r) for o in ("input", "grad") for r in ("up", "down")}
+    for row in rows:
+        for label in ("tensorwise", "blockwise", "mxfp8"):
+            snr, of_blocks, underflow, _ = _expected(tensors[row.name], RECIPES[label].operand(row.operand), (1, 128))
+            assert row.losses[label].snr_db == pytest.approx(snr, abs=1e-3)
+            assert row.losses[label].block_snr_db == pytest.approx(of_blocks, abs=1e-3)
+            assert row.losses[label].underflow == underflow
+
+
+def test_progress_counts_every_byte_once(checkpoint):
+    seen = []
+    found = inspect_checkpoint(checkpoint, RECIPES, progress=lambda total: seen.append(total) or (lambda count, name: seen.append(-count)))
+    assert sum(seen) == 0
+    assert len(seen) == 1 + len(found.measured())
+    assert seen[0] == found.bytes == sum(row.elements * 2 for row in found.measured())
+
+
+def test_what_cannot_be_inspected(checkpoint, tmp_path):
+    save_file({"model.norm.weight": torch.ones(8), "step": torch.ones(())}, tmp_path / "small.safetensors")
+    for arguments, words in (
+        ((checkpoint, {"bf16": preset("bf16_mixed")}), "no FP8"),
+        ((checkpoint, {}), "No precision"),
+        ((tmp_path / "small.safetensors", RECIPES), "no weight matrix"),
+    ):
+        with pytest.raises(PrecisionError, match=words):
+            inspect_checkpoint(*arguments)
+    with pytest.raises(PrecisionError, match="no captured activations"):
+        inspect_checkpoint(checkpoint, RECIPES, activations=checkpoint)

@@ -1,0 +1,1 @@
+"""vLLM's engines, servers and workers, and tiny models for them."""

@@ -1,0 +1,100 @@
+"""vLLM's models without vLLM's engine: built, loaded and quantized in this process, in a second.
+
+The same classes as in a worker, with one worker and no forward pass of attention: enough for every question about how
+a layer is stored and what it computes by itself. What engines do with it is asked of engines.
+"""
+
+import os
+import tempfile
+from types import SimpleNamespace
+
+import torch
+
+from nemo_fp8.numerics.formats import format_of
+from nemo_fp8.numerics.quantize import quantize_reference
+from nemo_fp8.rollout.refit.control import PREFIX
+from nemo_fp8.rollout.refit.worker.session import NemoFp8Refit
+from support.rollout.engines import SMALL, fp8
+
+
+def build(folder, engine=None, **contract):
+    """The model of this checkpoint as a worker holds it under this contract, weights loaded; ``engine`` has more arguments for vLLM."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    arguments = {name: value for name, value in SMALL.items() if name != "disable_log_stats"} | fp8(**contract)
+    config = EngineArgs(model=str(folder), **arguments | (engine or {})).create_engine_config()
+    with set_current_vllm_config(config):
+        _one_worker()
+        model = get_model(vllm_config=config)
+    model.vllm_config = config
+    return model
+
+
+def call(model, name, *arguments):
+    """What one layer answers, as in a forward pass."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(model.vllm_config), torch.inference_mode():
+        out = model.get_submodule(name)(*arguments)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _one_worker():
+    from vllm.distributed import parallel_state
+
+    if not torch.distributed.is_initialized():
+        meeting = f"file://{tempfile.mkdtemp()}/meeting"
+        parallel_state.init_distributed_environment(1, 0, meeting, 0, backend="gloo")
+    parallel_state.destroy_model_parallel()  # a MoE model wants a group more than others
+    parallel_state.initialize_model_parallel(1, 1)
+
+
+class Worker(NemoFp8Refit):
+    """A worker's side of a push around such a model, which is a :class:`Control` as well: nobody computes with it meanwhile."""
+
+    rank = 0
+
+    def __init__(self, model):
+        self.vllm_config, self.model_runner = model.vllm_config, SimpleNamespace(get_model=lambda: model)
+
+    def call(self, method, message):
+        return [getattr(self, PREFIX + method)(message)]
+
+    def hold(self, running):
+        pass
+
+    def free(self):
+        pass
+
+    def refuse(self, why):
+        self.refuses = why
+
+    def allow(self):
+        self.refuses = ""
+
+    def forget(self):
+        return True
+
+
+def weights_of(folder):
+    """Every tensor of a checkpoint, by its Hugging Face name."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def reference(weight, block=(128, 128), kind="fp32"):
+    """Codes and scales on the kernel's grid, by the specification; a whole-tensor scale stands in every block."""
+    codes, scale_inv, _ = quantize_reference(weight, block, format_of("e4m3"), kind)
+    if block is None:
+        scale_inv = scale_inv.expand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+    return codes, scale_inv
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+assert os.environ.get("VLLM_CPU_KVCACHE_SPACE"), "conftest sets vLLM's environment before anything imports it"

@@ -1,0 +1,118 @@
+"""One case of the long matrix, in a process of its own: pushes into an engine, held against what it answered when it was fresh.
+
+    python tests/rollout/refit_matrix.py EXECUTOR KIND FIELDS PUSHES ANSWER FOLDER
+
+Two checkpoints are pushed in turns, and the engine was started from one of them: with its weights it must answer as it did
+then, bit by bit. Every push must have the fingerprint of the first of its kind, and the workers' memory must not grow.
+Ray on a CPU needs the shim of ``several_workers.py``; on GPUs nothing of it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from support import ROOT, TESTS
+
+HERE = Path(__file__).parent
+# executor -> vLLM's name for it (None: one worker), and whether a server is asked over HTTP instead of an engine of this process.
+EXECUTORS = {
+    "one": (None, False),
+    "mp": ("mp", False),
+    "ray": ("ray", False),
+    "ray_before_v2": ("ray", False),
+    "server": (None, True),
+    "server_mp": ("mp", True),
+}
+
+
+def run(executor, kind, fields, pushes=4):
+    """The answer of a case."""
+    with tempfile.TemporaryDirectory() as place:
+        answer = Path(place) / "answer.json"
+        paths = [os.environ.get("PYTHONPATH"), str(HERE / "ray_on_cpu"), str(TESTS), str(ROOT)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "RAY_USAGE_STATS_ENABLED": "0"}
+        if executor == "ray_before_v2":
+            environment["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
+        command = [sys.executable, __file__, executor, kind, json.dumps(fields), str(pushes), str(answer), place]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+        assert answer.exists(), (done.stdout + done.stderr)[-4000:]
+        return json.loads(answer.read_text())
+
+
+def resident(pids):
+    return sum(
+        int(line.split()[1]) for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")
+    )
+
+
+def main(executor, kind, fields, pushes, answer, place):
+    import psutil
+    import torch
+    from safetensors.torch import load_file
+
+    from nemo_fp8.contract import Precision
+    from nemo_fp8.render.vllm import flags
+    from nemo_fp8.rollout import Refit
+    from support.rollout import engines, models, servers
+
+    fields, pushes, (backend, served) = json.loads(fields), int(pushes), EXECUTORS[executor]
+    if backend == "ray":
+        import ray
+
+        ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20)
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    folders = [models.write(Path(place) / f"seed{seed}", kind, seed) for seed in (0, 1)]
+    weights = [load_file(folder / "model.safetensors") for folder in folders]
+    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": backend} if backend else {}
+    if served:
+        server = servers.Served(folders[0], Precision(rollout="fp8", **fields), *flags(parallel))
+        to, ask, stop = server.url, server.log_probs, server.stop
+    else:
+        to = engines.start(folders[0], **engines.fp8(**fields), **parallel)
+        ask, stop = partial(engines.log_probs, to), partial(engines.stop, to)
+    refit, prints, sizes = Refit(to, chunk=2**20), [set(), set()], []
+    fresh = ask(1, 200)
+    asked = [fresh, None]
+    receipt, bitwise = None, []
+    for i in range(pushes):
+        seed = (i + 1) % 2
+        receipt = refit.push(weights[seed], verify=i < 2).require()
+        prints[seed].add(receipt.fingerprint)
+        workers = [p.pid for p in psutil.process_iter(["name", "cmdline"]) if _is_worker(p)]
+        sizes.append(resident(workers))
+        if i < 2 or i >= pushes - 2:
+            now = ask(1, 200)
+            bitwise.append(asked[seed] is None or torch.equal(now, asked[seed]))
+            asked[seed] = now
+    stop()
+    told = {
+        "bitwise": bitwise,
+        "differ": not torch.equal(asked[0], asked[1]),
+        "prints": [len(p) for p in prints],
+        "rss_kb": sizes,
+        "workers": receipt.workers,
+        "misaligned": len(receipt.misaligned),
+    }
+    Path(answer).write_text(json.dumps(told))
+    if backend == "ray":
+        ray.shutdown()
+
+
+def _is_worker(process):
+    """A worker of this engine, or its server: a child of this process, or of the Ray that it started."""
+    import psutil
+
+    try:
+        mine = os.getpid() in [parent.pid for parent in process.parents()]
+        is_server = "api_server" in " ".join(process.cmdline())
+        return mine and (is_server or any(word in process.name() for word in ("VLLM::Worker", "RayWorker", "ray::")))
+    except psutil.Error:
+        return False
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

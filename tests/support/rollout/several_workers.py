@@ -1,0 +1,58 @@
+"""An engine of two workers in a process of its own, asked what its workers hold. ``ask(executor, folder, fields)``.
+
+Ray on a CPU: vLLM's CPU platform has no name for its device there, so a shim gives it Ray's ``GPU``, of which Ray is
+told that there are two. That is for this test only; on GPUs nothing of it is needed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from support import ROOT, TESTS
+
+HERE = Path(__file__).parent
+
+
+def ask(executor, folder, fields):
+    """What the workers answered."""
+    with tempfile.TemporaryDirectory() as place:
+        answer = Path(place) / "answer.json"
+        paths = [os.environ.get("PYTHONPATH"), str(HERE / "ray_on_cpu"), str(TESTS), str(ROOT)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "RAY_USAGE_STATS_ENABLED": "0"}
+        if executor == "ray_before_v2":
+            environment["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
+        command = [sys.executable, __file__, executor, str(folder), json.dumps(fields), str(answer), place]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+        assert answer.exists(), (done.stdout + done.stderr)[-4000:]
+        return json.loads(answer.read_text())
+
+
+def main(executor, folder, fields, answer, place):
+    from support.rollout import engines
+
+    backend = "mp" if executor == "mp" else "ray"
+    if backend == "ray":
+        import ray
+
+        ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20)
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    fields = json.loads(fields)
+    check = {"worker_extension_cls": "support.rollout.worker_check.CheckedWorker"}
+    several = {"tensor_parallel_size": 2, "distributed_executor_backend": backend}
+    llm = engines.start(folder, **engines.fp8(**fields) | check | several)
+    answers = {
+        "checks": llm.collective_rpc("nemo_fp8_check", args=(folder, fields.get("weight_scale", "fp32"))),
+        "reports": llm.collective_rpc("nemo_fp8_report"),
+        "finite": bool(engines.log_probs(llm, count=2).isfinite().all()),
+    }
+    Path(answer).write_text(json.dumps(answers))
+    engines.stop(llm)
+    if backend == "ray":
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

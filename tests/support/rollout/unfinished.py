@@ -1,0 +1,135 @@
+"""Pushes into engines with unfinished requests: what a Ctrl-C left in ``LLM.generate``, and loops around ``LLMEngine.step``.
+
+Run as a script it is the case of an engine whose EngineCore lives in the same process:
+
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 python tests/rollout/unfinished.py FOLDER OTHER_FOLDER
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from nemo_fp8.rollout import Refit
+from support import ROOT, TESTS
+
+MODES = ("wait", "abort", "keep")
+PROMPT = {"prompt_token_ids": [5] * 150}  # longer than a block of the cache
+TOKENS = 64
+
+
+def asked():
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=TOKENS, temperature=0.0, logprobs=5, ignore_eos=True)
+
+
+def told(output):
+    """Every token with its log-probability."""
+    (answer,) = output.outputs
+    return [(t, at[t].logprob) for t, at in zip(answer.token_ids, answer.logprobs, strict=True)]
+
+
+def near(one, other):
+    """The same token with almost the same log-probability."""
+    return one[0] == other[0] and abs(one[1] - other[1]) < 0.02
+
+
+def generate(llm):
+    (output,) = llm.generate(PROMPT, asked(), use_tqdm=False)
+    return told(output)
+
+
+def answer(llm):
+    """To one request in an empty cache."""
+    assert llm.reset_prefix_cache()
+    return generate(llm)
+
+
+def interrupt(llm, after=4):
+    """A generate that Ctrl-C ends before its fifth step."""
+    engine, steps = llm.llm_engine, iter(range(after))
+
+    def step():
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return type(engine).step(engine)
+
+    engine.step = step
+    try:
+        generate(llm)
+    except KeyboardInterrupt:
+        assert engine.has_unfinished_requests()
+    else:
+        raise AssertionError("it was not interrupted")
+    finally:
+        del engine.step
+
+
+def after_ctrl_c(llm, weights, fresh, running):
+    """The next answer is that of a fresh engine of the new weights. What was left ends as ``running`` says."""
+    Refit(llm, running="abort").push(weights[0])
+    interrupt(llm)
+    assert Refit(llm, running=running).push(weights[1]).require().prefix_cache_reset
+    outputs = llm.generate(PROMPT, asked(), use_tqdm=False)
+    *left, last = map(told, outputs)
+    if running == "keep":  # what was kept is computed beside the new one, and a batch of two rounds differently
+        assert near(last[0], fresh[1][0])
+        assert not near(last[0], fresh[0][0])
+        assert len(left) == 1
+        assert left[0][:3] == fresh[0][:3]
+        assert left[0] != fresh[0]
+    else:
+        assert outputs[-1].num_cached_tokens == 0
+        assert last == fresh[1]
+        assert left == ([fresh[0]] if running == "wait" else [])
+
+
+def within_steps(llm, weights, fresh, running):
+    """The loop gets what it asked for, and nothing hangs."""
+    Refit(llm).push(weights[0])
+    engine, outputs = llm.llm_engine, []
+    engine.add_request("mine", PROMPT, asked())
+    for _ in range(5):
+        outputs += engine.step()
+    Refit(llm, running=running).push(weights[1]).require()
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    found = told(outputs[-1])
+    if running == "wait":
+        assert found == fresh[0]
+    elif running == "abort":
+        assert found == fresh[0][: len(found)] != fresh[0]
+    else:
+        assert len(found) == TOKENS
+        assert found[:3] == fresh[0][:3]
+        assert found != fresh[0]
+    assert answer(llm) == fresh[1]
+
+
+def in_this_process(folder, other):
+    """Both cases in all modes, in a Python of its own."""
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": f"{TESTS}{os.pathsep}{ROOT}"}
+    command = [sys.executable, __file__, str(folder), str(other)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def main(*folders):
+    from safetensors.torch import load_file
+
+    from support.rollout import engines
+
+    llm, weights = engines.start(folders[0], **engines.fp8()), [load_file(Path(folder) / "model.safetensors") for folder in folders]
+    assert not hasattr(llm.llm_engine.engine_core, "call_utility")
+    fresh = [answer(llm)]
+    Refit(llm).push(weights[1])  # bitwise a fresh engine, as test_refit.py has it
+    fresh.append(answer(llm))
+    for running in MODES:
+        after_ctrl_c(llm, weights, fresh, running)
+        within_steps(llm, weights, fresh, running)
+    engines.stop(llm)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
