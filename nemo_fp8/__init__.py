@@ -15,7 +15,7 @@ _HOMES = {
     "PrecisionError": "nemo_fp8.errors",
     "PRESETS": "nemo_fp8.contract.presets",
     "preset": "nemo_fp8.contract.presets",
-    "check": "nemo_fp8.contract.agreement",
+    "check": "nemo_fp8.preflight.agreement",
     "autocast": "nemo_fp8.numerics.autocast",
     "capture": "nemo_fp8.numerics.capture",
     "MixedPrecision": "nemo_fp8.train.plugin",

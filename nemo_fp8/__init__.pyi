@@ -11,12 +11,12 @@ from torch import dtype
 from typing_extensions import Unpack
 
 from nemo_fp8.contract import Precision as Precision
-from nemo_fp8.contract.agreement import check as check
 from nemo_fp8.contract.presets import PRESETS as PRESETS
 from nemo_fp8.contract.presets import preset as preset
 from nemo_fp8.errors import PrecisionError as PrecisionError
 from nemo_fp8.numerics.autocast import autocast as autocast
 from nemo_fp8.numerics.capture import capture as capture
+from nemo_fp8.preflight.agreement import check as check
 from nemo_fp8.train.plugin import MixedPrecision as MixedPrecision
 
 __version__: str

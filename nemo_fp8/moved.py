@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MOVED = {
-    "nemo_fp8.agreement": "nemo_fp8.contract.agreement",
+    "nemo_fp8.agreement": "nemo_fp8.preflight.agreement",
     "nemo_fp8.cli.bars": "nemo_fp8.cli.progress",
+    "nemo_fp8.contract.agreement": "nemo_fp8.preflight.agreement",
     "nemo_fp8.doctor": "nemo_fp8.preflight.doctor",
     "nemo_fp8.explain": "nemo_fp8.contract.explain",
     "nemo_fp8.lint": "nemo_fp8.preflight.lint",

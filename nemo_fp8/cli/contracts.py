@@ -76,7 +76,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Prove that training and rollout multiply with the same values, or say what differs; exit code 1 if something does."""
-    from nemo_fp8.contract.agreement import check
+    from nemo_fp8.preflight.agreement import check
 
     notes = []
     if nemo_rl:

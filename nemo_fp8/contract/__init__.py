@@ -1,18 +1,18 @@
 """What a precision is: one frozen description, obeyed in training and in rollout. Standard library only.
 
+operands     what the GEMMs of a linear layer multiply, and how one operand may be stored
 precision    the contract itself: its fields, what each operand is stored in, its checks
 presets      one row a preset: NeMo's names and values
 explain      a contract in plain words
-agreement    do two sides multiply with the same values?
 naming       a contract by a preset's name or from a file
 yaml         YAML that refuses a key given twice
 """
 
-from nemo_fp8.contract.precision import GEMMS as GEMMS
-from nemo_fp8.contract.precision import ROLES as ROLES
-from nemo_fp8.contract.precision import ROLLOUT_BLOCKS as ROLLOUT_BLOCKS
-from nemo_fp8.contract.precision import SCALES as SCALES
+from nemo_fp8.contract.operands import GEMMS as GEMMS
+from nemo_fp8.contract.operands import ROLES as ROLES
+from nemo_fp8.contract.operands import ROLLOUT_BLOCKS as ROLLOUT_BLOCKS
+from nemo_fp8.contract.operands import SCALES as SCALES
+from nemo_fp8.contract.operands import Operand as Operand
 from nemo_fp8.contract.precision import SCALINGS as SCALINGS
 from nemo_fp8.contract.precision import SIDES as SIDES
-from nemo_fp8.contract.precision import Operand as Operand
 from nemo_fp8.contract.precision import Precision as Precision

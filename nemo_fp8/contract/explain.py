@@ -5,7 +5,12 @@ Rows of (heading, sentence), so that the command line can lay them out and ``--j
 
 from __future__ import annotations
 
-from nemo_fp8.contract import GEMMS, Operand, Precision
+from typing import TYPE_CHECKING
+
+from nemo_fp8.contract.operands import GEMMS, Operand
+
+if TYPE_CHECKING:
+    from nemo_fp8.contract.precision import Precision
 
 _COMPUTE = {"bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
 _SCALE = {"fp32": "an FP32 scale", "pow2": "a power-of-2 scale", "e8m0": "an E8M0 exponent"}

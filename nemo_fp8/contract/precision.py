@@ -4,12 +4,6 @@ Everything else in this package reads a :class:`Precision`: renderers write it f
 TransformerEngine and the weight quantizer carry it out, reports prove that they did. It holds *decisions*, never
 what a machine can do (``preflight/``) or what a model looks like (``models/``).
 
-Three GEMMs make a linear layer, and a contract says what each operand of each one is stored in:
-
-    fprop   y  = x  @ w.T    input  x weight
-    dgrad   dx = dy @ w      grad   x weight
-    wgrad   dw = dy.T @ x    grad   x input
-
 A contract checks itself when it is made and reports every contradiction at once. A field that is merely
 *ignored* by the chosen recipe is no contradiction: ``lint`` points at those. The trade-off of one flat, frozen
 class: about thirty fields in one place, and in return equality, hashing, diffing and YAML for nothing.
@@ -25,20 +19,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from nemo_fp8.contract.operands import GEMMS, ROLES, ROLLOUT_BLOCKS, Operand
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 
 COMPUTE_DTYPES = ("bf16", "fp16", "fp32")
 FORMATS = ("hybrid", "e4m3")
 SCALINGS = ("delayed", "tensorwise", "blockwise", "mxfp8")
-ROLES = ("input", "weight", "grad")
 SIDES = ("train", "rollout")
-GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}
-
-# Weight blocks that share one scale in an FP8 rollout: DeepSeek's, MX's, and the whole tensor.
-ROLLOUT_BLOCKS: dict[str, tuple[int, int] | None] = {"128x128": (128, 128), "1x32": (1, 32), "tensor": None}
-
-# Kind of scale -> its name.
-SCALES = {"fp32": "FP32", "pow2": "power-of-2", "e8m0": "E8M0"}
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "compute": COMPUTE_DTYPES,
@@ -56,26 +43,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 _COUNTS = {"margin": None, "amax_history_len": 1, "first_layers": 0, "last_layers": 0, "loss_scale_window": 1, "hysteresis": 1}
 _FACTORS = ("loss_scale", "initial_loss_scale", "min_loss_scale")
 _FLAGS = ("wgrad", "attention", "multi_head_attention", "fp8_param", "strict", "deep_gemm", "importance_sampling")
-
-
-@dataclass(frozen=True)
-class Operand:
-    """How one GEMM operand is stored: the element type, and the scale that goes with it.
-
-    ``block`` is the tile that shares one scale, along (rows, contracted dimension); None is the whole tensor.
-    ``scale`` is ``fp32`` (any value), ``pow2`` (FP32 holding a power of two) or ``e8m0`` (one exponent byte).
-    ``delayed`` says that the scale was found beforehand, from earlier steps' amaxes or by calibration, and not from the tensor itself.
-    """
-
-    format: str
-    block: tuple[int, int] | None
-    scale: str
-    delayed: bool = False
-
-    def words(self) -> str:
-        """It all in words, as reports and ``check`` say it."""
-        tile = "one for the whole tensor" if self.block is None else "one for each {}x{} block".format(*self.block)
-        return f"{self.format.upper()} with {SCALES[self.scale]} scales, {tile}{', found beforehand' if self.delayed else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,11 @@ def _linear(tail: str) -> tuple[str, str]:
     return role, f"{block}.{unit}"
 
 
+def names_what_is_kept_anyway(pattern: str) -> bool:
+    """Whether a pattern of ``keep`` asks for modules that no contract quantizes: norms, embeddings, routers, the head."""
+    return place(pattern.strip("*.")).kept != ""
+
+
 def decoder(places: Iterable[Place], sizes: Mapping[str, int]) -> str:
     """The container with the most weights: its layers are the decoder's, which first_layers and last_layers count."""
     weights: Counter[str] = Counter()

@@ -6,4 +6,5 @@ doctor     what of a contract this machine can run
 shapes     which linears of a model run in FP8, as a table and as findings
 memory     what a training takes on each GPU
 lint       all of it about one contract
+agreement  do two sides multiply with the same values?
 """

@@ -17,10 +17,11 @@ from typing import Any
 
 import yaml
 
-from nemo_fp8.contract import Precision, agreement
+from nemo_fp8.contract import Precision
 from nemo_fp8.contract.yaml import load_mapping
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
+from nemo_fp8.preflight import agreement
 from nemo_fp8.render import nemo_rl_keys as keys
 from nemo_fp8.render.env import scale_from_environment
 from nemo_fp8.render.rendering import Rendering, lost_fields

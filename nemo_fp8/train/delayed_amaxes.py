@@ -11,6 +11,7 @@ Agreeing early changes nothing: TE takes the same maximum over the same ranks af
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,7 +56,15 @@ class AgreeBeforeSaving(Callback):
             row.copy_(agreed)
 
 
-def _histories(trainer: Any) -> list[torch.Tensor]:
-    from nemo_fp8.train.repairs import amax_histories
+def amax_histories(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The amax histories of every FP8 module of TransformerEngine's."""
+    for module in model.modules():
+        meta = getattr(module, "fp8_meta", None) or {}
+        for key in ("scaling_fwd", "scaling_bwd"):
+            history = getattr(meta.get(key), "amax_history", None)
+            if history is not None:
+                yield history
 
+
+def _histories(trainer: Any) -> list[torch.Tensor]:
     return list(amax_histories(trainer.strategy.model))

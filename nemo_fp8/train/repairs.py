@@ -19,14 +19,13 @@ Optimizer flags              ``OptimizerConfig`` derives flags from ``fp8_recipe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.train.checks import Run
-from nemo_fp8.train.delayed_amaxes import AgreeBeforeSaving, ForgetValidation
+from nemo_fp8.train.delayed_amaxes import AgreeBeforeSaving, ForgetValidation, amax_histories
 from nemo_fp8.train.mxfp8_gather import Mxfp8Gather, Mxfp8Start
 
 logger = logging.getLogger("nemo_fp8")
@@ -81,16 +80,6 @@ def after_step(p: Precision, model: Any, optimizer: Any) -> None:
         with torch.no_grad():
             for history in amax_histories(model):
                 history.masked_fill_(~torch.isfinite(history), 0.0)
-
-
-def amax_histories(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The amax histories of every FP8 module of TransformerEngine's."""
-    for module in model.modules():
-        meta = getattr(module, "fp8_meta", None) or {}
-        for key in ("scaling_fwd", "scaling_bwd"):
-            history = getattr(meta.get(key), "amax_history", None)
-            if history is not None:
-                yield history
 
 
 def _overflow_stays(p: Precision) -> bool:

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from nemo_fp8 import check
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
-from nemo_fp8.contract.agreement import _TOPICS
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export import HuggingFace, export
@@ -17,6 +16,7 @@ from nemo_fp8.export.canonical import canonical
 from nemo_fp8.mismatch import Run
 from nemo_fp8.mismatch.weights import reference
 from nemo_fp8.numerics import quantize
+from nemo_fp8.preflight.agreement import _TOPICS
 from nemo_fp8.rollout.engine.ops import activation_of, fake_quantize
 from nemo_fp8.rollout.engine.storage import storage_of
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8 import findings
-from nemo_fp8.contract import agreement
 from nemo_fp8.errors import SEVERITIES, PrecisionError, Problem, unknown
 from nemo_fp8.findings import RULES, finding, gaps
+from nemo_fp8.preflight import agreement
 
 PACKAGE = Path(__file__).parents[2] / "nemo_fp8"
 TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}

@@ -13,40 +13,41 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "nemo_fp8"
 STANDARD_OR_LIGHT = {"packaging", "rich", "typer", "yaml"}
 
-# layer -> (its place, what its modules may import at their top besides the standard library)
+# layer -> (its floor, what its modules may import at their top besides the standard library)
 LAYERS = {
     "core": (0, STANDARD_OR_LIGHT),
-    "contract": (0, STANDARD_OR_LIGHT),
-    "models": (0, STANDARD_OR_LIGHT),
-    "preflight": (0, STANDARD_OR_LIGHT),
-    "render": (0, STANDARD_OR_LIGHT),
-    "numerics": (1, {"torch", "numpy", "safetensors", "triton"}),
-    "storage": (2, {"torch", "numpy", "safetensors"}),
-    "te_cpu": (2, {"torch"}),  # TransformerEngine is imported inside of functions: it may not be there
-    "train": (3, {"torch", "numpy", "safetensors", "yaml", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
-    "rollout": (3, {"torch", "numpy", "safetensors"}),
-    "rollout/engine": (3, {"torch", "numpy", "safetensors", "vllm"}),  # runs in vLLM's processes only
-    "rollout/refit/worker": (3, {"torch", "numpy", "safetensors", "vllm"}),  # as that
-    "export": (3, {"torch", "numpy", "safetensors"}),
-    "inspection": (3, {"torch", "numpy"}),
-    "mismatch": (4, {"torch", "numpy", "safetensors"}),  # belongs to neither side
-    "recipes": (5, {"nemo_run", "nemo"}),
-    "experiments": (6, {"torch", "numpy", "safetensors", "nemo_run", "nemo", "lightning", "megatron"}),
-    "experiments/rl": (6, {"torch", "ray", "nemo", "lightning", "megatron"}),  # each process takes its side from here
-    "report": (7, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
-    "cli": (8, STANDARD_OR_LIGHT),
+    "contract": (1, STANDARD_OR_LIGHT),
+    "models": (2, STANDARD_OR_LIGHT),
+    "preflight": (3, STANDARD_OR_LIGHT),
+    "render": (4, STANDARD_OR_LIGHT),
+    "numerics": (5, {"torch", "numpy", "safetensors", "triton"}),
+    "storage": (6, {"torch", "numpy", "safetensors"}),
+    "te_cpu": (6, {"torch"}),  # TransformerEngine is imported inside of functions: it may not be there
+    "train": (7, {"torch", "numpy", "safetensors", "yaml", "nemo", "nemo_run", "lightning", "megatron", "fiddle"}),
+    "rollout": (7, {"torch", "numpy", "safetensors"}),
+    "rollout/engine": (7, {"torch", "numpy", "safetensors", "vllm"}),  # runs in vLLM's processes only
+    "rollout/refit/worker": (7, {"torch", "numpy", "safetensors", "vllm"}),  # as that
+    "export": (7, {"torch", "numpy", "safetensors"}),
+    "inspection": (7, {"torch", "numpy"}),
+    "front": (8, STANDARD_OR_LIGHT | {"lightning", "nemo", "nemo_run", "torch"}),  # what a person imports by name
+    "mismatch": (8, {"torch", "numpy", "safetensors"}),  # belongs to neither side
+    "recipes": (9, {"nemo_run", "nemo"}),
+    "experiments": (10, {"torch", "numpy", "safetensors", "nemo_run", "nemo", "lightning", "megatron"}),
+    "experiments/rl": (10, {"torch", "ray", "nemo", "lightning", "megatron"}),  # each process takes its side from here
+    "report": (11, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
+    "cli": (12, STANDARD_OR_LIGHT),
 }
+FILES = {"factories": "front", "lightning": "front"}
+"""Files beside the folders are the core, but for the front doors of training."""
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
 
 def _layer(parts: tuple[str, ...]) -> str:
     head = parts[0].removesuffix(".py")
-    if head in ("factories", "lightning"):  # the training side's front door
-        return "train"
     for depth in (3, 2):
         if "/".join(parts[:depth]) in LAYERS:
             return "/".join(parts[:depth])
-    return head if head in LAYERS else "core"
+    return FILES.get(head, head if head in LAYERS else "core")
 
 
 def _imports(tree: ast.AST):
@@ -65,8 +66,8 @@ def test_imports_run_one_way(path):
     for _, name in _imports(ast.parse(path.read_text())):
         if name.startswith("nemo_fp8."):
             other = _layer(tuple(name.split(".")[1:]))
-            neighbours = other.split("/")[0] == layer.split("/")[0] or {place, LAYERS[other][0]} == {0}
-            assert neighbours or LAYERS[other][0] < place, f"{layer} imports {name}"
+            same_room = other.split("/")[0] == layer.split("/")[0]
+            assert same_room or LAYERS[other][0] < place, f"{layer} imports {name}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -87,3 +88,25 @@ def test_training_and_rollout_never_meet():
         }.get(layer, ())
         for _, name in _imports(ast.parse(path.read_text())):
             assert not f"{name}.".startswith(tuple(f"{s.rstrip('.')}." for s in strangers)), f"{path.name} imports {name}"
+
+
+def test_no_file_waits_for_itself():
+    """No circle between files, imports inside of functions included; what only a type checker reads is none."""
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+    waits = {name: _files_imported(path, names) - {name} for name, path in names.items()}
+    while free := waits.keys() - set().union(*waits.values()) | {name for name, others in waits.items() if not others & waits.keys()}:
+        for name in free:
+            del waits[name]
+    assert {name: others & waits.keys() for name, others in waits.items()} == {}
+
+
+def _files_imported(path: Path, names) -> set[str]:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node, module in _imports(tree):
+        parts = [f"{module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        found |= {part for part in parts if part in names} or {module} & names.keys()
+    return found

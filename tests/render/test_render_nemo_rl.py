@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from support.strategies import contracts
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.agreement import check
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.preflight.agreement import check
 from nemo_fp8.render import nemo_rl, render
 from nemo_fp8.render.nemo_rl import from_nemo_rl, ignored_by_nemo_rl, read_nemo_rl
 

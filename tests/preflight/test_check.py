@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from support.strategies import contracts
 
-from nemo_fp8.contract import Precision, agreement
-from nemo_fp8.contract.agreement import check, join
+from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.findings import RULES
+from nemo_fp8.preflight import agreement
+from nemo_fp8.preflight.agreement import check, join
 
 DEEPSEEK = {"format": "e4m3", "scaling": "blockwise"}
 FP32 = {"weight_scale": "fp32", "activation_scale": "fp32"}
@@ -169,7 +170,13 @@ def test_json_keeps_the_words_of_scripts():
 
 def test_a_router_kept_by_name_is_kept_anyway():
     train = Precision(**DEEPSEEK)
-    assert check(train=train, rollout=train.replace(keep=("*router*", "lm_head"))).agrees
+    assert check(train=train, rollout=train.replace(keep=("*router*", "lm_head", "*.mlp.gate", "*embed*", "*norm*"))).agrees
+
+
+def test_a_linear_whose_name_begins_like_a_routers_is_none():
+    train = Precision(**DEEPSEEK)
+    found = check(train=train, rollout=train.replace(keep=("*.mlp.gate_proj",)))
+    assert [f.code for f in found.findings if f.severity == "error"] == ["sides-modules"]
 
 
 def test_a_missing_correction_is_a_note():
@@ -212,4 +219,4 @@ def test_the_packages_public_name_goes_on_being_callable():
 
     for _ in range(2):  # a submodule of the same name must not take its place after the first use
         assert nemo_fp8.check(train=Precision(), rollout=Precision()).agrees
-        importlib.import_module("nemo_fp8.contract.agreement")
+        importlib.import_module("nemo_fp8.preflight.agreement")

@@ -13,7 +13,7 @@ How grave a finding is: an ``error`` cannot be written as one contract, being tw
 An ``info`` costs nothing, or as little as underflow does. So the two sides agree where nothing is graver than an info,
 and :func:`join` makes one contract of them where nothing is an error.
 
-The costs are distances in norm, relative to the weights, measured on Gaussian BF16 weights; ``tests/render`` measures
+The costs are distances in norm, relative to the weights, measured on Gaussian BF16 weights; ``tests/preflight`` measures
 them again. A model's own underflow is counted by :func:`nemo_fp8.mismatch.sides_apart`.
 """
 
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
+from nemo_fp8.models.names import names_what_is_kept_anyway
 from nemo_fp8.moved import renamed
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
@@ -44,8 +45,6 @@ _ROLLOUT = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_g
 _TOPICS = {"weight": "weights", "input": "activations"}
 # How ``--json`` has called the severities here since 0.1.
 _IN_JSON = {"error": "conflict", "warning": "difference", "info": "note"}
-# Modules that Megatron trains in the compute dtype whatever the contract says; see ``explain``.
-_NEVER_FP8 = ("router", "mlp.gate", "embed", "lm_head", "output_layer", "norm")
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ def _layers(train: Precision, rollout: Precision) -> Iterator[Problem]:
 def _kept(train: Precision, rollout: Precision) -> Iterator[Problem]:
     if not (_says(train, "keep", "train") and _says(rollout, "keep", "rollout")):
         return
-    only_here = {p for p in {*train.keep} ^ {*rollout.keep} if not any(word in p for word in _NEVER_FP8)}
+    only_here = {pattern for pattern in {*train.keep} ^ {*rollout.keep} if not names_what_is_kept_anyway(pattern)}
     if only_here:
         yield finding("sides-modules", "modules", compute=train.compute.upper(), names=", ".join(sorted(only_here)))
 
