@@ -9,7 +9,8 @@ NAME, LINE = "nemo_fp8_hook.pth", "import nemo_fp8_hook; nemo_fp8_hook.register(
 
 
 class BuildPth(Command):
-    """A step of ``build``. A wheel takes what lies in ``build_lib``; an editable install leaves that out, and takes ``install_lib``."""
+    """A step of ``build``. A wheel takes what lies in ``build_lib``; an editable install leaves that out, and takes
+    ``install_lib``."""
 
     editable_mode = False  # set by setuptools
 

@@ -1,19 +1,21 @@
 #!/usr/bin/env python
-"""Every Triton program that our code can launch, compiled without a GPU, with Triton's own ptxas; and what its instructions allow.
+"""Every Triton program that our code can launch, compiled without a GPU, with Triton's own ptxas; and what its
+instructions allow.
 
     .venv-rollout/bin/python benchmarks/compile_kernels.py             the table of what was compiled
     .venv-rollout/bin/python benchmarks/compile_kernels.py --write     into docs/benchmarks/triton.md and triton.json
 
-The list is `cuda.variants()`: launches, made by the functions that make all launches. Triton's `warmup` compiles them as a launch
-would, for a GPU that a small driver names (`Named`). Registers and stack are read from the machine code (`cuobjdump`), the width of
-loads and stores and the FP8 conversion from PTX, and instructions from SASS (`nvdisasm`).
+The list is `cuda.variants()`: launches, made by the functions that make all launches. Triton's `warmup` compiles them
+as a launch would, for a GPU that a small driver names (`Named`). Registers and stack are read from the machine code
+(`cuobjdump`), the width of loads and stores and the FP8 conversion from PTX, and instructions from SASS (`nvdisasm`).
 
 The bound on a kernel's time is computed, and never measured:
 
     time <= max( instructions of a pipe / what the pipe starts in a second,  bytes / what the memory moves in a second )
 
-with each instruction of a program counted once, both sides of every branch among them, and a loop as often as it runs. What the
-page lists as left out comes on top: it bounds what the instructions and the bytes need, and not a latency that nothing hides.
+with each instruction of a program counted once, both sides of every branch among them, and a loop as often as it runs.
+What the page lists as left out comes on top: it bounds what the instructions and the bytes need, and not a latency that
+nothing hides.
 """
 
 from __future__ import annotations
@@ -41,11 +43,15 @@ PAGE = Path(__file__).parents[1] / "docs/benchmarks/triton.md"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 TARGETS = (90, 100, 120)
 
-# Lanes that an SM starts in a clock: the CUDA programming guide's table of arithmetic throughput for 9.0 and 10.0. What it does not
-# list is taken at the lowest rate of its kind: F2FP at that of conversions on the slowest architecture, comparisons as integers.
+# Lanes that an SM starts in a clock: the CUDA programming guide's table of arithmetic throughput for 9.0 and 10.0. What
+# it does not list is taken at the lowest rate of its kind: F2FP at that of conversions on the slowest architecture,
+# comparisons as integers.
 PIPES = {
     "issue": (128, r"."),
-    "integers, comparisons": (64, r"I(ADD|SETP|MNMX|ABS)|LOP|SHF|SEL|FSEL|FSETP|FMNMX|VI|PRMT|LEA|PLOP|P2R|R2P|BMSK|SGXT|FLO|POPC"),
+    "integers, comparisons": (
+        64,
+        r"I(ADD|SETP|MNMX|ABS)|LOP|SHF|SEL|FSEL|FSETP|FMNMX|VI|PRMT|LEA|PLOP|P2R|R2P|BMSK|SGXT|FLO|POPC",
+    ),
     "conversions": (16, r"F2F|F2I|I2F|F2FP|I2FP"),
     "special functions": (16, r"MUFU"),
     "FP64": (64, r"D(ADD|MUL|FMA|SETP)"),
@@ -117,7 +123,11 @@ class Named:
 def compile_launch(name: str, launch: cuda.Launch, capability: int, sass: bool = False, **options: Any) -> Compiled:
     """Compile what a launch would, for a GPU of that compute capability."""
     triton.runtime.driver.set_active(Named(capability))
-    constants = {**launch.constants, "HARDWARE": capability >= 89, **{k: v for k, v in options.items() if k in launch.constants}}
+    constants = {
+        **launch.constants,
+        "HARDWARE": capability >= 89,
+        **{k: v for k, v in options.items() if k in launch.constants},
+    }
     options = {k: v for k, v in options.items() if k not in launch.constants}
     kernel = getattr(triton_kernels, launch.kernel)
     made = kernel.warmup(*launch.arguments, grid=(launch.programs,), **constants, num_warps=launch.warps, **options)
@@ -173,7 +183,8 @@ def _widths(ptx: str, kind: str) -> dict[int, int]:
 
 
 def _executed(cubin: bytes, strips: int, loads: int) -> tuple[dict[str, float], int]:
-    """Instructions by pipe, those of a loop over strips as often as it runs, which its wide loads tell: ``loads`` are those of a strip."""
+    """Instructions by pipe, those of a loop over strips as often as it runs, which its wide loads tell: ``loads`` are
+    those of a strip."""
     text = _tool("nvdisasm", cubin, "-ndf", "-c")
     labels, lines = {}, []
     for line in text.splitlines():
@@ -211,7 +222,9 @@ def start_all(
     """Begin to compile every program for every target."""
     names = [name for name, _ in cuda.variants()]
     return {
-        (name, target): pool.submit(_compile_by_number, number, target, sass) for target in targets for number, name in enumerate(names)
+        (name, target): pool.submit(_compile_by_number, number, target, sass)
+        for target in targets
+        for number, name in enumerate(names)
     }
 
 
@@ -228,7 +241,10 @@ def processes(cache: str, workers: int | None = None) -> concurrent.futures.Proc
 def bound(made: Compiled, gpu: Gpu) -> tuple[float, str, float]:
     """Seconds for an element that the slowest pipe needs at most, which it is, and seconds that its bytes need."""
     elements = made.values * made.strips
-    needs = {pipe: made.executed[pipe] / elements / (lanes * gpu.processors * gpu.clock) for pipe, (lanes, _) in PIPES.items()}
+    needs = {
+        pipe: made.executed[pipe] / elements / (lanes * gpu.processors * gpu.clock)
+        for pipe, (lanes, _) in PIPES.items()
+    }
     slowest = max(needs, key=lambda pipe: needs[pipe])
     return needs[slowest], slowest, (made.source_bits + made.result_bits) / 8 / gpu.bandwidth
 
@@ -237,7 +253,11 @@ def bound(made: Compiled, gpu: Gpu) -> tuple[float, str, float]:
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(heads) + " |", "|" + "---|" + "---:|" * (len(heads) - 1), *("| " + " | ".join(row) + " |" for row in rows)]
+    return [
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" + "---:|" * (len(heads) - 1),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
 
 
 def tell(made: list[Compiled]) -> str:
@@ -247,29 +267,41 @@ def tell(made: list[Compiled]) -> str:
         "",
         "Written by `benchmarks/compile_kernels.py --write`; do not edit.",
         "",
-        f"Triton {triton.__version__} with its own ptxas. `kernels/cuda.py` can ask for {len(list(cuda.variants()))} programs; "
+        f"Triton {triton.__version__} with its own ptxas. `kernels/cuda.py` can ask for {len(list(cuda.variants()))} "
+        "programs; "
         f"{len({m.name for m in made})} are here, compiled for {', '.join(f'sm_{t}' for t in TARGETS)}. "
-        "`tests/numerics/test_kernels_compiled.py` compiles all of them in every run of the suite, and fails for a spilled register, "
-        "for loads or stores of less than 128 bits where the launch found everything aligned, and where the FP8 conversion is not the "
+        "`tests/numerics/test_kernels_compiled.py` compiles all of them in every run of the suite, and fails for a "
+        "spilled register, "
+        "for loads or stores of less than 128 bits where the launch found everything aligned, and where the FP8 "
+        "conversion is not the "
         "hardware's.",
         "",
         f"Of {len(made)} compilations, {sum(bool(m.spilled) for m in made)} spill.",
         "",
         "## The bound on paper",
         "",
-        "**Computed from instructions and bytes, not measured.** The time of the busiest pipe of an SM beside the time that the bytes need "
-        "at the memory's full rate, the copy limit, for BF16 and E4M3 where rows are aligned. A share of 100% says that the bytes take "
+        "**Computed from instructions and bytes, not measured.** The time of the busiest pipe of an SM beside the "
+        "time that the bytes need "
+        "at the memory's full rate, the copy limit, for BF16 and E4M3 where rows are aligned. A share of 100% says "
+        "that the bytes take "
         "longer than the instructions: then the kernel can run at the speed of a copy, if enough loads are in flight.",
         "",
         *(
-            f"- {g.name}: {g.processors} SMs at {g.clock / 1e9:.3f} GHz, {g.bandwidth / 1e12:.2f} TB/s, code for sm_{g.capability}."
+            f"- {g.name}: {g.processors} SMs at {g.clock / 1e9:.3f} GHz, {g.bandwidth / 1e12:.2f} TB/s, code for "
+            f"sm_{g.capability}."
             for g in GPUS
         ),
-        "- Lanes that an SM starts in a clock: " + ", ".join(f"{pipe} {lanes}" for pipe, (lanes, _) in PIPES.items()) + ".",
-        "- Every instruction is counted once, both sides of a branch among them (a program holds the FP32 and the E8M0 rules, and the "
-        "slow path of each division), and a loop over strips as often as it runs. So the busiest pipe needs at most this long.",
-        "- Left out: latencies that too few loads in flight do not hide, barriers, bank conflicts, sectors of the cache that a warp's "
-        "vectors touch twice, what strips read again from the cache, the last wave of programs, launching, clocks under a power limit, "
+        "- Lanes that an SM starts in a clock: "
+        + ", ".join(f"{pipe} {lanes}" for pipe, (lanes, _) in PIPES.items())
+        + ".",
+        "- Every instruction is counted once, both sides of a branch among them (a program holds the FP32 and the "
+        "E8M0 rules, and the "
+        "slow path of each division), and a loop over strips as often as it runs. So the busiest pipe needs at most "
+        "this long.",
+        "- Left out: latencies that too few loads in flight do not hide, barriers, bank conflicts, sectors of the "
+        "cache that a warp's "
+        "vectors touch twice, what strips read again from the cache, the last wave of programs, launching, clocks "
+        "under a power limit, "
         "bytes of scales and of statistics. A copy itself reaches some 90% of the memory's rate.",
         "",
     ]
@@ -290,12 +322,20 @@ def tell(made: list[Compiled]) -> str:
                 ]
             )
         shown = [f"{r} x {c}, µs" for r, c in SHAPES]
-        heads = ["program", "instructions an element", "limit", "of the copy limit, at least", *shown, f"copy limit of {shown[-1]}"]
+        heads = [
+            "program",
+            "instructions an element",
+            "limit",
+            "of the copy limit, at least",
+            *shown,
+            f"copy limit of {shown[-1]}",
+        ]
         out += [f"### {gpu.name}", "", *_table(heads, rows), ""]
     out += [
         "## Every program",
         "",
-        "What one thread has: its registers (`252 + 4 spilled` where they do not fit), its loads and stores by their width in bits, and "
+        "What one thread has: its registers (`252 + 4 spilled` where they do not fit), its loads and stores by their "
+        "width in bits, and "
         "how many of its values the hardware converts to or from FP8.",
         "",
     ]
@@ -308,7 +348,10 @@ def tell(made: list[Compiled]) -> str:
         rows.append(
             [
                 name, str(first.warps), f"{first.values} x {first.strips}",
-                *(f"{found[t].registers}" + (f" + {found[t].spilled} spilled" if found[t].spilled else "") for t in TARGETS),
+                *(
+                f"{found[t].registers}" + (f" + {found[t].spilled} spilled" if found[t].spilled else "")
+                for t in TARGETS
+            ),
                 _moved(first.loads), _moved(first.stores),
                 f"{min(first.values, first.conversions)} of {first.values}" if first.converts else "none to do",
             ]
@@ -332,11 +375,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the page and its record")
     given = parser.parse_args()
-    timed = {name for name, _ in cuda.variants() if "unaligned" not in name and re.search("bfloat16 to e4m3|e4m3 to bf|amax of bf", name)}
+    timed = {
+        name
+        for name, _ in cuda.variants()
+        if "unaligned" not in name and re.search("bfloat16 to e4m3|e4m3 to bf|amax of bf", name)
+    }
     with tempfile.TemporaryDirectory() as cache, processes(cache) as pool:
         names = [name for name, _ in cuda.variants()]
         started = [
-            pool.submit(_compile_by_number, number, target, name in timed) for target in TARGETS for number, name in enumerate(names)
+            pool.submit(_compile_by_number, number, target, name in timed)
+            for target in TARGETS
+            for number, name in enumerate(names)
         ]
         made = [future.result() for future in started]
     page = tell(made)

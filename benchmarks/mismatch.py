@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/mismatch.py --seeds 300
 
-Each seed is a model of its own, with prompts of its own. The engine is the emulation in a third arithmetic (FP16), which
-neither side of the prediction uses. ``others`` judges other prompts than the predicted ones, by the distance alone;
-``same`` judges the predicted ones, by distance and residual. Faults are put into the weights before they are quantized.
+Each seed is a model of its own, with prompts of its own. The engine is the emulation in a third arithmetic (FP16),
+which neither side of the prediction uses. ``others`` judges other prompts than the predicted ones, by the distance
+alone; ``same`` judges the predicted ones, by distance and residual. Faults are put into the weights before they are
+quantized.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def main() -> None:
                 print(f"| {fault} | {' | '.join(f'{100 * row[c]:.1f}' for c in columns)} |", flush=True)
     if args.out:
         args.out.write_text(
-            json.dumps({"arguments": {k: v for k, v in vars(args).items() if k != "out"}, "fired": results}, indent=1) + "\n"
+            json.dumps({"arguments": {k: v for k, v in vars(args).items() if k != "out"}, "fired": results}, indent=1)
+            + "\n"
         )
 
 

@@ -2,9 +2,9 @@
 
     share = median over rounds of (time of the yardstick / time of the way, right after it)
 
-All ways take turns, round after round, each on another piece of memory, more of them than caches hold. Pairs in which the
-operating system took a processor away from this process are thrown away, unless none is left. The trade-off: every way is
-measured with its yardstick, which doubles the time of a run, and only ratios within one run mean anything.
+All ways take turns, round after round, each on another piece of memory, more of them than caches hold. Pairs in which
+the operating system took a processor away from this process are thrown away, unless none is left. The trade-off: every
+way is measured with its yardstick, which doubles the time of a run, and only ratios within one run mean anything.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def memcpy_in_parts(threads: int) -> Callable[[Place], Any] | None:
 
 @contextlib.contextmanager
 def tensors_from_the_system(device: str) -> Iterator[None]:
-    """Inside, every large tensor is memory that the process has never had: glibc keeps nothing back of what is freed."""
+    """Inside, every large tensor is memory that the process has never had: glibc keeps nothing back of what is
+    freed."""
     threshold, least, most = -3, 1 << 20, 1 << 25  # M_MMAP_THRESHOLD, and what glibc moves it up to by itself
     libc = ctypes.CDLL(None) if device == "cpu" and sys.platform == "linux" else None
     if libc:

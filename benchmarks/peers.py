@@ -1,4 +1,5 @@
-"""Other people's ways to make FP8 blocks and to read them, each as its authors write it, for benchmarks to run beside ours.
+"""Other people's ways to make FP8 blocks and to read them, each as its authors write it, for benchmarks to run beside
+ours.
 
 NeMo RL's algorithm is written anew after what its code does; torchao is called, where it is installed.
 """
@@ -19,7 +20,8 @@ Ways = dict[str, Callable[[], Any]]
 
 
 def padded_eager(x: torch.Tensor, power_of_2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """NeMo RL's algorithm, written anew: pad with the last element, bring each block together, scale it, put it back."""
+    """NeMo RL's algorithm, written anew: pad with the last element, bring each block together, scale it, put it
+    back."""
     rows, cols = x.shape
     down, right = -rows % 128, -cols % 128
     if down or right:

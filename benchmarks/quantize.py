@@ -16,8 +16,8 @@ thread, the fastest copy that we know on such a machine. Only ratios within one 
 round after round, each on another piece of memory, more of them than caches hold; and each is timed right after its
 yardstick. A share is the median of these neighbours' ratios, and GB/s come from the median time. Pairs in which the
 operating system took a processor away from this process are thrown away (unless none is left), so that a machine that
-others use too gives the same shares, only from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy with
-everything the processor has.
+others use too gives the same shares, only from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy
+with everything the processor has.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def ways_to_copy(device: str) -> tuple[Pairs, Pairs]:
     return there, {"copy/new": (clone, clone)}
 
 
-def add_quantizing(name: str, tile: tuple[int, int] | None, kind: str, x: torch.Tensor, there: Pairs, new: Pairs) -> None:
+def add_quantizing(
+    name: str, tile: tuple[int, int] | None, kind: str, x: torch.Tensor, there: Pairs, new: Pairs
+) -> None:
     scale = torch.tensor(37.0, device=x.device) if tile is None else None
 
     def run(x: torch.Tensor, statistics: bool, out: Any) -> Any:
@@ -109,7 +111,10 @@ def add_quantizing(name: str, tile: tuple[int, int] | None, kind: str, x: torch.
 
 def add_decoding(name: str, tile: tuple[int, int], x: torch.Tensor, there: Pairs, new: Pairs) -> None:
     scale_inv = require(kernels.quantize(x, tile, "e4m3", "fp32"))[1]
-    there[f"{name}/there"] = (lambda p: require(kernels.decode(p.codes, scale_inv, tile, torch.bfloat16, p.values)), copy)
+    there[f"{name}/there"] = (
+        lambda p: require(kernels.decode(p.codes, scale_inv, tile, torch.bfloat16, p.values)),
+        copy,
+    )
     new[f"{name}/new"] = (lambda p: require(kernels.decode(p.codes, scale_inv, tile, torch.bfloat16, None)), clone)
 
 
@@ -142,7 +147,8 @@ def build_for(isa: str) -> None:
 
 
 def peak_memory(shape: tuple[int, int]) -> dict[str, float]:
-    """What quantizing adds to a process's resident memory at its highest, as a share of the BF16 source, in a process of its own."""
+    """What quantizing adds to a process's resident memory at its highest, as a share of the BF16 source, in a process
+    of its own."""
     command = [sys.executable, "-W", "ignore", __file__, "--memory-of"]
     shares = {}
     for name in ("kernel", "kernel with statistics", "kernel into memory that is there", "NeMo RL's algorithm, eager"):
@@ -153,7 +159,11 @@ def peak_memory(shape: tuple[int, int]) -> dict[str, float]:
 
 def memory_of(way: str, rows: int, cols: int) -> float:
     def run(x: torch.Tensor, out: Any = None) -> Any:
-        return padded_eager(x) if "NeMo" in way else kernels.quantize(x, (128, 128), "e4m3", "fp32", "te", "statistics" in way, out=out)
+        return (
+            padded_eager(x)
+            if "NeMo" in way
+            else kernels.quantize(x, (128, 128), "e4m3", "fp32", "te", "statistics" in way, out=out)
+        )
 
     run(torch.ones(256, 256, dtype=torch.bfloat16))
     x = torch.empty(rows, cols, dtype=torch.bfloat16).normal_()
@@ -188,7 +198,8 @@ def machine(device: str) -> dict[str, str]:
         "versions": f"nemo_fp8 {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "command": f"python benchmarks/quantize.py {' '.join(sys.argv[1:])}",
         "scheduling": f"policy {os.sched_getscheduler(0)} (0: as any process, 1: real time), niceness {os.nice(0)}",
-        "load": f"{os.getloadavg()[0]:.1f} processes on {os.cpu_count()} processors in the minute before, others' among them",
+        "load": f"{os.getloadavg()[0]:.1f} processes on {os.cpu_count()} processors in the minute before, others' "
+        "among them",
     }
 
 
@@ -205,12 +216,15 @@ def tables(result: dict[str, Any]) -> list[str]:
 
     kept = sum(not p.disturbed for found in pairs.values() for p in found) / sum(map(len, pairs.values()))
     out = [f"## {rows} x {cols}", ""]
-    out += [f"A plain copy: {speed('copy/new')} GB/s to a new tensor, {speed('copy/there')} GB/s into memory that is there"]
+    out += [
+        f"A plain copy: {speed('copy/new')} GB/s to a new tensor, {speed('copy/there')} GB/s into memory that is there"
+    ]
     out[-1] += f", {speed('copy/memcpy')} GB/s by memcpy. " if memcpy else ". "
     out[-1] += f"Pairs: {len(pairs['copy/there'])} for each way; {kept:.0%} of all were undisturbed."
     out += [
         "",
-        "| | new tensor, GB/s | of a clone | memory that is there, GB/s | of a copy | of memcpy | with statistics, GB/s | of a copy |",
+        "| | new tensor, GB/s | of a clone | memory that is there, GB/s | of a copy | of memcpy | with statistics, "
+        "GB/s | of a copy |",
     ]
     out += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
     for name in dict.fromkeys(key.split("/")[0] for key in pairs if not key.startswith("copy")):
@@ -219,7 +233,12 @@ def tables(result: dict[str, Any]) -> list[str]:
         out.append(f"| {name} | {' | '.join([*cells, speed(counted), shares(counted)])} |")
     out.append("")
     for title, times in result.get("peers", {}).items():
-        out += [f"### {title}, to a new tensor", "", "| way | ms | GB/s | slower than nemo_fp8 |", "|---|---:|---:|---:|"]
+        out += [
+            f"### {title}, to a new tensor",
+            "",
+            "| way | ms | GB/s | slower than nemo_fp8 |",
+            "|---|---:|---:|---:|",
+        ]
         for name, t in times.items():
             out.append(f"| {name} | {t * 1e3:.1f} | {elements * BYTES / t / 1e9:.1f} | {t / times['nemo_fp8']:.1f}x |")
         out.append("")
@@ -227,7 +246,12 @@ def tables(result: dict[str, Any]) -> list[str]:
 
 
 def page(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str, float], isa: str) -> str:
-    out = [OTHER.format(isa=isa) if isa else "# Quantizing at memory speed", "", "Written by `benchmarks/quantize.py`; do not edit.", ""]
+    out = [
+        OTHER.format(isa=isa) if isa else "# Quantizing at memory speed",
+        "",
+        "Written by `benchmarks/quantize.py`; do not edit.",
+        "",
+    ]
     out += [f"- {key}: {value}" for key, value in about.items()] + [""]
     if not isa:
         out += [(__doc__ or "").split("\n\n")[-1].strip().replace("\n", " "), ""]
@@ -237,10 +261,13 @@ def page(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str,
         out += [
             "## Memory",
             "",
-            "The most that a call adds to the process's resident memory, codes included, as a share of the BF16 source:",
+            "The most that a call adds to the process's resident memory, codes included, as a share of the BF16 "
+            "source:",
             "",
         ]
-        out += ["| way | share |", "|---|---:|"] + [f"| {name} | {share:.2f} |" for name, share in memory.items()] + [""]
+        out += (
+            ["| way | share |", "|---|---:|"] + [f"| {name} | {share:.2f} |" for name, share in memory.items()] + [""]
+        )
     out += ["Reproduce it:", "", f"    {about['command']}", ""] if isa else []
     return "\n".join(out)
 
@@ -262,9 +289,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers there as well")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", default="", metavar="TEXT", help="only operations whose names contain it: no peers, no memory")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only operations whose names contain it: no peers, no memory"
+    )
     parser.add_argument("--rounds", type=int, default=0, help="how many turns each way has")
-    parser.add_argument("--isa", default="", choices=("", *build.OTHERS), help="build our kernels for that, whatever the processor has")
+    parser.add_argument(
+        "--isa", default="", choices=("", *build.OTHERS), help="build our kernels for that, whatever the processor has"
+    )
     parser.add_argument("--memory-of", nargs=3, metavar=("WAY", "ROWS", "COLS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -288,7 +319,9 @@ def main() -> None:
     text = page(about, results, memory, options.isa)
     print(text)
     if options.json:
-        options.json.write_text(json.dumps({"about": about, "results": results, "memory": memory}, indent=1, default=vars))
+        options.json.write_text(
+            json.dumps({"about": about, "results": results, "memory": memory}, indent=1, default=vars)
+        )
     if options.write and not options.only:
         PAGE.parent.mkdir(parents=True, exist_ok=True)
         PAGE.write_text(merged(PAGE.read_text() if PAGE.exists() else "", text, options.isa))

@@ -2,10 +2,11 @@
 
 Only ratios within one run mean anything. One engine in FP8 and one in BF16 hold the same model, and pushes to them take
 turns; the best of each counts. The wall clock is what a trainer waits. A push keeps three processes busy (the sender
-fills one buffer while the worker reads the other, and vLLM's EngineCore spins while it waits), so on a machine with
-few processors, or a busy one, the processor time of the sender and of the worker is told beside it. vLLM's own reload reads the same
-checkpoint from disk in the worker, through the same quantization method. The copy limit is that of a plain torch copy of
-as many bytes as the tensors have. Extra memory is what the high-water marks of the sender and of the worker rise by.
+fills one buffer while the worker reads the other, and vLLM's EngineCore spins while it waits), so on a machine with few
+processors, or a busy one, the processor time of the sender and of the worker is told beside it. vLLM's own reload reads
+the same checkpoint from disk in the worker, through the same quantization method. The copy limit is that of a plain
+torch copy of as many bytes as the tensors have. Extra memory is what the high-water marks of the sender and of the
+worker rise by.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def main() -> None:
         size = sum(t.nbytes for t in tensors[0].values())
         runs: dict[str, list[dict[str, float]]] = {}
         starts, running, last = {}, {}, {}
-        for kind, arguments in (("FP8", engines.fp8()), ("BF16", {"worker_extension_cls": engines.fp8()["worker_extension_cls"]})):
+        for kind, arguments in (
+            ("FP8", engines.fp8()),
+            ("BF16", {"worker_extension_cls": engines.fp8()["worker_extension_cls"]}),
+        ):
             others, start = workers(), time.perf_counter()
             running[kind] = engines.start(paths[0], **arguments)
             starts[kind] = time.perf_counter() - start
@@ -127,7 +131,9 @@ def main() -> None:
         "copy_seconds": min(copies),
         "chunk_bytes": last["FP8"].receipt.chunk_bytes,
         "best": {name: {key: min(one[key] for one in rounds) for key in rounds[0]} for name, rounds in runs.items()},
-        "worst_extra": {name: max(one["extra_sender"] + one["extra_worker"] for one in rounds) for name, rounds in runs.items()},
+        "worst_extra": {
+            name: max(one["extra_sender"] + one["extra_worker"] for one in rounds) for name, rounds in runs.items()
+        },
     }
     text = page(result)
     print(text)
@@ -148,7 +154,11 @@ def page(result: dict[str, Any]) -> str:
     rows = (
         ("FP8 push over BF16 push, wall clock", "at most 1.2", f"{fp8['wall'] / bf16['wall']:.2f}"),
         ("FP8 push over BF16 push, processor time", "", f"{fp8['processor'] / bf16['processor']:.2f}"),
-        ("engine start over FP8 push, wall clock", "at least 50", f"{result['start_seconds']['FP8'] / fp8['wall']:.0f}"),
+        (
+            "engine start over FP8 push, wall clock",
+            "at least 50",
+            f"{result['start_seconds']['FP8'] / fp8['wall']:.0f}",
+        ),
         ("FP8 push, of the copy limit", "", f"{result['copy_seconds'] / fp8['wall']:.0%}"),
         (
             "most extra memory, sender and worker together",
@@ -158,7 +168,10 @@ def page(result: dict[str, Any]) -> str:
     )
     out += [f"| {' | '.join(row)} |" for row in rows]
     out += ["", "| | wall, s | processor, s | GB/s of BF16 |", "|---|---:|---:|---:|"]
-    out += [f"| {name} | {one['wall']:.3f} | {one['processor']:.2f} | {size / one['wall'] / 1e9:.2f} |" for name, one in best.items()]
+    out += [
+        f"| {name} | {one['wall']:.3f} | {one['processor']:.2f} | {size / one['wall'] / 1e9:.2f} |"
+        for name, one in best.items()
+    ]
     out += [f"| a plain copy | {result['copy_seconds']:.3f} | | {size / result['copy_seconds'] / 1e9:.2f} |"]
     out += [f"| engine start, FP8 | {result['start_seconds']['FP8']:.1f} | | |", ""]
     return "\n".join(out)

@@ -4,13 +4,13 @@
     python benchmarks/train.py processors --results FILE [--steps 6]
     python benchmarks/train.py loss --results FILE [--steps 300] [--seeds 1,2,3]
 
-``speed`` alternates BF16 and FP8 steps of one model in one process, so that whatever else the machine does falls on both: a step
-in BF16, the same step under each recipe, and so on; the figure is the median of the ratios of neighbours. FP8 primary weights
-are off, since the BF16 steps use the same weights. Time is that of one thread on the processor, so that a busy machine counts
-less. ``--json`` prints ``{"isa": ..., "rows": [{"model", "recipe", "ms", "ratio"}]}``. ``processors`` does so with the instructions
-that oneDNN and torch may use capped, and adds BF16 steps with torch's own BF16 products, as they were without
-``nemo_fp8.numerics.bf16``. ``loss`` trains tiny_llama on two ranks under every recipe and seed, and adds each run to FILE as soon as it
-is done, so that it may be ended and started again.
+``speed`` alternates BF16 and FP8 steps of one model in one process, so that whatever else the machine does falls on
+both: a step in BF16, the same step under each recipe, and so on; the figure is the median of the ratios of neighbours.
+FP8 primary weights are off, since the BF16 steps use the same weights. Time is that of one thread on the processor, so
+that a busy machine counts less. ``--json`` prints ``{"isa": ..., "rows": [{"model", "recipe", "ms", "ratio"}]}``.
+``processors`` does so with the instructions that oneDNN and torch may use capped, and adds BF16 steps with torch's own
+BF16 products, as they were without ``nemo_fp8.numerics.bf16``. ``loss`` trains tiny_llama on two ranks under every
+recipe and seed, and adds each run to FILE as soon as it is done, so that it may be ended and started again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def loss(results: Path, steps: int, seeds: list[int]) -> None:
                 continue
             outcome = run_trial(Trial("tiny_llama", preset(name), steps=steps, seed=seed))
             last = outcome.losses[-steps // 10 :]
-            done.append({"seed": seed, "precision": name, "steps": steps, "loss": mean(last), "seconds": sum(outcome.seconds)})
+            done.append(
+                {"seed": seed, "precision": name, "steps": steps, "loss": mean(last), "seconds": sum(outcome.seconds)}
+            )
             results.write_text(json.dumps(done, indent=1))
             print(done[-1], flush=True)
     print(loss_table(done))
@@ -58,7 +60,10 @@ def loss(results: Path, steps: int, seeds: list[int]) -> None:
 def loss_table(rows: list[dict[str, Any]]) -> str:
     seeds = sorted({row["seed"] for row in rows})
     found = {(row["precision"], row["seed"]): row["loss"] for row in rows}
-    lines = ["| precision | " + " | ".join(f"seed {s}" for s in seeds) + " | mean gap |", "|---" * (len(seeds) + 2) + "|"]
+    lines = [
+        "| precision | " + " | ".join(f"seed {s}" for s in seeds) + " | mean gap |",
+        "|---" * (len(seeds) + 2) + "|",
+    ]
     for name in dict.fromkeys(row["precision"] for row in rows):
         gaps = [100 * (found[name, s] / found["bf16_mixed", s] - 1) for s in seeds if (name, s) in found]
         cells = [f"{found[name, s]:.4f} ({g:+.2f}%)" for s, g in zip(seeds, gaps, strict=False)]
@@ -89,7 +94,9 @@ def speed(model: str, steps: int, torchao: str | None, own: bool, results: Path 
     rows = []
     for kind, mine in seconds.items():
         ratio = median(a / b for a, b in zip(mine, seconds[None], strict=True))
-        rows.append({"model": model, "recipe": kind or "bf16", "ms": round(1000 * median(mine), 1), "ratio": round(ratio, 2)})
+        rows.append(
+            {"model": model, "recipe": kind or "bf16", "ms": round(1000 * median(mine), 1), "ratio": round(ratio, 2)}
+        )
     if results:
         results.write_text(json.dumps({row["recipe"]: {"ms": row["ms"], "ratio": row["ratio"]} for row in rows}))
     if as_json:
@@ -105,13 +112,26 @@ def speed(model: str, steps: int, torchao: str | None, own: bool, results: Path 
 
 
 def processors(results: Path, steps: int) -> None:
-    """The same for tiny_llama with fewer and fewer instructions, each in a process of its own, as a JSON file and a table."""
+    """The same for tiny_llama with fewer and fewer instructions, each in a process of its own, as a JSON file and a
+    table."""
     found = {}
     for name, environment in PROCESSORS.items():
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "speed.json")
-            command = [sys.executable, __file__, "speed", "--model", "tiny", "--steps", str(steps), "--own", "--results", str(file)]
-            # torch's compiled kernels for one processor end a process on another, and its cache does not tell them apart.
+            command = [
+                sys.executable,
+                __file__,
+                "speed",
+                "--model",
+                "tiny",
+                "--steps",
+                str(steps),
+                "--own",
+                "--results",
+                str(file),
+            ]
+            # torch's compiled kernels for one processor end a process on another, and its cache does not tell them
+            # apart.
             alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": folder}
             subprocess.run(command, env=os.environ | environment | alone, check=True)
             found[name] = json.loads(file.read_text())
@@ -121,7 +141,10 @@ def processors(results: Path, steps: int) -> None:
 
 def processors_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
     names = list(dict.fromkeys(name for rows in found.values() for name in rows))
-    lines = ["| instructions | " + " | ".join({"bf16": "BF16"}.get(n, n) for n in names) + " |", "|---" * (len(names) + 1) + "|"]
+    lines = [
+        "| instructions | " + " | ".join({"bf16": "BF16"}.get(n, n) for n in names) + " |",
+        "|---" * (len(names) + 1) + "|",
+    ]
     for processor, rows in found.items():
         cells = [f"{rows[n]['ms']:.0f} ms" + ("" if n == "bf16" else f" ({rows[n]['ratio']:.2f})") for n in names]
         lines.append(f"| {processor} | " + " | ".join(cells) + " |")
@@ -144,7 +167,12 @@ def alternate(model: str, steps: int, kinds: list[str | None]) -> dict[str | Non
     config.hidden_size, config.ffn_hidden_size, config.num_layers, config.seq_length = hidden, ffn, layers, sequence
     config.num_attention_heads, config.num_query_groups = hidden // 64, hidden // 128
     recipe.data.seq_length, recipe.data.micro_batch_size, recipe.data.global_batch_size = sequence, micro, micro
-    recipe.trainer.enable_checkpointing, recipe.log.ckpt, recipe.log.tensorboard, recipe.resume = False, None, None, None
+    recipe.trainer.enable_checkpointing, recipe.log.ckpt, recipe.log.tensorboard, recipe.resume = (
+        False,
+        None,
+        None,
+        None,
+    )
     train = fdl.build(recipe)
     trainer = train.keywords["trainer"]
     turns = _alternate(kinds)

@@ -1,4 +1,5 @@
-"""The demo's last part, in the rollout environment: FP8 vLLM takes the trained weights by a push, and is held against the trainer.
+"""The demo's last part, in the rollout environment: FP8 vLLM takes the trained weights by a push, and is held against
+the trainer.
 
     .venv-rollout/bin/python demo/rollout.py CHECKPOINT LOG_PROBS PRECISION
 
@@ -43,7 +44,10 @@ def log_probs(llm, tokens):
 
     asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     answers = llm.generate([{"prompt_token_ids": row} for row in tokens.tolist()], asked, use_tqdm=False)
-    rows = [[place[token].logprob for place, token in zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True)] for a in answers]
+    rows = [
+        [place[token].logprob for place, token in zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True)]
+        for a in answers
+    ]
     return torch.tensor(rows)
 
 
@@ -60,7 +64,10 @@ def main(folder, file, precision):
     trainer = load_file(file)
     tokens = trainer["tokens"][:, : llm.llm_engine.model_config.max_model_len - 1]  # it wants room for one token more
     pair = LogProbs(trainer["log_probs"][:, : tokens.shape[1] - 1], log_probs(llm, tokens))
-    print("\nMismatch between the trainer's log-probs (Megatron) and the rollout's (vLLM), on stories that neither has learned:")
+    print(
+        "\nMismatch between the trainer's log-probs (Megatron) and the rollout's (vLLM), on stories that neither has "
+        "learned:"
+    )
     for name, value in metrics(pair).items():
         print(f"  {name:<28} {value:.5f}")
     end(llm)

@@ -1,8 +1,9 @@
 """One shape for everything that is said of a setting, a machine or a tensor, and one error type for the whole package.
 
-A person who meets an error at three in the morning needs three sentences, in this order: what is wrong, why, and what to do.
-Every refusal is a :class:`PrecisionError` of :class:`Problem` rows, and every finding of lint, doctor, ``check`` and the gate is
-a :class:`Problem` that nobody has raised, so that the same words serve an exception, a report and ``--json`` output.
+A person who meets an error at three in the morning needs three sentences, in this order: what is wrong, why, and what
+to do. Every refusal is a :class:`PrecisionError` of :class:`Problem` rows, and every finding of lint, doctor, ``check``
+and the gate is a :class:`Problem` that nobody has raised, so that the same words serve an exception, a report and
+``--json`` output.
 
 There is one scale of severity:
 

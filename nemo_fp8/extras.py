@@ -2,8 +2,9 @@
 
     __needs__ = require("numerics")      in a module that users import, before it imports torch
 
-Without it the first import that fails would be the answer ("No module named 'torch'"), which says neither whose it is nor where to get it.
-Only what is not installed is asked for: an import that fails within an installed package, or within ours, is its own error.
+Without it the first import that fails would be the answer ("No module named 'torch'"), which says neither whose it is
+nor where to get it. Only what is not installed is asked for: an import that fails within an installed package, or
+within ours, is its own error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class Extra:
 
 
 _TORCH = ("torch", "numpy", "safetensors")
-_TRAIN = "Run `make setup` in a checkout and use .venv/bin, or pip install --constraint constraints/training.txt 'nemo-fp8[train]'."
+_TRAIN = (
+    "Run `make setup` in a checkout and use .venv/bin, or pip install --constraint constraints/training.txt "
+    "'nemo-fp8[train]'."
+)
 EXTRAS = {
     "numerics": Extra(
         "FP8 arithmetic on tensors",
@@ -75,7 +79,9 @@ def require(name: str) -> str:
     if missing:
         verb = "are" if len(missing) > 1 else "is"
         raise NotInstalled(
-            f"{extra.part} needs {', '.join(missing)}, which {verb} not installed.", f"{extra.why} This is {sys.executable}.", extra.remedy
+            f"{extra.part} needs {', '.join(missing)}, which {verb} not installed.",
+            f"{extra.why} This is {sys.executable}.",
+            extra.remedy,
         )
     return name
 

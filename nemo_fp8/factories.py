@@ -1,15 +1,15 @@
 """Factories: ``bf16_with_fp8_mixed()`` and one for each preset, returning ``run.Config`` of our plugin.
 
-There is one factory body; the presets' table makes the functions, and their types in ``nemo_fp8/__init__.pyi``. Every argument
-of NeMo's plugin is a keyword, under NeMo's name, and so is every field that only our contract has:
+There is one factory body; the presets' table makes the functions, and their types in ``nemo_fp8/__init__.pyi``. Every
+argument of NeMo's plugin is a keyword, under NeMo's name, and so is every field that only our contract has:
 ``bf16_with_fp8_mixed(fp8_margin=1, fp8_params=True)``.
 
-Only what the contract sets is written into the Config, under NeMo's names, so that ``recipe.trainer.plugins.fp8_margin = 1``
-works as with NeMo's own.
+Only what the contract sets is written into the Config, under NeMo's names, so that ``recipe.trainer.plugins.fp8_margin
+= 1`` works as with NeMo's own.
 
-nemo-run finds the factories through the entry-point group ``nemo_run.cli``: ``trainer.plugins=bf16_with_fp8_mixed`` resolves
-on its command line with nothing imported by the user. Lightning annotates that argument ``Precision``, so that is the type
-they are registered under; NeMo's own are registered under the plugin's class, and do not resolve.
+nemo-run finds the factories through the entry-point group ``nemo_run.cli``: ``trainer.plugins=bf16_with_fp8_mixed``
+resolves on its command line with nothing imported by the user. Lightning annotates that argument ``Precision``, so that
+is the type they are registered under; NeMo's own are registered under the plugin's class, and do not resolve.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _factory(name: str, precision: Precision) -> Callable[..., run.Config[MixedP
 
 
 def _heard(make: Callable[..., run.Config[MixedPrecision]]) -> Callable[..., run.Config[MixedPrecision]]:
-    """The factory as nemo-run calls it: nemo-run swallows what a factory raises, so the reason goes to the log as well."""
+    """The factory as nemo-run calls it: nemo-run swallows what a factory raises, so the reason goes to the log as
+    well."""
 
     @functools.wraps(make)
     def heard(**changes: Any) -> run.Config[MixedPrecision]:

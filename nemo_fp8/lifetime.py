@@ -1,19 +1,23 @@
 """Processes that end with the one that started them, whatever ends it: a signal, Ctrl-C, an exception, or SIGKILL.
 
-    with running(["torchrun", ...]) as process: ...             nothing that the command started is left behind the block
-    with watched(): ...                                         the same for what somebody else starts in our name, as Ray does
+    with running(["torchrun", ...]) as process: ...             nothing that the command started is left behind the
+                                                                block
+    with watched(): ...                                         the same for what somebody else starts in our name, as
+                                                                Ray does
     with orderly(): ...                                         SIGTERM and SIGHUP end the block as Ctrl-C does
     python -I -S nemo_fp8/lifetime.py $PPID 5 bash demo.sh      the first of them for a Makefile
 
-Between us and the command stands a small process, the keeper, which has nothing else to do. Several times a second it looks whether
-its parent is still there. It adopts what loses its parent below it (PR_SET_CHILD_SUBREAPER), so that a process cannot leave its sight by
-making a session of its own, as torchrun's ranks do. When its parent is gone, or sends it SIGTERM, it asks the command to end and then
-what is left of it, and after ``patience`` seconds it kills the rest. The rest of a command that ended by itself has as long to follow. If
-somebody kills the keeper, the kernel kills the command (PR_SET_PDEATHSIG).
+Between us and the command stands a small process, the keeper, which has nothing else to do. Several times a second it
+looks whether its parent is still there. It adopts what loses its parent below it (PR_SET_CHILD_SUBREAPER), so that a
+process cannot leave its sight by making a session of its own, as torchrun's ranks do. When its parent is gone, or sends
+it SIGTERM, it asks the command to end and then what is left of it, and after ``patience`` seconds it kills the rest.
+The rest of a command that ended by itself has as long to follow. If somebody kills the keeper, the kernel kills the
+command (PR_SET_PDEATHSIG).
 
-Less does not do: killing the process group misses new sessions; PR_SET_PDEATHSIG reaches children only, and already when the *thread* that
-started them ends; the end of a pipe is held open by whatever was forked off meanwhile. The price is a process of 10 MiB and 30 ms for each
-command. Adoption is Linux's: elsewhere the keeper ends the descendants of the command, and misses those whose parents ended before.
+Less does not do: killing the process group misses new sessions; PR_SET_PDEATHSIG reaches children only, and already
+when the *thread* that started them ends; the end of a pipe is held open by whatever was forked off meanwhile. The price
+is a process of 10 MiB and 30 ms for each command. Adoption is Linux's: elsewhere the keeper ends the descendants of the
+command, and misses those whose parents ended before.
 
 The keeper runs this file by its path and without site-packages: it imports the standard library alone.
 """
@@ -37,7 +41,8 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 @contextmanager
 def running(command: Sequence[str], *, patience: float = PATIENCE, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command while the block lasts. ``options`` are Popen's; the process that is given ends as the command does."""
+    """Run a command while the block lasts. ``options`` are Popen's; the process that is given ends as the command
+    does."""
     # A session of its own: Ctrl-C in a terminal is for us, and we pass it on.
     process = subprocess.Popen([*_keeper(patience), *command], start_new_session=True, **options)
     try:
@@ -49,11 +54,11 @@ def running(command: Sequence[str], *, patience: float = PATIENCE, **options: An
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """If this process ends within the block, everything below it ends too. For Linux, and for a command: a library cannot know what else
-    its process has started.
+    """If this process ends within the block, everything below it ends too. For Linux, and for a command: a library
+    cannot know what else its process has started.
 
-    Who starts processes of its own ends them at the end of the block, and mostly does when this process is killed: Ray's agents outlive it
-    by half a minute.
+    Who starts processes of its own ends them at the end of the block, and mostly does when this process is killed:
+    Ray's agents outlive it by half a minute.
     """
     process = subprocess.Popen(_keeper(PATIENCE), start_new_session=True, stdin=subprocess.DEVNULL)
     try:
@@ -69,7 +74,8 @@ def _keeper(patience: float) -> list[str]:
 
 @contextmanager
 def orderly() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, and then the process, with 128 + the signal's number as its exit code.
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, and then the process, with 128 + the signal's number as its exit
+    code.
 
     What a shell told us to ignore (``nohup``) stays ignored. For the main thread.
     """
@@ -92,7 +98,8 @@ def orderly() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends. For a process whose parent starts it in its main thread."""
+    """Let the kernel kill this process when the thread that started it ends. For a process whose parent starts it in
+    its main thread."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -131,7 +138,9 @@ class _Keeper:
                 deadline = time.monotonic() + self.patience
             if deadline is not None and time.monotonic() > deadline:
                 _send(signal.SIGKILL, _below(os.getpid()))
-            elif orphaned or signal.SIGTERM in self.told:  # the others come from a terminal, and go to the command as well
+            elif (
+                orphaned or signal.SIGTERM in self.told
+            ):  # the others come from a terminal, and go to the command as well
                 wanted = {self.command} if self.ended is None else _below(os.getpid())
                 _send(signal.SIGTERM, wanted - asked)
                 asked |= wanted
@@ -151,7 +160,8 @@ class _Keeper:
 
 
 def _watch(parent: int, patience: float) -> None:
-    """Remember all that is below the parent, and end what of it is left when the parent is gone. Being told to end is enough."""
+    """Remember all that is below the parent, and end what of it is left when the parent is gone. Being told to end is
+    enough."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     known: dict[int, bytes] = {}
     while os.getppid() == parent:
@@ -199,7 +209,9 @@ def _below(root: int) -> set[int]:
 def _parents() -> Iterator[tuple[int, int]]:
     """Map every process of this machine to its parent."""
     if not os.path.isdir("/proc/self"):
-        for line in subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout.splitlines():
+        for line in subprocess.run(
+            ["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True
+        ).stdout.splitlines():
             pid, parent = map(int, line.split())
             yield pid, parent
         return

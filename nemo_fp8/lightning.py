@@ -4,8 +4,8 @@ NeMo's own document puts the FP8 arguments beside the plugin, on the Trainer:
 
     run.Config(nl.Trainer, plugins=bf16_with_fp8_mixed(), **trainer_args, **fp8_args)
 
-NeMo's Trainer has no such arguments and fails. This one hands them to the plugin. The plain way is to give them to the factory:
-``plugins=bf16_with_fp8_mixed(**fp8_args)``. Everything else comes from ``nemo.lightning`` unchanged.
+NeMo's Trainer has no such arguments and fails. This one hands them to the plugin. The plain way is to give them to the
+factory: ``plugins=bf16_with_fp8_mixed(**fp8_args)``. Everything else comes from ``nemo.lightning`` unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import nemo.lightning as _nemo
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.train.plugin import PARAMETERS, MixedPrecision, takes
 
-# Of its __init__: asked of the class, Python 3.11.2 answers with the (*args, **kwargs) of __new__, which NeMo's io mixin gives it.
+# Of its __init__: asked of the class, Python 3.11.2 answers with the (*args, **kwargs) of __new__, which NeMo's io
+# mixin gives it.
 _OF_TRAINER = {name: p for name, p in inspect.signature(_nemo.Trainer.__init__).parameters.items() if name != "self"}
 _OF_PLUGIN = [p for p in PARAMETERS if p.name not in _OF_TRAINER]
 

@@ -1,10 +1,12 @@
 """Old names of modules, and of things within them: each works for one release, and says where the thing is now.
 
-    import nemo_fp8.model_shapes            the finder of this file, behind Python's own: it is asked for what nothing else has
-    nemo_fp8.findings.Finding               the module's ``__getattr__``, made by :func:`renamed`: asked for what the module lacks
+    import nemo_fp8.model_shapes            the finder of this file, behind Python's own: it is asked for what nothing
+                                            else has
+    nemo_fp8.findings.Finding               the module's ``__getattr__``, made by :func:`renamed`: asked for what the
+                                            module lacks
 
-Both cost nothing until an old name is used, and warn with a DeprecationWarning. Type checkers would take a module's ``__getattr__``
-for a promise of every name, misspelt ones too; so it is kept from them:
+Both cost nothing until an old name is used, and warn with a DeprecationWarning. Type checkers would take a module's
+``__getattr__`` for a promise of every name, misspelt ones too; so it is kept from them:
 
     if not TYPE_CHECKING:
         __getattr__ = renamed(__name__, {"Finding": "nemo_fp8.errors.Problem"})

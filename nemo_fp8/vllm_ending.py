@@ -1,9 +1,10 @@
 """The end of a ``vllm.LLM``, after which Python may exit.
 
-An engine's client has threads in this process: one takes the engine's answers, and closes its socket when the engine ends; one looks
-after the engine's processes. Both may still run when ``shutdown`` returns (the first did in 11 of 12 runs), and Python that exits
-meanwhile ends them wherever they are: in the midst of C++ that is "terminate called without an active exception" and exit code 134, after
-everything was done. One demo of some dozen ended so; now they are waited for.
+An engine's client has threads in this process: one takes the engine's answers, and closes its socket when the engine
+ends; one looks after the engine's processes. Both may still run when ``shutdown`` returns (the first did in 11 of 12
+runs), and Python that exits meanwhile ends them wherever they are: in the midst of C++ that is "terminate called
+without an active exception" and exit code 134, after everything was done. One demo of some dozen ended so; now they are
+waited for.
 """
 
 from __future__ import annotations

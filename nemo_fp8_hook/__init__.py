@@ -1,21 +1,27 @@
 """TransformerEngine on a CPU in every process, without a line of anybody's.
 
-    nemo_fp8_hook.pth             Python reads it as it starts, in every process of an environment that has our wheel: register()
-    import transformer_engine     the first in a process: te_cpu.install(), where TransformerEngine could not run otherwise
+    nemo_fp8_hook.pth             Python reads it as it starts, in every process of an environment that has our wheel:
+                                  register()
+    import transformer_engine     the first in a process: te_cpu.install(), where TransformerEngine could not run
+                                  otherwise
 
-It has to be so early. Megatron decides when it is imported whether TransformerEngine is there, and torchrun's ranks, Ray's actors and
-notebooks start processes in which nobody has written a line before. ``register`` puts one finder before all others; for every module but
-one it has no answer. When somebody imports TransformerEngine, or anything of it, one question is asked:
+It has to be so early. Megatron decides when it is imported whether TransformerEngine is there, and torchrun's ranks,
+Ray's actors and notebooks start processes in which nobody has written a line before. ``register`` puts one finder
+before all others; for every module but one it has no answer. When somebody imports TransformerEngine, or anything of
+it, one question is asked:
 
-    would it run without us?      a driver of CUDA (DRIVERS), its compiled extension, or NEMO_FP8_TE_CPU=0: the finder takes itself away
+    would it run without us?      a driver of CUDA (DRIVERS), its compiled extension, or NEMO_FP8_TE_CPU=0: the finder
+                                  takes itself away
     otherwise                     nemo_fp8.te_cpu is installed first, for the architecture that NEMO_FP8_TE_CPU names
 
-Looking whether it is there (``importlib.util.find_spec``) is no import, and changes nothing. Where te_cpu refuses (another version of
-TransformerEngine, a package that it needs), the import ends with that refusal, a PrecisionError, and not with an ImportError: Megatron,
-NeMo and Accelerate take an ImportError for "there is none", and would train on without FP8, in silence. Without us the same import would
-end with TransformerEngine's RuntimeError of an "empty meta package", which no such caller survives either.
+Looking whether it is there (``importlib.util.find_spec``) is no import, and changes nothing. Where te_cpu refuses
+(another version of TransformerEngine, a package that it needs), the import ends with that refusal, a PrecisionError,
+and not with an ImportError: Megatron, NeMo and Accelerate take an ImportError for "there is none", and would train on
+without FP8, in silence. Without us the same import would end with TransformerEngine's RuntimeError of an "empty meta
+package", which no such caller survives either.
 
-The price: this file, which imports what Python has imported already, and one call for each module that a process imports.
+The price: this file, which imports what Python has imported already, and one call for each module that a process
+imports.
 """
 
 import os
@@ -26,14 +32,15 @@ if TYPE_CHECKING:  # importing typing would take longer than all the rest
     from typing import Any
 
 VARIABLE = "NEMO_FP8_TE_CPU"
-"""Read when TransformerEngine is imported: one of :data:`ARCHITECTURES`, the first where it is not set, or :data:`OFF`."""
+"""Read when TransformerEngine is imported: one of :data:`ARCHITECTURES`, the first where it is not set, or
+:data:`OFF`."""
 OFF = "0"
 ARCHITECTURES = {100: "Blackwell", 90: "Hopper"}
 """What a CPU can stand for: a GPU's compute capability, times ten."""
 TRANSFORMER_ENGINE, EXTENSION = "transformer_engine", "transformer_engine_torch"
 
-# What a process opens to reach a GPU. Not /proc/driver/nvidia, which a container shows of its host, with GPUs of its own or without;
-# not a libcuda that can be loaded, which NVIDIA's images bring to machines that have no driver.
+# What a process opens to reach a GPU. Not /proc/driver/nvidia, which a container shows of its host, with GPUs of its
+# own or without; not a libcuda that can be loaded, which NVIDIA's images bring to machines that have no driver.
 DRIVERS = (
     "/dev/nvidiactl",  # Linux, and containers that were given a GPU
     "/dev/nvhost-gpu",  # Jetson
@@ -91,7 +98,11 @@ class Hook:
 
     def _found(self, name: str) -> "Any":
         """What the other finders say."""
-        found = (finder.find_spec(name, None) for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        found = (
+            finder.find_spec(name, None)
+            for finder in sys.meta_path
+            if finder is not self and hasattr(finder, "find_spec")
+        )
         return next((spec for spec in found if spec is not None), None)
 
     def _leave(self) -> None:

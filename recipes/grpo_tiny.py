@@ -15,7 +15,9 @@ from nemo_fp8.experiments.rl.driver import ray_session, run_grpo
 from nemo_fp8.experiments.rl.settings import GrpoSettings
 
 
-def grpo_tiny(folder: str = "grpo_tiny", precision: str = "bf16_with_fp8_blockwise_mixed", **changes: Any) -> GrpoSettings:
+def grpo_tiny(
+    folder: str = "grpo_tiny", precision: str = "bf16_with_fp8_blockwise_mixed", **changes: Any
+) -> GrpoSettings:
     """The run, with whatever of its settings is changed."""
     return GrpoSettings(**{"folder": folder, "base": f"{folder}/base", "precision": load(precision), **changes})
 
@@ -24,7 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="grpo_tiny")
     parser.add_argument("--precision", default="bf16_with_fp8_blockwise_mixed", help="a preset, or a YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="any other field of GrpoSettings")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=JSON", help="any other field of GrpoSettings"
+    )
     parser.add_argument("--address", help="a running Ray cluster (HOST:PORT); one of its own where not given")
     given = parser.parse_args()
     changes = {name: json.loads(value) for name, _, value in (change.partition("=") for change in given.set)}

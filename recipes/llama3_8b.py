@@ -1,4 +1,5 @@
-"""``python recipes/llama3_8b.py --dryrun``, or ``... --factory "fp8_llama3_8b(precision=bf16_mixed)" trainer.max_steps=100``."""
+"""``python recipes/llama3_8b.py --dryrun``, or ``... --factory "fp8_llama3_8b(precision=bf16_mixed)"
+trainer.max_steps=100``."""
 
 import nemo_run as run
 from nemo.collections import llm

@@ -1,4 +1,5 @@
-"""``python recipes/mixtral_8x7b.py --dryrun``, or ``... --factory "fp8_mixtral_8x7b(precision=bf16_mixed)" trainer.max_steps=100``."""
+"""``python recipes/mixtral_8x7b.py --dryrun``, or ``... --factory "fp8_mixtral_8x7b(precision=bf16_mixed)"
+trainer.max_steps=100``."""
 
 import nemo_run as run
 from nemo.collections import llm

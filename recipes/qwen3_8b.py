@@ -1,4 +1,5 @@
-"""``python recipes/qwen3_8b.py --dryrun``, or ``... --factory "fp8_qwen3_8b(precision=bf16_mixed)" trainer.max_steps=100``."""
+"""``python recipes/qwen3_8b.py --dryrun``, or ``... --factory "fp8_qwen3_8b(precision=bf16_mixed)"
+trainer.max_steps=100``."""
 
 import nemo_run as run
 from nemo.collections import llm

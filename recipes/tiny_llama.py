@@ -1,4 +1,5 @@
-"""``python recipes/tiny_llama.py --dryrun``; other settings: ``--factory "tiny_llama(precision=bf16_mixed)" trainer.max_steps=100``."""
+"""``python recipes/tiny_llama.py --dryrun``; other settings: ``--factory "tiny_llama(precision=bf16_mixed)"
+trainer.max_steps=100``."""
 
 import nemo_run as run
 from nemo.collections import llm

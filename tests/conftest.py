@@ -1,4 +1,5 @@
-"""For every theme: property tests have no deadline, since a busy machine is no counterexample; what takes longest begins first."""
+"""For every theme: property tests have no deadline, since a busy machine is no counterexample; what takes longest
+begins first."""
 
 import importlib
 import os
@@ -13,8 +14,13 @@ if os.environ.get("NEMO_FP8_TESTS_AS"):
 settings.register_profile("nemo_fp8", deadline=None)
 settings.load_profile("nemo_fp8")
 
-# A shell that starts `make test` in the background, or nohup, lets it ignore these, and what a test starts inherits that over exec.
-for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL), (signal.SIGTERM, signal.SIG_DFL)):
+# A shell that starts `make test` in the background, or nohup, lets it ignore these, and what a test starts inherits
+# that over exec.
+for _number, _default in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
+):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _default)
 

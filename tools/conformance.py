@@ -123,7 +123,8 @@ def numpy_oracle(row: Row, operand: Operand, usage: str) -> None:
 
 
 def te_oracle(row: Row, operand: Operand, usage: str) -> None:
-    """TE's scales and torch's cast on whole tiles. Its Python differs from its kernels for NaN and infinity: finite values only."""
+    """TE's scales and torch's cast on whole tiles. Its Python differs from its kernels for NaN and infinity: finite
+    values only."""
     scale_of = oracles.te_scale()
     for x in gaussian() + hard(nonfinite=False):
         rows, columns = tile_of(operand, usage) or x.shape
@@ -131,10 +132,17 @@ def te_oracle(row: Row, operand: Operand, usage: str) -> None:
         tiles = padded.view(padded.shape[0] // rows, rows, -1, columns)
         amax = tiles.abs().amax((1, 3)).float()
         source = torch.float32 if operand.block is None else x.dtype
-        scale, scale_inv, _ = scale_of(source, amax, FORMATS[operand.format].dtype, eps=0.0, pow_2_scales=operand.scale == "pow2")
+        scale, scale_inv, _ = scale_of(
+            source, amax, FORMATS[operand.format].dtype, eps=0.0, pow_2_scales=operand.scale == "pow2"
+        )
         dtype = FORMATS[operand.format].dtype
         largest = torch.finfo(dtype).max
-        codes = (tiles.float() * scale[:, None, :, None]).clamp(-largest, largest).to(dtype).view(padded.shape)[: x.shape[0], : x.shape[1]]
+        codes = (
+            (tiles.float() * scale[:, None, :, None])
+            .clamp(-largest, largest)
+            .to(dtype)
+            .view(padded.shape)[: x.shape[0], : x.shape[1]]
+        )
         ours = _ours(x, operand, usage)
         row.add((ours[0], oracles.as_codes(codes.contiguous())), (ours[1], scale_inv.numpy()))
 
@@ -165,7 +173,9 @@ def _torchao(operand: Operand, usage: str) -> Callable[[torch.Tensor], tuple[tor
     def mx(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x if usage == "row" else x.t().contiguous()
         scale, codes = to_mx(x, dtype, 32, ScaleCalculationMode.RCEIL)
-        codes, scale = (t.view(torch.uint8) if usage == "row" else t.view(torch.uint8).t().contiguous() for t in (codes, scale))
+        codes, scale = (
+            t.view(torch.uint8) if usage == "row" else t.view(torch.uint8).t().contiguous() for t in (codes, scale)
+        )
         return codes.view(dtype), scale
 
     if operand.block is None:
@@ -173,7 +183,9 @@ def _torchao(operand: Operand, usage: str) -> Callable[[torch.Tensor], tuple[tor
     if operand.scale == "e8m0":
         return mx
     if operand.scale == "fp32" and operand.format == "e4m3":
-        name = {(128, 128): "weight_quant", (1, 128): "act_quant_lhs", (128, 1): "act_quant_rhs"}[tile_of(operand, usage) or (0, 0)]
+        name = {(128, 128): "weight_quant", (1, 128): "act_quant_lhs", (128, 1): "act_quant_rhs"}[
+            tile_of(operand, usage) or (0, 0)
+        ]
         file = Path(float8_utils.__file__).parents[1] / "prototype" / "blockwise_fp8_training" / "kernels.py"
         constants = {"EPS": float8_utils.EPS, "e4m3_dtype": dtype, "FP8_E4M3_DTYPES": [dtype]}
         return oracles.function_of(file, f"torch_blockwise_scale_{name}", **constants)
@@ -184,7 +196,9 @@ def own_reference(row: Row, operand: Operand, usage: str) -> None:
     """The compiled kernel of this machine against the specification in torch."""
     for x in gaussian() + hard(nonfinite=True):
         scale = torch.tensor(DELAYED_SCALE) if operand.delayed else None
-        data, scale_inv, _ = quantize_reference(x, tile_of(operand, usage), FORMATS[operand.format], operand.scale, scale=scale)
+        data, scale_inv, _ = quantize_reference(
+            x, tile_of(operand, usage), FORMATS[operand.format], operand.scale, scale=scale
+        )
         ours = _ours(x, operand, usage)
         row.add((ours[0], oracles.as_codes(data)), (ours[1], _plain(scale_inv)))
 
@@ -268,15 +282,21 @@ def page() -> str:
     return (
         f"{HEAD}{head}{''.join(map(str, rows))}{control()}\n"
         f"Together {total[0]:,} codes and {total[1]:,} scales; {wrong:,} differences, the control aside.\n\n"
-        "Tensors: Gaussian ones of three sizes in BF16, FP16 and FP32; and ragged ones whose rows span all magnitudes of their type,\n"
-        "with tiles of zeros, subnormals, NaN and infinities (TE's Python reference gives infinite and NaN amaxes another scale than\n"
-        "TE's kernels do by their source, and is compared on finite values; torchao wants whole tiles and amaxes above 1e-12).\n\n"
-        f"```sh\npip install --no-deps --target .te torchao==0.18.0   # once; `make setup` puts the other oracles there\n{COMMAND}\n```\n"
+        "Tensors: Gaussian ones of three sizes in BF16, FP16 and FP32; and ragged ones whose rows span all magnitudes "
+        "of their type,\n"
+        "with tiles of zeros, subnormals, NaN and infinities (TE's Python reference gives infinite and NaN amaxes "
+        "another scale than\n"
+        "TE's kernels do by their source, and is compared on finite values; torchao wants whole tiles and amaxes "
+        "above 1e-12).\n\n"
+        "```sh\npip install --no-deps --target .te torchao==0.18.0   # once; `make setup` puts the other oracles "
+        f"there\n{COMMAND}\n```\n"
     )
 
 
 def _version_in(folder: Path, package: str) -> str:
-    found = [d.version for d in importlib.metadata.distributions(path=[str(folder)]) if d.name.replace("-", "_") == package]
+    found = [
+        d.version for d in importlib.metadata.distributions(path=[str(folder)]) if d.name.replace("-", "_") == package
+    ]
     if not found:
         raise PrecisionError(f"{package} is not in {folder}.", "Its reference is one of the oracles.", "make setup")
     return found[0]

@@ -29,11 +29,21 @@ Hyphens and underscores are the same. Each one is a factory (`nemo_fp8.bf16_with
 
 def recipes() -> str:
     """Every preset, what it sets, and in plain words what it does."""
-    columns = ("preset", "compute", "FP8", "scaling", "FP8 weights", "kept layers", "weight / activation scale", "rollout")
+    columns = (
+        "preset",
+        "compute",
+        "FP8",
+        "scaling",
+        "FP8 weights",
+        "kept layers",
+        "weight / activation scale",
+        "rollout",
+    )
     head = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
     rows = "".join(
         f"| `{name}` | {p.compute} | {p.format or '-'} | {p.scaling or '-'} | {'yes' if p.fp8_param else '-'} | "
-        f"{f'{p.first_layers}+{p.last_layers}' if p.is_fp8 else '-'} | {f'{p.weight_scale} / {p.activation_scale}' if p.is_fp8 else '-'} | "
+        f"{f'{p.first_layers}+{p.last_layers}' if p.is_fp8 else '-'} | "
+        f"{f'{p.weight_scale} / {p.activation_scale}' if p.is_fp8 else '-'} | "
         f"{f'{p.rollout} {p.rollout_block}' if p.rollout == 'fp8' else p.compute} |\n"
         for name, p in PRESETS.items()
     )
@@ -41,7 +51,8 @@ def recipes() -> str:
     for name, p in PRESETS.items():
         distinct.setdefault(p, []).append(name)
     words = "".join(
-        f"\n### {' = '.join(f'`{name}`' for name in names)}\n\n```text\n{explain(PRESETS[names[0]])}\n```\n" for names in distinct.values()
+        f"\n### {' = '.join(f'`{name}`' for name in names)}\n\n```text\n{explain(PRESETS[names[0]])}\n```\n"
+        for names in distinct.values()
     )
     return f"{RECIPES_HEAD}{head}{rows}{MADE_BY}\n## In plain words\n\nPresets with equal values share a paragraph.\n{words}"
 

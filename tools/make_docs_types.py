@@ -1,7 +1,7 @@
 """The types of the front door, ``nemo_fp8/__init__.pyi``; ``make_docs.py`` puts the file in place.
 
-A table makes the factories when one is first used, and a type checker runs no code. The stub writes down what the tables
-come to: every preset as a function, and every argument of a factory with the values that it takes.
+A table makes the factories when one is first used, and a type checker runs no code. The stub writes down what the
+tables come to: every preset as a function, and every argument of a factory with the values that it takes.
 
 A factory returns a ``run.Config``, and nemo-run ships no types: mypy would call the result ``Any``. So the stub names a
 subclass of it, which exists for type checkers alone.

@@ -1,16 +1,19 @@
 """Run TransformerEngine's own tests on the CPU implementation of its extension, and say what passed.
 
-    python tools/te_suite.py CHECKOUT [--arch 90|100] [--only FILE ...] [--sample N] [--without WORD ...] [--limit S] [--test-limit S]
+    python tools/te_suite.py CHECKOUT [--arch 90|100] [--only FILE ...] [--sample N] [--without WORD ...] [--limit S]
+    [--test-limit S]
                              [--json] [--docs FOLDER]
 
-CHECKOUT is a copy of TransformerEngine's repository, of which only ``tests/pytorch`` is used; no file of it belongs to this project.
-Each file runs in a process of its own, for each architecture that is stood for. Every test is written down as it ends, so a file that is
-stopped at its limit reports what it got through; a test that hangs or takes its process with it has failed, and the file goes on after it.
-``--sample N`` takes N tests of each file, chosen by a fixed seed. Tests with one of the words of ``--without`` in their name are left out:
-as a rule those of matrices with a side of 8192 or more, which take minutes each.
+CHECKOUT is a copy of TransformerEngine's repository, of which only ``tests/pytorch`` is used; no file of it belongs to
+this project. Each file runs in a process of its own, for each architecture that is stood for. Every test is written
+down as it ends, so a file that is stopped at its limit reports what it got through; a test that hangs or takes its
+process with it has failed, and the file goes on after it. ``--sample N`` takes N tests of each file, chosen by a fixed
+seed. Tests with one of the words of ``--without`` in their name are left out: as a rule those of matrices with a side
+of 8192 or more, which take minutes each.
 
-The results join those of the runs before in ``te_suite.json``, and ``te_suite.md`` is drawn from all of them. ``--json`` prints this run:
-``{"files": {name: {"passed": n, "failed": n, "skipped": n}}}``, the sum over the architectures that ran.
+The results join those of the runs before in ``te_suite.json``, and ``te_suite.md`` is drawn from all of them.
+``--json`` prints this run: ``{"files": {name: {"passed": n, "failed": n, "skipped": n}}}``, the sum over the
+architectures that ran.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ layernorm_mlp/test_selective_activation_checkpoint.py attention/test_attention.p
 distributed/test_sanity.py distributed/test_fusible_ops.py distributed/test_cast_master_weights_to_fp8.py distributed/test_numerics.py
 distributed/test_numerics_exact.py distributed/test_hybrid_tp_sp.py distributed/test_torch_fsdp2.py
 """.split()
-"""What is run unless ``--only`` says otherwise: the files that need neither a second GPU nor artifacts nor CUDA graphs."""
+"""What is run unless ``--only`` says otherwise: the files that need neither a second GPU nor artifacts nor CUDA
+graphs."""
 
 ARCHITECTURES = (100, 90)
 TOO_LARGE = ("8192", "16384")
@@ -61,7 +65,8 @@ _TRITON_REFERENCE = ("test_float8_blockwise_gemm_exact.py",)
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a file is run: tests at random (0 is all), seconds for the file, seconds for a test, words of names to leave out."""
+    """How much of a file is run: tests at random (0 is all), seconds for the file, seconds for a test, words of names
+    to leave out."""
 
     sample: int
     file: int
@@ -77,13 +82,25 @@ def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
         record, log = Path(scratch, "record.jsonl"), Path(scratch, "log.txt")
         settings = Path(scratch, "pytest.ini")  # of its own, so that no project's around the checkout is found
         settings.write_text("[pytest]\n")
-        options = ["-q", "-p", "te_suite_plugin", "-p", "no:cacheprovider", "-c", str(settings), f"--rootdir={folder}", "--tb=short"]
+        options = [
+            "-q",
+            "-p",
+            "te_suite_plugin",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            str(settings),
+            f"--rootdir={folder}",
+            "--tb=short",
+        ]
         command = [sys.executable, "-m", "pytest", *options, f"--timeout={limits.test}", str(folder / file)]
         if limits.without:
             command += ["-k", " and ".join(f"not {word}" for word in limits.without)]
         while True:
             before = len(events(record))
-            stopped = _watch(command, folder, _environment(folder, file, arch, limits, record), log, record, end, limits.test)
+            stopped = _watch(
+                command, folder, _environment(folder, file, arch, limits, record), log, record, end, limits.test
+            )
             found = events(record)
             hanging = _unfinished(found)
             if stopped != "at its limit" and hanging:
@@ -98,7 +115,8 @@ def _environment(folder: Path, file: str, arch: int, limits: Limits, record: Pat
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # tests start torchrun by its name
+        # tests start torchrun by its name
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "TE_SUITE_ARCH": str(arch),
         SAMPLE: str(limits.sample),
         RECORD: str(record),
@@ -110,10 +128,17 @@ def _environment(folder: Path, file: str, arch: int, limits: Limits, record: Pat
 def _watch(
     command: list[str], folder: Path, environment: dict[str, str], log: Path, record: Path, end: float, test_limit: int
 ) -> str:  # fmt: skip
-    """Run it, and say how it ended. pytest stops a slow test itself; what does not listen to it is stopped here, a little later."""
+    """Run it, and say how it ended. pytest stops a slow test itself; what does not listen to it is stopped here, a
+    little later."""
     with log.open("a") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             while True:
@@ -148,7 +173,11 @@ def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str)
             outcomes[event["ends"]] = (event["outcome"], event["line"])
     selected = max([event["collected"] for event in found if "collected" in event], default=0)
     if not outcomes:
-        why = f"nothing ended within {limits.file} s" if stopped == "at its limit" else f"no test ran: {' '.join(log.split())[-400:]}"
+        why = (
+            f"nothing ended within {limits.file} s"
+            if stopped == "at its limit"
+            else f"no test ran: {' '.join(log.split())[-400:]}"
+        )
         outcomes["(the file)"] = ("failed", why)
     counts = Counter(outcome for outcome, _ in outcomes.values())
     return {
@@ -158,7 +187,9 @@ def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str)
         "limit": limits.file,
         "test_limit": limits.test,
         "without": list(limits.without),
-        "failures": {test.partition("::")[2] or test: line for test, (outcome, line) in outcomes.items() if outcome == "failed"},
+        "failures": {
+            test.partition("::")[2] or test: line for test, (outcome, line) in outcomes.items() if outcome == "failed"
+        },
         "skips": dict(Counter(line for outcome, line in outcomes.values() if outcome == "skipped").most_common()),
     }
 
@@ -170,10 +201,22 @@ def main() -> int:
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, action="append")
     parser.add_argument("--only", nargs="+", metavar="FILE")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="tests of each file (default: all)")
-    parser.add_argument("--without", nargs="*", default=TOO_LARGE, metavar="WORD", help="leave out tests so named (default: %(default)s)")
-    parser.add_argument("--limit", type=int, default=1800, metavar="SECONDS", help="for each file (default: %(default)s)")
-    parser.add_argument("--test-limit", type=int, default=120, metavar="SECONDS", help="for each test (default: %(default)s)")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", metavar="FOLDER", help="where te_suite.json and te_suite.md lie")
+    parser.add_argument(
+        "--without",
+        nargs="*",
+        default=TOO_LARGE,
+        metavar="WORD",
+        help="leave out tests so named (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limit", type=int, default=1800, metavar="SECONDS", help="for each file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--test-limit", type=int, default=120, metavar="SECONDS", help="for each test (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--docs", type=Path, default=ROOT / "docs", metavar="FOLDER", help="where te_suite.json and te_suite.md lie"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     limits = Limits(arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without))

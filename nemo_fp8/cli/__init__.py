@@ -1,7 +1,8 @@
 """``nemo-fp8``: the command line. Thin: parse, call, print.
 
-Every command takes ``--json``. Exit codes: 0 yes or done, 1 the answer is no (contracts differ, a machine cannot,
-an error was found), 2 the question was wrong, 128 + n ended by signal n. Heavy modules are imported inside the command that needs them.
+Every command takes ``--json``. Exit codes: 0 yes or done, 1 the answer is no (contracts differ, a machine cannot, an
+error was found), 2 the question was wrong, 128 + n ended by signal n. Heavy modules are imported inside the command
+that needs them.
 """
 
 from __future__ import annotations

@@ -16,23 +16,36 @@ from nemo_fp8.contract.naming import load
 if TYPE_CHECKING:
     from nemo_fp8.report.compare import Comparison, OnStep
 
-DEFAULT = "bf16_mixed,bf16_with_fp8_mixed,bf16_with_fp8_current_scaling_mixed,bf16_with_fp8_blockwise_mixed,bf16_with_mxfp8_mixed"
+DEFAULT = (
+    "bf16_mixed,bf16_with_fp8_mixed,bf16_with_fp8_current_scaling_mixed,"
+    "bf16_with_fp8_blockwise_mixed,bf16_with_mxfp8_mixed"
+)
 
 
 def compare(
-    recipe: Annotated[str, typer.Option(help="tiny_llama, another of nemo_fp8.recipes, or package.module.function.")] = "tiny_llama",
+    recipe: Annotated[
+        str, typer.Option(help="tiny_llama, another of nemo_fp8.recipes, or package.module.function.")
+    ] = "tiny_llama",
     precisions: Annotated[
-        str, typer.Option(metavar="NAMES", help="Presets or YAML files, by commas; the first without FP8 is the baseline.")
+        str,
+        typer.Option(metavar="NAMES", help="Presets or YAML files, by commas; the first without FP8 is the baseline."),
     ] = DEFAULT,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
-    seeds: Annotated[str, typer.Option(metavar="LIST", help="Seeds, separated by commas: of weights and of data.")] = "1234",
+    seeds: Annotated[
+        str, typer.Option(metavar="LIST", help="Seeds, separated by commas: of weights and of data.")
+    ] = "1234",
     ranks: Annotated[int, typer.Option(min=1, help="Processes of each run.")] = 2,
-    monitor: Annotated[int, typer.Option(metavar="N", min=0, help="Measure FP8 in every layer each N steps; 0 never.")] = 50,
-    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the last checkpoint of each run there.")] = None,
+    monitor: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Measure FP8 in every layer each N steps; 0 never.")
+    ] = 50,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the last checkpoint of each run there.")
+    ] = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Train a recipe under several precisions from the same seed and data: loss, gap to BF16, step time, memory, statistics."""
+    """Train a recipe under several precisions from the same seed and data: loss, gap to BF16, step time, memory,
+    statistics."""
     contracts = [load(name.strip()) for name in precisions.split(",")]
     numbers = seeds_of(seeds)
     if html is not None:  # before minutes are spent on training
@@ -47,7 +60,9 @@ def compare(
             told = start(f"{precision.name}, seed {seed}")
             return lambda step, loss: told(step, f"loss {loss:.3f}")
 
-        comparison = run_comparison(recipe, contracts, steps=steps, seeds=numbers, ranks=ranks, every=monitor, keep=keep, on_run=on_run)
+        comparison = run_comparison(
+            recipe, contracts, steps=steps, seeds=numbers, ranks=ranks, every=monitor, keep=keep, on_run=on_run
+        )
     if as_json:
         print_json(comparison.to_dict())
     else:
@@ -67,7 +82,15 @@ def _print(comparison: Comparison) -> None:
         gap = None if s["gap_percent"] is None else f"{s['gap_percent']:+.2f}"
         ratio = None if s["step_ratio"] is None else f"{s['step_ratio']:.2f}"
         rows.append(
-            (precision.name, f"{s['loss']:.4f}", gap, spread, f"{1000 * s['step_seconds']:.0f}", ratio, f"{s['memory_bytes'] / 2**20:.0f}")
+            (
+                precision.name,
+                f"{s['loss']:.4f}",
+                gap,
+                spread,
+                f"{1000 * s['step_seconds']:.0f}",
+                ratio,
+                f"{s['memory_bytes'] / 2**20:.0f}",
+            )
         )
     seeds = len({run.seed for run in comparison.runs})
     what = f"{comparison.recipe}, {comparison.steps} steps, {seeds} seed{'s' if seeds > 1 else ''}."

@@ -46,7 +46,9 @@ def diff(a: Name, b: Name, as_json: Json = False) -> None:
     if as_json:
         print_json({name: {"a": mine, "b": theirs} for name, (mine, theirs) in fields.items()})
     elif fields:
-        print_table(("field", first.name, second.name), [(name, mine, theirs) for name, (mine, theirs) in fields.items()])
+        print_table(
+            ("field", first.name, second.name), [(name, mine, theirs) for name, (mine, theirs) in fields.items()]
+        )
     else:
         print_pairs([("same", f"{first.name} and {second.name} are the same precision.")])
     raise typer.Exit(1 if fields else 0)
@@ -54,7 +56,9 @@ def diff(a: Name, b: Name, as_json: Json = False) -> None:
 
 def render(
     name: Name,
-    to: Annotated[str, typer.Option("--to", help="nemo, bridge, megatron, te, nemo-rl, vllm or env.", show_default=False)],
+    to: Annotated[
+        str, typer.Option("--to", help="nemo, bridge, megatron, te, nemo-rl, vllm or env.", show_default=False)
+    ],
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
@@ -63,7 +67,9 @@ def render(
 
     rendering = render(load(name, changes), to)
     if as_json:
-        return print_json({"to": rendering.to, "settings": rendering.data, "notes": rendering.notes, "lost": rendering.lost})
+        return print_json(
+            {"to": rendering.to, "settings": rendering.data, "notes": rendering.notes, "lost": rendering.lost}
+        )
     sys.stdout.write(rendering.text.rstrip() + "\n")
     # What this side cannot say goes to stderr, so that the text can be piped into a file.
     return print_notes(rendering.notes)
@@ -71,11 +77,14 @@ def render(
 
 def check(
     train: Name,
-    rollout: Annotated[str | None, typer.Argument(help="The rollout's precision; leave out with --nemo-rl.", show_default=False)] = None,
+    rollout: Annotated[
+        str | None, typer.Argument(help="The rollout's precision; leave out with --nemo-rl.", show_default=False)
+    ] = None,
     nemo_rl: Annotated[bool, typer.Option("--nemo-rl", help="Read both sides from a NeMo RL YAML.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prove that training and rollout multiply with the same values, or say what differs; exit code 1 if something does."""
+    """Prove that training and rollout multiply with the same values, or say what differs; exit code 1 if something
+    does."""
     from nemo_fp8.preflight.agreement import check
 
     notes = []

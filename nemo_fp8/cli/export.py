@@ -1,4 +1,5 @@
-"""``nemo-fp8 export``: which checkpoint, where to, under which precision, and whether to prove it. Light until it runs."""
+"""``nemo-fp8 export``: which checkpoint, where to, under which precision, and whether to prove it. Light until it
+runs."""
 
 from __future__ import annotations
 
@@ -23,19 +24,34 @@ if TYPE_CHECKING:
 
 
 def export(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A safetensors file, or the folder of a model.", show_default=False)],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or one to go on with.", show_default=False)],
-    precision: Annotated[
-        str, typer.Option("--precision", metavar="NAME", help="A preset (see `nemo-fp8 list`) or a YAML file.", show_default=False)
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A safetensors file, or the folder of a model.", show_default=False)
     ],
-    layout: Annotated[str, typer.Option("--layout", metavar="NAME", help="deepseek or compressed-tensors.")] = "deepseek",
-    from_nemo: Annotated[bool, typer.Option("--from-nemo", help="SRC is a NeMo checkpoint: a folder with weights/ and context/.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Prove what was written; exit code 1 if it is not as it should be.")] = False,
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="A new folder, or one to go on with.", show_default=False)
+    ],
+    precision: Annotated[
+        str,
+        typer.Option(
+            "--precision", metavar="NAME", help="A preset (see `nemo-fp8 list`) or a YAML file.", show_default=False
+        ),
+    ],
+    layout: Annotated[
+        str, typer.Option("--layout", metavar="NAME", help="deepseek or compressed-tensors.")
+    ] = "deepseek",
+    from_nemo: Annotated[
+        bool, typer.Option("--from-nemo", help="SRC is a NeMo checkpoint: a folder with weights/ and context/.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Prove what was written; exit code 1 if it is not as it should be.")
+    ] = False,
     vllm: Annotated[
         bool, typer.Option("--vllm/--no-vllm", help="With --verify: also compare with vLLM, on the fly against loaded.")
     ] = True,
     python: VllmPython = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Delete what an earlier export left in DST, and begin anew.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Delete what an earlier export left in DST, and begin anew.")
+    ] = False,
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
@@ -84,7 +100,8 @@ def _open(path: Path, from_nemo: bool) -> Source:
 
 
 def _against_vllm(source: Source, done: Exported, precision: Precision, python: Path) -> Comparison:
-    """The export as vLLM loads it (decoded, where it cannot), against the source in BF16 as vLLM quantizes it on the fly."""
+    """The export as vLLM loads it (decoded, where it cannot), against the source in BF16 as vLLM quantizes it on the
+    fly."""
     from nemo_fp8.export import HuggingFace
     from nemo_fp8.export import export as write
     from nemo_fp8.export.logprobs import as_it_is, compare, log_probs, on_the_fly, reads_codes
@@ -92,7 +109,9 @@ def _against_vllm(source: Source, done: Exported, precision: Precision, python: 
     decoded = done.plan.quantization is not None and not reads_codes(python)
     with tempfile.TemporaryDirectory(prefix=".nemo_fp8_", dir=done.folder.parent) as work:
         if decoded:
-            again = write(HuggingFace.open(done.folder), Path(work, "decoded"), Precision(compute=precision.compute)).folder
+            again = write(
+                HuggingFace.open(done.folder), Path(work, "decoded"), Precision(compute=precision.compute)
+            ).folder
             with waiting("vLLM quantizes the decoded export on the fly"):
                 loaded = log_probs(again, on_the_fly(precision), python)
         else:
@@ -116,7 +135,9 @@ def _print(done: Exported, certificate: Certificate | None, comparison: Comparis
         ("written", _written(done)),
         (
             "in FP8",
-            f"{len(plan.selection.quantized)} weights" if plan.quantization else "nothing: the contract generates in the compute dtype",
+            f"{len(plan.selection.quantized)} weights"
+            if plan.quantization
+            else "nothing: the contract generates in the compute dtype",
         ),
         *_kept(done),
         *(_certified(certificate) if certificate else []),
@@ -130,7 +151,10 @@ def _print(done: Exported, certificate: Certificate | None, comparison: Comparis
 
 
 def _written(done: Exported) -> str:
-    files, sizes = len(done.plan.shards), f"{done.plan.bytes_in / 1e6:,.1f} MB became {done.plan.bytes_out / 1e6:,.1f} MB"
+    files, sizes = (
+        len(done.plan.shards),
+        f"{done.plan.bytes_in / 1e6:,.1f} MB became {done.plan.bytes_out / 1e6:,.1f} MB",
+    )
     if done.done_before:
         return f"{sizes}; it was done before, and nothing was written"
     before = f"; {done.resumed} of {files} weight files were there from before" if done.resumed else ""
@@ -146,10 +170,22 @@ def _kept(done: Exported) -> list[tuple[str, str]]:
 
 
 def _certified(c: Certificate) -> list[tuple[str, str]]:
-    moved = f"; {c.tiles_moved:,} of {c.scales:,} tiles are written with half the scale and twice the codes" if c.tiles_moved else ""
+    moved = (
+        f"; {c.tiles_moved:,} of {c.scales:,} tiles are written with half the scale and twice the codes"
+        if c.tiles_moved
+        else ""
+    )
     return [
-        ("right", f"{c.codes_wrong + c.scales_wrong:,} of {c.codes:,} codes and {c.scales:,} scales differ from the source's{moved}"),
-        ("idempotent", f"{c.codes_changed:,} codes and {c.scales_changed:,} scales change when it is dequantized and exported again"),
+        (
+            "right",
+            f"{c.codes_wrong + c.scales_wrong:,} of {c.codes:,} codes and {c.scales:,} scales differ from the "
+            f"source's{moved}",
+        ),
+        (
+            "idempotent",
+            f"{c.codes_changed:,} codes and {c.scales_changed:,} scales change when it is dequantized and exported "
+            "again",
+        ),
         ("copied", f"{c.bytes_wrong:,} differences in {c.copied:,} kept tensors ({c.copied_bytes / 1e6:,.1f} MB)"),
     ]
 
@@ -157,11 +193,19 @@ def _certified(c: Certificate) -> list[tuple[str, str]]:
 def _compared(c: Comparison) -> list[tuple[str, str]]:
     verdict = "bitwise equal" if c.equal else f"{c.differing:,} differ, by up to {c.largest:.3g}"
     how = "decoded and quantized again (vLLM cannot read FP8 blocks on this machine)" if c.decoded else "loaded"
-    return [("vLLM", f"{verdict}: {c.compared:,} log-probabilities at {c.positions} positions, {how}, against quantized on the fly")]
+    return [
+        (
+            "vLLM",
+            f"{verdict}: {c.compared:,} log-probabilities at {c.positions} positions, {how}, against quantized on the "
+            "fly",
+        )
+    ]
 
 
 def _misaligned(problems: tuple[Problem, ...], most: int = 5) -> list[str]:
     lines: list[Any] = [f"{p.what} {p.why}" for p in problems[:most]]
     return lines + (
-        [f"{len(problems) - most} more for their shape; nemo_fp8_export.json names all of them."] if len(problems) > most else []
+        [f"{len(problems) - most} more for their shape; nemo_fp8_export.json names all of them."]
+        if len(problems) > most
+        else []
     )

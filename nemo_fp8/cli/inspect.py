@@ -34,7 +34,9 @@ DEFAULT = ("tensorwise", "blockwise", "blockwise-fp32", "mxfp8")
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A safetensors file, or the folder of a model.", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A safetensors file, or the folder of a model.", show_default=False)
+    ],
     precision: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,13 +47,17 @@ def inspect(
         ),
     ] = None,
     activations: Annotated[
-        Path | None, typer.Option("--activations", metavar="FILE", help="Inputs and gradients that nemo_fp8.capture recorded.")
+        Path | None,
+        typer.Option("--activations", metavar="FILE", help="Inputs and gradients that nemo_fp8.capture recorded."),
     ] = None,
-    snr: Annotated[float, typer.Option("--snr", metavar="DB", help="Say what to keep out of FP8 to stay above this.")] = 20.0,
+    snr: Annotated[
+        float, typer.Option("--snr", metavar="DB", help="Say what to keep out of FP8 to stay above this.")
+    ] = 20.0,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what FP8 would do to a checkpoint, tensor by tensor: SNR, underflow, saturation, and what to keep out of it."""
+    """Measure what FP8 would do to a checkpoint, tensor by tensor: SNR, underflow, saturation, and what to keep out of
+    it."""
     recipes = {label_of(name): _named(name) for name in precision or DEFAULT}
     if html is not None:  # before minutes are spent on measuring
         _require_plots(html)
@@ -88,7 +94,9 @@ def _require_plots(html: Path) -> None:
 
     require_matplotlib()
     if not html.parent.is_dir() or html.is_dir():
-        raise PrecisionError(f"Cannot write {html}.", "Its folder does not exist, or it is a folder itself.", "Give another path.")
+        raise PrecisionError(
+            f"Cannot write {html}.", "Its folder does not exist, or it is a folder itself.", "Give another path."
+        )
 
 
 # ---------------------------------------------------------------------- text
@@ -103,7 +111,10 @@ def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
     dequantized = sum(bool(row.note) for row in rows)
     facts = [
         ("checkpoint", str(inspection.path)),
-        ("linears", f"{len(weights)} with {sum(row.elements for row in weights):,} weights, {inspection.layers} decoder layers"),
+        (
+            "linears",
+            f"{len(weights)} with {sum(row.elements for row in weights):,} weights, {inspection.layers} decoder layers",
+        ),
         ("activations", f"{len(rows) - len(weights)} inputs and gradients" if len(rows) > len(weights) else ""),
         ("FP8 already", f"{dequantized} weights, dequantized first" if dequantized else ""),
         ("not quantized", ", ".join(f"{count} {role}" for role, count in skipped.items())),
@@ -123,9 +134,14 @@ def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
         groups.setdefault((row.operand, row.place.role), []).append(row)
     names = {key: key[1] if key[0] == "weight" else f"{key[1]} {key[0]}" for key in groups}
     order = sorted(groups, key=lambda key: (operands.index(key[0]), ROLES.index(key[1])))
-    by_role = [(names[key], len(groups[key]), *(_pair(inspection, label, groups[key]) for label in labels)) for key in order]
+    by_role = [
+        (names[key], len(groups[key]), *(_pair(inspection, label, groups[key]) for label in labels)) for key in order
+    ]
     _table(("role", "tensors", *labels), by_role, "Lowest SNR in dB of a tensor or its blocks, and underflow in %.")
-    worst = [(row.name.removesuffix(".weight"), *(_db(row.losses[label].floor_db) for label in labels)) for row in inspection.worst()]
+    worst = [
+        (row.name.removesuffix(".weight"), *(_db(row.losses[label].floor_db) for label in labels))
+        for row in inspection.worst()
+    ]
     _table(("worst tensors", *labels), worst, "SNR in dB of the tensor or its blocks, whichever is lower.")
     for a in advice:
         _print_advice(inspection, a)
@@ -152,7 +168,9 @@ def _recipe_line(inspection: Inspection, a: Advice, operand: str) -> tuple[Any, 
 
 
 def _pair(inspection: Inspection, label: str, rows: list[Row]) -> str:
-    return f"{_db(min(row.losses[label].floor_db for row in rows))} {inspection.total(label, rows).underflow_percent:.2g}%"
+    return (
+        f"{_db(min(row.losses[label].floor_db for row in rows))} {inspection.total(label, rows).underflow_percent:.2g}%"
+    )
 
 
 def _db(value: float) -> str:
@@ -164,7 +182,10 @@ def _print_advice(inspection: Inspection, a: Advice) -> None:
     if not a.below:
         return print_pairs([(a.label, f"Nothing in FP8 lies below {a.snr:g} dB.")])
     count = len(inspection.measured())
-    found = f"{len(a.below)} of {count} tensors below {a.snr:g} dB. With this, {a.share:.1%} of the linear weights stay in FP8:"
+    found = (
+        f"{len(a.below)} of {count} tensors below {a.snr:g} dB. With this, {a.share:.1%} of the linear weights stay in "
+        "FP8:"
+    )
     print_pairs([(a.label, found)])
     sys.stdout.write(f"{a.changes}\n")  # in one piece, to be copied
     return print_pairs([("", whole)] if (whole := a.only_whole_layers(inspection)) else [])

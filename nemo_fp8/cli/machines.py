@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def doctor(
     described: For = None,
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Ask for one precision; exit code 1 if the machine cannot.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Ask for one precision; exit code 1 if the machine cannot.")
+    ] = None,
     as_json: Json = False,
     python: VllmPython = None,
 ) -> None:
@@ -33,13 +35,22 @@ def doctor(
     wanted = recipes_of(precision) if precision else list(RECIPES)
     answers = [found for found in doctor(machine) if found.recipe in wanted]
     if precision and not wanted:
-        reason = f"Training and rollout compute in {precision.compute.upper()}, and the KV cache has no FP8: there is no recipe to ask for."
+        reason = (
+            f"Training and rollout compute in {precision.compute.upper()}, and the KV cache has no FP8: there is no "
+            "recipe to ask for."
+        )
         answers = [Answer(precision.name, "none", NATIVE, reason, "")]
     findings = sanity(machine, None if described else os.environ)
     if precision and not described:
         findings += resume_findings(precision, os.environ)
     if as_json:
-        print_json({"machine": machine.to_dict(), "recipes": [vars(a) for a in answers], "findings": [f.to_dict() for f in findings]})
+        print_json(
+            {
+                "machine": machine.to_dict(),
+                "recipes": [vars(a) for a in answers],
+                "findings": [f.to_dict() for f in findings],
+            }
+        )
     else:
         print_pairs(machine.facts())
         alike: dict[tuple[str, str, str], list[str]] = {}
@@ -74,7 +85,11 @@ def lint(
     machine = Machine.parse(described) if described else None
     findings = lint(settings, model=shapes, parallel=layout, machine=machine, environment=os.environ)
     wrong = worst(findings) == "error"
-    rows = audit(shapes, Precision.from_dict(settings), layout) if shapes and not any(f.code == "contract" for f in findings) else []
+    rows = (
+        audit(shapes, Precision.from_dict(settings), layout)
+        if shapes and not any(f.code == "contract" for f in findings)
+        else []
+    )
     if as_json:
         print_json({"findings": [f.to_dict() for f in findings], "layers": [row.to_dict() for row in rows]})
     else:
@@ -83,13 +98,23 @@ def lint(
             print_pairs([("ok", "Nothing to say against it.")])
         if rows:
             print_table(("linear, per rank", "shape", "count", "train", "rollout"), [audit_line(row) for row in rows])
-            print_pairs([(row.name, reason) for row in rows for reason in dict.fromkeys((row.reason, row.rollout_reason)) if reason])
+            print_pairs(
+                [
+                    (row.name, reason)
+                    for row in rows
+                    for reason in dict.fromkeys((row.reason, row.rollout_reason))
+                    if reason
+                ]
+            )
     raise typer.Exit(1 if wrong else 0)
 
 
 def memory(
     name: Name,
-    model: Annotated[str, typer.Option("--model", help="A Hugging Face config.json, or the folder that holds it.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Option("--model", help="A Hugging Face config.json, or the folder that holds it.", show_default=False),
+    ],
     parallel: Layout = None,
     described: For = None,
     changes: Changes = None,
@@ -101,7 +126,12 @@ def memory(
     from nemo_fp8.preflight.machine import Machine
     from nemo_fp8.preflight.memory import alternatives, savings
 
-    asked = (Model.read(model), load(name, changes), Parallel.of(parallel), Machine.parse(described) if described else None)
+    asked = (
+        Model.read(model),
+        load(name, changes),
+        Parallel.of(parallel),
+        Machine.parse(described) if described else None,
+    )
     estimates = alternatives(*asked)
     if as_json:
         return print_json({"estimates": [e.to_dict() for e in estimates], "says": savings(*asked)})

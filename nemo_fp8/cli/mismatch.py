@@ -1,4 +1,5 @@
-"""``nemo-fp8 mismatch``: log-probs from files, the metrics, and the gate where a model is given. Light until it runs."""
+"""``nemo-fp8 mismatch``: log-probs from files, the metrics, and the gate where a model is given. Light until it
+runs."""
 
 from __future__ import annotations
 
@@ -21,37 +22,61 @@ if TYPE_CHECKING:
 
 
 def mismatch(
-    log_probs: Annotated[Path, typer.Argument(help="A .safetensors or .jsonl file with both sides, or the trainer's.", show_default=False)],
-    rollout: Annotated[Path | None, typer.Argument(metavar="[ROLLOUT]", help="The rollout's, where it is another file.")] = None,
-    model: Annotated[Path | None, typer.Option("--model", metavar="FOLDER", help="The trainer's BF16 weights: predict a band.")] = None,
+    log_probs: Annotated[
+        Path,
+        typer.Argument(help="A .safetensors or .jsonl file with both sides, or the trainer's.", show_default=False),
+    ],
+    rollout: Annotated[
+        Path | None, typer.Argument(metavar="[ROLLOUT]", help="The rollout's, where it is another file.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="The trainer's BF16 weights: predict a band.")
+    ] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", metavar="NAME", help="The contract: a preset or a YAML file.", show_default=False)
+        str | None,
+        typer.Option("--precision", metavar="NAME", help="The contract: a preset or a YAML file.", show_default=False),
     ] = None,
     activations: Annotated[
-        bool, typer.Option("--activations/--weights-only", help="Whether the engine's kernels quantize activations; on CPUs they do not.")
+        bool,
+        typer.Option(
+            "--activations/--weights-only",
+            help="Whether the engine's kernels quantize activations; on CPUs they do not.",
+        ),
     ] = True,
     held: Annotated[
-        Path | None, typer.Option("--held", metavar="FILE", help="A receipt (.json), or codes and scales read back from the engine.")
+        Path | None,
+        typer.Option(
+            "--held", metavar="FILE", help="A receipt (.json), or codes and scales read back from the engine."
+        ),
     ] = None,
     previous: Annotated[
-        Path | None, typer.Option("--previous", metavar="FOLDER", help="The weights of the push before, to know what is stale.")
+        Path | None,
+        typer.Option("--previous", metavar="FOLDER", help="The weights of the push before, to know what is stale."),
     ] = None,
-    sequences: Annotated[int, typer.Option("--sequences", metavar="N", help="How many sequences to emulate.", min=8)] = 64,
+    sequences: Annotated[
+        int, typer.Option("--sequences", metavar="N", help="How many sequences to emulate.", min=8)
+    ] = 64,
     device: Annotated[str, typer.Option("--device", help="Where to emulate them.")] = "cpu",
-    false_positives: Annotated[float, typer.Option("--false-positives", metavar="P", help="The chance to fire on sound weights.")] = 1e-3,
+    false_positives: Annotated[
+        float, typer.Option("--false-positives", metavar="P", help="The chance to fire on sound weights.")
+    ] = 1e-3,
     limits: Annotated[
         list[str] | None, typer.Option("--limit", metavar="METRIC=VALUE", help="Exit code 1 above it; may be repeated.")
     ] = None,
     truncate: Annotated[
-        str | None, typer.Option("--truncate", metavar="TYPE:[MIN:]MAX", help="tis:2, icepop:0.5:5 or seq-mask-tis:0.999:1.002.")
+        str | None,
+        typer.Option("--truncate", metavar="TYPE:[MIN:]MAX", help="tis:2, icepop:0.5:5 or seq-mask-tis:0.999:1.002."),
     ] = None,
     kl_type: Annotated[str, typer.Option("--kl", metavar="TYPE", help="The KL estimator: k1, k2 or k3.")] = "k3",
-    drop: Annotated[bool, typer.Option("--drop-infinite", help="Leave tokens with a log-prob of -inf out, and count them.")] = False,
+    drop: Annotated[
+        bool, typer.Option("--drop-infinite", help="Leave tokens with a log-prob of -inf out, and count them.")
+    ] = False,
     html: Html = None,
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
-    """Compare trainer's and rollout's log-probs; with --model, tell FP8's noise from broken weights. Exit code 1 if broken."""
+    """Compare trainer's and rollout's log-probs; with --model, tell FP8's noise from broken weights. Exit code 1 if
+    broken."""
     if (model is None) != (precision is None):
         raise PrecisionError(
             "A band is predicted from --model and --precision, and one of them is missing.",
@@ -69,7 +94,9 @@ def mismatch(
     recording = Recording.read(log_probs, rollout)
     if count := recording.not_numbers():
         return _refuse_nan(count, as_json)
-    found = Mismatch(str(log_probs), recording, recording.pair("drop" if drop else "refuse"), _importance(truncate), kl_type)
+    found = Mismatch(
+        str(log_probs), recording, recording.pair("drop" if drop else "refuse"), _importance(truncate), kl_type
+    )
     found = _with(found, limits=_limits(limits, found))
     if model is not None and precision is not None:
         contract = load(precision, changes)
@@ -113,7 +140,13 @@ def _predict(recording: Recording, model: Path, contract: Any, activations: bool
 
 
 def _judge(
-    recording: Recording, prediction: Prediction, model: Path, held: Path | None, previous: Path | None, chance: float, drop: bool
+    recording: Recording,
+    prediction: Prediction,
+    model: Path,
+    held: Path | None,
+    previous: Path | None,
+    chance: float,
+    drop: bool,
 ) -> Verdict:
     from nemo_fp8.mismatch import Gate
     from nemo_fp8.mismatch.files import Folder, read_held
@@ -140,7 +173,9 @@ def _importance(words: str | None) -> ImportanceSampling:
         numbers = []
     if len(numbers) not in (1, 2):
         raise PrecisionError(
-            f"--truncate {words} names no bounds.", "They are one number, or two.", "Write TYPE:MAX or TYPE:MIN:MAX, such as tis:2."
+            f"--truncate {words} names no bounds.",
+            "They are one number, or two.",
+            "Write TYPE:MAX or TYPE:MIN:MAX, such as tis:2.",
         )
     return ImportanceSampling(
         truncated_importance_sampling_type=kind,
@@ -183,14 +218,18 @@ def _print(found: Mismatch) -> None:
     dropped = f", {pair.dropped:,} with -inf left out" if pair.dropped else ""
     print_pairs([("log-probs", f"{pair.tokens:,} tokens in {pair.sequences:,} sequences{dropped}")])
     rows = [
-        (name, _number(value), *([_number(expected[name])] if expected else []), MEANING[name]) for name, value in found.metrics.items()
+        (name, _number(value), *([_number(expected[name])] if expected else []), MEANING[name])
+        for name, value in found.metrics.items()
     ]
     print_table(("metric", "observed", *(["predicted"] if expected else []), "t trainer, g rollout"), rows)
     print_pairs([("|t - g|", ", ".join(f"{_number(size)} at {point}" for point, size in quantiles(pair).items()))])
     findings = [finding("gate-limit", name, metric=name, value=value, limit=limit) for name, value, limit in found.over]
     if verdict is not None:
         print_pairs([("", "")])
-        rows = [(c.name, *map(_number, (c.observed, c.band.expected, c.band.low, c.band.high)), c.side) for c in verdict.checks]
+        rows = [
+            (c.name, *map(_number, (c.observed, c.band.expected, c.band.low, c.band.high)), c.side)
+            for c in verdict.checks
+        ]
         caption = f"typical |d| of log-probs; sound weights leave it with a chance of {verdict.false_positives:g}"
         print_table(("gate", "observed", "expected", "lowest", "highest", "band"), rows, caption)
         findings += verdict.findings

@@ -11,12 +11,22 @@ from nemo_fp8.errors import PrecisionError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Name = Annotated[str, typer.Argument(help="A preset (see `nemo-fp8 list`) or a YAML file.", show_default=False)]
-For = Annotated[str | None, typer.Option("--for", metavar="WORDS", help="Another machine, such as h200,cuda12.8,te2.9.")]
-ModelConfig = Annotated[str | None, typer.Option("--model", help="A Hugging Face config.json, or the folder that holds it.")]
-Layout = Annotated[str | None, typer.Option("--parallel", metavar="WORDS", help="How ranks split it, such as tp4,pp2,dp8,sp,seq4096.")]
-Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the contract; may be repeated.")]
+For = Annotated[
+    str | None, typer.Option("--for", metavar="WORDS", help="Another machine, such as h200,cuda12.8,te2.9.")
+]
+ModelConfig = Annotated[
+    str | None, typer.Option("--model", help="A Hugging Face config.json, or the folder that holds it.")
+]
+Layout = Annotated[
+    str | None, typer.Option("--parallel", metavar="WORDS", help="How ranks split it, such as tp4,pp2,dp8,sp,seq4096.")
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the contract; may be repeated."),
+]
 VllmPython = Annotated[
-    Path | None, typer.Option("--vllm-python", metavar="PATH", help="The Python that has vLLM.", show_default=".venv-rollout")
+    Path | None,
+    typer.Option("--vllm-python", metavar="PATH", help="The Python that has vLLM.", show_default=".venv-rollout"),
 ]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots.")]
 

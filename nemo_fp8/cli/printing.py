@@ -45,7 +45,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: 
     from rich.table import Table
 
     table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption or None, caption_justify="left"
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption=caption or None,
+        caption_justify="left",
     )
     for i, column in enumerate(columns):
         table.add_column(escape(column), overflow="fold", style="bold" if i == 0 else None)

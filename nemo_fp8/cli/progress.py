@@ -1,9 +1,11 @@
-"""How far long work is, on stderr: bars in a terminal, gone when it is done; elsewhere plain lines, which stay in the log.
+"""How far long work is, on stderr: bars in a terminal, gone when it is done; elsewhere plain lines, which stay in the
+log.
 
     bf16_mixed, seed 1234: 30 of 150, loss 4.123, 12:30 left
 
-A line comes when something starts, at every tenth of the way but not more often than each second, at the end, and whenever ten
-seconds went by in silence: a log that stands still is a process that does. Time left is what the pace so far makes of the whole.
+A line comes when something starts, at every tenth of the way but not more often than each second, at the end, and
+whenever ten seconds went by in silence: a log that stands still is a process that does. Time left is what the pace so
+far makes of the whole.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def byte_bar(heading: str = "") -> Iterator[Callable[[int], Callable[[int, str],
 
 @contextmanager
 def run_bars(runs: int, steps: int) -> Iterator[Callable[[str], Callable[[int, str], None]]]:
-    """Count steps, of all runs and of the present one: ``start(name)`` gives the function that is told of a step and what to say of it."""
+    """Count steps, of all runs and of the present one: ``start(name)`` gives the function that is told of a step and
+    what to say of it."""
     begun = -1
     if not _in_terminal():
         with _Lines(lambda done, total: f"{done} of {total}") as lines:

@@ -18,17 +18,26 @@ if TYPE_CHECKING:
 
 
 def rl_compare(
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where runs lie; those that are there go on.")] = Path("rl-compare"),
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where runs lie; those that are there go on.")] = Path(
+        "rl-compare"
+    ),
     seeds: Annotated[str, typer.Option(metavar="LIST", help="Seeds, separated by commas.")] = "1,2,3",
     steps: Annotated[int, typer.Option(min=2, help="GRPO steps of each run.")] = 80,
     variants: Annotated[str, typer.Option(metavar="LIST", help="Some of them, by commas; all where not given.")] = "",
-    one_step_off: Annotated[bool, typer.Option("--one-step-off", help="Sample the next step's answers while a step trains.")] = False,
-    rollout_python: Annotated[str | None, typer.Option(metavar="FILE", help="The Python that has vLLM; .venv-rollout's.")] = None,
-    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster; one of its own where not given.")] = None,
+    one_step_off: Annotated[
+        bool, typer.Option("--one-step-off", help="Sample the next step's answers while a step trains.")
+    ] = False,
+    rollout_python: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The Python that has vLLM; .venv-rollout's.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster; one of its own where not given.")
+    ] = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """GRPO with BF16 or FP8 in training and rollout: reward, validation accuracy, KL, mismatch, and where the time goes."""
+    """GRPO with BF16 or FP8 in training and rollout: reward, validation accuracy, KL, mismatch, and where the time
+    goes."""
     from nemo_fp8.experiments.rl.compare import VARIANTS, run_rl_comparison
     from nemo_fp8.experiments.rl.settings import GrpoSettings
 
@@ -39,7 +48,9 @@ def rl_compare(
 
         require_matplotlib()
     # A checkpoint every 5 steps: what a killed comparison does again costs less than writing one at each step.
-    template = GrpoSettings(folder=str(folder.absolute()), base="", steps=steps, save_every=5, one_step_off=one_step_off)
+    template = GrpoSettings(
+        folder=str(folder.absolute()), base="", steps=steps, save_every=5, one_step_off=one_step_off
+    )
     with watched(), run_bars(len(names) * len(numbers), steps) as start:
 
         def on_run(variant: str, seed: int) -> OnStep:
@@ -69,7 +80,9 @@ def _print(comparison: RlComparison) -> None:
         rows.append((variant, *accuracy, points, f"{s['kl']:.3f}", *errors, f"{sum(s['seconds'].values()):.1f}"))
     seeds = len({run.seed for run in comparison.runs})
     caption = (
-        f"{comparison.settings.steps} steps, {seeds} seed{'s' if seeds > 1 else ''}. Accuracy on held-out problems in %, of the base model "
-        "and at the end; points to bf16-bf16. Prob error and gen KL: NeMo RL's token_mult_prob_error and gen_kl_error, mean over steps."
+        f"{comparison.settings.steps} steps, {seeds} seed{'s' if seeds > 1 else ''}. Accuracy on held-out problems in "
+        "%, of the base model "
+        "and at the end; points to bf16-bf16. Prob error and gen KL: NeMo RL's token_mult_prob_error and "
+        "gen_kl_error, mean over steps."
     )
     print_table(("training-rollout", "base", "end", "points", "KL", "prob error", "gen KL", "s/step"), rows, caption)

@@ -17,17 +17,21 @@ COMMANDS_WORDS = {"allow_interspersed_args": False}
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="After --, such as torchrun train.py.", show_default=False)],
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="After --, such as torchrun train.py.", show_default=False)
+    ],
     arch: Annotated[
-        int | None, typer.Option("--arch", metavar="NUMBER", help="What the CPU stands for: 100 (Blackwell) or 90 (Hopper).")
+        int | None,
+        typer.Option("--arch", metavar="NUMBER", help="What the CPU stands for: 100 (Blackwell) or 90 (Hopper)."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a command in which TransformerEngine works without a GPU.
 
-    Wherever a Python process of the command imports TransformerEngine, this package stands beneath it. An installed package does that in
-    every process by itself; this is for a checkout, or another folder, on PYTHONPATH. Where there is a GPU the command runs as it is.
+    Wherever a Python process of the command imports TransformerEngine, this package stands beneath it. An installed
+    package does that in every process by itself; this is for a checkout, or another folder, on PYTHONPATH. Where there
+    is a GPU the command runs as it is.
     """
     from nemo_fp8.te_cpu import launch
 

@@ -26,22 +26,34 @@ ENDED = Problem(
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A BF16 checkpoint: a folder, or its name on the Hub.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="A BF16 checkpoint: a folder, or its name on the Hub.", show_default=False)
+    ],
     precision: Annotated[str, typer.Option("--precision", metavar="NAME", help="A preset, or a YAML file.")],
-    host: Annotated[str, typer.Option("--host", help="Where to listen. Beyond this machine it asks for a token.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option("--host", help="Where to listen. Beyond this machine it asks for a token.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="The port.")] = 8000,
     activations: Annotated[
-        str, typer.Option("--activations", metavar="WORD", help="kernel, or emulated: quantize them where the kernel (a CPU's) does not.")
+        str,
+        typer.Option(
+            "--activations",
+            metavar="WORD",
+            help="kernel, or emulated: quantize them where the kernel (a CPU's) does not.",
+        ),
     ] = "kernel",
-    kernel: Annotated[str, typer.Option("--kernel", metavar="WORD", help="auto, or decode: multiply with decoded weights.")] = "auto",
+    kernel: Annotated[
+        str, typer.Option("--kernel", metavar="WORD", help="auto, or decode: multiply with decoded weights.")
+    ] = "auto",
     no_token: Annotated[bool, typer.Option("--no-token", help="Let every user of this machine push weights.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Serve a model with an OpenAI API, its weights quantized as the precision says.
 
-    Options that are not listed here go to vLLM, such as --max-model-len 4096. A token for everything is read from VLLM_API_KEY.
-    Without one a token is drawn for pushes of weights alone, into a file that only you can read, where Refit(url) finds it.
+    Options that are not listed here go to vLLM, such as --max-model-len 4096. A token for everything is read from
+    VLLM_API_KEY. Without one a token is drawn for pushes of weights alone, into a file that only you can read, where
+    Refit(url) finds it.
     """
     from nemo_fp8.contract.naming import load
     from nemo_fp8.rollout import serve
@@ -50,7 +62,9 @@ def serve(
 
     token = os.environ.get(TOKEN) or None
     if token and no_token:
-        raise PrecisionError(f"--no-token, and a token in {TOKEN}.", "One says that there is none.", f"Leave one out: unset {TOKEN}.")
+        raise PrecisionError(
+            f"--no-token, and a token in {TOKEN}.", "One says that there is none.", f"Leave one out: unset {TOKEN}."
+        )
     told = token or os.environ.get(PUSH_TOKEN) or any(word.split("=")[0] in ASK_BY_THEMSELVES for word in context.args)
     draws = is_loopback(host) and not (told or no_token or dry_run)
     with drawn_token(host, port) if draws else nullcontext((None, None)) as (drawn, file):

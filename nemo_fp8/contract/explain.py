@@ -40,7 +40,11 @@ def explain_rows(p: Precision) -> list[tuple[str, str]]:
     reduce = "FP32" if p.grad_reduce == "fp32" else compute
     rows = [
         ("precision", p.name),
-        ("compute", f"Layers compute and keep parameters in {compute}; gradients are reduced in {reduce}. Master weights are FP32."),
+        (
+            "compute",
+            f"Layers compute and keep parameters in {compute}; gradients are reduced in {reduce}. Master weights are "
+            "FP32.",
+        ),
     ]
     rows += [(gemm, _gemm(p, gemm)) for gemm in GEMMS]
     if p.scaling == "delayed":
@@ -86,21 +90,28 @@ def _delayed(p: Precision) -> str:
     if p.amax_history_len == 1:
         source = "the"
     margin = f", lowered by a margin of 2**{p.margin}" if p.margin else ""
-    return f"A tensor's scale comes from {source} {span}{margin}; amaxes are shared by all ranks of the reduction group."
+    return (
+        f"A tensor's scale comes from {source} {span}{margin}; amaxes are shared by all ranks of the reduction group."
+    )
 
 
 def _weights(p: Precision) -> str:
     if not p.fp8_param:
         return f"Kept in {_COMPUTE[p.compute]} and cast to FP8 once per global batch."
     if p.scaling == "mxfp8":
-        return f"Kept in FP8 as primary weights; gathered in {_COMPUTE[p.compute]}, since MX needs a cast for each direction."
+        return (
+            f"Kept in FP8 as primary weights; gathered in {_COMPUTE[p.compute]}, since MX needs a cast for each "
+            "direction."
+        )
     return "Kept in FP8 as primary weights; the distributed optimizer gathers one byte an element."
 
 
 def _attention(p: Precision) -> str:
     if not (p.attention or p.multi_head_attention):
         return f"Attention scores and their product with V in {_COMPUTE[p.compute]}."
-    return "FP8 dot-product attention" + (", and FP8 between the layers of the attention block." if p.multi_head_attention else ".")
+    return "FP8 dot-product attention" + (
+        ", and FP8 between the layers of the attention block." if p.multi_head_attention else "."
+    )
 
 
 def _kept(p: Precision) -> str:
@@ -142,11 +153,15 @@ def _notes(p: Precision) -> list[str]:
             "and the value is kept for compatibility."
         )
     if p.scaling == "blockwise" and p.format == "hybrid":
-        notes.append("Gradients in E5M2, as NeMo ships it; TransformerEngine's own block default and NeMo RL use E4M3 (format='e4m3').")
+        notes.append(
+            "Gradients in E5M2, as NeMo ships it; TransformerEngine's own block default and NeMo RL use E4M3 "
+            "(format='e4m3')."
+        )
     if p.scaling == "mxfp8" and p.fp8_param:
         notes.append("fp8_param saves no bytes on the wire with mxfp8.")
     if p.compute == "fp16" and p.scaling == "delayed" and p.loss_scale is None and p.initial_loss_scale > 65536:
         notes.append(
-            "An overflowing loss scale leaves inf in the amax history; the plugin lowers the start to 65536 and clears what overflowed."
+            "An overflowing loss scale leaves inf in the amax history; the plugin lowers the start to 65536 and "
+            "clears what overflowed."
         )
     return notes

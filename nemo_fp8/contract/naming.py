@@ -48,7 +48,9 @@ def changes_of(changes: list[str] | None) -> dict[str, Any]:
     pairs = [change.partition("=") for change in changes or []]
     for field, equals, _ in pairs:
         if not equals:
-            raise PrecisionError(f"--set {field} has no value.", "A change is a field and its new value.", f"Write --set {field}=VALUE.")
+            raise PrecisionError(
+                f"--set {field} has no value.", "A change is a field and its new value.", f"Write --set {field}=VALUE."
+            )
     return {field: yaml.safe_load(value) for field, _, value in pairs}
 
 
@@ -60,5 +62,7 @@ def is_file(name: str) -> bool:
 def read_text(name: str) -> str:
     """Read a file's text; refuse one that is not there or no text."""
     if not Path(name).is_file():
-        raise PrecisionError(f"There is no file {name}.", "A name that ends in .yaml is read as a file.", "Check the path.")
+        raise PrecisionError(
+            f"There is no file {name}.", "A name that ends in .yaml is read as a file.", "Check the path."
+        )
     return Path(name).read_text()

@@ -27,9 +27,9 @@ SCALES = {"fp32": "FP32", "pow2": "power-of-2", "e8m0": "E8M0"}
 class Operand:
     """How one GEMM operand is stored: the element type, and the scale that goes with it.
 
-    ``block`` is the tile that shares one scale, along (rows, contracted dimension); None is the whole tensor.
-    ``scale`` is ``fp32`` (any value), ``pow2`` (FP32 holding a power of two) or ``e8m0`` (one exponent byte).
-    ``delayed`` says that the scale was found beforehand, from earlier steps' amaxes or by calibration, and not from the tensor itself.
+    ``block`` is the tile that shares one scale, along (rows, contracted dimension); None is the whole tensor. ``scale``
+    is ``fp32`` (any value), ``pow2`` (FP32 holding a power of two) or ``e8m0`` (one exponent byte). ``delayed`` says
+    that the scale was found beforehand, from earlier steps' amaxes or by calibration, and not from the tensor itself.
     """
 
     format: str
@@ -40,4 +40,7 @@ class Operand:
     def words(self) -> str:
         """It all in words, as reports and ``check`` say it."""
         tile = "one for the whole tensor" if self.block is None else "one for each {}x{} block".format(*self.block)
-        return f"{self.format.upper()} with {SCALES[self.scale]} scales, {tile}{', found beforehand' if self.delayed else ''}"
+        return (
+            f"{self.format.upper()} with {SCALES[self.scale]} scales, "
+            f"{tile}{', found beforehand' if self.delayed else ''}"
+        )

@@ -40,7 +40,14 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "activation_scheme": ("dynamic", "static"),
     "kv_cache": ("auto", "fp8"),
 }
-_COUNTS = {"margin": None, "amax_history_len": 1, "first_layers": 0, "last_layers": 0, "loss_scale_window": 1, "hysteresis": 1}
+_COUNTS = {
+    "margin": None,
+    "amax_history_len": 1,
+    "first_layers": 0,
+    "last_layers": 0,
+    "loss_scale_window": 1,
+    "hysteresis": 1,
+}
 _FACTORS = ("loss_scale", "initial_loss_scale", "min_loss_scale")
 _FLAGS = ("wgrad", "attention", "multi_head_attention", "fp8_param", "strict", "deep_gemm", "importance_sampling")
 
@@ -130,10 +137,12 @@ class Precision:
             raise PrecisionError(problems)
 
     def replace(self, **changes: Any) -> Precision:
-        """A copy with some fields changed. A field that was never given goes on following the others; one that was is kept.
+        """A copy with some fields changed. A field that was never given goes on following the others; one that was is
+        kept.
 
-        A file that holds every field, as ``to_yaml`` writes it, gives every one: a kind of scale from there is changed by name, or
-        refused where the changed fields contradict it. ``replace(weight_scale=None)`` lets a field follow again.
+        A file that holds every field, as ``to_yaml`` writes it, gives every one: a kind of scale from there is changed
+        by name, or refused where the changed fields contradict it. ``replace(weight_scale=None)`` lets a field follow
+        again.
         """
         _refuse_unknown(changes)
         implied = _follow(None, None, None).keys() - self.said
@@ -197,7 +206,11 @@ class Precision:
 
     def keeps(self, module: str, layer: int | None = None, layers: int | None = None) -> bool:
         """Whether a module stays in the compute dtype: by its name, or as decoder layer ``layer`` of ``layers``."""
-        if layer is not None and layers is not None and (layer < self.first_layers or layer >= layers - self.last_layers):
+        if (
+            layer is not None
+            and layers is not None
+            and (layer < self.first_layers or layer >= layers - self.last_layers)
+        ):
             return True
         return any(_matches(pattern, module) for pattern in self.keep)
 
@@ -291,7 +304,9 @@ def _wrong_values(p: Precision) -> Iterator[Problem]:
     if not isinstance(p.name, str):
         yield _not_a(p, "name", "a text", "Give a text, or leave it out.")
     if not isinstance(p.keep, tuple) or not all(isinstance(k, str) and k for k in p.keep):
-        yield _not_a(p, "keep", "a list of names", "Give globs such as '*.router', or regular expressions behind 're:'.")
+        yield _not_a(
+            p, "keep", "a list of names", "Give globs such as '*.router', or regular expressions behind 're:'."
+        )
         return
     for pattern in p.keep:
         if pattern.startswith("re:"):
@@ -299,12 +314,16 @@ def _wrong_values(p: Precision) -> Iterator[Problem]:
                 re.compile(pattern[3:])
             except re.error as error:
                 yield Problem(
-                    f"keep holds {pattern!r}, which is no regular expression.", f"{error}.", "Correct it, or write a glob without 're:'."
+                    f"keep holds {pattern!r}, which is no regular expression.",
+                    f"{error}.",
+                    "Correct it, or write a glob without 're:'.",
                 )
 
 
 def _not_a(p: Precision, name: str, expected: str, remedy: str) -> Problem:
-    return Problem(f"{name}={getattr(p, name)!r} is not {expected}.", "A contract only holds values that mean something.", remedy)
+    return Problem(
+        f"{name}={getattr(p, name)!r} is not {expected}.", "A contract only holds values that mean something.", remedy
+    )
 
 
 def _contradictions(p: Precision) -> Iterator[Problem]:
@@ -344,7 +363,8 @@ def _contradictions(p: Precision) -> Iterator[Problem]:
         (
             p.scaling == "delayed" and (p.first_layers > 0 or p.last_layers > 0),
             f"first_layers={p.first_layers}, last_layers={p.last_layers} with delayed scaling.",
-            "Megatron cannot leave single layers out of delayed scaling, whose amaxes are reduced for all layers at once.",
+            "Megatron cannot leave single layers out of delayed scaling, whose amaxes are reduced for all layers at "
+            "once.",
             "Set scaling='tensorwise' or 'blockwise', or first_layers=0 and last_layers=0.",
         ),
         (
@@ -356,7 +376,8 @@ def _contradictions(p: Precision) -> Iterator[Problem]:
         (
             p.scaling == "delayed" and not fp8_rollout and "pow2" in (p.weight_scale, p.activation_scale),
             "Power-of-2 scales with delayed scaling.",
-            "TransformerEngine's delayed scaling knows FP32 scales only, and there is no FP8 rollout that they could be meant for.",
+            "TransformerEngine's delayed scaling knows FP32 scales only, and there is no FP8 rollout that they could "
+            "be meant for.",
             "Set weight_scale='fp32' and activation_scale='fp32', or scaling='tensorwise'.",
         ),
         (
@@ -368,7 +389,8 @@ def _contradictions(p: Precision) -> Iterator[Problem]:
         (
             fp8_rollout and p.activation_scheme == "static" and p.rollout_block != "tensor",
             f"activation_scheme='static' with rollout_block={p.rollout_block!r}.",
-            "vLLM scales activations of block-quantized layers for each token; calibrated scales go with one scale a tensor.",
+            "vLLM scales activations of block-quantized layers for each token; calibrated scales go with one scale a "
+            "tensor.",
             "Set activation_scheme='dynamic', or rollout_block='tensor'.",
         ),
         (

@@ -21,7 +21,13 @@ _DELAYED: dict[str, Any] = {
     "amax_compute_algo": "max",
     "fp8_param": True,
 }
-_TENSORWISE: dict[str, Any] = {"format": "hybrid", "scaling": "tensorwise", "first_layers": 1, "last_layers": 1, "fp8_param": True}
+_TENSORWISE: dict[str, Any] = {
+    "format": "hybrid",
+    "scaling": "tensorwise",
+    "first_layers": 1,
+    "last_layers": 1,
+    "fp8_param": True,
+}
 _BLOCKWISE: dict[str, Any] = {"format": "hybrid", "scaling": "blockwise"}
 _MXFP8: dict[str, Any] = {"format": "e4m3", "scaling": "mxfp8", "fp8_param": True}
 _FOUR_LAYERS: dict[str, Any] = {"first_layers": 2, "last_layers": 2}

@@ -35,7 +35,9 @@ def load_mapping(text: str, what: str) -> dict[str, Any]:
     try:
         value = yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
-        raise PrecisionError(f"This is not YAML, where {what} was expected.", " ".join(str(error).split()), "Correct the YAML.") from error
+        raise PrecisionError(
+            f"This is not YAML, where {what} was expected.", " ".join(str(error).split()), "Correct the YAML."
+        ) from error
     if not isinstance(value, dict):
         raise PrecisionError(
             f"The YAML for {what} is a {type(value).__name__}, not a mapping.",

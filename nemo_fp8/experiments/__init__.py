@@ -1,4 +1,5 @@
-"""Whole runs that fit on a laptop, made of the parts that everybody else uses: nothing in the package imports them but its reports.
+"""Whole runs that fit on a laptop, made of the parts that everybody else uses: nothing in the package imports them but
+its reports.
 
 stories, tiny     a corpus that is made as it is read, and a Llama of 5 million parameters that learns it
 trial, recorder   one training run of a recipe in processes of its own, and what came of it

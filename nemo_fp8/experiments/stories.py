@@ -21,7 +21,16 @@ from nemo.lightning.data import WrappedDataLoader
 from nemo.lightning.pytorch.plugins import MegatronDataSampler
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-_PEOPLE = {"Anna": "her", "Ben": "him", "Clara": "her", "David": "him", "Emma": "her", "Felix": "him", "Grace": "her", "Henry": "him"}
+_PEOPLE = {
+    "Anna": "her",
+    "Ben": "him",
+    "Clara": "her",
+    "David": "him",
+    "Emma": "her",
+    "Felix": "him",
+    "Grace": "her",
+    "Henry": "him",
+}
 _THINGS = ("apples", "books", "coins", "drums", "eggs", "flags", "gems", "hats")
 _PLACES = ("garden", "kitchen", "market", "school", "harbour", "forest")
 _ACTS = (

@@ -2,8 +2,8 @@
 
 Six layers, so that recipes which keep two layers at either end in BF16 still run two in FP8; sizes that are multiples
 of 128, so that every block of every format is whole, split over two tensor-parallel ranks or not. It reads the stories
-of :mod:`nemo_fp8.experiments.stories`, one byte a token, and trains on two ranks with Megatron's distributed optimizer: over
-gloo on the CPU where the machine has no GPU, and over NCCL where it has.
+of :mod:`nemo_fp8.experiments.stories`, one byte a token, and trains on two ranks with Megatron's distributed optimizer:
+over gloo on the CPU where the machine has no GPU, and over NCCL where it has.
 """
 
 from typing import Any

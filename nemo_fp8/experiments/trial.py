@@ -2,9 +2,10 @@
 
     outcome = run_trial(Trial("tiny_llama", preset("bf16_with_fp8_mixed"), steps=100))
 
-A run gets torchrun and fresh interpreters: Megatron keeps its state in globals, and two runs in one process would not be two
-runs. The last rank, which holds the last pipeline stage and with it the loss, writes one line of JSON for each step into a
-file, from which the caller learns how far it is. A trial saves a checkpoint only where ``keep`` says so, after its last step.
+A run gets torchrun and fresh interpreters: Megatron keeps its state in globals, and two runs in one process would not
+be two runs. The last rank, which holds the last pipeline stage and with it the loss, writes one line of JSON for each
+step into a file, from which the caller learns how far it is. A trial saves a checkpoint only where ``keep`` says so,
+after its last step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ TRAINABLE = {"tiny_llama": "nemo_fp8.experiments.tiny_llama"} | {name: f"nemo_fp
 
 @dataclass(frozen=True)
 class Trial:
-    """What to train, and for how long. ``recipe`` is the name of one of ours, or ``package.module.function`` of another."""
+    """What to train, and for how long. ``recipe`` is the name of one of ours, or ``package.module.function`` of
+    another."""
 
     recipe: str
     precision: Precision
@@ -43,7 +45,8 @@ class Trial:
     every: int = 0
     """Monitor FP8 every so many steps; 0 is never."""
     keep: str | None = None
-    """The folder that its last checkpoint goes to; None saves none. Of stories, log-probs go to ``KEEP.log_probs.safetensors``."""
+    """The folder that its last checkpoint goes to; None saves none. Of stories, log-probs go to
+    ``KEEP.log_probs.safetensors``."""
 
 
 @dataclass
@@ -53,7 +56,8 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     memory: int = 0
-    """Bytes: the most that the last rank held; on a CPU of the process, beyond what it held before it built the model."""
+    """Bytes: the most that the last rank held; on a CPU of the process, beyond what it held before it built the
+    model."""
     statistics: list[dict[str, Any]] = field(default_factory=list)
     """Rows of the FP8 monitor."""
     skipped: int = 0
@@ -71,7 +75,11 @@ def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={trial.ranks}"]
         command = [*launcher, "-m", "nemo_fp8.experiments.trial", task]
         # Torchrun leaves a temporary folder behind where it is ended: ours is removed, whatever lies in it.
-        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // trial.ranks)), **os.environ, "TMPDIR": folder}
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // trial.ranks)),
+            **os.environ,
+            "TMPDIR": folder,
+        }
         with (
             log.open("w") as file,
             lifetime.running(command, env=environment, stdout=file, stderr=subprocess.STDOUT) as process,
@@ -130,7 +138,8 @@ def _recipe(trial: Trial) -> Any:
 
 
 def _keepers(recipe: Any, keep: str, steps: int) -> list[Any]:
-    """What saves once, after the last step: NeMo's callback the checkpoint, ours what the trainer thinks of validation stories."""
+    """What saves once, after the last step: NeMo's callback the checkpoint, ours what the trainer thinks of validation
+    stories."""
     import nemo_run as run
     from nemo import lightning as nl
 

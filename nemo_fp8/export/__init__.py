@@ -2,9 +2,9 @@
 
     export(HuggingFace.open("llama-3-8b"), "llama-3-8b-fp8", preset("bf16_with_fp8_blockwise_mixed"))
 
-One tensor is read, quantized and written after the other, so memory holds one of them and its codes, whatever the size of the
-model. A killed export goes on at the shard that it had come to. ``verify`` compares what was written with the numerics, to the
-bit, and ``logprobs`` with what vLLM makes of the source when it quantizes it on the fly.
+One tensor is read, quantized and written after the other, so memory holds one of them and its codes, whatever the size
+of the model. A killed export goes on at the shard that it had come to. ``verify`` compares what was written with the
+numerics, to the bit, and ``logprobs`` with what vLLM makes of the source when it quantizes it on the fly.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """One way to write down values that two codes could stand for: what makes a quantized weight come back to itself.
 
-With power-of-two scales a tile whose largest value is rounded down to half of the format's largest (224 of 448) could as well be
-stored with half the scale and twice every code. The values are the same, and it is what quantizing those values again gives:
+With power-of-two scales a tile whose largest value is rounded down to half of the format's largest (224 of 448) could
+as well be stored with half the scale and twice every code. The values are the same, and it is what quantizing those
+values again gives:
 
     code -> 2 * code,   scale_inv -> scale_inv / 2      where the largest code of a tile is exactly half of the format's
 
-Doubling is exact, subnormal codes included. So ``canonical(quantize(x))`` stands for the same values as ``quantize(x)``, and
-quantizing those values changes neither a code nor a scale. About one tile in twenty is written differently from what the GEMMs
-of training hold; with FP32 scales none is. The trade-off: codes can be compared with those of :func:`quantize` only after this.
+Doubling is exact, subnormal codes included. So ``canonical(quantize(x))`` stands for the same values as
+``quantize(x)``, and quantizing those values changes neither a code nor a scale. About one tile in twenty is written
+differently from what the GEMMs of training hold; with FP32 scales none is. The trade-off: codes can be compared with
+those of :func:`quantize` only after this.
 """
 
 from __future__ import annotations
@@ -42,11 +44,15 @@ def canonical(q: Quantized) -> Quantized:
         tile = codes[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
         tile.copy_(_doubled(tile, q.format.mantissa_bits))
     return replace(
-        q, data=codes.view(q.data.shape).view(q.data.dtype), scale_inv=torch.where(halved, q.scale_inv * 0.5, q.scale_inv), statistics=None
+        q,
+        data=codes.view(q.data.shape).view(q.data.dtype),
+        scale_inv=torch.where(halved, q.scale_inv * 0.5, q.scale_inv),
+        statistics=None,
     )
 
 
 def _doubled(codes: torch.Tensor, mantissa_bits: int) -> torch.Tensor:
-    """The codes of twice the values: one more in the exponent; a subnormal's mantissa moves up, into the exponent if need be."""
+    """The codes of twice the values: one more in the exponent; a subnormal's mantissa moves up, into the exponent if
+    need be."""
     magnitude, sign, one = codes & 0x7F, codes & 0x80, 1 << mantissa_bits
     return torch.where(magnitude < one, magnitude << 1, magnitude + one) | sign

@@ -1,13 +1,14 @@
-"""The folder that an export goes to: nothing in it is half-written under its own name, and a killed export can be gone on with.
+"""The folder that an export goes to: nothing in it is half-written under its own name, and a killed export can be gone
+on with.
 
     NAME.part                   a file while it is written; it gets its name when every byte of it is on the disk
     .nemo_fp8_export.json       what is being exported, from the first moment until the end
     config.json                 comes after all weights: until then no engine takes the folder for a model
     nemo_fp8_export.json        the receipt, written last of all: with it, the export is done
 
-A file is taken for done if its length and its header are the ones that the plan gives, and the header carries the plan's
-fingerprint: what another source or another contract left behind is never mixed in. One export at a time: the folder is locked
-for as long as the process lives. The trade-off: a killed export begins the file anew that it was at.
+A file is taken for done if its length and its header are the ones that the plan gives, and the header carries the
+plan's fingerprint: what another source or another contract left behind is never mixed in. One export at a time: the
+folder is locked for as long as the process lives. The trade-off: a killed export begins the file anew that it was at.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Destination:
     def locked(self) -> Iterator[None]:
         """Nobody else exports into this folder until the context closes, or the process ends, however it ends."""
         if self.folder.exists() and not self.folder.is_dir():
-            raise PrecisionError(f"{self.folder} is no folder.", "A checkpoint is several files.", "Give the name of a new folder.")
+            raise PrecisionError(
+                f"{self.folder} is no folder.", "A checkpoint is several files.", "Give the name of a new folder."
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.folder, os.O_RDONLY)
         try:
@@ -50,7 +53,9 @@ class Destination:
             yield
         except BlockingIOError as error:
             raise PrecisionError(
-                f"Another export is writing into {self.folder}.", "It holds the folder's lock.", "Wait for it, or give another folder."
+                f"Another export is writing into {self.folder}.",
+                "It holds the folder's lock.",
+                "Wait for it, or give another folder.",
             ) from error
         finally:
             os.close(handle)
@@ -70,12 +75,18 @@ class Destination:
             self._require_same(plan, state, "an unfinished export")
         elif not began and (strangers := sorted({path.name for path in self.folder.iterdir()} - {STATE + PART})):
             raise PrecisionError(
-                f"{self.folder} holds {strangers[0]}{f' and {len(strangers) - 1} more' if len(strangers) > 1 else ''}, and no export.",
+                f"{self.folder} holds "
+                f"{strangers[0]}{f' and {len(strangers) - 1} more' if len(strangers) > 1 else ''}, and no export.",
                 "An export goes into a folder of its own, so that it never mixes with another model's files.",
                 "Give a new or an empty folder.",
             )
         else:
-            files = [*(shard.file for shard in plan.shards), INDEX, "config.json", *(name for name, _ in plan.source.files())]
+            files = [
+                *(shard.file for shard in plan.shards),
+                INDEX,
+                "config.json",
+                *(name for name, _ in plan.source.files()),
+            ]
             self.write(STATE, _text({"fingerprint": plan.fingerprint, "identity": plan.identity, "files": files}))
         self._require_space(plan)
         return False
@@ -123,7 +134,9 @@ class Destination:
             _sync_folder(path.parent)
         except OSError as error:
             raise PrecisionError(
-                f"Cannot write {path}.", f"{error}.", "Free what is missing, and run the same command again: it goes on from here."
+                f"Cannot write {path}.",
+                f"{error}.",
+                "Free what is missing, and run the same command again: it goes on from here.",
             ) from error
         finally:
             part.unlink(missing_ok=True)
@@ -153,11 +166,14 @@ class Destination:
         if found.get("fingerprint") == plan.fingerprint:
             return
         theirs = found.get("identity") or {}
-        changed = [_difference(key, theirs.get(key), mine) for key, mine in plan.identity.items() if theirs.get(key) != mine]
+        changed = [
+            _difference(key, theirs.get(key), mine) for key, mine in plan.identity.items() if theirs.get(key) != mine
+        ]
         raise PrecisionError(
             f"{self.folder} holds {what} of something else: {'; '.join(changed) or 'its own words are damaged'}.",
             "Files of two exports would make a model that nobody asked for.",
-            "Give another folder, ask for what was asked for then, or add --restart, which deletes that export and begins anew.",
+            "Give another folder, ask for what was asked for then, or add --restart, which deletes that export and "
+            "begins anew.",
         )
 
     def _clear(self) -> None:
@@ -184,7 +200,11 @@ class Destination:
 
 def _difference(key: str, theirs: Any, mine: Any) -> str:
     if key == "precision" and isinstance(theirs, dict):
-        fields = [f"{name}={theirs.get(name)!r} was, {value!r} is" for name, value in mine.items() if theirs.get(name) != value]
+        fields = [
+            f"{name}={theirs.get(name)!r} was, {value!r} is"
+            for name, value in mine.items()
+            if theirs.get(name) != value
+        ]
         return f"another precision ({', '.join(fields)})"
     return "the source has changed since" if key == "source" else f"{key} was {theirs!r}, and is {mine!r}"
 

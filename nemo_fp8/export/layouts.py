@@ -1,11 +1,12 @@
-"""The two ways to write an FP8 checkpoint that engines read: what a scale is called, and what config.json says of it all.
+"""The two ways to write an FP8 checkpoint that engines read: what a scale is called, and what config.json says of it
+all.
 
     deepseek              <weight>_scale_inv     quant_method "fp8", weight_block_size [128, 128]
     compressed-tensors    <module>.weight_scale  quant_method "compressed-tensors", format "float-quantized"
 
-Both hold the same codes and the same scales, raw FP32 [ceil(n / 128), ceil(k / 128)]; ``scale_fmt: ue8m0`` says of DeepSeek's
-that every scale is a power of two. The trade-off: compressed-tensors is understood by more tools, and has no word for
-power-of-two activation scales nor for experts in one stack.
+Both hold the same codes and the same scales, raw FP32 [ceil(n / 128), ceil(k / 128)]; ``scale_fmt: ue8m0`` says of
+DeepSeek's that every scale is a power of two. The trade-off: compressed-tensors is understood by more tools, and has no
+word for power-of-two activation scales nor for experts in one stack.
 """
 
 from __future__ import annotations

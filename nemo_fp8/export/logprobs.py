@@ -1,13 +1,17 @@
-"""What vLLM makes of a checkpoint, to compare two of them bit by bit: log-probabilities of prompts and of what it generates.
+"""What vLLM makes of a checkpoint, to compare two of them bit by bit: log-probabilities of prompts and of what it
+generates.
 
-    right = log_probs(exported, {"dtype": "bfloat16"}, python)                          the checkpoint, as any vLLM loads it
-    fly   = log_probs(source, {"quantization": "nemo_fp8", ...}, python)                the source, quantized when it is loaded
+    right = log_probs(exported, {"dtype": "bfloat16"}, python)                          the checkpoint, as any vLLM
+    loads it fly   = log_probs(source, {"quantization": "nemo_fp8", ...}, python)                the source, quantized
+    when it is loaded
 
-A CPU without AMX has no kernel of vLLM's for the first (:func:`reads_codes`). The export is then decoded to BF16 and goes the second way:
-its certificate says that quantizing again gives the same codes, and the engine what follows from them.
+A CPU without AMX has no kernel of vLLM's for the first (:func:`reads_codes`). The export is then decoded to BF16 and
+goes the second way: its certificate says that quantizing again gives the same codes, and the engine what follows from
+them.
 
-vLLM and NeMo cannot share an environment, so each engine runs in a process of vLLM's own Python, on this same file. Both get the
-same prompts in the same order and the same settings, so that a kernel that is deterministic gives the same bits for the same values.
+vLLM and NeMo cannot share an environment, so each engine runs in a process of vLLM's own Python, on this same file.
+Both get the same prompts in the same order and the same settings, so that a kernel that is deterministic gives the same
+bits for the same values.
 """
 
 from __future__ import annotations
@@ -31,7 +35,12 @@ from nemo_fp8.render.vllm import PLUGIN, to_plugin, to_vllm
 
 PROMPTS, LENGTH, GENERATED, TOP = 4, 24, 8, 20
 # Small and quick to start; only where nothing else is said.
-SETTINGS: dict[str, Any] = {"max_model_len": LENGTH + GENERATED, "max_num_seqs": PROMPTS, "enforce_eager": True, "seed": 0}
+SETTINGS: dict[str, Any] = {
+    "max_model_len": LENGTH + GENERATED,
+    "max_num_seqs": PROMPTS,
+    "enforce_eager": True,
+    "seed": 0,
+}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -53,7 +62,8 @@ class Comparison:
     largest: float
     """The largest difference; infinite where the two name different tokens."""
     decoded: bool = False
-    """Whether the first was decoded to BF16 and quantized on the fly again, since this vLLM has no kernel that reads its codes."""
+    """Whether the first was decoded to BF16 and quantized on the fly again, since this vLLM has no kernel that reads
+    its codes."""
 
     @property
     def equal(self) -> bool:
@@ -64,20 +74,26 @@ class Comparison:
 
 
 def vllm_python(given: str | Path | None = None) -> Path:
-    """A Python that has vLLM and this package: the one given, this one, or ``.venv-rollout`` beside this environment."""
+    """A Python that has vLLM and this package: the one given, this one, or ``.venv-rollout`` beside this
+    environment."""
     tried = vllm_pythons(given)
     for python in tried:
-        if python.is_file() and subprocess.run([str(python), "-c", _ASK], capture_output=True, cwd="/", check=False).returncode == 0:
+        if (
+            python.is_file()
+            and subprocess.run([str(python), "-c", _ASK], capture_output=True, cwd="/", check=False).returncode == 0
+        ):
             return python
     raise PrecisionError(
         f"No Python with vLLM and nemo_fp8 in it{f' at {given}' if given else ''}.",
         f"Looked at {', '.join(map(str, tried))}.",
-        "Run `make setup`, or pip install nemo-fp8[rollout] where vLLM is and name it with --vllm-python PATH; --no-vllm leaves this out.",
+        "Run `make setup`, or pip install nemo-fp8[rollout] where vLLM is and name it with --vllm-python PATH; "
+        "--no-vllm leaves this out.",
     )
 
 
 def on_the_fly(precision: Precision) -> dict[str, Any]:
-    """Engine arguments under which vLLM quantizes a BF16 checkpoint as the contract says, with our numerics whatever the scales."""
+    """Engine arguments under which vLLM quantizes a BF16 checkpoint as the contract says, with our numerics whatever
+    the scales."""
     arguments = to_vllm(precision)
     if precision.rollout != "fp8":
         return arguments
@@ -88,20 +104,31 @@ def on_the_fly(precision: Precision) -> dict[str, Any]:
 def as_it_is(precision: Precision) -> dict[str, Any]:
     """Engine arguments for a checkpoint that says itself how it is quantized; everything else the same."""
     return {
-        name: value for name, value in to_vllm(precision).items() if name not in ("quantization", "quantization_config", "hf_overrides")
+        name: value
+        for name, value in to_vllm(precision).items()
+        if name not in ("quantization", "quantization_config", "hf_overrides")
     }
 
 
 def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Path) -> list[dict[str, float]]:
-    """For every position of the prompts and of what follows them, the most likely tokens and their log-probabilities."""
+    """For every position of the prompts and of what follows them, the most likely tokens and their
+    log-probabilities."""
     vocabulary = _vocabulary(Path(folder))
     with tempfile.TemporaryDirectory() as work:
         out, log = Path(work, "out.json"), Path(work, "log.txt")
-        task = {"model": str(Path(folder).resolve()), "arguments": SETTINGS | dict(arguments), "vocabulary": vocabulary, "out": str(out)}
+        task = {
+            "model": str(Path(folder).resolve()),
+            "arguments": SETTINGS | dict(arguments),
+            "vocabulary": vocabulary,
+            "out": str(out),
+        }
         command = [str(Path(python).absolute()), "-m", __name__, json.dumps(task)]
         # From a folder of its own: whatever lies in the current one must not be imported.
         settings: dict[str, Any] = {"env": ENVIRONMENT | os.environ, "cwd": work}
-        with log.open("w") as file, lifetime.running(command, stdout=file, stderr=subprocess.STDOUT, **settings) as process:
+        with (
+            log.open("w") as file,
+            lifetime.running(command, stdout=file, stderr=subprocess.STDOUT, **settings) as process,
+        ):
             code = process.wait()
         if code or not out.exists():
             raise PrecisionError(
@@ -150,8 +177,12 @@ def main(task: Mapping[str, Any]) -> None:
 
     llm = LLM(model=task["model"], **task["arguments"])
     draws = random.Random(0)
-    prompts = [{"prompt_token_ids": [draws.randrange(task["vocabulary"]) for _ in range(LENGTH)]} for _ in range(PROMPTS)]
-    asked = SamplingParams(max_tokens=GENERATED, temperature=0.0, ignore_eos=True, prompt_logprobs=TOP, logprobs=TOP, detokenize=False)
+    prompts = [
+        {"prompt_token_ids": [draws.randrange(task["vocabulary"]) for _ in range(LENGTH)]} for _ in range(PROMPTS)
+    ]
+    asked = SamplingParams(
+        max_tokens=GENERATED, temperature=0.0, ignore_eos=True, prompt_logprobs=TOP, logprobs=TOP, detokenize=False
+    )
     rows = []
     for given in llm.generate(prompts, asked, use_tqdm=False):
         for place in [*given.prompt_logprobs[1:], *given.outputs[0].logprobs]:

@@ -1,10 +1,12 @@
 """What will be written, before a byte of a weight is read: every file, every tensor in it, and where its bytes go.
 
-Names and shapes decide everything: which weights are quantized (``models/selection.py``), what their scales are called (the layout), how
-long each file becomes. So a plan can be shown, checked against the disk and compared with what an earlier, killed export left.
+Names and shapes decide everything: which weights are quantized (``models/selection.py``), what their scales are called
+(the layout), how long each file becomes. So a plan can be shown, checked against the disk and compared with what an
+earlier, killed export left.
 
-A safetensors file is the length of its header, the header (JSON: name -> dtype, shape, span), and the bytes. Spans leave no gap, so
-tensors of wide elements come first: each one then starts at a multiple of its element's size, as readers that map files need.
+A safetensors file is the length of its header, the header (JSON: name -> dtype, shape, span), and the bytes. Spans
+leave no gap, so tensors of wide elements come first: each one then starts at a multiple of its element's size, as
+readers that map files need.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ class Shard:
         return len(self.header) + sum(output.about.bytes for output in self.outputs)
 
     def _in_order(self) -> list[Output]:
-        return sorted(self.outputs, key=lambda o: (-DTYPES[o.about.dtype].itemsize if o.about.dtype in DTYPES else -1, o.name))
+        return sorted(
+            self.outputs, key=lambda o: (-DTYPES[o.about.dtype].itemsize if o.about.dtype in DTYPES else -1, o.name)
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ class Plan:
             raise PrecisionError(
                 f"Nothing of {source.name} would be quantized.",
                 _why_nothing(selection),
-                "Check first_layers, last_layers and keep; --precision bf16_mixed writes a checkpoint that is not quantized.",
+                "Check first_layers, last_layers and keep; --precision bf16_mixed writes a checkpoint that is not "
+                "quantized.",
             )
         stacks = [name for name in selection.quantized if len(shapes[name]) == 3]
         if stacks and not how.stacks:
@@ -154,7 +159,10 @@ class Plan:
             return None
         outputs = [(output, shard.file) for shard in self.shards for output in shard.outputs]
         total = sum(output.about.bytes for output, _ in outputs)
-        return {"metadata": {"total_size": total}, "weight_map": dict(sorted((output.name, file) for output, file in outputs))}
+        return {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted((output.name, file) for output, file in outputs)),
+        }
 
 
 def _require_writable(precision: Precision) -> None:
@@ -164,7 +172,8 @@ def _require_writable(precision: Precision) -> None:
     if precision.rollout_block != "128x128":
         raise PrecisionError(
             f"rollout_block={precision.rollout_block!r} as a checkpoint.",
-            "Engines that fuse Q, K and V, or gate and up, take whole blocks of 128x128 from a checkpoint as they are; one scale for a "
+            "Engines that fuse Q, K and V, or gate and up, take whole blocks of 128x128 from a checkpoint as they "
+            "are; one scale for a "
             "tensor would have to be shared between files, and MX has a format of its own.",
             "Add --set rollout_block=128x128.",
         )
@@ -217,7 +226,10 @@ def _kv_rows(model: dict[str, Any]) -> int | None:
 
 def _why_nothing(selection: Selection) -> str:
     rules = {kept.rule: kept.reason for kept in selection.kept.values()}
-    return "; ".join(f"{rule}: {reason}" for rule, reason in rules.items() if rule != "always") or "It holds no linear of a decoder."
+    return (
+        "; ".join(f"{rule}: {reason}" for rule, reason in rules.items() if rule != "always")
+        or "It holds no linear of a decoder."
+    )
 
 
 def _digest(identity: dict[str, Any]) -> str:

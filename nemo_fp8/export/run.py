@@ -2,9 +2,9 @@
 
     codes, scales = canonical(quantize(weight in the compute dtype))
 
-The weight is rounded to the compute dtype first, since that is what an engine quantizes when it does so on the fly. A stack of
-experts goes through matrix by matrix. The source is looked at again after every file: one that changes while it is read would
-give a model that never was.
+The weight is rounded to the compute dtype first, since that is what an engine quantizes when it does so on the fly. A
+stack of experts goes through matrix by matrix. The source is looked at again after every file: one that changes while
+it is read would give a model that never was.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def export(
     restart: bool = False,
     progress: Callable[[int], Progress] | None = None,
 ) -> Exported:
-    """Write a source as ``precision`` says. Called again after it was killed, it goes on; called again when done, it does nothing."""
+    """Write a source as ``precision`` says. Called again after it was killed, it goes on; called again when done, it
+    does nothing."""
     began = time.monotonic()
     plan = Plan.of(source, precision, layout)
     target = Destination(destination)
@@ -80,7 +81,9 @@ def export(
         for shard in plan.shards:
             if target.has(shard):
                 resumed += 1
-                step(sum(source.tensors[output.source].bytes for output in shard.outputs if not output.scale), shard.file)
+                step(
+                    sum(source.tensors[output.source].bytes for output in shard.outputs if not output.scale), shard.file
+                )
                 continue
             with target.writing(shard.file) as file:
                 _write(file, shard, plan, step)
@@ -112,7 +115,8 @@ def quantize_weight(matrix: torch.Tensor, operand: Operand, compute: str, name: 
     if not bool(torch.isfinite(x).all()):
         raise PrecisionError(
             f"{name} holds values that are not finite.",
-            "NaN or infinity in a weight means that the training run which wrote it had diverged, or that the file is damaged; or a "
+            "NaN or infinity in a weight means that the training run which wrote it had diverged, or that the file is "
+            "damaged; or a "
             f"value is too large for {compute.upper()}.",
             "Export an earlier checkpoint.",
         )
@@ -183,7 +187,9 @@ def _require_apart(source: Source, folder: Path) -> None:
     inside, outside = folder.resolve(), Path(source.name).resolve()
     if inside == outside or (inside == outside.parent and outside.is_file()):
         raise PrecisionError(
-            f"{folder} is the source itself.", "An export never writes over what it reads.", "Give the name of a new folder."
+            f"{folder} is the source itself.",
+            "An export never writes over what it reads.",
+            "Give the name of a new folder.",
         )
 
 

@@ -1,12 +1,12 @@
 """Where the weights come from: names, shapes and bytes by name, and the files that belong to them.
 
-:class:`Source` is all that the exporter asks for; a Hugging Face checkpoint is one, NeMo's is another (``nemo_fp8.train``).
-Tensors come one at a time, whichever one is asked for. A checkpoint that is FP8 already is a source as well: its weights come
-as the values that they stand for, rounded to BF16, and its scales do not come at all.
+:class:`Source` is all that the exporter asks for; a Hugging Face checkpoint is one, NeMo's is another
+(``nemo_fp8.train``). Tensors come one at a time, whichever one is asked for. A checkpoint that is FP8 already is a
+source as well: its weights come as the values that they stand for, rounded to BF16, and its scales do not come at all.
 
-Nothing here is trusted for more than it says: an index or a link that leads out of the folder is refused, since what a link in a
-downloaded folder leads to would be copied beside the weights and be published with them. Hugging Face's cache, whose folders
-are made of links to its ``blobs``, is the exception. Weights that are pickled are refused.
+Nothing here is trusted for more than it says: an index or a link that leads out of the folder is refused, since what a
+link in a downloaded folder leads to would be copied beside the weights and be published with them. Hugging Face's
+cache, whose folders are made of links to its ``blobs``, is the exception. Weights that are pickled are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,20 @@ from nemo_fp8.storage.safetensors import CODES, SCALES, VALUES, Checkpoint, Desc
 
 RECEIPT = "nemo_fp8_export.json"
 # Weights in other formats, which would be a second model in the same folder.
-_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".tflite", ".distcp", ".nemo")
+_OTHER_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".tflite",
+    ".distcp",
+    ".nemo",
+)
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _FOLDERS = ("additional_chat_templates",)
 # Settings in a config.json that are about the quantization which a source has, and the export has not.
@@ -78,7 +91,9 @@ class HuggingFace:
         self.name = str(checkpoint.path)
         consumed = self._consumed()
         self.tensors: Mapping[str, Described] = {
-            name: Described.of(entry.shape, "BF16") if name in self._codes else Described(entry.shape, entry.dtype, entry.bytes)
+            name: Described.of(entry.shape, "BF16")
+            if name in self._codes
+            else Described(entry.shape, entry.dtype, entry.bytes)
             for name, entry in self._entries.items()
             if name not in consumed
         }
@@ -113,9 +128,14 @@ class HuggingFace:
     def notes(self) -> Sequence[str]:
         notes = []
         if self._codes:
-            notes.append(f"{len(self._codes)} weights of the source are FP8 already; they were dequantized to BF16 first.")
+            notes.append(
+                f"{len(self._codes)} weights of the source are FP8 already; they were dequantized to BF16 first."
+            )
         if self._config is None:
-            notes.append("There is no config.json beside the weights; what it should say of quantization lies in nemo_fp8_export.json.")
+            notes.append(
+                "There is no config.json beside the weights; what it should say of quantization lies in "
+                "nemo_fp8_export.json."
+            )
         return notes
 
     @property
@@ -151,11 +171,18 @@ class HuggingFace:
         stems = {name.removesuffix("_packed") for name in self._codes}
         modules = {name.removesuffix(".weight") for name in stems}
         found = {stem + ending for stem in stems for ending in SCALES}
-        return found | {f"{module}.{activation}" for module in modules for activation in ("input_scale", "activation_scale")}
+        return found | {
+            f"{module}.{activation}" for module in modules for activation in ("input_scale", "activation_scale")
+        }
 
     def _belongs(self, path: Path) -> bool:
         weights = path.suffix in _OTHER_WEIGHTS or path.name.endswith(".index.json")
-        return path.is_file() and not weights and not path.name.startswith(".") and path.name not in ("config.json", RECEIPT)
+        return (
+            path.is_file()
+            and not weights
+            and not path.name.startswith(".")
+            and path.name not in ("config.json", RECEIPT)
+        )
 
 
 def require_quantizable(source: Source, names: Sequence[str]) -> None:
@@ -187,7 +214,9 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
             f"{path} cannot be read.", f"{type(error).__name__}: {error}.", "Copy or download the folder again."
         ) from error
     if not isinstance(config, dict):
-        raise PrecisionError(f"{path} holds no mapping.", "A model's config is one.", "Copy or download the folder again.")
+        raise PrecisionError(
+            f"{path} holds no mapping.", "A model's config is one.", "Copy or download the folder again."
+        )
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method not in (None, "fp8", "compressed-tensors"):
         raise PrecisionError(
@@ -208,7 +237,8 @@ def _stay_inside(folder: Path, paths: Sequence[Path]) -> None:
             raise PrecisionError(
                 f"{path.name} in {folder} is a link to {target}, outside of the folder.",
                 "What it leads to would be copied into the export, and be published with it.",
-                "Copy the file into the folder if it belongs there, or give the folder where it lies; else do not trust this checkpoint.",
+                "Copy the file into the folder if it belongs there, or give the folder where it lies; else do not "
+                "trust this checkpoint.",
             )
 
 

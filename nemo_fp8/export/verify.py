@@ -3,12 +3,13 @@
 For every quantized weight W with its codes C and scales s, all read from the disk and compared to the bit:
 
     right        (C, s) = Q(W)                           the numerics, on the source
-    idempotent   (C, s) = Q(bf16(C * s))                 whoever dequantizes it to BF16 and exports that gets the same file
+    idempotent   (C, s) = Q(bf16(C * s))                 whoever dequantizes it to BF16 and exports that gets the same
+                 file
     copied       every tensor that was kept has the source's bytes
 
-Q is ``canonical(quantize(.))``. Without ``canonical`` idempotence holds for values only: with power-of-two scales the codes of about
-one tile in twenty double once while their scale halves (see :mod:`nemo_fp8.export.canonical`); ``moved`` counts those tiles. With FP32
-scales the codes would hold, and the scales through BF16 too.
+Q is ``canonical(quantize(.))``. Without ``canonical`` idempotence holds for values only: with power-of-two scales the
+codes of about one tile in twenty double once while their scale halves (see :mod:`nemo_fp8.export.canonical`); ``moved``
+counts those tiles. With FP32 scales the codes would hold, and the scales through BF16 too.
 """
 
 from __future__ import annotations
@@ -61,15 +62,25 @@ class Certificate:
         """Every difference in words."""
         rows = (
             (self.codes_wrong + self.scales_wrong, "codes and scales are not those of the source", _DAMAGED),
-            (self.codes_changed + self.scales_changed, "codes and scales change when the values are quantized again", _UNSTABLE),
+            (
+                self.codes_changed + self.scales_changed,
+                "codes and scales change when the values are quantized again",
+                _UNSTABLE,
+            ),
             (self.bytes_wrong, "bytes of kept tensors are not the source's", _DAMAGED),
         )
         where = f"{', '.join(self.names[:3])}{f' and {len(self.names) - 3} more' if len(self.names) > 3 else ''}"
         return [Problem(f"{count:,} {what}: {where}.", *words) for count, what, words in rows if count]
 
 
-_DAMAGED = ("The export or the source was changed since it was written, or a disk loses bytes.", "Export again with --restart.")
-_UNSTABLE = ("The values do not fit the compute dtype that they come back through.", "Export with a compute dtype of bf16.")
+_DAMAGED = (
+    "The export or the source was changed since it was written, or a disk loses bytes.",
+    "Export again with --restart.",
+)
+_UNSTABLE = (
+    "The values do not fit the compute dtype that they come back through.",
+    "Export with a compute dtype of bf16.",
+)
 
 
 def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress] | None = None) -> Certificate:
@@ -87,12 +98,24 @@ def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress
     step = progress(plan.bytes_in) if progress else lambda count, name: None
     try:
         for name, about in plan.source.tensors.items():
-            before = (found.codes_wrong, found.scales_wrong, found.codes_changed, found.scales_changed, found.bytes_wrong)
+            before = (
+                found.codes_wrong,
+                found.scales_wrong,
+                found.codes_changed,
+                found.scales_changed,
+                found.bytes_wrong,
+            )
             if name in plan.selection.quantized:
                 _compare_weight(found, plan, written, name)
             else:
                 _compare_copy(found, plan, written, name)
-            if before != (found.codes_wrong, found.scales_wrong, found.codes_changed, found.scales_changed, found.bytes_wrong):
+            if before != (
+                found.codes_wrong,
+                found.scales_wrong,
+                found.codes_changed,
+                found.scales_changed,
+                found.bytes_wrong,
+            ):
                 found.names.append(name)
             step(about.bytes, name)
     finally:
@@ -140,7 +163,8 @@ def _require_planned(plan: Plan, written: Checkpoint) -> None:
     wrong = sorted(name for name in planned.keys() | there.keys() if planned.get(name) != there.get(name))
     if wrong:
         raise PrecisionError(
-            f"{written.path}: {wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''} is not as it was planned.",
+            f"{written.path}: {wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''} is not as it was "
+            "planned.",
             "A file was replaced or deleted since the export.",
             "Export again with --restart.",
         )

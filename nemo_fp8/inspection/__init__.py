@@ -1,1 +1,2 @@
-"""What FP8 does to tensors, measured: ``measure`` reads, ``loss`` counts, ``advice`` says what to keep. ``report`` draws it."""
+"""What FP8 does to tensors, measured: ``measure`` reads, ``loss`` counts, ``advice`` says what to keep. ``report``
+draws it."""

@@ -1,10 +1,10 @@
 """Which linears to keep in the compute dtype, so that everything that stays in FP8 is above a given SNR.
 
-What can be kept on its own is a *unit* (see ``models/names.py``): Q, K and V together, gate and up together, all routed experts
-of a layer. A unit is kept if any operand of any part of it is below the threshold, with its own SNR or with that of
-its blocks (see ``loss``). Decoder layers at either end of which nothing remains become ``first_layers`` and ``last_layers``; the
-others become patterns, which match the names of Megatron (training) and of the checkpoint (rollout). What a contract keeps already
-stays kept.
+What can be kept on its own is a *unit* (see ``models/names.py``): Q, K and V together, gate and up together, all routed
+experts of a layer. A unit is kept if any operand of any part of it is below the threshold, with its own SNR or with
+that of its blocks (see ``loss``). Decoder layers at either end of which nothing remains become ``first_layers`` and
+``last_layers``; the others become patterns, which match the names of Megatron (training) and of the checkpoint
+(rollout). What a contract keeps already stays kept.
 
 The trade-off: each recipe gets the fewest linears, not the simplest list. Where only whole layers can be kept
 (TransformerEngine), ``whole_layers`` are the counts that cover them all.
@@ -42,13 +42,18 @@ class Advice:
     lowest: float
     """The lowest SNR among what is in FP8 after that; infinite where nothing is."""
     whole_layers: tuple[int, int] | None
-    """The smallest first_layers and last_layers that cover everything below; None where a linear lies outside of layers."""
+    """The smallest first_layers and last_layers that cover everything below; None where a linear lies outside of
+    layers."""
 
     @property
     def changes(self) -> str:
         """The fields to paste into the contract."""
         p = self.precision
-        counts = [f"{name}={count}" for name, count in (("first_layers", p.first_layers), ("last_layers", p.last_layers)) if count]
+        counts = [
+            f"{name}={count}"
+            for name, count in (("first_layers", p.first_layers), ("last_layers", p.last_layers))
+            if count
+        ]
         return ", ".join([*counts, f"keep=[{', '.join(map(_literal, p.keep))}]"] if p.keep else counts)
 
     def only_whole_layers(self, inspection: Inspection) -> str:
@@ -59,7 +64,10 @@ class Advice:
         if before.scaling == "delayed" or self.whole_layers is None:
             return ""
         first, last = self.whole_layers
-        return f"Without nemo_fp8's plugin Megatron keeps whole layers only: first_layers={first}, last_layers={last} cover the same."
+        return (
+            f"Without nemo_fp8's plugin Megatron keeps whole layers only: first_layers={first}, last_layers={last} "
+            "cover the same."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -95,7 +103,8 @@ def advise(inspection: Inspection, label: str, snr: float) -> Advice:
         snr=snr,
         precision=precision,
         below=tuple(below),
-        share=sum(row.elements for row in stays if row.operand == "weight") / max(1, sum(row.elements for row in weights)),
+        share=sum(row.elements for row in stays if row.operand == "weight")
+        / max(1, sum(row.elements for row in weights)),
         lowest=min((row.losses[label].floor_db for row in stays), default=math.inf),
         whole_layers=_whole_layers(p, failing, layers),
     )
@@ -110,7 +119,8 @@ def _unit(row: Row) -> Unit:
 
 
 def _ends(failing: set[int | None], passing: set[int | None], layers: int) -> tuple[int, int]:
-    """How many layers at either end hold something that fails and nothing that passes, or lie outside of one that does."""
+    """How many layers at either end hold something that fails and nothing that passes, or lie outside of one that
+    does."""
 
     def run(order: Iterable[int]) -> int:
         alone = list(itertools.takewhile(lambda layer: layer not in passing, order))
@@ -121,7 +131,8 @@ def _ends(failing: set[int | None], passing: set[int | None], layers: int) -> tu
 
 
 def _whole_layers(p: Precision, failing: Iterable[Unit], layers: int) -> tuple[int, int] | None:
-    """Counts at both ends that cover the layers of these units and what the contract keeps already, as few as possible."""
+    """Counts at both ends that cover the layers of these units and what the contract keeps already, as few as
+    possible."""
     numbers = [layer for layer, _ in failing]
     if None in numbers:
         return None
@@ -135,7 +146,8 @@ def _whole_layers(p: Precision, failing: Iterable[Unit], layers: int) -> tuple[i
 
 
 def _patterns(rows: Iterable[Row]) -> list[str]:
-    """Patterns that match these modules in Megatron and in the checkpoint: one for all layers that keep the same units."""
+    """Patterns that match these modules in Megatron and in the checkpoint: one for all layers that keep the same
+    units."""
     layers: dict[str, set[int]] = defaultdict(set)
     tails: dict[str, set[str]] = defaultdict(set)
     containers, others = {"layers"}, set()
@@ -151,7 +163,8 @@ def _patterns(rows: Iterable[Row]) -> list[str]:
     for unit, numbers in layers.items():
         alike[tuple(sorted(numbers))] |= tails[unit]
     inner = [
-        rf"re:(^|\.){_either(containers)}\.{_either(map(str, numbers), sort=False)}\.{_either(names)}$" for numbers, names in alike.items()
+        rf"re:(^|\.){_either(containers)}\.{_either(map(str, numbers), sort=False)}\.{_either(names)}$"
+        for numbers, names in alike.items()
     ]
     return [*inner, *sorted(others)]
 
@@ -164,7 +177,11 @@ def _generic(tail: str) -> str:
 def _in_megatron(unit: str) -> set[str]:
     """Megatron's names of a unit; experts are one module, or a list of them."""
     plain = re.escape(unit)
-    return {plain, plain.replace(r"experts\.", r"experts\.local_experts\.\d+\.", 1)} if unit.startswith("mlp.experts.") else {plain}
+    return (
+        {plain, plain.replace(r"experts\.", r"experts\.local_experts\.\d+\.", 1)}
+        if unit.startswith("mlp.experts.")
+        else {plain}
+    )
 
 
 def _either(names: Iterable[str], sort: bool = True) -> str:

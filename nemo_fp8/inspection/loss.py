@@ -3,9 +3,9 @@
     SNR = 10 log10( sum x**2 / sum (x - quantized x)**2 )        of several tensors: the sums are added up first
 
 A tensor's SNR hides what happens to its small values: one outlier that is large enough to push all others below the
-smallest code holds nearly all of the signal, and is stored well (E4M3 with a scale found from the tensor stays near 30 dB
-whatever the tensor). So there is a second number, the SNR that 99% of its *blocks* reach, for the same blocks under every
-recipe: 128x128 of a weight, 1x128 of an activation.
+smallest code holds nearly all of the signal, and is stored well (E4M3 with a scale found from the tensor stays near 30
+dB whatever the tensor). So there is a second number, the SNR that 99% of its *blocks* reach, for the same blocks under
+every recipe: 128x128 of a weight, 1x128 of an activation.
 
 The difference to ``numerics.statistics`` is that nothing here is a tensor: a checkpoint of a hundred thousand weights
 leaves a table of numbers behind and none of its bytes.
@@ -151,7 +151,8 @@ def _block_snr(signal: torch.Tensor, noise: torch.Tensor) -> float:
 def _by_block(
     source: torch.Tensor, quantized: Quantized, statistics: Statistics, block: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Signal and noise of each block: gathered from tiles that lie inside of blocks, or measured where the tile is the tensor."""
+    """Signal and noise of each block: gathered from tiles that lie inside of blocks, or measured where the tile is the
+    tensor."""
     tile = quantized.block
     if tile is not None:
         inside = (block[0] // tile[0], block[1] // tile[1])
@@ -170,7 +171,8 @@ def _by_block(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Short operations one after the other: on a busy machine each would wait longer for a second thread than it takes."""
+    """Short operations one after the other: on a busy machine each would wait longer for a second thread than it
+    takes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -184,5 +186,7 @@ def _sums(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     rows, columns = values.shape
     if rows % block[0] or columns % block[1]:
         values = torch.nn.functional.pad(values, (0, -columns % block[1], 0, -rows % block[0]))
-    high = values.view(-1, block[0], values.shape[1]).sum(1)  # one dimension after the other: several times as fast as both
+    high = values.view(-1, block[0], values.shape[1]).sum(
+        1
+    )  # one dimension after the other: several times as fast as both
     return high.view(high.shape[0], -1, block[1]).sum(2)

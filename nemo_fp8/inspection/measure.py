@@ -128,8 +128,8 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Measure a checkpoint, and a file of captured activations, under each recipe.
 
-    ``progress`` is called once with the number of bytes to read, and gives back what is called after each tensor with its
-    bytes and its name.
+    ``progress`` is called once with the number of bytes to read, and gives back what is called after each tensor with
+    its bytes and its name.
     """
     _require_fp8(recipes)
     checkpoint = Checkpoint.open(path)
@@ -137,7 +137,9 @@ def inspect_checkpoint(
     if activations is not None:
         captured = Checkpoint.open(activations)
         sources.append((captured, _captured(captured)))
-    layers = 1 + max((row.place.layer for row in rows if row.place.layer is not None and not row.place.kept), default=-1)
+    layers = 1 + max(
+        (row.place.layer for row in rows if row.place.layer is not None and not row.place.kept), default=-1
+    )
     experts = _experts(row for _, found in sources for row in found)
     read = sum(source.entries[row.name].bytes for source, found in sources for row in found if not row.skipped)
     report = progress(read) if progress else lambda count, name: None
@@ -235,7 +237,11 @@ def _measure(source: Checkpoint, row: Row, recipes: Mapping[str, Precision]) -> 
             found[operand, margin].append(measure(matrix, operand, margin, BLOCKS[row.operand]))
         del matrix  # before the next one is read
     together = {cast: Loss.together(losses) for cast, losses in found.items()}
-    return {label: together[replace(operand, delayed=False), margin] for label, (operand, margin) in casts.items() if operand is not None}
+    return {
+        label: together[replace(operand, delayed=False), margin]
+        for label, (operand, margin) in casts.items()
+        if operand is not None
+    }
 
 
 def measure(matrix: torch.Tensor, operand: Operand, margin: int, block: tuple[int, int]) -> Loss:

@@ -1,11 +1,12 @@
 """The band in which the typical difference of two sides must lie if nothing but the predicted noise is at work.
 
-The typical difference of tokens is (mean sqrt|d|)**2, the size of d that half of a bad batch cannot hide: FP8's noise is
-heavy-tailed (a few tokens are off by ten times the median), and the mean of d**2, or of any metric that grows like it,
-says more about how many of those were drawn than about the weights. On that scale a model-wide fault shows as it is.
+The typical difference of tokens is (mean sqrt|d|)**2, the size of d that half of a bad batch cannot hide: FP8's noise
+is heavy-tailed (a few tokens are off by ten times the median), and the mean of d**2, or of any metric that grows like
+it, says more about how many of those were drawn than about the weights. On that scale a model-wide fault shows as it
+is.
 
-Two samples of sequences, one predicted (c of them, with sums s of sqrt|d| and counts n of tokens) and one observed (m of
-them), have the means S = sum s / sum n. If they are of one kind, then
+Two samples of sequences, one predicted (c of them, with sums s of sqrt|d| and counts n of tokens) and one observed (m
+of them), have the means S = sum s / sum n. If they are of one kind, then
 
     log(S_observed / S_predicted) ~ t * sd * sqrt(1 / c + 1 / m),      t of Student's distribution with c - 1 degrees
 
@@ -92,7 +93,9 @@ def band(predicted: Sample, observed: Sample, false_positives: float, factor: fl
             f"Predict {LEAST_SEQUENCES} sequences or more; 32 are better.",
         )
     if not len(observed.sums):
-        raise PrecisionError("There is no token to judge.", "The mask is empty.", "Mark the sampled tokens in the mask.")
+        raise PrecisionError(
+            "There is no token to judge.", "The mask is empty.", "Mark the sampled tokens in the mask."
+        )
     if not 0 < predicted.mean < math.inf:
         raise PrecisionError(
             f"The prediction finds a difference of {predicted.typical:g} between the two sides.",
@@ -106,7 +109,8 @@ def band(predicted: Sample, observed: Sample, false_positives: float, factor: fl
 
 
 def student_t(probability: float, degrees: int) -> float:
-    """The quantile of Student's t distribution, by the expansion around the normal one (Abramowitz and Stegun 26.7.5)."""
+    """The quantile of Student's t distribution, by the expansion around the normal one (Abramowitz and Stegun
+    26.7.5)."""
     z = NormalDist().inv_cdf(probability)
     terms: tuple[float, ...] = (
         (z**3 + z) / 4,

@@ -1,7 +1,7 @@
 """What a mismatch is computed from, on disk: log-probs, a model, and what an engine holds.
 
-Log-probs lie in a safetensors file, or in JSON lines with one sequence each, under these names (NeMo RL's own are understood,
-so its ``train_data_step*.jsonl`` can be read as they are):
+Log-probs lie in a safetensors file, or in JSON lines with one sequence each, under these names (NeMo RL's own are
+understood, so its ``train_data_step*.jsonl`` can be read as they are):
 
     trainer       [sequences, tokens]   prev_logprobs         column t is the log-prob of token t
     rollout       [sequences, tokens]   generation_logprobs
@@ -9,8 +9,8 @@ so its ``train_data_step*.jsonl`` can be read as they are):
     sample_mask   [sequences]           sample_mask
     tokens        [sequences, tokens]   input_ids             needed to predict a band
 
-Trainer and rollout may come in two files; then each may call its own ``log_probs``. In JSON lines sequences may differ in
-length, and null (the first token, which nothing predicts) is masked out. Nothing is unpickled.
+Trainer and rollout may come in two files; then each may call its own ``log_probs``. In JSON lines sequences may differ
+in length, and null (the first token, which nothing predicts) is masked out. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -106,15 +106,23 @@ def _load_lines(path: Path) -> dict[str, torch.Tensor]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise PrecisionError(f"Line {number} of {path.name} is not JSON.", f"{error}.", "Write one object a line.") from error
+            raise PrecisionError(
+                f"Line {number} of {path.name} is not JSON.", f"{error}.", "Write one object a line."
+            ) from error
         if not isinstance(row, dict):
-            raise PrecisionError(f"Line {number} of {path.name} is no object.", "A line is one sequence, by name.", "Write {...} a line.")
+            raise PrecisionError(
+                f"Line {number} of {path.name} is no object.", "A line is one sequence, by name.", "Write {...} a line."
+            )
         rows.append(row)
     if not rows:
         raise PrecisionError(f"{path.name} is empty.", "There is no sequence in it.", "Write one sequence a line.")
     wanted = {name for names in NAMES.values() for name in names} | set(_ONE_SIDE)
     try:
-        return {name: _stack([row[name] for row in rows], name) for name in rows[0] if name in wanted and rows[0][name] is not None}
+        return {
+            name: _stack([row[name] for row in rows], name)
+            for name in rows[0]
+            if name in wanted and rows[0][name] is not None
+        }
     except (KeyError, TypeError, ValueError) as error:
         raise PrecisionError(
             f"{path.name} holds something that is no list of numbers, or not in every line.",
@@ -137,7 +145,11 @@ def _stack(rows: list[Any], name: str) -> torch.Tensor:
 def _named(found: Mapping[str, torch.Tensor], path: str | Path, side: str) -> dict[str, torch.Tensor]:
     """Under our names. In JSON lines, what no token stands for is NaN, and goes out of the mask."""
     names = NAMES | ({side: (*NAMES[side], *_ONE_SIDE)} if side else {})
-    taken = {ours: found[theirs] for ours, theirs in ((o, next((t for t in ts if t in found), None)) for o, ts in names.items()) if theirs}
+    taken = {
+        ours: found[theirs]
+        for ours, theirs in ((o, next((t for t in ts if t in found), None)) for o, ts in names.items())
+        if theirs
+    }
     if Path(path).suffix == ".safetensors":
         return taken
     gaps = [taken[side].isnan() for side in ("trainer", "rollout") if side in taken]
@@ -178,7 +190,10 @@ def _both(found: Recording, path: str | Path) -> Recording:
             f"They are looked for as {' or '.join(NAMES[missing[0]])}.",
             "Name them so, or give the trainer's file and the rollout's, each with its log_probs.",
         )
-    tensors = {name: t[None] if t is not None and t.dim() == 1 and name != "sample_mask" else t for name, t in vars(found).items()}
+    tensors = {
+        name: t[None] if t is not None and t.dim() == 1 and name != "sample_mask" else t
+        for name, t in vars(found).items()
+    }
     return replace(found, **tensors)
 
 
@@ -221,9 +236,13 @@ class Folder(Mapping[str, torch.Tensor]):
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise PrecisionError(f"{path} cannot be read.", f"{error}.", "Give the folder of a Hugging Face model.") from error
+            raise PrecisionError(
+                f"{path} cannot be read.", f"{error}.", "Give the folder of a Hugging Face model."
+            ) from error
         if not isinstance(found, dict):
-            raise PrecisionError(f"{path} holds no mapping.", "A model config is one.", "Give the folder of a Hugging Face model.")
+            raise PrecisionError(
+                f"{path} holds no mapping.", "A model config is one.", "Give the folder of a Hugging Face model."
+            )
         return found
 
 
@@ -237,7 +256,9 @@ def read_held(path: str | Path) -> dict[str, Held]:
             if isinstance(error, PrecisionError):
                 raise
             raise PrecisionError(
-                f"{path} is no receipt.", f"{type(error).__name__}: {error}.", "Write json.dumps(receipt.to_dict()) there."
+                f"{path} is no receipt.",
+                f"{type(error).__name__}: {error}.",
+                "Write json.dumps(receipt.to_dict()) there.",
             ) from error
     checkpoint = Checkpoint.open(path)
     found: dict[str, Held] = {}

@@ -73,7 +73,11 @@ class Decoder:
         moe = family.experts
         experts = int(config.get(moe.count) or config["num_local_experts"]) if moe else 0
         step = int(config.get("decoder_sparse_step") or 1)
-        dense = {i for i in range(layers) if (i + 1) % step} | set(config.get("mlp_only_layers") or ()) if experts else set(range(layers))
+        dense = (
+            {i for i in range(layers) if (i + 1) % step} | set(config.get("mlp_only_layers") or ())
+            if experts
+            else set(range(layers))
+        )
         return cls(
             layers=layers,
             heads=heads,
@@ -131,8 +135,8 @@ def log_probs(
 ) -> torch.Tensor:
     """The log-prob of every token given those before it, [sequences, tokens] in FP32; 0 for the first one.
 
-    ``tokens`` are padded on the right, with anything. ``batch`` sequences go through a layer at a time, and ``progress``
-    is called after each layer.
+    ``tokens`` are padded on the right, with anything. ``batch`` sequences go through a layer at a time, and
+    ``progress`` is called after each layer.
     """
     model, run = Decoder.of(config), run or Run()
     if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
@@ -145,7 +149,9 @@ def log_probs(
         embedding = _get(weights, "model.embed_tokens.weight")
         _refuse_strange_tokens(tokens, len(embedding))
         hidden = run.cast(F.embedding(tokens, embedding))
-        angles = model.frequencies.to(tokens.device)[None] * torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+        angles = (
+            model.frequencies.to(tokens.device)[None] * torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+        )
         rope = (angles.cos(), angles.sin())
         for i in range(model.layers):
             layer = _Layer(model, i, weights, run)
@@ -183,7 +189,11 @@ class _Layer:
         self.model, self.index, self.run = model, index, run
         self.at = f"model.layers.{index}."
         stored = {name: weights[name] for name in weights if name.startswith(self.at)}
-        quantized = dict(reference(stored, run.precision, model.layers, side=run.side)) if run.precision and run.operand("weight") else {}
+        quantized = (
+            dict(reference(stored, run.precision, model.layers, side=run.side))
+            if run.precision and run.operand("weight")
+            else {}
+        )
         self.weights = {name: run.cast(t) for name, t in stored.items() if name not in quantized}
         if not run.activations:
             self.weights |= {name: q.dequantize(run.dtype or stored[name].dtype) for name, q in quantized.items()}
@@ -216,7 +226,9 @@ class _Layer:
         if self.run.side == "rollout" and self.run.precision and self.run.precision.kv_cache == "fp8":
             k, v = (_cached(t) for t in (k, v))
         groups = m.heads // m.kv_heads
-        y = F.scaled_dot_product_attention(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), is_causal=True
+        )
         return self._linear("self_attn.o_proj", y.transpose(1, 2).flatten(2))
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -232,7 +244,9 @@ class _Layer:
         for expert in range(m.experts):
             token, slot = (chosen == expert).nonzero(as_tuple=True)
             if len(token):
-                out.index_add_(0, token, self._gated(f"{m.mlp}.experts.{expert}", flat[token]).float() * share[token, slot, None])
+                out.index_add_(
+                    0, token, self._gated(f"{m.mlp}.experts.{expert}", flat[token]).float() * share[token, slot, None]
+                )
         return out.to(x.dtype).view(x.shape)
 
     def _gated(self, at: str, x: torch.Tensor) -> torch.Tensor:
@@ -277,7 +291,11 @@ def _refuse_special(config: Mapping[str, Any]) -> None:
     rows = (
         (act != "silu", f"hidden_act={act!r}", "silu"),
         (bool(config.get("use_sliding_window")), "use_sliding_window=True", "full attention"),
-        (bool(config.get("sliding_window")) and config.get("model_type") in ("mistral", "mixtral"), "sliding_window", "full attention"),
+        (
+            bool(config.get("sliding_window")) and config.get("model_type") in ("mistral", "mixtral"),
+            "sliding_window",
+            "full attention",
+        ),
     )
     for wrong, what, known in rows:
         if wrong:
@@ -315,7 +333,9 @@ def _llama3(frequencies: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor
 def pad(sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids of different lengths as one tensor, padded on the right, and the mask of what has a log-prob."""
     if not sequences or not all(len(s) for s in sequences):
-        raise PrecisionError("There is a sequence without tokens.", "Nothing can be predicted from it.", "Leave empty sequences out.")
+        raise PrecisionError(
+            "There is a sequence without tokens.", "Nothing can be predicted from it.", "Leave empty sequences out."
+        )
     longest = max(len(s) for s in sequences)
     tokens = torch.tensor([[*s, *([0] * (longest - len(s)))] for s in sequences])
     mask = torch.tensor([[0 < i < len(s) for i in range(longest)] for s in sequences])

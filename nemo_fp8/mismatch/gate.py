@@ -8,8 +8,9 @@ more in other arithmetic (FP32 in place of BF16). Two typical differences are he
 (:mod:`nemo_fp8.mismatch.band`):
 
     distance    d = trainer - rollout, observed, against the emulated one. For any tokens of the same kind.
-    residual    d = rollout - emulated rollout, token by token, against what other arithmetic alone changes. It needs the
-                tokens of the prediction, and sees more: the noise of quantized weights is predicted, and so it cancels.
+    residual    d = rollout - emulated rollout, token by token, against what other arithmetic alone changes. It needs
+                the tokens of the prediction, and sees more: the noise of quantized weights is predicted, and so it
+                cancels.
 
 Above the band the gate fires. Below it, the engine is closer to the trainer than FP8 can be, which happens where it
 silently runs in BF16: a warning. Where weights are told (``held``: a receipt's fingerprints, or weights read back from
@@ -57,7 +58,8 @@ class Prediction:
 
     @property
     def pair(self) -> LogProbs:
-        """Trainer and rollout, as :func:`metrics` takes them. The rollout in other arithmetic, as a real engine's is."""
+        """Trainer and rollout, as :func:`metrics` takes them. The rollout in other arithmetic, as a real engine's
+        is."""
         return LogProbs(self.trainer, self.again, self.mask)
 
     def cpu(self) -> Prediction:
@@ -93,15 +95,19 @@ def predict(
     """Emulate trainer and rollout of a Hugging Face model on these tokens, padded on the right.
 
     ``mask`` says which tokens count (all but the first where not given). ``activations`` says whether the engine's
-    kernels quantize activations: True for FP8 kernels on GPUs, False for vLLM's on CPUs. ``progress`` is called three times
-    for each layer.
+    kernels quantize activations: True for FP8 kernels on GPUs, False for vLLM's on CPUs. ``progress`` is called three
+    times for each layer.
     """
     if mask is None:
         mask = torch.ones_like(tokens, dtype=torch.bool)
     mask = mask.bool().clone()
     mask[:, 0] = False  # nothing comes before the first token
     trained = Run(precision, side="train") if precision.is_fp8 else Run()
-    runs = (trained, Run(precision, activations=activations), Run(precision, activations=activations, dtype=torch.float32))
+    runs = (
+        trained,
+        Run(precision, activations=activations),
+        Run(precision, activations=activations, dtype=torch.float32),
+    )
     trainer, rollout, again = (log_probs(config, weights, tokens, run, batch=batch, progress=progress) for run in runs)
     return Prediction(precision, tokens, trainer, rollout, again, mask)
 
@@ -144,13 +150,16 @@ class Verdict:
         return bool(self.differences) and not self.layers
 
     def severity(self, check: Check) -> str:
-        """How grave it is that a check left its band: a residual that other scales explain is a warning, as they are."""
+        """How grave it is that a check left its band: a residual that other scales explain is a warning, as they
+        are."""
         return "warning" if check.name == RESIDUAL and self.only_scales else "error"
 
     @property
     def fired(self) -> bool:
         """Whether something is broken."""
-        return bool(self.layers) or any(check.side == "above" and self.severity(check) == "error" for check in self.checks)
+        return bool(self.layers) or any(
+            check.side == "above" and self.severity(check) == "error" for check in self.checks
+        )
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -164,7 +173,11 @@ class Verdict:
 
     def problems(self) -> list[tuple[str, Problem]]:
         """The findings as pairs, for those who read them so; goes with the next release."""
-        warnings.warn("Verdict.problems() is Verdict.findings now, whose rows hold their severity.", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "Verdict.problems() is Verdict.findings now, whose rows hold their severity.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         return [(found.severity, found) for found in self.findings]
 
     def require(self) -> Verdict:
@@ -187,7 +200,8 @@ class Verdict:
 
     def __str__(self) -> str:
         lines = [
-            f"{c.name}: {c.observed:.3g}, expected {c.band.expected:.3g}, band {c.band.low:.3g} to {c.band.high:.3g}" for c in self.checks
+            f"{c.name}: {c.observed:.3g}, expected {c.band.expected:.3g}, band {c.band.low:.3g} to {c.band.high:.3g}"
+            for c in self.checks
         ]
         lines += [f"{found.severity}: {found.what}" for found in self.findings]
         return "\n".join([f"the gate {'FIRES' if self.fired else 'is calm'}", *lines])
@@ -207,7 +221,8 @@ class Gate:
     def __post_init__(self) -> None:
         if not 1e-9 <= self.false_positives <= 0.1 or self.factor < 1 or self.residual_factor < 1:
             raise PrecisionError(
-                f"A gate with false_positives={self.false_positives}, factors {self.factor} and {self.residual_factor}.",
+                f"A gate with false_positives={self.false_positives}, factors {self.factor} and "
+                f"{self.residual_factor}.",
                 "It is a chance between 1e-9 and 0.1, and a factor of one is no room at all.",
                 "Use Gate(), whose room was measured.",
             )
@@ -224,10 +239,14 @@ class Gate:
     ) -> Verdict:
         """Hold observed log-probs against the prediction.
 
-        With ``tokens``, those of ``pair``, the residual is checked where they are the prediction's. With ``weights`` (the
-        trainer's) and ``held`` (the engine's), the weights are compared by name; see :func:`compare_weights`.
+        With ``tokens``, those of ``pair``, the residual is checked where they are the prediction's. With ``weights``
+        (the trainer's) and ``held`` (the engine's), the weights are compared by name; see :func:`compare_weights`.
         """
-        same = tokens is not None and tokens.shape == prediction.tokens.shape and torch.equal(tokens.cpu(), prediction.tokens.cpu())
+        same = (
+            tokens is not None
+            and tokens.shape == prediction.tokens.shape
+            and torch.equal(tokens.cpu(), prediction.tokens.cpu())
+        )
         chance = self.false_positives / (2 if same else 1)
         observed = Sample.of(pair.log_ratio, pair.mask)
         factor = self.factor if prediction.quantized else self.residual_factor
@@ -245,31 +264,56 @@ class Gate:
                     "Pass weights=, the trainer's, by their Hugging Face names.",
                 )
             differences = compare_weights(weights, held, prediction.precision, previous=previous)
-        return Verdict(tuple(found), metrics(pair), metrics(prediction.pair), tuple(differences), held is not None, self.false_positives)
+        return Verdict(
+            tuple(found),
+            metrics(pair),
+            metrics(prediction.pair),
+            tuple(differences),
+            held is not None,
+            self.false_positives,
+        )
 
 
 # ---------------------------------------------------------------------- in words
 
-_NAME_THEM = "Pass held=, fingerprints or weights read back from the engine, and the gate names the layers; push again with verify=True."
+_NAME_THEM = (
+    "Pass held=, fingerprints or weights read back from the engine, and the gate names the layers; push again with "
+    "verify=True."
+)
 
 
 def _of_checks(verdict: Verdict) -> Iterator[Problem]:
     for check in verdict.checks:
         if check.side == "above":
             remedy = _after_naming(verdict) if verdict.told else _NAME_THEM
-            numbers = {"observed": check.observed, "high": check.band.high, "times": check.observed / check.band.expected}
+            numbers = {
+                "observed": check.observed,
+                "high": check.band.high,
+                "times": check.observed / check.band.expected,
+            }
             yield finding(f"gate-{check.name}", check.name, severity=verdict.severity(check), remedy=remedy, **numbers)
         elif check.side == "below" and check.name == DISTANCE:
             yield finding("gate-too-close", check.name, observed=check.observed, low=check.band.low)
 
 
 def _row(different: Problem) -> dict[str, str]:
-    return {"name": different.where, "kind": kind_of(different), "detail": different.why, "severity": different.severity}
+    return {
+        "name": different.where,
+        "kind": kind_of(different),
+        "detail": different.why,
+        "severity": different.severity,
+    }
 
 
 def _after_naming(verdict: Verdict) -> str:
     if verdict.layers:
-        return f"Look at {verdict.layers[0]}{f' and {len(verdict.layers) - 1} more' if len(verdict.layers) > 1 else ''}, below."
+        return (
+            f"Look at {verdict.layers[0]}{f' and {len(verdict.layers) - 1} more' if len(verdict.layers) > 1 else ''}, "
+            "below."
+        )
     if verdict.only_scales:
         return "Other scales than the contract's do this; see below."
-    return "All weights that were told are right: look at the tokens, the sampling settings, and what was not told (KV scales, LoRA)."
+    return (
+        "All weights that were told are right: look at the tokens, the sampling settings, and what was not told (KV "
+        "scales, LoRA)."
+    )

@@ -41,7 +41,8 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSampling:
-    """The correction, under the keys of NeMo RL's ``loss_fn``; ``ImportanceSampling.of(loss_fn)`` takes them from there."""
+    """The correction, under the keys of NeMo RL's ``loss_fn``; ``ImportanceSampling.of(loss_fn)`` takes them from
+    there."""
 
     use_importance_sampling_correction: bool = True
     """False leaves every weight at 1."""
@@ -59,7 +60,8 @@ class ImportanceSampling:
 
     @classmethod
     def of(cls, loss_fn: Mapping[str, Any]) -> ImportanceSampling:
-        """From NeMo RL's ``loss_fn`` section, whose other keys say nothing about this; its correction is off unless asked for."""
+        """From NeMo RL's ``loss_fn`` section, whose other keys say nothing about this; its correction is off unless
+        asked for."""
         mine = {f.name: loss_fn[f.name] for f in fields(cls) if f.name in loss_fn}
         return cls(**{"use_importance_sampling_correction": False, **mine})
 

@@ -46,11 +46,17 @@ class LogProbs:
         trainer, rollout = _floats(self.trainer, "trainer's"), _floats(self.rollout, "rollout's")
         if trainer.shape != rollout.shape:
             raise _shapes("The trainer's log-probs", trainer, "the rollout's", rollout)
-        mask = torch.ones_like(trainer, dtype=torch.bool) if self.mask is None else _booleans(self.mask, "mask", trainer.device)
+        mask = (
+            torch.ones_like(trainer, dtype=torch.bool)
+            if self.mask is None
+            else _booleans(self.mask, "mask", trainer.device)
+        )
         mask = mask[None] if mask.dim() == 1 else mask
         if mask.shape != trainer.shape:
             raise _shapes("The mask", mask, "the log-probs", trainer)
-        samples = mask.any(1) if self.sample_mask is None else _booleans(self.sample_mask, "sample_mask", trainer.device)
+        samples = (
+            mask.any(1) if self.sample_mask is None else _booleans(self.sample_mask, "sample_mask", trainer.device)
+        )
         if samples.shape != trainer.shape[:1]:
             raise _shapes("The sample mask", samples, "the samples of the log-probs", trainer[:, 0])
         mask = mask & samples[:, None]
@@ -62,7 +68,8 @@ class LogProbs:
             raise PrecisionError(
                 f"{int(gone.sum())} of {int(mask.sum())} tokens have a log-prob of -inf, the first at {where}.",
                 "Top-k or top-p filtering took the token away on one side; no ratio is defined there.",
-                'Compute log-probs without filtering, or pass infinite="drop" to leave these tokens out and count them.',
+                'Compute log-probs without filtering, or pass infinite="drop" to leave these tokens out and count '
+                "them.",
             )
         mask = mask & ~gone
         for name, value in (("trainer", trainer), ("rollout", rollout)):
@@ -108,7 +115,9 @@ def _booleans(x: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
     x = x.detach().to(device)
     if x.dtype != torch.bool and not bool(((x == 0) | (x == 1)).all()):
         raise PrecisionError(
-            f"The {name} holds other values than 0 and 1.", "A token counts or does not.", "Pass weights to the loss, not to the mask."
+            f"The {name} holds other values than 0 and 1.",
+            "A token counts or does not.",
+            "Pass weights to the loss, not to the mask.",
         )
     return x.bool()
 

@@ -43,7 +43,9 @@ def js_divergence(d: torch.Tensor) -> torch.Tensor:
     """log cosh(d / 2), without overflow."""
     half = d.abs() / 2
     # Near zero, half**2 / 2 - half**4 / 12; elsewhere the logarithms do not cancel.
-    return torch.where(half < 1e-3, half.square() / 2 - half.pow(4) / 12, half + torch.log1p(torch.exp(-2 * half)) - _LOG2)
+    return torch.where(
+        half < 1e-3, half.square() / 2 - half.pow(4) / 12, half + torch.log1p(torch.exp(-2 * half)) - _LOG2
+    )
 
 
 def token_errors(pair: LogProbs, kl_type: str = "k3") -> dict[str, torch.Tensor]:
@@ -77,7 +79,8 @@ def metrics(
         raise PrecisionError(
             "There is no token to compare.",
             "The mask is empty, and the mean over nothing is no number.",
-            "Mark the sampled tokens in the mask; for an empty micro-batch pass global_tokens and global_sequences of the batch.",
+            "Mark the sampled tokens in the mask; for an empty micro-batch pass global_tokens and global_sequences of "
+            "the batch.",
         )
     tokens = _count(global_tokens, pair.tokens, "global_tokens")
     sequences = _count(global_sequences, pair.sequences, "global_sequences")
@@ -85,7 +88,9 @@ def metrics(
     weights = importance.weights(pair)
     raw = ratios(pair, sequence_level=importance.sequence_level_importance_ratios)
     whole = importance.sequence_level_importance_ratios
-    found["sampling_importance_ratio"] = float(raw[pair.sample_mask].sum() / sequences if whole else raw[pair.mask].sum() / tokens)
+    found["sampling_importance_ratio"] = float(
+        raw[pair.sample_mask].sum() / sequences if whole else raw[pair.mask].sum() / tokens
+    )
     if weights.out_of_bounds is not None:
         of_sequences = weights.out_of_bounds.dim() == 1
         found["is_oob_ratio"] = int(weights.out_of_bounds.sum()) / (sequences if of_sequences else tokens)
@@ -96,5 +101,7 @@ def _count(given: int | None, own: int, name: str) -> int:
     if given is None:
         return own
     if given < max(own, 1):
-        raise PrecisionError(f"{name}={given}, and {own} are here.", "A part is never larger than the whole.", "Pass the batch's count.")
+        raise PrecisionError(
+            f"{name}={given}, and {own} are here.", "A part is never larger than the whole.", "Pass the batch's count."
+        )
     return given

@@ -59,7 +59,9 @@ def reference(
             yield name, quantize(weights[name], replace(operand, delayed=False))
 
 
-def sides_apart(weights: Weights, precision: Precision, layers: int | None = None) -> Iterator[tuple[str, float, float]]:
+def sides_apart(
+    weights: Weights, precision: Precision, layers: int | None = None
+) -> Iterator[tuple[str, float, float]]:
     """Tensor by tensor, the shares of codes and of values in which the trainer's FP8 copy and the rollout's differ.
 
     Where :func:`nemo_fp8.check` says that the values are equal but for underflow, the second share is that underflow.
@@ -78,7 +80,12 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
 
 
 def compare_weights(
-    weights: Weights, held: Mapping[str, Held], precision: Precision, *, layers: int | None = None, previous: Weights | None = None
+    weights: Weights,
+    held: Mapping[str, Held],
+    precision: Precision,
+    *,
+    layers: int | None = None,
+    previous: Weights | None = None,
 ) -> list[Problem]:
     """Every tensor in which the engine differs from the trainer's ``weights``, in their order; ``where`` is its name.
 
@@ -115,13 +122,16 @@ Candidate = tuple[str, str, Callable[[], "Quantized | torch.Tensor"]]
 def told_by(receipt: Any) -> dict[str, Held]:
     """What a push's receipt, or its ``to_dict()``, tells of the weights in the engine.
 
-    KV-cache scales are no weights of a checkpoint. A tensor whose blocks straddle a cut has codes of its own in every layout:
-    it is there, and nothing can be said of it.
+    KV-cache scales are no weights of a checkpoint. A tensor whose blocks straddle a cut has codes of its own in every
+    layout: it is there, and nothing can be said of it.
     """
     if not isinstance(receipt, Mapping):
         receipt = receipt.to_dict()
     rows = [row for row in receipt["tensors"] if row["kind"] != "kv scale"]
-    return {str(row["name"]): {str(k): str(v) for k, v in row["fingerprints"].items()} if row["aligned"] else {} for row in rows}
+    return {
+        str(row["name"]): {str(k): str(v) for k, v in row["fingerprints"].items()} if row["aligned"] else {}
+        for row in rows
+    }
 
 
 class _Search:
@@ -191,7 +201,9 @@ def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    mine, theirs = (t.to(a.device).contiguous().view(-1).view(torch.uint8) for t in (a, b))  # a scalar has no bytes to view
+    mine, theirs = (
+        t.to(a.device).contiguous().view(-1).view(torch.uint8) for t in (a, b)
+    )  # a scalar has no bytes to view
     return torch.equal(mine, theirs)
 
 
@@ -207,14 +219,18 @@ def _cut(whole: Quantized | torch.Tensor, part: str) -> tuple[torch.Tensor, ...]
     if part == "whole":
         return tensors
     if " by " in part:  # a view that is no box, such as a transpose
-        sizes, strides, offset = (tuple(map(int, numbers.split("x"))) for numbers in part.replace(" by ", " from ").split(" from "))
+        sizes, strides, offset = (
+            tuple(map(int, numbers.split("x"))) for numbers in part.replace(" by ", " from ").split(" from ")
+        )
         return (tensors[0].contiguous().as_strided(sizes, strides, *offset),)
     try:
         box = [tuple(map(int, side.split(":"))) for side in part.split(",")]
         cut = tensors[0][tuple(slice(start, stop) for start, stop in box)]
     except ValueError:
         raise PrecisionError(
-            f"{part!r} is no part of a tensor.", "Parts are written as start:stop for each dimension.", "Use a receipt's fingerprints."
+            f"{part!r} is no part of a tensor.",
+            "Parts are written as start:stop for each dimension.",
+            "Use a receipt's fingerprints.",
         ) from None
     if not isinstance(whole, Quantized):
         return (cut,)

@@ -1,14 +1,15 @@
 """Model families: one row each says what a ``config.json`` leaves out and what a family's linears are called.
 
-    FAMILIES    model_type -> its row: switches, config keys with a name of their own, experts, the classes that build it
+    FAMILIES    model_type -> its row: switches, config keys with a name of their own, experts, the classes that build
+                it
     OUTSIDE     what stays in the compute dtype under every contract, by its name
     WORDS       the last word or two of a linear's name -> its role, and the linear of Megatron that it is a part of
     FUSED       linears of one module that an engine holds as one matrix
 
-A new family is one row of ``FAMILIES``, and new words are rows of the other tables. Everything that reads a model asks here:
-shapes and memory, the selection of linears, export from Megatron, the mismatch forward. The trade-off: a family that is no row
-is refused where sizes matter, since a guess about a bias or a shared expert would be a wrong answer; names alone are understood
-of many more.
+A new family is one row of ``FAMILIES``, and new words are rows of the other tables. Everything that reads a model asks
+here: shapes and memory, the selection of linears, export from Megatron, the mismatch forward. The trade-off: a family
+that is no row is refused where sizes matter, since a guess about a bias or a shared expert would be a wrong answer;
+names alone are understood of many more.
 """
 
 from __future__ import annotations
@@ -75,7 +76,13 @@ def _llama3_rope(megatron: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     words = {"factor": "scale_factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
     scaling = {theirs: megatron[ours] for theirs, ours in words.items()}
-    return {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": megatron["old_context_len"], **scaling}}
+    return {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "original_max_position_embeddings": megatron["old_context_len"],
+            **scaling,
+        }
+    }
 
 
 def _window(megatron: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,8 +134,17 @@ FAMILIES: dict[str, Family] = {
         config=_llama3_rope,
     ),
     "mistral": Family(architecture="MistralForCausalLM", nemo="MistralModel", forward=True, config=_window),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", nemo="Qwen2Model", biases={"qkv": True}, forward=True, config=_no_window),
-    "qwen3": Family(architecture="Qwen3ForCausalLM", nemo="Qwen3Model", biases=_SWITCHED, qk_norm=True, forward=True, config=_no_window),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM", nemo="Qwen2Model", biases={"qkv": True}, forward=True, config=_no_window
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        nemo="Qwen3Model",
+        biases=_SWITCHED,
+        qk_norm=True,
+        forward=True,
+        config=_no_window,
+    ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         nemo="Qwen3Model",
@@ -141,11 +157,19 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         architecture="MixtralForCausalLM",
         nemo="MixtralModel",
-        experts=Experts("num_local_experts", "intermediate_size", block="block_sparse_moe", words=("w1", "w3", "w2"), normalized=True),
+        experts=Experts(
+            "num_local_experts",
+            "intermediate_size",
+            block="block_sparse_moe",
+            words=("w1", "w3", "w2"),
+            normalized=True,
+        ),
         forward=True,
         config=_mixtral_experts,
     ),
-    "deepseek_v3": Family(mla=True, experts=Experts("n_routed_experts", "moe_intermediate_size", shared="n_shared_experts")),
+    "deepseek_v3": Family(
+        mla=True, experts=Experts("n_routed_experts", "moe_intermediate_size", shared="n_shared_experts")
+    ),
     "gpt2": Family(
         keys=_GPT2_KEYS,
         biases={"qkv": True, "proj": True, "mlp": True},
@@ -158,7 +182,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def of_nemo(model: str, experts: bool) -> tuple[str, Family] | None:
-    """The ``model_type`` and the row of a NeMo model class, with or without experts; None where no row names the class."""
+    """The ``model_type`` and the row of a NeMo model class, with or without experts; None where no row names the
+    class."""
     rows = [(kind, family) for kind, family in FAMILIES.items() if family.nemo == model]
     return next((row for row in rows if (row[1].experts is not None) == experts), rows[0] if rows else None)
 
@@ -180,7 +205,11 @@ OUTSIDE = (
     ("bias", re.compile(r"bias"), "biases stay in the compute dtype"),
     ("norm", re.compile(r"norm|(^|\.)ln_"), "norms stay in the compute dtype"),
     ("embedding", re.compile(r"embed(?!_out)|(^|\.)wte$|(^|\.)wpe$"), "embeddings stay in the compute dtype"),
-    ("head", re.compile(r"(^|\.)(lm_head|output_layer|embed_out|score)$"), "the output head stays in the compute dtype"),
+    (
+        "head",
+        re.compile(r"(^|\.)(lm_head|output_layer|embed_out|score)$"),
+        "the output head stays in the compute dtype",
+    ),
     (
         "router",
         re.compile(rf"(^|\.)(router(\.\w+)?|({_BLOCKS})\.gate|gate\.wg|shared_expert_gate)$"),
@@ -198,17 +227,32 @@ WORDS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("kv_a_proj_with_mqa", "linear_kv_down_proj"), ("kv", "linear_kv_down_proj")),
     **dict.fromkeys(("kv_b_proj", "linear_kv_up_proj"), ("kv", "linear_kv_up_proj")),
     **dict.fromkeys(
-        ("o_proj", "wo", "out_proj", "linear_proj", "attn.c_proj", "attention.dense", "self_attention.dense"), ("o", "linear_proj")
+        ("o_proj", "wo", "out_proj", "linear_proj", "attn.c_proj", "attention.dense", "self_attention.dense"),
+        ("o", "linear_proj"),
     ),
     **dict.fromkeys(("gate_proj", "w1"), ("gate", "linear_fc1")),
     **dict.fromkeys(("up_proj", "w3", "c_fc", "fc1", "dense_h_to_4h"), ("up", "linear_fc1")),
     **dict.fromkeys(("gate_up_proj", "linear_fc1"), ("gate_up", "linear_fc1")),
     **dict.fromkeys(("down_proj", "w2", "linear_fc2", "mlp.c_proj", "fc2", "dense_4h_to_h"), ("down", "linear_fc2")),
 }
-ROLES = ("q", "k", "v", "kv", "qkv", "o", "gate", "up", "gate_up", "down", "experts", "linear", *(role for role, _, _ in OUTSIDE))
+ROLES = (
+    "q",
+    "k",
+    "v",
+    "kv",
+    "qkv",
+    "o",
+    "gate",
+    "up",
+    "gate_up",
+    "down",
+    "experts",
+    "linear",
+    *(role for role, _, _ in OUTSIDE),
+)
 
-# Megatron's linear below a layer -> Hugging Face's that it is made of, in the order of its rows. {block}, {e} and the words of an
-# expert are a row's of EXPERTS.
+# Megatron's linear below a layer -> Hugging Face's that it is made of, in the order of its rows. {block}, {e} and the
+# words of an expert are a row's of EXPERTS.
 HUGGING_FACE: dict[str, tuple[str, ...]] = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attention.linear_q_proj": ("self_attn.q_proj",),
@@ -227,12 +271,16 @@ HUGGING_FACE: dict[str, tuple[str, ...]] = {
 
 
 def in_hugging_face(unit: str, experts: Experts = EXPERTS[0], e: int | str = "*") -> tuple[str, ...]:
-    """Hugging Face's names below a layer of one of Megatron's linears; none where no row knows it. ``e`` is an expert's number."""
+    """Hugging Face's names below a layer of one of Megatron's linears; none where no row knows it. ``e`` is an expert's
+    number."""
     gate, up, down = experts.words
-    return tuple(name.format(block=experts.block, e=e, gate=gate, up=up, down=down) for name in HUGGING_FACE.get(unit, ()))
+    return tuple(
+        name.format(block=experts.block, e=e, gate=gate, up=up, down=down) for name in HUGGING_FACE.get(unit, ())
+    )
 
 
-# Linears of one module that engines hold as one matrix, in the order of its rows, behind vLLM's name of it ("" where it has none).
+# Linears of one module that engines hold as one matrix, in the order of its rows, behind vLLM's name of it ("" where it
+# has none).
 FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("", ("wq", "wk", "wv")),

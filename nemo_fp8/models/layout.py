@@ -67,7 +67,11 @@ class Parallel:
             optional = value is None and "None" in kind
             if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 problems.append(
-                    Problem(f"{name}={value!r} is no number of at least 1.", "It counts ranks or tokens.", f"Give {name} as 1 or more.")
+                    Problem(
+                        f"{name}={value!r} is no number of at least 1.",
+                        "It counts ranks or tokens.",
+                        f"Give {name} as 1 or more.",
+                    )
                 )
         if problems:
             raise PrecisionError(problems)
@@ -93,7 +97,9 @@ class Parallel:
             found = re.fullmatch(r"(no-)?([a-z-]+?)=?(\d+)?", word)
             name = WORDS.get(found[2]) if found else None
             if found is None or name is None or (name in SIZES) != bool(found[3]) or (name in SIZES and found[1]):
-                raise PrecisionError([unknown("parallel word", word, [w + ("N" if n in SIZES else "") for w, n in WORDS.items()])])
+                raise PrecisionError(
+                    [unknown("parallel word", word, [w + ("N" if n in SIZES else "") for w, n in WORDS.items()])]
+                )
             said[name] = int(found[3]) if found[3] else not found[1]
         return cls(**said)
 

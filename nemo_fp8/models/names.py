@@ -1,8 +1,9 @@
 """What a tensor is, from its name: which decoder layer, which role, and which fused linear it is a part of.
 
-A checkpoint only has names. Hugging Face's and Megatron's are understood (Llama, Qwen, Mistral, Mixtral, DeepSeek, GPT-2,
-GPT-NeoX, Falcon and what follows them), since they say the same thing in a few dozen words; each word is one row of
-:mod:`nemo_fp8.models.families`. A weight matrix with a name that no row knows is a linear all the same, and keeps its own name.
+A checkpoint only has names. Hugging Face's and Megatron's are understood (Llama, Qwen, Mistral, Mixtral, DeepSeek,
+GPT-2, GPT-NeoX, Falcon and what follows them), since they say the same thing in a few dozen words; each word is one row
+of :mod:`nemo_fp8.models.families`. A weight matrix with a name that no row knows is a linear all the same, and keeps
+its own name.
 
 The *unit* is what can be kept in the compute dtype on its own: Q, K and V are one linear in training and in rollout
 (``linear_qkv``), gate and up another (``linear_fc1``), and all routed experts of a layer a third and a fourth.
@@ -31,7 +32,8 @@ class Place:
     """The name of its module: the tensor's without ``.weight``."""
     role: str
     unit: str = ""
-    """Megatron's name below ``decoder.layers.N`` of the linear that it is a part of; the module itself outside of layers."""
+    """Megatron's name below ``decoder.layers.N`` of the linear that it is a part of; the module itself outside of
+    layers."""
     container: str = ""
     layer: int | None = None
     tail: str = ""
@@ -61,12 +63,15 @@ def _linear(tail: str) -> tuple[str, str]:
         return "experts", f"mlp.experts.{unit}" if unit else re.sub(r"\.\d+(?=\.|$)", "", tail)
     if not unit:
         return role, tail
-    block = "mlp.shared_experts" if _SHARED.search(tail) else "mlp" if unit.startswith("linear_fc") else "self_attention"
+    block = (
+        "mlp.shared_experts" if _SHARED.search(tail) else "mlp" if unit.startswith("linear_fc") else "self_attention"
+    )
     return role, f"{block}.{unit}"
 
 
 def names_what_is_kept_anyway(pattern: str) -> bool:
-    """Whether a pattern of ``keep`` asks for modules that no contract quantizes: norms, embeddings, routers, the head."""
+    """Whether a pattern of ``keep`` asks for modules that no contract quantizes: norms, embeddings, routers, the
+    head."""
     return place(pattern.strip("*.")).kept != ""
 
 

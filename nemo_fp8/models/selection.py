@@ -1,26 +1,30 @@
-"""Which linears run in FP8, and why the others do not: one rule on names and shapes, for every side that has to agree on it.
+"""Which linears run in FP8, and why the others do not: one rule on names and shapes, for every side that has to agree
+on it.
 
-Training, the vLLM plugin, the exporter, lint, memory, inspect and ``autocast`` ask it; none of them has a rule of its own. A linear
-stays in the compute dtype, by the first of these that holds:
+Training, the vLLM plugin, the exporter, lint, memory, inspect and ``autocast`` ask it; none of them has a rule of its
+own. A linear stays in the compute dtype, by the first of these that holds:
 
     compute   if that side of the contract has no FP8
-    always    routers, embeddings, heads, norms, biases; in a rollout also whatever lies outside of the decoder (vision towers)
+    always    routers, embeddings, heads, norms, biases; in a rollout also whatever lies outside of the decoder (vision
+              towers)
     layers    in the contract's first and last decoder layers, and behind the last (draft heads)
     keep      if a pattern matches any of its names: Megatron's, Hugging Face's, the engine's
     shape     if a side does not fit (below); refused, all such linears at once, if the contract is strict
 
     training    both sides on a rank are multiples of 16 (MX: 32), since each is contracted by one of the three GEMMs
-    rollout     128x128   columns are whole blocks; so are the rows of each fused part but the last, which ends on a multiple of 32,
-                          and of experts also the last: what vLLM takes from a checkpoint, and its kernels on GPUs and CPUs
+    rollout     128x128   columns are whole blocks; so are the rows of each fused part but the last, which ends on a
+                multiple of 32,
+                          and of experts also the last: what vLLM takes from a checkpoint, and its kernels on GPUs and
+                          CPUs
                 tensor    columns are a multiple of 128, all rows together of 32: kernels for blocks run these too
                 1x32      columns are a multiple of 32
 
-A rollout decides on *units*, the linears that an engine holds as one: Q, K and V; gate and up; DeepSeek's two down projections; all
-routed experts of a layer. Training decides on what Megatron holds as one: Q, K and V; gate and up, of all experts; the others alone.
-Where a pattern names a part of an engine's unit that is more than Megatron's, lint says so. The trade-off: the
-rollout's rule knows whole weights and no tensor parallelism, since one checkpoint serves every layout. What kernels do not take of
-a rank's share of a linear (:func:`share_misfit`) stays in the compute dtype on that layout only; shares of experts are padded.
-Standard library only.
+A rollout decides on *units*, the linears that an engine holds as one: Q, K and V; gate and up; DeepSeek's two down
+projections; all routed experts of a layer. Training decides on what Megatron holds as one: Q, K and V; gate and up, of
+all experts; the others alone. Where a pattern names a part of an engine's unit that is more than Megatron's, lint says
+so. The trade-off: the rollout's rule knows whole weights and no tensor parallelism, since one checkpoint serves every
+layout. What kernels do not take of a rank's share of a linear (:func:`share_misfit`) stays in the compute dtype on that
+layout only; shares of experts are padded. Standard library only.
 
     a model's linears   stored(model, precision, layout, side)
     a checkpoint        select({name: shape, ...}, precision, layers=num_hidden_layers)
@@ -44,15 +48,19 @@ from nemo_fp8.models.shapes import Linear, Model
 
 ALWAYS, LAYERS, KEEP, SHAPE, COMPUTE = "always", "layers", "keep", "shape", "compute"
 
-# Scaling -> what both sides of a weight are multiples of. TE asks 8 of the outer side; cuBLAS asks 16 once it is contracted.
+# Scaling -> what both sides of a weight are multiples of. TE asks 8 of the outer side; cuBLAS asks 16 once it is
+# contracted.
 GEMM_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 # What the rows of a fused matrix end on in a rollout, and what columns under one scale are a multiple of.
 LAST_ROWS, KERNEL_COLUMNS = 32, 128
 
 _FUSED_AS = {name: words for name, words in FUSED if name}
 _FUSED_OF = {word: words for _, words in FUSED for word in words}
-# What stands before the list of layers of a language model's decoder and nowhere else, and what says that it is another list.
-_DECODERS = frozenset({"", "model", "language_model", "transformer", "decoder", "backbone", "gpt_neox", "text_model", "llm", "thinker"})
+# What stands before the list of layers of a language model's decoder and nowhere else, and what says that it is another
+# list.
+_DECODERS = frozenset(
+    {"", "model", "language_model", "transformer", "decoder", "backbone", "gpt_neox", "text_model", "llm", "thinker"}
+)
 _TOWERS = re.compile(r"visual|vision|image|audio|speech|video|encoder|projector|resampler|mtp|eagle|draft")
 _EXPERTS = re.compile(r"^(.*?(?:^|\.)experts)(\.|$)")
 
@@ -83,7 +91,8 @@ class Unit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What its parts are called, behind the engine's name of it all, as :func:`part_names` gives them from there."""
+        """What its parts are called, behind the engine's name of it all, as :func:`part_names` gives them from
+        there."""
         parent, _, word = self.modules[0].rpartition(".")
         if place(self.tensors[0]).role == "experts":
             return (_experts(self.tensors[0]), *self.modules)
@@ -109,9 +118,12 @@ class Selection:
 
     @property
     def not_converted(self) -> tuple[str, ...]:
-        """The modules that an engine would take for FP8 linears if it were not told: a config's ``modules_to_not_convert``."""
+        """The modules that an engine would take for FP8 linears if it were not told: a config's
+        ``modules_to_not_convert``."""
         found = ((name, place(name)) for name in self.kept)
-        modules = (_experts(name) if p.role == "experts" else p.module for name, p in found if _could_be_linear(name, p))
+        modules = (
+            _experts(name) if p.role == "experts" else p.module for name, p in found if _could_be_linear(name, p)
+        )
         return tuple(dict.fromkeys(modules))
 
     def by_rule(self, rule: str) -> dict[str, Kept]:
@@ -138,10 +150,10 @@ def why_kept(
 ) -> Kept | None:
     """Why linears that are stored as one stay in the compute dtype; None where they run in FP8.
 
-    ``names`` are the modules of its parts, as whoever asks calls them (with its own before them, if it has one). Each of ``shapes``
-    is a matrix: the rows of its parts, and its columns; in training those of a rank, in a rollout the whole. ``layers`` is the
-    number of decoder layers, None where somebody else counts them. ``experts`` is how many routed experts there are, if it is
-    theirs. ``layer`` is the number of the decoder layer, where names do not tell.
+    ``names`` are the modules of its parts, as whoever asks calls them (with its own before them, if it has one). Each
+    of ``shapes`` is a matrix: the rows of its parts, and its columns; in training those of a rank, in a rollout the
+    whole. ``layers`` is the number of decoder layers, None where somebody else counts them. ``experts`` is how many
+    routed experts there are, if it is theirs. ``layer`` is the number of the decoder layer, where names do not tell.
     """
     if precision.operand("weight", side) is None:
         return _without_fp8(side)
@@ -178,13 +190,19 @@ def why_kept_by_name(
         if p.kept:
             return Kept(ALWAYS, p.kept)
     first, last = precision.first_layers, precision.last_layers
-    number = decoder_layer(names[0], counted=bool(layers is not None and (first or last))) if isinstance(layer, str) else layer
+    number = (
+        decoder_layer(names[0], counted=bool(layers is not None and (first or last)))
+        if isinstance(layer, str)
+        else layer
+    )
     if number is None and side == "rollout":
         return Kept(ALWAYS, "it lies outside of the decoder, where training has no FP8 either")
     if layers is not None and number is not None and number >= layers:
         return Kept(LAYERS, f"layer {number} lies behind the {layers} layers of the decoder")
     if layers is not None and number is not None and (number < first or number >= layers - last):
-        return Kept(LAYERS, f"decoder layer {number} of {layers}, and the contract keeps the first {first} and the last {last}")
+        return Kept(
+            LAYERS, f"decoder layer {number} of {layers}, and the contract keeps the first {first} and the last {last}"
+        )
     if precision.keep:
         units = {(p.layer, p.unit) for p in places if p.unit and p.layer is not None}
         others = (_matched(precision, *at, experts) for at in sorted(units))
@@ -197,8 +215,8 @@ def why_kept_by_name(
 def decoder_layer(name: str, *, counted: bool = False) -> int | None:
     """The number of the decoder layer that a module lies in; None where it lies in none.
 
-    ``counted``: the contract counts layers, so that a list of layers under an unknown name is an error: counting the wrong one
-    would change a model's precision in silence.
+    ``counted``: the contract counts layers, so that a list of layers under an unknown name is an error: counting the
+    wrong one would change a model's precision in silence.
     """
     at = place(name)
     path = at.container.split(".")[:-1]
@@ -207,14 +225,16 @@ def decoder_layer(name: str, *, counted: bool = False) -> int | None:
     if counted and not set(path) <= _DECODERS:
         raise PrecisionError(
             f"Cannot tell whether {name} lies in a decoder layer.",
-            "The contract counts decoder layers from the start or the end, and this list of layers has an unknown name.",
+            "The contract counts decoder layers from the start or the end, and this list of layers has an unknown "
+            "name.",
             f"Set first_layers=0 and last_layers=0, and name the layers in keep, as in keep=('{at.container}.0.*',).",
         )
     return at.layer
 
 
 def misfit(precision: Precision, parts: Sequence[int], columns: int, *, experts: bool = False) -> str | None:
-    """Why the contract's blocks cannot hold a matrix of these parts; None where they can. Experts' parts are split for good."""
+    """Why the contract's blocks cannot hold a matrix of these parts; None where they can. Experts' parts are split for
+    good."""
     block = ROLLOUT_BLOCKS[precision.rollout_block]
     rows, across = block or (1, KERNEL_COLUMNS)
     if columns % across:
@@ -228,7 +248,8 @@ def misfit(precision: Precision, parts: Sequence[int], columns: int, *, experts:
 
 
 def gemm_misfit(scaling: str | None, rows: int, columns: int) -> str | None:
-    """Why the three GEMMs of training cannot take a rank's weight ``[rows, columns]`` under a scaling; None where they can."""
+    """Why the three GEMMs of training cannot take a rank's weight ``[rows, columns]`` under a scaling; None where they
+    can."""
     return None if scaling is None else _not_multiples(GEMM_MULTIPLE[scaling], rows=rows, columns=columns)
 
 
@@ -257,7 +278,8 @@ def _row_step(precision: Precision) -> int:
 
 
 def part_names(prefix: str, fused: Mapping[str, Sequence[str]] | None = None, experts: int = 0) -> tuple[str, ...]:
-    """An engine's module and the checkpoint's modules that it is made of: ``fused`` is vLLM's ``packed_modules_mapping``."""
+    """An engine's module and the checkpoint's modules that it is made of: ``fused`` is vLLM's
+    ``packed_modules_mapping``."""
     if experts:
         words = next((family.words for family in EXPERTS if family.block in prefix.split(".")), EXPERTS[0].words)
         return (prefix, *(f"{prefix}.{i}.{word}" for i in range(experts) for word in words))
@@ -273,7 +295,8 @@ def module_of(tensor: str) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def _matched(precision: Precision, layer: int, unit: str, experts: int) -> str:
-    """The first of a linear's other names that a pattern matches: Megatron's and Hugging Face's, of every part and every expert.
+    """The first of a linear's other names that a pattern matches: Megatron's and Hugging Face's, of every part and
+    every expert.
 
     ``unit`` is Megatron's word for what it is a part of, so a pattern that names K keeps Q and V, on either side.
     """
@@ -288,10 +311,14 @@ def _matched(precision: Precision, layer: int, unit: str, experts: int) -> str:
 
 
 def outside_names(layers: Iterable[int]) -> Iterator[str]:
-    """Names of what no contract has in FP8: heads, embeddings, the routers of these layers. A pattern may name them, to no effect."""
+    """Names of what no contract has in FP8: heads, embeddings, the routers of these layers. A pattern may name them, to
+    no effect."""
     yield from ("lm_head", "output_layer", "embedding", "model.embed_tokens")
     for layer in layers:
-        yield from (f"decoder.layers.{layer}.mlp.router", *(f"model.layers.{layer}.{words.block}.gate" for words in EXPERTS))
+        yield from (
+            f"decoder.layers.{layer}.mlp.router",
+            *(f"model.layers.{layer}.{words.block}.gate" for words in EXPERTS),
+        )
 
 
 # ---------------------------------------------------------------------- the rule for a whole checkpoint
@@ -302,8 +329,9 @@ def select(
 ) -> Selection:
     """What of a checkpoint's tensors (name -> shape) is held in FP8, and why the others are not.
 
-    ``layers`` is the model's number of decoder layers; without it, it is that of the names. ``kv_rows`` are the rows of K, for
-    checkpoints that hold Q, K and V as one. Misaligned units are refused, all at once, if the contract is strict.
+    ``layers`` is the model's number of decoder layers; without it, it is that of the names. ``kv_rows`` are the rows of
+    K, for checkpoints that hold Q, K and V as one. Misaligned units are refused, all at once, if the contract is
+    strict.
     """
     layers = layers if layers is not None else _count_layers(tensors)
     chosen: list[Unit] = []
@@ -364,11 +392,15 @@ def _in_order(names: Sequence[str]) -> tuple[str, ...]:
 def _why_unit(unit: Unit, precision: Precision, layers: int, kv_rows: int | None) -> Kept | None:
     names, first = unit.names, place(unit.tensors[0])
     experts = first.role == "experts"
-    if not first.kept and not all(_is_matrix(name, shape, experts) for name, shape in zip(unit.tensors, unit.shapes, strict=True)):
+    if not first.kept and not all(
+        _is_matrix(name, shape, experts) for name, shape in zip(unit.tensors, unit.shapes, strict=True)
+    ):
         return Kept(ALWAYS, "it is not the weight of a linear")
     if experts:
         # One stack or many matrices: whichever way round they lie, both sides of each have to fit.
-        return why_kept(precision, names, {((shape[-2],), shape[-1]) for shape in unit.shapes}, layers, experts=len(unit.shapes))
+        return why_kept(
+            precision, names, {((shape[-2],), shape[-1]) for shape in unit.shapes}, layers, experts=len(unit.shapes)
+        )
     if first.kept:
         return why_kept(precision, names, (), layers)
     rows = [shape[0] for shape in unit.shapes]
@@ -413,11 +445,17 @@ def _problem(unit: Unit, kept: Kept, precision: Precision) -> Problem:
 
 
 def stored(model: Model, precision: Precision, layout: Parallel, side: str) -> dict[tuple[int, str], Operand | Kept]:
-    """How a side stores each linear on every rank, or why it stays in the compute dtype: by layer and Megatron's name."""
-    everything, operand = [(layer, linear.name) for layer, linear in model.all_linears()], precision.operand("weight", side)
+    """How a side stores each linear on every rank, or why it stays in the compute dtype: by layer and Megatron's
+    name."""
+    everything, operand = (
+        [(layer, linear.name) for layer, linear in model.all_linears()],
+        precision.operand("weight", side),
+    )
     if operand is None:
         return dict.fromkeys(everything, _without_fp8(side))
-    kept = _kept_in_training(model, precision, layout) if side == "train" else _kept_in_rollout(model, precision, layout)
+    kept = (
+        _kept_in_training(model, precision, layout) if side == "train" else _kept_in_rollout(model, precision, layout)
+    )
     return {at: kept.get(at, operand) for at in everything}
 
 
@@ -432,7 +470,8 @@ def rollout_cut(linear: Linear, layout: Parallel) -> int:
 
 
 def on_rollout_rank(model: Model, linear: Linear, layout: Parallel) -> tuple[tuple[int, ...], int]:
-    """Rows by part, and columns, as one worker of vLLM holds them: key-value heads are repeated where there are too few."""
+    """Rows by part, and columns, as one worker of vLLM holds them: key-value heads are repeated where there are too
+    few."""
     cut = rollout_cut(linear, layout)
     if linear.name.endswith("linear_qkv") and cut > model.kv_heads:
         q, k, v = linear.parts

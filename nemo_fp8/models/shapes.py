@@ -8,8 +8,9 @@ parallelism cuts:
     row       columns / TP   linear_proj, linear_fc2         (input features)
     none      whole          MLA's down projections
 
-Model types are rows of :mod:`nemo_fp8.models.families`; a type that is not there is refused, since a guess about a bias or a
-shared expert is a wrong memory estimate. ``Model.parameters`` equals what transformers builds, to the last one; tests hold it.
+Model types are rows of :mod:`nemo_fp8.models.families`; a type that is not there is refused, since a guess about a bias
+or a shared expert is a wrong memory estimate. ``Model.parameters`` equals what transformers builds, to the last one;
+tests hold it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ COLUMN, ROW, NONE = "column", "row", "none"
 
 @dataclass(frozen=True)
 class Linear:
-    """One weight ``[sum(parts), columns]`` of a decoder layer, before any split; ``experts`` of them in an MoE layer."""
+    """One weight ``[sum(parts), columns]`` of a decoder layer, before any split; ``experts`` of them in an MoE
+    layer."""
 
     name: str
     """Megatron's name below ``decoder.layers.N``."""
@@ -107,7 +109,9 @@ class Model:
     @property
     def parameters(self) -> int:
         """Every parameter, as Hugging Face counts them."""
-        decoder = sum(linear.weights + linear.bias for _, linear in self.all_linears()) + sum(map(self.unsplit, range(self.layers)))
+        decoder = sum(linear.weights + linear.bias for _, linear in self.all_linears()) + sum(
+            map(self.unsplit, range(self.layers))
+        )
         return decoder + self.embedding * (1 if self.tied else 2) + self.final_norm + self.positions
 
 
@@ -123,9 +127,13 @@ def _load(path: Path) -> Mapping[str, Any]:
             f"There is no model config at {path}.", f"{error}.", "Give a Hugging Face config.json or its folder."
         ) from error
     except json.JSONDecodeError as error:
-        raise PrecisionError(f"{path} is not JSON.", f"{error}.", "Give the config.json of a Hugging Face model.") from error
+        raise PrecisionError(
+            f"{path} is not JSON.", f"{error}.", "Give the config.json of a Hugging Face model."
+        ) from error
     if not isinstance(config, Mapping):
-        raise PrecisionError(f"{path} holds no mapping.", "A model config is one.", "Give the config.json of a Hugging Face model.")
+        raise PrecisionError(
+            f"{path} holds no mapping.", "A model config is one.", "Give the config.json of a Hugging Face model."
+        )
     return config
 
 
@@ -140,7 +148,9 @@ def _read(config: Mapping[str, Any]) -> Model:
         given = config.get(where)
         value = default if given is None else given
         if not isinstance(value, int) or value < 1:
-            raise PrecisionError(f"The model config has no {where}.", f"It holds {given!r}.", f"Give {where} as a whole number.")
+            raise PrecisionError(
+                f"The model config has no {where}.", f"It holds {given!r}.", f"Give {where} as a whole number."
+            )
         return value
 
     def switch(name: Any) -> bool:
@@ -150,7 +160,9 @@ def _read(config: Mapping[str, Any]) -> Model:
     kv_heads = size("num_key_value_heads", heads)
     head_dim = size("head_dim", hidden // heads)
     biases = {name: switch(value) for name, value in family.biases.items()}
-    attention = _mla(config, size, hidden, heads) if family.mla else _attention(hidden, heads, kv_heads, head_dim, biases)
+    attention = (
+        _mla(config, size, hidden, heads) if family.mla else _attention(hidden, heads, kv_heads, head_dim, biases)
+    )
     ffn = size("intermediate_size", 4 * hidden)
     dense = (*attention, *_mlp("mlp.", hidden, ffn, family.gated, biases.get("mlp", False)))
     norm = hidden * (2 if family.layer_norm else 1)
@@ -189,7 +201,11 @@ def _read(config: Mapping[str, Any]) -> Model:
 def _is_moe(layer: int, config: Mapping[str, Any]) -> bool:
     """Qwen takes every n-th layer without a list of exceptions; DeepSeek starts after the first few."""
     sparse = (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
-    return sparse and layer not in (config.get("mlp_only_layers") or ()) and layer >= (config.get("first_k_dense_replace") or 0)
+    return (
+        sparse
+        and layer not in (config.get("mlp_only_layers") or ())
+        and layer >= (config.get("first_k_dense_replace") or 0)
+    )
 
 
 def _attention(hidden: int, heads: int, kv_heads: int, head_dim: int, biases: Mapping[str, bool]) -> tuple[Linear, ...]:
@@ -202,7 +218,9 @@ def _attention(hidden: int, heads: int, kv_heads: int, head_dim: int, biases: Ma
 
 def _mla(config: Mapping[str, Any], size: Any, hidden: int, heads: int) -> tuple[Linear, ...]:
     """Multi-head latent attention: low-rank down projections on every rank, up projections cut by heads."""
-    nope, rope, value, kv_rank = (size(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+    nope, rope, value, kv_rank = (
+        size(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    )
     rank, query = config.get("q_lora_rank"), heads * (nope + rope)
     at, down, bias = "self_attention.linear_", kv_rank + rope, bool(config.get("attention_bias", False))
     queries = (
@@ -222,7 +240,13 @@ def _mla(config: Mapping[str, Any], size: Any, hidden: int, heads: int) -> tuple
 
 
 def _mlp(
-    at: str, hidden: int, ffn: int, gated: bool = True, bias: bool = False, count: int = 0, experts: Experts = EXPERTS[0]
+    at: str,
+    hidden: int,
+    ffn: int,
+    gated: bool = True,
+    bias: bool = False,
+    count: int = 0,
+    experts: Experts = EXPERTS[0],
 ) -> tuple[Linear, ...]:
     parts = (ffn, ffn) if gated else (ffn,)
     return (
@@ -239,7 +263,13 @@ def _experts(config: Mapping[str, Any], experts: Experts, size: Any, hidden: int
 
 
 def _linear(
-    name: str, parts: tuple[int, ...], columns: int, split: str, bias: int = 0, count: int = 0, experts: Experts = EXPERTS[0]
+    name: str,
+    parts: tuple[int, ...],
+    columns: int,
+    split: str,
+    bias: int = 0,
+    count: int = 0,
+    experts: Experts = EXPERTS[0],
 ) -> Linear:
     """One of Megatron's linears under Hugging Face's names; an MLP without a gate has its up projection alone."""
     return Linear(name, in_hugging_face(name, experts)[-len(parts) :], parts, columns, split, bias, count)

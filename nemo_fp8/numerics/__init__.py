@@ -1,4 +1,5 @@
-"""FP8 arithmetic in torch: formats, scales, quantized tensors, the FP8 linear. The reference that every side is held to.
+"""FP8 arithmetic in torch: formats, scales, quantized tensors, the FP8 linear. The reference that every side is held
+to.
 
 Torch only: no NeMo, no vLLM, no TE. ``formats`` and ``scales`` say what the bits are, ``quantize`` makes them,
 ``gemm`` and ``linear`` compute with them, ``delayed`` remembers amaxes, ``autocast`` brings it all into a model.
@@ -14,5 +15,5 @@ from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.statistics import Statistics
 
 __all__ = [
-    "FORMATS", "Format", "Quantized", "Statistics", "cast", "decode", "quantize", "quantize_into", "quantize_pair", "quantize_reference",
-]  # fmt: skip
+    "FORMATS", "Format", "Quantized", "Statistics", "cast", "decode", "quantize", "quantize_into", "quantize_pair",
+    "quantize_reference", ]  # fmt: skip

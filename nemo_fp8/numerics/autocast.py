@@ -95,7 +95,8 @@ class autocast:
     ) -> None:
         self.precision, self.model, self.group = precision, model, group
         self.enabled = enabled and precision.is_fp8
-        # Modules hold their records; a weight is looked up when it is used, since it or its module may have been replaced.
+        # Modules hold their records; a weight is looked up when it is used, since it or its module may have been
+        # replaced.
         self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, _Record]] = WeakKeyDictionary()
         self._by_id: dict[int, tuple[ref[torch.nn.Module], str]] = {}
         self._searched: dict[int, ref[torch.Tensor]] = {}  # parameters that the whole model was searched for
@@ -130,7 +131,9 @@ class autocast:
             self._entered.append(stack.pop_all())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._entered.pop().__exit__(kind, error, trace)
         if kind is None and not _open.get() and torch.is_grad_enabled():
             for region in self._inside.values():
@@ -154,7 +157,9 @@ class autocast:
         if found is None and searched() is not weight:  # replaced, alone or with its module, or none of ours
             if self.model is not None and isinstance(weight, torch.nn.Parameter):
                 self._owners, self._searched[id(weight)] = _adopt(self.model, self.precision), ref(weight)
-            self._by_id = {id(getattr(m, name, None)): (ref(m), name) for m, names in self._owners.items() for name in names}
+            self._by_id = {
+                id(getattr(m, name, None)): (ref(m), name) for m, names in self._owners.items() for name in names
+            }
             found = self._holder(weight)
         return found
 
@@ -198,7 +203,8 @@ class autocast:
             raise PrecisionError(
                 "Layers kept in the compute dtype, in a model of TransformerEngine's modules.",
                 "TE's autocast covers every TE module inside of it, and knows neither layers nor names.",
-                "Open autocast around the layers that shall run in FP8, or leave keep, first_layers and last_layers out.",
+                "Open autocast around the layers that shall run in FP8, or leave keep, first_layers and last_layers "
+                "out.",
             )
         recipe = te_recipe(self.precision) if self.enabled else None
         if hasattr(te, "autocast"):  # TE 2.9 and later
@@ -209,7 +215,9 @@ class autocast:
 def _run(record: _Record, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    return linear(x, weight, bias, precision=record.precision, delayed=record.delayed, after_backward=record.after_backward)
+    return linear(
+        x, weight, bias, precision=record.precision, delayed=record.delayed, after_backward=record.after_backward
+    )
 
 
 def _replay(record: _Record, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -237,8 +245,11 @@ class _Mode(TorchFunctionMode):
 
     @cached_property
     def _attention(self) -> FunctionType:
-        """torch's attention on our linears: copies of all names of its module, so it is made only where an attention runs."""
-        attention = _with_globals(F.multi_head_attention_forward, linear=self._linear, has_torch_function=lambda _: False)
+        """torch's attention on our linears: copies of all names of its module, so it is made only where an attention
+        runs."""
+        attention = _with_globals(
+            F.multi_head_attention_forward, linear=self._linear, has_torch_function=lambda _: False
+        )
         for name in ("_in_projection", "_in_projection_packed"):
             attention.__globals__[name] = _with_globals(getattr(F, name), linear=self._linear)
         return attention
@@ -266,7 +277,11 @@ def _with_globals(function: Any, **names: Any) -> FunctionType:
             "Use the torch version that nemo_fp8 was tested with, and report this.",
         )
     copy = FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -313,7 +328,8 @@ def _refuse_without_model(precision: Precision) -> None:
 
 
 def _adopt(model: torch.nn.Module, precision: Precision) -> WeakKeyDictionary[torch.nn.Module, dict[str, _Record]]:
-    """Give every module with FP8 weights its records and hooks; the same contract finds its records again, by module and parameter."""
+    """Give every module with FP8 weights its records and hooks; the same contract finds its records again, by module
+    and parameter."""
     weights = linear_weights(model, precision)
     owners = {id(p): (module, name) for module in model.modules() for name, p in module.named_parameters(recurse=False)}
     found: WeakKeyDictionary[torch.nn.Module, dict[str, _Record]] = WeakKeyDictionary()

@@ -40,7 +40,13 @@ _OPERANDS = {
     "mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "addmv": 3, "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
     "convolution": 2, "convolution_backward": 3,
 }  # fmt: skip
-_VARIANTS = {"addmm": (".out", "_"), "baddbmm": (".out", "_"), "addmv": (".out", "_"), "mm": (".out",), "bmm": (".out",)}
+_VARIANTS = {
+    "addmm": (".out", "_"),
+    "baddbmm": (".out", "_"),
+    "addmv": (".out", "_"),
+    "mm": (".out",),
+    "bmm": (".out",),
+}
 
 
 # ---------------------------------------------------------------------- the question
@@ -52,7 +58,8 @@ def multiplies_bf16() -> bool:
 
     Asked of a product, not of names of processors: BF16 units take subnormal numbers for zero (so say the manuals of
     VDPBF16PS, TDPBF16PS and BFDOT), and arithmetic in FP32 does not. So the answer is that of the kernel that torch
-    really runs, whatever the processor, the build of torch, and ``ONEDNN_MAX_CPU_ISA`` say; and it is the same in every run.
+    really runs, whatever the processor, the build of torch, and ``ONEDNN_MAX_CPU_ISA`` say; and it is the same in every
+    run.
     """
     subnormal = torch.ones((32, 32), dtype=torch.int16).view(_BF16)  # by its bits: conversions flush, too
     large = torch.eye(32, dtype=_BF16) * 2.0**100
@@ -66,7 +73,8 @@ def multiplies_bf16() -> bool:
 
 @cache
 def multiplies_fp16() -> bool:
-    """Whether products of FP16 tensors on the CPU run on FP16 units, as oneDNN says, which multiplies them where there are some."""
+    """Whether products of FP16 tensors on the CPU run on FP16 units, as oneDNN says, which multiplies them where there
+    are some."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
@@ -112,7 +120,8 @@ def fp32_matmul(precision: str) -> Iterator[None]:
 
 
 def bf16_products() -> AbstractContextManager[None]:
-    """Every BF16 product on the CPU, in the whole process, the way that this processor is fast at, until the context closes."""
+    """Every BF16 product on the CPU, in the whole process, the way that this processor is fast at, until the context
+    closes."""
     return nullcontext() if multiplies_bf16() else products_in_fp32()
 
 
@@ -123,7 +132,8 @@ def fp16_products() -> AbstractContextManager[None]:
 
 @contextmanager
 def products_in_fp32(dtype: torch.dtype = _BF16) -> Iterator[None]:
-    """Every product of one type on the CPU in IEEE FP32 and rounded once, whatever the processor has. Contexts may overlap."""
+    """Every product of one type on the CPU in IEEE FP32 and rounded once, whatever the processor has. Contexts may
+    overlap."""
     with fp32_matmul("ieee"):
         _replaced.enter(dtype)
         try:
@@ -161,7 +171,8 @@ def _replace_kernels() -> Any:
     if not hasattr(torch.library, "get_kernel"):
         raise PrecisionError(
             f"torch {torch.__version__} cannot hand out its own kernels.",
-            "BF16 products on a CPU without BF16 units are computed in FP32, and torch's kernels still compute the FP32 ones.",
+            "BF16 products on a CPU without BF16 units are computed in FP32, and torch's kernels still compute the "
+            "FP32 ones.",
             "Use the torch that nemo_fp8 was tested with (constraints/training.txt).",
         )
     names = [(name, name + variant) for name in _OPERANDS for variant in ("", *_VARIANTS.get(name, ()))]
@@ -170,12 +181,18 @@ def _replace_kernels() -> Any:
     with warnings.catch_warnings():  # torch says that its kernels are replaced: that is the purpose
         warnings.filterwarnings("ignore", message=".*only once for all operators")
         for name, full in names:
-            library.impl(full, _in_fp32(_OPERANDS[name], kernels[name], kernels[full], full.endswith("_")), "CPU", with_keyset=True)
+            library.impl(
+                full,
+                _in_fp32(_OPERANDS[name], kernels[name], kernels[full], full.endswith("_")),
+                "CPU",
+                with_keyset=True,
+            )
     return library
 
 
 def _in_fp32(operands: int, product: Any, itself: Any, in_place: bool) -> Callable[..., Any]:
-    """A kernel that computes ``product`` in FP32 where all operands have one type that asks for it, and is ``itself`` where not."""
+    """A kernel that computes ``product`` in FP32 where all operands have one type that asks for it, and is ``itself``
+    where not."""
 
     def kernel(keys: Any, *args: Any, out: torch.Tensor | None = None, **options: Any) -> Any:
         given = args[:operands] if out is None else (*args[:operands], out)
@@ -189,11 +206,15 @@ def _in_fp32(operands: int, product: Any, itself: Any, in_place: bool) -> Callab
         with torch._C.DisableTorchFunction():  # inside an operator, tensors are plain tensors
             if options.get("beta", 1) == 0:  # the first operand gives its shape and nothing else
                 args = (args[0].new_empty((), dtype=torch.float32).expand(args[0].shape), *args[1:])
-            result = product.call_boxed(keys, *map(widened, args), **{name: widened(value) for name, value in options.items()})
+            result = product.call_boxed(
+                keys, *map(widened, args), **{name: widened(value) for name, value in options.items()}
+            )
             if in_place:
                 return given[0].copy_(result)
             if out is not None:
-                return torch.mul(result, 1, out=out)  # rounds, and resizes and refuses as every operator of torch's does
+                return torch.mul(
+                    result, 1, out=out
+                )  # rounds, and resizes and refuses as every operator of torch's does
             several = isinstance(result, tuple)  # of gradients that nobody asked for there are none
             return tuple(r if r is None else r.to(dtype) for r in result) if several else result.to(dtype)
 

@@ -49,7 +49,9 @@ def capture(
     captured.update({name: torch.cat(parts) for name, parts in samples.items()})
     if not captured:
         raise PrecisionError(
-            "Nothing was captured.", "No linear ran inside the block.", "Run the model's forward (and backward) inside of it."
+            "Nothing was captured.",
+            "No linear ran inside the block.",
+            "Run the model's forward (and backward) inside of it.",
         )
     if path is not None:
         save(captured, path)
@@ -59,7 +61,9 @@ def save(captured: dict[str, torch.Tensor], path: str | Path) -> None:
     """Write captured tensors as safetensors, with what they are as metadata."""
     from safetensors.torch import save_file
 
-    save_file({name: t.contiguous() for name, t in captured.items()}, str(path), metadata={"nemo_fp8": "captured activations"})
+    save_file(
+        {name: t.contiguous() for name, t in captured.items()}, str(path), metadata={"nemo_fp8": "captured activations"}
+    )
 
 
 def _is_linear(module: torch.nn.Module) -> bool:

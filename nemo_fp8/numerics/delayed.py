@@ -35,7 +35,14 @@ class DelayedScaling:
     """Amax history and scales of the tensors of one module in one direction; column i belongs to ``roles[i]``."""
 
     def __init__(
-        self, format: Format, roles: tuple[str, ...], *, history_len: int, algo: str, margin: int, device: torch.device | str = "cpu"
+        self,
+        format: Format,
+        roles: tuple[str, ...],
+        *,
+        history_len: int,
+        algo: str,
+        margin: int,
+        device: torch.device | str = "cpu",
     ):
         self.format, self.roles, self.algo, self.margin = format, roles, algo, margin
         self.scale = torch.ones(len(roles), device=device)
@@ -69,7 +76,8 @@ class DelayedScaling:
             self._replayed = previous
 
     def update(self, amax: torch.Tensor | None = None) -> None:
-        """End of a step: roll the history and find the next scales from ``amax`` (reduced over ranks), or the own one."""
+        """End of a step: roll the history and find the next scales from ``amax`` (reduced over ranks), or the own
+        one."""
         latest = self.history[0] if amax is None else torch.where(amax != 0, amax, self.history[0])
         used = latest != 0
         rolled = torch.cat([self.history[1:], latest[None]])
@@ -105,12 +113,16 @@ class DelayedState:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Four tensors: scale and history of both directions."""
-        return {f"{way}.{name}": t for way in ("forward", "backward") for name, t in getattr(self, way).state_dict().items()}
+        return {
+            f"{way}.{name}": t for way in ("forward", "backward") for name, t in getattr(self, way).state_dict().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         for way in ("forward", "backward"):
             prefix = f"{way}."
-            getattr(self, way).load_state_dict({k.removeprefix(prefix): t for k, t in state.items() if k.startswith(prefix)})
+            getattr(self, way).load_state_dict(
+                {k.removeprefix(prefix): t for k, t in state.items() if k.startswith(prefix)}
+            )
 
     def for_role(self, role: str) -> DelayedScaling:
         return self.backward if role in BACKWARD else self.forward

@@ -92,12 +92,18 @@ def decode(data: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
     if data.dtype == torch.float8_e5m2:
         # E5M2 is the upper half of FP16, its infinities and NaNs included.
         return (data.view(torch.uint8).to(torch.int16) << 8).view(torch.float16).to(dtype)
-    raise PrecisionError(f"Cannot decode {data.dtype}.", "It is none of the FP8 element types.", "Give float8_e4m3fn or float8_e5m2 data.")
+    raise PrecisionError(
+        f"Cannot decode {data.dtype}.",
+        "It is none of the FP8 element types.",
+        "Give float8_e4m3fn or float8_e5m2 data.",
+    )
 
 
 def _decode_e4m3(data: torch.Tensor) -> torch.Tensor:
     # Shifted by 4, exponent and mantissa lie where BF16 has them, and only the bias (127 against 7) is left to correct.
-    spread = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)  # the sign, and seven bits
+    spread = (
+        data.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)
+    )  # the sign, and seven bits
     out = spread.view(torch.bfloat16) * 2.0**120
     # The NaN codes read as +-480, which nothing else does.
     if out.numel() and bool(torch.stack(torch.aminmax(out)).abs().max() == 480):

@@ -38,7 +38,9 @@ _LEAST_EXACT_SCALE = 2.0**-90
 _LEAST_EXACT_CODE = 127 - 90  # the same in E8M0
 
 
-def gemm(a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, bias: torch.Tensor | None = None) -> torch.Tensor:
+def gemm(
+    a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """``op(a) @ op(b).T + bias`` as a matrix of ``out_dtype``; leading dimensions are flattened."""
     real = scaled_mm(a, b, out_dtype, bias)
     if real is not None:

@@ -42,7 +42,13 @@ def operands(precision: Precision) -> dict[str, Operand]:
 
 
 def quantize_operand(
-    x: torch.Tensor, role: str, precision: Precision, delayed: DelayedState | None = None, *, row: bool = True, col: bool = True
+    x: torch.Tensor,
+    role: str,
+    precision: Precision,
+    delayed: DelayedState | None = None,
+    *,
+    row: bool = True,
+    col: bool = True,
 ) -> tuple[Quantized | None, Quantized | None]:
     """``x`` quantized for the usages asked for, row and col, as the contract says for its role."""
     operand = operands(precision)[role]
@@ -105,7 +111,9 @@ def linear(
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: _Job, train: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: _Job, train: bool
+    ) -> torch.Tensor:
         needs_x, needs_w = (train and needed for needed in ctx.needs_input_grad[:2])
         fp8_wgrad = needs_w and job.precision.wgrad
         x_row, x_col = quantize_operand(x.reshape(-1, x.shape[-1]), "input", job.precision, job.delayed, col=fp8_wgrad)
@@ -134,7 +142,9 @@ class _Fp8Linear(torch.autograd.Function):
         dy = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
         if w_col is not None or x_col is not None:
-            row, col = quantize_operand(dy, "grad", job.precision, job.delayed, row=w_col is not None, col=x_col is not None)
+            row, col = quantize_operand(
+                dy, "grad", job.precision, job.delayed, row=w_col is not None, col=x_col is not None
+            )
         if w_col is not None:
             assert row is not None
             dx = gemm(row, w_col, out_dtype=ctx.x_dtype).view(ctx.shape)

@@ -46,7 +46,9 @@ def quantize(
         result = kernels.quantize(x, tile, operand.format, operand.scale, convention, statistics, scale)
     if result is None:
         format = format_of(operand.format)
-        result = quantize_reference(x, tile, format, operand.scale, convention, statistics, epsilon=epsilon, scale=scale)
+        result = quantize_reference(
+            x, tile, format, operand.scale, convention, statistics, epsilon=epsilon, scale=scale
+        )
     data, scale_inv, stats = result
     return Quantized(data, scale_inv, tile, usage, stats)
 
@@ -63,22 +65,31 @@ def quantize_into(
     convention: str = "te",
     statistics: bool = False,
 ) -> Quantized:
-    """:func:`quantize` into memory that is there: an engine's parameter, one shard of a fused weight, a buffer that is used again.
+    """:func:`quantize` into memory that is there: an engine's parameter, one shard of a fused weight, a buffer that is
+    used again.
 
-    ``codes`` has the shape of ``x``; its rows may lie apart, so a slice of rows or of columns will do. ``scale_inv`` has the
-    shape of the scales, one for each tile of ``x``, and may lie anywhere. Both are written once, and read never.
+    ``codes`` has the shape of ``x``; its rows may lie apart, so a slice of rows or of columns will do. ``scale_inv``
+    has the shape of the scales, one for each tile of ``x``, and may lie anywhere. Both are written once, and read
+    never.
     """
     tile = _check(x, operand, usage, scale, convention)
     out = (codes, scale_inv)
     result = kernels.quantize(x, tile, operand.format, operand.scale, convention, statistics, scale, out)
     if result is None:
-        data, inverse, stats = quantize_reference(x, tile, format_of(operand.format), operand.scale, convention, statistics, scale=scale)
+        data, inverse, stats = quantize_reference(
+            x, tile, format_of(operand.format), operand.scale, convention, statistics, scale=scale
+        )
         result = (codes.copy_(data), scale_inv.copy_(inverse.reshape(scale_inv.shape)), stats)
     return Quantized(codes, scale_inv, tile, usage, result[2])
 
 
 def quantize_pair(
-    x: torch.Tensor, operand: Operand, *, scale: torch.Tensor | None = None, convention: str = "te", statistics: bool = False
+    x: torch.Tensor,
+    operand: Operand,
+    *,
+    scale: torch.Tensor | None = None,
+    convention: str = "te",
+    statistics: bool = False,
 ) -> tuple[Quantized, Quantized]:
     """``x`` for both usages, row and col. One pass where the tile is square or the whole tensor."""
     row = quantize(x, operand, scale=scale, convention=convention, statistics=statistics)
@@ -128,7 +139,12 @@ def quantize_reference(
 
 
 def find_scales(
-    amax: torch.Tensor, format: Format, scale_kind: str, convention: str = "te", epsilon: float = 0.0, value_for_inf: float = FP32_MAX
+    amax: torch.Tensor,
+    format: Format,
+    scale_kind: str,
+    convention: str = "te",
+    epsilon: float = 0.0,
+    value_for_inf: float = FP32_MAX,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``scale`` (FP32) and ``scale_inv`` as it is stored, from amaxes."""
     if scale_kind not in scales.SCALE_KINDS:
@@ -141,7 +157,9 @@ def find_scales(
     if convention == "deepgemm":
         scale_inv = scales.deepgemm_scale_inv(amax, format, pow2=scale_kind == "pow2")
         return torch.reciprocal(scale_inv), scale_inv
-    scale = scales.scale_from_amax(amax, format, epsilon=epsilon, pow2=scale_kind == "pow2", value_for_inf=value_for_inf)
+    scale = scales.scale_from_amax(
+        amax, format, epsilon=epsilon, pow2=scale_kind == "pow2", value_for_inf=value_for_inf
+    )
     return scale, torch.reciprocal(scale)
 
 
@@ -206,7 +224,8 @@ def _check_source(x: torch.Tensor, tile: Tile) -> None:
     if x.dtype not in SOURCES:
         raise PrecisionError(
             f"Cannot quantize a {x.dtype} tensor.",
-            "FP8 codes are defined from BF16, FP16 and FP32 values; anything else would be rounded twice, or is FP8 already.",
+            "FP8 codes are defined from BF16, FP16 and FP32 values; anything else would be rounded twice, or is FP8 "
+            "already.",
             "Convert it first (x.bfloat16()), or dequantize() what is quantized.",
         )
     if tile is not None and x.dim() < 2:

@@ -62,7 +62,9 @@ class Quantized:
     def dequantize_reference(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The same in plain torch."""
         values = decode(self.data, torch.float32)
-        return (values * self.scale_inv_fp32 if self.block is None else per_tile(values, self.scale_inv_fp32, self.block)).to(dtype)
+        return (
+            values * self.scale_inv_fp32 if self.block is None else per_tile(values, self.scale_inv_fp32, self.block)
+        ).to(dtype)
 
     def t(self) -> Quantized:
         """The transpose, codes and scales moved and nothing rounded; for square tiles and whole-tensor scales."""
@@ -88,7 +90,8 @@ class Quantized:
         if self.block is not None and self.block[0] != self.block[1]:
             raise PrecisionError(
                 f"A tensor quantized in {self.block[0]}x{self.block[1]} tiles cannot be {what}.",
-                "Its scales run along one dimension only; the other one needs codes of its own, made from the original values.",
+                "Its scales run along one dimension only; the other one needs codes of its own, made from the "
+                "original values.",
                 f"Quantize the original tensor again with usage={'col' if self.usage == 'row' else 'row'!r}.",
             )
 

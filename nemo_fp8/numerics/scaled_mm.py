@@ -4,7 +4,8 @@
 layouts. What it takes depends on the recipe:
 
     one FP32 scale a tensor      sm89 and later
-    1x128 times 128x128, or      sm90, with a cuBLASLt of CUDA 12.9 or later; E4M3 times E4M3 only, and rows a multiple of 4,
+    1x128 times 128x128, or      sm90, with a cuBLASLt of CUDA 12.9 or later; E4M3 times E4M3 only, and rows a multiple
+                                 of 4,
     1x128 times 1x128            since the scales of 1x128 tiles lie by columns, which cuBLAS wants to begin on 16 bytes
 
 E5M2 times E5M2 exists nowhere, nor a bias on an FP32 result. The sums are FP32 on the device, in its own order.
@@ -21,7 +22,11 @@ _CONTRACTED = {(1, 128): "BlockWise1x128", (128, 128): "BlockWise128x128"}
 
 def scaled_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor | None:
     """``op(a) @ op(b).T + bias`` on the tensor cores, or None where they do not do this."""
-    if a.device.type != "cuda" or not hasattr(torch.nn.functional, "scaled_mm") or out_dtype not in (torch.bfloat16, torch.float32):
+    if (
+        a.device.type != "cuda"
+        or not hasattr(torch.nn.functional, "scaled_mm")
+        or out_dtype not in (torch.bfloat16, torch.float32)
+    ):
         return None
     if a.data.dtype == b.data.dtype == torch.float8_e5m2:
         return None

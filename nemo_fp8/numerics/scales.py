@@ -25,9 +25,12 @@ DEEPGEMM_LEAST_AMAX = 1e-4
 
 
 def amax_of(x: torch.Tensor, dim: tuple[int, ...] | None = None) -> torch.Tensor:
-    """The largest magnitude of all elements, or over some dimensions, in FP32. NaNs are passed over, as ``fmaxf`` does."""
+    """The largest magnitude of all elements, or over some dimensions, in FP32. NaNs are passed over, as ``fmaxf``
+    does."""
     if x.numel() == 0:
-        return x.new_zeros(() if dim is None else [n for i, n in enumerate(x.shape) if i not in dim], dtype=torch.float32)
+        return x.new_zeros(
+            () if dim is None else [n for i, n in enumerate(x.shape) if i not in dim], dtype=torch.float32
+        )
     if x.device.type == "cpu":
         if dim is None:
             low, high = torch.aminmax(x)  # no copy of x, where x.abs() makes one
@@ -74,7 +77,8 @@ def e8m0_from_amax(amax: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def deepgemm_scale_inv(amax: torch.Tensor, format: Format, *, pow2: bool = False) -> torch.Tensor:
-    """DeepGEMM's ``scale_inv = amax / max`` with its floor for amax; ``pow2`` rounds it up. Infinity has TE's scale, 1."""
+    """DeepGEMM's ``scale_inv = amax / max`` with its floor for amax; ``pow2`` rounds it up. Infinity has TE's scale,
+    1."""
     scale_inv = torch.div(amax.clamp_min(DEEPGEMM_LEAST_AMAX), torch.tensor(format.max, device=amax.device))
     scale_inv = ceil_pow2(scale_inv) if pow2 else scale_inv
     return torch.where(amax.isinf(), 1.0, scale_inv)

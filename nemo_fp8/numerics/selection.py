@@ -1,7 +1,8 @@
-"""The linears of a model in plain PyTorch, for the rule that says which of them run in FP8 (:mod:`nemo_fp8.models.selection`).
+"""The linears of a model in plain PyTorch, for the rule that says which of them run in FP8
+(:mod:`nemo_fp8.models.selection`).
 
-Decoder layers are the entries of the model's largest ``nn.ModuleList`` of equal modules, which is what every Transformer in PyTorch
-looks like.
+Decoder layers are the entries of the model's largest ``nn.ModuleList`` of equal modules, which is what every
+Transformer in PyTorch looks like.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, to
     chosen, problems = {}, []
     for name, weight in _candidates(model):
         rows, columns = weight.shape
-        kept = why_kept(precision, (name,), [((rows,), columns)], layers[1], side="train", layer=_layer_of(name, layers[0]))
+        kept = why_kept(
+            precision, (name,), [((rows,), columns)], layers[1], side="train", layer=_layer_of(name, layers[0])
+        )
         if kept is None:
             chosen[name] = weight
         elif kept.rule == SHAPE:
@@ -49,7 +52,8 @@ def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if not isinstance(module._parameters.get("weight"), torch.nn.Parameter):
                 raise PrecisionError(
                     f"{path}: its weight is computed anew in every forward.",
-                    "A parametrized weight (weight norm, a merged adapter) is no parameter that a record could be kept for.",
+                    "A parametrized weight (weight norm, a merged adapter) is no parameter that a record could be "
+                    "kept for.",
                     "Remove the parametrization, or run this module outside of autocast.",
                 )
             yield path, module.weight
@@ -76,7 +80,8 @@ def _layers_of(model: torch.nn.Module, precision: Precision) -> tuple[str, int |
     ]
     if not lists:
         raise PrecisionError(
-            f"first_layers={precision.first_layers}, last_layers={precision.last_layers} on a model without a list of layers.",
+            f"first_layers={precision.first_layers}, last_layers={precision.last_layers} on a model without a list of "
+            "layers.",
             "Decoder layers are found as the entries of an nn.ModuleList, and this model holds none.",
             "Name the modules in keep= instead, and set first_layers=0 and last_layers=0.",
         )
@@ -95,6 +100,7 @@ def _layer_of(name: str, prefix: str) -> int | None:
 def _misfit(name: str, weight: torch.Tensor, precision: Precision) -> Problem:
     return Problem(
         f"{name}: a weight of {'x'.join(map(str, weight.shape))} stays in the compute dtype.",
-        f"Both sides must be multiples of {GEMM_MULTIPLE[str(precision.scaling)]} for an FP8 GEMM with {precision.scaling} scaling.",
+        f"Both sides must be multiples of {GEMM_MULTIPLE[str(precision.scaling)]} for an FP8 GEMM with "
+        f"{precision.scaling} scaling.",
         f"Pad the layer, add {name!r} to keep=, or set strict=False.",
     )

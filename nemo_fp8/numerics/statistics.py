@@ -81,7 +81,11 @@ class Statistics:
     @property
     def range_used_percent(self) -> torch.Tensor:
         """The binades between the smallest and the largest code in use, as a share of the format's."""
-        values = torch.arange(128, dtype=torch.uint8, device=self.least_code.device).view(self.format.dtype).to(torch.float64)
+        values = (
+            torch.arange(128, dtype=torch.uint8, device=self.least_code.device)
+            .view(self.format.dtype)
+            .to(torch.float64)
+        )
         values[0] = self.format.smallest
         used = torch.log2(values[self.largest_code.long()] / values[self.least_code.long()])
         return used * 100.0 / self.format.binades
@@ -167,5 +171,7 @@ def measure(
         scale_inv=scale_inv,
         # 0 - 1 wraps to 255, so that zero codes are never the smallest
         least_code=((codes - 1).amin(whole) + 1) if some else torch.zeros_like(amax, dtype=torch.uint8),
-        largest_code=torch.where(codes < format.first_nan, codes, 0).amax(whole) if some else torch.zeros_like(amax, dtype=torch.uint8),
+        largest_code=torch.where(codes < format.first_nan, codes, 0).amax(whole)
+        if some
+        else torch.zeros_like(amax, dtype=torch.uint8),
     )

@@ -1,4 +1,5 @@
-"""Before the run: what a machine can do, what a model needs, and what will go otherwise than was meant. Standard library only.
+"""Before the run: what a machine can do, what a model needs, and what will go otherwise than was meant. Standard
+library only.
 
 machine    what is here: GPU, driver, versions, processor
 support    one row a claim: which recipe runs on which machine

@@ -1,20 +1,20 @@
 """Do training and rollout multiply with the same values? A proof from the contracts alone, in words.
 
-The trainer keeps master weights and multiplies with an FP8 copy of them; the rollout multiplies with an FP8 copy of
-its own. Both copies are functions of the same weights. With the same format, blocks and kind of scale they are equal code
+The trainer keeps master weights and multiplies with an FP8 copy of them; the rollout multiplies with an FP8 copy of its
+own. Both copies are functions of the same weights. With the same format, blocks and kind of scale they are equal code
 for code. With powers of two as scales they are equal in value whatever the blocks, but for underflow: such a scale only
-moves the exponent, so codes and scales differ where blocks do, and their products only where a code is subnormal or zero.
-Any FP32 scale moves the rounding of nearly every value, so FP32 scales of other blocks are other values.
-``check`` compares what each contract says of its own side, weights and activations, and names every difference, its cost
-and its remedy. Where values are equal, the importance ratio starts from 1.
+moves the exponent, so codes and scales differ where blocks do, and their products only where a code is subnormal or
+zero. Any FP32 scale moves the rounding of nearly every value, so FP32 scales of other blocks are other values.
+``check`` compares what each contract says of its own side, weights and activations, and names every difference, its
+cost and its remedy. Where values are equal, the importance ratio starts from 1.
 
 How grave a finding is: an ``error`` cannot be written as one contract, being two settings that ought to be one. A
 ``warning`` is a choice that a single contract may make (BF16 training with FP8 rollout) and that still has its price.
 An ``info`` costs nothing, or as little as underflow does. So the two sides agree where nothing is graver than an info,
 and :func:`join` makes one contract of them where nothing is an error.
 
-The costs are distances in norm, relative to the weights, measured on Gaussian BF16 weights; ``tests/preflight`` measures
-them again. A model's own underflow is counted by :func:`nemo_fp8.mismatch.sides_apart`.
+The costs are distances in norm, relative to the weights, measured on Gaussian BF16 weights; ``tests/preflight``
+measures them again. A model's own underflow is counted by :func:`nemo_fp8.mismatch.sides_apart`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _IN_JSON = {"error": "conflict", "warning": "difference", "info": "note"}
 
 @dataclass(frozen=True)
 class Agreement:
-    """What ``check`` found. Ask ``agrees``; the object itself has no truth value, so that it cannot be tested by mistake."""
+    """What ``check`` found. Ask ``agrees``; the object itself has no truth value, so that it cannot be tested by
+    mistake."""
 
     findings: tuple[Problem, ...]
     """What differs; ``where`` says in which respect."""
@@ -72,7 +73,11 @@ class Agreement:
 
     def __str__(self) -> str:
         apart = ", but for underflow" if any(f.where in _TOPICS.values() for f in self.findings) else ""
-        head = f"Both sides agree: the same weights give the same values{apart}." if self.agrees else "The two sides do not agree."
+        head = (
+            f"Both sides agree: the same weights give the same values{apart}."
+            if self.agrees
+            else "The two sides do not agree."
+        )
         return "\n".join([head, *(f"{f.severity}, {f.where}: {f}" for f in self.findings)])
 
     def __bool__(self) -> bool:
@@ -120,7 +125,9 @@ def _says(p: Precision, name: str, side: str) -> bool:
 def _same_values(a: Operand, b: Operand) -> bool:
     """Whether two casts of one tensor give the same values, but for underflow."""
     exponents_only = {a.scale, b.scale} <= {"pow2", "e8m0"} and not (a.delayed or b.delayed)
-    return a.format == b.format and (exponents_only or (a.block == b.block and a.scale == b.scale and not (a.delayed or b.delayed)))
+    return a.format == b.format and (
+        exponents_only or (a.block == b.block and a.scale == b.scale and not (a.delayed or b.delayed))
+    )
 
 
 # ---------------------------------------------------------------------- comparisons
@@ -134,7 +141,9 @@ def _compute(train: Precision, rollout: Precision) -> Iterator[Problem]:
 def _one_sided(train: Precision, rollout: Precision) -> Iterator[Problem]:
     if train.is_fp8 != (rollout.rollout == "fp8"):
         one, other = ("Training", "the rollout") if train.is_fp8 else ("The rollout", "training")
-        yield finding("sides-format", "format", one=one, other=other, compute=train.compute.upper(), from_master=FROM_MASTER)
+        yield finding(
+            "sides-format", "format", one=one, other=other, compute=train.compute.upper(), from_master=FROM_MASTER
+        )
 
 
 def _weights(train: Precision, rollout: Precision) -> Iterator[Problem]:

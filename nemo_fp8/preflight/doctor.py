@@ -24,9 +24,11 @@ log = logging.getLogger(__name__)
 
 # Variable -> what it does, where it is read. TransformerEngine reads its own when it is imported.
 ENVIRONMENT = {
-    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "TransformerEngine gives blockwise FP32 scales in place of powers of two (NeMo RL sets it).",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "TransformerEngine gives blockwise FP32 scales in place of powers of two "
+    "(NeMo RL sets it).",
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "TransformerEngine gives tensorwise power-of-2 scales in place of FP32.",
-    "NVTE_BACKWARD_OVERRIDE": "TransformerEngine (2.15 and newer) runs backward in another precision than the recipe says.",
+    "NVTE_BACKWARD_OVERRIDE": "TransformerEngine (2.15 and newer) runs backward in another precision than the recipe "
+    "says.",
     "VLLM_USE_DEEP_GEMM": "vLLM takes DeepGEMM kernels (1) or refuses them (0), over the contract's deep_gemm.",
     "VLLM_TEST_FORCE_FP8_MARLIN": "vLLM keeps activations in BF16, with FP8 weights alone, on every GPU.",
 }
@@ -56,7 +58,9 @@ def recipes_of(precision: Precision, sides: Sequence[str] = ("train", "rollout")
         found.append("blockwise-fp32" if fp32 else precision.scaling)
     if "rollout" in sides:
         if precision.rollout == "fp8":
-            found.append({"1x32": "rollout-mxfp8", "tensor": "rollout-tensor"}.get(precision.rollout_block, "rollout-fp8"))
+            found.append(
+                {"1x32": "rollout-mxfp8", "tensor": "rollout-tensor"}.get(precision.rollout_block, "rollout-fp8")
+            )
         if precision.deep_gemm:
             found.append("rollout-deepgemm")
         if precision.kv_cache == "fp8":
@@ -64,7 +68,9 @@ def recipes_of(precision: Precision, sides: Sequence[str] = ("train", "rollout")
     return found
 
 
-def require(precision: Precision, machine: Machine, *, sides: Sequence[str] = ("train",), emulate: bool = False) -> None:
+def require(
+    precision: Precision, machine: Machine, *, sides: Sequence[str] = ("train",), emulate: bool = False
+) -> None:
     """Raise one PrecisionError unless the machine carries the contract out, natively, or with ``emulate`` by emulation.
 
     Trainer and rollout run in different environments, so each asks for its own side. What is unknown does not stop
@@ -97,7 +103,9 @@ def support_findings(precision: Precision, machine: Machine) -> Iterator[Problem
 
 
 def _as_finding(code: str, found: Answer, machine: Machine, recipe: str, **gaps: str) -> Problem:
-    return finding(code, found.recipe, recipe=recipe, machine=machine.source, why=found.reason, remedy=found.remedy, **gaps)
+    return finding(
+        code, found.recipe, recipe=recipe, machine=machine.source, why=found.reason, remedy=found.remedy, **gaps
+    )
 
 
 # ---------------------------------------------------------------------- what is installed

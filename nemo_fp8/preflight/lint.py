@@ -98,9 +98,17 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
     if p.format == "hybrid" and p.scaling in ("mxfp8", "blockwise"):
         yield finding(f"e5m2-gradients-{p.scaling}", "format")
     freezes = p.amax_compute_algo == "max" or p.amax_history_len > 1
-    if p.compute == "fp16" and p.scaling == "delayed" and freezes and p.loss_scale is None and p.initial_loss_scale > 65536:
+    if (
+        p.compute == "fp16"
+        and p.scaling == "delayed"
+        and freezes
+        and p.loss_scale is None
+        and p.initial_loss_scale > 65536
+    ):
         history, algo = p.amax_history_len, p.amax_compute_algo
-        yield finding("fp16-delayed-freeze", "initial_loss_scale", scale=p.initial_loss_scale, history=history, algo=algo)
+        yield finding(
+            "fp16-delayed-freeze", "initial_loss_scale", scale=p.initial_loss_scale, history=history, algo=algo
+        )
     if p.rollout == "fp8" and not p.importance_sampling:
         yield finding("rollout-without-correction", "importance_sampling")
     if p.rollout == "fp8" and not p.is_fp8:
@@ -151,6 +159,14 @@ def _environment(p: Precision, environment: Mapping[str, str]) -> Iterator[Probl
         words = " and ".join(sorted(wanted)) + " scales"
         if environment.get(name) == "1" and wanted != {on}:
             remedy = f"Unset {name}, or set weight_scale={on!r} and activation_scale={on!r}."
-            yield finding("environment-against-contract", name, name=name, value="1", says=f"{on} scales", contract=words, remedy=remedy)
+            yield finding(
+                "environment-against-contract",
+                name,
+                name=name,
+                value="1",
+                says=f"{on} scales",
+                contract=words,
+                remedy=remedy,
+            )
         elif environment.get(name, "0") != "1" and wanted != {off}:
             yield finding("environment-missing", name, name=name, contract=words, value="1")

@@ -9,7 +9,8 @@ variables at import. Versions come from package metadata, torch's CUDA from the 
 from its wheel or from the file name behind the library's link, and the GPUs from NVML: unlike ``cuInit`` it makes no
 CUDA context, so a process that forks after asking is unharmed. The price: NVML does not heed CUDA_VISIBLE_DEVICES.
 
-vLLM and NeMo cannot share an environment, so where this one has no vLLM, the rollout environment beside it is looked at.
+vLLM and NeMo cannot share an environment, so where this one has no vLLM, the rollout environment beside it is looked
+at.
 """
 
 from __future__ import annotations
@@ -90,7 +91,14 @@ _DISTRIBUTIONS = {
 }
 _VLLM = _DISTRIBUTIONS["vllm"]
 _VERSIONED = ("driver", "cuda", "cublas", *_DISTRIBUTIONS, "python")
-_ALIASES = {"cu": "cuda", "cublaslt": "cublas", "transformerengine": "te", "megatroncore": "mcore", "nemotoolkit": "nemo", "py": "python"}
+_ALIASES = {
+    "cu": "cuda",
+    "cublaslt": "cublas",
+    "transformerengine": "te",
+    "megatroncore": "mcore",
+    "nemotoolkit": "nemo",
+    "py": "python",
+}
 _CPU_FLAGS = {"avx512f": "avx512", "avx512_bf16": "avx512_bf16", "amx_tile": "amx"}
 # What one word says of a CPU; avx2 is one with neither AVX-512 nor AMX.
 _CPU_WORDS: dict[str, tuple[str, ...]] = {"avx2": (), "avx512": ("avx512",), "amx": ("avx512", "amx")}
@@ -135,8 +143,11 @@ class Machine:
 
     @classmethod
     def here(cls, vllm_python: str | Path | None = None) -> Machine:
-        """This machine, its vLLM in this environment or in that of ``vllm_python``; by default see :func:`vllm_pythons`."""
-        found: dict[str, Any] = {name: _first_version(names) for name, names in _DISTRIBUTIONS.items() if name != "vllm"}
+        """This machine, its vLLM in this environment or in that of ``vllm_python``; by default see
+        :func:`vllm_pythons`."""
+        found: dict[str, Any] = {
+            name: _first_version(names) for name, names in _DISTRIBUTIONS.items() if name != "vllm"
+        }
         cuda = _in_version_file("torch", "cuda") if found["torch"] != ABSENT else ABSENT
         return cls(
             **found,
@@ -151,7 +162,8 @@ class Machine:
 
     @classmethod
     def parse(cls, words: str) -> Machine:
-        """A machine from words between commas: a GPU name or smNN, cuda12.8, cublas12.9, torch2.9, te2.9, mcore0.15, amx, avx2, ..."""
+        """A machine from words between commas: a GPU name or smNN, cuda12.8, cublas12.9, torch2.9, te2.9, mcore0.15,
+        amx, avx2, ..."""
         said: dict[str, Any] = {}
         problems: list[Problem] = []
         for word in filter(None, (w.strip() for w in words.split(","))):
@@ -163,14 +175,19 @@ class Machine:
                 meant["cpu"] = (*said.pop("cpu", ()), *meant["cpu"])
             clash = sorted(name for name in meant.keys() & said.keys() if said[name] != meant[name])
             if clash:
-                what, why = f"{word!r} contradicts an earlier word in {words!r}.", f"Both say what {' and '.join(clash)} is."
+                what, why = (
+                    f"{word!r} contradicts an earlier word in {words!r}.",
+                    f"Both say what {' and '.join(clash)} is.",
+                )
                 problems.append(Problem(what, why, "Describe one machine at a time."))
             said |= meant
         if problems:
             raise PrecisionError(problems)
         if not said:
             raise PrecisionError(
-                "The machine is described by no word.", "There is nothing to answer for.", "Say --for h200,cuda12.8,te2.9."
+                "The machine is described by no word.",
+                "There is nothing to answer for.",
+                "Say --for h200,cuda12.8,te2.9.",
             )
         return _fill_in(cls(source=words, **said))
 
@@ -188,9 +205,13 @@ class Machine:
     def facts(self) -> list[tuple[str, str]]:
         """What is known, as (heading, words) rows; unknown and absent are told apart."""
         gib = f", {self.memory / 2**30:.0f} GiB" if self.memory else ""
-        gpu = {True: f"{self.count or 1} x {self.gpu or 'GPU'} (sm{self.arch}{gib})", False: "none", None: "unknown"}[self.has_gpu]
+        gpu = {True: f"{self.count or 1} x {self.gpu or 'GPU'} (sm{self.arch}{gib})", False: "none", None: "unknown"}[
+            self.has_gpu
+        ]
         rows = [("machine", self.source), ("GPU", gpu)]
-        rows += [(name, self._vllm_in_words() if name == "vllm" else getattr(self, name) or "unknown") for name in _VERSIONED]
+        rows += [
+            (name, self._vllm_in_words() if name == "vllm" else getattr(self, name) or "unknown") for name in _VERSIONED
+        ]
         rows.append(("CPU", "unknown" if self.cpu is None else ", ".join(self.cpu) or "neither AVX-512 nor AMX"))
         return rows + [("assumed", sentence) for sentence in self.assumed]
 
@@ -241,7 +262,11 @@ def _read_gpu(word: str) -> dict[str, Any] | None:
 
 
 def _unknown_word(word: str) -> Problem:
-    return unknown("word in the description of a machine", word, [*GPUS, "smNN", "cpu", *_CPU_WORDS, *(f"{n}X.Y" for n in _VERSIONED)])
+    return unknown(
+        "word in the description of a machine",
+        word,
+        [*GPUS, "smNN", "cpu", *_CPU_WORDS, *(f"{n}X.Y" for n in _VERSIONED)],
+    )
 
 
 def _fill_in(machine: Machine) -> Machine:
@@ -271,8 +296,9 @@ def _fill_in(machine: Machine) -> Machine:
 
 
 def vllm_pythons(given: str | Path | None = None) -> list[Path]:
-    """The Pythons that may have vLLM, in the order in which they are looked at: the one given, or this one and then those of
-    ``.venv-rollout`` beside this environment (where ``make setup`` puts it), in the current folder and beside this package."""
+    """The Pythons that may have vLLM, in the order in which they are looked at: the one given, or this one and then
+    those of ``.venv-rollout`` beside this environment (where ``make setup`` puts it), in the current folder and beside
+    this package."""
     if given:
         return [Path(given)]
     beside = (Path(sys.prefix).parent, Path.cwd(), Path(__file__).parents[1])
@@ -301,16 +327,23 @@ def _vllm(pythons: list[Path]) -> dict[str, Any]:
 def _first_version(distributions: tuple[str, ...], folders: list[str] | None = None) -> str:
     """The version of the first of these distributions that is installed, here or in these folders."""
     for name in distributions:
-        found = metadata.distributions(name=name) if folders is None else metadata.distributions(name=name, path=folders)
+        found = (
+            metadata.distributions(name=name) if folders is None else metadata.distributions(name=name, path=folders)
+        )
         for distribution in found:
             return distribution.version
     return ABSENT
 
 
 def _in_version_file(package: str, name: str, folders: list[str] | None = None) -> str | None:
-    """``name`` from ``package/version.py``, read as text; ABSENT where it is None there, None where nothing was found."""
+    """``name`` from ``package/version.py``, read as text; ABSENT where it is None there, None where nothing was
+    found."""
     # This finds, and does not import.
-    spec = importlib.util.find_spec(package) if folders is None else importlib.machinery.PathFinder.find_spec(package, folders)
+    spec = (
+        importlib.util.find_spec(package)
+        if folders is None
+        else importlib.machinery.PathFinder.find_spec(package, folders)
+    )
     if spec is None or not spec.submodule_search_locations:
         return ABSENT
     path = Path(next(iter(spec.submodule_search_locations))) / "version.py"
@@ -341,7 +374,10 @@ def _te_library() -> bool:
     spec = importlib.util.find_spec("transformer_engine")
     roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
     return any(
-        True for root in roots for folder in (root, root / "wheel_lib", root.parent) for _ in folder.glob("libtransformer_engine*.so")
+        True
+        for root in roots
+        for folder in (root, root / "wheel_lib", root.parent)
+        for _ in folder.glob("libtransformer_engine*.so")
     )
 
 
@@ -367,7 +403,11 @@ def _gpus() -> dict[str, Any]:
     status = nvml.nvmlInit_v2()
     if status != 0:
         # 9: the driver is not loaded. Anything else (18: driver and library of two versions) leaves it unknown.
-        return {"gpu": ABSENT, "count": 0, "driver": ABSENT} if status == 9 else {"assumed": (f"NVML fails with status {status}.",)}
+        return (
+            {"gpu": ABSENT, "count": 0, "driver": ABSENT}
+            if status == 9
+            else {"assumed": (f"NVML fails with status {status}.",)}
+        )
     try:
         devices = [*_devices(nvml)]
         driver = _text(nvml.nvmlSystemGetDriverVersion)

@@ -71,7 +71,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Share:
-    """Parameters of one kind on one GPU: how many, how many of them in FP8, over how many ranks their optimizer is spread."""
+    """Parameters of one kind on one GPU: how many, how many of them in FP8, over how many ranks their optimizer is
+    spread."""
 
     elements: int
     over: int
@@ -81,30 +82,44 @@ class _Share:
     modules: int = 0
 
 
-def memory(model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None) -> Estimate:
+def memory(
+    model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None
+) -> Estimate:
     """The estimate for the pipeline stage that needs most."""
     parallel = parallel or Parallel()
     stages = (_stage(stage, model, precision, parallel, machine) for stage in range(parallel.pipeline))
     return max(stages, key=lambda estimate: estimate.total)
 
 
-def alternatives(model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None) -> list[Estimate]:
+def alternatives(
+    model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None
+) -> list[Estimate]:
     """BF16 training, the contract without, and with FP8 primary weights, to be read side by side."""
     found = [Precision(name=precision.compute, compute=precision.compute, grad_reduce=precision.grad_reduce)]
     if precision.is_fp8:
         names = {False: f"{precision.name}, fp8_param=False", True: f"{precision.name}, fp8_param=True"}
-        found += [precision.replace(fp8_param=on, name=names[on]) for on in (False, True) if not (on and precision.compute == "fp32")]
+        found += [
+            precision.replace(fp8_param=on, name=names[on])
+            for on in (False, True)
+            if not (on and precision.compute == "fp32")
+        ]
     return [memory(model, p, parallel, machine) for p in found]
 
 
-def savings(model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None) -> str:
+def savings(
+    model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None
+) -> str:
     """What FP8 primary weights save, in words; empty without FP8."""
     estimates = alternatives(model, precision, parallel, machine)
     if len(estimates) < 3:
         return ""
     plain, cast, primary = estimates
     less, against = cast.total - primary.total, primary.total - plain.total
-    saves = f"fp8_param=True saves {_gib(less)} a GPU over fp8_param=False" if less > 0 else "fp8_param=True saves no memory"
+    saves = (
+        f"fp8_param=True saves {_gib(less)} a GPU over fp8_param=False"
+        if less > 0
+        else "fp8_param=True saves no memory"
+    )
     near = abs(against) < plain.total // 500
     beside = "about as much as" if near else f"{_gib(abs(against))} {'more' if against > 0 else 'less'} than"
     wire = (
@@ -134,7 +149,11 @@ def _stage(stage: int, model: Model, p: Precision, parallel: Parallel, machine: 
     items = [
         Item("parameters", (elements - primary) * compute, f"{p.compute.upper()}; the optimizer gathers them in place"),
         Item("FP8 weights by rows", fp8, "what fprop reads"),
-        Item("FP8 weights by columns", fp8 if columns else 0, "what dgrad reads" if columns else "sm100 and newer read either layout"),
+        Item(
+            "FP8 weights by columns",
+            fp8 if columns else 0,
+            "what dgrad reads" if columns else "sm100 and newer read either layout",
+        ),
         Item("FP8 scales", scales, _scales_why(p)),
         Item("gather buffer", primary * compute if through_own_buffer else 0, _gather_why(p, through_own_buffer)),
         Item("gradients", elements * reduce_bytes, "FP32" if reduce_bytes == 4 else p.compute.upper()),
@@ -200,7 +219,9 @@ def _scale_bytes(p: Precision, rows: int, columns: int) -> int:
 
 
 def _scales_why(p: Precision) -> str:
-    return {"blockwise": "4 bytes for 128x128 values", "mxfp8": "1 byte for 32 values"}.get(p.scaling or "", "4 bytes for each weight")
+    return {"blockwise": "4 bytes for 128x128 values", "mxfp8": "1 byte for 32 values"}.get(
+        p.scaling or "", "4 bytes for each weight"
+    )
 
 
 def _gather_why(p: Precision, own: bool) -> str:

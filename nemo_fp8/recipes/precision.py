@@ -11,8 +11,8 @@ from nemo_fp8.contract.presets import preset
 from nemo_fp8.factories import plugin_config
 from nemo_fp8.train.plugin import MixedPrecision
 
-# nemo-run parses its command line by annotations, tries the members of a Union in their order, and reads neither ``str | None``
-# nor annotations that are strings: recipes must not import ``annotations`` from ``__future__``.
+# nemo-run parses its command line by annotations, tries the members of a Union in their order, and reads neither ``str
+# | None`` nor annotations that are strings: recipes must not import ``annotations`` from ``__future__``.
 PrecisionLike: TypeAlias = Union[str, Precision, run.Config[Any]]  # noqa: UP007
 Folder: TypeAlias = Optional[str]  # noqa: UP045
 

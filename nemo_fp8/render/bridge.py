@@ -19,7 +19,9 @@ _FLAGS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
 _LOSS_SCALING = {name: name.removeprefix("fp16_") for name in nemo.NAMES if name.startswith("fp16_")}
 
 # Bridge's field -> NeMo's argument, for all that Bridge has beside the three flags.
-FIELDS: dict[str, str] = {_LOSS_SCALING.get(name, name): name for name in nemo.NAMES if name not in ("precision", "fp8_params")}
+FIELDS: dict[str, str] = {
+    _LOSS_SCALING.get(name, name): name for name in nemo.NAMES if name not in ("precision", "fp8_params")
+}
 # Where Bridge takes another default than NeMo.
 DEFAULTS: dict[str, Any] = {"fp8_recipe": "tensorwise"}
 # Of Bridge's main branch: refused unless off.
@@ -35,7 +37,8 @@ def to_bridge(precision: Precision) -> dict[str, Any]:
 
 
 def from_bridge(values: Mapping[str, Any]) -> Precision:
-    """The contract that a ``MixedPrecisionConfig`` with these fields describes; what is not given has Bridge's default."""
+    """The contract that a ``MixedPrecisionConfig`` with these fields describes; what is not given has Bridge's
+    default."""
     known = (*_FLAGS, *FIELDS, *_FP4)
     problems = [unknown("MixedPrecisionConfig field", name, known) for name in values if name not in known]
     if problems:
@@ -48,7 +51,9 @@ def from_bridge(values: Mapping[str, Any]) -> Precision:
             "Set one of bf16=True, fp16=True, fp32=True.",
         )
     if any(values.get(name) for name in _FP4):
-        raise PrecisionError("FP4 parameters.", "This contract describes FP8 only, and Bridge refuses them too.", "Leave them out.")
+        raise PrecisionError(
+            "FP4 parameters.", "This contract describes FP8 only, and Bridge refuses them too.", "Leave them out."
+        )
     arguments = {FIELDS[name]: value for name, value in values.items() if name in FIELDS}
     # With FP8 off, the recipe means nothing, and NeMo's reader knows NeMo's default for nothing.
     if arguments.get("fp8") is None and arguments.get("fp8_recipe") == DEFAULTS["fp8_recipe"]:

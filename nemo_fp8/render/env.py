@@ -27,7 +27,9 @@ def scale_from_environment(scaling: str | None, variables: Mapping[str, str]) ->
     value = str(variables[variable])
     if value not in ("0", "1"):
         raise PrecisionError(
-            f"{variable}={value!r}.", "TransformerEngine takes '1' for on and everything else for off.", f"Set {variable} to '0' or '1'."
+            f"{variable}={value!r}.",
+            "TransformerEngine takes '1' for on and everything else for off.",
+            f"Set {variable} to '0' or '1'.",
         )
     return means if value == "1" else other
 
@@ -39,7 +41,9 @@ def render(precision: Precision) -> Rendering:
     except PrecisionError as error:
         notes = tuple(f"Not said here: {p.what} {p.why} {p.remedy}" for p in error.problems)
         return Rendering("env", "# nothing that the environment can say", {}, notes, _SCALES)
-    notes = ("To be set before TransformerEngine is imported: it reads them then and never again.",) if variables else ()
+    notes = (
+        ("To be set before TransformerEngine is imported: it reads them then and never again.",) if variables else ()
+    )
     if not variables:
         notes = ("TransformerEngine needs no variable for this contract.",)
     text = "\n".join(f"export {name}={value}" for name, value in variables.items()) or "# nothing to set"

@@ -56,8 +56,12 @@ FLAGS: dict[str, Flag] = {
         True,
     ),
     "--first-last-layers-bf16": Flag("first_last_layers_bf16", (f"{_MODEL}.first_last_layers_bf16",), True),
-    "--num-layers-at-start-in-bf16": Flag("num_layers_at_start_in_bf16", (f"{_MODEL}.num_layers_at_start_in_bf16",), parse=int),
-    "--num-layers-at-end-in-bf16": Flag("num_layers_at_end_in_bf16", (f"{_MODEL}.num_layers_at_end_in_bf16",), parse=int),
+    "--num-layers-at-start-in-bf16": Flag(
+        "num_layers_at_start_in_bf16", (f"{_MODEL}.num_layers_at_start_in_bf16",), parse=int
+    ),
+    "--num-layers-at-end-in-bf16": Flag(
+        "num_layers_at_end_in_bf16", (f"{_MODEL}.num_layers_at_end_in_bf16",), parse=int
+    ),
     "--loss-scale": Flag("fp16_loss_scale", (f"{_OPTIMIZER}.loss_scale",), parse=float),
     "--initial-loss-scale": Flag("fp16_initial_loss_scale", (f"{_OPTIMIZER}.initial_loss_scale",), parse=float),
     "--min-loss-scale": Flag("fp16_min_loss_scale", (f"{_OPTIMIZER}.min_loss_scale",), parse=float),
@@ -67,11 +71,20 @@ FLAGS: dict[str, Flag] = {
 }
 _COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 # A flag that begins like this and is not in the table is a slip of the pen, and not somebody else's flag.
-_OURS = ("--fp8", "--no-fp8", "--first-last-layers", "--num-layers-at", "--reuse-grad-buf", "--grad-reduce-in", "--accumulate-allreduce")
+_OURS = (
+    "--fp8",
+    "--no-fp8",
+    "--first-last-layers",
+    "--num-layers-at",
+    "--reuse-grad-buf",
+    "--grad-reduce-in",
+    "--accumulate-allreduce",
+)
 _FOREIGN = ("--fp8-interval", "--fp8-quantizer-factory")
 
 _REASONS = nemo.REASONS | dict.fromkeys(
-    ("attention", "multi_head_attention"), "Megatron-LM has no flag for FP8 attention; set the field on its TransformerConfig."
+    ("attention", "multi_head_attention"),
+    "Megatron-LM has no flag for FP8 attention; set the field on its TransformerConfig.",
 )
 
 
@@ -96,7 +109,8 @@ def to_megatron(precision: Precision) -> list[str]:
 
 
 def from_megatron(command_line: str | Sequence[str]) -> Precision:
-    """The contract that a Megatron-LM command line describes. Flags that have nothing to do with precision are passed over."""
+    """The contract that a Megatron-LM command line describes. Flags that have nothing to do with precision are passed
+    over."""
     if isinstance(command_line, str):
         command_line = shlex.split(command_line.replace("\\\n", " "), comments=True)
     words = list(command_line)
@@ -108,10 +122,15 @@ def from_megatron(command_line: str | Sequence[str]) -> Precision:
     if problems:
         raise PrecisionError(problems)
     given = dict(_read(words))
-    both = {"--bf16", "--fp16"} <= given.keys() or {"--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"} <= given.keys()
+    both = {"--bf16", "--fp16"} <= given.keys() or {
+        "--accumulate-allreduce-grads-in-fp32",
+        "--grad-reduce-in-bf16",
+    } <= given.keys()
     if both:
         raise PrecisionError(
-            "Two flags that exclude each other.", "Megatron-LM computes in one dtype, and reduces gradients in one dtype.", "Drop one."
+            "Two flags that exclude each other.",
+            "Megatron-LM computes in one dtype, and reduces gradients in one dtype.",
+            "Drop one.",
         )
     arguments = {FLAGS[name].nemo: value for name, value in given.items()}
     arguments.setdefault("precision", "32")

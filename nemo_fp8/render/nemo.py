@@ -86,17 +86,24 @@ _TEMPTING: dict[tuple[str, Any], tuple[str, str]] = {
         "Set precision='bf16-mixed' and fp8='hybrid'.",
     ),
 }
-_TEMPTING |= {("fp8_recipe", word): _TEMPTING["fp8_recipe", "current"] for word in ("current_scaling", "per_tensor", "tensor")}
-_TEMPTING |= {("fp8_recipe", word): _TEMPTING["fp8_recipe", "subchannel"] for word in ("subchannel_scaling", "block", "deepseek")}
+_TEMPTING |= {
+    ("fp8_recipe", word): _TEMPTING["fp8_recipe", "current"] for word in ("current_scaling", "per_tensor", "tensor")
+}
+_TEMPTING |= {
+    ("fp8_recipe", word): _TEMPTING["fp8_recipe", "subchannel"] for word in ("subchannel_scaling", "block", "deepseek")
+}
 
 REASONS = {
-    **dict.fromkeys(ROLLOUT_FIELDS, "NeMo's plugin speaks of training only; render to nemo-rl or vllm for the rollout."),
+    **dict.fromkeys(
+        ROLLOUT_FIELDS, "NeMo's plugin speaks of training only; render to nemo-rl or vllm for the rollout."
+    ),
     **dict.fromkeys(
         ("weight_scale", "activation_scale"),
         "NeMo leaves scales to TransformerEngine: set the environment (render to env) before it starts.",
     ),
     "keep": "Stock NeMo keeps whole layers at the ends only; nemo_fp8's own plugin keeps modules by name.",
-    "strict": "Stock NeMo fails in the first step on a shape that FP8 cannot hold; nemo_fp8's own plugin checks before it.",
+    "strict": "Stock NeMo fails in the first step on a shape that FP8 cannot hold; nemo_fp8's own plugin checks "
+    "before it.",
 }
 
 
@@ -104,7 +111,8 @@ REASONS = {
 
 
 def to_nemo(precision: Precision) -> dict[str, Any]:
-    """Keyword arguments for ``MegatronMixedPrecision``: what defines the precision, and all that is not NeMo's default."""
+    """Keyword arguments for ``MegatronMixedPrecision``: what defines the precision, and all that is not NeMo's
+    default."""
     p = precision
     dtype = _DTYPES[p.compute]
     head = {"precision", "grad_reduce_in_fp32"} | ({"fp8", "fp8_recipe", "fp8_param_gather"} if p.is_fp8 else set())
@@ -144,7 +152,10 @@ def render(precision: Precision) -> Rendering:
 def _defects(p: Precision) -> Iterable[str]:
     """What stock NeMo 2.7.3 does otherwise than its own arguments say."""
     if p.compute == "fp16":
-        yield "Stock NeMo 2.7.3 never multiplies the FP16 loss by its scale, so FP16 does not train; nemo_fp8's own plugin does."
+        yield (
+            "Stock NeMo 2.7.3 never multiplies the FP16 loss by its scale, so FP16 does not train; nemo_fp8's own "
+            "plugin does."
+        )
     if p.scaling == "mxfp8" and p.fp8_param:
         yield "Stock NeMo 2.7.3 destroys these weights under overlap_param_gather; nemo_fp8's own plugin repairs it."
     yield from core_defects(p)
@@ -155,7 +166,10 @@ def core_defects(p: Precision) -> Iterable[str]:
     if p.is_fp8 and not p.wgrad:
         yield "fp8_wgrad=False is ignored by Megatron with TransformerEngine 2.0 and newer."
     if (p.multi_head_attention and p.scaling != "delayed") or (p.attention and p.scaling == "mxfp8"):
-        yield f"megatron-core 0.15.3 does not hand this FP8 attention to TransformerEngine's {p.scaling} recipe, and it stays off."
+        yield (
+            f"megatron-core 0.15.3 does not hand this FP8 attention to TransformerEngine's {p.scaling} recipe, and it "
+            "stays off."
+        )
 
 
 # ---------------------------------------------------------------------- NeMo -> contract
@@ -170,13 +184,16 @@ def from_nemo(arguments: Mapping[str, Any]) -> Precision:
         defaults.pop(name, None)
     if "precision" not in arguments:
         raise PrecisionError(
-            "precision is missing.", "NeMo's plugin has no default for it.", "Give precision='bf16-mixed', '16-mixed' or '32'."
+            "precision is missing.",
+            "NeMo's plugin has no default for it.",
+            "Give precision='bf16-mixed', '16-mixed' or '32'.",
         )
     return Precision(**changes_from_nemo({**defaults, **arguments}))
 
 
 def changes_from_nemo(arguments: Mapping[str, Any], base: Precision | None = None) -> dict[str, Any]:
-    """Keyword arguments under NeMo's names (or the contract's own) as changes of ``base``, for ``base.replace(**changes)``.
+    """Keyword arguments under NeMo's names (or the contract's own) as changes of ``base``, for
+    ``base.replace(**changes)``.
 
     Settings that NeMo would take and then not do are refused, all of them at once.
     """

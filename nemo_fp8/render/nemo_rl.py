@@ -31,9 +31,14 @@ from nemo_fp8.render.te import VARIABLES, te_environment
 _REASONS = {
     "keep": "NeMo RL leaves modules out of FP8 in the rollout only, by plain words in their names.",
     "strict": "NeMo RL fails in the first step on a shape that FP8 cannot hold.",
-    **dict.fromkeys(("margin", "amax_history_len", "amax_compute_algo"), "NeMo RL has no key for it: Megatron's default is used."),
+    **dict.fromkeys(
+        ("margin", "amax_history_len", "amax_compute_algo"), "NeMo RL has no key for it: Megatron's default is used."
+    ),
     **dict.fromkeys(("attention", "multi_head_attention", "wgrad"), "NeMo RL has no key for it."),
-    **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "NeMo RL scales no loss."),
+    **dict.fromkeys(
+        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        "NeMo RL scales no loss.",
+    ),
 }
 
 
@@ -48,7 +53,8 @@ def to_nemo_rl(precision: Precision) -> dict[str, Any]:
         raise PrecisionError(refused)
     megatron: dict[str, Any] = {
         "distributed_data_parallel_config": {"grad_reduce_in_fp32": p.grad_reduce == "fp32"},
-        "fp8_cfg": {"enabled": p.is_fp8} | ({"fp8": p.format, "fp8_recipe": p.scaling, "fp8_param": p.fp8_param} if p.is_fp8 else {}),
+        "fp8_cfg": {"enabled": p.is_fp8}
+        | ({"fp8": p.format, "fp8_recipe": p.scaling, "fp8_param": p.fp8_param} if p.is_fp8 else {}),
         "env_vars": te_environment(p),
     }
     if p.is_fp8 and (p.first_layers or p.last_layers):
@@ -79,7 +85,10 @@ def render(precision: Precision) -> Rendering:
         back = Precision(**back.to_dict() | {"keep": ()})  # said to the rollout at best, never to the training
     lost, notes = lost_fields(precision, back, _REASONS, "NeMo RL")
     if precision.is_fp8 and (precision.first_layers or precision.last_layers):
-        notes.append("Only a NeMo RL that hands first_last_layers_bf16 to Megatron (its pull request 4126) keeps these layers in training.")
+        notes.append(
+            "Only a NeMo RL that hands first_last_layers_bf16 to Megatron (its pull request 4126) keeps these layers "
+            "in training."
+        )
     if precision.fp8_param:
         notes.append("fp8_param=true was seen to give NaN in NeMo RL (its issue 1164).")
     return Rendering("nemo-rl", text, data, tuple(notes), lost)
@@ -153,7 +162,9 @@ def _train(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     if reduce is not None:
         fields["grad_reduce"] = "fp32" if _resolved(document, reduce) else "compute"
     if _section(document, "policy", "megatron_cfg", "fp4_cfg").get("enabled"):
-        problems.append(Problem("policy.megatron_cfg.fp4_cfg is enabled.", "A contract describes FP8 only.", "Disable FP4."))
+        problems.append(
+            Problem("policy.megatron_cfg.fp4_cfg is enabled.", "A contract describes FP8 only.", "Disable FP4.")
+        )
     scale, wrong = _environment(document, fp8_cfg.get("fp8_recipe"))
     problems += wrong
     if not fp8_cfg or not fp8_cfg.get("enabled", True):
@@ -201,12 +212,18 @@ def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
         mx = vllm_cfg.get("is_mx", False) is True
         scale = "pow2" if mx else "fp32"
         words = vllm_cfg.get("quantization_ignored_layer_kws", [])
-        fields |= {"rollout": "fp8", "rollout_block": "1x32" if mx else "128x128", "keep": tuple(f"*{word}*" for word in words)}
+        fields |= {
+            "rollout": "fp8",
+            "rollout_block": "1x32" if mx else "128x128",
+            "keep": tuple(f"*{word}*" for word in words),
+        }
         return fields | {"weight_scale": scale, "activation_scale": scale} | said, problems
     if precision in keys.DTYPES:
         fields["compute"] = keys.DTYPES[precision]
     elif precision != "auto":
-        problems.append(unknown("value for policy.generation.vllm_cfg.precision:", precision, (*keys.DTYPES, "fp8", "auto")))
+        problems.append(
+            unknown("value for policy.generation.vllm_cfg.precision:", precision, (*keys.DTYPES, "fp8", "auto"))
+        )
     # NeMo RL reads the FP8 keys only with precision: fp8; those that claim FP8 without it are contradictions.
     claims = {k: v for k, v in said.items() if k in ("deep_gemm", "kv_cache")}
     if claims.get("kv_cache") == "fp8":
@@ -237,7 +254,9 @@ def _section(document: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
         inner = here.get(name) or {}
         if not isinstance(inner, Mapping):
             raise PrecisionError(
-                f"{'.'.join(path)} is no mapping.", f"{name} holds {inner!r}.", "Write its settings as 'key: value' lines."
+                f"{'.'.join(path)} is no mapping.",
+                f"{name} holds {inner!r}.",
+                "Write its settings as 'key: value' lines.",
             )
         here = inner
     return here
@@ -265,5 +284,9 @@ def _slips(document: Mapping[str, Any]) -> Iterator[Problem]:
     """Keys of the open sections that are nearly one of ours."""
     for path, ours in keys.OPEN_SECTIONS.items():
         for name in _section(document, *path):
-            if name not in ours and name not in keys.NOT_SLIPS and difflib.get_close_matches(str(name), ours, cutoff=0.85):
+            if (
+                name not in ours
+                and name not in keys.NOT_SLIPS
+                and difflib.get_close_matches(str(name), ours, cutoff=0.85)
+            ):
                 yield unknown(f"key in {'.'.join(path)}:", name, ours)

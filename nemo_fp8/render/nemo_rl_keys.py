@@ -74,10 +74,23 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # Sections that hold many keys of others: there, only a key that nearly is one of ours is refused.
 OPEN_SECTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("policy",): ("precision", "megatron_cfg", "generation"),
-    ("policy", "megatron_cfg"): ("fp8_cfg", "env_vars", "distributed_data_parallel_config", "first_last_layers_bf16", *LAYERS),
+    ("policy", "megatron_cfg"): (
+        "fp8_cfg",
+        "env_vars",
+        "distributed_data_parallel_config",
+        "first_last_layers_bf16",
+        *LAYERS,
+    ),
     ("policy", "megatron_cfg", "distributed_data_parallel_config"): ("grad_reduce_in_fp32",),
     ("policy", "generation"): ("vllm_cfg",),
     ("loss_fn",): ("use_importance_sampling_correction",),
 }
 # Near one of ours by spelling, and yet keys of NeMo RL.
-NOT_SLIPS = ("fp4_cfg", "dtensor_cfg", "vllm_kwargs", "sglang_cfg", "mcore_generation_config", "use_importance_sampling")
+NOT_SLIPS = (
+    "fp4_cfg",
+    "dtensor_cfg",
+    "vllm_kwargs",
+    "sglang_cfg",
+    "mcore_generation_config",
+    "use_importance_sampling",
+)

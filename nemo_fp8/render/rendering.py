@@ -36,11 +36,15 @@ class Rendering:
         """The same rendering, or an error that names every field it lost."""
         if self.lost:
             why = f"The {self.to} rendering would not do what the contract says."
-            raise PrecisionError(Problem(note, why, "Change the contract, or carry it another way.") for note in self.notes)
+            raise PrecisionError(
+                Problem(note, why, "Change the contract, or carry it another way.") for note in self.notes
+            )
         return self
 
 
-def lost_fields(precision: Precision, read_back: Precision, reasons: Mapping[str, str], side: str) -> tuple[tuple[str, ...], list[str]]:
+def lost_fields(
+    precision: Precision, read_back: Precision, reasons: Mapping[str, str], side: str
+) -> tuple[tuple[str, ...], list[str]]:
     """The fields that did not survive a rendering, and a sentence for each; fields with one reason share a sentence."""
     lost = tuple(precision.diff(read_back))
     by_reason: dict[str, list[str]] = {}

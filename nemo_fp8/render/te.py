@@ -24,7 +24,11 @@ CLASSES = {
     "mxfp8": "MXFP8BlockScaling",
 }
 _FORMATS = {"hybrid": "HYBRID", "e4m3": "E4M3"}
-_QPARAMS = {"fp8_quant_fwd_inp": "activation_scale", "fp8_quant_fwd_weight": "weight_scale", "fp8_quant_bwd_grad": "activation_scale"}
+_QPARAMS = {
+    "fp8_quant_fwd_inp": "activation_scale",
+    "fp8_quant_fwd_weight": "weight_scale",
+    "fp8_quant_bwd_grad": "activation_scale",
+}
 
 # The recipes whose scales TE lets an environment variable choose: the variable, and what "1" means.
 VARIABLES = {
@@ -36,12 +40,21 @@ _OUTSIDE = "The layers' own business in TE, and no part of a recipe."
 _REASONS = {
     **dict.fromkeys(ROLLOUT_FIELDS, "A TE recipe speaks of training only; render to nemo-rl or vllm for the rollout."),
     **dict.fromkeys(("compute", "grad_reduce"), _OUTSIDE),
-    **dict.fromkeys(("first_layers", "last_layers", "keep", "strict"), "Kept by opening TE's autocast(enabled=False) around those layers."),
     **dict.fromkeys(
-        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "The optimizer's business, not TE's."
+        ("first_layers", "last_layers", "keep", "strict"),
+        "Kept by opening TE's autocast(enabled=False) around those layers.",
     ),
-    **dict.fromkeys(("margin", "amax_history_len", "amax_compute_algo"), "A setting of delayed scaling, which other recipes do not have."),
-    **dict.fromkeys(("weight_scale", "activation_scale"), "Delayed scaling has FP32 scales only: this is said of the rollout."),
+    **dict.fromkeys(
+        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        "The optimizer's business, not TE's.",
+    ),
+    **dict.fromkeys(
+        ("margin", "amax_history_len", "amax_compute_algo"),
+        "A setting of delayed scaling, which other recipes do not have.",
+    ),
+    **dict.fromkeys(
+        ("weight_scale", "activation_scale"), "Delayed scaling has FP32 scales only: this is said of the rollout."
+    ),
     "fp8_param": "Given to the layers, by opening TE's quantized_model_init around their construction.",
     "wgrad": "TE 2 has no recipe whose wgrad alone stays in the compute dtype; te_recipe refuses it.",
 }
@@ -58,7 +71,11 @@ def te_arguments(precision: Precision) -> tuple[str, dict[str, Any], dict[str, b
         )
     arguments: dict[str, Any] = {"fp8_format": _FORMATS[p.format]}
     if p.scaling == "delayed":
-        arguments |= {"margin": p.margin, "amax_history_len": p.amax_history_len, "amax_compute_algo": p.amax_compute_algo}
+        arguments |= {
+            "margin": p.margin,
+            "amax_history_len": p.amax_history_len,
+            "amax_compute_algo": p.amax_compute_algo,
+        }
     if p.attention or p.multi_head_attention:
         arguments |= {"fp8_dpa": p.attention, "fp8_mha": p.multi_head_attention}
     operands = {name: getattr(p, scale) == "pow2" for name, scale in _QPARAMS.items()} if p.scaling in VARIABLES else {}
@@ -82,7 +99,8 @@ def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> 
     if not precision.wgrad:
         raise PrecisionError(
             f"wgrad=False with TransformerEngine's {name}.",
-            "TE 2 runs the weight gradient in FP8 whatever it is told: the argument for it is gone, and unknown ones are dropped.",
+            "TE 2 runs the weight gradient in FP8 whatever it is told: the argument for it is gone, and unknown ones "
+            "are dropped.",
             "Set wgrad=True.",
         )
     known = {f.name for f in dataclasses.fields(recipe_class)}
@@ -110,7 +128,8 @@ def te_environment(precision: Precision) -> dict[str, str]:
         return {}
     if p.weight_scale != p.activation_scale:
         raise PrecisionError(
-            f"weight_scale={p.weight_scale!r} with activation_scale={p.activation_scale!r} in TransformerEngine's environment.",
+            f"weight_scale={p.weight_scale!r} with activation_scale={p.activation_scale!r} in TransformerEngine's "
+            "environment.",
             "Its variable sets the scales of weights and of activations together.",
             "Give both the same scale, or hand TE the recipe object of te_recipe(), which sets each operand.",
         )
@@ -127,7 +146,11 @@ def from_te(recipe: Any) -> Precision:
             "A contract describes FP8 with delayed, tensorwise, blockwise or mxfp8 scaling.",
             f"Use one of {', '.join(CLASSES.values())}.",
         )
-    return _read(scaling, {name: getattr(recipe, name) for name in _READ if hasattr(recipe, name)} | {"fp8_format": recipe.fp8_format.name})
+    return _read(
+        scaling,
+        {name: getattr(recipe, name) for name in _READ if hasattr(recipe, name)}
+        | {"fp8_format": recipe.fp8_format.name},
+    )
 
 
 _READ = ("margin", "amax_history_len", "amax_compute_algo", "fp8_dpa", "fp8_mha", *_QPARAMS)
@@ -155,12 +178,16 @@ def render(precision: Precision) -> Rendering:
     """The recipe as Python, with the environment that goes with it."""
     if not precision.is_fp8:
         note = "No FP8: TransformerEngine needs no recipe, only autocast(enabled=False)."
-        return Rendering("te", "recipe = None", {"recipe": None, "arguments": {}, "power_2_scale": {}, "environment": {}}, (note,))
+        return Rendering(
+            "te", "recipe = None", {"recipe": None, "arguments": {}, "power_2_scale": {}, "environment": {}}, (note,)
+        )
     name, arguments, operands = te_arguments(precision)
     read_back = _read(str(precision.scaling), arguments | operands)
     lost, notes = lost_fields(precision, read_back, _REASONS, "A TE recipe")
     environment = {} if precision.weight_scale != precision.activation_scale else te_environment(precision)
-    shown = [f"    {key}={'Format.' + value if key == 'fp8_format' else repr(value)},\n" for key, value in arguments.items()]
+    shown = [
+        f"    {key}={'Format.' + value if key == 'fp8_format' else repr(value)},\n" for key, value in arguments.items()
+    ]
     imports = ", ".join(["Format", name, *(["QParams"] if operands else [])])
     text = f"from transformer_engine.common.recipe import {imports}\n\nrecipe = {name}(\n{''.join(shown)})\n"
     text += "".join(f"recipe.{operand} = QParams(power_2_scale={power_2})\n" for operand, power_2 in operands.items())

@@ -19,7 +19,10 @@ from nemo_fp8.errors import PrecisionError
 
 _MODULE = "transformer_engine.common.recipe"
 _FILE = Path("transformer_engine", "common", "recipe", "__init__.py")
-_REMEDY = "pip install --no-deps --target .te transformer-engine==2.20.2, and give that folder ('.te'); on a GPU machine install TE itself."
+_REMEDY = (
+    "pip install --no-deps --target .te transformer-engine==2.20.2, and give that folder ('.te'); on a GPU machine "
+    "install TE itself."
+)
 
 
 def load_recipe_module(folder: str | Path | None = None) -> ModuleType:
@@ -37,7 +40,9 @@ def load_recipe_module(folder: str | Path | None = None) -> ModuleType:
             del sys.modules[name]
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or not spec.submodule_search_locations:
-        raise PrecisionError("TransformerEngine is not installed.", "Its recipe classes are needed to build a recipe.", _REMEDY)
+        raise PrecisionError(
+            "TransformerEngine is not installed.", "Its recipe classes are needed to build a recipe.", _REMEDY
+        )
     return _load_file(Path(next(iter(spec.submodule_search_locations))).parent / _FILE)
 
 

@@ -1,9 +1,9 @@
 """vLLM: engine arguments, the flags of ``vllm serve``, and Hugging Face's ``quantization_config``.
 
-Two ways lead to an FP8 rollout. Stock vLLM quantizes a BF16 checkpoint by itself (``fp8_per_block``), with FP32
-scales and no choice of layers by number; it is rendered where that is all the contract asks. Everything else goes to our
-plugin (``quantization="nemo_fp8"``), whose options travel in ``hf_overrides`` under the contract's own names.
-A checkpoint that is quantized already says so itself, in its ``quantization_config``.
+Two ways lead to an FP8 rollout. Stock vLLM quantizes a BF16 checkpoint by itself (``fp8_per_block``), with FP32 scales
+and no choice of layers by number; it is rendered where that is all the contract asks. Everything else goes to our
+plugin (``quantization="nemo_fp8"``), whose options travel in ``hf_overrides`` under the contract's own names. A
+checkpoint that is quantized already says so itself, in its ``quantization_config``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from nemo_fp8.render.rendering import Rendering, lost_fields
 PLUGIN = "nemo_fp8"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # What the plugin is told, under the contract's names.
-PLUGIN_FIELDS = ("weight_scale", "activation_scale", "rollout_block", "activation_scheme", "first_layers", "last_layers", "keep", "strict")
+PLUGIN_FIELDS = (
+    "weight_scale",
+    "activation_scale",
+    "rollout_block",
+    "activation_scheme",
+    "first_layers",
+    "last_layers",
+    "keep",
+    "strict",
+)
 # How the plugin carries it out, which no contract says: each option, and its values with the default first.
 PLUGIN_OPTIONS = {
     # Activations as the kernel takes them, or quantized in 1x128 groups before a kernel that takes BF16 (CPUs).
@@ -29,18 +38,31 @@ PLUGIN_OPTIONS = {
     # vLLM's FP8 kernel where it has one for this machine, or weights that are decoded before an ordinary GEMM.
     "kernel": ("auto", "decode"),
 }
-# Stock vLLM's online quantization, by weight block, and the scales that it takes.
-# One scale a weight is not among them: there vLLM scales activations by token or by tensor, as the machine's kernel takes them.
+# Stock vLLM's online quantization, by weight block, and the scales that it takes. One scale a weight is not among them:
+# there vLLM scales activations by token or by tensor, as the machine's kernel takes them.
 STOCK = {"128x128": "fp8_per_block", "1x32": "mxfp8"}
 STOCK_SCALES = {"128x128": "fp32", "1x32": "pow2"}
 
 _TRAINING = "Said of training; a rollout has no use for it."
 _REASONS = {
     **dict.fromkeys(
-        ("format", "scaling", "margin", "amax_history_len", "amax_compute_algo", "wgrad", "attention", "multi_head_attention", "fp8_param"),
+        (
+            "format",
+            "scaling",
+            "margin",
+            "amax_history_len",
+            "amax_compute_algo",
+            "wgrad",
+            "attention",
+            "multi_head_attention",
+            "fp8_param",
+        ),
         _TRAINING,
     ),
-    **dict.fromkeys(("grad_reduce", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _TRAINING),
+    **dict.fromkeys(
+        ("grad_reduce", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        _TRAINING,
+    ),
     "importance_sampling": "A setting of the policy loss, not of the engine.",
 }
 
@@ -51,13 +73,16 @@ _REASONS = {
 def needs_plugin(precision: Precision) -> bool:
     """Whether stock vLLM cannot do what the contract asks of an FP8 rollout."""
     p = precision
-    plain = p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == STOCK_SCALES.get(p.rollout_block)
+    plain = p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == STOCK_SCALES.get(
+        p.rollout_block
+    )
     whole = not (p.first_layers or p.last_layers or p.strict) and not any("[" in pattern for pattern in p.keep)
     return not (plain and whole)
 
 
 def to_vllm(precision: Precision, plugin: bool = False) -> dict[str, Any]:
-    """Keyword arguments for ``vllm.LLM`` on a checkpoint that is not quantized; with ``plugin``, ours even where stock vLLM suffices."""
+    """Keyword arguments for ``vllm.LLM`` on a checkpoint that is not quantized; with ``plugin``, ours even where stock
+    vLLM suffices."""
     p = precision
     arguments: dict[str, Any] = {"dtype": _DTYPES[p.compute], "kv_cache_dtype": p.kv_cache}
     if p.rollout != "fp8":
@@ -94,7 +119,9 @@ def from_vllm(arguments: Mapping[str, Any]) -> Precision:
     elif quantization is not None:
         block = next(block for block, name in STOCK.items() if name == quantization)
         fields |= {"rollout_block": block, "weight_scale": STOCK_SCALES[block], "activation_scale": STOCK_SCALES[block]}
-        fields["keep"] = tuple(regex_to_pattern(text) for text in arguments.get("quantization_config", {}).get("ignore", ()))
+        fields["keep"] = tuple(
+            regex_to_pattern(text) for text in arguments.get("quantization_config", {}).get("ignore", ())
+        )
     return Precision(**fields)
 
 
@@ -107,7 +134,9 @@ def to_plugin(precision: Precision) -> dict[str, Any]:
 def from_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
     """The contract fields that a plugin's ``quantization_config`` sets. Unknown keys are errors."""
     known = ("quant_method", *PLUGIN_FIELDS, *PLUGIN_OPTIONS)
-    problems = [unknown(f"key in the {PLUGIN} quantization_config:", name, known) for name in config if name not in known]
+    problems = [
+        unknown(f"key in the {PLUGIN} quantization_config:", name, known) for name in config if name not in known
+    ]
     if config.get("quant_method", PLUGIN) != PLUGIN:
         problems.append(unknown("quant_method", config["quant_method"], (PLUGIN,)))
     if problems:
@@ -116,10 +145,13 @@ def from_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of_plugin(config: Mapping[str, Any]) -> dict[str, str]:
-    """How a plugin's ``quantization_config`` wants the contract carried out: every option, the default where it is silent."""
+    """How a plugin's ``quantization_config`` wants the contract carried out: every option, the default where it is
+    silent."""
     chosen = {name: config.get(name, values[0]) for name, values in PLUGIN_OPTIONS.items()}
     problems = [
-        unknown(f"{name} for {PLUGIN}:", chosen[name], values) for name, values in PLUGIN_OPTIONS.items() if chosen[name] not in values
+        unknown(f"{name} for {PLUGIN}:", chosen[name], values)
+        for name, values in PLUGIN_OPTIONS.items()
+        if chosen[name] not in values
     ]
     if problems:
         raise PrecisionError(problems)
@@ -176,7 +208,8 @@ def to_hugging_face(precision: Precision, kept: Sequence[str] | None = None) -> 
         ),
         (
             kept is None and (len(named) < len(p.keep) or p.first_layers > 0 or p.last_layers > 0),
-            "A quantization_config names the modules that are kept, and the contract gives patterns or counts of layers.",
+            "A quantization_config names the modules that are kept, and the contract gives patterns or counts of "
+            "layers.",
             "Which names those are depends on the model.",
             "Pass kept=[...], the names of the kept modules, as the exporter does.",
         ),
@@ -194,7 +227,15 @@ def to_hugging_face(precision: Precision, kept: Sequence[str] | None = None) -> 
     return config | ({"modules_to_not_convert": names} if names else {})
 
 
-_HF_KEYS = ("quant_method", "fmt", "activation_scheme", "weight_block_size", "scale_fmt", "modules_to_not_convert", "ignored_layers")
+_HF_KEYS = (
+    "quant_method",
+    "fmt",
+    "activation_scheme",
+    "weight_block_size",
+    "scale_fmt",
+    "modules_to_not_convert",
+    "ignored_layers",
+)
 
 
 def from_hugging_face(config: Mapping[str, Any]) -> Precision:
@@ -209,7 +250,9 @@ def from_hugging_face(config: Mapping[str, Any]) -> Precision:
     if size is not None and list(size) != [128, 128]:
         problems.append(
             Problem(
-                f"weight_block_size={size}.", "A contract knows DeepSeek's 128x128 blocks.", "Quantize again, with blocks of [128, 128]."
+                f"weight_block_size={size}.",
+                "A contract knows DeepSeek's 128x128 blocks.",
+                "Quantize again, with blocks of [128, 128].",
             )
         )
     if problems:

@@ -1,10 +1,11 @@
-"""``nemo-fp8 compare``: one recipe trained under several precisions from the same seeds on the same data, and what came of it.
+"""``nemo-fp8 compare``: one recipe trained under several precisions from the same seeds on the same data, and what came
+of it.
 
     gap = (loss - loss of BF16) / loss of BF16        loss: mean over the last tenth of the steps
 
-Each run has processes of its own (:mod:`nemo_fp8.experiments.trial`), one after the other, so that step times can be compared. The
-gap is taken seed by seed against the first precision without FP8, and the noise of the gap is shown beside it: its extremes over
-the seeds.
+Each run has processes of its own (:mod:`nemo_fp8.experiments.trial`), one after the other, so that step times can be
+compared. The gap is taken seed by seed against the first precision without FP8, and the noise of the gap is shown
+beside it: its extremes over the seeds.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ class Comparison:
         """The gap to the baseline in % for each seed; empty without a baseline."""
         if self.baseline is None:
             return []
-        return [100 * (mine.loss / base.loss - 1) for mine, base in zip(self.of(precision), self.of(self.baseline), strict=True)]
+        return [
+            100 * (mine.loss / base.loss - 1)
+            for mine, base in zip(self.of(precision), self.of(self.baseline), strict=True)
+        ]
 
     def summary(self, precision: Precision) -> dict[str, Any]:
         """One precision's numbers over all seeds."""
@@ -112,7 +116,11 @@ def run_comparison(
     """
     names = [precision.name for precision in precisions]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise PrecisionError(f"{', '.join(sorted(twice))} is given twice.", "Runs go by the name of their precision.", "Give each a name=.")
+        raise PrecisionError(
+            f"{', '.join(sorted(twice))} is given twice.",
+            "Runs go by the name of their precision.",
+            "Give each a name=.",
+        )
     runs = []
     for seed in seeds:  # seed by seed, so that a slow spell of the machine falls on all precisions
         for precision in precisions:

@@ -43,7 +43,9 @@ def _overview(page: Page, comparison: Comparison) -> None:
         s = comparison.summary(precision)
         cost = 1000 * s["step_seconds"], s["step_ratio"], s["memory_bytes"] / 2**20
         rows.append((precision.name, s["loss"], s["gap_percent"], *cost, s["skipped_steps"]))
-    page.section("Overview").table(columns, rows, "Step times and memory are those of this machine, where FP8 may be emulated.")
+    page.section("Overview").table(
+        columns, rows, "Step times and memory are those of this machine, where FP8 may be emulated."
+    )
 
 
 def _styles(precisions: Sequence[Precision]) -> dict[str, dict[str, Any]]:
@@ -79,7 +81,9 @@ def _gaps(page: Page, comparison: Comparison, seeds: list[int]) -> None:
     width = max(1, comparison.steps // 10)
     with drawing(9, 3) as (figure, axes):
         for name, style in _styles(others).items():
-            for mine, theirs in zip((r for r in comparison.runs if r.precision.name == name), comparison.of(base), strict=True):
+            for mine, theirs in zip(
+                (r for r in comparison.runs if r.precision.name == name), comparison.of(base), strict=True
+            ):
                 a, b = (_smooth(run.outcome.losses, width) for run in (mine, theirs))
                 axes[0, 0].plot(range(1, len(a) + 1), [100 * (x / y - 1) for x, y in zip(a, b, strict=True)], **style)
         axes[0, 0].axhline(0, color="#808080", linewidth=0.8)
@@ -108,6 +112,12 @@ def _statistics(page: Page, comparison: Comparison) -> None:
         worst = min((row for row in rows if row["snr_db"] is not None), key=lambda row: row["snr_db"], default=None)
         page.heading(precision.name)
         if worst is not None:
-            page.text(f"Step {last}: the lowest SNR is {worst['snr_db']:.1f} dB, of the {worst['operand']} of {worst['layer']}.")
-        table = [(row["layer"], row["operand"], row["amax"], row["scale_max"], *(row[name] for name, _ in METRICS)) for row in rows]
+            page.text(
+                f"Step {last}: the lowest SNR is {worst['snr_db']:.1f} dB, of the {worst['operand']} of "
+                f"{worst['layer']}."
+            )
+        table = [
+            (row["layer"], row["operand"], row["amax"], row["scale_max"], *(row[name] for name, _ in METRICS))
+            for row in rows
+        ]
         page.table(["layer", "operand", *numbers], table, f"At step {last}.", fold=f"{len(table)} operands")

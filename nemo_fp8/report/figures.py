@@ -94,7 +94,8 @@ class Line:
 
 
 def lines(series: Iterable[tuple[str, str]]) -> list[Line]:
-    """Styles for (label, recipe) pairs: the recipe's colour, and another dash and marker for each further line of it."""
+    """Styles for (label, recipe) pairs: the recipe's colour, and another dash and marker for each further line of
+    it."""
     seen: Counter[str] = Counter()
     styled = []
     for label, recipe in series:
@@ -107,7 +108,8 @@ def lines(series: Iterable[tuple[str, str]]) -> list[Line]:
 
 @contextmanager
 def drawing(width: float, height: float, rows: int = 1, columns: int = 1, **subplots: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure of so many inches and its axes (always a 2-D array); draw inside of the block. No global figure is made."""
+    """A figure of so many inches and its axes (always a 2-D array); draw inside of the block. No global figure is
+    made."""
     matplotlib = require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -139,7 +141,12 @@ def to_svg(figure: Any, name: str = "") -> str:
     width = figure.get_figwidth() * 72 * _POINTS_TO_PIXELS
     # Never smaller than text can be read: a narrow screen scrolls the figure sideways.
     style = f'style="width:100%;max-width:{width:.0f}px;min-width:{min(width, 860):.0f}px"'
-    return re.sub(r'(<svg [^>]*?)width="[^"]*pt"', rf"\1{style}", re.sub(r'(<svg [^>]*?)height="[^"]*pt" ?', r"\1", svg, count=1), count=1)
+    return re.sub(
+        r'(<svg [^>]*?)width="[^"]*pt"',
+        rf"\1{style}",
+        re.sub(r'(<svg [^>]*?)height="[^"]*pt" ?', r"\1", svg, count=1),
+        count=1,
+    )
 
 
 def require_matplotlib() -> Any:

@@ -1,8 +1,8 @@
 """An inspection as one HTML page: what each recipe costs, where, and what to keep in the compute dtype.
 
-Grids show one number by layer and role, the recipes side by side on one scale of colours; the worst tensors are drawn as
-dots in the recipes' own colours. Cells that a contract keeps in the compute dtype are hatched, cells below the threshold
-are marked, and a cell without anything to show stays empty.
+Grids show one number by layer and role, the recipes side by side on one scale of colours; the worst tensors are drawn
+as dots in the recipes' own colours. Cells that a contract keeps in the compute dtype are hatched, cells below the
+threshold are marked, and a cell without anything to show stays empty.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ GRIDS = (
         title="SNR in dB that 99% of the blocks reach",
         value=lambda loss: loss.block_snr_db,
         percent=False,
-        caption="The same for small parts: blocks of {block}, of which the worst hundredth is left out. Here it shows when an "
+        caption="The same for small parts: blocks of {block}, of which the worst hundredth is left out. Here it shows "
+        "when an "
         f"outlier takes the precision of its neighbours, which the SNR of the whole hides. {_CROSS}",
     ),
     Grid(
@@ -62,7 +63,8 @@ GRIDS = (
         title="Saturation in %",
         value=lambda loss: loss.saturation_percent,
         percent=True,
-        caption="Values that were too large for their scale. A scale that is found from the tensor itself fits its largest value, "
+        caption="Values that were too large for their scale. A scale that is found from the tensor itself fits its "
+        "largest value, "
         "so anything here is an infinity, or comes of a margin below zero. An empty cell has none.",
     ),
 )
@@ -76,17 +78,24 @@ def inspection_page(inspection: Inspection, advice: list[Advice], snr: float) ->
     captured = f", {len(rows) - len(weights)} captured activations" if len(operands) > 1 else ""
     page = Page(
         f"What FP8 does to {inspection.path.resolve().name}",
-        f"{len(weights)} weight matrices with {sum(row.elements for row in weights) / 1e6:,.1f} million values{captured}. "
+        f"{len(weights)} weight matrices with {sum(row.elements for row in weights) / 1e6:,.1f} million "
+        f"values{captured}. "
         f"{inspection.path}",
     )
     page.section("Overview").text(
-        "SNR: how much larger the values are than what quantizing them changed; 6 dB are one bit, E4M3 gives about 31 dB and "
+        "SNR: how much larger the values are than what quantizing them changed; 6 dB are one bit, E4M3 gives about 31 "
+        "dB and "
         "E5M2 about 25 dB to values inside its range. Lower is worse. Underflow: values that became zero."
     )
     if any(row.note for row in rows):
-        page.text("This checkpoint is FP8 already. Its weights were dequantized first; what is measured is a second quantization.")
+        page.text(
+            "This checkpoint is FP8 already. Its weights were dequantized first; what is measured is a second "
+            "quantization."
+        )
     if broken := inspection.not_finite():
-        page.text(f"NaN or infinity in {len(broken)} tensors, which no recipe mends: {', '.join(row.name for row in broken)}.")
+        page.text(
+            f"NaN or infinity in {len(broken)} tensors, which no recipe mends: {', '.join(row.name for row in broken)}."
+        )
     _overview(page, inspection, advice, operands)
     page.section(f"What to keep above {snr:g} dB")
     for a in advice:
@@ -119,7 +128,14 @@ def _overview(page: Page, inspection: Inspection, advice: list[Advice], operands
             assert stored is not None
             lowest = min(rows, key=lambda row: row.losses[a.label].snr_db).losses[a.label].snr_db
             below = sum(row.operand == operand for row in a.below)
-            numbers = (total.snr_db, lowest, total.block_snr_db, total.underflow_percent, total.saturation_percent, below)
+            numbers = (
+                total.snr_db,
+                lowest,
+                total.block_snr_db,
+                total.underflow_percent,
+                total.saturation_percent,
+                below,
+            )
             lines.append((_chip(inspection, a.label), operand, stored.words(), *numbers))
     columns = (
         "recipe",
@@ -127,15 +143,24 @@ def _overview(page: Page, inspection: Inspection, advice: list[Advice], operands
         "stored as",
         Column("SNR dB", ".1f", "All tensors together"),
         Column("lowest SNR", ".1f", "Of any tensor"),
-        Column("lowest of blocks", ".1f", "The lowest, over all tensors, of the SNR that 99% of a tensor's blocks reach"),
+        Column(
+            "lowest of blocks", ".1f", "The lowest, over all tensors, of the SNR that 99% of a tensor's blocks reach"
+        ),
         Column("underflow %", ".3f"),
         Column("saturation %", ".3f"),
-        Column("tensors below", "d", "Tensors in FP8 that lie below the threshold with their own SNR or that of their blocks"),
+        Column(
+            "tensors below",
+            "d",
+            "Tensors in FP8 that lie below the threshold with their own SNR or that of their blocks",
+        ),
     )
     page.table(columns, lines)
     delayed = [label for label, p in inspection.recipes.items() if p.scaling == "delayed"]
     if delayed:
-        page.text(f"{', '.join(delayed)}: a delayed scale is not in a file; here it comes from the tensor itself, lowered by the margin.")
+        page.text(
+            f"{', '.join(delayed)}: a delayed scale is not in a file; here it comes from the tensor itself, lowered "
+            "by the margin."
+        )
 
 
 def _keep(page: Page, inspection: Inspection, a: Advice) -> None:
@@ -143,8 +168,14 @@ def _keep(page: Page, inspection: Inspection, a: Advice) -> None:
     if not a.below:
         page.text(f"{a.label}: nothing in FP8 lies below {a.snr:g} dB; the lowest is {_db(a.lowest)}.")
         return
-    text = f"{a.label}: {len(a.below)} of {len(inspection.measured())} tensors below. With these fields of the contract their linears "
-    text += f"stay in {compute}; {a.share:.1%} of the linear weights remain in FP8, and the lowest of them is at {_db(a.lowest)}."
+    text = (
+        f"{a.label}: {len(a.below)} of {len(inspection.measured())} tensors below. With these fields of the contract "
+        "their linears "
+    )
+    text += (
+        f"stay in {compute}; {a.share:.1%} of the linear weights remain in FP8, and the lowest of them is at "
+        f"{_db(a.lowest)}."
+    )
     page.text(text if a.share else f"{a.label}: no linear stays above {a.snr:g} dB; use another recipe, or {compute}.")
     page.code(a.changes)
     whole = a.only_whole_layers(inspection)
@@ -188,7 +219,10 @@ def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, snr: flo
         norm = Normalize(min([snr, *shown]), min(max([snr + 1, *shown]), max(MOST_DB, snr + 1)), clip=True)
     columns = min(len(inspection.recipes), 4 if len(layers) <= 16 else 2 if len(layers) <= 48 else 1)
     lines = -(-len(inspection.recipes) // columns)
-    with figures.drawing(10.6, lines * (0.75 + 0.24 * len(roles)), lines, columns, sharex=True, sharey=True) as (figure, axes):
+    with figures.drawing(10.6, lines * (0.75 + 0.24 * len(roles)), lines, columns, sharex=True, sharey=True) as (
+        figure,
+        axes,
+    ):
         for ax, label in zip(axes.flat, inspection.recipes, strict=False):
             picture = _panel(ax, label, roles, layers, cells, values, grid, norm, snr)
         for ax in axes.flat[len(inspection.recipes) :]:
@@ -196,9 +230,15 @@ def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, snr: flo
         for ax in axes[-1]:
             ax.set_xlabel("layer")
         over = "max" if not grid.percent and any(v > max(MOST_DB, snr + 1) for v in values.values()) else "neither"
-        figure.colorbar(picture, ax=axes, pad=0.01, aspect=14 * lines, extend=over, format="%g").outline.set_visible(False)
+        figure.colorbar(picture, ax=axes, pad=0.01, aspect=14 * lines, extend=over, format="%g").outline.set_visible(
+            False
+        )
     block = "128x128" if operand == "weight" else "1x128"
-    hatched = " Hatched: the contract keeps it in the compute dtype." if any(row.kept for row in inspection.measured(operand)) else ""
+    hatched = (
+        " Hatched: the contract keeps it in the compute dtype."
+        if any(row.kept for row in inspection.measured(operand))
+        else ""
+    )
     page.heading(grid.title).figure(figure, grid.caption.format(snr=snr, block=block) + hatched)
 
 
@@ -226,7 +266,9 @@ def _panel(
     for (role, layer), rows in cells.items():
         x, y = layers.index(layer), roles.index(role)
         if math.isnan(value(role, layer)):  # nothing to show is not the same as no such tensor
-            ax.add_patch(Rectangle((x + 0.1, y + 0.1), 0.8, 0.8, facecolor="none", edgecolor=figures.RULE, linewidth=0.7))
+            ax.add_patch(
+                Rectangle((x + 0.1, y + 0.1), 0.8, 0.8, facecolor="none", edgecolor=figures.RULE, linewidth=0.7)
+            )
         if all(label in row.kept for row in rows):
             ax.add_patch(Rectangle((x, y), 1, 1, fill=False, hatch="////", edgecolor=figures.PAPER, linewidth=0))
         elif not grid.percent and value(role, layer) < snr:
@@ -237,7 +279,9 @@ def _panel(
     ax.tick_params(length=0)
     ax.set_yticks([i + 0.5 for i in range(len(roles))], roles)
     step = max(1, -(-len(layers) // 12))
-    ax.set_xticks([i + 0.5 for i in range(0, len(layers), step)], ["-" if layer is None else layer for layer in layers[::step]])
+    ax.set_xticks(
+        [i + 0.5 for i in range(0, len(layers), step)], ["-" if layer is None else layer for layer in layers[::step]]
+    )
     if not ax.yaxis_inverted():
         ax.invert_yaxis()
     return picture
@@ -253,7 +297,9 @@ def _worst(page: Page, inspection: Inspection, snr: float) -> None:
             aside = 0.13 * (turn - (len(styles) - 1) / 2)  # so that no dot hides another
             values = [row.losses[line.label].floor_db for row in worst]
             style = line.style | {"linestyle": "none", "markersize": 6.5}
-            ax.plot([v if math.isfinite(v) else math.nan for v in values], [i + aside for i in range(len(worst))], **style)
+            ax.plot(
+                [v if math.isfinite(v) else math.nan for v in values], [i + aside for i in range(len(worst))], **style
+            )
         ax.axvline(snr, color=figures.MUTED, linewidth=1, linestyle="--", label=f"{snr:g} dB")
         ax.set_yticks(range(len(worst)), names)
         ax.invert_yaxis()
@@ -263,13 +309,22 @@ def _worst(page: Page, inspection: Inspection, snr: float) -> None:
     columns: list[str | Column] = ["tensor", "shape", Column("amax", ".3g")]
     for label in inspection.recipes:
         columns += [Column(f"{label} dB", ".1f"), Column("underflow %", ".2f", label)]
-    page.table(columns, [_worst_line(inspection, row) for row in worst], "SNR of the tensor or of its blocks, whichever is lower.")
+    page.table(
+        columns,
+        [_worst_line(inspection, row) for row in worst],
+        "SNR of the tensor or of its blocks, whichever is lower.",
+    )
 
 
 def _worst_line(inspection: Inspection, row: Row) -> tuple[Any, ...]:
     amax = max(loss.amax for loss in row.losses.values())
     losses = (row.losses[label] for label in inspection.recipes)
-    return (row.name, "x".join(map(str, row.shape)), amax, *(n for loss in losses for n in (loss.floor_db, loss.underflow_percent)))
+    return (
+        row.name,
+        "x".join(map(str, row.shape)),
+        amax,
+        *(n for loss in losses for n in (loss.floor_db, loss.underflow_percent)),
+    )
 
 
 # ---------------------------------------------------------------------- tables
@@ -311,6 +366,7 @@ def _skipped(page: Page, rows: list[Row]) -> None:
     for row in rows:
         groups[row.place.role if row.place.kept else "other", row.dtype, row.skipped].append(row)
     lines = [
-        (role, len(found), sum(row.elements for row in found), dtype, why, found[0].name) for (role, dtype, why), found in groups.items()
+        (role, len(found), sum(row.elements for row in found), dtype, why, found[0].name)
+        for (role, dtype, why), found in groups.items()
     ]
     page.table(("what", Column("tensors", "d"), Column("values", ",d"), "type", "why", "for example"), lines)

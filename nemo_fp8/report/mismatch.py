@@ -1,4 +1,5 @@
-"""What a mismatch looks like, as numbers to be printed and drawn: by metric, by position, in the tail, the worst tokens."""
+"""What a mismatch looks like, as numbers to be printed and drawn: by metric, by position, in the tail, the worst
+tokens."""
 
 from __future__ import annotations
 
@@ -80,7 +81,11 @@ class Mismatch:
 def quantiles(pair: LogProbs, points: tuple[float, ...] = (0.5, 0.9, 0.99, 0.999, 1.0)) -> dict[str, float]:
     """Quantiles of |t - g| over all recorded tokens."""
     size = torch.sort(pair.log_ratio[pair.mask].abs())[0]
-    return {f"{100 * p:g}%": float(size[min(len(size) - 1, math.ceil(p * len(size)) - 1)]) for p in points} if len(size) else {}
+    return (
+        {f"{100 * p:g}%": float(size[min(len(size) - 1, math.ceil(p * len(size)) - 1)]) for p in points}
+        if len(size)
+        else {}
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The HTML report of a mismatch: both sides against each other, the ratios, where in a sequence they differ, and the tail."""
+"""The HTML report of a mismatch: both sides against each other, the ratios, where in a sequence they differ, and the
+tail."""
 
 from __future__ import annotations
 
@@ -39,9 +40,17 @@ def _overview(page: Page, mismatch: Mismatch) -> None:
     columns += [Column("limit", ".6g")] if limits else []
     rows = []
     for name, value in mismatch.metrics.items():
-        row = [name, value, *([expected[name]] if expected else []), *([limits.get(name)] if limits else []), MEANING[name]]
+        row = [
+            name,
+            value,
+            *([expected[name]] if expected else []),
+            *([limits.get(name)] if limits else []),
+            MEANING[name],
+        ]
         rows.append(row)
-    page.section("Metrics").table([*columns, ""], rows, "t and g are the trainer's and the rollout's log-prob of a sampled token.")
+    page.section("Metrics").table(
+        [*columns, ""], rows, "t and g are the trainer's and the rollout's log-prob of a sampled token."
+    )
     if mismatch.pair.dropped:
         page.text(f"{mismatch.pair.dropped:,} tokens with a log-prob of -inf are left out.")
     for name, value, limit in mismatch.over:
@@ -52,7 +61,10 @@ def _gate(page: Page, mismatch: Mismatch) -> None:
     verdict = mismatch.verdict
     page.section("Gate")
     if verdict is None:
-        page.text("No band was predicted: give --model and --precision, and tokens in the file, to tell noise from broken weights.")
+        page.text(
+            "No band was predicted: give --model and --precision, and tokens in the file, to tell noise from broken "
+            "weights."
+        )
         return
     page.text(
         "The gate fires: this is more than the noise of the contract."
@@ -72,13 +84,17 @@ def _gate(page: Page, mismatch: Mismatch) -> None:
         for c in verdict.checks
     ]
     caption = (
-        f"Typical difference of log-probs, (mean sqrt|d|)**2. Sound weights leave the band with a chance of {verdict.false_positives:g}."
+        "Typical difference of log-probs, (mean sqrt|d|)**2. Sound weights leave the band with a chance of "
+        f"{verdict.false_positives:g}."
     )
     page.table(("check", *numbers, "band"), rows, caption)
     for found in verdict.findings:
         page.heading(f"{found.severity}: {found.what}").text(f"{found.why} {found.remedy}")
     if verdict.differences:
-        page.table(("weight", "kind", "severity", "what"), [(d.where, kind_of(d), d.severity, d.why) for d in verdict.differences])
+        page.table(
+            ("weight", "kind", "severity", "what"),
+            [(d.where, kind_of(d), d.severity, d.why) for d in verdict.differences],
+        )
 
 
 def _scatter(page: Page, pair: LogProbs) -> None:
@@ -86,9 +102,15 @@ def _scatter(page: Page, pair: LogProbs) -> None:
     low = float(torch.minimum(t, g).min())
     with drawing(5.2, 4.8) as (figure, axes):
         axes[0, 0].plot([low, 0], [low, 0], color=color("bf16"), linewidth=0.8)
-        axes[0, 0].plot(g.tolist(), t.tolist(), ".", color=OBSERVED["color"], markersize=2.2, alpha=0.5, rasterized=True)
+        axes[0, 0].plot(
+            g.tolist(), t.tolist(), ".", color=OBSERVED["color"], markersize=2.2, alpha=0.5, rasterized=True
+        )
         axes[0, 0].set(xlabel="rollout's log-prob", ylabel="trainer's log-prob", aspect="equal")
-    shown = f"{len(t):,} of {pair.tokens:,} tokens, all of those furthest apart among them." if len(t) < pair.tokens else "Every token."
+    shown = (
+        f"{len(t):,} of {pair.tokens:,} tokens, all of those furthest apart among them."
+        if len(t) < pair.tokens
+        else "Every token."
+    )
     page.section("Trainer against rollout").figure(figure, f"{shown} On the line both agree.")
 
 
@@ -133,11 +155,14 @@ def _tail(page: Page, mismatch: Mismatch, predicted: LogProbs | None) -> None:
         axes[0, 0].set(xscale="log", yscale="log", xlabel="|log-ratio|", ylabel="% of tokens that are larger")
         legend(figure, axes)
     page.section("The tail").figure(
-        figure, "A few tokens far out on the right come from single positions; a line that is shifted, from all of them."
+        figure,
+        "A few tokens far out on the right come from single positions; a line that is shifted, from all of them.",
     )
     points = quantiles(mismatch.pair)
     page.table(
-        [Column(f"{name} of tokens", ".4g") for name in points], [list(points.values())], "|log-ratio| up to which so many tokens lie."
+        [Column(f"{name} of tokens", ".4g") for name in points],
+        [list(points.values())],
+        "|log-ratio| up to which so many tokens lie.",
     )
     rows = [(t.sequence, t.position, t.token, t.trainer, t.rollout, t.log_ratio) for t in worst(mismatch)]
     numbers = [

@@ -21,7 +21,8 @@ from typing import Any
 from nemo_fp8.errors import PrecisionError
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --muted: #57606a; --rule: #d5dae0; --paper: #ffffff; --shade: #f3f5f7; --link: #0063a0; }
+:root { color-scheme: light dark; --ink: #1b1f24; --muted: #57606a; --rule: #d5dae0; --paper: #ffffff; --shade: #f3f5f7;
+  --link: #0063a0; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e8eaed; --muted: #a3acb6; --rule: #3a4048; --paper: #14171b; --shade: #1e2227; --link: #6cb6f0; } }
 * { box-sizing: border-box; }
@@ -63,7 +64,8 @@ document.querySelectorAll("th[data-sort]").forEach(head => head.onclick = () => 
     return a === b ? 0 : down * (a - b);
   };
   [...body.rows].sort((a, b) => compare(value(a), value(b))).forEach(row => body.append(row));
-  head.parentNode.querySelectorAll("th").forEach(h => h.ariaSort = h === head ? (down > 0 ? "ascending" : "descending") : null);
+  head.parentNode.querySelectorAll("th").forEach(
+      h => h.ariaSort = h === head ? (down > 0 ? "ascending" : "descending") : null);
 });
 """
 
@@ -113,8 +115,11 @@ class Page:
         """Append a block of text to copy and paste."""
         return self._add(f"<pre>{escape(text)}</pre>")
 
-    def table(self, columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], caption: str = "", fold: str = "") -> Page:
-        """A table that sorts by a click. Cells are texts, numbers, ``Cell`` or None; ``fold`` is the line to unfold it by."""
+    def table(
+        self, columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], caption: str = "", fold: str = ""
+    ) -> Page:
+        """A table that sorts by a click. Cells are texts, numbers, ``Cell`` or None; ``fold`` is the line to unfold it
+        by."""
         heads = [c if isinstance(c, Column) else Column(c) for c in columns]
         body = [list(row) for row in rows]
         numeric = [any(_number(row[i]) is not None for row in body) for i in range(len(heads))]
@@ -125,7 +130,9 @@ class Page:
             parts.append(f'<th scope="col" data-sort="{kind[0]}"{kind[1]}{hint}>{escape(head.title)}</th>')
         parts.append("</tr></thead><tbody>")
         for row in body:
-            parts.append("<tr>" + "".join(_cell(v, h, n) for v, h, n in zip(row, heads, numeric, strict=True)) + "</tr>")
+            parts.append(
+                "<tr>" + "".join(_cell(v, h, n) for v, h, n in zip(row, heads, numeric, strict=True)) + "</tr>"
+            )
         table = f'<div class="wide">{"".join(parts)}</tbody></table></div>'
         return self._add(f"<details><summary>{escape(fold)}</summary>{table}</details>" if fold else table)
 
@@ -160,7 +167,9 @@ class Page:
         try:
             Path(path).write_text(self.html(), encoding="utf-8")
         except OSError as error:
-            raise PrecisionError(f"Cannot write {path}.", f"{error}.", "Give a path in a folder that exists and can be written.") from error
+            raise PrecisionError(
+                f"Cannot write {path}.", f"{error}.", "Give a path in a folder that exists and can be written."
+            ) from error
         return Path(path)
 
     def _add(self, html: str) -> Page:

@@ -1,4 +1,5 @@
-"""The HTML report of an RL comparison: accuracy, reward, KL, mismatch of trainer and rollout, and where a step's time goes."""
+"""The HTML report of an RL comparison: accuracy, reward, KL, mismatch of trainer and rollout, and where a step's time
+goes."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def _accuracy(page: Page, comparison: RlComparison, seeds: Sequence[int]) -> Non
             axes[0, 0].plot(steps, [100 * mean(run[i][1] for run in runs) for i in range(len(steps))], **style)
         axes[0, 0].set(title="Validation accuracy in %", xlabel="step")
         legend(figure, axes)
-    page.section("Validation accuracy").figure(figure, "Held-out problems, answered greedily by the rollout engine; mean over the seeds.")
+    page.section("Validation accuracy").figure(
+        figure, "Held-out problems, answered greedily by the rollout engine; mean over the seeds."
+    )
     columns: list[str | Column] = [
         "training-rollout",
         *(Column(f"seed {seed}, base %", ".1f") for seed in seeds),
@@ -91,14 +94,23 @@ def _mismatch(page: Page, comparison: RlComparison) -> None:
             if name == "gen_kl_error":
                 axis.set_yscale("log")
         legend(figure, axes)
-    page.section("Mismatch of trainer and rollout").figure(figure, f"Mean over the seeds and over {_width(comparison)} steps.")
-    page.text(", ".join(f"{name} is asked to stay below {gate}" for name, gate in _GATES.items()) + " in NeMo RL's own tests.")
+    page.section("Mismatch of trainer and rollout").figure(
+        figure, f"Mean over the seeds and over {_width(comparison)} steps."
+    )
+    page.text(
+        ", ".join(f"{name} is asked to stay below {gate}" for name, gate in _GATES.items()) + " in NeMo RL's own tests."
+    )
     rows = [
-        (variant, *(max(row["mismatch"][name] for run in comparison.of(variant) for row in run.steps) for name in ERRORS))
+        (
+            variant,
+            *(max(row["mismatch"][name] for run in comparison.of(variant) for row in run.steps) for name in ERRORS),
+        )
         for variant in comparison.variants
     ]
     page.table(
-        ("training-rollout", Column("largest token_mult_prob_error", ".4f"), Column("largest gen_kl_error", ".2g")), rows, "Of any step."
+        ("training-rollout", Column("largest token_mult_prob_error", ".4f"), Column("largest gen_kl_error", ".2g")),
+        rows,
+        "Of any step.",
     )
 
 
@@ -109,7 +121,9 @@ def _time(page: Page, comparison: RlComparison) -> None:
     for variant in comparison.variants:
         seconds = comparison.summary(variant)["seconds"]
         rows.append((variant, *(seconds[part] for part in PARTS), sum(seconds.values())))
-    page.section("Time of a step").table(columns, rows, "Medians over the steps. On a CPU FP8 is emulated, and costs instead of saving.")
+    page.section("Time of a step").table(
+        columns, rows, "Medians over the steps. On a CPU FP8 is emulated, and costs instead of saving."
+    )
 
 
 def _styles(comparison: RlComparison) -> dict[str, dict[str, Any]]:

@@ -3,10 +3,10 @@
 Two variables hold one. ``VLLM_API_KEY`` is vLLM's own, for generating and for pushing; ``NEMO_FP8_REFIT_TOKEN`` is for
 pushing alone. What is said of a request here is read from its ASGI scope, with the standard library alone.
 
-vLLM's own key guards ``/v1`` and three other paths; ``/invocations``, ``/tokenize`` and whatever a plugin adds stay open
-beside it. :class:`TokenGuard` stands in front of all of them, ``/health`` excepted. It is named on vLLM's command line
-(``--middleware``), which makes it where the server runs; the token comes through ``VLLM_API_KEY``, where no process list
-shows it.
+vLLM's own key guards ``/v1`` and three other paths; ``/invocations``, ``/tokenize`` and whatever a plugin adds stay
+open beside it. :class:`TokenGuard` stands in front of all of them, ``/health`` excepted. It is named on vLLM's command
+line (``--middleware``), which makes it where the server runs; the token comes through ``VLLM_API_KEY``, where no
+process list shows it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Channel = Callable[..., Awaitable[Any]]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name that is no number is trusted to be none, but for localhost."""
+    """Whether only this machine reaches an address. A name that is no number is trusted to be none, but for
+    localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -48,7 +49,9 @@ def path_of(scope: Mapping[str, Any]) -> str:
 def brings(scope: Mapping[str, Any], token: str) -> bool:
     """Whether a request has ``Authorization: Bearer <token>``. How the scheme is written says nothing, as in HTTP."""
     scheme, _, brought = _headers(scope).get(b"authorization", b"").partition(b" ")
-    return bool(token) and scheme.lower() == b"bearer" and hmac.compare_digest(_digest(brought), _digest(token.encode()))
+    return (
+        bool(token) and scheme.lower() == b"bearer" and hmac.compare_digest(_digest(brought), _digest(token.encode()))
+    )
 
 
 def is_local(scope: Mapping[str, Any]) -> bool:
@@ -61,7 +64,9 @@ def is_local(scope: Mapping[str, Any]) -> bool:
     headers, client = _headers(scope), scope.get("client")
     if any(name in PROXIED or name.startswith(b"x-forwarded-") for name in headers):
         return False
-    if client is None:  # a socket in the file system, which has permissions of its own; or a connection that is gone already
+    if (
+        client is None
+    ):  # a socket in the file system, which has permissions of its own; or a connection that is gone already
         server = scope.get("server")
         return server is not None and server[1] is None
     return is_loopback(client[0]) and _is_here(headers.get(b"host", LOOPBACK.encode()))

@@ -31,20 +31,27 @@ WORKER = "nemo_fp8.rollout.engine.worker.NemoFp8Worker"
 
 
 def engine_args(
-    precision: Precision | str, *, activations: str = "kernel", kernel: str = "auto", machine: Machine | str | None = None
+    precision: Precision | str,
+    *,
+    activations: str = "kernel",
+    kernel: str = "auto",
+    machine: Machine | str | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for ``vllm.LLM`` on a BF16 checkpoint: a contract, or the name of a preset or of a YAML file.
 
-    ``activations="emulated"`` quantizes activations before a kernel that takes BF16 (a CPU's), so that log-probabilities
-    show W8A8; ``kernel="decode"`` multiplies with decoded weights, as a CPU without AMX does by itself.
+    ``activations="emulated"`` quantizes activations before a kernel that takes BF16 (a CPU's), so that
+    log-probabilities show W8A8; ``kernel="decode"`` multiplies with decoded weights, as a CPU without AMX does by
+    itself.
 
-    What vLLM cannot do on ``machine`` (a :class:`Machine`, or its words) is refused; without it :func:`engine_machine` says where the
-    engine runs, as far as that is known.
+    What vLLM cannot do on ``machine`` (a :class:`Machine`, or its words) is refused; without it :func:`engine_machine`
+    says where the engine runs, as far as that is known.
     """
     p = load(precision) if isinstance(precision, str) else precision
     where = Machine.parse(machine) if isinstance(machine, str) else machine or engine_machine()
     if where is not None:
-        require(p.replace(deep_gemm=False), where, sides=("rollout",))  # vLLM takes another kernel where it has no DeepGEMM, and says so
+        require(
+            p.replace(deep_gemm=False), where, sides=("rollout",)
+        )  # vLLM takes another kernel where it has no DeepGEMM, and says so
     options = options_of_plugin({"activations": activations, "kernel": kernel})
     arguments = to_vllm(p, plugin=True) | {"worker_extension_cls": WORKER}
     if p.rollout == "fp8":
@@ -56,13 +63,15 @@ def engine_args(
 
 
 def engine_machine() -> Machine | None:
-    """This machine where vLLM's CPU build is installed beside us; None where an engine may well run on another, with a GPU."""
+    """This machine where vLLM's CPU build is installed beside us; None where an engine may well run on another, with a
+    GPU."""
     here = Machine.here(sys.executable)
     return here.without_gpu() if here.vllm_cpu else None
 
 
 def environment(precision: Precision | str) -> dict[str, str]:
-    """vLLM's variables for this contract, to be set before an engine starts: workers read them when they choose kernels."""
+    """vLLM's variables for this contract, to be set before an engine starts: workers read them when they choose
+    kernels."""
     p = load(precision) if isinstance(precision, str) else precision
     if p.rollout != "fp8":
         return {}
@@ -124,7 +133,8 @@ def check_model(folder: Path, p: Precision) -> None:
     if quantized and p.rollout == "fp8":
         raise PrecisionError(
             f"{folder} is a quantized checkpoint.",
-            f"Its config.json names quant_method={quantized.get('quant_method')!r}; FP8 is made from BF16 weights here.",
+            f"Its config.json names quant_method={quantized.get('quant_method')!r}; FP8 is made from BF16 weights "
+            "here.",
             instead_of_codes(),
         )
     if quantized and _in_fp8_blocks(quantized) and (why := _unread()):
@@ -141,11 +151,16 @@ def check_model(folder: Path, p: Precision) -> None:
 def instead_of_codes() -> str:
     """What to do with a checkpoint that holds FP8 codes, where BF16 weights are wanted."""
     unread = _unread()
-    return unread[1] if unread else "Start vLLM on it without quantization= and hf_overrides=, or give the BF16 checkpoint."
+    return (
+        unread[1]
+        if unread
+        else "Start vLLM on it without quantization= and hf_overrides=, or give the BF16 checkpoint."
+    )
 
 
 def _unread() -> tuple[str, str] | None:
-    """Why vLLM here cannot read a checkpoint in FP8 blocks, and what to do; None where it can, or where that is not known."""
+    """Why vLLM here cannot read a checkpoint in FP8 blocks, and what to do; None where it can, or where that is not
+    known."""
     machine = engine_machine()
     found = answer("rollout-checkpoint", machine) if machine else None
     return (found.reason, found.remedy) if found and found.verdict == UNSUPPORTED else None
@@ -155,7 +170,9 @@ def _in_fp8_blocks(said: Mapping[str, Any]) -> bool:
     """Whether a ``quantization_config`` is one of FP8 in blocks: DeepSeek's, or compressed-tensors'."""
     groups = (said.get("config_groups") or {}).values()
     weights = [group.get("weights") or {} for group in groups]
-    return bool(said.get("weight_block_size")) or any(w.get("type") == "float" and w.get("strategy") == "block" for w in weights)
+    return bool(said.get("weight_block_size")) or any(
+        w.get("type") == "float" and w.get("strategy") == "block" for w in weights
+    )
 
 
 def _plain(value: Any) -> Any:

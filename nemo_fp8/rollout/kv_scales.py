@@ -30,11 +30,13 @@ Rpc = Callable[..., Any]
 """``llm.collective_rpc``: a method's name, ``args=``; a list with each worker's answer."""
 
 
-def calibrate(rpc: Rpc, generate: Callable[[], Any], *, percentile: float = PERCENTILE, margin: float = MARGIN) -> dict[str, float]:
+def calibrate(
+    rpc: Rpc, generate: Callable[[], Any], *, percentile: float = PERCENTILE, margin: float = MARGIN
+) -> dict[str, float]:
     """The k and v scales of every attention layer, from what the engine writes to its cache while ``generate`` runs.
 
-    ``generate`` should run prompts like those to come. The prefix cache is no hindrance to correctness, but prompts that
-    are cached already are not counted, since nothing is written for them.
+    ``generate`` should run prompts like those to come. The prefix cache is no hindrance to correctness, but prompts
+    that are cached already are not counted, since nothing is written for them.
     """
     if not 0 < percentile <= 100 or not margin > 0:
         raise PrecisionError(
@@ -50,13 +52,17 @@ def calibrate(rpc: Rpc, generate: Callable[[], Any], *, percentile: float = PERC
     return scales_of(answers, percentile, margin)
 
 
-def scales_of(answers: Iterable[Mapping[str, Sequence[Mapping[Any, int]]]], percentile: float, margin: float) -> dict[str, float]:
+def scales_of(
+    answers: Iterable[Mapping[str, Sequence[Mapping[Any, int]]]], percentile: float, margin: float
+) -> dict[str, float]:
     """Scales from the counts of all workers: those of one layer are added up, whoever holds which heads."""
     counts: dict[str, Counter[int]] = {}
     for answer in answers:
         for layer, both in answer.items():
             for which, found in zip("kv", both, strict=True):
-                counts.setdefault(f"{layer}.{which}_scale", Counter()).update({int(bits): n for bits, n in found.items()})
+                counts.setdefault(f"{layer}.{which}_scale", Counter()).update(
+                    {int(bits): n for bits, n in found.items()}
+                )
     empty = [name for name, found in counts.items() if not found]
     if empty or not counts:
         raise PrecisionError(
@@ -68,7 +74,8 @@ def scales_of(answers: Iterable[Mapping[str, Sequence[Mapping[Any, int]]]], perc
 
 
 def percentile_of(counts: Mapping[int, int], percentile: float) -> float:
-    """The least magnitude that ``percentile`` of all do not exceed, from counts by BF16 bits (which order like values)."""
+    """The least magnitude that ``percentile`` of all do not exceed, from counts by BF16 bits (which order like
+    values)."""
     left = math.ceil(sum(counts.values()) * percentile / 100 - 1e-6)  # 99.9 is no binary number
     for bits in sorted(counts):
         left -= counts[bits]

@@ -72,11 +72,16 @@ def server_for(
             "Whoever reaches that address could use the model, and push weights into it.",
             f"Set {TOKEN} to a secret, or listen on {LOOPBACK} (and come through ssh -L).",
         )
-    hidden = [word for word in more if len(word) > 3 and any(own.startswith(word.split("=")[0]) for own in ("--host", "--port"))]
+    hidden = [
+        word
+        for word in more
+        if len(word) > 3 and any(own.startswith(word.split("=")[0]) for own in ("--host", "--port"))
+    ]
     if hidden:
         raise PrecisionError(
             f"{hidden[0]} among the words for vLLM.",
-            "vLLM takes the last address that it is told, and shortened options too, so nobody would have asked for a token.",
+            "vLLM takes the last address that it is told, and shortened options too, so nobody would have asked for a "
+            "token.",
             "Say where to listen with --host and --port themselves.",
         )
     require("rollout")

@@ -2,9 +2,10 @@
 
     ~/.cache/nemo_fp8/servers/<machine>-<address>-<port>
 
-The process that serves holds a lock on the file as long as it lives, however it dies. So a file without a lock is a leaving: nobody
-takes a token from it, and the next server writes it anew. ``Refit(url)`` looks there, which is why only the same user on
-the same machine pushes without being told the token. The machine is in the name because several may share a home.
+The process that serves holds a lock on the file as long as it lives, however it dies. So a file without a lock is a
+leaving: nobody takes a token from it, and the next server writes it anew. ``Refit(url)`` looks there, which is why only
+the same user on the same machine pushes without being told the token. The machine is in the name because several may
+share a home.
 
 What is opened is checked before it is read or written: a file and no link, of this user, closed to others.
 """
@@ -39,7 +40,8 @@ def drawn_token(host: str, port: int) -> Iterator[tuple[str, Path]]:
         raise PrecisionError(
             f"A token for {host}:{port} cannot be kept in a file that only you can read.",
             str(error),
-            f"Mend that, set {TOKEN} to a token of your own, or say --no-token: every user of this machine may push then.",
+            f"Mend that, set {TOKEN} to a token of your own, or say --no-token: every user of this machine may push "
+            "then.",
         ) from error
     try:
         token = secrets.token_urlsafe(32)

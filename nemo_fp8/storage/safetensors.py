@@ -2,10 +2,10 @@
 
     for matrix in Checkpoint.open("llama-3-8b").matrices("model.layers.0.mlp.down_proj.weight"): ...
 
-The safetensors library checks a file's header (sizes, overlaps, gaps, the file's length); the bytes are then read from where the
-header says they lie, and not mapped: pages of a mapped file count as the process's until the file is closed. A stack of experts
-is read matrix by matrix. Weights that are FP8 already come back as the values that they stand for: code times the scale that lies
-beside them, of a tensor, a row, or a block.
+The safetensors library checks a file's header (sizes, overlaps, gaps, the file's length); the bytes are then read from
+where the header says they lie, and not mapped: pages of a mapped file count as the process's until the file is closed.
+A stack of experts is read matrix by matrix. Weights that are FP8 already come back as the values that they stand for:
+code times the scale that lies beside them, of a tensor, a row, or a block.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Checkpoint:
             missing = sorted((names or set()) - entries.keys())
             if missing:
                 raise PrecisionError(
-                    f"{file.name} does not hold {missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}.",
+                    f"{file.name} does not hold "
+                    f"{missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}.",
                     f"{INDEX} says that it does; the shards and the index are of different checkpoints.",
                     "Download the folder again, or remove the index to read whatever the shards hold.",
                 )
@@ -117,7 +118,8 @@ class Checkpoint:
         return next((stem + ending for ending in SCALES if stem + ending in self.entries), None)
 
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
-        """The matrices of a tensor, one after the other: itself, or each one of a stack. FP8 comes dequantized, as FP32."""
+        """The matrices of a tensor, one after the other: itself, or each one of a stack. FP8 comes dequantized, as
+        FP32."""
         entry = self.entries[name]
         stacked = len(entry.shape) > 2
         scale = self._scale(entry) if entry.dtype in CODES else None
@@ -153,7 +155,8 @@ class Checkpoint:
         if name is None:
             raise PrecisionError(
                 f"{entry.name} is {entry.dtype} and has no scale.",
-                f"FP8 codes mean something only with their scales, and neither {' nor '.join(entry.name + s for s in SCALES)} is there.",
+                "FP8 codes mean something only with their scales, and neither "
+                f"{' nor '.join(entry.name + s for s in SCALES)} is there.",
                 "Give the whole checkpoint, or the BF16 one that it was made from.",
             )
         scale = self._read(self.entries[name], None)
@@ -230,7 +233,9 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
     if path.is_file():
         return _indexed(path) if path.suffix == ".json" else {path: None}
     if not path.is_dir():
-        raise PrecisionError(f"There is no checkpoint at {path}.", "It is neither a file nor a folder.", "Check the path.")
+        raise PrecisionError(
+            f"There is no checkpoint at {path}.", "It is neither a file nor a folder.", "Check the path."
+        )
     if (path / INDEX).is_file():
         return _indexed(path / INDEX)
     found = sorted(path.glob("*.safetensors"))
@@ -262,7 +267,9 @@ def _indexed(index: Path) -> dict[Path, set[str] | None]:
             )
         if not (index.parent / shard).is_file():
             raise PrecisionError(
-                f"The shard {shard} is missing from {index.parent}.", f"{index.name} lists it.", "Download it, or the whole folder, again."
+                f"The shard {shard} is missing from {index.parent}.",
+                f"{index.name} lists it.",
+                "Download it, or the whole folder, again.",
             )
         expected = files.setdefault(index.parent / shard, set())
         assert expected is not None
@@ -281,7 +288,14 @@ def _entries(file: Path) -> list[Entry]:
     header.pop("__metadata__", None)
     spans = {name: about["data_offsets"] for name, about in header.items()}
     return [
-        Entry(name, tuple(about["shape"]), about["dtype"], file, 8 + length + spans[name][0], spans[name][1] - spans[name][0])
+        Entry(
+            name,
+            tuple(about["shape"]),
+            about["dtype"],
+            file,
+            8 + length + spans[name][0],
+            spans[name][1] - spans[name][0],
+        )
         for name, about in header.items()
     ]
 
@@ -291,4 +305,6 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise PrecisionError(f"{file} is damaged, or is no safetensors file.", f"{type(error).__name__}: {error}.", _SOUND) from error
+        raise PrecisionError(
+            f"{file} is damaged, or is no safetensors file.", f"{type(error).__name__}: {error}.", _SOUND
+        ) from error

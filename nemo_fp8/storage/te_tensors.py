@@ -1,12 +1,14 @@
-"""Tensors in a checkpoint's records, TransformerEngine's FP8 weights among them, read without TransformerEngine and without its code.
+"""Tensors in a checkpoint's records, TransformerEngine's FP8 weights among them, read without TransformerEngine and
+without its code.
 
-Megatron writes an FP8 primary weight as it is: TE's class, its codes along rows and along columns, and their scales. A reader wants
+Megatron writes an FP8 primary weight as it is: TE's class, its codes along rows and along columns, and their scales. A
+reader wants
 
     values = codes along rows * scales        rounded to the dtype that the weight goes under
 
-A record is a pickle, which may name any function. This unpickler knows the few that a tensor is made with (:data:`_TORCH`) and those of
-TE's weights (:data:`_TE`), for which it has its own; whatever else is named becomes an empty bag, and nothing is imported. The trade-off:
-a new class of TE's is refused until it has a row.
+A record is a pickle, which may name any function. This unpickler knows the few that a tensor is made with
+(:data:`_TORCH`) and those of TE's weights (:data:`_TE`), for which it has its own; whatever else is named becomes an
+empty bag, and nothing is imported. The trade-off: a new class of TE's is refused until it has a row.
 """
 
 from __future__ import annotations
@@ -30,21 +32,31 @@ def load_tensor(content: bytes) -> torch.Tensor:
     return found
 
 
-# ---------------------------------------------------------------------- TE's weights: what their pickles call, and with what
+# ---------------------------------------------------------------------- TE's weights: what their pickles call, and with
+# what
 
 
 def _codes(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.float8_e4m3fn)  # weights are E4M3 in every recipe
 
 
-def _float8(data: Any, fp8_dtype: Any, scale_inv: torch.Tensor, dtype: torch.dtype, shape: Any, transpose: Any = None) -> torch.Tensor:
+def _float8(
+    data: Any, fp8_dtype: Any, scale_inv: torch.Tensor, dtype: torch.dtype, shape: Any, transpose: Any = None
+) -> torch.Tensor:
     if data is None:
         data = transpose.view(shape[-1], -1).t().contiguous()
     return Quantized(_codes(data.view(-1, shape[-1])), scale_inv.reshape(()), None, "row").dequantize(dtype).view(shape)
 
 
 def _blockwise(
-    shape: Any, data: Any, scale_inv: Any, columns: Any, column_scales: Any, fp8_dtype: Any, dtype: torch.dtype, *rest: Any
+    shape: Any,
+    data: Any,
+    scale_inv: Any,
+    columns: Any,
+    column_scales: Any,
+    fp8_dtype: Any,
+    dtype: torch.dtype,
+    *rest: Any,
 ) -> torch.Tensor:
     if data is None:  # the copy along columns is the same blocks, turned round
         data, scale_inv = columns.view(shape[-1], -1).t().contiguous(), column_scales.t()
@@ -52,12 +64,21 @@ def _blockwise(
 
 
 def _mxfp8(
-    data: Any, scale_inv: Any, columns: Any, column_scales: Any, fp8_dtype: Any, dtype: torch.dtype, shape: Any, *rest: Any
+    data: Any,
+    scale_inv: Any,
+    columns: Any,
+    column_scales: Any,
+    fp8_dtype: Any,
+    dtype: torch.dtype,
+    shape: Any,
+    *rest: Any,
 ) -> torch.Tensor:
     return _tiled(data, scale_inv.view(torch.float8_e8m0fnu).float(), (1, 32), shape, dtype)
 
 
-def _tiled(data: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], shape: Any, dtype: torch.dtype) -> torch.Tensor:
+def _tiled(
+    data: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], shape: Any, dtype: torch.dtype
+) -> torch.Tensor:
     matrix = data.view(-1, shape[-1])
     rows, columns = (-(-side // tile) for side, tile in zip(matrix.shape, block, strict=True))
     scales = scale_inv[:rows, :columns].contiguous()  # TE pads them for its kernels
@@ -95,7 +116,8 @@ class _Bag:
 
 
 def _getattr(owner: Any, name: str) -> Any:
-    """Of our own stand-ins alone: how Python 3.11 pickles a member of an enumeration, and how older TEs name their functions."""
+    """Of our own stand-ins alone: how Python 3.11 pickles a member of an enumeration, and how older TEs name their
+    functions."""
     return vars(owner)[name] if isinstance(owner, SimpleNamespace) else _Bag()
 
 

@@ -1,12 +1,15 @@
-"""Tensors out of Megatron's ``torch_dist`` checkpoints, one at a time, without Megatron, without ranks, without running a pickle.
+"""Tensors out of Megatron's ``torch_dist`` checkpoints, one at a time, without Megatron, without ranks, without running
+a pickle.
 
-A checkpoint is shards ``*.distcp`` and an index ``.metadata``, which says for every tensor how it was cut into chunks, and for every
-chunk in which file its bytes lie. So a tensor of any layout of ranks is put together from its chunks. All layers of a kind are one
-tensor with a dimension in front; ``read(name, (3,))`` gives that of layer 3, and touches no other.
+A checkpoint is shards ``*.distcp`` and an index ``.metadata``, which says for every tensor how it was cut into chunks,
+and for every chunk in which file its bytes lie. So a tensor of any layout of ranks is put together from its chunks. All
+layers of a kind are one tensor with a dimension in front; ``read(name, (3,))`` gives that of layer 3, and touches no
+other.
 
-``.metadata`` is a pickle of torch's and Megatron's classes. It is read with an unpickler to which every class is an empty bag: names
-are never looked up, so nothing that lies in the file can run, and none of these classes has to be there. Where it sends us is
-checked: files inside of the folder, spans inside of the files, chunks of the size that they claim.
+``.metadata`` is a pickle of torch's and Megatron's classes. It is read with an unpickler to which every class is an
+empty bag: names are never looked up, so nothing that lies in the file can run, and none of these classes has to be
+there. Where it sends us is checked: files inside of the folder, spans inside of the files, chunks of the size that they
+claim.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.storage.te_tensors import load_tensor
 
 INDEX = ".metadata"
-_AGAIN = "Give another checkpoint of the run, or copy this one again; `nemo_fp8.train.checkpoints` says which ones are whole."
+_AGAIN = (
+    "Give another checkpoint of the run, or copy this one again; `nemo_fp8.train.checkpoints` says which ones are "
+    "whole."
+)
 _DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
@@ -60,7 +66,9 @@ class TorchDist:
         folder = Path(folder)
         try:
             index = _Bags((folder / INDEX).open("rb")).load()
-            places = {(key.fqn, _numbers(getattr(key, "offset", None))): place for key, place in index.storage_data.items()}
+            places = {
+                (key.fqn, _numbers(getattr(key, "offset", None))): place for key, place in index.storage_data.items()
+            }
             found = {
                 name.removeprefix(prefix): _stored(folder, name, about, places)
                 for name, about in index.state_dict_metadata.items()
@@ -102,7 +110,9 @@ class TorchDist:
             found = load_tensor(content)
         except Exception as error:  # a damaged archive may raise anything
             raise PrecisionError(
-                f"{chunk.file}: the bytes of {name} at {chunk.start:,} are damaged.", f"{type(error).__name__}: {error}.", _AGAIN
+                f"{chunk.file}: the bytes of {name} at {chunk.start:,} are damaged.",
+                f"{type(error).__name__}: {error}.",
+                _AGAIN,
             ) from error
         if found.numel() == math.prod(chunk.sizes):
             found = found.view(chunk.sizes)  # an FP8 weight is a matrix, whatever it is a part of
@@ -179,7 +189,12 @@ def _numbers(value: Any) -> tuple[int, ...] | None:
 
 def _inside(folder: Path, name: str) -> Path:
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or not (folder / path).resolve().is_relative_to(folder.resolve()):
+    if (
+        path.is_absolute()
+        or ".." in path.parts
+        or "\\" in name
+        or not (folder / path).resolve().is_relative_to(folder.resolve())
+    ):
         raise PrecisionError(
             f"{folder / INDEX} names a file outside of its folder: {name!r}.",
             "An index that leads elsewhere is damaged, or meant to have other files read.",
@@ -194,11 +209,14 @@ def _check(name: str, chunk: Chunk, shape: tuple[int, ...], dtype: torch.dtype |
         min(o, s) >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)
     )
     there = chunk.file.stat().st_size if chunk.file.is_file() else -1
-    size = math.prod(chunk.sizes)  # a byte an element at least: a weight in FP8 goes under the name of its compute dtype
+    size = math.prod(
+        chunk.sizes
+    )  # a byte an element at least: a weight in FP8 goes under the name of its compute dtype
     if not fits or chunk.start < 0 or not size <= chunk.length <= there - chunk.start:
         raise PrecisionError(
             f"{chunk.file.name} does not hold the part of {name} that {INDEX} says.",
-            f"{chunk.length:,} bytes at {chunk.start:,} for shape {chunk.sizes} of {shape}, and the file has {max(there, 0):,}.",
+            f"{chunk.length:,} bytes at {chunk.start:,} for shape {chunk.sizes} of {shape}, and the file has "
+            f"{max(there, 0):,}.",
             _AGAIN,
         )
 
@@ -206,8 +224,8 @@ def _check(name: str, chunk: Chunk, shape: tuple[int, ...], dtype: torch.dtype |
 def layers_of(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor by the name that it has in a model, and the indices at which a stack holds it.
 
-    ``decoder.layers.mlp.linear_fc2.weight`` [layers, ...] gives ``decoder.layers.0.mlp...`` and so on; experts, which are a second
-    dimension, get their numbers below ``mlp.experts``.
+    ``decoder.layers.mlp.linear_fc2.weight`` [layers, ...] gives ``decoder.layers.0.mlp...`` and so on; experts, which
+    are a second dimension, get their numbers below ``mlp.experts``.
     """
     for name, stored in tensors.items():
         head, found, tail = name.partition("decoder.layers.")

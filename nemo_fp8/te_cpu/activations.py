@@ -84,7 +84,8 @@ def plain(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[.
 
 
 def _sums_wide(quantizer: Any) -> bool:
-    """Whether activation, bias and cast are one kernel, which sums FP32 values; otherwise the rounded result is read back."""
+    """Whether activation, bias and cast are one kernel, which sums FP32 values; otherwise the rounded result is read
+    back."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
@@ -106,9 +107,15 @@ def _situ(beta1: float, beta2: float) -> tuple[Activation, Activation]:
 
 
 def _clamped(limit: float, alpha: float, glu_linear_offset: float) -> tuple[Activation, Activation]:
-    """GPT-OSS's: a gate clamped from above, the other side from both and moved by an offset. What was clamped has no gradient."""
-    gate = Activation(lambda x: _swish(alpha).value(x.clamp(max=limit)), lambda x: _swish(alpha).slope(x.clamp(max=limit)) * (x <= limit))
-    return gate, Activation(lambda x: x.clamp(-limit, limit) + glu_linear_offset, lambda x: ((x >= -limit) & (x <= limit)).float())
+    """GPT-OSS's: a gate clamped from above, the other side from both and moved by an offset. What was clamped has no
+    gradient."""
+    gate = Activation(
+        lambda x: _swish(alpha).value(x.clamp(max=limit)),
+        lambda x: _swish(alpha).slope(x.clamp(max=limit)) * (x <= limit),
+    )
+    return gate, Activation(
+        lambda x: x.clamp(-limit, limit) + glu_linear_offset, lambda x: ((x >= -limit) & (x <= limit)).float()
+    )
 
 
 _Sides = Callable[..., tuple[Activation, Activation]]
@@ -161,7 +168,9 @@ def gated(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         gate, other = sides(**_bound(defaults, given, named))
         a, b = _halves(fwd_input, 0)
         g = grad.float()
-        return finish(_join(g * other.value(b) * gate.slope(a), g * gate.value(a) * other.slope(b), 0), quantizer, grad.dtype)
+        return finish(
+            _join(g * other.value(b) * gate.slope(a), g * gate.value(a) * other.slope(b), 0), quantizer, grad.dtype
+        )
 
     return forward, backward
 
@@ -189,7 +198,9 @@ def scaled(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return g * ACTIVATIONS[name].slope(input.float())
         gate, other = sides(**{key: chosen[key] for key in parameters})
         a, b = _halves(input, chosen["glu_interleave_size"])
-        return _join(g * (gate.slope(a) * other.value(b)), g * (gate.value(a) * other.slope(b)), chosen["glu_interleave_size"])
+        return _join(
+            g * (gate.slope(a) * other.value(b)), g * (gate.value(a) * other.slope(b)), chosen["glu_interleave_size"]
+        )
 
     @torch.no_grad()
     def backward(
@@ -207,7 +218,8 @@ def scaled(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """Every kernel of the tables, under TE's name: ``d`` before the function's own name, whatever else stands before it."""
+    """Every kernel of the tables, under TE's name: ``d`` before the function's own name, whatever else stands before
+    it."""
     found: dict[str, Callable[..., Any]] = {}
     for name in PLAIN:
         found[name], found[f"d{name}"], found[f"dbias_d{name}"] = plain(name)

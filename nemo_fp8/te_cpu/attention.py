@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-_MASKED = -10000.0  # TE's, which leaves a row that is masked everywhere finite; such a row's probabilities are then zero
+_MASKED = (
+    -10000.0
+)  # TE's, which leaves a row that is masked everywhere finite; such a row's probabilities are then zero
 
 
 @torch.no_grad()
@@ -72,7 +74,8 @@ def _rotate(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
 
 
 def _in_sequence(tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """The place of each of a rank's tokens in their sequence. Of 2 n equal chunks rank r of n holds the r-th and the r-th from the end."""
+    """The place of each of a rank's tokens in their sequence. Of 2 n equal chunks rank r of n holds the r-th and the
+    r-th from the end."""
     places, half = torch.arange(tokens), tokens // 2
     if cp_size == 1:
         return places
@@ -80,8 +83,8 @@ def _in_sequence(tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
 
 
 def _angles(
-    input: torch.Tensor, freqs: torch.Tensor, qkv_format: object, cu_seqlens: torch.Tensor | None, starts: torch.Tensor | None,
-    cp_size: int, cp_rank: int,
+    input: torch.Tensor, freqs: torch.Tensor, qkv_format: object, cu_seqlens: torch.Tensor | None,
+    starts: torch.Tensor | None, cp_size: int, cp_rank: int,
 ) -> torch.Tensor:  # fmt: skip
     """The angles of each token, of a shape that broadcasts over heads."""
     name = getattr(qkv_format, "name", str(qkv_format))
@@ -110,20 +113,26 @@ def _turn(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, backward: bo
 
 @torch.no_grad()
 def fused_rope_forward(
-    input: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: object, interleaved: bool,
-    cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, *more: object,
-) -> torch.Tensor:  # fmt: skip
+    input: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: object, interleaved:
+    bool, cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, *more: object, ) -> torch.Tensor:  # fmt: skip
     """Rotate every head by its token's place."""
-    return _turn(input, _angles(input, freqs, qkv_format, cu_seqlens, start_positions, cp_size, cp_rank), interleaved, False)
+    return _turn(
+        input, _angles(input, freqs, qkv_format, cu_seqlens, start_positions, cp_size, cp_rank), interleaved, False
+    )
 
 
 @torch.no_grad()
 def fused_rope_backward(
-    output_grads: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: object, interleaved: bool,
-    cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, *more: object,
+    output_grads: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: object,
+    interleaved: bool, cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, *more: object,
 ) -> torch.Tensor:  # fmt: skip
     """Rotate the gradient back."""
-    return _turn(output_grads, _angles(output_grads, freqs, qkv_format, cu_seqlens, start_positions, cp_size, cp_rank), interleaved, True)
+    return _turn(
+        output_grads,
+        _angles(output_grads, freqs, qkv_format, cu_seqlens, start_positions, cp_size, cp_rank),
+        interleaved,
+        True,
+    )
 
 
 @torch.no_grad()
@@ -131,7 +140,8 @@ def fused_qkv_rope_forward(
     qkv_input: torch.Tensor, q_freqs: torch.Tensor, k_freqs: torch.Tensor, start_positions: torch.Tensor | None,
     qkv_split_arg_list: Sequence[int], qkv_format: object, interleaved: bool, cp_size: int, cp_rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Rotated queries and keys, and values, of rows that hold a group's queries, its key and its value one after the other."""
+    """Rotated queries and keys, and values, of rows that hold a group's queries, its key and its value one after the
+    other."""
     starts = start_positions if cp_size == 1 else None
     q, k, v = torch.split(qkv_input, list(qkv_split_arg_list), -1)
     q = q.reshape(*q.shape[:2], -1, k.shape[-1])
@@ -144,12 +154,15 @@ def fused_qkv_rope_forward(
 
 @torch.no_grad()
 def fused_qkv_rope_backward(
-    q_grad_out: torch.Tensor, k_grad_out: torch.Tensor, v_grad_out: torch.Tensor, q_freqs: torch.Tensor, k_freqs: torch.Tensor,
+    q_grad_out: torch.Tensor, k_grad_out: torch.Tensor, v_grad_out: torch.Tensor, q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
     qkv_split_arg_list: Sequence[int], qkv_format: object, interleaved: bool, cp_size: int, cp_rank: int,
 ) -> torch.Tensor:  # fmt: skip
     """The gradients of all three in one row again. It takes no start positions, as TE gives it none."""
     turned = [
-        _turn(g, _angles(g, freqs, qkv_format, None, None, cp_size, cp_rank), interleaved, True).reshape(*v_grad_out.shape[:3], -1)
+        _turn(g, _angles(g, freqs, qkv_format, None, None, cp_size, cp_rank), interleaved, True).reshape(
+            *v_grad_out.shape[:3], -1
+        )
         for g, freqs in ((q_grad_out, q_freqs), (k_grad_out, k_freqs))
     ]
     return torch.cat([*turned, v_grad_out], -1)

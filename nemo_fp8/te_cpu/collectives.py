@@ -1,8 +1,9 @@
-"""gloo in the place of NCCL: asked for by NCCL's name it answers, and what it cannot coalesce it does one after the other.
+"""gloo in the place of NCCL: asked for by NCCL's name it answers, and what it cannot coalesce it does one after the
+other.
 
-A group is asked for as ``nccl``, bound to a CUDA device; the CPU that stands for that device speaks gloo. gloo cannot coalesce: TE's
-gathers of codes with their scales raise, and Megatron's gathers of tensors of several types come out corrupted. Under this manager every
-collective is started as it is called, and the manager waits for all of them.
+A group is asked for as ``nccl``, bound to a CUDA device; the CPU that stands for that device speaks gloo. gloo cannot
+coalesce: TE's gathers of codes with their scales raise, and Megatron's gathers of tensors of several types come out
+corrupted. Under this manager every collective is started as it is called, and the manager waits for all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-_COLLECTIVES = """all_gather_into_tensor _all_gather_base reduce_scatter_tensor _reduce_scatter_base all_reduce isend irecv""".split()
+_COLLECTIVES = """all_gather_into_tensor _all_gather_base reduce_scatter_tensor _reduce_scatter_base all_reduce isend
+    irecv""".split()
 _open: list[Together] = []
 
 
@@ -49,7 +51,8 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) 
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Report to the manager; and write as NCCL does, past autograd, where gloo copies and is refused a piece that ``split`` has made."""
+    """Report to the manager; and write as NCCL does, past autograd, where gloo copies and is refused a piece that
+    ``split`` has made."""
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -90,12 +93,15 @@ _BACKEND_AT = {"init_process_group": 0, "new_group": 2}
 
 
 def take_nccls_place() -> None:
-    """Replace torch's coalescing manager, the collectives that report to it, and NCCL's name, until the process ends."""
+    """Replace torch's coalescing manager, the collectives that report to it, and NCCL's name, until the process
+    ends."""
     for name, place in _BACKEND_AT.items():
         wrapper = _over_gloo(getattr(dist, name), place)
         setattr(dist, name, wrapper)
         setattr(c10d, name, wrapper)
-    dist.is_nccl_available = lambda: True  # for those who ask for it; torch itself, which would look for its classes, knows better
+    dist.is_nccl_available = lambda: (
+        True
+    )  # for those who ask for it; torch itself, which would look for its classes, knows better
     for name in _COLLECTIVES:
         wrapper = _remembered(getattr(dist, name))
         setattr(dist, name, wrapper)

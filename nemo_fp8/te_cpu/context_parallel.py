@@ -1,11 +1,14 @@
-"""Packed sequences over ranks of context parallelism: which tokens a rank holds, and how what it computes of them is put together.
+"""Packed sequences over ranks of context parallelism: which tokens a rank holds, and how what it computes of them is
+put together.
 
-    rank r of n       the r-th of 2 n equal chunks of each sequence, and the r-th from the end: every rank attends to as much
+    rank r of n       the r-th of 2 n equal chunks of each sequence, and the r-th from the end: every rank attends to as
+                      much
     halves            of what a rank holds of a sequence; ring attention's later steps need only one of them
     lse               log of the sum of exponentials of a query: [heads, tokens] packed, or [sequences, heads, longest]
     correction        lse = log(exp(lse) + exp(lse of a step)),   out += out of a step * exp(lse of the step - lse)
 
-Sequences begin at ``cu_seqlens``. Whole numbers decide everything but the corrections, which are in FP32, rounded once before the sum.
+Sequences begin at ``cu_seqlens``. Whole numbers decide everything but the corrections, which are in FP32, rounded once
+before the sum.
 """
 
 from __future__ import annotations
@@ -28,10 +31,14 @@ def _held(cu_seqlens: torch.Tensor, tokens: int, ranks: int, rank: int) -> torch
     return own + begins[sequence] * (ranks - 1) + half * chunk
 
 
-def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int) -> torch.Tensor:
+def thd_get_partitioned_indices(
+    cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int
+) -> torch.Tensor:
     """List the tokens of the packed sequences that a rank holds."""
     if not 0 <= rank < world_size or total_tokens <= 0 or total_tokens % (2 * world_size):
-        raise RuntimeError(f"{total_tokens} tokens cannot be divided into two chunks for each of {world_size} ranks (of rank {rank}).")
+        raise RuntimeError(
+            f"{total_tokens} tokens cannot be divided into two chunks for each of {world_size} ranks (of rank {rank})."
+        )
     return _held(cu_seqlens, total_tokens, world_size, rank).int()
 
 
@@ -40,13 +47,17 @@ def _order(cu_seqlens: torch.Tensor, ranks: int, tokens: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def thd_sequence_order_to_cp_rank_order(inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int) -> torch.Tensor:
+def thd_sequence_order_to_cp_rank_order(
+    inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int
+) -> torch.Tensor:
     """Packed sequences as the tokens of the first rank, the second, and so on."""
     return inp[_order(cu_seqlens, cp_size, total_tokens)]
 
 
 @torch.no_grad()
-def thd_cp_rank_order_to_sequence_order(inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int) -> torch.Tensor:
+def thd_cp_rank_order_to_sequence_order(
+    inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int
+) -> torch.Tensor:
     """Put tokens that lie rank by rank back into the order of their sequences."""
     out = torch.empty_like(inp)
     out[_order(cu_seqlens, cp_size, total_tokens)] = inp
@@ -57,7 +68,8 @@ def thd_cp_rank_order_to_sequence_order(inp: torch.Tensor, cu_seqlens: torch.Ten
 def thd_copy_valid_tokens_from_per_split_to_rank_local(
     out: torch.Tensor, inp: torch.Tensor, cu_seqlens_padded: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> None:
-    """Copy each sequence without its padding; the sequences lie at ``cu_seqlens_padded``, and are as long as ``cu_seqlens`` says."""
+    """Copy each sequence without its padding; the sequences lie at ``cu_seqlens_padded``, and are as long as
+    ``cu_seqlens`` says."""
     tokens = torch.arange(len(inp))
     sequence = _sequence_of(tokens, cu_seqlens_padded)
     place = tokens - cu_seqlens_padded[sequence]
@@ -91,7 +103,8 @@ _CHANGES = ("none", "copy", "add")
 def thd_grad_correction(
     grad: torch.Tensor, grad_per_step: torch.Tensor, cu_seqlens: torch.Tensor, first_half: str, second_half: str
 ) -> None:
-    """Add a step's gradient, or copy it, into one half of each sequence or each half; a step of one half has no other rows."""
+    """Add a step's gradient, or copy it, into one half of each sequence or each half; a step of one half has no other
+    rows."""
     halves = (first_half, second_half)
     if set(halves) - set(_CHANGES) or first_half == second_half:
         raise RuntimeError("Unsupported Functor of first half and second_half")
@@ -127,7 +140,9 @@ def _lse_places(cu_seqlens: torch.Tensor, packed: bool, second_half: bool) -> tu
 
 
 @torch.no_grad()
-def thd_read_second_half_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> torch.Tensor:
+def thd_read_second_half_lse(
+    lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool, second_half_lse_seqlen: int
+) -> torch.Tensor:
     """Those of the second halves, zeros behind them."""
     whole, step, _ = _lse_places(cu_seqlens, lse_packed, True)
     half = lse.new_zeros(*lse.shape[:-1], second_half_lse_seqlen)
@@ -136,7 +151,9 @@ def thd_read_second_half_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_pa
 
 
 @torch.no_grad()
-def thd_second_half_lse_correction(lse: torch.Tensor, lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool) -> None:
+def thd_second_half_lse_correction(
+    lse: torch.Tensor, lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool
+) -> None:
     """Take a step of the second halves into ``lse``."""
     whole, step, _ = _lse_places(cu_seqlens, lse_packed, True)
     found, more = _by_token(lse, lse_packed)[whole], _by_token(lse_per_step, lse_packed)[step]
@@ -146,8 +163,8 @@ def thd_second_half_lse_correction(lse: torch.Tensor, lse_per_step: torch.Tensor
 
 @torch.no_grad()
 def thd_out_correction(
-    out: torch.Tensor, out_per_step: torch.Tensor, lse: torch.Tensor, lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor,
-    only_second_half: bool, lse_packed: bool,
+    out: torch.Tensor, out_per_step: torch.Tensor, lse: torch.Tensor, lse_per_step: torch.Tensor,
+    cu_seqlens: torch.Tensor, only_second_half: bool, lse_packed: bool,
 ) -> None:  # fmt: skip
     """Add a step's output, weighted by its share of the sum. A zero stays one, whatever its weight is."""
     whole, step, rows = _lse_places(cu_seqlens, lse_packed, only_second_half)

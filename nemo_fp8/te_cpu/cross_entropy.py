@@ -3,9 +3,9 @@
     loss = log(sum(exp(x))) - x[y]      with label smoothing s:  (1 - s) loss + s (log(sum(exp(x))) - mean(x))
     dx   = (softmax(x) - s / V - (1 - s) at y) * grad
 
-In FP32 whatever the logits are. Ranks exchange four numbers a token (largest logit, sum of exponentials, target's logit, sum of logits);
-of the forward pass only the first two are kept, and backward makes the probabilities again of the saved logits, which it overwrites.
-A token whose target is ``ignore_idx`` has no loss and no gradient.
+In FP32 whatever the logits are. Ranks exchange four numbers a token (largest logit, sum of exponentials, target's
+logit, sum of logits); of the forward pass only the first two are kept, and backward makes the probabilities again of
+the saved logits, which it overwrites. A token whose target is ``ignore_idx`` has no loss and no gradient.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def _own(target: torch.Tensor, rank: int, width: int) -> tuple[torch.Tensor, tor
 
 @torch.no_grad()
 def cross_entropy_forward(
-    _input: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any, ignore_idx: int,
-    overwrite_input: bool,
+    _input: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any,
+    ignore_idx: int, overwrite_input: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:  # fmt: skip
-    """[loss, saved logits, (largest, sum of exponentials) of each token, target, tokens that count, rank, world size]."""
+    """[loss, saved logits, (largest, sum of exponentials) of each token, target, tokens that count, rank, world
+    size]."""
     rank = 0 if dist_process_group is None else dist.get_rank(dist_process_group)
     world = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
     width, y = _input.shape[-1], target.contiguous().flatten()
@@ -59,8 +60,8 @@ def cross_entropy_forward(
 
 @torch.no_grad()
 def cross_entropy_backward(
-    saved_input: torch.Tensor, stats: torch.Tensor, target: torch.Tensor, n_non_ignore: torch.Tensor | None, grad_output: torch.Tensor,
-    label_smoothing: float, reduce_loss: bool, rank: int, world_size: int, ignore_idx: int,
+    saved_input: torch.Tensor, stats: torch.Tensor, target: torch.Tensor, n_non_ignore: torch.Tensor | None,
+    grad_output: torch.Tensor, label_smoothing: float, reduce_loss: bool, rank: int, world_size: int, ignore_idx: int,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient, in the memory of the saved logits."""
     width, y = saved_input.shape[-1], target.flatten()

@@ -2,11 +2,12 @@
 
     device="cuda"            the CPU, in every factory, in ``.to``, ``torch.load`` and ``torch.Generator``
     tensor.is_cuda           True: TE and Megatron assert on it
-    torch.cuda.*             one device of the architecture that is stood for; streams and events order what is ordered anyway
+    torch.cuda.*             one device of the architecture that is stood for; streams and events order what is ordered
+                             anyway
 
-Names of torch are replaced, each a row with its reason, for the rest of the process. A ``TorchFunctionMode`` would come and go, and
-does not do: torch leaves a mode during every call that the mode handles, ``Tensor.backward`` included, and a mode belongs to one
-thread, where autograd runs backward in others.
+Names of torch are replaced, each a row with its reason, for the rest of the process. A ``TorchFunctionMode`` would come
+and go, and does not do: torch leaves a mode during every call that the mode handles, ``Tensor.backward`` included, and
+a mode belongs to one thread, where autograd runs backward in others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _arch: list[int] = []
 
 def stand_in(arch: int) -> None:
     """Take the CPU for a CUDA device of that architecture, until the process ends."""
-    importlib.import_module("torch._dynamo")  # it maps torch's functions by name at its import, and refuses two names for one function
+    importlib.import_module(
+        "torch._dynamo"
+    )  # it maps torch's functions by name at its import, and refuses two names for one function
     _device._device_constructors()  # what `with torch.device("meta")` looks for: torch's own functions, which ours call
 
     _arch[:] = [arch]
@@ -46,7 +49,8 @@ def standing_for() -> int | None:
 
 
 def multiplies_fp8_in_any_layout() -> bool:
-    """Whether the GPU stood for multiplies FP8 matrices however they lie (Blackwell); Hopper needs both by rows, so TE keeps transposes."""
+    """Whether the GPU stood for multiplies FP8 matrices however they lie (Blackwell); Hopper needs both by rows, so TE
+    keeps transposes."""
     return 100 <= _arch[0] < 120
 
 
@@ -116,12 +120,13 @@ def _memory() -> tuple[int, int]:
 def _properties(device: object = None) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         major=_arch[0] // 10, minor=_arch[0] % 10, multi_processor_count=132, total_memory=_memory()[1], warp_size=32,
-        name=f"a CPU that stands for {ARCHITECTURES[_arch[0]]}", L2_cache_size=50 << 20, shared_memory_per_block_optin=232448,
-    )  # fmt: skip
+        name=f"a CPU that stands for {ARCHITECTURES[_arch[0]]}", L2_cache_size=50 << 20,
+        shared_memory_per_block_optin=232448, )  # fmt: skip
 
 
 def _answers(value: Any) -> Callable[..., Any]:
-    """A function of its own for each name: torch.compile knows functions by their identity, and refuses one that stands for two."""
+    """A function of its own for each name: torch.compile knows functions by their identity, and refuses one that stands
+    for two."""
     return lambda *args, **kwargs: value
 
 
@@ -138,13 +143,19 @@ _CUDA: dict[str, tuple[Any, str]] = {
     "_lazy_init": (_answers(None), _ONE_DEVICE),
     "_lazy_call": (lambda call, **kwargs: call(), _ONE_DEVICE),
     "_is_in_bad_fork": (_answers(False), "there is no driver that a fork could break"),
-    "device_count": (lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "every rank of this machine has a device of its own"),
+    "device_count": (
+        lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "every rank of this machine has a device of its own",
+    ),
     "current_device": (_answers(CPU), "not 0: torch.device(0) asks for a CUDA build"),
     "set_device": (_answers(None), _ONE_DEVICE),
     "device": (_answers(nullcontext()), _ONE_DEVICE),
     "get_device_properties": (_properties, "TE chooses recipes and layouts by it"),
     "get_device_name": (lambda device=None: _properties().name, "logs say what it is"),
-    "get_device_capability": (lambda device=None: (_arch[0] // 10, _arch[0] % 10), "TE chooses recipes and layouts by it"),
+    "get_device_capability": (
+        lambda device=None: (_arch[0] // 10, _arch[0] % 10),
+        "TE chooses recipes and layouts by it",
+    ),
     "is_bf16_supported": (_answers(True), "every CPU computes BF16, if slowly"),
     "synchronize": (_answers(None), _ORDERED),
     "Stream": (Order, _ORDERED),
@@ -174,9 +185,10 @@ _CUDA: dict[str, tuple[Any, str]] = {
 
 # ---------------------------------------------------------------------- torch and its tensors
 
-_FACTORIES = """empty zeros ones full tensor as_tensor asarray rand randn randint randperm arange linspace logspace eye empty_like
-zeros_like ones_like full_like rand_like randn_like randint_like empty_strided scalar_tensor tril_indices triu_indices range
-normal empty_permuted""".split()
+_FACTORIES = """empty zeros ones full tensor as_tensor asarray rand randn randint randperm arange linspace logspace eye
+    empty_like
+zeros_like ones_like full_like rand_like randn_like randint_like empty_strided scalar_tensor tril_indices triu_indices
+range normal empty_permuted""".split()
 _METHODS = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
 
 
@@ -272,9 +284,14 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         "load": (_load_on_cpu, "checkpoints are mapped to cuda by name"),
         "set_default_device": (_answers(None), "the default device is the CPU, and stays it"),
     }
-    of_tensors: dict[str, tuple[Any, str]] = {name: (_on_cpu(getattr(torch.Tensor, name)), allocates) for name in _METHODS}
+    of_tensors: dict[str, tuple[Any, str]] = {
+        name: (_on_cpu(getattr(torch.Tensor, name)), allocates) for name in _METHODS
+    }
     of_tensors |= {
-        "_make_wrapper_subclass": (staticmethod(_on_cpu(torch.Tensor._make_wrapper_subclass)), "TE gives its tensors a device by number"),
+        "_make_wrapper_subclass": (
+            staticmethod(_on_cpu(torch.Tensor._make_wrapper_subclass)),
+            "TE gives its tensors a device by number",
+        ),
         "to": (_to_cpu, allocates),
         "cuda": (_itself, allocates),
         "pin_memory": (_itself, "there is no transfer that pinned memory could speed up"),

@@ -3,8 +3,8 @@
     delayed    code = cast(x * scale), scale given; the quantizer's amax grows to that of ``x``
     current    scale = 448 / amax(x), over a process group where the quantizer asks for one
 
-A tensor keeps its codes as they lie (``_data``) and, for a GPU that multiplies FP8 matrices in one layout only (Ada, Hopper), turned
-round (``_transpose``, [K, ..]).
+A tensor keeps its codes as they lie (``_data``) and, for a GPU that multiplies FP8 matrices in one layout only (Ada,
+Hopper), turned round (``_transpose``, [K, ..]).
 """
 
 from __future__ import annotations
@@ -67,13 +67,17 @@ def operand(tensor: Any, by_rows: bool) -> Quantized:
         return Quantized(turned, scale, None, "row")
     elif tensor._data is not None and multiplies_fp8_in_any_layout():
         return Quantized(_matrix(tensor._data).view(dtype), scale, None, "col")
-    raise RuntimeError(f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an FP8 tensor that holds no copy for it.")
+    raise RuntimeError(
+        f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an FP8 tensor that holds no copy for it."
+    )
 
 
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     """The tensor's values."""
     shape = tuple(tensor.size())
-    codes = tensor._data if tensor._data is not None else tensor._transpose.view(shape[-1], -1).t().contiguous().view(shape)
+    codes = (
+        tensor._data if tensor._data is not None else tensor._transpose.view(shape[-1], -1).t().contiguous().view(shape)
+    )
     scale_inv: torch.Tensor = tensor._scale_inv.reshape(())
     return (decode(codes.view(torch_dtype(tensor._fp8_dtype)), torch.float32) * scale_inv).to(dtype)
 

@@ -2,10 +2,11 @@
 
     D = op(B) @ op(A)        op(A) = A.T where transA, else A        op(B) = B.T where transB, else B
 
-This is cuBLAS's column-major call seen from row-major tensors: a linear's forward is ``A = weight, transA``, its dgrad ``A = weight``,
-its wgrad ``A = x, transB`` with ``B = dy``. What a GEMM contracts it reads from the copy that was quantized along that dimension: A by
-rows where transA, B by rows unless transB. Both operands so lie as [outer, contracted], and the product is ``numerics.gemm``'s, but for
-two kinds whose scales a GPU multiplies into partial sums: blockwise operands on Hopper (``blockwise.product``), and NVFP4's.
+This is cuBLAS's column-major call seen from row-major tensors: a linear's forward is ``A = weight, transA``, its dgrad
+``A = weight``, its wgrad ``A = x, transB`` with ``B = dy``. What a GEMM contracts it reads from the copy that was
+quantized along that dimension: A by rows where transA, B by rows unless transB. Both operands so lie as [outer,
+contracted], and the product is ``numerics.gemm``'s, but for two kinds whose scales a GPU multiplies into partial sums:
+blockwise operands on Hopper (``blockwise.product``), and NVFP4's.
 
 Then, in the kernel's order: ``alpha``, bias, GELU, and a cast, an accumulation, or one rounding to D's type.
 """
@@ -29,7 +30,8 @@ HOPPER = 90
 
 
 def _promotes(A: Any, B: Any) -> bool:
-    """Whether Hopper's GEMM of blockwise operands multiplies them, which scales partial sums, and rounds before it accumulates."""
+    """Whether Hopper's GEMM of blockwise operands multiplies them, which scales partial sums, and rounds before it
+    accumulates."""
     return device.standing_for() == HOPPER and all(hasattr(tensor, "_is_2D_scaled") for tensor in (A, B))
 
 
@@ -45,7 +47,8 @@ _Operand = Quantized | nvfp4.Side | torch.Tensor
 
 
 def _operand(tensor: Any, by_rows: bool) -> _Operand:
-    """``tensor`` for a GEMM that contracts its columns (``by_rows``) or its rows; a plain matrix comes as [outer, contracted]."""
+    """``tensor`` for a GEMM that contracts its columns (``by_rows``) or its rows; a plain matrix comes as [outer,
+    contracted]."""
     if is_quantized(tensor):
         return quantized.reader_of(tensor).operand(tensor, by_rows)  # type: ignore[no-any-return]
     matrix: torch.Tensor = tensor.reshape(as_matrix_shape(tensor.shape))
@@ -101,7 +104,8 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """[D, bias gradient, input of GELU, extra output]. With ``grad`` a ``bias`` asks for its gradient, the sum of B's rows."""
+    """[D, bias gradient, input of GELU, extra output]. With ``grad`` a ``bias`` asks for its gradient, the sum of B's
+    rows."""
     if comm_overlap is not None:
         raise NotImplementedError("generic_gemm with userbuffers has no CPU implementation: they are NVLink's.")
     shape = _shape_of_product(A, transA, B, transB, D)
@@ -109,7 +113,9 @@ def generic_gemm(
     forward_bias = None if grad else bias
     promotes = _promotes(A, B)
     if promotes:
-        epilogue = ("d" if grad and bias is None else "") + "gelu" if gelu else "bgrad" if grad and bias is not None else ""
+        epilogue = (
+            ("d" if grad and bias is None else "") + "gelu" if gelu else "bgrad" if grad and bias is not None else ""
+        )
         (a_rows, a_columns), (b_rows, b_columns) = as_matrix_shape(A.size()), as_matrix_shape(B.size())
         outer = (a_rows if transA else a_columns, b_columns if transB else b_rows)
         blockwise.refuse(A, B, a_columns if transA else a_rows, outer, use_split_accumulator, epilogue, dtype)

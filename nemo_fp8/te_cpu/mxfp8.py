@@ -22,7 +22,8 @@ BLOCK = 32
 
 
 def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
-    """Codes and scales by rows, by columns, or both; with 2D quantization 32x32 blocks, whose scale is repeated along the block."""
+    """Codes and scales by rows, by columns, or both; with 2D quantization 32x32 blocks, whose scale is repeated along
+    the block."""
     square = quantizer.with_2d_quantization
     operand = Operand(format_of(torch_dtype(quantizer.dtype)).name, (BLOCK if square else 1, BLOCK), "e8m0")
     rows, columns = as_matrix_shape(x.shape)
@@ -44,7 +45,9 @@ def operand(tensor: Any, by_rows: bool) -> Quantized:
     side = "row" if by_rows else "column"
     data = getattr(tensor, f"_{side}wise_data")
     if data is None:
-        raise RuntimeError(f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an MXFP8 tensor without {side}wise data.")
+        raise RuntimeError(
+            f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an MXFP8 tensor without {side}wise data."
+        )
     data = data.reshape(-1, data.shape[-1]).view(torch_dtype(tensor._fp8_dtype))
     rows, columns = data.shape
     padded = swizzle.scales_of(tensor, side)

@@ -26,8 +26,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def layernorm_fwd(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, ln_out: Any, quantizer: Any, otype: Any,
-    sm_margin: int, zero_centered_gamma: bool,
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, ln_out: Any, quantizer: Any,
+    otype: Any, sm_margin: int, zero_centered_gamma: bool,
 ) -> list[Any]:  # fmt: skip
     """[output, mean, rsigma]."""
     x = _rows(input)
@@ -77,7 +77,12 @@ def rmsnorm_fwd(
 
 @torch.no_grad()
 def rmsnorm_bwd(
-    dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, sm_margin: int, zero_centered_gamma: bool
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    rsigma: torch.Tensor,
+    gamma: torch.Tensor,
+    sm_margin: int,
+    zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
     """[dx, dweight]."""
     return _rmsnorm_bwd(dz, x, None, rsigma, gamma, zero_centered_gamma)
@@ -98,7 +103,12 @@ def rmsnorm_bwd_add(
 
 
 def _rmsnorm_bwd(
-    dz: torch.Tensor, x: torch.Tensor, add: torch.Tensor | None, rsigma: torch.Tensor, gamma: torch.Tensor, zero_centered: bool
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    add: torch.Tensor | None,
+    rsigma: torch.Tensor,
+    gamma: torch.Tensor,
+    zero_centered: bool,
 ) -> list[torch.Tensor]:
     d, h = _rows(dz), _rows(x) * rsigma[:, None]
     g = d * _gain(gamma, zero_centered)

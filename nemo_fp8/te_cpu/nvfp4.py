@@ -7,10 +7,11 @@
     by rows       two codes a byte [M, K/2], scales [M, K/16] padded to [128 m, 4 n]
     by columns    turned round: [K, M/2] and [K, M/16]
 
-A block is 16 in a row, or 16x16 for weights, whose scale is repeated for each of its rows. With the random Hadamard transform the
-columns are quantized after ``x @ (H * signs) / 4``, which spreads an outlier over its block. A code is rounded to the nearest even, or,
-for gradients, to one of its two neighbours with the probability that keeps the mean (stochastic rounding, from torch's generator).
-``4over6`` blocks, which choose between two scales by their error, are cast by TE's own Python reference.
+A block is 16 in a row, or 16x16 for weights, whose scale is repeated for each of its rows. With the random Hadamard
+transform the columns are quantized after ``x @ (H * signs) / 4``, which spreads an outlier over its block. A code is
+rounded to the nearest even, or, for gradients, to one of its two neighbours with the probability that keeps the mean
+(stochastic rounding, from torch's generator). ``4over6`` blocks, which choose between two scales by their error, are
+cast by TE's own Python reference.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
 
 
 def swizzles(quantizer: Any, rows: int, columns: int) -> bool:
-    """Whether the kernel for this shape writes swizzled scales: one does with the Hadamard transform, one with square blocks."""
-    return columns % 128 == 0 and (rows % 64 == 0 if quantizer.with_rht else quantizer.with_2d_quantization and rows % 128 == 0)
+    """Whether the kernel for this shape writes swizzled scales: one does with the Hadamard transform, one with square
+    blocks."""
+    return columns % 128 == 0 and (
+        rows % 64 == 0 if quantizer.with_rht else quantizer.with_2d_quantization and rows % 128 == 0
+    )
 
 
 def _write_side(quantizer: Any, x: torch.Tensor, out: Any, side: str, amax: torch.Tensor | None) -> None:
@@ -60,7 +64,9 @@ def _write_side(quantizer: Any, x: torch.Tensor, out: Any, side: str, amax: torc
     else:
         amax = reduced(quantizer, (amax_of(x) if amax is None else amax).reshape(1).clone())
     codes, scales = (_four_over_six if quantizer.nvfp4_use_4over6 else _blocks)(quantizer, x, amax)
-    if getattr(out, f"_amax_{side}wise").shape != amax.shape:  # TE describes one amax for all columns where each row has its own
+    if (
+        getattr(out, f"_amax_{side}wise").shape != amax.shape
+    ):  # TE describes one amax for all columns where each row has its own
         setattr(out, f"_amax_{side}wise", torch.empty_like(amax))
     getattr(out, f"_amax_{side}wise").copy_(amax)
     getattr(out, f"_{side}wise_data").view(codes.shape).copy_(codes)
@@ -158,7 +164,8 @@ def _four_over_six(quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> tuple
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a tensor: FP32 ``codes`` [outer, contracted], a scale for 16 of them, and the amax that ``largest`` encodes."""
+    """One side of a tensor: FP32 ``codes`` [outer, contracted], a scale for 16 of them, and the amax that ``largest``
+    encodes."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -170,7 +177,8 @@ class Side:
         return self._times(self.scales)
 
     def dequantize(self) -> torch.Tensor:
-        """The values in FP32. A GPU multiplies the scale with the amax first, and with the reciprocal of ``largest``."""
+        """The values in FP32. A GPU multiplies the scale with the amax first, and with the reciprocal of
+        ``largest``."""
         return self._times(self.scales * self.amax.reshape(-1, 1) * _reciprocal(self.largest))
 
     def _times(self, scales: torch.Tensor) -> torch.Tensor:
@@ -187,7 +195,9 @@ def operand(tensor: Any, by_rows: bool) -> Side:
     side = "row" if by_rows else "column"
     data = getattr(tensor, f"_{side}wise_data")
     if data is None:
-        raise RuntimeError(f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an NVFP4 tensor without {side}wise data.")
+        raise RuntimeError(
+            f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an NVFP4 tensor without {side}wise data."
+        )
     packed = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
     codes = _VALUES[unpack(packed).long()]
     rows, columns = codes.shape
@@ -196,7 +206,8 @@ def operand(tensor: Any, by_rows: bool) -> Side:
 
 
 def product(a: Side, b: Side) -> torch.Tensor:
-    """``b @ a.T`` in FP32: sums of ``code * scale``, and both amaxes last. On numbers of like size the sums are exact, in any order."""
+    """``b @ a.T`` in FP32: sums of ``code * scale``, and both amaxes last. On numbers of like size the sums are exact,
+    in any order."""
     with fp32_matmul("bf16" if multiplies_bf16() else "ieee"):
         out = torch.mm(b.scaled(), a.scaled().t())
     return out.mul_(b.amax.reshape(-1, 1) * a.amax.reshape(1, -1) * _reciprocal(a.largest * b.largest))

@@ -2,8 +2,9 @@
 
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        p = p - lr * (m / c1) / (sqrt(v / c2) + eps)
 
-with weight decay added to the gradient (mode 0, Adam) or to the update (mode 1, AdamW). All in FP32 on parameters, moments and
-masters of any type. ``noop_flag`` and ``chunk_size`` are a GPU's; a flag that is set skips the capturable step, as there.
+with weight decay added to the gradient (mode 0, Adam) or to the update (mode 1, AdamW). All in FP32 on parameters,
+moments and masters of any type. ``noop_flag`` and ``chunk_size`` are a GPU's; a flag that is set skips the capturable
+step, as there.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def multi_tensor_unscale_l2norm(
 
 
 def _adam(
-    g: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, lr: float, beta1: float, beta2: float, eps: float,
-    corrections: tuple[float, float], mode: int, decay: float,
+    g: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, lr: float, beta1: float, beta2: float,
+    eps: float, corrections: tuple[float, float], mode: int, decay: float,
 ) -> torch.Tensor:  # fmt: skip
     """Write the moments and give the new parameter, in FP32."""
     if mode == 0:
@@ -74,8 +75,8 @@ def _corrections(beta1: float, beta2: float, step: float, wanted: bool | int) ->
 
 @torch.no_grad()
 def multi_tensor_adam(
-    chunk_size: int, noop_flag: Any, tensor_lists: Lists, lr: float, beta1: float, beta2: float, eps: float, step: int, mode: int,
-    bias_correction: int, weight_decay: float,
+    chunk_size: int, noop_flag: Any, tensor_lists: Lists, lr: float, beta1: float, beta2: float, eps: float, step: int,
+    mode: int, bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
     """[gradients, parameters, m, v] and, where parameters are not FP32, their masters."""
     corrections = _corrections(beta1, beta2, int(step), bias_correction)
@@ -83,8 +84,8 @@ def multi_tensor_adam(
         if bias_correction and not master and all(t.dtype == torch.float32 for t in (g, p, m, v)):
             kernel = torch._fused_adam_ if mode == 0 else torch._fused_adamw_  # the same in one pass
             kernel(
-                [p], [g], [m], [v], [], [torch.tensor(float(step))], lr=float(lr), beta1=beta1, beta2=beta2, weight_decay=weight_decay,
-                eps=eps, amsgrad=False, maximize=False,
+                [p], [g], [m], [v], [], [torch.tensor(float(step))], lr=float(lr), beta1=beta1, beta2=beta2,
+                weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
             continue
         full = master[0] if master else p
@@ -96,19 +97,24 @@ def multi_tensor_adam(
 
 @torch.no_grad()
 def multi_tensor_adam_param_remainder(
-    chunk_size: int, noop_flag: Any, tensor_lists: Lists, lr: float, beta1: float, beta2: float, eps: float, step: int, mode: int,
-    bias_correction: int, weight_decay: float,
+    chunk_size: int, noop_flag: Any, tensor_lists: Lists, lr: float, beta1: float, beta2: float, eps: float, step: int,
+    mode: int, bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
     """[gradients, BF16 parameters, m, v, remainders]: the FP32 master is the parameter's 16 bits and 16 more.
 
-    The parameter is the master rounded to nearest, so where the remainder is negative it lies one above the master's upper half.
+    The parameter is the master rounded to nearest, so where the remainder is negative it lies one above the master's
+    upper half.
     """
     corrections = _corrections(beta1, beta2, int(step), bias_correction)
     for g, p, m, v, rest in _together(tensor_lists):
         low = rest.view(torch.int16).int()
         high = p.view(torch.int16).int() - (low < 0).int()
         master = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
-        bits = _adam(g.float(), master, m, v, lr, beta1, beta2, eps, corrections, mode, weight_decay).contiguous().view(torch.int32)
+        bits = (
+            _adam(g.float(), master, m, v, lr, beta1, beta2, eps, corrections, mode, weight_decay)
+            .contiguous()
+            .view(torch.int32)
+        )
         low = (bits & 0xFFFF).to(torch.int16)
         p.view(torch.int16).copy_((bits >> 16) + (low < 0).int())
         rest.view(torch.int16).copy_(low)
@@ -116,10 +122,11 @@ def multi_tensor_adam_param_remainder(
 
 @torch.no_grad()
 def multi_tensor_adam_fp8(
-    chunk_size: int, noop_flag: Any, tensor_lists: Lists, lr: float, beta1: float, beta2: float, eps: float, step: int, mode: int,
-    bias_correction: int, weight_decay: float, fp8_dtype: Any,
+    chunk_size: int, noop_flag: Any, tensor_lists: Lists, lr: float, beta1: float, beta2: float, eps: float, step: int,
+    mode: int, bias_correction: int, weight_decay: float, fp8_dtype: Any,
 ) -> None:  # fmt: skip
-    """[gradients, FP8 codes, m, v, masters, scales, amaxes, scale_invs]: the new codes with the scale of the steps before."""
+    """[gradients, FP8 codes, m, v, masters, scales, amaxes, scale_invs]: the new codes with the scale of the steps
+    before."""
     corrections = _corrections(beta1, beta2, int(step), bias_correction)
     format = format_of(torch_dtype(fp8_dtype))
     for g, codes, m, v, master, scale, amax, inverse in _together(tensor_lists):
@@ -132,8 +139,8 @@ def multi_tensor_adam_fp8(
 
 @torch.no_grad()
 def multi_tensor_adam_capturable(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: torch.Tensor, beta1: float, beta2: float, eps: float,
-    step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: torch.Tensor,
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: torch.Tensor, beta1: float, beta2: float,
+    eps: float, step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: torch.Tensor,
 ) -> None:  # fmt: skip
     """Adam whose step, rate and loss scale are tensors; gradients are unscaled in place."""
     if noop_flag.item():
@@ -153,8 +160,8 @@ multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 @torch.no_grad()
 def multi_tensor_sgd(
-    chunk_size: int, noop_flag: Any, tensor_lists: Lists, wd: float, momentum: float, dampening: float, lr: float, nesterov: bool,
-    first_run: bool, wd_after_momentum: bool, scale: float,
+    chunk_size: int, noop_flag: Any, tensor_lists: Lists, wd: float, momentum: float, dampening: float, lr: float,
+    nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float,
 ) -> None:  # fmt: skip
     """[gradients, parameters, momenta] and, where there are any, copies of the parameters in another type."""
     for g, p, running, *copies in _together(tensor_lists):

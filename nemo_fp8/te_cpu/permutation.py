@@ -1,15 +1,18 @@
 """Tokens to their experts and back: the kernels of TE's MoE permutation, in two maps.
 
-    mask map     routing_map [tokens, experts] of 0 and 1; what belongs to one expert lies together, tokens in their order
+    mask map     routing_map [tokens, experts] of 0 and 1; what belongs to one expert lies together, tokens in their
+                 order
     index map    indices [tokens, k] of experts; the same order, by a stable sort of the indices
 
     permute      out[row(t, e)] = x[t]                                  rows are copied, bytes or values
-    unpermute    out[t] = sum over e of x[row(t, e)] * prob[t, e]       mask map: summed in FP32, index map: in the tensor's own type
+    unpermute    out[t] = sum over e of x[row(t, e)] * prob[t, e]       mask map: summed in FP32, index map: in the
+                 tensor's own type
     chunk sort   out[row(t)] = x[t], whole chunks of tokens in another order
 
-The mask map's kernels are Triton's in TE, the index map's CUDA's; the first are replaced under the names of TE's Python functions that
-launch them. ``row_id_map`` [tokens, 2 experts + 1] holds of each token its rows, last expert first, their experts, and their number.
-Sums run over a token's experts in the kernels' order, all tokens at once. What a kernel leaves unwritten is zero here.
+The mask map's kernels are Triton's in TE, the index map's CUDA's; the first are replaced under the names of TE's Python
+functions that launch them. ``row_id_map`` [tokens, 2 experts + 1] holds of each token its rows, last expert first,
+their experts, and their number. Sums run over a token's experts in the kernels' order, all tokens at once. What a
+kernel leaves unwritten is zero here.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int
 
 
 def _routed(row_id_map: torch.Tensor, num_experts: int, pad_offsets: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Token, expert and row of everything that was routed; ``pad_offsets`` moves each expert's rows behind the padding before them."""
+    """Token, expert and row of everything that was routed; ``pad_offsets`` moves each expert's rows behind the padding
+    before them."""
     there = torch.arange(num_experts) < row_id_map[:, -1:]
     tokens, places = there.nonzero(as_tuple=True)
     rows, experts = row_id_map[tokens, places].long(), row_id_map[tokens, num_experts + places].long()
@@ -44,7 +48,8 @@ def permute_with_mask_map(
     pad_offsets: torch.Tensor | None, num_tokens: int, num_experts: int, num_out_tokens: int, hidden_size: int,
     scale_hidden_dim: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Rows, the scales of their blocks, and their probabilities, permuted. A row of probability zero is padding, and holds zeros."""
+    """Rows, the scales of their blocks, and their probabilities, permuted. A row of probability zero is padding, and
+    holds zeros."""
     tokens, experts, rows = _routed(row_id_map, num_experts, pad_offsets)
     out, out_scale, out_probs = inp.new_zeros(num_out_tokens, hidden_size), None, None
     out[rows] = inp[tokens]
@@ -60,10 +65,12 @@ def permute_with_mask_map(
 
 @torch.no_grad()
 def unpermute_with_mask_map(
-    inp: torch.Tensor, row_id_map: torch.Tensor, merging_probs: torch.Tensor | None, permuted_probs: torch.Tensor | None,
+    inp: torch.Tensor, row_id_map: torch.Tensor, merging_probs: torch.Tensor | None,
+    permuted_probs: torch.Tensor | None,
     pad_offsets: torch.Tensor | None, num_tokens: int, num_experts: int, hidden_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """The sum of each token's rows, weighted where ``merging_probs`` says so, and ``permuted_probs`` where they came from."""
+    """The sum of each token's rows, weighted where ``merging_probs`` says so, and ``permuted_probs`` where they came
+    from."""
     total = torch.zeros(num_tokens, hidden_size)
     count = row_id_map[:, -1]
     for place in range(int(count.max()) if num_tokens else 0):
@@ -100,7 +107,9 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
 
 @torch.no_grad()
-def make_chunk_sort_map(split_sizes: torch.Tensor, sorted_indices: torch.Tensor, num_tokens: int, num_splits: int) -> torch.Tensor:
+def make_chunk_sort_map(
+    split_sizes: torch.Tensor, sorted_indices: torch.Tensor, num_tokens: int, num_splits: int
+) -> torch.Tensor:
     """The row that each token moves to; tokens behind the last chunk stay."""
     sizes, order = split_sizes.long(), sorted_indices.long()
     begins = torch.empty_like(sizes)
@@ -113,7 +122,12 @@ def make_chunk_sort_map(split_sizes: torch.Tensor, sorted_indices: torch.Tensor,
 
 @torch.no_grad()
 def sort_chunks_by_map(
-    inp: torch.Tensor, row_id_map: torch.Tensor, probs: torch.Tensor | None, num_tokens: int, hidden_size: int, is_forward: bool
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    num_tokens: int,
+    hidden_size: int,
+    is_forward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows and their probabilities to where the map says, or back."""
     rows = row_id_map.long()
@@ -136,9 +150,15 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def moe_permute_fwd(
-    input: torch.Tensor, dtype: Any, indices: torch.Tensor, num_out_tokens: int, workspace: list[torch.Tensor], max_expanded_token_num: int
+    input: torch.Tensor,
+    dtype: Any,
+    indices: torch.Tensor,
+    num_out_tokens: int,
+    workspace: list[torch.Tensor],
+    max_expanded_token_num: int,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """[permuted rows, map, workspace]; the map [k, tokens] holds each row's place, -1 where ``num_out_tokens`` left it out."""
+    """[permuted rows, map, workspace]; the map [k, tokens] holds each row's place, -1 where ``num_out_tokens`` left it
+    out."""
     tokens, k = indices.shape
     order = indices.flatten().sort(stable=True).indices
     places = torch.empty(tokens * k, dtype=torch.int64)
@@ -159,7 +179,11 @@ def moe_unpermute_fwd(
     total = torch.zeros(num_tokens, input.shape[1], dtype=kind)
     for place, rows in enumerate(maps.long()):
         there = rows >= 0
-        values = input[rows[there]].to(kind) if input.dtype == kind else _bytes(input)[rows[there]].view(input.dtype).to(kind)
+        values = (
+            input[rows[there]].to(kind)
+            if input.dtype == kind
+            else _bytes(input)[rows[there]].view(input.dtype).to(kind)
+        )
         if prob.numel():
             values = values * prob[there, place].to(kind)[:, None]
         total[there] += values

@@ -1,14 +1,16 @@
 """The router of a mixture of experts: TE's fused scores, choice of experts, and balancing losses.
 
     scores     softmax(x) before or after the choice, sigmoid(x), or sqrt(softplus(x))
-    choice     the k largest of score + bias; with groups, of the best groups, a group being worth the sum of its k / groups largest
-    probs      the chosen scores, for sigmoid and sqrtsoftplus divided by their sum where k > 1, times ``scaling_factor``; zero elsewhere
+    choice     the k largest of score + bias; with groups, of the best groups, a group being worth the sum of its k /
+               groups largest
+    probs      the chosen scores, for sigmoid and sqrtsoftplus divided by their sum where k > 1, times
+               ``scaling_factor``; zero elsewhere
     aux loss   coeff * experts / (k * tokens^2) * sum over e of tokens_per_expert[e] * sum over t of probs[t, e]
 
-In FP32 whatever the logits are; of equal scores the first expert is chosen. A routing map is a byte or a bit an expert, least bit first,
-or the indices themselves where the caller gives memory for them. ``intermediate_output`` is what backward reads: the scores, and the
-logits for sqrtsoftplus. Quantile balancing chooses one expert more, takes its biased score for the token's cutoff, and counts of every
-expert in which of ``bins`` its distance to the cutoff falls.
+In FP32 whatever the logits are; of equal scores the first expert is chosen. A routing map is a byte or a bit an expert,
+least bit first, or the indices themselves where the caller gives memory for them. ``intermediate_output`` is what
+backward reads: the scores, and the logits for sqrtsoftplus. Quantile balancing chooses one expert more, takes its
+biased score for the token's cutoff, and counts of every expert in which of ``bins`` its distance to the cutoff falls.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 def _check(score_function: str, topk: int, experts: int) -> None:
     """Refuse what the extension refuses, in its words."""
     if score_function not in _SCORES:
-        raise RuntimeError(f"score_function must be softmax, sigmoid or sqrtsoftplus for router fusion, got {score_function}")
+        raise RuntimeError(
+            f"score_function must be softmax, sigmoid or sqrtsoftplus for router fusion, got {score_function}"
+        )
     if not 0 < topk <= experts:
         raise RuntimeError(f"topk must be in [1, num_experts], got topk={topk} num_experts={experts}")
 
@@ -103,9 +107,16 @@ def _mask_of(routing_map: torch.Tensor, experts: int, use_dense_indices: bool, r
 
 
 def _probabilities(
-    x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, topk: int, after: bool, normalize: bool, factor: float | None
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    chosen: torch.Tensor,
+    topk: int,
+    after: bool,
+    normalize: bool,
+    factor: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[probabilities, softmax of the chosen ones alone with -inf elsewhere]. ``after``: the softmax comes after the choice."""
+    """[probabilities, softmax of the chosen ones alone with -inf elsewhere]. ``after``: the softmax comes after the
+    choice."""
     kept = (x if after else scores).gather(1, chosen)
     if after:
         kept = torch.softmax(kept, -1)
@@ -117,9 +128,9 @@ def _probabilities(
 
 @torch.no_grad()
 def fused_topk_with_score_function_fwd(
-    logits: torch.Tensor, topk: int, use_pre_softmax: bool, num_groups: int | None, group_topk: int | None, scaling_factor: float | None,
-    score_function: str, expert_bias: torch.Tensor | None, routing_map_format: int = 0, topk_indices: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    logits: torch.Tensor, topk: int, use_pre_softmax: bool, num_groups: int | None, group_topk: int | None,
+    scaling_factor: float | None, score_function: str, expert_bias: torch.Tensor | None, routing_map_format: int = 0,
+    topk_indices: torch.Tensor | None = None, ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """[probabilities, routing map or indices, what backward reads]."""
     experts, leading = logits.shape[-1], logits.shape[:-1]
     _check(score_function, topk, experts)
@@ -136,7 +147,9 @@ def fused_topk_with_score_function_fwd(
     return probs.to(logits.dtype).view(logits.shape), routed, saved.reshape(logits.shape).clone()
 
 
-def _routing_output(chosen: torch.Tensor, experts: int, leading: Any, routing_map_format: int, indices: Any) -> torch.Tensor:
+def _routing_output(
+    chosen: torch.Tensor, experts: int, leading: Any, routing_map_format: int, indices: Any
+) -> torch.Tensor:
     if indices is None:
         return _as_map(chosen, experts, leading, routing_map_format)
     found: torch.Tensor = indices.copy_(chosen.view(indices.shape))
@@ -145,8 +158,10 @@ def _routing_output(chosen: torch.Tensor, experts: int, leading: Any, routing_ma
 
 @torch.no_grad()
 def fused_topk_with_score_function_bwd(
-    routing_map: torch.Tensor, intermediate_output: torch.Tensor, grad_probs: torch.Tensor, grad_logits: torch.Tensor, topk: int,
-    use_pre_softmax: bool, scaling_factor: float | None, score_function: str, use_dense_indices: bool = False, routing_map_format: int = 0,
+    routing_map: torch.Tensor, intermediate_output: torch.Tensor, grad_probs: torch.Tensor, grad_logits: torch.Tensor,
+    topk: int,
+    use_pre_softmax: bool, scaling_factor: float | None, score_function: str, use_dense_indices: bool = False,
+    routing_map_format: int = 0,
 ) -> None:  # fmt: skip
     """The gradient of the logits, written to ``grad_logits``."""
     experts = grad_probs.shape[-1]
@@ -186,7 +201,9 @@ def fused_topk_with_score_function_qb_fwd(
     chosen, cutoff = best[:, :topk], biased.gather(1, best[:, topk:]).flatten()
     probs, _ = _probabilities(x, scores, chosen, topk, False, True, scaling_factor)
     bins = histogram.shape[1]
-    distance = (cutoff[:, None] - scores - bin_bounds[0]) * (torch.tensor(float(bins)) / (bin_bounds[1] - bin_bounds[0]))
+    distance = (cutoff[:, None] - scores - bin_bounds[0]) * (
+        torch.tensor(float(bins)) / (bin_bounds[1] - bin_bounds[0])
+    )
     found = distance.floor().clamp_(0, bins - 1).long() + torch.arange(experts) * bins
     histogram += torch.bincount(found.flatten(), minlength=histogram.numel()).view(histogram.shape).to(histogram.dtype)
     routed = _routing_output(chosen, experts, logits.shape[:-1], routing_map_format, topk_indices)
@@ -214,7 +231,11 @@ def fused_score_for_moe_aux_loss_fwd(
 
 @torch.no_grad()
 def fused_score_for_moe_aux_loss_bwd(
-    intermediate_output: torch.Tensor, grad_scores: torch.Tensor, grad_logits: torch.Tensor, topk: int, score_function: str
+    intermediate_output: torch.Tensor,
+    grad_scores: torch.Tensor,
+    grad_logits: torch.Tensor,
+    topk: int,
+    score_function: str,
 ) -> None:
     """The gradient of the logits, written to ``grad_logits``."""
     g, saved = grad_scores.float(), intermediate_output
@@ -227,12 +248,13 @@ def fused_score_for_moe_aux_loss_bwd(
 
 @torch.no_grad()
 def fused_moe_aux_loss_fwd(
-    probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: int | torch.Tensor, num_experts: int, num_rows: int,
-    num_cols: int, topk: int, coeff: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: int | torch.Tensor, num_experts: int,
+    num_rows: int, num_cols: int, topk: int, coeff: float, ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """[loss, (coefficient, loss in FP32)]. Columns may be several sequences' experts, one after the other."""
     if num_cols % num_experts:
-        raise RuntimeError(f"Number of input columns ({num_cols}) must be a multiple of number of experts ({num_experts}).")
+        raise RuntimeError(
+            f"Number of input columns ({num_cols}) must be a multiple of number of experts ({num_experts})."
+        )
     tokens = float(total_num_tokens)
     coefficient = torch.tensor(num_experts * coeff) / topk / tokens / tokens
     loss = (probs.float().sum(0) * tokens_per_expert.float()).sum() * coefficient

@@ -1,6 +1,7 @@
 """Moving rows about: padding of groups, transposes, dropout, offsets, and the sums of groups of rows.
 
-TE pads the rows of each expert to a multiple of 16 or 32, since FP8 GEMMs ask for that, and takes the padding off again.
+TE pads the rows of each expert to a multiple of 16 or 32, since FP8 GEMMs ask for that, and takes the padding off
+again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from nemo_fp8.te_cpu import nvfp4, quantized
 
 
 def split_quantize(
-    tensor: torch.Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any], disable_bulk_allocation: bool = False
+    tensor: torch.Tensor,
+    split_sections: Sequence[int],
+    quantizer_list: Sequence[Any],
+    disable_bulk_allocation: bool = False,
 ) -> list[Any]:
     """Consecutive rows of a matrix, each part by a quantizer of its own."""
     parts = torch.split(tensor.detach().reshape(-1, tensor.shape[-1]), [int(n) for n in split_sections])
@@ -23,18 +27,27 @@ def split_quantize(
 
 def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
     """Every tensor by its quantizer."""
-    return [quantized.quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
+    return [
+        quantized.quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)
+    ]
 
 
-def create_empty_quantized_tensor(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool) -> Any:
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool
+) -> Any:
     """A quantized tensor that holds nothing yet."""
     return quantized.create(quantizer, shape, dtype, device, pin_memory)
 
 
 def bulk_allocate(
-    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: Any = None, alignments: Any = None, *more: Any
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    device: Any = None,
+    alignments: Any = None,
+    *more: Any,
 ) -> list[torch.Tensor]:
-    """Memory for several tensors. A GPU takes it in one piece, for the sake of launches; here there is nothing to gain."""
+    """Memory for several tensors. A GPU takes it in one piece, for the sake of launches; here there is nothing to
+    gain."""
     return [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
@@ -42,7 +55,9 @@ def bulk_allocate(
 def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Codes [.., K] as [K, ..]."""
     shape = (input.shape[-1], *input.shape[:-1])
-    turned = input.reshape(-1, input.shape[-1]).t().contiguous().view(shape) if input.numel() else input.new_empty(shape)
+    turned = (
+        input.reshape(-1, input.shape[-1]).t().contiguous().view(shape) if input.numel() else input.new_empty(shape)
+    )
     return turned if out is None else out.copy_(turned.view(out.shape))
 
 
@@ -103,10 +118,10 @@ def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.
 
 
 def splits_to_offsets_multi(
-    split_sizes: torch.Tensor, device: Any, strides: Sequence[int], include_leading_zero: Sequence[bool], dtypes: Sequence[torch.dtype],
-    bulk_allocate: bool = False,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    """The same for several lengths of a row at once, with or without the zero before the first group; the sizes as INT64 with them."""
+    split_sizes: torch.Tensor, device: Any, strides: Sequence[int], include_leading_zero: Sequence[bool], dtypes:
+    Sequence[torch.dtype], bulk_allocate: bool = False, ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    """The same for several lengths of a row at once, with or without the zero before the first group; the sizes as
+    INT64 with them."""
     sizes = split_sizes.long()
     rows = zip(strides, include_leading_zero, dtypes, strict=True)
     return sizes, [_offsets(sizes, stride, zero).to(dtype) for stride, zero, dtype in rows]
@@ -129,21 +144,25 @@ def _groups(offsets: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def compute_grouped_dbias(dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: torch.Tensor | None = None) -> torch.Tensor:
+def compute_grouped_dbias(
+    dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The bias gradients of groups of rows, added to ``dbias`` where there is one."""
     return _add_groups(dy.float(), offsets, num_groups, dbias)
 
 
 @torch.no_grad()
 def compute_grouped_dbias_dscales(
-    dy: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor, dbias: torch.Tensor | None = None,
-    dscales: torch.Tensor | None = None,
+    dy: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor,
+    dbias: torch.Tensor | None = None, dscales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same where a row's bias was multiplied by its scale, and the scales' gradients."""
     g = dy.float()
     of = torch.nn.functional.pad(bias.float(), (0, 0, 0, 1))[_groups(offsets, len(dy))]
     found = (g * of).sum(1)
-    return _add_groups(g * scales[:, None], offsets, bias.shape[0], dbias), found if dscales is None else dscales.add_(found)
+    return _add_groups(g * scales[:, None], offsets, bias.shape[0], dbias), found if dscales is None else dscales.add_(
+        found
+    )
 
 
 def _add_groups(g: torch.Tensor, offsets: torch.Tensor, groups: int, total: torch.Tensor | None) -> torch.Tensor:

@@ -15,10 +15,11 @@ from nemo_fp8.te_cpu.quantized import amax_of
 
 @torch.no_grad()
 def fused_amax_and_scale_update_after_reduction(
-    amax_reduction_buffer: torch.Tensor, amax_histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], amax_compute_algo: str,
-    fp8_dtype: Any, margin: float,
+    amax_reduction_buffer: torch.Tensor, amax_histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor],
+    amax_compute_algo: str, fp8_dtype: Any, margin: float,
 ) -> None:  # fmt: skip
-    """Roll each history, newest at its end and row 0 cleared for the next step, and take the scale of what it then holds.
+    """Roll each history, newest at its end and row 0 cleared for the next step, and take the scale of what it then
+    holds.
 
     An amax of zero was not seen in this step: the history and the scale stay as they are.
     """

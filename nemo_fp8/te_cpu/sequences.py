@@ -1,10 +1,12 @@
-"""Sequences of different lengths: packed one after the other, padded to the longest, and kept in a cache of keys and values.
+"""Sequences of different lengths: packed one after the other, padded to the longest, and kept in a cache of keys and
+values.
 
-    thd     [tokens, heads, width], sequence i at cu_seqlens[i]      bshd    [batch, longest, heads, width], zeros behind the end
+    thd     [tokens, heads, width], sequence i at cu_seqlens[i]      bshd    [batch, longest, heads, width], zeros
+            behind the end
     cache   [pages, page size, heads, width]; token t of a sequence lies in its page t / size, at t % size
 
-Unfused attention computes on padded sequences, and generation appends to the cache. No arithmetic: the copies are exact. The last
-functions bring queries, keys and values into the order that fused kernels read.
+Unfused attention computes on padded sequences, and generation appends to the cache. No arithmetic: the copies are
+exact. The last functions bring queries, keys and values into the order that fused kernels read.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) 
 @torch.no_grad()
 def copy_to_kv_cache(
     new_k: torch.Tensor, new_v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
-    cu_new_lens: torch.Tensor, cu_cached_lens: torch.Tensor, qkv_format: object, b: int, max_ctx_len: int, max_seq_len: int,
-    max_pages_per_seq: int, is_non_paged: bool,
+    cu_new_lens: torch.Tensor, cu_cached_lens: torch.Tensor, qkv_format: object, b: int, max_ctx_len: int,
+    max_seq_len: int, max_pages_per_seq: int, is_non_paged: bool,
 ) -> None:  # fmt: skip
-    """Append new keys and values to their sequences. Without pages a sequence has a row, and moves to that of its place in the batch."""
+    """Append new keys and values to their sequences. Without pages a sequence has a row, and moves to that of its place
+    in the batch."""
     new_lens, lens = ((cu[1:] - cu[:-1]).tolist() for cu in (cu_new_lens, cu_cached_lens))
     table, page_size = page_table.view(-1, max_pages_per_seq).long(), max_seq_len // max_pages_per_seq
     if is_non_paged:
@@ -60,7 +63,8 @@ def copy_to_kv_cache(
 
 
 def _gather_rows(k_cache: torch.Tensor, v_cache: torch.Tensor, rows: list[int], lens: list[int]) -> None:
-    """Close the gaps that finished sequences left: row ``rows[i]`` moves to row i, in order, which is never overtaken."""
+    """Close the gaps that finished sequences left: row ``rows[i]`` moves to row i, in order, which is never
+    overtaken."""
     for i, row in enumerate(rows):
         if i and row < rows[i - 1]:  # the table ends here
             break
@@ -74,7 +78,8 @@ def _gather_rows(k_cache: torch.Tensor, v_cache: torch.Tensor, rows: list[int], 
 
 @torch.no_grad()
 def fa_prepare_fwd(qkvi: torch.Tensor) -> torch.Tensor:
-    """[3, b, s, heads, width] from the queries [s, b, heads, width] of a buffer in which each head's three lie together."""
+    """[3, b, s, heads, width] from the queries [s, b, heads, width] of a buffer in which each head's three lie
+    together."""
     s, b, heads, width = qkvi.shape
     if qkvi.stride() != (3 * width * heads * b, 3 * width * heads, 3 * width, 1):
         raise RuntimeError(f"Wrong stride: {qkvi.stride()} are not those of queries beside their keys and values.")
@@ -97,7 +102,9 @@ def multi_tensor_transpose_to_bhsd(
 ) -> list[torch.Tensor | None]:
     """Heads before tokens, in every tensor that is there; zeros where an output is wider."""
     if original_format not in _HEADS_BEFORE_TOKENS:
-        raise RuntimeError(f"multi_tensor_transpose_to_bhsd: only BSHD/SBHD -> BHSD is currently supported (got {original_format}).")
+        raise RuntimeError(
+            f"multi_tensor_transpose_to_bhsd: only BSHD/SBHD -> BHSD is currently supported (got {original_format})."
+        )
     found: list[torch.Tensor | None] = []
     for x, out in zip(inputs, outputs or [None] * len(inputs), strict=True):
         turned = None if x is None else x.permute(_HEADS_BEFORE_TOKENS[original_format]).contiguous()

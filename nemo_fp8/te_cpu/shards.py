@@ -4,8 +4,9 @@
     2. an all-reduce takes their maximum, and scales are made of it
     3. every rank: its slice's codes, with the scales of the blocks that it touches
 
-so that the codes are those of the whole matrix quantized at once, to the bit, although nobody ever holds it in high precision.
-NVFP4's weights have 16x16 blocks and a scale of the whole tensor above theirs; TE makes their columns of the gathered codes later.
+so that the codes are those of the whole matrix quantized at once, to the bit, although nobody ever holds it in high
+precision. NVFP4's weights have 16x16 blocks and a scale of the whole tensor above theirs; TE makes their columns of the
+gathered codes later.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _MX = 32
 
 
 def _rows_of(shard: torch.Tensor, columns: int, start: int) -> tuple[torch.Tensor, int, int]:
-    """The whole rows that the shard touches, zeros where it has nothing; the first of them, and the one after the last."""
+    """The whole rows that the shard touches, zeros where it has nothing; the first of them, and the one after the
+    last."""
     first, last = start // columns, -(-(start + shard.numel()) // columns)
     rows = torch.zeros((last - first) * columns, dtype=torch.float32)
     at = start - first * columns
@@ -54,14 +56,23 @@ def fp8_block_scaling_compute_partial_amax(
 
 @torch.no_grad()
 def fp8_block_scaling_partial_cast(
-    inp: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: Any
+    inp: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    h: int,
+    w: int,
+    start_offset: int,
+    block_len: int,
+    out_dtype: Any,
 ) -> None:
     """Codes of this shard, with the scales of square blocks."""
     if not inp.numel():
         return
     rows, first, last = _rows_of(inp, w, start_offset)
     factor = scale[torch.arange(first, last) // block_len].repeat_interleave(block_len, 1)[:, :w]
-    out.copy_(_slice_of(cast(rows * factor, format_of(torch_dtype(out_dtype))), inp, w, start_offset, first).view(out.shape))
+    out.copy_(
+        _slice_of(cast(rows * factor, format_of(torch_dtype(out_dtype))), inp, w, start_offset, first).view(out.shape)
+    )
 
 
 @torch.no_grad()
@@ -107,7 +118,8 @@ def _factors(codes: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def nvfp4_multi_tensor_compute_partial_amax(
-    master_weight_list: Sequence[torch.Tensor], partial_amax_list: Sequence[torch.Tensor], global_amax_list: Sequence[torch.Tensor],
+    master_weight_list: Sequence[torch.Tensor], partial_amax_list: Sequence[torch.Tensor],
+    global_amax_list: Sequence[torch.Tensor],
     h_list: Sequence[int], w_list: Sequence[int], start_offset_list: Sequence[int], block_len: int,
 ) -> None:  # fmt: skip
     """Amaxes of square blocks and of everything, as far as these shards know them."""
@@ -125,11 +137,13 @@ def nvfp4_compute_global_scale(global_amax: torch.Tensor, global_scale: torch.Te
 
 @torch.no_grad()
 def nvfp4_multi_tensor_fused_scale(
-    block_amax_list: Sequence[torch.Tensor], global_amax_list: Sequence[torch.Tensor], per_block_scale_list: Sequence[torch.Tensor],
+    block_amax_list: Sequence[torch.Tensor], global_amax_list: Sequence[torch.Tensor],
+    per_block_scale_list: Sequence[torch.Tensor],
     target_scale_list: Sequence[torch.Tensor], target_amax_list: Sequence[torch.Tensor], tile_rows_list: Sequence[int],
     tile_cols_list: Sequence[int], rows_padded_list: Sequence[int], block_len: int,
 ) -> None:  # fmt: skip
-    """The blocks' scales: in FP32 for the casts, as E4M3 codes for each row of the tensors, whose amaxes are written with them."""
+    """The blocks' scales: in FP32 for the casts, as E4M3 codes for each row of the tensors, whose amaxes are written
+    with them."""
     lists = (block_amax_list, global_amax_list, per_block_scale_list, target_scale_list, target_amax_list)
     for blocks, whole, scales, target, target_amax in zip(*lists, strict=True):
         scales.copy_(nvfp4.block_scale(blocks, nvfp4.encode_scale(whole)))
@@ -142,10 +156,11 @@ def nvfp4_multi_tensor_fused_scale(
 @torch.no_grad()
 def nvfp4_multi_tensor_2d_partial_cast(
     inp_list: Sequence[torch.Tensor], out_list: Sequence[torch.Tensor], scale_list: Sequence[torch.Tensor],
-    global_scale_list: Sequence[torch.Tensor], h_list: Sequence[int], w_list: Sequence[int], start_offset_list: Sequence[int],
-    block_len: int,
+    global_scale_list: Sequence[torch.Tensor], h_list: Sequence[int], w_list: Sequence[int],
+    start_offset_list: Sequence[int], block_len: int,
 ) -> None:  # fmt: skip
-    """Codes of these shards, two a byte. A shard may begin or end in the middle of one; the other half stays as it is."""
+    """Codes of these shards, two a byte. A shard may begin or end in the middle of one; the other half stays as it
+    is."""
     lists = (inp_list, out_list, scale_list, global_scale_list, w_list, start_offset_list)
     for shard, out, scale, whole, w, start in zip(*lists, strict=True):
         rows, first, last = _rows_of(shard, w, start)
@@ -159,8 +174,8 @@ def nvfp4_multi_tensor_2d_partial_cast(
 @torch.no_grad()
 def nvfp4_2d_multi_tensor_transpose(
     rowwise_data_list: Sequence[torch.Tensor], columnwise_data_list: Sequence[torch.Tensor],
-    rowwise_scale_inv_list: Sequence[torch.Tensor], columnwise_scale_inv_list: Sequence[torch.Tensor], M_list: Sequence[int],
-    K_list: Sequence[int],
+    rowwise_scale_inv_list: Sequence[torch.Tensor], columnwise_scale_inv_list: Sequence[torch.Tensor],
+    M_list: Sequence[int], K_list: Sequence[int],
 ) -> None:  # fmt: skip
     """The columns of weights whose rows are there: a square block serves both."""
     lists = (rowwise_data_list, columnwise_data_list, rowwise_scale_inv_list, columnwise_scale_inv_list, M_list, K_list)

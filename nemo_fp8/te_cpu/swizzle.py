@@ -1,11 +1,13 @@
 """The order in which Blackwell's tensor cores read the scales of MXFP8 and NVFP4 tensors, and the way back.
 
     plain       [128 m, 4 n] row by row
-    swizzled    m x n tiles of 512 scales; within one, the scale of row r and column c lies at (r % 32) * 16 + (r / 32) * 4 + c
+    swizzled    m x n tiles of 512 scales; within one, the scale of row r and column c lies at (r % 32) * 16 + (r / 32)
+                * 4 + c
 
-The order holds no information, and the GEMM here reads the plain one. It is kept all the same where TE asks for it (a quantizer's
-``optimize_for_gemm``), because the tensor then says so, and TE's Python refuses what such a tensor cannot do: gathers, FSDP's hooks,
-copies between tensors of different order. MXFP8's columns are swizzled turned round, as the tensor cores contract them; NVFP4's lie so.
+The order holds no information, and the GEMM here reads the plain one. It is kept all the same where TE asks for it (a
+quantizer's ``optimize_for_gemm``), because the tensor then says so, and TE's Python refuses what such a tensor cannot
+do: gathers, FSDP's hooks, copies between tensors of different order. MXFP8's columns are swizzled turned round, as the
+tensor cores contract them; NVFP4's lie so.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def plain(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(tensor: Any, side: str) -> bool:
-    """Whether these scales are held turned round from how a tensor core reads them: NVFP4's amax tells its tensors from MXFP8's."""
+    """Whether these scales are held turned round from how a tensor core reads them: NVFP4's amax tells its tensors from
+    MXFP8's."""
     return side == "column" and not hasattr(tensor, "_amax_columnwise")
 
 

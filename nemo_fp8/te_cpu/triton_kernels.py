@@ -1,8 +1,9 @@
-"""TE's Triton kernels, by the Python functions that launch them: each is replaced by torch code, or refuses under its own name.
+"""TE's Triton kernels, by the Python functions that launch them: each is replaced by torch code, or refuses under its
+own name.
 
-Triton has no CPU to compile for, and its interpreter would run a program a token in Python. The functions that launch the kernels are
-plain ones of plain tensors, and everything above them (autograd, custom operators, checks) stays TE's. They are replaced when their
-module has been loaded, before anybody imports them from there.
+Triton has no CPU to compile for, and its interpreter would run a program a token in Python. The functions that launch
+the kernels are plain ones of plain tensors, and everything above them (autograd, custom operators, checks) stays TE's.
+They are replaced when their module has been loaded, before anybody imports them from there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LAUNCHERS: dict[str, tuple[str, str]] = {
 """TE's module, ours, and the functions that have one name in both."""
 
 MISSING: dict[str, str] = {
-    "mhc": "mhc_generate_mix_and_aggregate mhc_fused_sinkhorn mhc_fused_scale mhc_fused_aggregate mhc_fused_expand_combine "
+    "mhc": "mhc_generate_mix_and_aggregate mhc_fused_sinkhorn mhc_fused_scale mhc_fused_aggregate "
+    "mhc_fused_expand_combine "
     "mhc_fused_projection",
 }
 """Functions that have no CPU implementation, by TE's module: the hyper-connections."""

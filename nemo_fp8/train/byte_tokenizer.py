@@ -1,8 +1,8 @@
 """The byte tokenizer of our stories in Hugging Face's files, for engines that speak text.
 
-Token ``i`` is the byte ``i``, so a byte-level BPE with 256 tokens and no merges is the same thing. Its special tokens are the three
-control characters themselves, U+0000 to U+0002, which are the bytes that ``ByteTokenizer`` gives that meaning; so both encode every text
-alike, and both leave them out when they decode.
+Token ``i`` is the byte ``i``, so a byte-level BPE with 256 tokens and no merges is the same thing. Its special tokens
+are the three control characters themselves, U+0000 to U+0002, which are the bytes that ``ByteTokenizer`` gives that
+meaning; so both encode every text alike, and both leave them out when they decode.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ def files() -> dict[str, bytes]:
         "model_max_length": 10**9,
         **special,
     }
-    return {"tokenizer.json": _text(_tokenizer()), "tokenizer_config.json": _text(about), "special_tokens_map.json": _text(special)}
+    return {
+        "tokenizer.json": _text(_tokenizer()),
+        "tokenizer_config.json": _text(about),
+        "special_tokens_map.json": _text(special),
+    }
 
 
 def _tokenizer() -> dict[str, Any]:
@@ -59,7 +63,8 @@ def _tokenizer() -> dict[str, Any]:
 
 
 def _letters() -> list[str]:
-    """The letter by which byte-level tokenizers write each byte: itself where it can be seen, else one from U+0100 on."""
+    """The letter by which byte-level tokenizers write each byte: itself where it can be seen, else one from U+0100
+    on."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = iter(range(0x100, 0x100 + SIZE))
     return [chr(i if i in seen else next(hidden)) for i in range(SIZE)]

@@ -1,9 +1,9 @@
 """What a contract demands of a run's configs, checked after NeMo has written over them.
 
-NeMo copies a plugin's settings into the model, optimizer and DDP configs field by field. Megatron's own checks ran when those
-configs were made, so nothing looks at the result: a field that a config lacks is dropped, a combination that Megatron refuses
-goes through. Here every one of Megatron's checks is run again on a copy of the result, and each rule that Megatron has not got
-is a row: a code of :data:`nemo_fp8.findings.RULES`, which has the words, and when it applies.
+NeMo copies a plugin's settings into the model, optimizer and DDP configs field by field. Megatron's own checks ran when
+those configs were made, so nothing looks at the result: a field that a config lacks is dropped, a combination that
+Megatron refuses goes through. Here every one of Megatron's checks is run again on a copy of the result, and each rule
+that Megatron has not got is a row: a code of :data:`nemo_fp8.findings.RULES`, which has the words, and when it applies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from nemo_fp8.findings import finding
 from nemo_fp8.render.nemo import SETTINGS, to_nemo
 
 # The plugin's FP8 arguments under the names that Megatron's model config has for them.
-_MODEL_FIELDS = {name: "fp8_param" if name == "fp8_param_gather" else name for name in SETTINGS if name.startswith("fp8")}
+_MODEL_FIELDS = {
+    name: "fp8_param" if name == "fp8_param_gather" else name for name in SETTINGS if name.startswith("fp8")
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class Run:
             strategy = module.trainer.strategy
         except (AttributeError, RuntimeError):  # Lightning's way to say that no trainer is attached
             strategy = None
-        return cls(module.config, getattr(strategy, "ddp_config", None), getattr(getattr(module, "optim", None), "config", None))
+        return cls(
+            module.config,
+            getattr(strategy, "ddp_config", None),
+            getattr(getattr(module, "optim", None), "config", None),
+        )
 
 
 def require_agreement(precision: Precision, run: Run) -> None:
@@ -63,7 +69,9 @@ _RULES: dict[str, Callable[[Precision, Run], bool]] = {
     "run-model-asks-for-fp8": lambda p, run: not p.is_fp8 and bool(getattr(run.model, "fp8", None)),
     "run-model-asks-for-fp4": lambda p, run: bool(getattr(run.model, "fp4", None)),
     "layers-all-kept": lambda p, run: p.is_fp8 and p.first_layers + p.last_layers >= run.model.num_layers,
-    "fp8-param-needs-distributed-optimizer": lambda p, run: p.fp8_param and run.ddp is not None and not _shards_optimizer(run),
+    "fp8-param-needs-distributed-optimizer": lambda p, run: (
+        p.fp8_param and run.ddp is not None and not _shards_optimizer(run)
+    ),
     "run-offloaded-optimizer": lambda p, run: (
         p.fp8_param and p.scaling != "delayed" and bool(getattr(run.optimizer, "optimizer_cpu_offload", False))
     ),
@@ -78,7 +86,9 @@ def _shards_optimizer(run: Run) -> bool:
 
 def _against_the_rules(p: Precision, run: Run) -> Iterator[Problem]:
     model = run.model
-    gaps = {name: getattr(model, name, None) for name in ("fp8", "fp4")} | {"layers": getattr(model, "num_layers", None)}
+    gaps = {name: getattr(model, name, None) for name in ("fp8", "fp4")} | {
+        "layers": getattr(model, "num_layers", None)
+    }
     gaps |= {"first": p.first_layers, "last": p.last_layers, "kept": p.first_layers + p.last_layers}
     gaps |= {"compute": p.compute.upper(), "scaling": p.scaling}
     for code, wrong in _RULES.items():

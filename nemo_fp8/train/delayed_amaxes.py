@@ -1,10 +1,13 @@
-"""Amaxes of delayed scaling that depend on the training alone: not on how often it is validated, nor on where it was saved.
+"""Amaxes of delayed scaling that depend on the training alone: not on how often it is validated, nor on where it was
+saved.
 
-TransformerEngine collects amaxes in the first row of a history, and makes scales of it after the next forward that has a backward:
+TransformerEngine collects amaxes in the first row of a history, and makes scales of it after the next forward that has
+a backward:
 
     validation      what it saw would count as training's: the row is put back at its end
-    a checkpoint    between an optimizer step and the next forward the row holds amaxes of FP8 weights that no other rank has seen yet, and
-                    a checkpoint keeps the state of one tensor-parallel rank: the ranks agree before it is written
+    a checkpoint    between an optimizer step and the next forward the row holds amaxes of FP8 weights that no other
+                    rank has seen yet, and a checkpoint keeps the state of one tensor-parallel rank: the ranks agree
+                    before it is written
 
 Agreeing early changes nothing: TE takes the same maximum over the same ranks after the next forward.
 """

@@ -1,7 +1,8 @@
 """Who runs the FP8 GEMMs of a run, beneath TransformerEngine's Python. Never BF16 in silence.
 
     te         TE's kernels on a GPU; a machine that cannot is refused before anything is built
-    emulated   ``nemo_fp8.te_cpu`` on a machine without a GPU: the same code of TE and Megatron, the same codes and scales
+    emulated   ``nemo_fp8.te_cpu`` on a machine without a GPU: the same code of TE and Megatron, the same codes and
+               scales
     auto       ``te`` where there is a GPU, else ``emulated``
 
 The choice is made once, before the model is built, and said in the log with its reason.
@@ -27,7 +28,8 @@ logger = logging.getLogger("nemo_fp8")
 
 
 def choose_engine(precision: Precision, requested: str = "auto", machine: Machine | None = None) -> str | None:
-    """``te`` or ``emulated``; None for a contract without FP8. Raises where the contract cannot be carried out as asked."""
+    """``te`` or ``emulated``; None for a contract without FP8. Raises where the contract cannot be carried out as
+    asked."""
     if requested not in ENGINES:
         raise PrecisionError([unknown("engine", requested, ENGINES)])
     if not precision.is_fp8:
@@ -45,7 +47,8 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
     if engine == "emulated" and (precision.attention or precision.multi_head_attention):
         raise PrecisionError(
             "FP8 attention on a machine without a GPU.",
-            "TransformerEngine computes attention scores in FP8 inside cuDNN's fused kernel, which has no counterpart on a CPU.",
+            "TransformerEngine computes attention scores in FP8 inside cuDNN's fused kernel, which has no counterpart "
+            "on a CPU.",
             "Set fp8_dot_product_attention=False and fp8_multi_head_attention=False, or train on a GPU.",
         )
     for found in (answer(recipe, machine) for recipe in recipes_of(precision, sides=("train",))):
@@ -57,7 +60,8 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
 
 
 def hold_cpu(contexts: ExitStack, precision: Precision) -> None:
-    """On a machine without a GPU, Megatron on the CPU for as long as a run lasts, whichever accelerator the Trainer has."""
+    """On a machine without a GPU, Megatron on the CPU for as long as a run lasts, whichever accelerator the Trainer
+    has."""
     from nemo_fp8 import te_cpu
 
     if not te_cpu.has_gpu():
@@ -77,7 +81,8 @@ def _require_te_obeys(precision: Precision) -> None:
     wanted = te_environment(precision)
     problems += [
         Problem(
-            f"{late.where}={wanted[late.where]} is needed for {precision.weight_scale} scales, and TransformerEngine has another value.",
+            f"{late.where}={wanted[late.where]} is needed for {precision.weight_scale} scales, and TransformerEngine "
+            "has another value.",
             "Megatron makes TE's recipe from defaults that TE read from the environment when it was imported.",
             f"Set {late.where}={wanted[late.where]} before Python starts, for instance in the executor's env_vars.",
         )

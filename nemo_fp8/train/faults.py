@@ -1,9 +1,9 @@
 """What ended a run, in words: at which step, why, and from which checkpoint it goes on.
 
-A run that ends because of a fault ends with the error of whoever met it: gloo says that a connection was closed, Megatron that a
-norm was NaN, a writer that there was no space. None of them knows the step, the folder or what can be resumed from.
-:class:`Faults` is a Lightning callback that does, and adds it to the error as a note, which a traceback shows below it. The error
-itself stays what it is.
+A run that ends because of a fault ends with the error of whoever met it: gloo says that a connection was closed,
+Megatron that a norm was NaN, a writer that there was no space. None of them knows the step, the folder or what can be
+resumed from. :class:`Faults` is a Lightning callback that does, and adds it to the error as a note, which a traceback
+shows below it. The error itself stays what it is.
 
 Three things it does itself, because nobody else does:
 
@@ -38,7 +38,14 @@ logger = logging.getLogger("nemo_fp8")
 
 PATIENCE = 10
 
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out", "NCCL")
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "timed out",
+    "NCCL",
+)
 _NOT_FINITE = ("found NaN in local grad norm", "found Inf in local grad norm")
 
 
@@ -74,10 +81,14 @@ class Faults(Callback, IOMixin):
                 raise _not_finite(trainer, " and ".join(wrong))
             return
         if any(skipped for _, skipped in scales):
-            logger.warning("Step %d was skipped: gradients overflowed. The loss scale is now %g.", _step(trainer), scales[0][0])
+            logger.warning(
+                "Step %d was skipped: gradients overflowed. The loss scale is now %g.", _step(trainer), scales[0][0]
+            )
         self._lost = self._lost + 1 if not isfinite(values["reduced_train_loss"]) else 0
         if self._lost >= self.patience:
-            raise _not_finite(trainer, f"the loss was not finite in {self._lost} steps in a row, which no loss scale mends")
+            raise _not_finite(
+                trainer, f"the loss was not finite in {self._lost} steps in a row, which no loss scale mends"
+            )
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Add what this run knows to an error of somebody else's."""
@@ -106,7 +117,8 @@ def _says(*words: str) -> Callable[[Any, BaseException], bool]:
 
 
 def _in_save(trainer: Any, error: BaseException) -> bool:
-    """Whether a checkpoint was being written. What a full disk makes a writer say is anything, NeMo's marker is sure."""
+    """Whether a checkpoint was being written. What a full disk makes a writer say is anything, NeMo's marker is
+    sure."""
     folder = _folder(trainer)
     return folder is not None and any(folder.glob(f"*{ModelCheckpoint.UNFINISHED_CHECKPOINT_SUFFIX}"))
 
@@ -120,7 +132,9 @@ def _loss_scales(trainer: Any) -> list[tuple[float, bool]]:
     """Of every optimizer with a dynamic loss scale: the scale, and whether it skipped its last step."""
     outer = getattr(trainer.optimizers[0], "mcore_optimizer", None)
     inner = [outer, *getattr(outer, "chained_optimizers", ())]
-    return [(float(o.grad_scaler.scale), bool(o.found_inf)) for o in inner if getattr(o, "grad_scaler", None) is not None]
+    return [
+        (float(o.grad_scaler.scale), bool(o.found_inf)) for o in inner if getattr(o, "grad_scaler", None) is not None
+    ]
 
 
 def _folder(trainer: Any) -> Path | None:
@@ -145,15 +159,18 @@ def _not_finite(trainer: Any, what: str) -> PrecisionError:
 def _problem_not_finite(trainer: Any) -> Problem:
     return Problem(
         f"Step {_step(trainer)}: the gradients are not finite.",
-        "NaN or infinity came in with a sample or grew out of the weights. A step with them would ruin every weight, so the run ends.",
-        f"{_go_on(trainer)} If it ends at the same step again, look at the samples of that step; if at another, lower the learning rate.",
+        "NaN or infinity came in with a sample or grew out of the weights. A step with them would ruin every weight, "
+        "so the run ends.",
+        f"{_go_on(trainer)} If it ends at the same step again, look at the samples of that step; if at another, lower "
+        "the learning rate.",
     )
 
 
 def _problem_lost(trainer: Any) -> Problem:
     return Problem(
         f"Step {_step(trainer)}: another rank ended, or has not answered in time.",
-        "This rank only waited for it. The cause is in the log of the rank that ended first, or in the system's if it was killed.",
+        "This rank only waited for it. The cause is in the log of the rank that ended first, or in the system's if it "
+        "was killed.",
         f"{_go_on(trainer)} Start the same command again.",
     )
 
@@ -164,7 +181,8 @@ def _problem_save(trainer: Any) -> Problem:
     free = f"{_size(disk.free)} of {_size(disk.total)}"
     return Problem(
         f"Step {_step(trainer)}: the checkpoint could not be written to {folder}, where {free} are free.",
-        "A save needs room for whole checkpoints beside those that are kept; NeMo deletes an old one only when the new one is complete.",
+        "A save needs room for whole checkpoints beside those that are kept; NeMo deletes an old one only when the "
+        "new one is complete.",
         f"Make room there, lower save_top_k, or set another log_dir. {_go_on(trainer)} "
         "NeMo deletes the half-written one when the run starts again.",
     )

@@ -1,14 +1,16 @@
-"""FP8 weights that Megatron initializes on the CPU (``use_cpu_initialization``) begin with the values that they were given.
+"""FP8 weights that Megatron initializes on the CPU (``use_cpu_initialization``) begin with the values that they were
+given.
 
-TransformerEngine quantizes a weight when it is made, and keeps the values it had then; of these the distributed optimizer makes its FP32
-master weights. Under ``use_cpu_initialization`` Megatron makes the weight without a value and writes one into it afterwards:
+TransformerEngine quantizes a weight when it is made, and keeps the values it had then; of these the distributed
+optimizer makes its FP32 master weights. Under ``use_cpu_initialization`` Megatron makes the weight without a value and
+writes one into it afterwards:
 
     weight = quantize(empty)      the kept values, and delayed scaling's amax, are those of uninitialised memory
     weight.data.copy_(value)      the codes are right, until the optimizer's first step writes master weights over them
 
-So a run trains on whatever lay in memory: NaN, or a falling loss on random weights. It is the same on a GPU. Here Megatron's function
-fills a plain tensor first; from that the kept values, the amax and the codes are taken. The trade-off: one name of Megatron's is
-replaced while a model is built, and only for contracts with FP8 weights.
+So a run trains on whatever lay in memory: NaN, or a falling loss on random weights. It is the same on a GPU. Here
+Megatron's function fills a plain tensor first; from that the kept values, the amax and the codes are taken. The
+trade-off: one name of Megatron's is replaced while a model is built, and only for contracts with FP8 weights.
 """
 
 from __future__ import annotations

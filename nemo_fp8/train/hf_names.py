@@ -7,7 +7,8 @@ Megatron fuses what Hugging Face keeps apart, and both keep the same rows:
     vocabulary   padded to a multiple of 128 x TP                        ->  as many rows as the tokenizer has tokens
 
 Each row of ``LAYER`` and ``OUTER`` is one tensor of Megatron's; a family's own words for experts are its row's in
-:mod:`nemo_fp8.models.families`. A tensor that no row knows is refused: a checkpoint that lacks a bias would be another model.
+:mod:`nemo_fp8.models.families`. A tensor that no row knows is refused: a checkpoint that lacks a bias would be another
+model.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ import torch
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.models.families import Family, nemo_classes, of_nemo
 
-# Megatron's name below a layer -> Hugging Face's, and how it comes apart. {experts}, {e} and the expert's words are the family's.
+# Megatron's name below a layer -> Hugging Face's, and how it comes apart. {experts}, {e} and the expert's words are the
+# family's.
 LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
-    "self_attention.linear_qkv.weight": ("qkv", ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")),
-    "self_attention.linear_qkv.bias": ("qkv", ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")),
+    "self_attention.linear_qkv.weight": (
+        "qkv",
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    ),
+    "self_attention.linear_qkv.bias": (
+        "qkv",
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    ),
     "self_attention.linear_proj.weight": ("whole", ("self_attn.o_proj.weight",)),
     "self_attention.q_layernorm.weight": ("whole", ("self_attn.q_norm.weight",)),
     "self_attention.k_layernorm.weight": ("whole", ("self_attn.k_norm.weight",)),
@@ -37,7 +45,10 @@ LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
     "mlp.linear_fc1.weight": ("gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": ("whole", ("mlp.down_proj.weight",)),
     "mlp.router.weight": ("whole", ("{moe}.gate.weight",)),
-    "mlp.experts.{e}.linear_fc1.weight": ("gate_up", ("{moe}.experts.{e}.{gate}.weight", "{moe}.experts.{e}.{up}.weight")),
+    "mlp.experts.{e}.linear_fc1.weight": (
+        "gate_up",
+        ("{moe}.experts.{e}.{gate}.weight", "{moe}.experts.{e}.{up}.weight"),
+    ),
     "mlp.experts.{e}.linear_fc2.weight": ("whole", ("{moe}.experts.{e}.{down}.weight",)),
 }
 OUTER: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -100,7 +111,9 @@ class Names:
         key = _EXPERT.sub("mlp.experts.{e}.", below)
         row = LAYER.get(key) if layer else OUTER.get(megatron)
         if row is None:
-            raise PrecisionError([unknown("tensor of Megatron", megatron, [*OUTER, *(f"decoder.layers.N.{name}" for name in LAYER)])])
+            raise PrecisionError(
+                [unknown("tensor of Megatron", megatron, [*OUTER, *(f"decoder.layers.N.{name}" for name in LAYER)])]
+            )
         words = {"e": expert[1] if expert else "", **self._experts()}
         split, names = row
         for i, name in enumerate(names):
@@ -108,7 +121,9 @@ class Names:
 
     def _experts(self) -> dict[str, str]:
         experts = self.family.experts
-        return {"moe": experts.block, **dict(zip(("gate", "up", "down"), experts.words, strict=True))} if experts else {}
+        return (
+            {"moe": experts.block, **dict(zip(("gate", "up", "down"), experts.words, strict=True))} if experts else {}
+        )
 
     def take(self, part: Part, whole: torch.Tensor) -> torch.Tensor:
         """The rows of a part out of Megatron's tensor."""
@@ -170,9 +185,17 @@ def in_order(megatron: str) -> tuple[int, ...]:
 
 def plain_config(config: Any) -> dict[str, Any]:
     """A live model's config under the names that it has in a checkpoint."""
-    found = {name: getattr(config, name) for name in dir(config) if not name.startswith("_") and not callable(getattr(config, name, None))}
+    found = {
+        name: getattr(config, name)
+        for name in dir(config)
+        if not name.startswith("_") and not callable(getattr(config, name, None))
+    }
     activation = getattr(config, "activation_func", None)
-    return found | {"activation_func": {"_target_": f"{getattr(activation, '__module__', '')}.{getattr(activation, '__name__', '')}"}}
+    return found | {
+        "activation_func": {
+            "_target_": f"{getattr(activation, '__module__', '')}.{getattr(activation, '__name__', '')}"
+        }
+    }
 
 
 def _require_plain(model: str, c: Mapping[str, Any], kind: str, family: Family) -> None:
@@ -184,10 +207,16 @@ def _require_plain(model: str, c: Mapping[str, Any], kind: str, family: Family) 
         (bool(c.get("layernorm_zero_centered_gamma")), "layernorm_zero_centered_gamma=True"),
         (not c.get("gated_linear_unit"), "gated_linear_unit=False"),
         (bool(named) and not named.endswith("silu"), f"activation_func={named}"),
-        (c.get("position_embedding_type", "rope") != "rope", f"position_embedding_type={c.get('position_embedding_type')!r}"),
+        (
+            c.get("position_embedding_type", "rope") != "rope",
+            f"position_embedding_type={c.get('position_embedding_type')!r}",
+        ),
         (float(c.get("rotary_percent") or 1.0) != 1.0, f"rotary_percent={c.get('rotary_percent')}"),
         (bool(c.get("rotary_interleaved")), "rotary_interleaved=True"),
-        (bool(c.get("seq_len_interpolation_factor")), f"seq_len_interpolation_factor={c.get('seq_len_interpolation_factor')}"),
+        (
+            bool(c.get("seq_len_interpolation_factor")),
+            f"seq_len_interpolation_factor={c.get('seq_len_interpolation_factor')}",
+        ),
         (bool(c.get("add_bias_linear")), "add_bias_linear=True"),
         (bool(c.get("num_moe_experts")) and family.experts is None, f"num_moe_experts={c.get('num_moe_experts')}"),
         (bool(c.get("moe_shared_expert_intermediate_size")), "shared experts"),

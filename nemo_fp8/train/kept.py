@@ -1,13 +1,15 @@
-"""Keep linears of TransformerEngine in the compute dtype: those that the rule of :mod:`nemo_fp8.models.selection` keeps by name or shape.
+"""Keep linears of TransformerEngine in the compute dtype: those that the rule of :mod:`nemo_fp8.models.selection` keeps
+by name or shape.
 
-Megatron opens TE's autocast around whole layers, and megatron-core 0.15.3's TE layers take no recipe of their own. A kept linear closes
-the autocast around its own forward, through torch's hooks:
+Megatron opens TE's autocast around whole layers, and megatron-core 0.15.3's TE layers take no recipe of their own. A
+kept linear closes the autocast around its own forward, through torch's hooks:
 
     forward_pre_hook    te.autocast(enabled=False) opens
     forward_hook        it closes, an error included
 
-Backward needs nothing: TE decides in forward how a GEMM's operands are stored. A kept weight that was made in FP8 becomes one in the
-compute dtype again, with the values that it was initialized with, before DDP and the optimizer see it.
+Backward needs nothing: TE decides in forward how a GEMM's operands are stored. A kept weight that was made in FP8
+becomes one in the compute dtype again, with the values that it was initialized with, before DDP and the optimizer see
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def keep_modules(model: Any, precision: Precision) -> None:
     linears = linear_names(model)  # layers are counted over all pipeline stages, as a person counts them
     config = _config_of(model)
     experts, layers = (int(getattr(config, name, None) or 0) for name in ("num_moe_experts", "num_layers"))
-    why = {name: why_kept(precision, (name,), _shapes(linear), side="train", experts=experts) for name, linear in linears.items()}
+    why = {
+        name: why_kept(precision, (name,), _shapes(linear), side="train", experts=experts)
+        for name, linear in linears.items()
+    }
     kept = {name: held for name, held in why.items() if held is not None}
     _require_any(kept, linears, precision, layers)
     _require_fit(kept, precision)
@@ -67,7 +72,9 @@ def _in_compute_dtype(weight: Any) -> torch.nn.Parameter:
     """The same weight unquantized, with what Megatron has written on it."""
     first = weight.get_high_precision_init_val() if hasattr(weight, "get_high_precision_init_val") else None
     plain = torch.nn.Parameter(weight.dequantize() if first is None else first.to(weight.dtype))
-    own = {name: value for name, value in vars(weight).items() if not name.startswith("_") and "high_precision" not in name}
+    own = {
+        name: value for name, value in vars(weight).items() if not name.startswith("_") and "high_precision" not in name
+    }
     plain.__dict__.update(own)
     return plain
 
@@ -82,11 +89,16 @@ def _shapes(linear: torch.nn.Module) -> list[tuple[tuple[int], int]]:
     return list(dict.fromkeys(((p.shape[0],), p.shape[1]) for p in weights))
 
 
-def _require_any(kept: Mapping[str, Kept], linears: dict[str, torch.nn.Module], precision: Precision, layers: int) -> None:
+def _require_any(
+    kept: Mapping[str, Kept], linears: dict[str, torch.nn.Module], precision: Precision, layers: int
+) -> None:
     from megatron.core import parallel_state
 
     found = any(held.rule == KEEP for held in kept.values()) or any(map(precision.keeps, outside_names(range(layers))))
-    alone = not parallel_state.model_parallel_is_initialized() or parallel_state.get_pipeline_model_parallel_world_size() == 1
+    alone = (
+        not parallel_state.model_parallel_is_initialized()
+        or parallel_state.get_pipeline_model_parallel_world_size() == 1
+    )
     if precision.keep and alone and not found:  # another pipeline stage may hold what is meant
         raise PrecisionError(
             f"keep={list(precision.keep)} names no linear of this model.",
@@ -101,7 +113,8 @@ def _require_fit(kept: Mapping[str, Kept], precision: Precision) -> None:
         Problem(
             f"{name}: {held.reason}, under {precision.scaling} scaling.",
             f"Its GEMMs take dimensions that are multiples of {least}.",
-            f"Choose sizes that stay multiples of {least} after the tensor-parallel split, or strict=False to keep such layers.",
+            f"Choose sizes that stay multiples of {least} after the tensor-parallel split, or strict=False to keep "
+            "such layers.",
         )
         for name, held in kept.items()
         if precision.strict and held.rule == SHAPE

@@ -1,11 +1,11 @@
 """The trainer's own log-probs of given tokens, from the live Megatron model under its precision.
 
-    log p(token[t + 1] | token[0..t])        a GPT that is given labels answers with minus this, over a vocabulary that is
-                                             spread over tensor-parallel ranks as well
+    log p(token[t + 1] | token[0..t])        a GPT that is given labels answers with minus this, over a vocabulary that
+                                             is spread over tensor-parallel ranks as well
 
-It is what a rollout's log-probs are held against: the same weights, the trainer's arithmetic. The model is called as it is in
-training, so layout and precision are those of training; each data-parallel rank takes its share and gets everybody's result. NeMo's
-validation step would do it too, and count the samples as consumed.
+It is what a rollout's log-probs are held against: the same weights, the trainer's arithmetic. The model is called as it
+is in training, so layout and precision are those of training; each data-parallel rank takes its share and gets
+everybody's result. NeMo's validation step would do it too, and count the samples as consumed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def token_log_probs(
     try:
         parts = []
         for start in range(first, first + share, micro_batch):
-            batch = {name: value.to(model.device) for name, value in collate([*samples[start : start + micro_batch]]).items()}
+            batch = {
+                name: value.to(model.device) for name, value in collate([*samples[start : start + micro_batch]]).items()
+            }
             parts.append(-model.forward_step(batch).float() * batch["loss_mask"])
     finally:
         model.train(training)

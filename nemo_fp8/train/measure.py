@@ -1,9 +1,10 @@
 """What the operands of TransformerEngine's linears lose in FP8, measured where TE quantizes them.
 
-On a CPU every cast passes through ``nemo_fp8.te_cpu``: what comes by is quantized once more, with statistics, under the scale that the
-cast had. It is what the GEMM multiplies, also where TE fuses the cast into the norm before it. From kernels on a GPU comes what TE
-keeps: amax histories and scales of ``fp8_meta`` or of its quantizers; its codes of inputs and gradients are never to be had. FP8
-primary weights are compared, on both, with the share of the FP32 master weights that lies on this rank.
+On a CPU every cast passes through ``nemo_fp8.te_cpu``: what comes by is quantized once more, with statistics, under the
+scale that the cast had. It is what the GEMM multiplies, also where TE fuses the cast into the norm before it. From
+kernels on a GPU comes what TE keeps: amax histories and scales of ``fp8_meta`` or of its quantizers; its codes of
+inputs and gradients are never to be had. FP8 primary weights are compared, on both, with the share of the FP32 master
+weights that lies on this rank.
 
 Everything is sums and extremes, which add up over the experts of a layer and over ranks:
 
@@ -82,7 +83,9 @@ class Probe:
     @staticmethod
     def sees(module: torch.nn.Module) -> bool:
         """Whether a module is a linear of TransformerEngine's, experts' among them."""
-        return isinstance(getattr(module, "fp8_meta", None), dict) and any(hasattr(module, name) for name in ("weight", "weight0"))
+        return isinstance(getattr(module, "fp8_meta", None), dict) and any(
+            hasattr(module, name) for name in ("weight", "weight0")
+        )
 
     def close(self) -> dict[Key, Measurement]:
         """Every operand of every linear, in the same order on every rank."""
@@ -99,7 +102,9 @@ class Probe:
         if id(quantizer) in self._once:
             return
         if id(quantizer) not in self._owners:
-            self._owners = {id(q): (name, role) for name, module in self.linears.items() for role, q in _quantizers(module)}
+            self._owners = {
+                id(q): (name, role) for name, module in self.linears.items() for role, q in _quantizers(module)
+            }
         self._once.add(id(quantizer))
         if id(quantizer) in self._owners:
             name, role = self._owners[id(quantizer)]
@@ -115,7 +120,9 @@ def reduced(mine: dict[Key, Measurement]) -> dict[Key, Measurement]:
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     if mine and torch.distributed.get_world_size(group) > 1:
-        sums, extremes = (torch.stack([getattr(m, kind) for m in mine.values()]).to(device) for kind in ("sums", "extremes"))
+        sums, extremes = (
+            torch.stack([getattr(m, kind) for m in mine.values()]).to(device) for kind in ("sums", "extremes")
+        )
         torch.distributed.all_reduce(sums, torch.distributed.ReduceOp.SUM, group)
         torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group)
         mine = {key: Measurement(s, e) for key, s, e in zip(mine, sums.cpu(), extremes.cpu(), strict=True)}
@@ -134,18 +141,27 @@ def _quantized(x: torch.Tensor, role: str, precision: Any, quantizer: Any) -> Me
     """An operand, quantized once more with statistics, under the scale of its cast."""
     operand = operands(precision)[role]
     x = x.detach()
-    q = quantize(x.reshape(-1, x.shape[-1]), operand, scale=quantizer.scale.reshape(()) if operand.delayed else None, statistics=True)
+    q = quantize(
+        x.reshape(-1, x.shape[-1]),
+        operand,
+        scale=quantizer.scale.reshape(()) if operand.delayed else None,
+        statistics=True,
+    )
     assert q.statistics is not None
     s = q.statistics.total()
-    return Measurement.of(s.amax, q.scale_inv_fp32, s.elements, s.underflow, s.saturated, s.nonfinite, s.signal, s.noise)
+    return Measurement.of(
+        s.amax, q.scale_inv_fp32, s.elements, s.underflow, s.saturated, s.nonfinite, s.signal, s.noise
+    )
 
 
-# Where a TE linear keeps the quantizer of which operand: list, place in it, and how far the next GEMM's is (experts have one GEMM each).
+# Where a TE linear keeps the quantizer of which operand: list, place in it, and how far the next GEMM's is (experts
+# have one GEMM each).
 _SLOTS = {"input": ("scaling_fwd", 0, 3), "weight": ("scaling_fwd", 1, 3), "grad": ("scaling_bwd", 0, 2)}
 
 
 def _quantizers(module: Any) -> Iterable[tuple[str, Any]]:
-    """Each quantizer of a linear with the role of what it casts. A weight that is cast again is so by its codes' own quantizer."""
+    """Each quantizer of a linear with the role of what it casts. A weight that is cast again is so by its codes' own
+    quantizer."""
     for codes in getattr(module, "_fp8_workspaces", {}).values():
         yield "weight", codes._quantizer
     for role, (key, first, stride) in _SLOTS.items():
@@ -173,7 +189,9 @@ def _primary(weight: Any, optimizers: Iterable[Any]) -> Measurement:
 
 def _parts(weight: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Codes, scales and values of an FP8 weight, under the names that TE's tensor classes have."""
-    codes = next((c for n in ("_data", "_rowwise_data") if isinstance(c := getattr(weight, n, None), torch.Tensor)), None)
+    codes = next(
+        (c for n in ("_data", "_rowwise_data") if isinstance(c := getattr(weight, n, None), torch.Tensor)), None
+    )
     scales = (getattr(weight, n, None) for n in ("_scale_inv", "_rowwise_scale_inv"))
     scale_inv = next(s for s in scales if isinstance(s, torch.Tensor))
     rows, columns = weight.shape[0], weight.numel() // weight.shape[0]
@@ -202,7 +220,9 @@ def _against_master(
         saturated = (at_end & (master.abs() > share.abs() * (format.saturates_above / format.max))).sum()
     signal, noise = (torch.where(finite, t, 0.0).square().sum(dtype=torch.float64) for t in (master, master - share))
     underflow = ((share == 0) & (master != 0)).sum()
-    return Measurement.of(values.abs().amax(), scale_inv, master.numel(), underflow, saturated, (~finite).sum(), signal, noise)
+    return Measurement.of(
+        values.abs().amax(), scale_inv, master.numel(), underflow, saturated, (~finite).sum(), signal, noise
+    )
 
 
 def _share(weight: Any, optimizers: Iterable[Any]) -> slice | None:
@@ -218,7 +238,8 @@ def _share(weight: Any, optimizers: Iterable[Any]) -> slice | None:
 
 
 def _of_te(module: Any) -> dict[str, Measurement]:
-    """What a TE module keeps of its last casts. Of kernels on a GPU it is all there is; written after TE 2.20's sources."""
+    """What a TE module keeps of its last casts. Of kernels on a GPU it is all there is; written after TE 2.20's
+    sources."""
     if not getattr(module, "fp8", False) and not getattr(module, "fp8_initialized", False):
         return {}
     found = {}

@@ -2,13 +2,13 @@
 
     trainer.callbacks = [run.Config(Fp8Monitor, every_n_steps=50)]
 
-For each FP8 linear and each of its operands (input, weight, grad): amax, scales, underflow, saturation, SNR, in the first
-micro-batch of the step, under the scales that the GEMMs of that step used; summed over the ranks that share the layer. And the
-steps that the optimizer skipped. All of it goes to whatever Lightning logs to. A layer that crosses a threshold is told of in
-one line, with the pattern that keeps it out of FP8.
+For each FP8 linear and each of its operands (input, weight, grad): amax, scales, underflow, saturation, SNR, in the
+first micro-batch of the step, under the scales that the GEMMs of that step used; summed over the ranks that share the
+layer. And the steps that the optimizer skipped. All of it goes to whatever Lightning logs to. A layer that crosses a
+threshold is told of in one line, with the pattern that keeps it out of FP8.
 
-Hooks hang on the linears in monitored steps only, so that other steps cost nothing. A monitored step quantizes every operand
-a second time (``measure.py``).
+Hooks hang on the linears in monitored steps only, so that other steps cost nothing. A monitored step quantizes every
+operand a second time (``measure.py``).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _LAYER = re.compile(r"^(.*?\blayers\.)(\d+)(?=\.|$)")
 class Fp8Monitor(Callback):
     """Log per-layer FP8 statistics every ``every_n_steps`` steps, and warn where a layer crosses a threshold.
 
-    ``underflow_percent`` and ``saturation_percent`` are the most, ``snr_db`` the least that passes without a warning; None
-    never warns. ``rows`` holds everything that was measured, one dictionary for each step, layer and operand; ``skipped``
-    counts the steps that the optimizer skipped.
+    ``underflow_percent`` and ``saturation_percent`` are the most, ``snr_db`` the least that passes without a warning;
+    None never warns. ``rows`` holds everything that was measured, one dictionary for each step, layer and operand;
+    ``skipped`` counts the steps that the optimizer skipped.
     """
 
     def __init__(
@@ -52,7 +52,11 @@ class Fp8Monitor(Callback):
         snr_db: float | None = 20.0,
     ) -> None:
         self.every_n_steps = every_n_steps
-        self.limits = {"underflow_percent": underflow_percent, "saturation_percent": saturation_percent, "snr_db": snr_db}
+        self.limits = {
+            "underflow_percent": underflow_percent,
+            "saturation_percent": saturation_percent,
+            "snr_db": snr_db,
+        }
         self.rows: list[dict[str, Any]] = []
         self.skipped = 0
         self._probe: Probe | None = None
@@ -67,13 +71,18 @@ class Fp8Monitor(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Take them down, and tell what they saw."""
-        self.skipped += any(bool(o.found_inf.item()) for o in _optimizers(trainer) if getattr(o, "found_inf", None) is not None)
+        self.skipped += any(
+            bool(o.found_inf.item()) for o in _optimizers(trainer) if getattr(o, "found_inf", None) is not None
+        )
         if self._probe is None:
             return
         measured = reduced(self._probe.close())
         self._probe = None
         step = trainer.global_step
-        rows = [{"step": step, "layer": layer, "operand": operand, **m.numbers()} for (layer, operand), m in measured.items()]
+        rows = [
+            {"step": step, "layer": layer, "operand": operand, **m.numbers()}
+            for (layer, operand), m in measured.items()
+        ]
         self.rows += rows
         self._log(trainer, rows, step)
         if trainer.global_rank == 0:
@@ -129,7 +138,8 @@ def _beyond(name: str, value: float | None, limit: float) -> bool:
 
 
 def linear_names(model: Any) -> dict[str, torch.nn.Module]:
-    """Every linear that FP8 can run in, by the name that ``keep`` knows it by; layers are counted over all pipeline stages."""
+    """Every linear that FP8 can run in, by the name that ``keep`` knows it by; layers are counted over all pipeline
+    stages."""
     chunks: Iterable[Any] = model if isinstance(model, torch.nn.ModuleList | list) else [model]
     names: dict[str, torch.nn.Module] = {}
     for chunk in chunks:

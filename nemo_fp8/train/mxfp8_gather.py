@@ -1,17 +1,22 @@
 """MXFP8 weights under an overlapped all-gather: written where the gather reads, each time before it reads.
 
-Megatron gathers MXFP8 weights in BF16 through the gradient buffer, which it reuses (``reuse_grad_buf_for_mxfp8_param_ag``):
+Megatron gathers MXFP8 weights in BF16 through the gradient buffer, which it reuses
+(``reuse_grad_buf_for_mxfp8_param_ag``):
 
-    optimizer step -> main weights into the buffer -> gather -> quantized into the weights -> buffer zeroed for gradients
+    optimizer step -> main weights into the buffer -> gather -> quantized into the weights -> buffer zeroed for
+    gradients
 
-When the gather overlaps with the forward, the second arrow is left to the training loop, and NeMo 2.7.3's has none of it:
+When the gather overlaps with the forward, the second arrow is left to the training loop, and NeMo 2.7.3's has none of
+it:
 
     every step            NeMo zeroes the buffer and gathers zeros: the weights are destroyed
-    a checkpoint is saved NeMo forces a gather of whatever lies there, so the weights that are saved are those of the step
+    a checkpoint is saved NeMo forces a gather of whatever lies there, so the weights that are saved are those of the
+    step
                           before, and the next step, whose gather counts as done, trains on them
     validation            its gather counts as the next step's, whose gradients are then added to weights in the buffer
 
-``Mxfp8Gather`` writes and gathers at the three points where Megatron's own training loop does; ``Mxfp8Start`` once at the start.
+``Mxfp8Gather`` writes and gathers at the three points where Megatron's own training loop does; ``Mxfp8Start`` once at
+the start.
 """
 
 from __future__ import annotations
@@ -42,8 +47,8 @@ class Mxfp8Gather(Callback):
 class Mxfp8Start(Callback):
     """A run begins with weights that are cast from its master weights, also where both come from a checkpoint.
 
-    A checkpoint holds the values of the codes along rows. The codes along columns, which backward reads, do not follow from these: a
-    resumed run would go on with others than the run that was saved.
+    A checkpoint holds the values of the codes along rows. The codes along columns, which backward reads, do not follow
+    from these: a resumed run would go on with others than the run that was saved.
     """
 
     @torch.no_grad()

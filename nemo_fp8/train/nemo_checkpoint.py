@@ -3,9 +3,10 @@
     source = NemoCheckpoint.open("step=99-last")          # a folder with weights/ and context/, of any layout of ranks
     for name in source.tensors: (matrix,) = source.matrices(name)
 
-It is what ``nemo_fp8.export`` asks of a source. Weights come from ``torch_dist`` (:mod:`nemo_fp8.storage.torch_dist`), so the model is
-never built, and memory holds one of Megatron's tensors. What the model is stands in ``context/model.yaml``, as plain YAML; nothing
-of the context is unpickled or imported. FP8 primary weights lie in a checkpoint as their BF16 values, and are exported as those.
+It is what ``nemo_fp8.export`` asks of a source. Weights come from ``torch_dist`` (:mod:`nemo_fp8.storage.torch_dist`),
+so the model is never built, and memory holds one of Megatron's tensors. What the model is stands in
+``context/model.yaml``, as plain YAML; nothing of the context is unpickled or imported. FP8 primary weights lie in a
+checkpoint as their BF16 values, and are exported as those.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ class NemoCheckpoint:
     """A NeMo checkpoint under Hugging Face's names."""
 
     def __init__(
-        self, folder: Path, stored: TorchDist, names: Names, config: Mapping[str, Any], tokenizer: Mapping[str, bytes | Path]
+        self,
+        folder: Path,
+        stored: TorchDist,
+        names: Names,
+        config: Mapping[str, Any],
+        tokenizer: Mapping[str, bytes | Path],
     ) -> None:
         self.name, self.folder, self.names = str(folder), folder, names
         self._stored, self._tokenizer = stored, tokenizer
@@ -103,7 +109,8 @@ class NemoCheckpoint:
         if self._tokenizer:
             return ()
         return (
-            "The checkpoint holds no tokenizer's files; copy tokenizer.json and tokenizer_config.json into the folder to generate text.",
+            "The checkpoint holds no tokenizer's files; copy tokenizer.json and tokenizer_config.json into the folder "
+            "to generate text.",
         )
 
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
@@ -127,7 +134,10 @@ class NemoCheckpoint:
     def identity(self) -> dict[str, Any]:
         """What changes when the checkpoint does."""
         weights = [path for path in sorted((self.folder / "weights").iterdir()) if path.is_file()]
-        return {path.name: [(about := path.stat()).st_size, about.st_mtime_ns] for path in [*weights, self.folder / "context" / MODEL_YAML]}
+        return {
+            path.name: [(about := path.stat()).st_size, about.st_mtime_ns]
+            for path in [*weights, self.folder / "context" / MODEL_YAML]
+        }
 
     # ------------------------------------------------------------------ inside
 

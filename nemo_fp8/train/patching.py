@@ -105,7 +105,9 @@ def _signature_misfit(name: str, original: Any, replacement: Any) -> str | None:
 def _version_of(target: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    distribution = {"megatron": "megatron-core", "nemo": "nemo-toolkit"}.get(target.partition(".")[0], target.partition(".")[0])
+    distribution = {"megatron": "megatron-core", "nemo": "nemo-toolkit"}.get(
+        target.partition(".")[0], target.partition(".")[0]
+    )
     try:
         return f"{distribution} {version(distribution)}"
     except PackageNotFoundError:

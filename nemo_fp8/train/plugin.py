@@ -1,7 +1,7 @@
 """``MixedPrecision``: NeMo's precision plugin, holding a contract, and doing what it says.
 
-It is a subclass of NeMo's ``MegatronMixedPrecision``, so that NeMo's strategy and every ``isinstance`` check accept it, and
-it takes the same arguments. What it adds, in the order of a run:
+It is a subclass of NeMo's ``MegatronMixedPrecision``, so that NeMo's strategy and every ``isinstance`` check accept it,
+and it takes the same arguments. What it adds, in the order of a run:
 
     construction         the arguments become a contract, which refuses contradictions that NeMo lets pass
     before the model     this machine is asked whether it can run the contract, and the engine is chosen
@@ -35,9 +35,13 @@ from nemo_fp8.train.loading import require_loadable
 
 
 def plugin_arguments(precision: Precision) -> dict[str, Any]:
-    """The arguments of the plugin that give this contract: NeMo's names first, then fields that NeMo has no name for."""
+    """The arguments of the plugin that give this contract: NeMo's names first, then fields that NeMo has no name
+    for."""
     theirs = to_nemo(precision)
-    ours = [*precision.diff(from_nemo(theirs)), *sorted(precision.said)]  # what was said is said again, also where it would follow
+    ours = [
+        *precision.diff(from_nemo(theirs)),
+        *sorted(precision.said),
+    ]  # what was said is said again, also where it would follow
     return theirs | {name: getattr(precision, name) for name in ours}
 
 
@@ -49,7 +53,10 @@ def _parameters() -> list[inspect.Parameter]:
     types |= {"grad_reduce_in_fp32": bool, "first_last_layers_bf16": bool, "reuse_grad_buf_for_mxfp8_param_ag": bool}
     types |= {name: Any for name in IMPLIED if name not in types}
     types |= {name: hint for name, hint in own.items() if name not in types} | {"engine": str}
-    return [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint) for name, hint in types.items()]
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+        for name, hint in types.items()
+    ]
 
 
 PARAMETERS = _parameters()
@@ -65,7 +72,8 @@ def _as_nemo(parameter: inspect.Parameter) -> inspect.Parameter:
 
 
 def takes(parameters: Iterable[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give an ``__init__`` with ``**arguments`` its real signature, which is what fiddle, nemo-run and NeMo's io read."""
+    """Give an ``__init__`` with ``**arguments`` its real signature, which is what fiddle, nemo-run and NeMo's io
+    read."""
 
     def signed(init: Callable[..., None]) -> Callable[..., None]:
         me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -77,9 +85,11 @@ def takes(parameters: Iterable[inspect.Parameter]) -> Callable[[Callable[..., No
 
 @dataclass
 class _LeavesFp8Alone(DtypeConfig):
-    """The dtypes of a contract without FP8. Its FP8 settings are no fields, so NeMo's override does not write over the model's.
+    """The dtypes of a contract without FP8. Its FP8 settings are no fields, so NeMo's override does not write over the
+    model's.
 
-    NeMo's own erases ``fp8=`` on the model's config without a word; here it stays, and the check after the overrides sees it.
+    NeMo's own erases ``fp8=`` on the model's config without a word; here it stays, and the check after the overrides
+    sees it.
     """
 
     fp8: ClassVar[None] = None
@@ -91,8 +101,8 @@ class _LeavesFp8Alone(DtypeConfig):
 class MixedPrecision(MegatronMixedPrecision):
     """NeMo's plugin for mixed precision, driven by a contract.
 
-    ``engine`` says who runs FP8 GEMMs beneath TransformerEngine: ``te`` (its kernels, on a GPU), ``emulated`` (``nemo_fp8.te_cpu``, on a
-    CPU), or ``auto``: whichever this machine has, said once in the log.
+    ``engine`` says who runs FP8 GEMMs beneath TransformerEngine: ``te`` (its kernels, on a GPU), ``emulated``
+    (``nemo_fp8.te_cpu``, on a CPU), or ``auto``: whichever this machine has, said once in the log.
     """
 
     @takes(map(_as_nemo, PARAMETERS))
@@ -104,7 +114,9 @@ class MixedPrecision(MegatronMixedPrecision):
         if not self.contract.is_fp8:
             theirs = self.dtype_config
             kept = {f.name for f in fields(_LeavesFp8Alone)}
-            self.dtype_config: DtypeConfig = _LeavesFp8Alone(**{name: value for name, value in vars(theirs).items() if name in kept})
+            self.dtype_config: DtypeConfig = _LeavesFp8Alone(
+                **{name: value for name, value in vars(theirs).items() if name in kept}
+            )
 
     def replace(self, **changes: Any) -> MixedPrecision:
         """The same plugin with some arguments changed, under NeMo's names or the contract's."""
@@ -112,7 +124,8 @@ class MixedPrecision(MegatronMixedPrecision):
         contract = self.contract.replace(**changes_from_nemo(changes, base=self.contract))
         return type(self)(**resolve_dtypes(plugin_arguments(contract)), engine=engine)
 
-    # ------------------------------------------------------------------ Lightning's and NeMo's hooks, in the order of a run
+    # ------------------------------------------------------------------ Lightning's and NeMo's hooks, in the order of a
+    # run
 
     @contextmanager
     def module_init_context(self) -> Generator[None, None, None]:

@@ -1,18 +1,19 @@
 """What NeMo 2.7.3 breaks in mixed precision, mended from inside the plugin.
 
-Each repair is a function that does nothing unless its bug can bite; ``tests/train/test_repairs.py`` shows NeMo failing and this
-plugin not, for every one. They touch configs and hooks only, and replace no code of NeMo's or Megatron's.
+Each repair is a function that does nothing unless its bug can bite; ``tests/train/test_repairs.py`` shows NeMo failing
+and this plugin not, for every one. They touch configs and hooks only, and replace no code of NeMo's or Megatron's.
 
 FP16 loss is never scaled    NeMo builds Megatron's gradient scaler and divides the gradients by it, but never sets
                              ``config.grad_scale_func``, so the loss is never multiplied: training stands still.
-FP16 aborts on overflow      ``check_for_nan_in_grad`` ends the run at the first overflow, which is how dynamic loss scaling
-                             finds its scale.
-Delayed scaling freezes      An overflow writes inf into the amax history, and ``max`` keeps it for a whole history: tensors are cast
-                             with stale scales for 1024 steps. Forget what overflowed. FP16 overflows on purpose, while it looks
-                             for its loss scale: start it lower.
-Delayed scaling's amaxes       A validation's count as training's, and a resumed run loses those of other ranks. See ``delayed_amaxes.py``.
-MXFP8 + overlapped gather    The gather reads the gradient buffer, which NeMo has zeroed since the optimizer wrote the weights
-                             there: they become zero. See ``mxfp8_gather.py``.
+FP16 aborts on overflow      ``check_for_nan_in_grad`` ends the run at the first overflow, which is how dynamic loss
+                             scaling finds its scale.
+Delayed scaling freezes      An overflow writes inf into the amax history, and ``max`` keeps it for a whole history:
+                             tensors are cast with stale scales for 1024 steps. Forget what overflowed. FP16 overflows
+                             on purpose, while it looks for its loss scale: start it lower.
+Delayed scaling's amaxes       A validation's count as training's, and a resumed run loses those of other ranks. See
+                               ``delayed_amaxes.py``.
+MXFP8 + overlapped gather    The gather reads the gradient buffer, which NeMo has zeroed since the optimizer wrote the
+                             weights there: they become zero. See ``mxfp8_gather.py``.
 Optimizer flags              ``OptimizerConfig`` derives flags from ``fp8_recipe`` before the plugin sets it.
 """
 
@@ -42,11 +43,18 @@ def before_ddp(p: Precision, run: Run) -> None:
         return
     if getattr(run.ddp, "check_for_nan_in_grad", False):
         run.ddp.check_for_nan_in_grad = False
-        logger.info("FP16: check_for_nan_in_grad is off, since dynamic loss scaling meets overflows on purpose and skips them.")
-    if _overflow_stays(p) and p.loss_scale is None and getattr(run.optimizer, "initial_loss_scale", 0) > GENTLE_LOSS_SCALE:
+        logger.info(
+            "FP16: check_for_nan_in_grad is off, since dynamic loss scaling meets overflows on purpose and skips them."
+        )
+    if (
+        _overflow_stays(p)
+        and p.loss_scale is None
+        and getattr(run.optimizer, "initial_loss_scale", 0) > GENTLE_LOSS_SCALE
+    ):
         run.optimizer.initial_loss_scale = GENTLE_LOSS_SCALE
         logger.warning(
-            "FP16 with delayed scaling: the loss scale starts at %g and not at %g, whose overflows would stay in the amax history "
+            "FP16 with delayed scaling: the loss scale starts at %g and not at %g, whose overflows would stay in the "
+            "amax history "
             "for %d steps.",
             GENTLE_LOSS_SCALE,
             p.initial_loss_scale,

@@ -1,16 +1,20 @@
-"""Weights out of training under Hugging Face's names, one tensor at a time: from a checkpoint, or from a model that trains.
+"""Weights out of training under Hugging Face's names, one tensor at a time: from a checkpoint, or from a model that
+trains.
 
-    for name, tensor in named_tensors(trainer.model): ...         # every rank calls it, and every rank gets every tensor
+    for name, tensor in named_tensors(trainer.model): ...         # every rank calls it, and every rank gets every
+                                                                  tensor
     for name, tensor in named_tensors("checkpoints/step=99"): ... # one process, no ranks
 
-A live model is spread over ranks. Each tensor is put together when its turn comes and let go of when the next one is asked for:
+A live model is spread over ranks. Each tensor is put together when its turn comes and let go of when the next one is
+asked for:
 
     tensor parallel    its shards are gathered; gate and up, which every shard holds both, are sorted out
     expert parallel    the rank that has the expert sends it
     pipeline parallel  the stage that has the layer sends it
 
-So memory holds one whole tensor beside the model, on every rank. FP8 primary weights come as the values that they stand for. The order
-is the model's, the same from every layout. The trade-off: one collective after the other, which a network pays for with latency.
+So memory holds one whole tensor beside the model, on every rank. FP8 primary weights come as the values that they stand
+for. The order is the model's, the same from every layout. The trade-off: one collective after the other, which a
+network pays for with latency.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from nemo_fp8.train.nemo_checkpoint import NemoCheckpoint
 
 
 def named_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor by its Hugging Face name: of a checkpoint's folder, or of a live NeMo model (all ranks call it together)."""
+    """Every tensor by its Hugging Face name: of a checkpoint's folder, or of a live NeMo model (all ranks call it
+    together)."""
     if isinstance(source, (str, Path)):
         checkpoint = NemoCheckpoint.open(source)
         for name in checkpoint.tensors:
@@ -81,7 +86,10 @@ class Live:
     def of(cls, model: Any) -> Live:
         """From a NeMo model, the trainer that has one, or Megatron's own module with NeMo's config."""
         model = getattr(model, "model", None) if hasattr(model, "strategy") and hasattr(model, "model") else model
-        chunks = [_unwrapped(chunk) for chunk in (model if isinstance(model, (list, torch.nn.ModuleList)) else _chunks_of(model))]
+        chunks = [
+            _unwrapped(chunk)
+            for chunk in (model if isinstance(model, (list, torch.nn.ModuleList)) else _chunks_of(model))
+        ]
         config = plain_config(chunks[0].config)
         classes = [type(model).__name__, *(base.__name__ for base in type(chunks[0].config).__mro__)]
         family = next((f for c in classes for f in _families(c)), classes[0])
@@ -146,7 +154,9 @@ class Live:
         if shard is not None:
             whole = _gathered(shard, owner, ranks, group) if cut else shard
         if is_expert:
-            whole = _sent(whole, shape, owner, owner.expert_rank or 0, *_expert_groups()[1:]) if _is_stage(owner) else whole
+            whole = (
+                _sent(whole, shape, owner, owner.expert_rank or 0, *_expert_groups()[1:]) if _is_stage(owner) else whole
+            )
         return _sent(whole, shape, owner, owner.stage, *_pipeline()[1:])
 
 
@@ -160,7 +170,9 @@ def _gathered(shard: torch.Tensor, owner: _Owner, ranks: int, group: Any) -> tor
     return torch.cat(shards, owner.dimension)
 
 
-def _sent(whole: torch.Tensor | None, shape: tuple[int, ...], owner: _Owner, source: int, ranks: int, group: Any) -> torch.Tensor:
+def _sent(
+    whole: torch.Tensor | None, shape: tuple[int, ...], owner: _Owner, source: int, ranks: int, group: Any
+) -> torch.Tensor:
     """The tensor, on every rank of the group, from the rank of the group that has it."""
     if ranks == 1:
         assert whole is not None
@@ -222,7 +234,11 @@ def _all(group: Any, mine: Any) -> list[Any]:
 
 
 def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.distributed.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
 
 
 # ---------------------------------------------------------------------- Megatron's modules
@@ -259,7 +275,8 @@ def _families(name: str) -> Iterator[str]:
 
 
 def _expert(name: str, experts: int, rank: int) -> str:
-    """An expert's tensor under its number in the model: ``local_experts.3`` and ``linear_fc1.weight3`` of a rank's list."""
+    """An expert's tensor under its number in the model: ``local_experts.3`` and ``linear_fc1.weight3`` of a rank's
+    list."""
     words = name.split(".")
     if "local_experts" in words:
         at = words.index("local_experts")

@@ -1,4 +1,5 @@
-"""The hook where no .pth file is read: `nemo-fp8 run` puts this folder first on PYTHONPATH, and Python imports this file as it starts.
+"""The hook where no .pth file is read: `nemo-fp8 run` puts this folder first on PYTHONPATH, and Python imports this
+file as it starts.
 
 It hides no other ``sitecustomize``: the next one of the path runs after it, as it would have without it.
 """
@@ -12,6 +13,8 @@ import nemo_fp8_hook
 
 nemo_fp8_hook.register()
 _here = os.path.dirname(os.path.abspath(__file__))
-_next = importlib.machinery.PathFinder.find_spec(__name__, [folder for folder in sys.path if os.path.abspath(folder) != _here])
+_next = importlib.machinery.PathFinder.find_spec(
+    __name__, [folder for folder in sys.path if os.path.abspath(folder) != _here]
+)
 if _next is not None and _next.loader is not None:
     _next.loader.exec_module(importlib.util.module_from_spec(_next))

@@ -1,7 +1,7 @@
 """Write the NeMo RL overlays in this folder from contracts, or with ``--check`` say which are out of date.
 
-An overlay is one row of ``OVERLAYS``: the file of NeMo RL that it goes on top of, the contract, and what NeMo RL needs beside it
-that is no precision. ``docs/nemo_rl.md`` says how to use them.
+An overlay is one row of ``OVERLAYS``: the file of NeMo RL that it goes on top of, the contract, and what NeMo RL needs
+beside it that is no precision. ``docs/nemo_rl.md`` says how to use them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ _HEAD = """\
 # by recipes/nemo_rl/make.py of nemo_fp8: do not edit, change the row there.
 """
 
-# FP32 scales on both sides and gradients reduced in BF16, as in NeMo RL's own grpo_math_8B_megatron_fp8.yaml and its base files.
+# FP32 scales on both sides and gradients reduced in BF16, as in NeMo RL's own grpo_math_8B_megatron_fp8.yaml and its
+# base files.
 SCALES = {"weight_scale": "fp32", "activation_scale": "fp32", "grad_reduce": "compute", "deep_gemm": True}
 E2E = ("bf16_with_fp8_blockwise_mixed", {"format": "e4m3", **SCALES})
 ROLLOUT = ("bf16_mixed", {"rollout": "fp8", **SCALES})
 # Megatron never puts a router in FP8; vLLM does unless it is told.
 MOE = (E2E[0], E2E[1] | {"keep": ("*mlp.gate*",)})
 
-# The precision-aware optimizer of NeMo RL's base files does not go with FP8; a colocated FP8 engine needs room for the refit.
+# The precision-aware optimizer of NeMo RL's base files does not go with FP8; a colocated FP8 engine needs room for the
+# refit.
 _BESIDE_TRAINING: dict[str, Any] = {"policy": {"megatron_cfg": {"optimizer": {"use_precision_aware_optimizer": False}}}}
 _BESIDE_ROLLOUT: dict[str, Any] = {"policy": {"generation": {"vllm_cfg": {"gpu_memory_utilization": 0.5}}}}
 
@@ -75,12 +77,15 @@ def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """``a`` with ``b`` on top, section by section."""
     found = copy.deepcopy(a)
     for key, value in b.items():
-        found[key] = merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+        found[key] = (
+            merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+        )
     return found
 
 
 def with_plugin(data: dict[str, Any], contract: Precision) -> dict[str, Any]:
-    """The same file for an engine that quantizes by itself: NeMo RL believes it to be BF16, applies no patch and sends BF16."""
+    """The same file for an engine that quantizes by itself: NeMo RL believes it to be BF16, applies no patch and sends
+    BF16."""
     found = copy.deepcopy(data)
     generation = found["policy"]["generation"]
     generation["vllm_cfg"] = {
@@ -133,7 +138,11 @@ OVERLAYS: dict[str, Overlay] = {
 
 def main() -> None:
     check = "--check" in sys.argv[1:]
-    stale = [name for name, overlay in OVERLAYS.items() if not (HERE / name).is_file() or (HERE / name).read_text() != overlay.text()]
+    stale = [
+        name
+        for name, overlay in OVERLAYS.items()
+        if not (HERE / name).is_file() or (HERE / name).read_text() != overlay.text()
+    ]
     if check and stale:
         sys.exit(f"Out of date: {', '.join(stale)}. Run: python recipes/nemo_rl/make.py")
     for name in stale:

@@ -1,9 +1,9 @@
 """What the GPU scripts share: parts that fail alone, a record that grows while they run, clocks, the machine.
 
-A GPU is lent for minutes, so a script must give what it can: each measurement is a *part*, its result or its error goes into the
-record as soon as it is there, and a part that would begin after the deadline is left out, with that as its reason. A part has a
-budget, which supervise.py holds it to, and which is printed. ``--cpu`` runs the same code on small shapes, which proves everything
-but the numbers; such a record is marked ``dry_run`` and never published.
+A GPU is lent for minutes, so a script must give what it can: each measurement is a *part*, its result or its error goes
+into the record as soon as it is there, and a part that would begin after the deadline is left out, with that as its
+reason. A part has a budget, which supervise.py holds it to, and which is printed. ``--cpu`` runs the same code on small
+shapes, which proves everything but the numbers; such a record is marked ``dry_run`` and never published.
 
     run = Run("kernels", __doc__)
     run.part("copy", lambda: ..., seconds=30)
@@ -38,7 +38,8 @@ import records  # noqa: E402
 import nemo_fp8  # noqa: E402
 from nemo_fp8.contract import Precision  # noqa: E402
 
-# Every layer in FP8, primary weights in BF16: what a recipe costs, and nothing else. TE's block recipe is E4M3, and so is this one.
+# Every layer in FP8, primary weights in BF16: what a recipe costs, and nothing else. TE's block recipe is E4M3, and so
+# is this one.
 CONTRACTS = {
     "delayed": Precision(format="hybrid", scaling="delayed", amax_history_len=1024, amax_compute_algo="max"),
     "tensorwise": Precision(format="hybrid", scaling="tensorwise"),
@@ -58,7 +59,9 @@ class Skipped(Exception):
 class Run:
     """One script's run: its options, its record, its clock."""
 
-    def __init__(self, script: str, description: str | None, options: Sequence[tuple[tuple[str, ...], dict[str, Any]]] = ()) -> None:
+    def __init__(
+        self, script: str, description: str | None, options: Sequence[tuple[tuple[str, ...], dict[str, Any]]] = ()
+    ) -> None:
         parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
         parser.add_argument("--cpu", action="store_true", help="a dry run on small shapes, without a GPU")
         parser.add_argument("--out", type=Path, help="the folder for the record (default: $OUT, or out/gpu)")
@@ -121,7 +124,8 @@ class Run:
         return result
 
     def _go_on_in_good_health(self) -> None:
-        """A CUDA context that is broken stays so, and a graph that could not be captured leaves traces: ask for a new process."""
+        """A CUDA context that is broken stays so, and a graph that could not be captured leaves traces: ask for a new
+        process."""
         if self.device != "cuda":
             return
         try:
@@ -175,10 +179,11 @@ class Run:
 
 
 def race(ways: Ways, device: str, seconds: float, least: int, graphs: bool) -> dict[str, Any]:
-    """Median milliseconds of each way, with the first and ninth decile; they take turns. A way that fails has its error instead.
+    """Median milliseconds of each way, with the first and ninth decile; they take turns. A way that fails has its error
+    instead.
 
-    On a GPU the clock is the device's. With ``graphs`` a way is also captured and replayed, so that ``graph_ms`` is free of what
-    Python takes to launch it; a way that cannot be captured has no such number.
+    On a GPU the clock is the device's. With ``graphs`` a way is also captured and replayed, so that ``graph_ms`` is
+    free of what Python takes to launch it; a way that cannot be captured has no such number.
     """
     found: dict[str, Any] = {}
     ready: Ways = {}
@@ -227,7 +232,8 @@ _failed_captures: list[str] = []
 
 
 def _captured(way: Callable[[], Any]) -> Callable[[], None] | None:
-    """A way as a CUDA graph, or None. One that waits for the device is found out before, since a capture that fails does harm."""
+    """A way as a CUDA graph, or None. One that waits for the device is found out before, since a capture that fails
+    does harm."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
@@ -290,7 +296,9 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     packed = ROOT / ".gpu" / "commit"  # git's own folder does not travel to a lent machine
-    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or (packed.read_text().strip() if packed.exists() else "")
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or (
+        packed.read_text().strip() if packed.exists() else ""
+    )
     return {name: text for name, text in (found | {"commit": commit}).items() if text}
 
 

@@ -1,10 +1,12 @@
-"""TransformerEngine's bits: recorded as golden vectors, compared live at full size; and our kernels against our reference.
+"""TransformerEngine's bits: recorded as golden vectors, compared live at full size; and our kernels against our
+reference.
 
     python3 scripts/gpu/conformance.py            on a GPU, with TE: golden vectors of its CUDA kernels
-    python scripts/gpu/conformance.py --cpu       golden vectors of TE's own Python reference (from .te), everything else small
+    python scripts/gpu/conformance.py --cpu       golden vectors of TE's own Python reference (from .te), everything
+                                                  else small
 
-Golden vectors go to the folder of the record; ``scripts/gpu/report.py`` puts them into tests/golden, where the CPU tests hold
-nemo_fp8.numerics to them (the format is in tests/golden/golden.py). Who records is in recorders.py.
+Golden vectors go to the folder of the record; ``scripts/gpu/report.py`` puts them into tests/golden, where the CPU
+tests hold nemo_fp8.numerics to them (the format is in tests/golden/golden.py). Who records is in recorders.py.
 """
 
 from __future__ import annotations
@@ -50,7 +52,11 @@ DELAYED = [
     {"format": "hybrid", "history_len": 4, "algo": "most_recent", "margin": 1},
     {"format": "e4m3", "history_len": 1, "algo": "most_recent", "margin": 0},
 ]
-LIVE = {"activation 8192 x 14336": (8192, 14336), "weight 14336 x 4096": (14336, 4096), "ragged 4104 x 4112": (4104, 4112)}
+LIVE = {
+    "activation 8192 x 14336": (8192, 14336),
+    "weight 14336 x 4096": (14336, 4096),
+    "ragged 4104 x 4112": (4104, 4112),
+}
 LIVE_CPU = {"activation 256 x 512": (256, 512), "ragged 264 x 272": (264, 272)}
 RULES = [("te", "fp32"), ("te", "pow2"), ("deepgemm", "fp32"), ("deepgemm", "pow2"), ("te", "e8m0")]
 OWN_SECONDS = 60.0  # for our kernels against our reference: most of it is compiling
@@ -62,7 +68,9 @@ Quantize = Callable[[torch.Tensor, Operand, str], Pair]
 # ---------------------------------------------------------------------- recording
 
 
-def record(run: Run, file: str, source: str, quantize_by: Quantize, names: tuple[str, ...], *recipes: str) -> dict[str, Any]:
+def record(
+    run: Run, file: str, source: str, quantize_by: Quantize, names: tuple[str, ...], *recipes: str
+) -> dict[str, Any]:
     """One file of quantized tensors; a case that its source refuses is named with the reason, and left out."""
     golden, left_out = Golden(_about(run, source)), {}
     given = {name: x for name, x in inputs().items() if name in names}
@@ -80,18 +88,29 @@ def record(run: Run, file: str, source: str, quantize_by: Quantize, names: tuple
                     "usage": usage,
                 }
                 try:
-                    codes, scale_inv = (t.cpu() for t in quantize_by(given[name].to(run.device), operand_of(case), usage))
-                except (Skipped, RuntimeError) as refused:  # at once, not in some later call: what was recorded before stays good
+                    codes, scale_inv = (
+                        t.cpu() for t in quantize_by(given[name].to(run.device), operand_of(case), usage)
+                    )
+                except (
+                    Skipped,
+                    RuntimeError,
+                ) as refused:  # at once, not in some later call: what was recorded before stays good
                     left_out[case["name"]] = f"{type(refused).__name__}: {str(refused).strip()[:200]}"
                     continue
                 golden.cases.append(case)
-                golden.tensors |= {f"{case['name']}/codes": codes, f"{case['name']}/scale_inv": scale_inv, f"inputs/{name}": given[name]}
+                golden.tensors |= {
+                    f"{case['name']}/codes": codes,
+                    f"{case['name']}/scale_inv": scale_inv,
+                    f"inputs/{name}": given[name],
+                }
     return save(run, file, golden, left_out)
 
 
 def record_delayed(golden: Golden, one: Callable[..., dict[str, torch.Tensor]], zeros: bool) -> Golden:
     """The cases of delayed scaling, on two ranks."""
-    golden.tensors |= {f"inputs/delayed/{step}/{key}": x for step, given in delayed_inputs(zeros) for key, x in given.items()}
+    golden.tensors |= {
+        f"inputs/delayed/{step}/{key}": x for step, given in delayed_inputs(zeros) for key, x in given.items()
+    }
     about = {"kind": "delayed", "steps": STEPS, "ranks": RANKS}
     cases = [{"name": f"delayed.{number}"} | about | settings for number, settings in enumerate(DELAYED)]
     for case, *kept in zip(cases, *on_ranks(one, cases), strict=True):
@@ -107,7 +126,11 @@ def save(run: Run, file: str, golden: Golden, left_out: dict[str, str]) -> dict[
     """Write the file, and hold our numerics to it at once, on this device and on the CPU."""
     if not golden.cases:
         reason = next(iter(left_out.values()), "no case")
-        raise Skipped(reason.removeprefix("Skipped: ")) if reason.startswith("Skipped") else RuntimeError(f"nothing was recorded: {reason}")
+        raise (
+            Skipped(reason.removeprefix("Skipped: "))
+            if reason.startswith("Skipped")
+            else RuntimeError(f"nothing was recorded: {reason}")
+        )
     size = golden.save(run.folder / f"{file}.safetensors")
     golden = Golden.load(run.folder / f"{file}.safetensors")
     rows, first = {}, {}
@@ -121,7 +144,12 @@ def save(run: Run, file: str, golden: Golden, left_out: dict[str, str]) -> dict[
 
 def _about(run: Run, source: str) -> dict[str, str]:
     about = run.record["about"]
-    return {"source": source, "date": about["date"], "command": about["command"], "versions": json.dumps(about["versions"])}
+    return {
+        "source": source,
+        "date": about["date"],
+        "command": about["command"],
+        "versions": json.dumps(about["versions"]),
+    }
 
 
 # ---------------------------------------------------------------------- live
@@ -154,7 +182,8 @@ def live(run: Run, quantize_by: Quantize) -> dict[str, Any]:
 
 
 def own_kernels(run: Run) -> dict[str, Any]:
-    """This device's kernels against our reference in torch on the CPU: codes and scales to the bit, counts exactly, sums to 1e-5.
+    """This device's kernels against our reference in torch on the CPU: codes and scales to the bit, counts exactly,
+    sums to 1e-5.
 
     Most of the time goes into compiling; so much is compared as OWN_SECONDS allow.
     """
@@ -164,7 +193,9 @@ def own_kernels(run: Run) -> dict[str, Any]:
     kinds = ("gaussian", "magnitudes", "specials", "zero", "bits")
     every = [
         case
-        for case in itertools.product([*TILES, None], RULES, (torch.bfloat16, torch.float16, torch.float32), ("e4m3", "e5m2"), kinds)
+        for case in itertools.product(
+            [*TILES, None], RULES, (torch.bfloat16, torch.float16, torch.float32), ("e4m3", "e5m2"), kinds
+        )
         if (case[0] is not None or case[1][1] == "fp32")
         and (case[2] == torch.bfloat16 or (case[1][0] == "te" and case[3] == "e4m3"))  # each is a kernel to compile
     ]
@@ -187,14 +218,24 @@ def own_kernels(run: Run) -> dict[str, Any]:
         totals["different"] += wrong
         assert fast[2] is not None
         assert slow[2] is not None
-        counts = [n for n in ("underflow", "saturated", "nonfinite", "amax", "least_code", "largest_code") if _unequal(fast[2], slow[2], n)]
+        counts = [
+            n
+            for n in ("underflow", "saturated", "nonfinite", "amax", "least_code", "largest_code")
+            if _unequal(fast[2], slow[2], n)
+        ]
         totals["statistics_different"] += len(counts)
         if kind == "gaussian":
             off = ((fast[2].signal.cpu() - slow[2].signal).abs() / slow[2].signal.clamp_min(1e-30)).max()
             worst = max(worst, float(off))
         if (wrong or counts) and not first:
             first = f"{here}: {wrong} bytes, {counts}"
-    return totals | {"of": len(every), "largest_relative_error_of_sums": worst, "first": first, "shape": shape, "decode": decoded}
+    return totals | {
+        "of": len(every),
+        "largest_relative_error_of_sums": worst,
+        "first": first,
+        "shape": shape,
+        "decode": decoded,
+    }
 
 
 def _decode(run: Run) -> dict[str, int]:
@@ -202,7 +243,9 @@ def _decode(run: Run) -> dict[str, int]:
     found = {"values": 0, "different": 0}
     for element, tile, kind in itertools.product(("e4m3", "e5m2"), [*TILES, None], ("fp32", "e8m0")):
         codes = torch.arange(256, dtype=torch.uint8).repeat(80)[: 130 * 140].view(130, 140).view(FORMATS[element].dtype)
-        scale_inv = quantize_reference(values((130, 140), torch.float32, 4, "magnitudes"), tile, FORMATS[element], kind)[1]
+        scale_inv = quantize_reference(
+            values((130, 140), torch.float32, 4, "magnitudes"), tile, FORMATS[element], kind
+        )[1]
         for dtype in (torch.float32, torch.bfloat16):
             slow = Quantized(codes, scale_inv, tile).dequantize_reference(dtype)
             fast = kernels.decode(codes.to(run.device), scale_inv.to(run.device), tile, dtype)
@@ -235,7 +278,15 @@ def tell(record: dict[str, Any]) -> str:
                 rows.append([name.removeprefix("golden "), *[None] * 6, why_not(part)])
                 continue
             for device, counts in found["compared"].items():
-                rows.append([name.removeprefix("golden "), found["cases"], len(found["left_out"]), device, *(f"{n:,}" for n in counts)])
+                rows.append(
+                    [
+                        name.removeprefix("golden "),
+                        found["cases"],
+                        len(found["left_out"]),
+                        device,
+                        *(f"{n:,}" for n in counts),
+                    ]
+                )
     out = [
         "Golden vectors, and nemo_fp8 held to them:",
         "",
@@ -258,7 +309,12 @@ def tell(record: dict[str, Any]) -> str:
             else [name, None, None, None, r["skipped"]]
             for name, r in beside.items()
         ]
-        out += ["", "Beside it on the same device:", "", table(["tensor", "codes", "different", "scales", "different"], lines)]
+        out += [
+            "",
+            "Beside it on the same device:",
+            "",
+            table(["tensor", "codes", "different", "scales", "different"], lines),
+        ]
     own = result_of(record, "own kernels")
     if own:
         down, across = own["shape"]
@@ -281,14 +337,19 @@ def main() -> None:
 
         def python_reference() -> dict[str, Any]:
             file = run.folder / "te_python_reference.safetensors"
-            done = record(run, file.stem, source, te_python, PYTHON_INPUTS, "tensorwise", "blockwise_fp32", "blockwise_pow2")
+            done = record(
+                run, file.stem, source, te_python, PYTHON_INPUTS, "tensorwise", "blockwise_fp32", "blockwise_pow2"
+            )
             return save(run, file.stem, record_delayed(Golden.load(file), python_case, zeros=False), done["left_out"])
 
         run.part("golden te_python_reference", python_reference, seconds=120)
     else:
         source = f"TransformerEngine {version}, its CUDA kernels on {torch.cuda.get_device_name()}"
         for recipe in RECIPES:
-            run.part(f"golden {recipe}", lambda recipe=recipe: record(run, recipe, source, te_kernels, tuple(inputs()), recipe))
+            run.part(
+                f"golden {recipe}",
+                lambda recipe=recipe: record(run, recipe, source, te_kernels, tuple(inputs()), recipe),
+            )
 
         def te_delayed() -> dict[str, Any]:
             require_te()

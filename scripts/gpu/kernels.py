@@ -1,13 +1,15 @@
-"""How fast values become FP8 and are multiplied: our Triton kernels, TE's own, torch; and whole FP8 linears and a Llama layer.
+"""How fast values become FP8 and are multiplied: our Triton kernels, TE's own, torch; and whole FP8 linears and a Llama
+layer.
 
     python3 scripts/gpu/kernels.py [--cpu]
 
-Quantizing a BF16 element moves 3 bytes (2 in, 1 out), decoding it as many, and quantizing it for both of a GEMM's directions 4 with
-one read. The yardstick is a device-to-device copy of as many bytes; the goal is 80% of it. Tensors are several times the size of
-the L2 cache. ``graph`` is the replay of a captured CUDA graph: the kernels alone, without the time that Python takes to launch.
+Quantizing a BF16 element moves 3 bytes (2 in, 1 out), decoding it as many, and quantizing it for both of a GEMM's
+directions 4 with one read. The yardstick is a device-to-device copy of as many bytes; the goal is 80% of it. Tensors
+are several times the size of the L2 cache. ``graph`` is the replay of a captured CUDA graph: the kernels alone, without
+the time that Python takes to launch.
 
-GEMMs are 8192 x 8192 x 8192, linears forward and backward on 8192 tokens, all three GEMMs in FP8, weights quantized in every
-step, as nemo_fp8.autocast and TE do it. FLOPs are those of the matrix products.
+GEMMs are 8192 x 8192 x 8192, linears forward and backward on 8192 tokens, all three GEMMs in FP8, weights quantized in
+every step, as nemo_fp8.autocast and TE do it. FLOPs are those of the matrix products.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ CASTS = (*OPERATIONS, "decode 128x128 to BF16")
 
 
 def casts(run: Run) -> dict[str, Any]:
-    """Every cast of ours into memory that is there, to a new tensor, and with statistics; beside it the copy that moves as much."""
+    """Every cast of ours into memory that is there, to a new tensor, and with statistics; beside it the copy that moves
+    as much."""
     rows, columns = (256, 512) if run.cpu else (8192, 28672)
     x = torch.randn(rows, columns, dtype=torch.bfloat16, device=run.device)
     values = torch.empty_like(x)
@@ -108,7 +111,9 @@ def _add_te(ways: dict[str, Ways], x: torch.Tensor) -> None:
     te = require_te()
 
     def block(dim: int, both: bool) -> Callable[[], Any]:
-        q = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=both, force_pow_2_scales=False, block_scaling_dim=dim)
+        q = te.Float8BlockQuantizer(
+            te.DType.kFloat8E4M3, rowwise=True, columnwise=both, force_pow_2_scales=False, block_scaling_dim=dim
+        )
         return lambda: q(x)
 
     ways["weight 128x128, one direction"]["TransformerEngine"] = block(2, False)
@@ -132,7 +137,10 @@ def gemms(run: Run) -> dict[str, Any]:
     notes: dict[str, str] = {"bf16": "torch.mm"}
     errors: dict[str, float] = {}
     for name, precision in CONTRACTS.items():
-        if precision.scaling in ("mxfp8", "delayed"):  # no hardware for the one; the other multiplies as tensorwise does
+        if precision.scaling in (
+            "mxfp8",
+            "delayed",
+        ):  # no hardware for the one; the other multiplies as tensorwise does
             continue
         x_row, x_col = quantize_pair(x, precision.operand("input"))
         w_row, w_col = quantize_pair(w, precision.operand("weight"))
@@ -165,7 +173,9 @@ def e5m2_in_tiles(run: Run) -> dict[str, Any]:
     scales = {"1x128": grad.scale_inv.t().contiguous().t(), "128x128": weight.scale_inv.t().contiguous()}
     for name, b_scale in (("128x128", scales["128x128"]), ("128x128 turned", weight.scale_inv.contiguous().t())):
         try:
-            y = torch._scaled_mm(grad.data, weight.data.t(), scale_a=scales["1x128"], scale_b=b_scale, out_dtype=torch.bfloat16)
+            y = torch._scaled_mm(
+                grad.data, weight.data.t(), scale_a=scales["1x128"], scale_b=b_scale, out_dtype=torch.bfloat16
+            )
             exact = grad.dequantize() @ weight.dequantize().t()
             found[name] = float((y.float() - exact).norm() / exact.norm())
         except Exception as error:
@@ -195,13 +205,17 @@ def linears(run: Run) -> dict[str, Any]:
 class Layer(torch.nn.Module):
     """A layer of Llama-3.1-8B in plain PyTorch; ``linear`` makes its seven linears."""
 
-    def __init__(self, linear: Callable[[int, int], torch.nn.Module], hidden: int, ffn: int, heads: int, groups: int, device: str) -> None:
+    def __init__(
+        self, linear: Callable[[int, int], torch.nn.Module], hidden: int, ffn: int, heads: int, groups: int, device: str
+    ) -> None:
         super().__init__()
         self.heads, self.groups, self.size = heads, groups, hidden // heads
         self.q, self.o = linear(hidden, hidden), linear(hidden, hidden)
         self.k, self.v = (linear(hidden, groups * self.size) for _ in range(2))
         self.gate, self.up, self.down = linear(hidden, ffn), linear(hidden, ffn), linear(ffn, hidden)
-        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(hidden, dtype=torch.bfloat16, device=device) for _ in range(2))
+        self.norms = torch.nn.ModuleList(
+            torch.nn.RMSNorm(hidden, dtype=torch.bfloat16, device=device) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norms[0](x)
@@ -221,11 +235,15 @@ def layer(run: Run) -> dict[str, Any]:
     dy = torch.randn_like(x)
 
     def plain() -> torch.nn.Module:
-        return Layer(lambda i, o: torch.nn.Linear(i, o, bias=False, dtype=torch.bfloat16, device=run.device), *sizes, run.device)
+        return Layer(
+            lambda i, o: torch.nn.Linear(i, o, bias=False, dtype=torch.bfloat16, device=run.device), *sizes, run.device
+        )
 
     def te_layer() -> torch.nn.Module:
         te = require_te()
-        return Layer(lambda i, o: te.Linear(i, o, bias=False, params_dtype=torch.bfloat16, device=run.device), *sizes, run.device)
+        return Layer(
+            lambda i, o: te.Linear(i, o, bias=False, params_dtype=torch.bfloat16, device=run.device), *sizes, run.device
+        )
 
     ways, left_out = _steps(run, plain, te_layer, x, dy)
     weights = 2 * hidden * hidden + 2 * hidden * groups * (hidden // heads) + 3 * hidden * ffn
@@ -234,9 +252,14 @@ def layer(run: Run) -> dict[str, Any]:
 
 
 def _steps(
-    run: Run, plain: Callable[[], torch.nn.Module], te_module: Callable[[], torch.nn.Module], x: torch.Tensor, dy: torch.Tensor
+    run: Run,
+    plain: Callable[[], torch.nn.Module],
+    te_module: Callable[[], torch.nn.Module],
+    x: torch.Tensor,
+    dy: torch.Tensor,
 ) -> tuple[Ways, dict[str, str]]:
-    """A forward and backward under each recipe, ours and TE's, each on a module of its own that begins with the same weights."""
+    """A forward and backward under each recipe, ours and TE's, each on a module of its own that begins with the same
+    weights."""
     first = plain()
 
     def step(model: torch.nn.Module, context: Callable[[], Any] | None = None) -> None:
@@ -298,10 +321,26 @@ def tell(record: dict[str, Any]) -> str:
         out += [f"Casts of {shape} BF16 into memory that is there; a copy moves {moved} GB/s.", ""]
         rows = []
         for name in CASTS:
-            there, new, counted = (found["ways"].get(name + suffix, {}) for suffix in ("", ", new tensor", ", with statistics"))
+            there, new, counted = (
+                found["ways"].get(name + suffix, {}) for suffix in ("", ", new tensor", ", with statistics")
+            )
             rows.append([name, _rate(found["bytes"], there), _share(copy, there), _rate(found["bytes"], new), _share(copy, new),
                          _rate(found["bytes"], counted), _share(copy, counted)])  # fmt: skip
-        out += [table(["cast", "GB/s", "of the copy", "new tensor, GB/s", "of the copy", "with statistics, GB/s", "of the copy"], rows), ""]
+        out += [
+            table(
+                [
+                    "cast",
+                    "GB/s",
+                    "of the copy",
+                    "new tensor, GB/s",
+                    "of the copy",
+                    "with statistics, GB/s",
+                    "of the copy",
+                ],
+                rows,
+            ),
+            "",
+        ]
     found = result_of(record, "peers")
     for what, ways in (found or {"ways": {}})["ways"].items():
         ours = ways.get("nemo_fp8", {})
@@ -323,13 +362,24 @@ def tell(record: dict[str, Any]) -> str:
         ]
         out += [f"GEMMs of {found['n']} cubed, operands quantized before:", ""]
         out += [table(["GEMM", "ms", "TFLOP/s", "faster than BF16", "by", "relative error"], rows), ""]
-    for part, title in (("linears", "A linear, forward and backward"), ("layer", "A Llama-8B layer, forward and backward")):
+    for part, title in (
+        ("linears", "A linear, forward and backward"),
+        ("layer", "A Llama-8B layer, forward and backward"),
+    ):
         found = result_of(record, part)
         if found:
             base = found["ways"].get("bf16", {})
-            rows = [[name, _ms(way, False), _tflops(found["flops"], way), _ratio(base, way, False)] for name, way in found["ways"].items()]
+            rows = [
+                [name, _ms(way, False), _tflops(found["flops"], way), _ratio(base, way, False)]
+                for name, way in found["ways"].items()
+            ]
             rows += [[name, None, None, reason] for name, reason in found["left_out"].items()]
-            out += [f"{title}, {found['tokens']} tokens:", "", table(["way", "ms", "TFLOP/s", "faster than BF16"], rows), ""]
+            out += [
+                f"{title}, {found['tokens']} tokens:",
+                "",
+                table(["way", "ms", "TFLOP/s", "faster than BF16"], rows),
+                "",
+            ]
     return "\n".join(out).rstrip()
 
 

@@ -1,11 +1,12 @@
 """Who makes golden vectors: TransformerEngine's CUDA kernels where there is a GPU, its own Python reference anywhere.
 
-Both answer the same two questions, in nemo_fp8's layout: what are the codes and scales of this tensor, and what becomes of delayed
-scaling's state over several steps on two ranks. They may move data and never compute: TE keeps column-wise data transposed and
-pads scales for its GEMMs, and our files hold both as they lie on the source.
+Both answer the same two questions, in nemo_fp8's layout: what are the codes and scales of this tensor, and what becomes
+of delayed scaling's state over several steps on two ranks. They may move data and never compute: TE keeps column-wise
+data transposed and pads scales for its GEMMs, and our files hold both as they lie on the source.
 
-TE's Python is not its kernels: it gives NaN and infinite amaxes another scale, it rolls a history on where an amax is 0 (the
-kernel leaves it), it has no delayed cast. Where they part nemo_fp8 follows the kernels, so those cases come from them alone.
+TE's Python is not its kernels: it gives NaN and infinite amaxes another scale, it rolls a history on where an amax is 0
+(the kernel leaves it), it has no delayed cast. Where they part nemo_fp8 follows the kernels, so those cases come from
+them alone.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def te_kernels(x: torch.Tensor, operand: Operand, usage: str) -> Pair:
             return q._rowwise_data, q._rowwise_scale_inv.view(torch.uint8)[:m, : k // 32]
         return q._columnwise_data, q._columnwise_scale_inv.view(torch.uint8)[: m // 32, :k]
     square = operand.block == (128, 128)
-    q = te.Float8BlockQuantizer(dtype, rowwise=True, columnwise=not row, force_pow_2_scales=pow2, block_scaling_dim=2 if square else 1)(x)
+    q = te.Float8BlockQuantizer(
+        dtype, rowwise=True, columnwise=not row, force_pow_2_scales=pow2, block_scaling_dim=2 if square else 1
+    )(x)
     data, scales = (q._rowwise_data, q._rowwise_scale_inv) if row else (q._columnwise_data.t(), q._columnwise_scale_inv)
     tiles_down, tiles_across = -(-m // 128), -(-k // 128)
     if square:
@@ -69,7 +72,8 @@ def te_kernels(x: torch.Tensor, operand: Operand, usage: str) -> Pair:
 
 
 def te_case(rank: int, group: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A real ``te.Linear`` through several steps, amaxes reduced over the ranks by TE: the codes it makes, the state it keeps."""
+    """A real ``te.Linear`` through several steps, amaxes reduced over the ranks by TE: the codes it makes, the state it
+    keeps."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Format
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -96,7 +100,11 @@ def te_case(rank: int, group: Any, case: dict[str, Any]) -> dict[str, torch.Tens
                 dtype = grad_type if role == "grad" else te.DType.kFloat8E4M3
                 q = te.Float8Quantizer(scale, amax, dtype, rowwise=True, columnwise=False)(mine[role])
                 key = f"{step}/{rank}/{role}"
-                kept |= {f"{key}.codes": q._data, f"{key}.scale_inv": q._scale_inv.reshape(()), f"{key}.amax": amax.reshape(())}
+                kept |= {
+                    f"{key}.codes": q._data,
+                    f"{key}.scale_inv": q._scale_inv.reshape(()),
+                    f"{key}.amax": amax.reshape(()),
+                }
         with torch.no_grad():
             linear.weight.copy_(mine["weight"])
         x = mine["input"].requires_grad_()
@@ -117,7 +125,9 @@ def te_python(x: torch.Tensor, operand: Operand, usage: str) -> Pair:
     """TE's own Python quantizer on every tile, which is a tensor to it; a ragged one is padded with zeros."""
     if operand.scale == "e8m0":
         raise Skipped("TE has no Python reference for MXFP8")
-    reference = lift("custom_recipes/reference_current_scaling.py", "_scale_from_amax_tensor", "CurrentScalingQuantizerRef")
+    reference = lift(
+        "custom_recipes/reference_current_scaling.py", "_scale_from_amax_tensor", "CurrentScalingQuantizerRef"
+    )
     dtype = FORMATS[operand.format].dtype
     quantizer = reference["CurrentScalingQuantizerRef"](dtype, columnwise=False, pow_2_scales=operand.scale == "pow2")
     if operand.block is None:
@@ -136,14 +146,16 @@ def te_python(x: torch.Tensor, operand: Operand, usage: str) -> Pair:
 def python_case(rank: int, group: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     """TE's own Python update of scales and histories, on amaxes other than 0, reduced over a real group.
 
-    The format's maximum is given to it as a tensor, so that torch divides, as TE's kernel does. (Given as the float that TE
-    gives, torch multiplies with a reciprocal, and a quarter of the scales are an ulp off the kernel's.)
+    The format's maximum is given to it as a tensor, so that torch divides, as TE's kernel does. (Given as the float
+    that TE gives, torch multiplies with a reciprocal, and a quarter of the scales are an ulp off the kernel's.)
     """
     update = lift(
         "quantization.py", "_update_amax_history", "_default_get_amax_and_update_history", "_default_sf_compute",
         "_compute_amax_and_update_history", "_compute_scaling_factor", "_amax_and_scale_update",
     )  # fmt: skip
-    recipe = type("Recipe", (), {"amax_compute_algo": case["algo"], "scaling_factor_compute_algo": None, "margin": case["margin"]})
+    recipe = type(
+        "Recipe", (), {"amax_compute_algo": case["algo"], "scaling_factor_compute_algo": None, "margin": case["margin"]}
+    )
     state = {d: (torch.ones(len(roles)), torch.zeros(case["history_len"], len(roles))) for d, roles in ROLES.items()}
     kept: dict[str, torch.Tensor] = {}
     for step, given in delayed_inputs(zeros=False):
@@ -152,7 +164,9 @@ def python_case(rank: int, group: Any, case: dict[str, Any]) -> dict[str, torch.
             for slot, role in enumerate(roles):
                 history[0, slot] = given[f"{rank}/{role}"].abs().max()
             torch.distributed.all_reduce(history[0], torch.distributed.ReduceOp.MAX, group)
-            largest = torch.tensor(FORMATS["e5m2" if direction == "backward" and case["format"] == "hybrid" else "e4m3"].max)
+            largest = torch.tensor(
+                FORMATS["e5m2" if direction == "backward" and case["format"] == "hybrid" else "e4m3"].max
+            )
             update["_amax_and_scale_update"](history, scale, largest, recipe)
             kept |= {f"{step}/{direction}.scale": scale.clone(), f"{step}/{direction}.history": history.clone()}
     return kept
@@ -177,8 +191,11 @@ def lift(file: str, *names: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- ranks
 
 
-def on_ranks(one: Callable[..., dict[str, torch.Tensor]], cases: list[dict[str, Any]]) -> list[list[dict[str, torch.Tensor]]]:
-    """What each rank finds in each case, [rank][case]; the ranks are fresh processes, and share the device if there is one."""
+def on_ranks(
+    one: Callable[..., dict[str, torch.Tensor]], cases: list[dict[str, Any]]
+) -> list[list[dict[str, torch.Tensor]]]:
+    """What each rank finds in each case, [rank][case]; the ranks are fresh processes, and share the device if there is
+    one."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=_rank, args=(rank, one, cases, folder)) for rank in range(RANKS)]

@@ -1,4 +1,5 @@
-"""A script's record on disk, and the notes that pass through it between a script and its supervisor. Standard library only.
+"""A script's record on disk, and the notes that pass through it between a script and its supervisor. Standard library
+only.
 
 A record is JSON: ``about`` says where its numbers come from, ``parts`` maps each part to one of
 

@@ -2,18 +2,19 @@
 
     python3 scripts/gpu/refit.py [--cpu]
 
-The tensors are those of Llama-3.1-8B, by name and shape, in BF16; what is quantized goes into codes and scales that are there, as an
-engine holds them, and what is not (norms, embedding, head) is copied. Ways:
+The tensors are those of Llama-3.1-8B, by name and shape, in BF16; what is quantized goes into codes and scales that are
+there, as an engine holds them, and what is not (norms, embedding, head) is copied. Ways:
 
     copy              every tensor as it is: the yardstick, and what a BF16 refit moves
     straight          each weight quantized from the trainer's memory into the engine's
     new, then copy    quantized to a new tensor, and copied: what a loader does that takes whole tensors
-    through buffers   cut into pieces in two buffers of 256 MiB, as nemo_fp8.rollout.refit cuts them, and quantized from there
+    through buffers   cut into pieces in two buffers of 256 MiB, as nemo_fp8.rollout.refit cuts them, and quantized from
+                      there
     two processes     the same with the engine's side in a process of its own, which opens the buffers through CUDA IPC
     NeMo RL eager     NeMo RL's algorithm in torch, to new tensors, and copied
 
-GB/s counts the BF16 bytes of the model over the time; nothing else is in the time but the push itself. As a replayed CUDA graph a
-way is free of the time that Python takes to launch a few hundred kernels.
+GB/s counts the BF16 bytes of the model over the time; nothing else is in the time but the push itself. As a replayed
+CUDA graph a way is free of the time that Python takes to launch a few hundred kernels.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def then_copied(make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 
 
 def pieces(model: Tensors, buffers: list[torch.Tensor]) -> Iterator[tuple[int, list[tuple[str, int, int, int]]]]:
-    """Fill the buffers in turn, matrices cut between rows of blocks: which buffer, and (name, first row, rows, offset) of its pieces."""
+    """Fill the buffers in turn, matrices cut between rows of blocks: which buffer, and (name, first row, rows, offset)
+    of its pieces."""
     which, used, held = 0, 0, []
     for name, t in model.items():
         row, width = 0, t[0].numel() * t.itemsize
@@ -165,7 +167,9 @@ def pushes(run: Run, model: Tensors) -> dict[str, Any]:
     }
     try:
         te = require_te()
-        quantizer = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=False, force_pow_2_scales=False)
+        quantizer = te.Float8BlockQuantizer(
+            te.DType.kFloat8E4M3, rowwise=True, columnwise=False, force_pow_2_scales=False
+        )
         ways["TransformerEngine"] = then_copied(
             lambda t: ((q := quantizer(t))._rowwise_data, q._rowwise_scale_inv[:, : -(-t.shape[1] // BLOCK)])
         )
@@ -184,7 +188,8 @@ def pushes(run: Run, model: Tensors) -> dict[str, Any]:
 
 
 def two_processes(run: Run, model: Tensors) -> dict[str, Any]:
-    """The trainer's side here, the engine's in another process on the same GPU; buffers are opened once through CUDA IPC."""
+    """The trainer's side here, the engine's in another process on the same GPU; buffers are opened once through CUDA
+    IPC."""
     if run.cpu:
         room = 1 << 18
         buffers = [torch.empty(room, dtype=torch.uint8).share_memory_() for _ in range(2)]
@@ -247,7 +252,10 @@ def _engine_process(pipe: Any, device: str, buffers: list[torch.Tensor], lay: di
     try:
         model = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in lay.items()}
         engine = {
-            name: (torch.empty_like(codes, device=device), None if scales is None else torch.empty_like(scales, device=device))
+            name: (
+                torch.empty_like(codes, device=device),
+                None if scales is None else torch.empty_like(scales, device=device),
+            )
             for name, (codes, scales) in engine_of(model).items()
         }
         pipe.send("ready")
@@ -295,20 +303,31 @@ def tell(record: dict[str, Any]) -> str:
         rows.append([name, way.get("error") or number(ms), speed, share, number(way.get("graph_ms"))])
     prints = found["fingerprints"] | ({"two processes": apart["fingerprint"]} if apart else {})
     odd = [name for name, text in prints.items() if text != prints.get("straight")]
-    say = f"all write the same codes and scales as `straight`, except {', '.join(odd)}" if odd else "all write the same codes and scales"
-    head = f"{found['bytes'] / 2**30:.1f} GiB of BF16 weights, pushed into FP8 blocks of 128x128 with FP32 scales; {say}."
+    say = (
+        f"all write the same codes and scales as `straight`, except {', '.join(odd)}"
+        if odd
+        else "all write the same codes and scales"
+    )
+    head = (
+        f"{found['bytes'] / 2**30:.1f} GiB of BF16 weights, pushed into FP8 blocks of 128x128 with FP32 scales; {say}."
+    )
     return "\n".join([head, "", table(["way", "ms", "GB/s of BF16", "of the copy", "as a graph, ms"], rows)])
 
 
 def weights(run: Run) -> Tensors:
     """The trainer's side."""
     sizes = TINY if run.cpu else LLAMA_8B
-    return {name: torch.randn(shape, dtype=torch.bfloat16, device=run.device).mul_(0.02) for name, shape in shapes(*sizes).items()}
+    return {
+        name: torch.randn(shape, dtype=torch.bfloat16, device=run.device).mul_(0.02)
+        for name, shape in shapes(*sizes).items()
+    }
 
 
 def main() -> None:
     run = Run("refit", __doc__)
-    model = functools.cache(lambda: weights(run))  # of the first part that needs it: in a process that begins in the middle, too
+    model = functools.cache(
+        lambda: weights(run)
+    )  # of the first part that needs it: in a process that begins in the middle, too
     run.part("pushes", lambda: pushes(run, model()), seconds=80)
     run.part("two processes", lambda: two_processes(run, model()), seconds=60)
     run.finish(tell)

@@ -4,8 +4,8 @@
     python scripts/gpu/report.py                    write the page from the records that are here
     python scripts/gpu/report.py --check            say whether the page is up to date
 
-Records lie beside the page as gpu_<script>.json, golden vectors in tests/golden. A dry run's record is refused: its numbers mean
-nothing. ``--docs FOLDER --golden FOLDER`` write elsewhere, dry runs too, to try this script out.
+Records lie beside the page as gpu_<script>.json, golden vectors in tests/golden. A dry run's record is refused: its
+numbers mean nothing. ``--docs FOLDER --golden FOLDER`` write elsewhere, dry runs too, to try this script out.
 """
 
 from __future__ import annotations
@@ -38,9 +38,19 @@ SCRIPTS: dict[str, tuple[str, str, Any, str]] = {
         conformance.tell,
         "bits",
     ),
-    "kernels": ("Kernels", "casts against the copy limit and their peers, FP8 GEMMs, a linear, a Llama layer", kernels.tell, "bits"),
+    "kernels": (
+        "Kernels",
+        "casts against the copy limit and their peers, FP8 GEMMs, a linear, a Llama layer",
+        kernels.tell,
+        "bits",
+    ),
     "refit": ("Refit", "quantizing and pushing an 8B model from device to device", refit.tell, "bits"),
-    "train_llama": ("Training: Llama-3.1-8B's layers", "TE under each recipe, FP8 weights, the emulation beside it", train.tell, "llama"),
+    "train_llama": (
+        "Training: Llama-3.1-8B's layers",
+        "TE under each recipe, FP8 weights, the emulation beside it",
+        train.tell,
+        "llama",
+    ),
     "train_moe": ("Training: a mixture of experts", "the same for two layers of Qwen3-30B-A3B", train.tell, "moe"),
 }
 VECTORS = {
@@ -86,7 +96,12 @@ def page(docs: Path, golden: Path) -> str:
             continue
         about = records[name]["about"]
         versions = ", ".join(f"{what} {version}" for what, version in about["versions"].items())
-        lines = [f"- date: {about['date']}", f"- device: {about['device']}", f"- versions: {versions}", f"- command: `{about['command']}`"]
+        lines = [
+            f"- date: {about['date']}",
+            f"- device: {about['device']}",
+            f"- versions: {versions}",
+            f"- command: `{about['command']}`",
+        ]
         if about["dry_run"]:
             lines.insert(0, "- A DRY RUN on a CPU: the numbers mean nothing.")
         out += [f"## {title}\n", "\n".join(lines) + "\n", tell(records[name]) + "\n"]
@@ -102,7 +117,9 @@ def _missing(records: dict[str, Any], golden: Path) -> str:
         failed = [part for part, told in parts.items() if "result" not in told and "skipped" not in told]
         late = [part for part, told in parts.items() if "skipped" in told]
         state = (
-            "**missing**: no GPU was at hand yet" if name not in records else f"{sum('result' in told for told in parts.values())} parts"
+            "**missing**: no GPU was at hand yet"
+            if name not in records
+            else f"{sum('result' in told for told in parts.values())} parts"
         )
         state += f"; failed: {', '.join(failed)}" if failed else ""
         state += f"; left out: {', '.join(late)}" if late else ""
@@ -183,7 +200,10 @@ def take_in(source: Path, docs: Path, golden: Path) -> list[str]:
         if not path.exists():
             continue
         if real and json.loads(path.read_text())["about"]["dry_run"]:
-            raise SystemExit(f"{path} is the record of a dry run; its numbers mean nothing. --docs FOLDER --golden FOLDER write elsewhere.")
+            raise SystemExit(
+                f"{path} is the record of a dry run; its numbers mean nothing. --docs FOLDER --golden FOLDER write "
+                "elsewhere."
+            )
         shutil.copyfile(path, docs / f"gpu_{name}.json")
         taken.append(f"gpu_{name}.json")
     for path in sorted(source.glob("*.safetensors")):
@@ -207,7 +227,11 @@ def main() -> None:
     file = docs / "gpu.md"
     text = page(docs, golden)
     if options.check:
-        sys.exit(None if file.exists() and file.read_text() == text else f"{file} is out of date: .venv/bin/python scripts/gpu/report.py")
+        sys.exit(
+            None
+            if file.exists() and file.read_text() == text
+            else f"{file} is out of date: .venv/bin/python scripts/gpu/report.py"
+        )
     file.write_text(text)
     print(f"{file} written.")
 

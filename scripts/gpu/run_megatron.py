@@ -1,11 +1,12 @@
-"""One training run of megatron-core under one precision, in a process of its own: what train.py starts, once for each case.
+"""One training run of megatron-core under one precision, in a process of its own: what train.py starts, once for each
+case.
 
     python3 scripts/gpu/run_megatron.py CASE SHAPE FILE [--steps 200] [--cpu] [--plain] [--wait]
 
-It is NeMo's path without NeMo and Lightning, which are too large to carry: the contract is written into Megatron's three configs by
-the table that renders Megatron-LM's command line, and nemo_fp8.train does the rest as the plugin does it: it chooses the engine and
-holds it, checks the configs, repairs what delayed scaling breaks. The model is megatron-core's GPTModel with its DDP, its
-distributed optimizer and its schedule.
+It is NeMo's path without NeMo and Lightning, which are too large to carry: the contract is written into Megatron's
+three configs by the table that renders Megatron-LM's command line, and nemo_fp8.train does the rest as the plugin does
+it: it chooses the engine and holds it, checks the configs, repairs what delayed scaling breaks. The model is
+megatron-core's GPTModel with its DDP, its distributed optimizer and its schedule.
 """
 
 from __future__ import annotations
@@ -102,8 +103,17 @@ def configs(case: Case, shape: Shape, cpu: bool, unfused: bool) -> tuple[Any, An
         **experts,
         **settings["TransformerConfig"],
     )
-    ddp = {"use_distributed_optimizer": True, "check_for_nan_in_grad": False} | settings["DistributedDataParallelConfig"]
-    optimizer = {"optimizer": "adam", "lr": RATE, "weight_decay": 0.1, "adam_beta2": 0.95, "clip_grad": 1.0, "params_dtype": torch.bfloat16}
+    ddp = {"use_distributed_optimizer": True, "check_for_nan_in_grad": False} | settings[
+        "DistributedDataParallelConfig"
+    ]
+    optimizer = {
+        "optimizer": "adam",
+        "lr": RATE,
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "clip_grad": 1.0,
+        "params_dtype": torch.bfloat16,
+    }
     return (
         model,
         DistributedDataParallelConfig(**ddp),
@@ -112,7 +122,8 @@ def configs(case: Case, shape: Shape, cpu: bool, unfused: bool) -> tuple[Any, An
 
 
 def layer_spec(case: Case, shape: Shape, cpu: bool) -> Any:
-    """TE's layers, or TE's parts around Megatron's own linears; on a CPU, which has no TE, Megatron's own throughout."""
+    """TE's layers, or TE's parts around Megatron's own linears; on a CPU, which has no TE, Megatron's own
+    throughout."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     experts = {"num_experts": shape.experts or None}
@@ -148,14 +159,23 @@ def train(
     from nemo_fp8.train.engine import choose_engine, hold_cpu
 
     device, steps = "cpu" if cpu else "cuda", len(walks)
-    found: dict[str, Any] = {"tokens": shape.tokens, "flops": shape.flops, "steps": steps, "losses": [], "ms": [], "statistics": {}}
+    found: dict[str, Any] = {
+        "tokens": shape.tokens,
+        "flops": shape.flops,
+        "steps": steps,
+        "losses": [],
+        "ms": [],
+        "statistics": {},
+    }
     with ExitStack() as contexts:
         # NeMo is no part of this path: whether it is installed, and which, decides nothing.
         machine = dataclasses.replace(Machine.here(), nemo=None)
         engine = choose_engine(case.precision, "emulated" if cpu else case.engine, machine)
         hold_cpu(contexts, case.precision)
         store = contexts.enter_context(tempfile.TemporaryDirectory())
-        torch.distributed.init_process_group("gloo" if cpu else "nccl", init_method=f"file://{store}/store", rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo" if cpu else "nccl", init_method=f"file://{store}/store", rank=0, world_size=1
+        )
         contexts.callback(torch.distributed.destroy_process_group)
         parallel_state.initialize_model_parallel()
         contexts.callback(parallel_state.destroy_model_parallel)
@@ -182,7 +202,10 @@ def train(
             "fp8_linears": len(fp8_linears(model)),
             "memory_built": _memory(cpu),
         }
-        print(f"built: {found['parameters']:,} parameters, {found['fp8_weights']} of them FP8; engine {engine}", flush=True)
+        print(
+            f"built: {found['parameters']:,} parameters, {found['fp8_weights']} of them FP8; engine {engine}",
+            flush=True,
+        )
         keep(found)
 
         mask = torch.ones(shape.sequence, shape.sequence, dtype=torch.bool).triu(1)[None, None] if cpu else None
@@ -224,7 +247,9 @@ def train(
                 found["memory_peak"] = _memory(cpu, peak=True)
                 keep(found)
                 print(
-                    f"step {step + 1}: loss {found['losses'][-1]:.4f}, {median(t for t in found['ms'] if t is not None):.1f} ms", flush=True
+                    f"step {step + 1}: loss {found['losses'][-1]:.4f}, "
+                    f"{median(t for t in found['ms'] if t is not None):.1f} ms",
+                    flush=True,
                 )
     found["done"] = True
     return found
@@ -242,7 +267,8 @@ def _wait(cpu: bool) -> None:
 
 
 def without_unified_memory() -> None:
-    """megatron-core 0.15 compiles an allocator of managed memory when it is imported, for inference; training has no use for it."""
+    """megatron-core 0.15 compiles an allocator of managed memory when it is imported, for inference; training has no
+    use for it."""
     module = types.ModuleType("megatron.core.inference.unified_memory")
     module.has_unified_memory, module.create_unified_mempool = False, lambda: None  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module

@@ -1,11 +1,12 @@
 """What is trained: slices of real models, the precisions, the first weights, the tokens.
 
-A slice has the sizes of a model's layers, fewer of them, and a smaller vocabulary, so that it trains in seconds and its GEMMs are
-the real ones. All cases of a shape begin with the same weights and see the same tokens: a walk over a random graph in which every
-token has four successors of unequal chances, which a model learns the longer the better.
+A slice has the sizes of a model's layers, fewer of them, and a smaller vocabulary, so that it trains in seconds and its
+GEMMs are the real ones. All cases of a shape begin with the same weights and see the same tokens: a walk over a random
+graph in which every token has four successors of unequal chances, which a model learns the longer the better.
 
-Layers are ``te`` (TE's fused linears, what NeMo uses) or ``parts``: TE's norms and attention around Megatron's own linears, which
-are those that the emulation puts in FP8. BF16 runs in both, so that their distance is known before FP8 is compared.
+Layers are ``te`` (TE's fused linears, what NeMo uses) or ``parts``: TE's norms and attention around Megatron's own
+linears, which are those that the emulation puts in FP8. BF16 runs in both, so that their distance is known before FP8
+is compared.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Shape:
     @property
     def flops(self) -> int:
         """Of a step: six for each weight and token, and causal attention."""
-        attention = self.hidden * self.channels * (self.heads + 2 * self.groups) + self.heads * self.channels * self.hidden
+        attention = (
+            self.hidden * self.channels * (self.heads + 2 * self.groups) + self.heads * self.channels * self.hidden
+        )
         mlp = 3 * self.hidden * self.ffn * max(1, self.topk) + self.hidden * self.experts
         weights = self.layers * (attention + mlp) + self.hidden * self.vocabulary
         return 6 * weights * self.tokens + 6 * self.layers * self.batch * self.sequence**2 * self.heads * self.channels

@@ -1,11 +1,13 @@
-"""Run one GPU script so that no part of it takes another along: a crash, a hang, a broken CUDA context cost that part alone.
+"""Run one GPU script so that no part of it takes another along: a crash, a hang, a broken CUDA context cost that part
+alone.
 
     python3 scripts/gpu/supervise.py SECONDS kernels.py [arguments]
 
-A script notes in its record which part it began and how long that may take. One that overstays is ended, one that dies is noted
-with its exit code, and the script is started again: with --resume it leaves out what has an outcome already. (After an illegal
-memory access every later call of the same process fails, so going on in it would lose all parts that follow.) When SECONDS are
-over all is ended. The price is half a second between two looks, and Python's and torch's start after each such end.
+A script notes in its record which part it began and how long that may take. One that overstays is ended, one that dies
+is noted with its exit code, and the script is started again: with --resume it leaves out what has an outcome already.
+(After an illegal memory access every later call of the same process fails, so going on in it would lose all parts that
+follow.) When SECONDS are over all is ended. The price is half a second between two looks, and Python's and torch's
+start after each such end.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ def supervise(script: Path, arguments: list[str], file: Path, seconds: float) ->
         record = records.read(file)
         name, _ = records.running(record)
         if name is not None:
-            record["parts"][name] = {"error": why or f"the process ended with {code}", "where": Path(__file__).name, "seconds": None}
+            record["parts"][name] = {
+                "error": why or f"the process ended with {code}",
+                "where": Path(__file__).name,
+                "seconds": None,
+            }
             records.write(file, record)
         elif code != records.AGAIN:
             deaths += 1

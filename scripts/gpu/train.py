@@ -1,16 +1,17 @@
-"""Training with TransformerEngine on a GPU: what each recipe costs and saves, what it does to the loss, and our emulation beside it.
+"""Training with TransformerEngine on a GPU: what each recipe costs and saves, what it does to the loss, and our
+emulation beside it.
 
     python3 scripts/gpu/train.py llama            four layers of Llama-3.1-8B
     python3 scripts/gpu/train.py moe              two layers of Qwen3-30B-A3B, 128 experts
     python scripts/gpu/train.py llama --cpu       a tiny model, everything emulated
 
-Every case runs in a process of its own (run_megatron.py says what it does), so that one that fails takes nothing with it; while one
-trains, the next has imported everything and waits. Step times are medians over the steps behind the warm-up; TFLOP/s count the
-matrix products. ``FP8 weights`` are FP8 primary weights, which the distributed optimizer gathers as bytes (on one GPU there is
-nobody to gather from: what shows here is memory and the cost of casting).
+Every case runs in a process of its own (run_megatron.py says what it does), so that one that fails takes nothing with
+it; while one trains, the next has imported everything and waits. Step times are medians over the steps behind the
+warm-up; TFLOP/s count the matrix products. ``FP8 weights`` are FP8 primary weights, which the distributed optimizer
+gathers as bytes (on one GPU there is nobody to gather from: what shows here is memory and the cost of casting).
 
-The emulation runs the same contract with nemo_fp8.numerics in Megatron's own linears. Its distance from TE is told beside the
-distance of BF16 in those same linears from BF16 in TE's: what is beyond that is the emulation's.
+The emulation runs the same contract with nemo_fp8.numerics in Megatron's own linears. Its distance from TE is told
+beside the distance of BF16 in those same linears from BF16 in TE's: what is beyond that is the emulation's.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ class Child:
         command += ["--cpu"] if run.cpu else []
         command += ["--plain"] if unfused else []
         # TE reads its variables when it is imported: they are the child's from the start.
-        environment = os.environ | te_environment(CASES[case].precision) | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = (
+            os.environ
+            | te_environment(CASES[case].precision)
+            | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        )
         self.log = self.file.with_suffix(".log")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -98,7 +103,9 @@ class Child:
             self.end()
         found = json.loads(self.file.read_text() or "{}")
         if not found.get("losses"):
-            raise RuntimeError(f"exit code {self.process.returncode} after {time.monotonic() - started:.0f} s: {self.said()}")
+            raise RuntimeError(
+                f"exit code {self.process.returncode} after {time.monotonic() - started:.0f} s: {self.said()}"
+            )
         if not found.get("done"):
             found["stopped"] = self.said(300)
         return found
@@ -129,7 +136,9 @@ def cases(run: Run, folder: Path) -> None:
     def train(name: str) -> Any:
         assert child is not None
         most = CASE_SECONDS * (10 if run.cpu else 1)
-        result = run.part(name, lambda: child.train(min(most, run.options.limit + 30 - run.elapsed())), seconds=CASE_SECONDS)
+        result = run.part(
+            name, lambda: child.train(min(most, run.options.limit + 30 - run.elapsed())), seconds=CASE_SECONDS
+        )
         run.say(next(reversed(child.said(200).splitlines()), "it said nothing"))
         child.end()
         return result
@@ -143,7 +152,8 @@ def cases(run: Run, folder: Path) -> None:
             ahead = todo[i + 1 : i + 2]
             waiting = Child(run, *ahead[0], folder, unfused) if ahead else None
             if train(case) is None and i == 0 and not unfused:
-                # Megatron's fusions are compiled where they run: do without, if the first case shows that they do not compile.
+                # Megatron's fusions are compiled where they run: do without, if the first case shows that they do not
+                # compile.
                 unfused = True
                 run.record["parts"][f"{case}, with fusions"] = run.record["parts"].pop(case)
                 if waiting is not None:
@@ -166,7 +176,11 @@ def pairs(parts: dict[str, Any]) -> list[tuple[str, str, str]]:
     found = [("BF16: Megatron's linears against TE's", "bf16 in parts", "bf16")]
     names = [name.removesuffix(", emulated") for name in parts if name.endswith(", emulated")]
     found += [(f"{name}: emulated against TE", f"{name}, emulated", name) for name in names]
-    found += [(f"{name} against BF16", name, "bf16") for name in parts if name not in ("bf16", "bf16 in parts") and ", " not in name]
+    found += [
+        (f"{name} against BF16", name, "bf16")
+        for name in parts
+        if name not in ("bf16", "bf16 in parts") and ", " not in name
+    ]
     return [pair for pair in found if all(parts.get(case, {}).get("result") for case in pair[1:])]
 
 
@@ -216,7 +230,9 @@ def tell(record: dict[str, Any]) -> str:
     head = ["case", "ms a step", "TFLOP/s", "faster than BF16", "GiB built", "GiB peak", "loss, last tenth", ""]
     any_found = next((p["result"] for p in parts.values() if p.get("result")), None)
     title = (
-        f"{record['set']}: {any_found['parameters']:,} parameters, {any_found['tokens']:,} tokens a step" if any_found else record["set"]
+        f"{record['set']}: {any_found['parameters']:,} parameters, {any_found['tokens']:,} tokens a step"
+        if any_found
+        else record["set"]
     )
     if record.get("unfused"):
         title += ", without Megatron's fusions"
@@ -227,8 +243,21 @@ def tell(record: dict[str, Any]) -> str:
         for name, d in compared:
             gaps = [f"{d['mean_gap']:.4f}", f"{d['largest_gap']:.4f}", f"{d['last_tenth']:+.4f}"]
             lines.append([name, d["steps"], *gaps, *(_off(d[what], what) for what in ("amax", "scale", "snr_db"))])
-        head = ["loss curves", "steps", "mean gap", "largest", "last tenth", "amax off by", "delayed scale off by", "SNR off by, dB"]
-        out += ["", "Gaps are absolute differences of the loss at equal steps; statistics are those of every layer and operand,"]
+        head = [
+            "loss curves",
+            "steps",
+            "mean gap",
+            "largest",
+            "last tenth",
+            "amax off by",
+            "delayed scale off by",
+            "SNR off by, dB",
+        ]
+        out += [
+            "",
+            "Gaps are absolute differences of the loss at equal steps; statistics are those of every layer and "
+            "operand,",
+        ]
         out += ["median (largest):", "", table(head, lines)]
     return "\n".join(out)
 
@@ -274,7 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from common import te_version
 
         if te_version() is None:
-            raise SystemExit("TransformerEngine does not import here (or there is no GPU): nothing to train with. Try --cpu.")
+            raise SystemExit(
+                "TransformerEngine does not import here (or there is no GPU): nothing to train with. Try --cpu."
+            )
     with tempfile.TemporaryDirectory() as folder:
         cases(run, Path(folder))
     run.finish(tell)

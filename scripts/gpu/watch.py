@@ -1,7 +1,8 @@
-"""What flows through a model's linears in one step, measured the same way whoever multiplies: TE, Megatron, the emulation.
+"""What flows through a model's linears in one step, measured the same way whoever multiplies: TE, Megatron, the
+emulation.
 
-nemo_fp8.train.measure tells what a linear's own quantizer saw, of which TE keeps little. Here the operands themselves are caught
-by hooks and quantized by our numerics, so that two engines can be compared at every layer.
+nemo_fp8.train.measure tells what a linear's own quantizer saw, of which TE keeps little. Here the operands themselves
+are caught by hooks and quantized by our numerics, so that two engines can be compared at every layer.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from nemo_fp8.contract import Precision  # noqa: E402
 
 
 class Watch:
-    """What flows through every linear in one forward and backward: amax and SNR of inputs, weights and output gradients.
+    """What flows through every linear in one forward and backward: amax and SNR of inputs, weights and output
+    gradients.
 
-    Measured by our numerics on the tensors themselves, for whoever multiplies them; beside it the scales that delayed scaling
-    keeps, TE's or ours. The input of a linear that norms it first is not to be seen.
+    Measured by our numerics on the tensors themselves, for whoever multiplies them; beside it the scales that delayed
+    scaling keeps, TE's or ours. The input of a linear that norms it first is not to be seen.
     """
 
     def __init__(self, model: torch.nn.Module, precision: Precision) -> None:
@@ -42,7 +44,11 @@ class Watch:
             if not hasattr(module, "layer_norm_weight"):
                 self._measure(f"{name}/input", args[0], "input")
             weight = module.weight
-            self._measure(f"{name}/weight", weight.dequantize() if hasattr(weight, "dequantize") and is_fp8(weight) else weight, "weight")
+            self._measure(
+                f"{name}/weight",
+                weight.dequantize() if hasattr(weight, "dequantize") and is_fp8(weight) else weight,
+                "weight",
+            )
             out = output[0] if isinstance(output, tuple) else output
             out.register_hook(lambda grad: self._measure(f"{name}/grad", grad, "grad"))
 

@@ -34,7 +34,9 @@ def in_pipe(*words):
 def in_terminal(*words, **variables):
     """What the command writes to stderr, which is a terminal."""
     ours, its = pty.openpty()
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=its, env=ENVIRONMENT | variables)
+    process = subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=its, env=ENVIRONMENT | variables
+    )
     os.close(its)
     said = b""
     try:
@@ -80,7 +82,11 @@ def test_time_left_is_what_the_pace_makes_of_the_whole(monkeypatch, capsys):
     lines.tell(25, "loss 2.000")  # three eighths of all in five minutes
     now[0] += 7200.0
     lines.tell(50)
-    assert capsys.readouterr().err.splitlines() == ["run: starting", "run: 25 of 50, loss 2.000, 8:20 left", "run: 50 of 50, 2:05:00 left"]
+    assert capsys.readouterr().err.splitlines() == [
+        "run: starting",
+        "run: 25 of 50, loss 2.000, 8:20 left",
+        "run: 50 of 50, 2:05:00 left",
+    ]
 
 
 def test_a_terminal_has_bars():

@@ -36,8 +36,8 @@ COMMANDS = [
     (["check", BLOCK], 0, ["agree"]),
     (["check", "bf16_mixed", BLOCK], 1, ["differs"]),
     *((["render", BLOCK, "--to", to], 0, [word]) for to, word in {
-        "nemo": "MegatronMixedPrecision", "bridge": "MixedPrecisionConfig", "megatron": "--fp8-format", "te": "Float8BlockScaling",
-        "nemo-rl": "vllm_cfg", "vllm": "--quantization", "env": "NVTE",
+        "nemo": "MegatronMixedPrecision", "bridge": "MixedPrecisionConfig", "megatron": "--fp8-format",
+        "te": "Float8BlockScaling", "nemo-rl": "vllm_cfg", "vllm": "--quantization", "env": "NVTE",
     }.items()),
     (["explain", "bf16_mixd"], 2, ["Did you mean 'bf16_mixed'"]),
     (["explain", BLOCK, "--set", "margn=1"], 2, ["Did you mean 'margin'"]),
@@ -55,7 +55,9 @@ def _run(*arguments, **settings):
     return subprocess.run([NEMO_FP8, *arguments], capture_output=True, text=True, env=env, timeout=60, **settings)
 
 
-@pytest.mark.parametrize(("command", "code", "words"), COMMANDS, ids=lambda v: " ".join(v) if isinstance(v, list) else None)
+@pytest.mark.parametrize(
+    ("command", "code", "words"), COMMANDS, ids=lambda v: " ".join(v) if isinstance(v, list) else None
+)
 def test_commands_answer(command, code, words):
     done = _run(*command)
     said = " ".join((done.stdout + done.stderr).split())
@@ -66,7 +68,9 @@ def test_commands_answer(command, code, words):
         assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("command", "code", "words"), COMMANDS, ids=lambda v: " ".join(v) if isinstance(v, list) else None)
+@pytest.mark.parametrize(
+    ("command", "code", "words"), COMMANDS, ids=lambda v: " ".join(v) if isinstance(v, list) else None
+)
 def test_every_command_speaks_json(command, code, words):
     done = _run(*command, "--json")
     assert done.returncode == code
@@ -74,13 +78,15 @@ def test_every_command_speaks_json(command, code, words):
     assert ("error" in value) == (code == 2)
 
 
-# An application that does nothing takes an eighth of a second on a machine of today; torch alone takes eight times as long.
+# An application that does nothing takes an eighth of a second on a machine of today; torch alone takes eight times as
+# long.
 BARE = [sys.executable, "-c", "import typer, rich.console, rich.table, yaml; typer.run(lambda: None)"]
 MOST = 2.5
 
 
 def _times_a_bare_application(command):
-    """In seconds of the processor; the median of pairs that run one after the other, of more of them where it is a near thing."""
+    """In seconds of the processor; the median of pairs that run one after the other, of more of them where it is a near
+    thing."""
 
     def spent(run):
         def now():
@@ -98,7 +104,15 @@ def _times_a_bare_application(command):
 
 
 @pytest.mark.parametrize(
-    "command", [["list"], ["explain", BLOCK], ["diff", BLOCK, BLOCK], ["doctor"], ["lint", BLOCK, "--model", CONFIG], ["check", BLOCK]]
+    "command",
+    [
+        ["list"],
+        ["explain", BLOCK],
+        ["diff", BLOCK, BLOCK],
+        ["doctor"],
+        ["lint", BLOCK, "--model", CONFIG],
+        ["check", BLOCK],
+    ],
 )
 def test_every_command_that_needs_no_torch_answers_in_half_a_second(command):
     assert _times_a_bare_application([NEMO_FP8, *command]) < MOST
@@ -124,7 +138,8 @@ def test_a_yaml_file_stands_in_for_a_preset(tmp_path):
 def test_check_reads_both_sides_from_a_nemo_rl_config(tmp_path):
     path = tmp_path / "grpo.yaml"
     path.write_text(
-        "policy:\n  generation:\n    vllm_cfg:\n      precision: fp8\n      use_deep_gemm: true\n      use_weight_pow2_scale: false\n"
+        "policy:\n  generation:\n    vllm_cfg:\n      precision: fp8\n      use_deep_gemm: true\n      "
+        "use_weight_pow2_scale: false\n"
     )
     done = _run("check", str(path), "--nemo-rl")
     assert done.returncode == 1

@@ -73,7 +73,8 @@ def test_a_second_signal_does_not_cut_short_what_the_first_one_began(stand_in, t
 
 @pytest.mark.parametrize("which", ["keeper", "child"])
 def test_nothing_is_left_when_one_in_between_is_killed(stand_in, tmp_path, which):
-    """The kernel ends the child of a killed keeper; the keeper ends what a killed child leaves, wherever that has moved to."""
+    """The kernel ends the child of a killed keeper; the keeper ends what a killed child leaves, wherever that has moved
+    to."""
     command, found = stand_in
     keeper, child = found[0], psutil.Process(int((tmp_path / "pids/child").read_text()))
     assert child.parent() == keeper
@@ -105,7 +106,10 @@ def test_what_somebody_else_started_ends_with_a_watched_command(tmp_path):
 
 
 def test_what_a_shell_told_to_be_ignored_stays_ignored(tmp_path):
-    code = "import os, signal\nfrom nemo_fp8.lifetime import orderly\nwith orderly(): os.kill(os.getpid(), 1); print('goes on')"
+    code = (
+        "import os, signal\nfrom nemo_fp8.lifetime import orderly\nwith orderly(): os.kill(os.getpid(), 1); "
+        "print('goes on')"
+    )
     done = subprocess.run(["nohup", sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "goes on\n"
 
@@ -113,7 +117,12 @@ def test_what_a_shell_told_to_be_ignored_stays_ignored(tmp_path):
 def test_a_command_s_end_is_its_own():
     from nemo_fp8.lifetime import running
 
-    for words, code in ((["true"], 0), (["sh", "-c", "exit 7"], 7), (["sh", "-c", "kill -SEGV $$"], -11), (["no-such-program"], 127)):
+    for words, code in (
+        (["true"], 0),
+        (["sh", "-c", "exit 7"], 7),
+        (["sh", "-c", "kill -SEGV $$"], -11),
+        (["no-such-program"], 127),
+    ):
         with running(words, stderr=subprocess.DEVNULL) as process:
             assert process.wait(15) == code
 
@@ -139,20 +148,26 @@ def _compare(folder, *words, **settings):
         (folder / name).mkdir(parents=True)
     env = os.environ | {"RANKS": str(folder / "ranks"), "TMPDIR": str(folder / "temporary"), "OMP_NUM_THREADS": "1"}
     env |= {"PYTHONPATH": f"{SUPPORT}:{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.Popen([sys.executable, "-m", "nemo_fp8.cli", "compare", "--precisions", "bf16_mixed", *words], env=env, **settings)
+    return subprocess.Popen(
+        [sys.executable, "-m", "nemo_fp8.cli", "compare", "--precisions", "bf16_mixed", *words], env=env, **settings
+    )
 
 
 @pytest.mark.slow
 def test_nothing_is_left_of_a_comparison(tmp_path):
     """Torchrun and two ranks below each of four commands, which end by a signal each."""
-    commands = {n: _compare(tmp_path / n.name, "--recipe", "waiting.recipe", stderr=subprocess.DEVNULL) for n in SIGNALS}
+    commands = {
+        n: _compare(tmp_path / n.name, "--recipe", "waiting.recipe", stderr=subprocess.DEVNULL) for n in SIGNALS
+    }
     found = {}
     try:
         for number in commands:
             wait_for(lambda: len(list((tmp_path / number.name / "ranks").iterdir())) == 2, 120)  # noqa: B023, at once
         found = {number: below(command) for number, command in commands.items()}
         for number, command in commands.items():
-            assert {int(path.name) for path in (tmp_path / number.name / "ranks").iterdir()} <= {p.pid for p in found[number]}
+            assert {int(path.name) for path in (tmp_path / number.name / "ranks").iterdir()} <= {
+                p.pid for p in found[number]
+            }
             command.send_signal(number)
         for number, command in commands.items():
             assert command.wait(30) == SIGNALS[number]
@@ -169,7 +184,9 @@ def test_nothing_is_left_of_a_comparison(tmp_path):
 @pytest.mark.train
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in SIGNALS if n != signal.SIGTERM)], ids=lambda n: n.name
+    "number",
+    [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in SIGNALS if n != signal.SIGTERM)],
+    ids=lambda n: n.name,
 )
 def test_nothing_is_left_of_a_training(tmp_path, number):
     """The ranks really train when the signal comes."""
@@ -210,7 +227,9 @@ def test_nothing_is_left_of_make(tmp_path, target, number):
     (tmp_path / "test_sleeps.py").write_text(SLEEPS)
     (tmp_path / "pids").mkdir()
     env = os.environ | {"PIDS": str(tmp_path / "pids")}
-    make = subprocess.Popen(["make", "-o", "setup", target], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+    make = subprocess.Popen(
+        ["make", "-o", "setup", target], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     found = []
     try:
         wait_for(lambda: (tmp_path / "pids/grandchild").exists())

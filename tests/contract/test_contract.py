@@ -94,15 +94,24 @@ def test_a_field_that_follows_keeps_following_when_others_change():
     assert stated.rollout == "compute"
 
 
-SAID = {"weight_scale": "pow2", "activation_scale": "pow2", "rollout": "fp8", "rollout_block": "128x128", "importance_sampling": True}
+SAID = {
+    "weight_scale": "pow2",
+    "activation_scale": "pow2",
+    "rollout": "fp8",
+    "rollout_block": "128x128",
+    "importance_sampling": True,
+}
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_was_said_is_kept_even_where_it_is_what_would_follow(name):
-    """``weight_scale="pow2"`` is what blockwise scaling comes to anyway; said, it must not become FP32 with another scaling."""
+    """``weight_scale="pow2"`` is what blockwise scaling comes to anyway; said, it must not become FP32 with another
+    scaling."""
     said = Precision(format="hybrid", scaling="blockwise", **{name: SAID[name]})
     assert said == Precision(format="hybrid", scaling="blockwise")
-    changed = {"format": None, "scaling": None} if name in ("rollout", "importance_sampling") else {"scaling": "tensorwise"}
+    changed = (
+        {"format": None, "scaling": None} if name in ("rollout", "importance_sampling") else {"scaling": "tensorwise"}
+    )
     for p in (said, copy.deepcopy(said), pickle.loads(pickle.dumps(said)), said.replace(margin=1)):
         assert p.said == {name}
         assert getattr(p.replace(**changed), name) == SAID[name]

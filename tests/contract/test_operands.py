@@ -1,4 +1,5 @@
-"""What each side multiplies with has one answer: the contract's. The engine, the check, the gate and the exporter give no other."""
+"""What each side multiplies with has one answer: the contract's. The engine, the check, the gate and the exporter give
+no other."""
 
 import itertools
 import json
@@ -21,7 +22,8 @@ from nemo_fp8.rollout.engine.ops import activation_of, fake_quantize
 from nemo_fp8.rollout.engine.storage import storage_of
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
-# docs/rollout.md, "How a layer is stored", written down once more: rollout_block -> the tiles of weights and of activations.
+# docs/rollout.md, "How a layer is stored", written down once more: rollout_block -> the tiles of weights and of
+# activations.
 TILES = {"128x128": ((128, 128), (1, 128)), "tensor": (None, (1, 128)), "1x32": ((1, 32), (1, 32))}
 
 
@@ -38,13 +40,17 @@ CONTRACTS = [*_contracts()]
 
 
 def test_every_preset_is_there_with_every_block():
-    assert {(p.values[0].name, p.values[0].rollout_block) for p in CONTRACTS} == set(itertools.product(PRESETS, ROLLOUT_BLOCKS))
+    assert {(p.values[0].name, p.values[0].rollout_block) for p in CONTRACTS} == set(
+        itertools.product(PRESETS, ROLLOUT_BLOCKS)
+    )
 
 
 @pytest.mark.parametrize("p", CONTRACTS)
 def test_whoever_is_asked_gives_the_contracts_operands(p):
     storage, scale = storage_of(p), {"1x32": "e8m0"}.get(p.rollout_block, p.weight_scale)
-    for role, tile, engine in zip(("weight", "input"), TILES[p.rollout_block], (storage.weight, storage.activation), strict=True):
+    for role, tile, engine in zip(
+        ("weight", "input"), TILES[p.rollout_block], (storage.weight, storage.activation), strict=True
+    ):
         operand = p.operand(role, "rollout")
         assert operand == Operand("e4m3", tile, scale), role
         assert engine == operand, f"the engine's {role}"
@@ -54,13 +60,18 @@ def test_whoever_is_asked_gives_the_contracts_operands(p):
         said = [f.what for f in check(train=p, rollout=p).findings if f.where == _TOPICS[role]]
         assert bool(said) == (p.is_fp8 and (ours.block, ours.delayed) != (engine.block, engine.delayed)), role
         assert all(f"{engine.words()}." in what for what in said)
-    assert activation_of(storage.group, storage.activation.scale) == p.operand("input", "rollout"), "the engine's operators"
+    assert activation_of(storage.group, storage.activation.scale) == p.operand("input", "rollout"), (
+        "the engine's operators"
+    )
     assert p.operand("grad", "rollout") is None
 
 
 @pytest.mark.parametrize("p", CONTRACTS)
 def test_the_codes_are_the_contracts_too(p):
-    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16() * torch.linspace(0.1, 4, 256)[:, None].bfloat16()
+    weight = (
+        torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+        * torch.linspace(0.1, 4, 256)[:, None].bfloat16()
+    )
     right = quantize(weight, p.operand("weight", "rollout"))
     ((_, held),) = reference({WEIGHT: weight}, p.replace(first_layers=0, last_layers=0), layers=1)
     assert torch.equal(held.data.view(torch.uint8), right.data.view(torch.uint8))
@@ -81,7 +92,10 @@ def test_the_exporter_writes_the_contracts_operand_or_nothing(p, tmp_path):
             export(HuggingFace.open(tmp_path / "in"), tmp_path / "out", p)
         return
     export(HuggingFace.open(tmp_path / "in"), tmp_path / "out", p)
-    written, right = load_file(tmp_path / "out" / "model.safetensors"), canonical(quantize(weight, storage_of(p).weight))
+    written, right = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        canonical(quantize(weight, storage_of(p).weight)),
+    )
     assert torch.equal(written[WEIGHT].view(torch.uint8), right.data.view(torch.uint8))
     assert torch.equal(written[f"{WEIGHT}_scale_inv"], right.scale_inv)
 

@@ -29,7 +29,8 @@ def test_advantages_are_standardized_in_each_group():
 
 
 def test_gradient_on_policy_is_the_policy_gradient():
-    """With new = old the ratio is 1, and the gradient is that of -w A log p + beta KL, which is -w A + beta (1 - ref / new)."""
+    """With new = old the ratio is 1, and the gradient is that of -w A log p + beta KL, which is -w A + beta (1 - ref /
+    new)."""
     torch.manual_seed(0)
     new, reference, importance = -torch.rand(2, 3), -torch.rand(2, 3), torch.rand(2, 3)
     advantages = torch.tensor([1.5, -0.5])
@@ -68,7 +69,8 @@ def test_the_estimate_of_kl_has_the_right_mean():
 
 
 def test_weights_make_the_rollouts_mean_the_trainers():
-    """Over all tokens of a vocabulary: tokens drawn by the engine and weighed give the gradient of tokens drawn by the trainer."""
+    """Over all tokens of a vocabulary: tokens drawn by the engine and weighed give the gradient of tokens drawn by the
+    trainer."""
     torch.manual_seed(2)
     logits = torch.randn(20, dtype=torch.float64)
     advantages = torch.randn(20)
@@ -94,7 +96,9 @@ def test_mean_over_samples_is_mean_over_tokens(ranks, micro_batch):
     torch.manual_seed(3)
     loss, mask = torch.randn(8, 5), (torch.rand(8, 5) < 0.6).float()
     weighted = (loss * token_weights(mask)).sum(1)
-    parts = weighted.view(ranks, -1, micro_batch).mean(2)  # of a micro-batch, as Megatron averages: over them, then over ranks
+    parts = weighted.view(ranks, -1, micro_batch).mean(
+        2
+    )  # of a micro-batch, as Megatron averages: over them, then over ranks
     assert parts.mean(1).mean() == pytest.approx(float((loss * mask).sum() / mask.sum()), abs=1e-6)
 
 

@@ -29,7 +29,10 @@ def test_only_the_answer_is_rewarded():
 
 def test_held_out_problems_are_never_trained_on():
     task = Sorting(3)  # a thousand problems: every one is drawn
-    splits = {split: {task.problem(split, seed, i) for seed in range(6) for i in range(3000)} for split in ("train", "validation")}
+    splits = {
+        split: {task.problem(split, seed, i) for seed in range(6) for i in range(3000)}
+        for split in ("train", "validation")
+    }
     assert not splits["train"] & splits["validation"]
     assert len(splits["train"] | splits["validation"]) == 1000
     assert 80 < len(splits["validation"]) < 200
@@ -61,20 +64,32 @@ def test_log_probs_of_the_engine_lie_at_their_tokens():
 
 
 def test_settings_survive_the_way_to_another_process():
-    s = settings(precision=preset("bf16_with_fp8_blockwise_mixed"), policy=PolicySize(hidden=256), loss_fn={"a": 1}, one_step_off=True)
+    s = settings(
+        precision=preset("bf16_with_fp8_blockwise_mixed"),
+        policy=PolicySize(hidden=256),
+        loss_fn={"a": 1},
+        one_step_off=True,
+    )
     assert GrpoSettings.from_dict(json.loads(json.dumps(s.to_dict()))) == s
 
 
 def test_correction_follows_the_contract():
     assert settings(precision=preset("bf16_mixed")).correction == {"use_importance_sampling_correction": False}
-    assert settings(precision=preset("bf16_mixed").replace(rollout="fp8")).correction["truncated_importance_sampling_type"] == "tis"
+    assert (
+        settings(precision=preset("bf16_mixed").replace(rollout="fp8")).correction["truncated_importance_sampling_type"]
+        == "tis"
+    )
     own = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "icepop"}
     assert settings(loss_fn=own).correction == own
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"ranks": 3, "tensor_parallel": 2}, "tensor_parallel"), ({"micro_batch": 96}, "micro-batches"), ({"engines": 3}, "engines")],
+    [
+        ({"ranks": 3, "tensor_parallel": 2}, "tensor_parallel"),
+        ({"micro_batch": 96}, "micro-batches"),
+        ({"engines": 3}, "engines"),
+    ],
 )
 def test_settings_that_cannot_be_are_refused(wrong, words):
     with pytest.raises(PrecisionError, match=words):

@@ -1,4 +1,5 @@
-"""Everything that can be killed is killed in one run, and the curve is that of a run that was left alone. Minutes: see `make test-long`."""
+"""Everything that can be killed is killed in one run, and the curve is that of a run that was left alone. Minutes: see
+`make test-long`."""
 
 import json
 import os
@@ -22,7 +23,9 @@ SCRIPT = SUPPORT / "run_and_kill.py"
 def run(settings, **kills):
     """The exit code of a driver, and what was in its processes' shared memory."""
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    process = subprocess.Popen([sys.executable, SCRIPT, json.dumps(settings.to_dict()), json.dumps(kills)], env=environment)
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, json.dumps(settings.to_dict()), json.dumps(kills)], env=environment
+    )
     names = set()
     while process.poll() is None:
         names |= actors.shared_memory()

@@ -1,4 +1,5 @@
-"""The overlays for NeMo RL: up to date, read back as the contract they came from, and fit for the models they are for."""
+"""The overlays for NeMo RL: up to date, read back as the contract they came from, and fit for the models they are
+for."""
 
 import importlib.util
 import sys
@@ -39,7 +40,11 @@ def test_an_overlay_says_its_contract(name):
     text = (FOLDER / name).read_text()
     # `keep` is said to the rollout alone; training keeps routers out of FP8 by itself.
     keep = overlay.contract.keep
-    back = from_nemo_rl(text) if not keep else from_nemo_rl(yaml.safe_dump(without_ignored(yaml.safe_load(text)))).replace(keep=keep)
+    back = (
+        from_nemo_rl(text)
+        if not keep
+        else from_nemo_rl(yaml.safe_dump(without_ignored(yaml.safe_load(text)))).replace(keep=keep)
+    )
     assert back == overlay.contract
     assert ignored_by_nemo_rl(text) == []
 
@@ -73,5 +78,9 @@ def test_shapes_fit(name, model):
 def test_the_experts_would_not_fit_over_the_base_files_four_ranks():
     """Why the MoE overlay changes vLLM's tensor parallelism."""
     path = Path(__file__).parents[1] / "models" / "data" / "qwen3-30b-a3b.json"
-    found = lint(make.OVERLAYS["grpo_math_qwen30ba3b_megatron_fp8_e2e.yaml"].contract, model=path, parallel="tp2,ep8,etp1,sp,rollout-tp4")
+    found = lint(
+        make.OVERLAYS["grpo_math_qwen30ba3b_megatron_fp8_e2e.yaml"].contract,
+        model=path,
+        parallel="tp2,ep8,etp1,sp,rollout-tp4",
+    )
     assert any("192" in f.what or "192" in f.why for f in found)

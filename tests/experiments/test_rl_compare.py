@@ -36,7 +36,11 @@ def record(final, error, fired=()):
 @pytest.fixture
 def comparison():
     ends = {"bf16-bf16": (0.9, 0.92), "bf16-fp8": (0.85, 0.87), "fp8-fp8": (0.9, 0.91)}
-    runs = [RlRun(name, seed, record(ends[name][seed], 1.01, fired=(3,) if name == "bf16-fp8" else ())) for name in ends for seed in (0, 1)]
+    runs = [
+        RlRun(name, seed, record(ends[name][seed], 1.01, fired=(3,) if name == "bf16-fp8" else ()))
+        for name in ends
+        for seed in (0, 1)
+    ]
     return RlComparison(TEMPLATE, runs)
 
 
@@ -83,7 +87,13 @@ def test_variants_differ_in_contract_and_correction_alone():
     assert not runs["bf16-fp8"].precision.is_fp8
     # What an FP8 rollout holds is the same, whatever trains.
     assert runs["bf16-fp8"].precision.weight_scale == runs["fp8-fp8"].precision.weight_scale
-    assert [runs[n].correction["use_importance_sampling_correction"] for n in VARIANTS] == [False, True, False, True, False]
+    assert [runs[n].correction["use_importance_sampling_correction"] for n in VARIANTS] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_wrong_questions_are_answered_before_anything_starts():

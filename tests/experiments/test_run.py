@@ -17,14 +17,25 @@ ray.cloudpickle.register_pickle_by_value(actors)  # it lies where the actors' en
 
 def small(tmp_path, **changes):
     """A run of seconds."""
-    sizes = {"digits": 4, "base_steps": 30, "steps": 3, "problems": 8, "micro_batch": 16, "validation": 16, "validate_every": 2}
+    sizes = {
+        "digits": 4,
+        "base_steps": 30,
+        "steps": 3,
+        "problems": 8,
+        "micro_batch": 16,
+        "validation": 16,
+        "validate_every": 2,
+    }
     precision = preset("bf16_with_fp8_blockwise_mixed")
-    return GrpoSettings(**{"folder": str(tmp_path / "run"), "base": str(tmp_path / "base"), "precision": precision, **sizes, **changes})
+    return GrpoSettings(
+        **{"folder": str(tmp_path / "run"), "base": str(tmp_path / "base"), "precision": precision, **sizes, **changes}
+    )
 
 
 def test_two_steps_a_killed_rank_and_a_broken_engine(tmp_path):
-    """FP8 on both sides, the policy over two tensor-parallel ranks. A rank is killed after the first step, and the run goes on
-    with the second; in the third the engine loses a layer's scales, and the gate ends the run before it learns from that."""
+    """FP8 on both sides, the policy over two tensor-parallel ranks. A rank is killed after the first step, and the run
+    goes on with the second; in the third the engine loses a layer's scales, and the gate ends the run before it learns
+    from that."""
     s = small(tmp_path, ranks=2, tensor_parallel=2, steps=4)
     seen, memory = [], set()
 

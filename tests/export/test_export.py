@@ -1,4 +1,5 @@
-"""What an export writes: codes and scales to the bit, everything else as it was, one tensor in memory, and a config that says so."""
+"""What an export writes: codes and scales to the bit, everything else as it was, one tensor in memory, and a config
+that says so."""
 
 import json
 import subprocess
@@ -33,7 +34,11 @@ def loaded(folder):
 
 
 def same(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    )
 
 
 def to(folder, source, precision=POW2, **how):
@@ -47,7 +52,9 @@ def decoded(codes, scale):
     """Codes times scales, in numpy, with a table of E4M3's values: no code of ours."""
     bits = np.arange(256)
     exponent, mantissa = (bits >> 3) & 15, bits & 7
-    table = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0)) * np.where(bits & 128, -1, 1)
+    table = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0)) * np.where(
+        bits & 128, -1, 1
+    )
     table[[127, 255]] = np.nan
     values, scale = table[codes.view(torch.uint8).numpy()], scale.numpy().astype(np.float64)
     return values * scale.repeat(128, -2).repeat(128, -1)[..., : values.shape[-2], : values.shape[-1]]
@@ -184,8 +191,12 @@ def test_files_that_belong_to_the_model_come_along(tmp_path):
 
 
 def test_tensors_lie_where_their_type_wants_them(tmp_path):
-    """Readers that map a file want every tensor at a multiple of its element's size, whatever odd sizes lie before it."""
-    weights = tensors(layers=1) | {"a.odd": torch.ones(3, dtype=torch.uint8), "z.wide": torch.ones(5, dtype=torch.float64)}
+    """Readers that map a file want every tensor at a multiple of its element's size, whatever odd sizes lie before
+    it."""
+    weights = tensors(layers=1) | {
+        "a.odd": torch.ones(3, dtype=torch.uint8),
+        "z.wide": torch.ones(5, dtype=torch.float64),
+    }
     to(tmp_path / "out", write(tmp_path / "in", weights, shards=1, layers=1))
     raw = (tmp_path / "out/model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -226,7 +237,9 @@ def test_the_contract_chooses(tmp_path):
     kept = [f"model.layers.2.self_attn.{n}_proj.weight" for n in "qkv"]
     assert fp8 == {n for n in tensors() if "_proj" in n and ".layers.0." not in n and n not in kept}
     listed = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    assert {f"{name}.weight" for name in listed} == {n for n in tensors() if n not in fp8 and ("_proj" in n or n == "lm_head.weight")}
+    assert {f"{name}.weight" for name in listed} == {
+        n for n in tensors() if n not in fp8 and ("_proj" in n or n == "lm_head.weight")
+    }
     assert exported.plan.selection.by_rule("keep").keys() == set(kept)
 
 
@@ -236,7 +249,9 @@ def test_routers_and_experts(tmp_path):
     assert written["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
     assert written["model.layers.1.mlp.experts.0.up_proj.weight"].dtype == torch.float8_e4m3fn
     listed = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    assert {"model.layers.0.mlp.experts", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head"} <= set(listed)
+    assert {"model.layers.0.mlp.experts", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head"} <= set(
+        listed
+    )
     assert "model.layers.1.mlp.experts" not in listed
 
 
@@ -282,7 +297,12 @@ def test_compressed_tensors(tmp_path):
     assert ours.keys() == renamed.keys()
     assert all(same(ours[name], renamed[name]) for name in ours)
     with pytest.raises(PrecisionError, match="stack of experts"):
-        to(tmp_path / "no", write(tmp_path / "moe", tensors(experts=2, stacked=True)), precision, layout="compressed-tensors")
+        to(
+            tmp_path / "no",
+            write(tmp_path / "moe", tensors(experts=2, stacked=True)),
+            precision,
+            layout="compressed-tensors",
+        )
     # And it is a source like any other.
     back = to(tmp_path / "bf16", tmp_path / "out", BF16).folder
     assert loaded(back).keys() == tensors().keys()

@@ -29,11 +29,14 @@ def to(folder, source, precision=PRECISION, **how):
 
 
 def test_killed_anywhere_it_goes_on_to_the_same_files(tmp_path):
-    """SIGKILL before and after every write that counts; one more run, and the folder is that of an export that was not killed."""
+    """SIGKILL before and after every write that counts; one more run, and the folder is that of an export that was not
+    killed."""
     source = write(tmp_path / "source", tensors(layers=1), shards=3, layers=1)
     script = SUPPORT / "kill_everywhere.py"
     command = [sys.executable, "-W", "ignore", script, source, tmp_path / "exports"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     *kills, total = map(json.loads, done.stdout.splitlines())
     assert total["killed"] == total["events"] > 50
@@ -125,7 +128,11 @@ def test_another_export_is_refused_and_restart_begins_anew(source, tmp_path, fin
     elif changed == "precision":
         precision, words = PRECISION.replace(first_layers=1), "first_layers=0 was, 1 is"
     else:
-        precision, how, words = PRECISION.replace(activation_scale="fp32"), {"layout": "compressed-tensors"}, "layout was 'deepseek'"
+        precision, how, words = (
+            PRECISION.replace(activation_scale="fp32"),
+            {"layout": "compressed-tensors"},
+            "layout was 'deepseek'",
+        )
     with pytest.raises(PrecisionError, match=words) as error:
         to(tmp_path / "out", source, precision, **how)
     assert "--restart" in error.value.problems[0].remedy

@@ -23,7 +23,13 @@ from nemo_fp8.factories import plugin_config
 from nemo_fp8.train.plugin import MixedPrecision
 
 TRAINER_ARGS = {"devices": 1, "accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
-FP8_ARGS = {"fp8": "hybrid", "fp8_margin": 1, "fp8_amax_history_len": 32, "fp8_amax_compute_algo": "most_recent", "fp8_params": False}
+FP8_ARGS = {
+    "fp8": "hybrid",
+    "fp8_margin": 1,
+    "fp8_amax_history_len": 32,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_params": False,
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -70,7 +76,12 @@ def test_every_argument_of_nemos_plugin_is_read_and_written_as_on_nemos_config(n
 def test_every_fp8_argument_of_the_document_is_a_keyword():
     plugin = fdl.build(nemo_fp8.bf16_with_fp8_mixed(**FP8_ARGS))
     got = plugin.dtype_config
-    assert (got.fp8, got.fp8_margin, got.fp8_amax_history_len, got.fp8_amax_compute_algo) == ("hybrid", 1, 32, "most_recent")
+    assert (got.fp8, got.fp8_margin, got.fp8_amax_history_len, got.fp8_amax_compute_algo) == (
+        "hybrid",
+        1,
+        32,
+        "most_recent",
+    )
     assert got.fp8_param is False
     assert got.fp8_param_gather is False
 
@@ -80,11 +91,15 @@ def test_three_names_for_primary_weights_are_one_setting(name):
     assert not fdl.build(nemo_fp8.bf16_with_fp8_mixed(**{name: False})).contract.fp8_param
     assert fdl.build(nemo_fp8.bf16_with_fp8_blockwise_mixed(**{name: True})).contract.fp8_param
     with pytest.raises(PrecisionError, match="one setting"):
-        nemo_fp8.bf16_with_fp8_mixed(fp8_params=True, **({name: False} if name != "fp8_params" else {"fp8_param": False}))
+        nemo_fp8.bf16_with_fp8_mixed(
+            fp8_params=True, **({name: False} if name != "fp8_params" else {"fp8_param": False})
+        )
 
 
 def test_fields_that_only_the_contract_has_arrive():
-    config = nemo_fp8.bf16_with_fp8_blockwise_mixed(weight_scale="fp32", keep=("*.gate",), rollout_block="tensor", engine="emulated")
+    config = nemo_fp8.bf16_with_fp8_blockwise_mixed(
+        weight_scale="fp32", keep=("*.gate",), rollout_block="tensor", engine="emulated"
+    )
     plugin = fdl.build(config)
     assert plugin.contract.weight_scale == "fp32"
     assert plugin.contract.keep == ("*.gate",)
@@ -96,7 +111,10 @@ def test_what_was_said_to_a_factory_stays_said():
     config = nemo_fp8.bf16_with_fp8_blockwise_mixed(weight_scale="pow2", activation_scale="pow2")
     config.fp8_recipe = "tensorwise"
     assert fdl.build(config).contract.weight_scale == "pow2"
-    assert fdl.build(config).replace(fp8_margin=1).replace(fp8_recipe="blockwise").contract.said == {"weight_scale", "activation_scale"}
+    assert fdl.build(config).replace(fp8_margin=1).replace(fp8_recipe="blockwise").contract.said == {
+        "weight_scale",
+        "activation_scale",
+    }
 
 
 def test_a_config_can_be_changed_like_nemos():
@@ -150,7 +168,12 @@ def test_the_documents_fp8_sample_runs():
         assert isinstance(trainer, nl.Trainer)
         assert isinstance(trainer, our_nl._nemo.Trainer)
         contract = trainer.precision_plugin.contract
-        assert (contract.margin, contract.amax_history_len, contract.amax_compute_algo, contract.fp8_param) == (1, 32, "most_recent", False)
+        assert (contract.margin, contract.amax_history_len, contract.amax_compute_algo, contract.fp8_param) == (
+            1,
+            32,
+            "most_recent",
+            False,
+        )
 
 
 def test_nemos_own_trainer_rejects_the_fp8_sample():

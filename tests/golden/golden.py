@@ -3,14 +3,17 @@
 A file is safetensors. Its metadata says who made it (``source``), when and how, and lists its cases as JSON:
 
     quantize   input, operand {format, block, scale}, usage
-               tensors  inputs/<input>,  <name>/codes (bytes, of the input's shape),  <name>/scale_inv (as numerics.Quantized holds it)
-    delayed    format, history_len, algo, margin, steps, ranks: several steps of one linear, amaxes reduced over the ranks
+               tensors  inputs/<input>,  <name>/codes (bytes, of the input's shape),  <name>/scale_inv (as
+                        numerics.Quantized holds it)
+    delayed    format, history_len, algo, margin, steps, ranks: several steps of one linear, amaxes reduced over the
+               ranks
                tensors  inputs/delayed/<step>/<rank>/<role>,
                         <name>/<step>/<rank>/<role> with .amax, .codes and .scale_inv as far as the source tells them,
                         <name>/<step>/<direction> with .scale [roles] and .history [history_len, roles] after the step
 
-Whoever records brings other people's layouts (transposed data, padded scales) into ours, by moving and never by computing.
-Nothing but :func:`hold` calls nemo_fp8. ``scripts/gpu/conformance.py`` records with this file, and the tests read with it.
+Whoever records brings other people's layouts (transposed data, padded scales) into ours, by moving and never by
+computing. Nothing but :func:`hold` calls nemo_fp8. ``scripts/gpu/conformance.py`` records with this file, and the tests
+read with it.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ class Differences:
 
     def hold(self, what: str, where: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         """Count the differences; a NaN in FP32 differs from no NaN."""
-        assert ours.shape == theirs.shape, f"{where}: {what} of shape {tuple(ours.shape)}, recorded {tuple(theirs.shape)}"
+        assert ours.shape == theirs.shape, (
+            f"{where}: {what} of shape {tuple(ours.shape)}, recorded {tuple(theirs.shape)}"
+        )
         ours, theirs = ours.detach().cpu().contiguous(), theirs.contiguous()
         wide = {1: torch.uint8, 4: torch.int32}[theirs.itemsize]
         wrong = ours.view(wide) != theirs.view(wide)
@@ -161,7 +166,8 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    """What is quantized: ordinary values; every magnitude with subnormals and zeros, ragged; and NaN and infinities among them."""
+    """What is quantized: ordinary values; every magnitude with subnormals and zeros, ragged; and NaN and infinities
+    among them."""
     g = torch.Generator().manual_seed(20)
     ragged = (136, 144)  # more than a tile and less than two each way, and still sides that TE's GEMMs take
 
@@ -185,7 +191,9 @@ def inputs() -> dict[str, torch.Tensor]:
         special.view(-1)[torch.randint(special.numel(), (many,), generator=g)] = value
     special[7] = float("nan")
     found["specials.bf16"] = special
-    found["nan.bf16"] = torch.where(special.isinf(), 1.0, special)  # NaN alone: it must move no scale, where an infinity does
+    found["nan.bf16"] = torch.where(
+        special.isinf(), 1.0, special
+    )  # NaN alone: it must move no scale, where an infinity does
     return found
 
 
@@ -201,7 +209,8 @@ STEPS, RANKS = 8, 2
 
 
 def delayed_inputs(zeros: bool = True) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """For each step the tensors of all ranks, by ``<rank>/<role>``; a weight is the same on all ranks. Without ``zeros`` none vanishes."""
+    """For each step the tensors of all ranks, by ``<rank>/<role>``; a weight is the same on all ranks. Without
+    ``zeros`` none vanishes."""
     g = torch.Generator().manual_seed(21)
     for step in range(STEPS):
         given = {}

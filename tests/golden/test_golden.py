@@ -1,7 +1,8 @@
-"""nemo_fp8.numerics, held bit for bit to what TransformerEngine made of the same inputs; the vectors lie in files beside this one.
+"""nemo_fp8.numerics, held bit for bit to what TransformerEngine made of the same inputs; the vectors lie in files
+beside this one.
 
-``te_python_reference`` is what TE's own Python makes, which runs anywhere. What TE's CUDA kernels make comes from a GPU, through
-``scripts/gpu/conformance.py``, and is held to in the same way as soon as its files lie here.
+``te_python_reference`` is what TE's own Python makes, which runs anywhere. What TE's CUDA kernels make comes from a
+GPU, through ``scripts/gpu/conformance.py``, and is held to in the same way as soon as its files lie here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from golden import FOLDER, Golden, files, hold
 
 FILES = files()
 GOLDEN = {path.stem: Golden.load(path) for path in FILES}
-CASES = [pytest.param(stem, case, id=f"{stem}:{case['name']}") for stem, golden in GOLDEN.items() for case in golden.cases]
+CASES = [
+    pytest.param(stem, case, id=f"{stem}:{case['name']}") for stem, golden in GOLDEN.items() for case in golden.cases
+]
 KERNELS = {stem for stem, golden in GOLDEN.items() if "CUDA kernels" in golden.about["source"]}
 
 
@@ -34,15 +37,26 @@ def test_the_recordings_of_tes_python_are_here():
     assert "its Python reference" in golden.about["source"]
     kinds = {(c["kind"], str((c.get("operand") or c)["format"])) for c in golden.cases}
     assert kinds >= {("quantize", "e4m3"), ("quantize", "e5m2"), ("delayed", "hybrid")}
-    blocks = {(str(c["operand"]["block"]), c["operand"]["scale"], c["usage"]) for c in golden.cases if c["kind"] == "quantize"}
-    assert {("[1, 128]", "fp32", "col"), ("[1, 128]", "pow2", "row"), ("[128, 128]", "fp32", "row"), ("None", "pow2", "row")} <= blocks
+    blocks = {
+        (str(c["operand"]["block"]), c["operand"]["scale"], c["usage"]) for c in golden.cases if c["kind"] == "quantize"
+    }
+    assert {
+        ("[1, 128]", "fp32", "col"),
+        ("[1, 128]", "pow2", "row"),
+        ("[128, 128]", "fp32", "row"),
+        ("None", "pow2", "row"),
+    } <= blocks
 
 
 def test_the_recordings_of_tes_kernels_are_here():
     names = ", ".join(path.name for path in FILES)
     if not KERNELS:
-        pytest.skip(f"{len(FILES)} golden file(s) here ({names}), none from TE's CUDA kernels: see docs/benchmarks/gpu.md")
-    assert {"tensorwise", "blockwise_fp32", "blockwise_pow2", "delayed"} <= KERNELS, f"{len(FILES)} golden file(s): {names}"
+        pytest.skip(
+            f"{len(FILES)} golden file(s) here ({names}), none from TE's CUDA kernels: see docs/benchmarks/gpu.md"
+        )
+    assert {"tensorwise", "blockwise_fp32", "blockwise_pow2", "delayed"} <= KERNELS, (
+        f"{len(FILES)} golden file(s): {names}"
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -1,4 +1,5 @@
-"""What holds the GPU scripts together: a part that fails takes nothing with it, dry runs are never published, three calls fit a lease."""
+"""What holds the GPU scripts together: a part that fails takes nothing with it, dry runs are never published, three
+calls fit a lease."""
 
 from __future__ import annotations
 
@@ -102,7 +103,11 @@ def test_a_part_that_dies_or_hangs_takes_nothing_with_it(tmp_path, monkeypatch):
 def test_when_the_time_is_over_all_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(supervise, "LOOK", 0.05)
     script, file = tmp_path / "script.py", tmp_path / "script.json"
-    script.write_text(SCRIPT.format(folder=str(ROOT / "scripts/gpu"), file=str(file)).replace("0.1", "99").replace("os._exit(139)", "0"))
+    script.write_text(
+        SCRIPT.format(folder=str(ROOT / "scripts/gpu"), file=str(file))
+        .replace("0.1", "99")
+        .replace("os._exit(139)", "0")
+    )
     ended = "ended: the time for this script was over"
     assert supervise.supervise(script, [], file, 3) == 1
     found = records.read(file)["parts"]

@@ -30,7 +30,9 @@ LEFT_OUT = {"e5m2 in tiles"}
 
 def python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "gpu" / f"{script}.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "2"})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "2"}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Documents tell the truth: Python snippets run, commands run, generated pages are what the code generates, links lead somewhere."""
+"""Documents tell the truth: Python snippets run, commands run, generated pages are what the code generates, links lead
+somewhere."""
 
 import os
 import re
@@ -50,5 +51,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_generated_pages_are_up_to_date():
-    done = subprocess.run([sys.executable, ROOT / "tools/make_docs.py", "--check"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/make_docs.py", "--check"], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,11 @@ def _shapes(tree):
     """Classes whose fields make a finding: the three sentences, or how grave it is."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            fields = {line.target.id for line in node.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)}
+            fields = {
+                line.target.id
+                for line in node.body
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+            }
             if fields >= SENTENCES or "severity" in fields:
                 yield node.name
 
@@ -42,8 +46,19 @@ def test_every_severity_is_of_the_scale():
     assert {rule.severity for rule in RULES.values()} == set(SEVERITIES)
     with pytest.raises(PrecisionError, match="Did you mean 'warning'"):
         Problem("a", "b", "c", "warnings")
-    said = {keyword.value for tree in TREES.values() for call in _calls(tree) for keyword in call.keywords if keyword.arg == "severity"}
-    literal = {node.value for value in said for node in ast.walk(value) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    said = {
+        keyword.value
+        for tree in TREES.values()
+        for call in _calls(tree)
+        for keyword in call.keywords
+        if keyword.arg == "severity"
+    }
+    literal = {
+        node.value
+        for value in said
+        for node in ast.walk(value)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     assert literal <= set(SEVERITIES)
 
 
@@ -57,13 +72,22 @@ def _strings(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield re.escape(node.value)
         elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
-            yield "".join(re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".+" for part in node.values)
+            yield "".join(
+                re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".+" for part in node.values
+            )
 
 
 def test_every_rule_is_raised_by_somebody():
     said = {text for path, tree in TREES.items() if path != Path("findings.py") for text in _strings(tree)}
-    exact, patterns = {text for text in said if ".+" not in text}, [text for text in said if ".+" in text and "-" in text]
-    nobody = [code for code in RULES if re.escape(code) not in exact and not any(re.fullmatch(pattern, code) for pattern in patterns)]
+    exact, patterns = (
+        {text for text in said if ".+" not in text},
+        [text for text in said if ".+" in text and "-" in text],
+    )
+    nobody = [
+        code
+        for code in RULES
+        if re.escape(code) not in exact and not any(re.fullmatch(pattern, code) for pattern in patterns)
+    ]
     assert nobody == []
 
 
@@ -72,7 +96,10 @@ def test_every_code_that_is_raised_is_a_rule():
         call.args[0].value
         for tree in TREES.values()
         for call in _calls(tree)
-        if isinstance(call.func, ast.Name) and call.func.id == "finding" and call.args and isinstance(call.args[0], ast.Constant)
+        if isinstance(call.func, ast.Name)
+        and call.func.id == "finding"
+        and call.args
+        and isinstance(call.args[0], ast.Constant)
     }
     assert len(codes) > 50
     assert codes <= set(RULES)

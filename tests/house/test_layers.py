@@ -1,5 +1,5 @@
-"""Imports run one way: errors <- contract <- models <- {preflight, render} <- numerics <- {storage, te_cpu} <- {train, rollout, export,
-inspection} <- mismatch <- recipes <- experiments <- report <- command line.
+"""Imports run one way: errors <- contract <- models <- {preflight, render} <- numerics <- {storage, te_cpu} <- {train,
+rollout, export, inspection} <- mismatch <- recipes <- experiments <- report <- command line.
 
 The light core must import without torch, the training side never needs vLLM, and the rollout side never needs NeMo.
 """
@@ -87,14 +87,21 @@ def test_training_and_rollout_never_meet():
             "rollout": ("nemo.", "megatron", "lightning", "nemo_run", "nemo_fp8.train"),
         }.get(layer, ())
         for _, name in _imports(ast.parse(path.read_text())):
-            assert not f"{name}.".startswith(tuple(f"{s.rstrip('.')}." for s in strangers)), f"{path.name} imports {name}"
+            assert not f"{name}.".startswith(tuple(f"{s.rstrip('.')}." for s in strangers)), (
+                f"{path.name} imports {name}"
+            )
 
 
 def test_no_file_waits_for_itself():
     """No circle between files, imports inside of functions included; what only a type checker reads is none."""
-    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+    names = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in MODULES
+    }
     waits = {name: _files_imported(path, names) - {name} for name, path in names.items()}
-    while free := waits.keys() - set().union(*waits.values()) | {name for name, others in waits.items() if not others & waits.keys()}:
+    while free := waits.keys() - set().union(*waits.values()) | {
+        name for name, others in waits.items() if not others & waits.keys()
+    }:
         for name in free:
             del waits[name]
     assert {name: others & waits.keys() for name, others in waits.items()} == {}

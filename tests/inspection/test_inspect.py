@@ -53,7 +53,9 @@ def _expected(x, operand, block):
 @pytest.mark.parametrize("shape", [(300, 200), (130, 1100)])
 def test_a_loss_is_what_a_few_plain_lines_compute(label, kind, shape):
     generator = torch.Generator().manual_seed(1)
-    x = (torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-30, 2, (shape[0], 1), generator=generator))).bfloat16()
+    x = (
+        torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-30, 2, (shape[0], 1), generator=generator))
+    ).bfloat16()
     operand = replace(RECIPES[label].operand(kind), delayed=False)
     loss = Loss.of(x, quantize(x, operand, statistics=True), BLOCKS[kind])
     snr, of_blocks, underflow, mse = _expected(x, operand, BLOCKS[kind])
@@ -124,7 +126,10 @@ def test_a_contract_says_what_it_keeps(checkpoint):
 
 
 def test_a_shape_that_fp8_cannot_hold_is_said(tmp_path):
-    save_file({"layers.0.fc1.weight": torch.randn(48, 64), "layers.0.fc2.weight": torch.randn(64, 24)}, tmp_path / "odd.safetensors")
+    save_file(
+        {"layers.0.fc1.weight": torch.randn(48, 64), "layers.0.fc2.weight": torch.randn(64, 24)},
+        tmp_path / "odd.safetensors",
+    )
     recipes = {label: RECIPES[label].replace(first_layers=0, last_layers=0) for label in ("tensorwise", "mxfp8")}
     rows = inspect_checkpoint(tmp_path / "odd.safetensors", recipes).rows
     kept = {(row.place.role, label): why for row in rows for label, why in row.kept.items()}
@@ -194,7 +199,9 @@ def test_captured_activations_are_measured_as_inputs_and_gradients(checkpoint, t
     found = inspect_checkpoint(checkpoint, RECIPES, activations=tmp_path / "captured.safetensors")
     rows = found.measured("input", "grad")
     assert {row.name for row in rows} == tensors.keys()
-    assert {(row.operand, row.place.role) for row in rows} == {(o, r) for o in ("input", "grad") for r in ("up", "down")}
+    assert {(row.operand, row.place.role) for row in rows} == {
+        (o, r) for o in ("input", "grad") for r in ("up", "down")
+    }
     for row in rows:
         for label in ("tensorwise", "blockwise", "mxfp8"):
             snr, of_blocks, underflow, _ = _expected(tensors[row.name], RECIPES[label].operand(row.operand), (1, 128))
@@ -205,7 +212,9 @@ def test_captured_activations_are_measured_as_inputs_and_gradients(checkpoint, t
 
 def test_progress_counts_every_byte_once(checkpoint):
     seen = []
-    found = inspect_checkpoint(checkpoint, RECIPES, progress=lambda total: seen.append(total) or (lambda count, name: seen.append(-count)))
+    found = inspect_checkpoint(
+        checkpoint, RECIPES, progress=lambda total: seen.append(total) or (lambda count, name: seen.append(-count))
+    )
     assert sum(seen) == 0
     assert len(seen) == 1 + len(found.measured())
     assert seen[0] == found.bytes == sum(row.elements * 2 for row in found.measured())

@@ -39,7 +39,9 @@ def test_json_is_json_and_holds_every_tensor(checkpoint, monkeypatch):
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")
 
-    done = _run(checkpoint, "--json", "--precision", "blockwise", "--precision", "mxfp8", "--snr", "25", monkeypatch=monkeypatch)
+    done = _run(
+        checkpoint, "--json", "--precision", "blockwise", "--precision", "mxfp8", "--snr", "25", monkeypatch=monkeypatch
+    )
     found = json.loads(done.stdout, parse_constant=refuse)
     assert found["precisions"].keys() == {"blockwise", "mxfp8"}
     measured = [tensor for tensor in found["tensors"] if tensor["precisions"]]
@@ -54,7 +56,13 @@ def test_the_page_stands_alone_and_shows_every_section(checkpoint, tmp_path, mon
     parsed = Parsed(text)
     assert sum(tag == "svg" for tag, _ in parsed.tags) == 5  # four grids and the worst ten
     words = "".join(parsed.text)
-    for title in ("Overview", "What to keep above 20 dB", "The worst ten tensors", "Weights by layer and role", "Not quantized"):
+    for title in (
+        "Overview",
+        "What to keep above 20 dB",
+        "The worst ten tensors",
+        "Weights by layer and role",
+        "Not quantized",
+    ):
         assert title in words
     assert r"layers\.2\.(mlp\.down_proj|mlp\.linear_fc2)" in words
     assert not any(attributes.get("src") for _, attributes in parsed.tags)

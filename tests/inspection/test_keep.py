@@ -85,7 +85,9 @@ def test_what_is_printed_can_be_pasted(inspection):
 def test_whole_layers_at_the_ends_need_no_pattern():
     names = [f"model.layers.{n}.{tail}" for n in range(6) for tails in HUGGING_FACE.values() for tail in tails]
     snr = {0: 5.0, 1: 5.0, 5: 5.0}
-    rows = tuple(Row(n, "weight", place(n), (10, 10), "BF16", losses={"r": _loss(snr.get(place(n).layer, 30.0))}) for n in names)
+    rows = tuple(
+        Row(n, "weight", place(n), (10, 10), "BF16", losses={"r": _loss(snr.get(place(n).layer, 30.0))}) for n in names
+    )
     advice = advise(Inspection(Path("x"), {"r": RECIPES["blockwise"]}, rows, 6, 0, 0.0), "r", 20.0)
     assert advice.changes == "first_layers=2, last_layers=1"
     assert advice.share == pytest.approx(0.5)

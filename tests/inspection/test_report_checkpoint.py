@@ -19,7 +19,11 @@ TENSORS = llama()
 
 def _read(path):
     found = Checkpoint.open(path)
-    return {name: torch.stack(list(found.matrices(name))).squeeze(0) for name, entry in found.entries.items() if len(entry.shape) > 1}
+    return {
+        name: torch.stack(list(found.matrices(name))).squeeze(0)
+        for name, entry in found.entries.items()
+        if len(entry.shape) > 1
+    }
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -79,7 +83,9 @@ def _index(folder, change):
     (folder / INDEX).write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/../../b.safetensors", "..\\b.safetensors"])
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "a/../../b.safetensors", "..\\b.safetensors"]
+)
 def test_an_index_cannot_lead_out_of_its_folder(tmp_path, shard):
     save_file({"x.weight": torch.ones(2, 2)}, tmp_path / "secret.safetensors")
     folder = write_shards(tmp_path / "model", TENSORS)
@@ -111,7 +117,10 @@ DAMAGE = {
     "garbage": (lambda folder: _garbage(sorted(folder.glob("*.safetensors"))[1]), "damaged"),
     "empty": (lambda folder: sorted(folder.glob("*.safetensors"))[1].write_bytes(b""), "damaged"),
     "missing shard": (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), "is missing"),
-    "missing tensor": (lambda folder: _index(folder, lambda n: n.update({"more.weight": next(iter(n.values()))})), "does not hold more"),
+    "missing tensor": (
+        lambda folder: _index(folder, lambda n: n.update({"more.weight": next(iter(n.values()))})),
+        "does not hold more",
+    ),
     "index is no JSON": (lambda folder: (folder / INDEX).write_text("{"), "cannot be read"),
     "index is a list": (lambda folder: (folder / INDEX).write_text("[1]"), "cannot be read"),
     "index without a map": (lambda folder: (folder / INDEX).write_text('{"weight_map": 3}'), "cannot be read"),
@@ -131,7 +140,11 @@ def test_damage_is_said_with_a_remedy(tmp_path, kind):
 def test_what_is_no_checkpoint(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "model.bin").write_bytes(b"PK")
-    for path, words in ((tmp_path / "none", "no checkpoint"), (tmp_path / "empty", "no safetensors"), (tmp_path / "model.bin", "damaged")):
+    for path, words in (
+        (tmp_path / "none", "no checkpoint"),
+        (tmp_path / "empty", "no safetensors"),
+        (tmp_path / "model.bin", "damaged"),
+    ):
         with pytest.raises(PrecisionError, match=words):
             Checkpoint.open(path)
     write_shards(tmp_path / "two", TENSORS, index=False)
@@ -163,7 +176,15 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     one = torch.randn(2048, 2048).bfloat16()
     save_file({f"layers.{i}.fc1.weight": one.clone() for i in range(24)}, tmp_path / "large.safetensors")
     save_file({"layers.0.fc1.weight": one}, tmp_path / "small.safetensors")
-    command = [sys.executable, "-W", "ignore", "-c", PEAK, tmp_path / "small.safetensors", tmp_path / "large.safetensors"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        PEAK,
+        tmp_path / "small.safetensors",
+        tmp_path / "large.safetensors",
+    ]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     matrix = one.numel() * 2
     assert grown < 64 * 2**20 + 8 * matrix < 24 * matrix

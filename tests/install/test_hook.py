@@ -1,4 +1,5 @@
-"""The hook on the import of TransformerEngine is in every Python process of an environment that has the package, wheel or editable."""
+"""The hook on the import of TransformerEngine is in every Python process of an environment that has the package, wheel
+or editable."""
 
 import subprocess
 import sys
@@ -16,7 +17,8 @@ sys.stdout.write("".join(("hook", "ed\\n")))
 
 
 class Beside(Environment):
-    """An environment with the package, and on its path what the tests' own has: a copy of Ray or NeMo-Run would take a minute."""
+    """An environment with the package, and on its path what the tests' own has: a copy of Ray or NeMo-Run would take a
+    minute."""
 
     def __init__(self, folder, package, *options):
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
@@ -52,7 +54,8 @@ print(ray.get(Actor.remote().run.remote()))
 NEMO_RUN = """
 import nemo_run as run
 with run.Experiment("hook", base_dir="runs") as experiment:
-    experiment.add(run.Script(inline="python <<'E'\\n" + {hooked!r} + "E"), executor=run.LocalExecutor(), tail_logs=True)
+    script = run.Script(inline="python <<'E'\\n" + {hooked!r} + "E")
+    experiment.add(script, executor=run.LocalExecutor(), tail_logs=True)
     experiment.run(sequential=True)
 """
 XDIST = """
@@ -72,7 +75,9 @@ KINDS = {
 LONG = ("ray", "nemo-run")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in LONG else []) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in LONG else []) for kind in KINDS]
+)
 def test_every_process_of_an_environment_has_it(wheel, kind):
     program, words = KINDS[kind]
     (wheel.home / "x.py").write_text(program.format(hooked=HOOKED) if program is not HOOKED else HOOKED)
@@ -83,10 +88,15 @@ def test_every_process_of_an_environment_has_it(wheel, kind):
 
 
 def test_transformer_engine_works_there(wheel):
-    done = wheel.code("import transformer_engine.pytorch as te, torch; print(te.Linear(32, 32)(torch.ones(16, 32, device='cuda')).is_cuda)")
+    done = wheel.code(
+        "import transformer_engine.pytorch as te, torch; print(te.Linear(32, 32)(torch.ones(16, 32, "
+        "device='cuda')).is_cuda)"
+    )
     assert done.stdout == "True\n", done.stderr
     off = wheel.code("import transformer_engine", NEMO_FP8_TE_CPU="0")
-    assert "RuntimeError: Found empty `transformer-engine` meta package installed" in off.stderr  # TransformerEngine's own
+    assert (
+        "RuntimeError: Found empty `transformer-engine` meta package installed" in off.stderr
+    )  # TransformerEngine's own
 
 
 @pytest.mark.parametrize("mode", [(), ("--config-settings", "editable_mode=strict")], ids=["lenient", "strict"])

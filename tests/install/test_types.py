@@ -1,6 +1,8 @@
-"""What a user's type checker and editor make of the wheel, installed without torch and NeMo: every name has a type, and no other name has.
+"""What a user's type checker and editor make of the wheel, installed without torch and NeMo: every name has a type, and
+no other name has.
 
-mypy reads the package as it reads any installed one: by its ``py.typed``, its stub and its sources, with its own defaults.
+mypy reads the package as it reads any installed one: by its ``py.typed``, its stub and its sources, with its own
+defaults.
 """
 
 import ast
@@ -28,7 +30,8 @@ import nemo_fp8
 from nemo_fp8 import Precision, bf16_with_fp8_mixed, preset
 from nemo_fp8.rollout import Refit, engine_args
 contract: Precision = preset("bf16_mixed").replace(format="hybrid", scaling="delayed")
-plugin = bf16_with_fp8_mixed(fp8_margin=1, fp8_params=True, fp8_recipe="tensorwise", keep=["*.router"], weight_scale=None)
+plugin = bf16_with_fp8_mixed(fp8_margin=1, fp8_params=True, fp8_recipe="tensorwise", keep=["*.router"])
+plugin = bf16_with_fp8_mixed(weight_scale=None)
 plugin.fp8_margin = 2
 """
 WRONG = {
@@ -65,7 +68,9 @@ def check(environment, folder, **texts):
         (folder / f"{name}.py").write_text(text)
     options = ["--config-file=", f"--python-executable={environment.python}", f"--cache-dir={folder / 'cache'}"]
     command = [sys.executable, "-m", "mypy", *options, *(f"{name}.py" for name in texts)]
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it would lead to the checkout
+    variables = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }  # it would lead to the checkout
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.stderr == ""
     said = {name: {} for name in texts}
@@ -87,7 +92,9 @@ def any_of(names, said):
 
 @pytest.fixture(scope="module")
 def said(core, tmp_path_factory):
-    return check(core, tmp_path_factory.mktemp("user"), names=reveal([*_names(), UNTYPED]), fine=FINE, wrong="\n".join(WRONG))
+    return check(
+        core, tmp_path_factory.mktemp("user"), names=reveal([*_names(), UNTYPED]), fine=FINE, wrong="\n".join(WRONG)
+    )
 
 
 def test_every_public_name_has_a_type(said):
@@ -96,7 +103,9 @@ def test_every_public_name_has_a_type(said):
 
 def test_types_are_those_of_the_code(said):
     types = dict(zip(_names(), said["names"].values(), strict=False))
-    assert types["nemo_fp8.preset"] == ['note: Revealed type is "def (name: str) -> nemo_fp8.contract.precision.Precision"']
+    assert types["nemo_fp8.preset"] == [
+        'note: Revealed type is "def (name: str) -> nemo_fp8.contract.precision.Precision"'
+    ]
     assert types["nemo_fp8.PRESETS"] == ['note: Revealed type is "dict[str, nemo_fp8.contract.precision.Precision]"']
     assert types["nemo_fp8.bf16_mixed"][0].endswith('-> nemo_fp8._PluginConfig"')
 
@@ -134,14 +143,18 @@ def _of_the_stub():
 
 def test_dir_has_the_names_of_the_stub(core):
     """And those of modules that are loaded, as any package has."""
-    done = core.code("import nemo_fp8, sys; print(*(name for name in dir(nemo_fp8) if f'nemo_fp8.{name}' not in sys.modules))")
+    done = core.code(
+        "import nemo_fp8, sys; print(*(name for name in dir(nemo_fp8) if f'nemo_fp8.{name}' not in sys.modules))"
+    )
     public = [name for name in done.stdout.split() if name == "__version__" or not name.startswith("_")]
     assert sorted(public) == sorted(_of_the_stub())
 
 
 def test_dir_has_what_a_part_loads_later(core):
     parts = ("rollout", "recipes")
-    done = core.code("; ".join(f"import nemo_fp8.{part} as part; print(set(part.__all__) - set(dir(part)))" for part in parts))
+    done = core.code(
+        "; ".join(f"import nemo_fp8.{part} as part; print(set(part.__all__) - set(dir(part)))" for part in parts)
+    )
     assert done.stdout == "set()\n" * len(parts), done.stderr
 
 

@@ -1,4 +1,5 @@
-"""The wheel as a user gets it: checked, installed where only its dependencies are, and what it says of those that are not."""
+"""The wheel as a user gets it: checked, installed where only its dependencies are, and what it says of those that are
+not."""
 
 import json
 import re
@@ -46,8 +47,12 @@ def numerics(wheel, tmp_path_factory):
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    files = [path for package in ("nemo_fp8", "nemo_fp8_hook") for path in (ROOT / package).rglob("*") if path.is_file()]
-    assert {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".pyi", ".c", ".h", ".typed")} <= names
+    files = [
+        path for package in ("nemo_fp8", "nemo_fp8_hook") for path in (ROOT / package).rglob("*") if path.is_file()
+    ]
+    assert {
+        str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".pyi", ".c", ".h", ".typed")
+    } <= names
     assert "nemo_fp8/py.typed" in names
     tops = {"nemo_fp8", "nemo_fp8_hook", "nemo_fp8_hook.pth", f"nemo_fp8-{nemo_fp8.__version__}.dist-info"}
     assert {name.split("/")[0] for name in names} == tops
@@ -70,11 +75,15 @@ def test_the_index_would_take_it(wheel, tmp_path):
 
 
 def test_the_core_is_the_wheel_s_and_has_no_torch(core):
-    done = core.code("import nemo_fp8, importlib.util as u; print(nemo_fp8.__file__, u.find_spec('torch'), u.find_spec('numpy'))")
+    done = core.code(
+        "import nemo_fp8, importlib.util as u; print(nemo_fp8.__file__, u.find_spec('torch'), u.find_spec('numpy'))"
+    )
     assert done.stdout == f"{core.site}/nemo_fp8/__init__.py None None\n"
 
 
-@pytest.mark.parametrize(("command", "code", "words"), LIGHT, ids=lambda v: " ".join(v) if isinstance(v, list) else None)
+@pytest.mark.parametrize(
+    ("command", "code", "words"), LIGHT, ids=lambda v: " ".join(v) if isinstance(v, list) else None
+)
 def test_core_commands_need_the_core_alone(core, command, code, words):
     done = core.nemo_fp8(*command)
     said = " ".join((done.stdout + done.stderr).split())
@@ -112,7 +121,9 @@ def test_every_public_name_is_there_or_says_what_to_install(core):
     """Names of the package, of its public parts, and whatever the documents import."""
     names = [f"from nemo_fp8 import {name}" for name in nemo_fp8.__dir__() if not name.startswith("__")]
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    shown = {line.strip() for page in pages for line in re.findall(r"^\s*from nemo_fp8.* import .*", page.read_text(), re.M)}
+    shown = {
+        line.strip() for page in pages for line in re.findall(r"^\s*from nemo_fp8.* import .*", page.read_text(), re.M)
+    }
     calls = [f"import nemo_fp8; nemo_fp8.{name}()" for name in nemo_fp8.PRESETS]
     done = core.code(IMPORTS, *names, *sorted(shown), *calls)
     assert done.returncode == 0, done.stderr
@@ -158,7 +169,9 @@ print(nemo_fp8.__file__, build.library() is not None, found.hexdigest())
 
 
 def test_kernels_compile_from_the_wheel_and_torch_gives_the_same_bits(numerics, tmp_path):
-    made = numerics.run(numerics.python, "-m", "nemo_fp8.numerics.kernels.build", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    made = numerics.run(
+        numerics.python, "-m", "nemo_fp8.numerics.kernels.build", XDG_CACHE_HOME=str(tmp_path / "cache")
+    )
     assert made.returncode == 0, made.stderr
     assert len(list((tmp_path / "cache/nemo_fp8").glob("fp8-*.so"))) == 1
     compiled = numerics.code(BITS, XDG_CACHE_HOME=str(tmp_path / "cache"))
@@ -171,7 +184,9 @@ def test_kernels_compile_from_the_wheel_and_torch_gives_the_same_bits(numerics, 
     assert bits == same
     assert compiled.stderr == ""
     (line,) = plain.stderr.splitlines()
-    assert line.startswith("FP8 casts run in torch on this CPU, with the same bits but more slowly: there is no C compiler")
+    assert line.startswith(
+        "FP8 casts run in torch on this CPU, with the same bits but more slowly: there is no C compiler"
+    )
 
 
 def test_inspect_runs_where_numerics_is_all_there_is(numerics, tmp_path):

@@ -61,7 +61,8 @@ def test_questions_without_an_answer():
 
 
 def draw(rng, sequences, tail, spread):
-    """Noise like FP8's and worse: Student's t for tokens, a size of its own for each sequence, lengths from 20 to 60."""
+    """Noise like FP8's and worse: Student's t for tokens, a size of its own for each sequence, lengths from 20 to
+    60."""
     lengths = rng.integers(20, 60, size=sequences)
     d = np.zeros((sequences, 60))
     for i, n in enumerate(lengths):

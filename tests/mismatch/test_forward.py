@@ -61,14 +61,18 @@ def test_scaled_rotary_embeddings(rope):
     found = log_probs(config, weights, tokens, Run(dtype=torch.float32))
     torch.testing.assert_close(found, by_transformers(config, weights, tokens), rtol=0, atol=2e-4)
     # As transformers 5 writes it down.
-    newer = {k: v for k, v in config.items() if not k.startswith("rope")} | {"rope_parameters": rope | {"rope_theta": 10000.0}}
+    newer = {k: v for k, v in config.items() if not k.startswith("rope")} | {
+        "rope_parameters": rope | {"rope_theta": 10000.0}
+    }
     assert torch.equal(log_probs(newer, weights, tokens, Run(dtype=torch.float32)), found)
 
 
 def test_moe_with_dense_layers_between():
     config = tiny.config("qwen3_moe", decoder_sparse_step=2)
     dense, sparse = tiny.state_dict(tiny.config("qwen3")), tiny.state_dict(tiny.config("qwen3_moe"))
-    weights = {n: t for n, t in dense.items() if ".layers.1." not in n} | {n: t for n, t in sparse.items() if ".layers.1." in n}
+    weights = {n: t for n, t in dense.items() if ".layers.1." not in n} | {
+        n: t for n, t in sparse.items() if ".layers.1." in n
+    }
     tokens = tiny.tokens(4)
     found = log_probs(config, weights, tokens, Run(dtype=torch.float32))
     torch.testing.assert_close(found, by_transformers(config, weights, tokens), rtol=0, atol=2e-4)
@@ -162,10 +166,14 @@ def test_the_trainer_s_own_fp8():
     same = Precision(format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32")
     config = tiny.config("qwen3")
     weights, tokens = tiny.state_dict(config), tiny.tokens(4)
-    assert torch.equal(log_probs(config, weights, tokens, Run(same, side="train")), log_probs(config, weights, tokens, Run(same)))
+    assert torch.equal(
+        log_probs(config, weights, tokens, Run(same, side="train")), log_probs(config, weights, tokens, Run(same))
+    )
     for scaling in ("delayed", "tensorwise", "mxfp8"):
         other = Precision(format="hybrid", scaling=scaling)
-        assert not torch.equal(log_probs(config, weights, tokens, Run(other, side="train")), log_probs(config, weights, tokens))
+        assert not torch.equal(
+            log_probs(config, weights, tokens, Run(other, side="train")), log_probs(config, weights, tokens)
+        )
 
 
 def test_fp8_kv_cache():

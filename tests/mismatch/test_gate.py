@@ -34,14 +34,18 @@ class Engine:
         tokens = self.tokens if tokens is None else tokens
         run = Run(precision or self.precision, activations=self.activations, dtype=torch.float16)
         return LogProbs(
-            log_probs(self.config, self.weights, tokens), log_probs(self.config, held or self.weights, tokens, run), self.prediction.mask
+            log_probs(self.config, self.weights, tokens),
+            log_probs(self.config, held or self.weights, tokens, run),
+            self.prediction.mask,
         )
 
     def told(self, held, precision=None):
         return {name: fingerprint(q.data, q.scale_inv) for name, q in reference(held, precision or self.precision)}
 
     def judge(self, held, **more):
-        return Gate().judge(self.prediction, self.pair(held), self.tokens, weights=self.weights, held=self.told(held), **more)
+        return Gate().judge(
+            self.prediction, self.pair(held), self.tokens, weights=self.weights, held=self.told(held), **more
+        )
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +129,9 @@ def test_a_trainer_in_the_same_fp8_leaves_arithmetic_alone():
     apart = Engine(activations=True).prediction.distance().typical
     assert fp8.prediction.distance().typical < 0.9 * apart
     pair = LogProbs(
-        log_probs(fp8.config, fp8.weights, fp8.tokens, Run(same, side="train")), fp8.pair().rollout.float(), fp8.prediction.mask
+        log_probs(fp8.config, fp8.weights, fp8.tokens, Run(same, side="train")),
+        fp8.pair().rollout.float(),
+        fp8.prediction.mask,
     )
     assert not Gate().judge(fp8.prediction, pair, fp8.tokens).fired
 
@@ -147,7 +153,9 @@ def test_right_weights_and_wrong_log_probs(engine):
     """Another temperature: nothing is wrong with the weights, and the gate says so."""
     pair = engine.pair()
     hot = LogProbs(pair.trainer, pair.rollout * 1.3, pair.mask)
-    verdict = Gate().judge(engine.prediction, hot, engine.tokens, weights=engine.weights, held=engine.told(engine.weights))
+    verdict = Gate().judge(
+        engine.prediction, hot, engine.tokens, weights=engine.weights, held=engine.told(engine.weights)
+    )
     assert verdict.fired
     assert verdict.layers == ()
     assert "All weights that were told are right" in verdict.findings[0].remedy

@@ -152,7 +152,10 @@ def test_from_nemo_rl_s_loss_fn():
         ({"kind": "icepop", "high": 5.0}, "without truncated_importance_sampling_ratio_min"),
         ({"kind": "icepop", "high": 0.5, "low": 5.0}, "bounds 5.0 and 0.5"),
         ({"kind": "tis", "high": 2.0, "use_importance_sampling_correction": False}, "no weights to truncate"),
-        ({"kind": "seq-mask-tis", "high": 1.1, "low": 0.9, "sequence_level_importance_ratios": True}, "masks sequences"),
+        (
+            {"kind": "seq-mask-tis", "high": 1.1, "low": 0.9, "sequence_level_importance_ratios": True},
+            "masks sequences",
+        ),
         ({"kind": None, "high": 2.0}, "without truncated_importance_sampling_type"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The metrics against their definitions in plain Python, NeMo RL's own worked example, and what must hold for any numbers."""
+"""The metrics against their definitions in plain Python, NeMo RL's own worked example, and what must hold for any
+numbers."""
 
 import math
 
@@ -61,7 +62,8 @@ def test_the_same_in_fp32_as_nemo_rl_computes_it():
         "token_mult_prob_error": torch.exp((g - t).abs() * m),
         "gen_kl_error": torch.exp(t - g) - 1 - (t - g),
         "policy_kl_error": torch.exp(g - t) - 1 - (g - t),
-        "js_divergence_error": 0.5 * (torch.exp(t - mixture) - (t - mixture) - 1) + 0.5 * (torch.exp(g - mixture) - (g - mixture) - 1),
+        "js_divergence_error": 0.5 * (torch.exp(t - mixture) - (t - mixture) - 1)
+        + 0.5 * (torch.exp(g - mixture) - (g - mixture) - 1),
         "sampling_importance_ratio": torch.exp(t - g),
     }
     found = metrics(LogProbs(t, g, mask))
@@ -116,7 +118,9 @@ def test_what_is_masked_is_never_looked_at():
 def test_a_sample_mask_takes_whole_samples_out():
     t, g, mask = pairs()
     samples = torch.tensor([True, False, True])
-    assert metrics(LogProbs(t, g, mask, samples)) == pytest.approx(metrics(LogProbs(t[samples], g[samples], mask[samples])), rel=1e-12)
+    assert metrics(LogProbs(t, g, mask, samples)) == pytest.approx(
+        metrics(LogProbs(t[samples], g[samples], mask[samples])), rel=1e-12
+    )
 
 
 def test_micro_batches_add_up_to_the_batch():
@@ -128,7 +132,12 @@ def test_micro_batches_add_up_to_the_batch():
         truncated_importance_sampling_ratio_min=0.8,
     )
     parts = [
-        metrics(LogProbs(t[i : i + 2], g[i : i + 2], mask[i : i + 2]), truncated, global_tokens=whole.tokens, global_sequences=6)
+        metrics(
+            LogProbs(t[i : i + 2], g[i : i + 2], mask[i : i + 2]),
+            truncated,
+            global_tokens=whole.tokens,
+            global_sequences=6,
+        )
         for i in (0, 2, 4)
     ]
     nothing = LogProbs(t[:2], g[:2], torch.zeros_like(mask[:2]))
@@ -156,7 +165,9 @@ def test_js_divergence_keeps_its_digits(d):
     from decimal import Decimal, localcontext
 
     found = float(
-        token_errors(LogProbs(torch.zeros(1, dtype=torch.float64), torch.tensor([-d], dtype=torch.float64)))["js_divergence_error"]
+        token_errors(LogProbs(torch.zeros(1, dtype=torch.float64), torch.tensor([-d], dtype=torch.float64)))[
+            "js_divergence_error"
+        ]
     )
     with localcontext() as context:
         context.prec = 60

@@ -36,7 +36,9 @@ def folder(tmp_path_factory):
     mask[:, :4] = False
     for name, held in (("sound", weights), ("broken", tiny.zeroed(weights, DOWN))):
         rollout = log_probs(config, held, tokens, Run(FP8, activations=False, dtype=torch.float16))
-        save_file({"trainer": trainer, "rollout": rollout, "mask": mask, "tokens": tokens}, path / f"{name}.safetensors")
+        save_file(
+            {"trainer": trainer, "rollout": rollout, "mask": mask, "tokens": tokens}, path / f"{name}.safetensors"
+        )
         told = [
             {"name": n, "kind": "fp8", "aligned": True, "fingerprints": {"whole": fingerprint(q.data, q.scale_inv)}}
             for n, q in reference(held, FP8)
@@ -78,14 +80,26 @@ def test_the_gate(folder, told):
 
 
 def test_it_fits_80_columns_and_names_everything(folder):
-    done = run(folder / "broken.safetensors", *model(folder), "--held", folder / "broken.json", "--truncate", "icepop:0.5:5")
+    done = run(
+        folder / "broken.safetensors", *model(folder), "--held", folder / "broken.json", "--truncate", "icepop:0.5:5"
+    )
     assert done.exit_code == 1
     assert max(map(len, done.output.splitlines())) <= 80
-    for word in ("token_mult_prob_error", "gen_kl_error", "js_divergence_error", "is_oob_ratio", "distance", "residual", DOWN):
+    for word in (
+        "token_mult_prob_error",
+        "gen_kl_error",
+        "js_divergence_error",
+        "is_oob_ratio",
+        "distance",
+        "residual",
+        DOWN,
+    ):
         assert word in done.output
 
 
-@pytest.mark.parametrize(("options", "code"), [((), 0), (("--limit", "gen_kl_error=1e-9"), 1), (("--limit", "gen_kl_error=9"), 0)])
+@pytest.mark.parametrize(
+    ("options", "code"), [((), 0), (("--limit", "gen_kl_error=1e-9"), 1), (("--limit", "gen_kl_error=9"), 0)]
+)
 def test_limits(folder, options, code):
     assert run(folder / "sound.safetensors", *options).exit_code == code
 
@@ -95,11 +109,16 @@ def test_two_files_and_json_lines_are_the_same_as_one(folder, tmp_path):
     expected = metrics(recording.pair())
     for side in ("trainer", "rollout"):
         save_file(
-            {"log_probs": getattr(recording, side), "mask": recording.mask, "tokens": recording.tokens}, tmp_path / f"{side}.safetensors"
+            {"log_probs": getattr(recording, side), "mask": recording.mask, "tokens": recording.tokens},
+            tmp_path / f"{side}.safetensors",
         )
-    assert metrics(Recording.read(tmp_path / "trainer.safetensors", tmp_path / "rollout.safetensors").pair()) == expected
+    assert (
+        metrics(Recording.read(tmp_path / "trainer.safetensors", tmp_path / "rollout.safetensors").pair()) == expected
+    )
     with (tmp_path / "nemo_rl.jsonl").open("w") as file:  # as NeMo RL writes train_data_step*.jsonl
-        for t, g, m, x in zip(*(getattr(recording, name).tolist() for name in ("trainer", "rollout", "mask", "tokens")), strict=True):
+        for t, g, m, x in zip(
+            *(getattr(recording, name).tolist() for name in ("trainer", "rollout", "mask", "tokens")), strict=True
+        ):
             row = {"content": "...", "token_ids": x, "token_loss_mask": [int(k) for k in m], "sample_loss_mask": 1.0}
             file.write(json.dumps(row | {"prev_logprobs": t, "generation_logprobs": g}) + "\n")
     assert metrics(Recording.read(tmp_path / "nemo_rl.jsonl").pair()) == pytest.approx(expected, rel=1e-12)
@@ -111,11 +130,16 @@ def test_two_files_and_json_lines_are_the_same_as_one(folder, tmp_path):
 
 
 def test_json_lines_of_different_lengths(tmp_path):
-    rows = [{"trainer": [None, -1.0, -2.0], "rollout": [None, -1.5, -2.0]}, {"trainer": [None, -1.0], "rollout": [None, -1.0]}]
+    rows = [
+        {"trainer": [None, -1.0, -2.0], "rollout": [None, -1.5, -2.0]},
+        {"trainer": [None, -1.0], "rollout": [None, -1.0]},
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pair = Recording.read(tmp_path / "a.jsonl").pair()
     assert pair.mask.tolist() == [[False, True, True], [False, True, False]]
-    assert metrics(pair) == pytest.approx(metrics(LogProbs(torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.5, -2.0, -1.0]))))
+    assert metrics(pair) == pytest.approx(
+        metrics(LogProbs(torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.5, -2.0, -1.0])))
+    )
     # A gap on one side only is no padding.
     (tmp_path / "b.jsonl").write_text(json.dumps({"trainer": [-1.0, None], "rollout": [-1.0, -2.0]}))
     with pytest.raises(PrecisionError, match="trainer's log-probs are none: nan"):

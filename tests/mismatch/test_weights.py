@@ -50,7 +50,9 @@ def cut(tensor, scales=None):
     return told
 
 
-@pytest.mark.parametrize(("shape", "block"), [((320, 256), (128, 128)), ((2, 256, 256), (128, 128)), ((320, 256), None)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "block"), [((320, 256), (128, 128)), ((2, 256, 256), (128, 128)), ((320, 256), None)], ids=str
+)
 def test_a_part_has_the_scales_of_its_own_blocks(shape, block):
     """Also where the whole has a ragged edge, or is a stack of matrices."""
     whole = quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), Operand("e4m3", block, "fp32"))
@@ -58,7 +60,9 @@ def test_a_part_has_the_scales_of_its_own_blocks(shape, block):
     for start, stop in ((0, shape[0] // 2 // 128 * 128 or 1), (256 if len(shape) == 2 else 1, shape[0])):
         codes, scales = _cut(whole, f"{start}:{stop}{rest}")
         assert codes.shape[0] == stop - start
-        part = Quantized(codes.reshape(-1, 256), scales if block is None else scales.reshape(-1, scales.shape[-1]), block)
+        part = Quantized(
+            codes.reshape(-1, 256), scales if block is None else scales.reshape(-1, scales.shape[-1]), block
+        )
         assert torch.equal(part.dequantize(), whole.dequantize()[start:stop].reshape(-1, 256))
 
 
@@ -76,7 +80,9 @@ def dense():
 
 
 @HELD
-@pytest.mark.parametrize("precision", [FP8, POW2, FP8.replace(first_layers=1, keep=("*.o_proj",))], ids=["fp32", "pow2", "some kept"])
+@pytest.mark.parametrize(
+    "precision", [FP8, POW2, FP8.replace(first_layers=1, keep=("*.o_proj",))], ids=["fp32", "pow2", "some kept"]
+)
 def test_sound_weights(weights, kind, precision):
     assert compare_weights(weights, held_as(kind, weights, precision), precision) == []
 
@@ -86,9 +92,11 @@ def test_scales_of_one_layer_are_zero(dense, kind):
     held = held_as(kind, dense)
     q = dict(reference(dense, FP8))[DOWN]
     broken = Quantized(q.data, torch.zeros_like(q.scale_inv), q.block)
-    held[DOWN] = {"quantized": broken, "tensors": (q.data, broken.scale_inv), "fingerprint": fingerprint(q.data, broken.scale_inv)}.get(
-        kind
-    ) or cut(q.data, broken.scale_inv)
+    held[DOWN] = {
+        "quantized": broken,
+        "tensors": (q.data, broken.scale_inv),
+        "fingerprint": fingerprint(q.data, broken.scale_inv),
+    }.get(kind) or cut(q.data, broken.scale_inv)
     (found,) = compare_weights(dense, held, FP8)
     assert (found.where, kind_of(found), found.severity) == (DOWN, "zeroed", "error")
     assert "scales" in found.why
@@ -100,7 +108,11 @@ def test_one_bad_scale_of_many(dense):
         codes, scales = held[GATE]
         held[GATE] = (codes, scales.index_fill(0, torch.tensor([1]), value))
         (found,) = compare_weights(dense, held, FP8)
-        assert (found.where, kind_of(found), found.why) == (GATE, "zeroed", "1 of 2 scales are zero, infinite or no number.")
+        assert (found.where, kind_of(found), found.why) == (
+            GATE,
+            "zeroed",
+            "1 of 2 scales are zero, infinite or no number.",
+        )
 
 
 @HELD
@@ -165,7 +177,9 @@ def test_missing_and_reshaped(dense):
     assert "Its scales have the shape (1, 1)" in kinds[UP].why
 
 
-@pytest.mark.parametrize("other", [torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(2), torch.tensor(2.0).neg()])
+@pytest.mark.parametrize(
+    "other", [torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(2), torch.tensor(2.0).neg()]
+)
 def test_a_scalar_has_a_shape_and_a_type_too(other):
     """One scale for a whole weight lies in a tensor without dimensions."""
     name, scalar = "model.layers.0.self_attn.scale", torch.tensor(2.0)
@@ -199,7 +213,9 @@ def test_a_difference_says_what_to_do(dense):
 
 
 def test_every_kind_has_its_words_and_no_words_are_of_no_kind():
-    kinds = {word for word in (re.match(r"    (\w+)  +\S", line) for line in weights_module.__doc__.splitlines()) if word}
+    kinds = {
+        word for word in (re.match(r"    (\w+)  +\S", line) for line in weights_module.__doc__.splitlines()) if word
+    }
     assert {f"weight-{kind[1]}" for kind in kinds} == {code for code in RULES if code.startswith("weight-")}
 
 

@@ -17,7 +17,13 @@ SHIPPED = sorted(path.name for path in DATA.glob("*.json"))
 # The published totals, which the models are named after.
 BILLIONS = {"llama-3-8b.json": 8.03, "qwen3-8b.json": 8.19, "qwen3-30b-a3b.json": 30.5, "mixtral-8x7b.json": 46.7}
 
-SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 96, "intermediate_size": 128}
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "vocab_size": 96,
+    "intermediate_size": 128,
+}
 VARIANTS = [
     {"model_type": "llama", **SMALL},
     {"model_type": "llama", **SMALL, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
@@ -26,20 +32,16 @@ VARIANTS = [
     {"model_type": "qwen2", **SMALL, "num_key_value_heads": 2},
     {"model_type": "qwen3", **SMALL, "num_key_value_heads": 2, "head_dim": 32, "attention_bias": True},
     {"model_type": "mixtral", **SMALL, "num_key_value_heads": 2, "num_local_experts": 4},
-    {"model_type": "qwen3_moe", **SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "moe_intermediate_size": 32},
-    {"model_type": "qwen3_moe", **SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "moe_intermediate_size": 32,
-     "decoder_sparse_step": 2},
-    {"model_type": "qwen3_moe", **SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "moe_intermediate_size": 32,
-     "mlp_only_layers": [0, 2]},
-    *(
-        {"model_type": "deepseek_v3", **SMALL, "num_key_value_heads": 4, "q_lora_rank": rank, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-         "qk_rope_head_dim": 8, "v_head_dim": 24, "n_routed_experts": 8, "n_shared_experts": shared, "moe_intermediate_size": 32,
-         "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "attention_bias": bias}
-        for rank, shared, bias in ((None, 1, False), (32, 2, True))
-    ),
-    {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 32, "vocab_size": 96},
-    {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 32, "vocab_size": 96, "n_inner": 192},
-]  # fmt: skip
+    {"model_type": "qwen3_moe", **SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6,
+    "moe_intermediate_size": 32}, {"model_type": "qwen3_moe", **SMALL, "num_key_value_heads": 2, "head_dim": 16,
+    "num_experts": 6, "moe_intermediate_size": 32, "decoder_sparse_step": 2}, {"model_type": "qwen3_moe", **SMALL,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "moe_intermediate_size": 32, "mlp_only_layers": [0, 2]},
+    *( {"model_type": "deepseek_v3", **SMALL, "num_key_value_heads": 4, "q_lora_rank": rank, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "n_routed_experts": 8, "n_shared_experts": shared,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "attention_bias": bias} for
+    rank, shared, bias in ((None, 1, False), (32, 2, True)) ), {"model_type": "gpt2", "n_embd": 64, "n_head": 4,
+    "n_layer": 3, "n_positions": 32, "vocab_size": 96}, {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3,
+    "n_positions": 32, "vocab_size": 96, "n_inner": 192}, ]  # fmt: skip
 
 
 def built(config: dict[str, object]) -> dict[str, int]:
@@ -48,7 +50,9 @@ def built(config: dict[str, object]) -> dict[str, int]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind = str(config["model_type"])
-    real = AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")})
+    real = AutoConfig.for_model(
+        kind, **{k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")}
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(real)
     return {name: p.numel() for name, p in model.named_parameters()}  # a tied head is named once
@@ -78,7 +82,9 @@ def test_shipped_models_are_what_they_are_called(name: str) -> None:
 
 
 # GPT-2 names its modules otherwise; its shapes are what count.
-@pytest.mark.parametrize("config", [c for c in VARIANTS if c["model_type"] != "gpt2"], ids=lambda c: f"{c['model_type']}-{len(c)}")
+@pytest.mark.parametrize(
+    "config", [c for c in VARIANTS if c["model_type"] != "gpt2"], ids=lambda c: f"{c['model_type']}-{len(c)}"
+)
 def test_hugging_face_names_are_real(config: dict[str, object]) -> None:
     real, model = built(config), Model.read(config)
     for layer, linear in model.all_linears():

@@ -1,4 +1,5 @@
-"""Whoever asks which linears run in FP8 gets one answer: training, ``autocast``, inspect, lint, memory, the exporter, the engine."""
+"""Whoever asks which linears run in FP8 gets one answer: training, ``autocast``, inspect, lint, memory, the exporter,
+the engine."""
 
 from __future__ import annotations
 
@@ -43,7 +44,13 @@ ENDS = [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 def config(**sizes: Any) -> dict[str, Any]:
-    usual = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    usual = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "head_dim": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     return {"model_type": "llama", "vocab_size": 1024, "num_hidden_layers": LAYERS, **usual, **sizes}
 
 
@@ -58,7 +65,11 @@ def plain_model() -> torch.nn.Module:
 
     def layer() -> torch.nn.Module:
         attention = {f"{n}_proj": torch.nn.Linear(256, 256) for n in "qkvo"}
-        mlp = {"gate_proj": torch.nn.Linear(256, 512), "up_proj": torch.nn.Linear(256, 512), "down_proj": torch.nn.Linear(512, 256)}
+        mlp = {
+            "gate_proj": torch.nn.Linear(256, 512),
+            "up_proj": torch.nn.Linear(256, 512),
+            "down_proj": torch.nn.Linear(512, 256),
+        }
         return module(self_attn=module(**attention), mlp=module(**mlp, gate=torch.nn.Linear(256, 32)))
 
     with torch.device("meta"):
@@ -67,7 +78,11 @@ def plain_model() -> torch.nn.Module:
 
 
 def hugging_face() -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": tuple(module.weight.shape) for name, module in plain_model().named_modules() if hasattr(module, "weight")}
+    return {
+        f"{name}.weight": tuple(module.weight.shape)
+        for name, module in plain_model().named_modules()
+        if hasattr(module, "weight")
+    }
 
 
 @pytest.mark.parametrize("keep", PATTERNS, ids=" ".join)
@@ -82,16 +97,22 @@ def test_names_mean_the_same_to_everybody(keep: tuple[str, ...], ends: tuple[int
         return {at for at, fate in stored(model, p, Parallel(), side).items() if isinstance(fate, Kept)}
 
     expected = kept_in("train")
-    megatron = {at: why_kept(p, (f"decoder.layers.{at[0]}.{at[1]}",), [((256,), 256)], LAYERS, side="train") for at in linears}
+    megatron = {
+        at: why_kept(p, (f"decoder.layers.{at[0]}.{at[1]}",), [((256,), 256)], LAYERS, side="train") for at in linears
+    }
     ran = {(place(name).layer, place(name).unit) for name in linear_weights(plain_model(), p)}
     tensors = hugging_face()
-    rows = {name: Row(name, "weight", place(name), shape, "BF16") for name, shape in tensors.items() if not place(name).kept}
+    rows = {
+        name: Row(name, "weight", place(name), shape, "BF16") for name, shape in tensors.items() if not place(name).kept
+    }
     inspected = {(row.place.layer, row.place.unit) for row in rows.values() if _kept(p, row, LAYERS, 0)}
     exported = {(place(name).layer, place(name).unit) for name in select(tensors, p, layers=LAYERS).quantized}
     fused = {"linear_qkv": "self_attn.qkv_proj", "linear_proj": "self_attn.o_proj"}
     fused |= {"linear_fc1": "mlp.gate_up_proj", "linear_fc2": "mlp.down_proj"}
     vllm = {
-        (layer, unit): why_kept(p, part_names(f"model.layers.{layer}.{fused[unit.split('.')[1]]}"), [((256,), 256)], LAYERS)
+        (layer, unit): why_kept(
+            p, part_names(f"model.layers.{layer}.{fused[unit.split('.')[1]]}"), [((256,), 256)], LAYERS
+        )
         for layer, unit in linears
     }
     assert {at for at, kept in megatron.items() if kept} == expected
@@ -107,7 +128,8 @@ def test_names_mean_the_same_to_everybody(keep: tuple[str, ...], ends: tuple[int
 @pytest.mark.parametrize("scaling", ["tensorwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_shapes_of_training_mean_the_same_to_everybody(scaling: str, tp: int) -> None:
-    """What a rank's GEMMs take, written down here once more, against the table, the memory estimate, and what the plugin asks."""
+    """What a rank's GEMMs take, written down here once more, against the table, the memory estimate, and what the
+    plugin asks."""
     p, kept, linears, multiple = Precision(format="e4m3", scaling=scaling), 0, 0, 32 if scaling == "mxfp8" else 16
     for hidden, ffn, head_dim, (heads, kv) in itertools.product(
         (128, 336, 344, 448, 512, 2880), (352, 512, 1000, 1048, 1408), (56, 64, 80, 128), ((4, 4), (8, 4), (12, 4))
@@ -125,12 +147,15 @@ def test_shapes_of_training_mean_the_same_to_everybody(scaling: str, tp: int) ->
         layout = Parallel(tensor=tp)
         assert {row.name: row.train == "FP8" for row in audit(model, p, layout)} == fits
         asked = {
-            name: why_kept(p, (f"decoder.layers.0.{name}",), [((rows,), columns)], side="train") for name, (rows, columns) in shapes.items()
+            name: why_kept(p, (f"decoder.layers.0.{name}",), [((rows,), columns)], side="train")
+            for name, (rows, columns) in shapes.items()
         }
         assert {name: held is None for name, held in asked.items()} == fits
         assert {held.rule for held in asked.values() if held} <= {SHAPE}
         in_fp8 = sum(rows * columns for name, (rows, columns) in shapes.items() if fits[name])
-        assert {item.name: item.bytes for item in memory(model, p, layout).items}.get("FP8 weights by rows", 0) == in_fp8
+        assert {item.name: item.bytes for item in memory(model, p, layout).items}.get(
+            "FP8 weights by rows", 0
+        ) == in_fp8
         linears, kept = linears + 4, kept + sum(not fit for fit in fits.values())
     assert linears / 20 < kept < linears, "a sweep in which everything fares alike shows nothing"
 

@@ -1,4 +1,5 @@
-"""Which weights are held in FP8: the rules one by one, the units, and that a checkpoint's and an engine's view agree."""
+"""Which weights are held in FP8: the rules one by one, the units, and that a checkpoint's and an engine's view
+agree."""
 
 import pytest
 
@@ -15,7 +16,10 @@ def decoder(layers=4, hidden=256, ffn=512, kv=128, experts=0, stacked=False, pre
     for i in range(layers):
         at = f"{prefix}layers.{i}."
         tensors |= {f"{at}input_layernorm.weight": (hidden,), f"{at}post_attention_layernorm.weight": (hidden,)}
-        tensors |= {f"{at}self_attn.{n}_proj.weight": (rows, hidden) for n, rows in (("v", kv), ("q", hidden), ("k", kv), ("o", hidden))}
+        tensors |= {
+            f"{at}self_attn.{n}_proj.weight": (rows, hidden)
+            for n, rows in (("v", kv), ("q", hidden), ("k", kv), ("o", hidden))
+        }
         tensors |= {f"{at}self_attn.q_proj.bias": (hidden,)}
         shapes = (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn)))
         if experts:
@@ -63,11 +67,15 @@ def test_layers_behind_the_last_are_kept():
     assert {name.split(".")[2] for name in chosen.quantized} == {"0", "1", "2", "3"}
 
 
-@pytest.mark.parametrize("pattern", ["*.layers.2.*q_proj", "*.linear_qkv", r"re:layers\.2\.self_attention\.linear_qkv$", "*.qkv_proj"])
+@pytest.mark.parametrize(
+    "pattern", ["*.layers.2.*q_proj", "*.linear_qkv", r"re:layers\.2\.self_attention\.linear_qkv$", "*.qkv_proj"]
+)
 def test_one_part_keeps_its_unit_in_every_language(pattern):
     """Q alone, Megatron's name and vLLM's name: Q, K and V stay together, since engines hold them as one."""
     unit = ["model.layers.2.self_attn.q_proj", "model.layers.2.self_attn.k_proj", "model.layers.2.self_attn.v_proj"]
-    engine = why_kept(FP8.replace(keep=(pattern,)), part_names("model.layers.2.self_attn.qkv_proj", VLLM), [((256, 128, 128), 256)], 4)
+    engine = why_kept(
+        FP8.replace(keep=(pattern,)), part_names("model.layers.2.self_attn.qkv_proj", VLLM), [((256, 128, 128), 256)], 4
+    )
     assert engine is not None
     assert engine.rule == KEEP
     kept = select(decoder(), FP8.replace(keep=(pattern,))).by_rule(KEEP)
@@ -103,7 +111,9 @@ def test_shapes(changes, fits, reason):
     assert all(problem.what and problem.why and problem.remedy for problem in chosen.misaligned)
     with pytest.raises(PrecisionError) as error:
         select(tensors, FP8.replace(strict=True))
-    assert [problem.what for problem in error.value.problems] == [problem.what for problem in chosen.misaligned]  # all at once
+    assert [problem.what for problem in error.value.problems] == [
+        problem.what for problem in chosen.misaligned
+    ]  # all at once
     assert {problem.severity for problem in error.value.problems} == {"error"}
     assert {problem.severity for problem in chosen.misaligned} == {"warning"}
 
@@ -122,7 +132,9 @@ def test_experts_are_one_unit_and_routers_stay(stacked):
     chosen = select(tensors, FP8.replace(keep=("*.layers.1.mlp.experts*down_proj",)))
     routers = [name for name in tensors if name.endswith("mlp.gate.weight")]
     assert {chosen.kept[name].rule for name in routers} == {ALWAYS}
-    assert {name for name in tensors if ".experts" in name} - chosen.quantized == {n for n in tensors if ".layers.1.mlp.experts" in n}
+    assert {name for name in tensors if ".experts" in name} - chosen.quantized == {
+        n for n in tensors if ".layers.1.mlp.experts" in n
+    }
     assert "model.layers.1.mlp.experts" in chosen.not_converted
     assert {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"} < set(chosen.not_converted)
     narrow = select(decoder(experts=4, ffn=192, stacked=stacked), FP8)
@@ -133,7 +145,9 @@ def test_stacks_of_convolutions_are_no_experts():
     assert select({"model.layers.0.mixer.conv1d.weight": (256, 128, 128)}, FP8).quantized == set()
 
 
-@pytest.mark.parametrize("changes", [{}, {"first_layers": 1, "last_layers": 1}, {"keep": ("*.k_proj", "*experts.3.up_proj")}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"first_layers": 1, "last_layers": 1}, {"keep": ("*.k_proj", "*experts.3.up_proj")}]
+)
 @pytest.mark.parametrize("shape", [{}, {"kv": 64}, {"experts": 4}, {"experts": 4, "ffn": 192}])
 def test_checkpoint_and_engine_choose_the_same(changes, shape):
     """What select() says of tensors is what why_kept() says of the modules that vLLM builds from them."""
@@ -145,7 +159,11 @@ def test_checkpoint_and_engine_choose_the_same(changes, shape):
         built = {
             f"{at}self_attn.qkv_proj": [((h, kv, kv), h)],
             f"{at}self_attn.o_proj": [((h,), h)],
-            **({} if shape.get("experts") else {f"{at}mlp.gate_up_proj": [((f, f), h)], f"{at}mlp.down_proj": [((h,), f)]}),
+            **(
+                {}
+                if shape.get("experts")
+                else {f"{at}mlp.gate_up_proj": [((f, f), h)], f"{at}mlp.down_proj": [((h,), f)]}
+            ),
         }
         for prefix, shapes in built.items():
             names = part_names(prefix, VLLM)

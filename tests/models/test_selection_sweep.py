@@ -1,7 +1,8 @@
-"""Lint's word on which layers roll out in FP8, against the rule that the vLLM plugin and the exporter obey, over a sweep of shapes.
+"""Lint's word on which layers roll out in FP8, against the rule that the vLLM plugin and the exporter obey, over a
+sweep of shapes.
 
-The shares of vLLM's workers are written down here from its linear layers, so that lint is held to an engine and not to itself.
-With real engines the same is asked in tests/rollout/test_selection.py.
+The shares of vLLM's workers are written down here from its linear layers, so that lint is held to an engine and not to
+itself. With real engines the same is asked in tests/rollout/test_selection.py.
 """
 
 from __future__ import annotations
@@ -21,14 +22,22 @@ from nemo_fp8.preflight.lint import lint
 from nemo_fp8.preflight.shapes import audit
 
 CONTRACTS = {
-    block: preset("bf16_with_mxfp8_mixed" if block == "1x32" else "bf16_with_fp8_blockwise_mixed").replace(rollout_block=block)
+    block: preset("bf16_with_mxfp8_mixed" if block == "1x32" else "bf16_with_fp8_blockwise_mixed").replace(
+        rollout_block=block
+    )
     for block in ("128x128", "tensor", "1x32")
 }
 LAYERS = 2
 
 
 def llama(hidden: int, ffn: int, head_dim: int, heads: int, kv: int, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "head_dim": head_dim, "vocab_size": 1024, "num_hidden_layers": LAYERS}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "head_dim": head_dim,
+        "vocab_size": 1024,
+        "num_hidden_layers": LAYERS,
+    }
     return {"model_type": "llama", **sizes, "num_attention_heads": heads, "num_key_value_heads": kv, **more}
 
 
@@ -41,7 +50,8 @@ def said(config: dict[str, Any], p: Precision, parallel: str = "") -> dict[str, 
 
 
 def done(p: Precision, whole: tuple[int, ...], columns: int, rows: int, share: int) -> set[str]:
-    """What the plugin does with a linear: its parts and columns unsharded, and the rows and columns of one worker's share."""
+    """What the plugin does with a linear: its parts and columns unsharded, and the rows and columns of one worker's
+    share."""
     return {"BF16" if misfit(p, whole, columns) or share_misfit(p, rows, share) else "FP8"}
 
 
@@ -50,7 +60,10 @@ def done(p: Precision, whole: tuple[int, ...], columns: int, rows: int, share: i
 def test_dense_layers_on_every_rank(block: str, tp: int) -> None:
     p, linears, kept = CONTRACTS[block], 0, 0
     for hidden, ffn, head_dim, (heads, kv) in itertools.product(
-        (128, 256, 320, 336, 448, 512, 640, 2880), (352, 512, 1000, 1024, 1408, 2880), (64, 80, 128), ((4, 1), (4, 4), (8, 2), (12, 4))
+        (128, 256, 320, 336, 448, 512, 640, 2880),
+        (352, 512, 1000, 1024, 1408, 2880),
+        (64, 80, 128),
+        ((4, 1), (4, 4), (8, 2), (12, 4)),
     ):
         q, one, across = heads * head_dim // tp, max(kv // tp, 1) * head_dim, heads * head_dim
         expected = {
@@ -72,16 +85,28 @@ def test_experts_are_one_unit_and_their_shares_are_padded(block: str, tp: int) -
     for hidden, inner, words in itertools.product((256, 320), (128, 192, 256, 320, 768), ("", f",rollout-tp{tp}")):
         config = llama(hidden, 512, 64, 4, 4, model_type="qwen3_moe", num_experts=8, moe_intermediate_size=inner)
         experts = why_kept(
-            p, part_names("model.layers.0.mlp.experts", experts=8), [((inner, inner), hidden), ((hidden,), inner)], 2, experts=8
+            p,
+            part_names("model.layers.0.mlp.experts", experts=8),
+            [((inner, inner), hidden), ((hidden,), inner)],
+            2,
+            experts=8,
         )
         found = said(config, p, f"ep2{words}")
-        assert found["mlp.experts.linear_fc1"] == found["mlp.experts.linear_fc2"] == {"FP8" if experts is None else "BF16"}, config
+        assert (
+            found["mlp.experts.linear_fc1"] == found["mlp.experts.linear_fc2"] == {"FP8" if experts is None else "BF16"}
+        ), config
 
 
 @pytest.mark.parametrize("rank", [128, 192, 1536])
 def test_latent_attention_is_fused_as_vllm_fuses_it(rank: int) -> None:
     p = CONTRACTS["128x128"]
-    ranks = {"q_lora_rank": rank, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    ranks = {
+        "q_lora_rank": rank,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
     config = llama(256, 512, 64, 4, 4, model_type="deepseek_v3", **ranks)
     found = said(config, p)
     down = why_kept(p, part_names("model.layers.0.self_attn.fused_qkv_a_proj"), [((rank, 512 + 64), 256)], LAYERS)
@@ -91,11 +116,15 @@ def test_latent_attention_is_fused_as_vllm_fuses_it(rank: int) -> None:
     assert kept["self_attention.linear_q_down_proj"] == kept["self_attention.linear_kv_down_proj"] == {"BF16"}
 
 
-@pytest.mark.parametrize("keep", [(), ("*.q_proj",), ("*layers.0.mlp*",), ("*.linear_fc2",), ("*.experts.7.up_proj",), ("re:experts",)])
+@pytest.mark.parametrize(
+    "keep", [(), ("*.q_proj",), ("*layers.0.mlp*",), ("*.linear_fc2",), ("*.experts.7.up_proj",), ("re:experts",)]
+)
 @pytest.mark.parametrize("ends", [(0, 0), (1, 0), (1, 1)])
 def test_whatever_is_kept_is_what_the_exporter_keeps(keep: tuple[str, ...], ends: tuple[int, int]) -> None:
     p = CONTRACTS["128x128"].replace(keep=keep, first_layers=ends[0], last_layers=ends[1])
-    config = llama(256, 512, 64, 4, 4, model_type="qwen3_moe", num_experts=8, moe_intermediate_size=128, num_hidden_layers=3)
+    config = llama(
+        256, 512, 64, 4, 4, model_type="qwen3_moe", num_experts=8, moe_intermediate_size=128, num_hidden_layers=3
+    )
     shapes: dict[str, tuple[int, int]] = {}
     for layer in range(3):
         at = f"model.layers.{layer}."
@@ -107,7 +136,9 @@ def test_whatever_is_kept_is_what_the_exporter_keeps(keep: tuple[str, ...], ends
     of = {"self_attention.linear_qkv": "q_proj", "self_attention.linear_proj": "o_proj"}
     of |= {"mlp.experts.linear_fc1": "0.up_proj", "mlp.experts.linear_fc2": "0.down_proj"}
     for name, fates in said(config, p).items():
-        assert fates == {"FP8" if tensor in written else "BF16" for tensor in shapes if tensor.endswith(f"{of[name]}.weight")}, name
+        assert fates == {
+            "FP8" if tensor in written else "BF16" for tensor in shapes if tensor.endswith(f"{of[name]}.weight")
+        }, name
 
 
 def test_a_layer_that_stays_is_a_warning_and_an_error_where_the_contract_is_strict() -> None:

@@ -58,7 +58,11 @@ def test_attention_s_projections_too(model, x):
     with autocast(BLOCKWISE.replace(keep=("in_proj",)), attention):
         only_out = attention(x, x, x)[0]
     assert len({t.float().norm().item() for t in (plain, both, only_in, only_out)}) == 4
-    q, k, v = linear(x, attention.in_proj_weight, attention.in_proj_bias, precision=BLOCKWISE).view(2, 24, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    q, k, v = (
+        linear(x, attention.in_proj_weight, attention.in_proj_bias, precision=BLOCKWISE)
+        .view(2, 24, 3, 4, 16)
+        .permute(2, 0, 3, 1, 4)
+    )
     heads = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 24, 64)
     expected = linear(heads, attention.out_proj.weight, attention.out_proj.bias, precision=BLOCKWISE)
     assert float(((both - expected).norm() / expected.norm()).detach()) < 1e-3
@@ -129,7 +133,11 @@ def test_outside_and_switched_off_nothing_changes(model, x):
     with fp8:
         assert not torch.equal(model(x), plain)
     assert torch.equal(model(x), plain)
-    for off in (autocast(Precision(), model), autocast(BLOCKWISE, model, enabled=False), autocast(DELAYED, enabled=False)):
+    for off in (
+        autocast(Precision(), model),
+        autocast(BLOCKWISE, model, enabled=False),
+        autocast(DELAYED, enabled=False),
+    ):
         with fp8, off:
             assert torch.equal(model(x), plain)
         with off:
@@ -230,7 +238,9 @@ def _modules_replaced(model):
         model[i].weight.data.copy_(module.weight)
 
 
-@pytest.mark.parametrize("replace", [_replaced_by_assignment, _replaced_by_hand, _moved_to_other_memory, _modules_replaced])
+@pytest.mark.parametrize(
+    "replace", [_replaced_by_assignment, _replaced_by_hand, _moved_to_other_memory, _modules_replaced]
+)
 @pytest.mark.parametrize("p", [BLOCKWISE, DELAYED], ids=["blockwise", "delayed"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_replaced_parameters_stay_in_fp8(replace, p, inside):
@@ -265,7 +275,10 @@ def test_a_module_that_is_kept_stays_so_when_it_is_replaced_and_the_model_is_sea
 
 def test_a_replaced_module_is_recomputed_in_fp8():
     """Its hooks came while it ran for the first time."""
-    model, x = nn.Sequential(nn.Linear(128, 128, bias=False)).bfloat16(), torch.randn(16, 128).bfloat16().requires_grad_()
+    model, x = (
+        nn.Sequential(nn.Linear(128, 128, bias=False)).bfloat16(),
+        torch.randn(16, 128).bfloat16().requires_grad_(),
+    )
     outputs = []
     with set_checkpoint_early_stop(False), autocast(BLOCKWISE, model):
         _modules_replaced(model)

@@ -1,4 +1,5 @@
-"""Delayed scaling under autocast: when scales move, and that their state is saved, resumed and copied with the model."""
+"""Delayed scaling under autocast: when scales move, and that their state is saved, resumed and copied with the
+model."""
 
 import copy
 import io
@@ -14,7 +15,9 @@ def test_when_scales_are_updated(model, x):
     ones = {name: t.clone() for name, t in fp8_state(model).items()}
     with fp8, fp8:
         y = model(x)
-        assert torch.equal(fp8_state(model)["head.weight.fp8.forward.scale"], torch.ones(2))  # not before the outermost ends
+        assert torch.equal(
+            fp8_state(model)["head.weight.fp8.forward.scale"], torch.ones(2)
+        )  # not before the outermost ends
     after_forward = fp8_state(model)
     forward = [name for name in ones if name.endswith("forward.scale")]
     backward = [name for name in ones if name.endswith("backward.scale")]
@@ -26,7 +29,9 @@ def test_when_scales_are_updated(model, x):
     assert all((after_backward[name] != 1).all() for name in backward)
     with torch.no_grad(), fp8:
         model(x * 100)
-    assert all(torch.equal(fp8_state(model)[name], after_backward[name]) for name in forward)  # evaluation updates nothing
+    assert all(
+        torch.equal(fp8_state(model)[name], after_backward[name]) for name in forward
+    )  # evaluation updates nothing
 
 
 def test_an_inner_region_is_updated_when_the_outermost_ends(model, x):

@@ -1,4 +1,5 @@
-"""Training under autocast: recompute in every order equals no recompute to the bit, and a region leaves nothing behind."""
+"""Training under autocast: recompute in every order equals no recompute to the bit, and a region leaves nothing
+behind."""
 
 import copy
 from contextlib import nullcontext
@@ -53,7 +54,10 @@ def test_recompute_of_a_module_under_two_contracts(model, x, recompute):
 def test_recompute_with_several_microbatches_in_a_region(model, x):
     again = copy.deepcopy(model)
     again.recompute = "not reentrant"
-    assert same(train(model, autocast(DELAYED, model), x, microbatches=2), train(again, autocast(DELAYED, again), x, microbatches=2))
+    assert same(
+        train(model, autocast(DELAYED, model), x, microbatches=2),
+        train(again, autocast(DELAYED, again), x, microbatches=2),
+    )
 
 
 def test_a_bf16_step_after_an_fp8_step_is_bf16(model, x):

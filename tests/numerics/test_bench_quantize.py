@@ -1,4 +1,5 @@
-"""The page of the quantizer's benchmark: one part for this processor's kernels, one for each other set of instructions."""
+"""The page of the quantizer's benchmark: one part for this processor's kernels, one for each other set of
+instructions."""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ def draw(*shape, seed=0, dtype=BF16):
 
 def once(function, *args, **kwargs):
     """The expected result: BF16 operands in FP32, rounded once."""
-    return function(*(a.float() if isinstance(a, torch.Tensor) and a.dtype is BF16 else a for a in args), **kwargs).to(BF16)
+    return function(*(a.float() if isinstance(a, torch.Tensor) and a.dtype is BF16 else a for a in args), **kwargs).to(
+        BF16
+    )
 
 
 def same(a, b):
@@ -74,7 +76,8 @@ def test_this_processor_s_answer_is_what_its_flags_say():
 
 @pytest.mark.parametrize("isa", ["AVX512_CORE", "AVX2"])
 def test_a_processor_without_units(isa):
-    """oneDNN multiplies BF16 on AVX-512 without units, too, and torch says that it is supported; it is slower than FP32."""
+    """oneDNN multiplies BF16 on AVX-512 without units, too, and torch says that it is supported; it is slower than
+    FP32."""
     assert not ask({"ONEDNN_MAX_CPU_ISA": isa})
 
 
@@ -94,7 +97,15 @@ sizes = st.integers(0, 40)
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes, sizes, sizes, st.integers(0, 3), st.sampled_from([0, 1, 0.5, -2]), st.sampled_from([0, 1, 3.0]), st.integers(0, 99))
+@given(
+    sizes,
+    sizes,
+    sizes,
+    st.integers(0, 3),
+    st.sampled_from([0, 1, 0.5, -2]),
+    st.sampled_from([0, 1, 3.0]),
+    st.integers(0, 99),
+)
 def test_every_operator_rounds_the_fp32_product_once(m, k, n, batch, beta, alpha, seed):
     a, b = draw(m, k, seed=seed), draw(n, k, seed=seed + 1).t()
     c, row = draw(m, n, seed=seed + 2), draw(n, seed=seed + 3)
@@ -192,7 +203,11 @@ def test_what_torch_refuses_is_refused(wrong):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int32, torch.complex64])
 def test_other_types_are_as_before(dtype):
     a = draw(33, 33, dtype=torch.float32).mul(100).to(dtype)
-    calls = [lambda: a @ a, lambda: torch.baddbmm(a[None], a[None], a[None]), lambda: torch.mm(a, a, out=torch.empty(33, 33, dtype=dtype))]
+    calls = [
+        lambda: a @ a,
+        lambda: torch.baddbmm(a[None], a[None], a[None]),
+        lambda: torch.mm(a, a, out=torch.empty(33, 33, dtype=dtype)),
+    ]
     before = [call() for call in calls]
     with products_in_fp32():
         for call, expected in zip(calls, before, strict=True):
@@ -251,7 +266,9 @@ def test_the_gradients_of_fused_attention(mask):
     attend = partial(F.scaled_dot_product_attention, is_causal=mask == "causal")
     with products_in_fp32():
         found, _ = gradients(partial(attend, attn_mask=given), q, k, v)
-    exact, _ = gradients(partial(attend, attn_mask=given.float() if mask == "added" else given), q.float(), k.float(), v.float())
+    exact, _ = gradients(
+        partial(attend, attn_mask=given.float() if mask == "added" else given), q.float(), k.float(), v.float()
+    )
     for f, e in zip(found, exact, strict=True):
         assert f.dtype is BF16
         assert (f.float() - e).norm() < 0.01 * e.norm()
@@ -311,7 +328,8 @@ def test_a_compiled_function():
 
 @pytest.fixture(autouse=True)
 def torchs_own_kernels():
-    """Begin each test with them, also in a process that te_cpu has taken them from, as it does on a CPU without BF16 units."""
+    """Begin each test with them, also in a process that te_cpu has taken them from, as it does on a CPU without BF16
+    units."""
     held = [dtype for dtype, times in bf16._replaced.open.items() for _ in range(times)]
     for dtype in held:
         bf16._replaced.leave(dtype)
@@ -367,7 +385,8 @@ def test_contexts_of_two_threads_may_overlap():
 
 
 def test_each_type_is_asked_for_by_itself():
-    """FP16 in FP32 leaves BF16 as it is, and the other way round; each is rounded once, beyond its range to infinity."""
+    """FP16 in FP32 leaves BF16 as it is, and the other way round; each is rounded once, beyond its range to
+    infinity."""
     for dtype, other in ((torch.float16, BF16), (BF16, torch.float16)):
         a, b, c = (draw(40, 40, seed=seed, dtype=dtype) * 30 for seed in range(3))
         mine, theirs = torch.addmm(c, a, b), a.to(other) @ b.to(other)
@@ -487,7 +506,9 @@ def test_one_linear_under_torch_s_autocast(units):
 
 
 @pytest.mark.parametrize("wgrad", [True, False])
-@pytest.mark.parametrize("name", ["bf16_with_fp8_blockwise_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_mxfp8_mixed"])
+@pytest.mark.parametrize(
+    "name", ["bf16_with_fp8_blockwise_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_mxfp8_mixed"]
+)
 def test_an_fp8_linear(units, name, wgrad):
     """Integers that are exact in FP8, with exact sums: both ways give one answer, forward and backward."""
     precision = preset(name).replace(wgrad=wgrad)
@@ -517,7 +538,8 @@ def test_a_linear_that_autocast_leaves_in_bf16(units):
 
 
 def test_fp32_scales_are_multiplied_by_no_bf16_unit_that_is_not_there(units, monkeypatch):
-    """A scale for the whole tensor lets FP32 products use BF16 multipliers: those of AMX, not oneDNN's imitation of them."""
+    """A scale for the whole tensor lets FP32 products use BF16 multipliers: those of AMX, not oneDNN's imitation of
+    them."""
     asked = []
     real = gemm.fp32_matmul
     monkeypatch.setattr(gemm, "fp32_matmul", lambda precision: asked.append(precision) or real(precision))

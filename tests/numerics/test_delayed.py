@@ -15,7 +15,9 @@ from nemo_fp8.numerics.linear import linear, operands
 
 
 def contract(**fields):
-    return Precision(**{"format": "hybrid", "scaling": "delayed", "amax_history_len": 4, "amax_compute_algo": "max", **fields})
+    return Precision(
+        **{"format": "hybrid", "scaling": "delayed", "amax_history_len": 4, "amax_compute_algo": "max", **fields}
+    )
 
 
 class Slot:
@@ -34,7 +36,9 @@ class Slot:
         self.history = [0.0, *recent[1:]]
 
 
-amaxes = st.lists(st.sampled_from([0.0, 1.0, 3.5, 1e-42, 1e30, math.inf]) | st.floats(2.0**-20, 2.0**20, width=32), max_size=12)
+amaxes = st.lists(
+    st.sampled_from([0.0, 1.0, 3.5, 1e-42, 1e30, math.inf]) | st.floats(2.0**-20, 2.0**20, width=32), max_size=12
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,7 +49,9 @@ def test_history_and_scale_over_steps(steps, length, algo, margin):
     for amax in torch.tensor(steps).tolist():  # as FP32 holds them
         x = torch.tensor([[amax, -amax / 3]])
         q = state.forward.quantize(x, "input", operands(p)["input"])
-        assert q.scale_inv.item() == (1 / torch.tensor(slot.scale)).item()  # this step still uses the scale of earlier ones
+        assert (
+            q.scale_inv.item() == (1 / torch.tensor(slot.scale)).item()
+        )  # this step still uses the scale of earlier ones
         update([state.forward])
         slot.step(amax)
         assert state.forward.history[:, 0].tolist() == slot.history

@@ -16,7 +16,12 @@ CODES = torch.arange(256, dtype=torch.uint8)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_table_is_what_ml_dtypes_says(name):
     ours, theirs = FORMATS[name], ml_dtypes.finfo(oracles.ML_DTYPES[name])
-    assert (ours.max, ours.mantissa_bits, ours.bits, ours.exponent_bits) == (float(theirs.max), theirs.nmant, theirs.bits, theirs.nexp)
+    assert (ours.max, ours.mantissa_bits, ours.bits, ours.exponent_bits) == (
+        float(theirs.max),
+        theirs.nmant,
+        theirs.bits,
+        theirs.nexp,
+    )
     assert ours.smallest == float(theirs.smallest_subnormal)
     values = CODES.numpy().view(oracles.ML_DTYPES[name]).astype(np.float64)
     positive = values[: 256 if name == "e8m0" else 128]
@@ -29,7 +34,12 @@ def test_the_table_is_what_ml_dtypes_says(name):
 def test_saturates_above_is_the_last_value_that_only_rounds(name):
     format = FORMATS[name]
     step = format.max - float(
-        decode(torch.tensor([format.first_nan if format.infinity is None else format.infinity]).sub(2).to(torch.uint8).view(format.dtype))
+        decode(
+            torch.tensor([format.first_nan if format.infinity is None else format.infinity])
+            .sub(2)
+            .to(torch.uint8)
+            .view(format.dtype)
+        )
     )
     assert format.saturates_above == format.max + step / 2
 
@@ -63,7 +73,11 @@ def test_cast_of_fp32_bit_patterns_and_ties(name):
     finite = values[values.isfinite()].sort().values
     ties = (finite[1:] + finite[:-1]) / 2
     up, down = (torch.nextafter(ties, torch.full_like(ties, way)) for way in (float("inf"), -float("inf")))
-    anything = torch.randint(-(2**31), 2**31, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(torch.int32).view(torch.float32)
+    anything = (
+        torch.randint(-(2**31), 2**31, (1 << 20,), generator=torch.Generator().manual_seed(0))
+        .to(torch.int32)
+        .view(torch.float32)
+    )
     for x in (ties, up, down, anything):
         assert oracles.differences(oracles.as_codes(cast(x, format)), oracles.cast(x.numpy(), name)) == 0
 

@@ -11,7 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_cases import FP8, RULES, SOURCES, TILES, compare_statistics, jobs_of_every_kind, large_results, same, values
+from support.kernel_cases import (
+    FP8,
+    RULES,
+    SOURCES,
+    TILES,
+    compare_statistics,
+    jobs_of_every_kind,
+    large_results,
+    same,
+    values,
+)
 
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS, format_of
@@ -156,7 +166,9 @@ def test_what_the_kernels_do_not_take_is_left_to_torch():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("tile", "rule"), [((128, 128), ("te", "fp32")), ((1, 32), ("te", "e8m0")), ((32, 1), ("te", "pow2"))], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "rule"), [((128, 128), ("te", "fp32")), ((1, 32), ("te", "e8m0")), ((32, 1), ("te", "pow2"))], ids=str
+)
 def test_large_results_which_go_past_the_caches(dtype, tile, rule):
     large_results(tile, rule, dtype)
 
@@ -237,7 +249,9 @@ def test_more_elements_than_32_bits_count():
     assert int(counted.total().elements) == x.numel() > 1 << 31
     del x, counted
     decoded = kernels.decode(codes, scale_inv, (1, 128), torch.bfloat16)
-    torch.testing.assert_close(decoded[-8:], Quantized(*slow[:2], (1, 128)).dequantize_reference(torch.bfloat16), rtol=0, atol=0)
+    torch.testing.assert_close(
+        decoded[-8:], Quantized(*slow[:2], (1, 128)).dequantize_reference(torch.bfloat16), rtol=0, atol=0
+    )
 
 
 def test_amax_passes_over_nan():
@@ -316,7 +330,9 @@ def test_the_rows_that_other_processors_get(cache, monkeypatch, isa):
     assert len(list(cache.glob("*.so"))) == 1
 
 
-@pytest.mark.parametrize(("machine", "wrong"), [("aarch64", "-mprefer-vector-width"), ("x86_64", "-mcpu"), ("riscv64", "-m")])
+@pytest.mark.parametrize(
+    ("machine", "wrong"), [("aarch64", "-mprefer-vector-width"), ("x86_64", "-mcpu"), ("riscv64", "-m")]
+)
 def test_the_flags_are_those_of_the_machine(machine, wrong):
     """A processor that we do not know gets what its compiler does by itself."""
     flags = build.flags_for(machine)
@@ -337,7 +353,8 @@ def test_a_user_without_a_home_is_told(monkeypatch):
 def test_ranks_that_start_together_build_one_library(cache):
     program = "from nemo_fp8.numerics.kernels import build; assert build.library() is not None"
     ranks = [
-        subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(3)
+        subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for _ in range(3)
     ]
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
     assert len(list(cache.glob("*.so"))) == 1

@@ -1,7 +1,7 @@
 """The CPU kernels on ARM: cross-compiled, run by an emulator, and compared to the bit with the specification in torch.
 
-Python and torch stay on this machine; only the compiled job runs as ARM code. `Elsewhere` stands where the loaded library
-stands, takes each job apart into the memory that it names, and puts the results back.
+Python and torch stay on this machine; only the compiled job runs as ARM code. `Elsewhere` stands where the loaded
+library stands, takes each job apart into the memory that it names, and puts the results back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ MACHINES = {"NEON": "-march=armv8-a", "SVE and BF16": "-march=armv8.6-a+sve+bf16
 
 missing = [tool for tool in (COMPILER, DISASSEMBLER) if not shutil.which(tool)]
 missing += [] if any(map(shutil.which, EMULATORS)) else ["qemu-aarch64"]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"no {', no '.join(missing)}: apt-get install gcc-aarch64-linux-gnu qemu-user-static")
+pytestmark = pytest.mark.skipif(
+    bool(missing), reason=f"no {', no '.join(missing)}: apt-get install gcc-aarch64-linux-gnu qemu-user-static"
+)
 
 
 class Elsewhere:
@@ -66,7 +68,9 @@ class Elsewhere:
                 places[name] = (address, len(memory), sizes[name])
                 memory += ctypes.string_at(address, sizes[name]) + bytes(-sizes[name] % 64)
         head = b"".join(n.to_bytes(8, "little") for n in (len(pointers), ctypes.sizeof(there), len(memory)))
-        done = subprocess.run([*self.command, function], input=head + bytes(there) + memory, capture_output=True, check=True)
+        done = subprocess.run(
+            [*self.command, function], input=head + bytes(there) + memory, capture_output=True, check=True
+        )
         assert len(done.stdout) == len(memory)
         for name, (address, at, size) in places.items():
             if name != "x":
@@ -132,8 +136,14 @@ def test_a_wrong_kernel_would_be_seen(on_arm, monkeypatch):
         large_results((128, 128), ("te", "fp32"), torch.bfloat16)
 
 
-@pytest.mark.parametrize("row", ["PAIR_tame", "PAIR_tame_add", "FP32_tame", "FP16_tame", "e4m3_to_PAIR_tame", "e4m3_to_FP32_tame"])
+@pytest.mark.parametrize(
+    "row", ["PAIR_tame", "PAIR_tame_add", "FP32_tame", "FP16_tame", "e4m3_to_PAIR_tame", "e4m3_to_FP32_tame"]
+)
 def test_the_compiler_makes_vectors_of_the_rows(program, row):
     """Four multiplications at a time (NEON), or as many as a vector has (SVE)."""
-    text = subprocess.run([DISASSEMBLER, "-d", "--no-show-raw-insn", f"--disassemble={row}", str(program)], capture_output=True, check=True)
+    text = subprocess.run(
+        [DISASSEMBLER, "-d", "--no-show-raw-insn", f"--disassemble={row}", str(program)],
+        capture_output=True,
+        check=True,
+    )
     assert re.search(r"\bfmul\s+(v\d+\.4s|z\d+\.s)", text.stdout.decode()), row

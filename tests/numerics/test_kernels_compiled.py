@@ -1,8 +1,8 @@
 """Every Triton program that a launch can ask for, compiled for three GPUs with Triton's own ptxas: no GPU is needed.
 
-What is held: no register in memory, 128-bit loads and stores where the launch found everything aligned, the hardware's FP8
-conversion; that the list is complete, by launching; and that each check has been seen to say no. Triton decides when it is imported
-whether it interprets, so this file needs a process in which it does not.
+What is held: no register in memory, 128-bit loads and stores where the launch found everything aligned, the hardware's
+FP8 conversion; that the list is complete, by launching; and that each check has been seen to say no. Triton decides
+when it is imported whether it interprets, so this file needs a process in which it does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import torch
 from nemo_fp8.te_cpu import has_gpu
 
 if importlib.util.find_spec("transformer_engine") and not has_gpu():
-    pytest.skip("TransformerEngine is here: the rollout environment runs these, in a process of their own", allow_module_level=True)
+    pytest.skip(
+        "TransformerEngine is here: the rollout environment runs these, in a process of their own",
+        allow_module_level=True,
+    )
 pytest.importorskip("triton", reason="no triton here: it comes with the rollout environment")
 import triton
 
@@ -54,9 +57,15 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_program_compiles_without_spilling(started, source, target):
-    wanted = [future for (name, capability), future in started.items() if capability == target and re.search(rf"\b{source}\b", name)]
+    wanted = [
+        future
+        for (name, capability), future in started.items()
+        if capability == target and re.search(rf"\b{source}\b", name)
+    ]
     made = [future.result() for future in wanted]
-    assert len(made) == 2 * (1 + 2 * 6 * 2 + 2 * 2)  # aligned or not: amax, formats x tiles x statistics, formats x ways to decode
+    assert len(made) == 2 * (
+        1 + 2 * 6 * 2 + 2 * 2
+    )  # aligned or not: amax, formats x tiles x statistics, formats x ways to decode
     assert [f"{m.name} for sm_{target}: {problem}" for m in made for problem in problems(m)] == []
     assert {m.capability for m in made} == {target}
     assert sum(m.wide for m in made) == len(made) // 2
@@ -93,7 +102,8 @@ def launched(monkeypatch):
 
 
 def test_the_list_holds_every_program_that_calls_launch(launched):
-    """Tensors of many shapes, alignments and layouts, under every rule: Triton is asked for nothing that is not in the list."""
+    """Tensors of many shapes, alignments and layouts, under every rule: Triton is asked for nothing that is not in the
+    list."""
     listed = {_program(launch) for _, launch in cuda.variants()}
     assert len(listed) == len(list(cuda.variants()))
     rules = itertools.cycle(cuda.RULES)

@@ -16,13 +16,17 @@ from nemo_fp8.te_cpu import has_gpu
 
 DEVICE = "cuda" if has_gpu() else "cpu"
 if DEVICE == "cpu" and importlib.util.find_spec("transformer_engine"):
-    pytest.skip("TransformerEngine is here, and has Triton compile: the rollout environment runs these", allow_module_level=True)
+    pytest.skip(
+        "TransformerEngine is here, and has Triton compile: the rollout environment runs these", allow_module_level=True
+    )
 if DEVICE == "cpu":
     if "triton" in sys.modules:
         pytest.skip("triton is imported already, and cannot be told any more to interpret", allow_module_level=True)
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it while functions are being defined, its own among them
 try:
-    pytest.importorskip("triton", reason="no triton (`pip install --no-deps --target DIR triton==3.5.1` and PYTHONPATH=DIR will do)")
+    pytest.importorskip(
+        "triton", reason="no triton (`pip install --no-deps --target DIR triton==3.5.1` and PYTHONPATH=DIR will do)"
+    )
     from nemo_fp8.numerics.kernels import triton_kernels  # noqa: F401
 finally:
     os.environ.pop("TRITON_INTERPRET", None)
@@ -49,7 +53,9 @@ def test_codes_scales_and_statistics_equal_the_reference(tile, rule):
     convention, kind = rule
     kinds = ["gaussian", "magnitudes", "specials", "zero"]
     for number, (dtype, element) in enumerate(itertools.product([torch.bfloat16, torch.float16, torch.float32], FP8)):
-        values_kind = kinds[(number + TILES.index(tile) + RULES.index(rule)) % 4]  # all of them for every tile and every rule
+        values_kind = kinds[
+            (number + TILES.index(tile) + RULES.index(rule)) % 4
+        ]  # all of them for every tile and every rule
         x = values((tile[0] + 5, tile[1] + 12), dtype, number, values_kind).to(DEVICE)
         slow = quantize_reference(x, tile, FORMATS[element], kind, convention, True)
         fast = cuda.quantize(x, tile, element, kind, convention, True, None, None)
@@ -57,7 +63,9 @@ def test_codes_scales_and_statistics_equal_the_reference(tile, rule):
         same(fast[0].cpu(), slow[0].cpu())
         same(fast[1].cpu(), slow[1].cpu())
         compare_statistics(fast[2], slow[2], sums=values_kind == "gaussian")
-        plain = cuda.quantize(x, tile, element, kind, convention, False, None, None)  # a program of its own, that reads once
+        plain = cuda.quantize(
+            x, tile, element, kind, convention, False, None, None
+        )  # a program of its own, that reads once
         same(plain[0].cpu(), slow[0].cpu())
         same(plain[1].cpu(), slow[1].cpu())
 
@@ -111,13 +119,23 @@ def test_places_beyond_32_bits():
 @pytest.mark.parametrize("element", FP8)
 @pytest.mark.parametrize("tile", [*TILES, None], ids=str)
 def test_decode_equals_dequantize(element, tile):
-    codes = torch.arange(256, dtype=torch.uint8).repeat(80)[: 130 * 140].view(130, 140).view(FORMATS[element].dtype).to(DEVICE)
+    codes = (
+        torch.arange(256, dtype=torch.uint8)
+        .repeat(80)[: 130 * 140]
+        .view(130, 140)
+        .view(FORMATS[element].dtype)
+        .to(DEVICE)
+    )
     for kind in ("fp32", "e8m0"):
         x = values((130, 140), torch.float32, 4, "magnitudes").to(DEVICE)
         scale_inv = quantize_reference(x, tile, FORMATS[element], kind)[1]
-        for dtype in (torch.float32,) if DEVICE == "cpu" else (torch.float32, torch.bfloat16):  # the interpreter truncates to BF16
+        for dtype in (
+            (torch.float32,) if DEVICE == "cpu" else (torch.float32, torch.bfloat16)
+        ):  # the interpreter truncates to BF16
             fast = cuda.decode(codes, scale_inv, tile, dtype, None)
-            torch.testing.assert_close(fast, Quantized(codes, scale_inv, tile).dequantize(dtype), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                fast, Quantized(codes, scale_inv, tile).dequantize(dtype), rtol=0, atol=0, equal_nan=True
+            )
 
 
 def test_rows_that_lie_apart():

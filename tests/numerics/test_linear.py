@@ -13,8 +13,15 @@ from nemo_fp8.numerics.gemm import gemm
 from nemo_fp8.numerics.linear import linear, operands, quantize_weight
 
 RECIPES = {
-    f"{scaling}-{format}-{scale or 'default'}": Precision(format=format, scaling=scaling, weight_scale=scale, activation_scale=scale)
-    for scaling, scales in {"delayed": (None,), "tensorwise": ("fp32", "pow2"), "blockwise": ("fp32", "pow2"), "mxfp8": (None,)}.items()
+    f"{scaling}-{format}-{scale or 'default'}": Precision(
+        format=format, scaling=scaling, weight_scale=scale, activation_scale=scale
+    )
+    for scaling, scales in {
+        "delayed": (None,),
+        "tensorwise": ("fp32", "pow2"),
+        "blockwise": ("fp32", "pow2"),
+        "mxfp8": (None,),
+    }.items()
     for format in ("hybrid", "e4m3")
     for scale in scales
 }
@@ -39,7 +46,8 @@ def assert_rounded_once(out: torch.Tensor, exact: torch.Tensor, slack: torch.Ten
     bound = exact.abs() * half_step * 1.001 + slack + torch.finfo(out.dtype).smallest_normal
     wrong = (out.double() - exact).abs() > bound
     assert not wrong.any(), (
-        f"{int(wrong.sum())} of {wrong.numel()}, worst {float(((out.double() - exact).abs() / bound).max()):.3g} bounds off"
+        f"{int(wrong.sum())} of {wrong.numel()}, worst {float(((out.double() - exact).abs() / bound).max()):.3g} "
+        "bounds off"
     )
 
 
@@ -59,7 +67,8 @@ def test_three_gemms_on_the_operands_of_the_contract(p, dtype):
     assert (y.dtype, x.grad.dtype, w.grad.dtype) == (dtype, dtype, dtype)
     scale = torch.ones(()) if delayed else None
     (x_row, x_col), (w_row, w_col), (g_row, g_col) = (
-        quantize_pair(t.detach(), operands(p)[role], scale=scale) for t, role in ((x, "input"), (w, "weight"), (dy, "grad"))
+        quantize_pair(t.detach(), operands(p)[role], scale=scale)
+        for t, role in ((x, "input"), (w, "weight"), (dy, "grad"))
     )
     value = lambda q: q.dequantize_reference().double()  # noqa: E731
     assert_rounded_once(y.detach(), *oracle(value(x_row), value(w_row), b.detach()))
@@ -212,7 +221,14 @@ def test_what_backward_keeps_is_one_byte_an_element():
 )
 def test_misuse_is_refused(arguments, match):
     with pytest.raises(PrecisionError, match=match):
-        linear(**{"x": torch.ones(4, 32), "weight": torch.ones(16, 32), "precision": RECIPES["blockwise-hybrid-pow2"], **arguments})
+        linear(
+            **{
+                "x": torch.ones(4, 32),
+                "weight": torch.ones(16, 32),
+                "precision": RECIPES["blockwise-hybrid-pow2"],
+                **arguments,
+            }
+        )
 
 
 def test_operands_that_do_not_fit_are_refused():

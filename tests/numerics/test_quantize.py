@@ -142,7 +142,8 @@ def test_a_scale_for_the_whole_tensor_needs_no_matrix(shape):
 
 
 @pytest.mark.parametrize(
-    "view", [lambda x: x[::2], lambda x: x[:, ::3], lambda x: x.t(), lambda x: x.expand(2, *x.shape), lambda x: x[:, 1:]]
+    "view",
+    [lambda x: x[::2], lambda x: x[:, ::3], lambda x: x.t(), lambda x: x.expand(2, *x.shape), lambda x: x[:, 1:]],
 )
 @pytest.mark.parametrize("operand", [WEIGHT, INPUT, TENSOR], ids=name)
 def test_strided_views(operand, view):
@@ -195,7 +196,10 @@ def test_what_cannot_be_meant_is_refused(arguments, match):
 def test_a_given_scale_is_used_as_it_is(x, scale, format):
     q = quantize(x, Operand(format, None, "fp32", delayed=True), scale=torch.tensor(scale))
     with np.errstate(all="ignore"):
-        assert oracles.differences(oracles.as_codes(q.data), oracles.cast(x.float().numpy() * np.float32(scale), format)) == 0
+        assert (
+            oracles.differences(oracles.as_codes(q.data), oracles.cast(x.float().numpy() * np.float32(scale), format))
+            == 0
+        )
         assert q.scale_inv.numpy() == np.float32(1) / np.float32(scale)
 
 

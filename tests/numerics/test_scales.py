@@ -9,9 +9,15 @@ from nemo_fp8.numerics import scales
 from nemo_fp8.numerics.formats import FORMATS, FP32_MAX
 from nemo_fp8.numerics.quantize import quantize_reference
 
-EVERY_BF16 = torch.arange(32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()  # all non-negative, inf and NaN too
+EVERY_BF16 = (
+    torch.arange(32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+)  # all non-negative, inf and NaN too
 FINITE = EVERY_BF16[EVERY_BF16.isfinite()]
-SOME_FP32 = torch.randint(0, 0x7F800000, (1 << 18,), generator=torch.Generator().manual_seed(0)).to(torch.int32).view(torch.float32)
+SOME_FP32 = (
+    torch.randint(0, 0x7F800000, (1 << 18,), generator=torch.Generator().manual_seed(0))
+    .to(torch.int32)
+    .view(torch.float32)
+)
 ELEMENTS = ("e4m3", "e5m2")
 
 
@@ -29,7 +35,9 @@ def te_scale():
 def test_scales_are_those_of_te_s_reference(te_scale, name, source, pow2, epsilon):
     for amax in (FINITE, SOME_FP32):
         theirs, theirs_inv, _ = te_scale(source, amax, FORMATS[name].dtype, eps=epsilon, pow_2_scales=pow2)
-        ours = scales.scale_from_amax(amax, FORMATS[name], epsilon=epsilon, pow2=pow2, value_for_inf=torch.finfo(source).max)
+        ours = scales.scale_from_amax(
+            amax, FORMATS[name], epsilon=epsilon, pow2=pow2, value_for_inf=torch.finfo(source).max
+        )
         assert oracles.differences(ours.numpy(), theirs.numpy()) == 0
         assert oracles.differences(torch.reciprocal(ours).numpy(), theirs_inv.numpy()) == 0
 
@@ -92,7 +100,11 @@ def test_e8m0_is_the_exact_ceiling(name):
 
 
 def test_e8m0_of_what_is_no_number():
-    assert scales.e8m0_from_amax(torch.tensor([0.0, float("inf"), float("nan")]), FORMATS["e4m3"]).tolist() == [0, 254, 255]
+    assert scales.e8m0_from_amax(torch.tensor([0.0, float("inf"), float("nan")]), FORMATS["e4m3"]).tolist() == [
+        0,
+        254,
+        255,
+    ]
 
 
 def test_deepgemm_is_another_convention():

@@ -64,7 +64,9 @@ def test_lossless_is_infinitely_good_and_zeros_are_no_underflow():
 def test_the_range_used():
     format = FORMATS["e4m3"]
     q = quantize(torch.tensor([[format.max, 1.0]]), Operand("e4m3", None, "fp32"), statistics=True)
-    assert float(q.statistics.range_used_percent) == pytest.approx(100 * math.log2(448) / math.log2(format.max / format.smallest))
+    assert float(q.statistics.range_used_percent) == pytest.approx(
+        100 * math.log2(448) / math.log2(format.max / format.smallest)
+    )
     q = quantize(torch.tensor([[format.max, format.smallest]]), Operand("e4m3", None, "fp32"), statistics=True)
     assert float(q.statistics.range_used_percent) == pytest.approx(100)
     q = quantize(torch.zeros(2, 2), Operand("e4m3", None, "fp32"), statistics=True)

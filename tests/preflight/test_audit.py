@@ -25,7 +25,8 @@ def rows(name: str, p: Precision, parallel: str = "") -> dict[str, list[AuditRow
 
 
 def test_768_over_4_ranks() -> None:
-    """vllm#44763: 768 / 4 = 192 rows, one and a half blocks. Refused of a checkpoint; our engine pads, and has blocks of its own."""
+    """vllm#44763: 768 / 4 = 192 rows, one and a half blocks. Refused of a checkpoint; our engine pads, and has blocks
+    of its own."""
     experts = rows("qwen3-30b-a3b", BLOCKWISE, "tp4")["mlp.experts.linear_fc1"]
     assert [(r.rows, r.columns, r.train, r.rollout) for r in experts] == [(384, 2048, "FP8", "FP8")]
     assert experts[0].rollout_reason == "blocks of its own on each rank: a part has 192 rows, not a multiple of 128"
@@ -61,13 +62,32 @@ def test_experts_are_spread() -> None:
 
 
 def test_bf16_is_bf16() -> None:
-    assert {(r.train, r.rollout) for r in audit(Model.read(DATA / "llama-3-8b.json"), preset("bf16_mixed"))} == {("BF16", "BF16")}
+    assert {(r.train, r.rollout) for r in audit(Model.read(DATA / "llama-3-8b.json"), preset("bf16_mixed"))} == {
+        ("BF16", "BF16")
+    }
 
 
 def test_latent_attention() -> None:
-    sizes = {"hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 4, "vocab_size": 129280, "intermediate_size": 18432}
-    ranks = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    experts = {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
+    sizes = {
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 4,
+        "vocab_size": 129280,
+        "intermediate_size": 18432,
+    }
+    ranks = {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    experts = {
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+    }
     config = {"model_type": "deepseek_v3", **sizes, **ranks, **experts}
     p = Precision(format="e4m3", scaling="blockwise", fp8_param=True)
     table = {r.name: r for r in audit(Model.read(config), p, Parallel.of("tp8,ep8,etp1,rollout-tp8"))}

@@ -53,7 +53,9 @@ def test_the_costs_that_findings_quote_are_what_the_casts_cost(weights):
     assert _percent(twice, weights, weights) == pytest.approx(agreement.CAST_TWICE, abs=0.2)
 
 
-@pytest.mark.parametrize(("scaling", "block"), [("tensorwise", "128x128"), ("tensorwise", "1x32"), ("blockwise", "1x32")])
+@pytest.mark.parametrize(
+    ("scaling", "block"), [("tensorwise", "128x128"), ("tensorwise", "1x32"), ("blockwise", "1x32")]
+)
 def test_powers_of_two_give_the_same_values_but_for_underflow_and_not_the_same_codes(scaling, block):
     import torch
 
@@ -81,7 +83,11 @@ def test_other_fp32_scales_are_counted_as_other_values():
 
     from nemo_fp8.mismatch import sides_apart
 
-    weights = {"model.layers.0.mlp.down_proj.weight": torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    weights = {
+        "model.layers.0.mlp.down_proj.weight": torch.randn(
+            256, 256, generator=torch.Generator().manual_seed(0)
+        ).bfloat16()
+    }
     fp32 = Precision(format="e4m3", scaling="tensorwise")
     ((_, codes, values),) = sides_apart(weights, fp32)
     assert values > 0.5
@@ -103,7 +109,9 @@ CASTS = [
 def test_the_verdict_on_weights_is_what_the_casts_do(weights, scaling, block, ours, theirs):
     train = Precision(format="e4m3", scaling=scaling, rollout="compute", weight_scale=ours, activation_scale=ours)
     rollout = Precision(rollout="fp8", rollout_block=block, weight_scale=theirs, activation_scale=theirs)
-    apart = _percent(_cast(weights, train.operand("weight")), _cast(weights, rollout.operand("weight", "rollout")), weights)
+    apart = _percent(
+        _cast(weights, train.operand("weight")), _cast(weights, rollout.operand("weight", "rollout")), weights
+    )
     found = [f for f in check(train=train, rollout=rollout).findings if f.where == "weights" and f.severity != "info"]
     assert bool(found) == (apart > 0.1), f"{apart:.3f}% apart"
 
@@ -113,7 +121,9 @@ def test_one_contract_on_both_sides_agrees():
         Precision(**DEEPSEEK),
         Precision(**DEEPSEEK, **FP32, first_layers=1, keep=("*.a_proj",)),
         Precision(format="e4m3", scaling="mxfp8"),
-        Precision(format="hybrid", scaling="tensorwise", rollout_block="tensor", weight_scale="pow2", activation_scale="pow2"),
+        Precision(
+            format="hybrid", scaling="tensorwise", rollout_block="tensor", weight_scale="pow2", activation_scale="pow2"
+        ),
         preset("bf16_mixed"),
     ):
         assert check(train=p, rollout=p).require().agrees, p
@@ -130,10 +140,25 @@ DIFFERENCES = [
     ({**DEEPSEEK, "first_layers": 1}, {**DEEPSEEK}, "error", "layers", "sides-layers", "first 1 layers"),
     ({**DEEPSEEK}, {**DEEPSEEK, "keep": ("*a_proj*",)}, "error", "modules", "sides-modules", "*a_proj*"),
     (TENSORWISE_128, TENSORWISE_128, "warning", "weights", "sides-blocks", "whole tensor"),
-    ({"format": "hybrid", "scaling": "delayed"}, {"rollout": "fp8"}, "warning", "weights", "sides-delayed", "found beforehand"),
-    # One scale for a weight on both sides, and yet other inputs: the engine scales them in 1x128 (see test_operands.py).
+    (
+        {"format": "hybrid", "scaling": "delayed"},
+        {"rollout": "fp8"},
+        "warning",
+        "weights",
+        "sides-delayed",
+        "found beforehand",
+    ),
+    # One scale for a weight on both sides, and yet other inputs: the engine scales them in 1x128 (see
+    # test_operands.py).
     ({**TENSORWISE}, {**TENSORWISE}, "warning", "activations", "sides-blocks", "Activations"),
-    ({**TENSORWISE}, {**TENSORWISE, "activation_scheme": "static"}, "warning", "activations", "sides-calibrated", "calibrated"),
+    (
+        {**TENSORWISE},
+        {**TENSORWISE, "activation_scheme": "static"},
+        "warning",
+        "activations",
+        "sides-calibrated",
+        "calibrated",
+    ),
     ({**DEEPSEEK}, {**DEEPSEEK, "kv_cache": "fp8"}, "warning", "attention", "sides-kv-cache", "KV cache"),
     ({**TENSORWISE, **POW2}, {**DEEPSEEK, **POW2}, "info", "weights", "sides-underflow", "underflows"),
     ({**DEEPSEEK}, {**DEEPSEEK, "importance_sampling": False}, "info", "loss", "sides-correction", "not corrected"),
@@ -170,7 +195,9 @@ def test_json_keeps_the_words_of_scripts():
 
 def test_a_router_kept_by_name_is_kept_anyway():
     train = Precision(**DEEPSEEK)
-    assert check(train=train, rollout=train.replace(keep=("*router*", "lm_head", "*.mlp.gate", "*embed*", "*norm*"))).agrees
+    assert check(
+        train=train, rollout=train.replace(keep=("*router*", "lm_head", "*.mlp.gate", "*embed*", "*norm*"))
+    ).agrees
 
 
 def test_a_linear_whose_name_begins_like_a_routers_is_none():

@@ -15,7 +15,16 @@ import nemo_fp8.preflight.doctor as doc
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.preflight.doctor import FROZEN, TE_RECIPES, doctor, late_variables, recipes_of, require, resume_findings, sanity
+from nemo_fp8.preflight.doctor import (
+    FROZEN,
+    TE_RECIPES,
+    doctor,
+    late_variables,
+    recipes_of,
+    require,
+    resume_findings,
+    sanity,
+)
 from nemo_fp8.preflight.machine import ABSENT, Machine
 
 BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")
@@ -66,7 +75,9 @@ def test_rows_cover_every_contract() -> None:
     rows = {row.recipe for row in doctor(Machine.parse("h200,cuda12.9,te2.9"))}
     for contract in PRESETS.values():
         assert set(recipes_of(contract)) <= rows
-    contract = Precision(format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32", deep_gemm=True, kv_cache="fp8")
+    contract = Precision(
+        format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32", deep_gemm=True, kv_cache="fp8"
+    )
     assert recipes_of(contract) == ["blockwise-fp32", "rollout-fp8", "rollout-deepgemm", "kv-cache-fp8"]
     assert recipes_of(preset("bf16_with_mxfp8_mixed")) == ["mxfp8", "rollout-mxfp8"]
 
@@ -115,7 +126,16 @@ def test_what_does_not_start_without_torchvision_is_named() -> None:
 
 def test_the_tested_environment_is_sane() -> None:
     assert not sanity(
-        Machine(nemo="2.7.3", mcore="0.15.3", numpy="1.26.4", te="2.20.2", te_library=True, driver="580.65", cuda="13.0", arch=90)
+        Machine(
+            nemo="2.7.3",
+            mcore="0.15.3",
+            numpy="1.26.4",
+            te="2.20.2",
+            te_library=True,
+            driver="580.65",
+            cuda="13.0",
+            arch=90,
+        )
     )
     assert not [f for f in sanity(Machine.here()) if f.severity == "error"]
 
@@ -144,7 +164,10 @@ def test_a_variable_set_after_te_was_imported(monkeypatch: pytest.MonkeyPatch, n
     before = te_recipes(monkeypatch, {})
     monkeypatch.setenv(name, "1")
     assert [f.where for f in late_variables(os.environ, {TE_RECIPES: before})] == [name]
-    assert [f.code for f in sanity(Machine(), os.environ, {TE_RECIPES: before})] == ["environment-late", "environment-set"]
+    assert [f.code for f in sanity(Machine(), os.environ, {TE_RECIPES: before})] == [
+        "environment-late",
+        "environment-set",
+    ]
     after = te_recipes(monkeypatch, {name: "1"})
     assert not late_variables(os.environ, {TE_RECIPES: after})
     assert not late_variables(os.environ, {})  # TransformerEngine was not imported yet

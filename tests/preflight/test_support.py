@@ -32,7 +32,12 @@ from nemo_fp8.preflight.support import (
 MATRIX = json.loads((Path(__file__).parent / "data" / "te_support_matrix.json").read_text())
 ROWS = [(te, *key.split("|"), row) for te, rows in MATRIX.items() for key, row in rows.items()]
 # TE's check -> the recipes that it stands for. nvfp4 is not in TE before 2.8.
-CHECKS = {"fp8": ("delayed", "tensorwise"), "mxfp8": ("mxfp8",), "fp8_block_scaling": ("blockwise",), "nvfp4": ("nvfp4",)}
+CHECKS = {
+    "fp8": ("delayed", "tensorwise"),
+    "mxfp8": ("mxfp8",),
+    "fp8_block_scaling": ("blockwise",),
+    "nvfp4": ("nvfp4",),
+}
 # Where this package knows better than TE's check: the GEMM fails although the check passes.
 STRICTER = {GPU, CUBLAS}
 
@@ -72,7 +77,9 @@ def test_the_whole_verdict_is_te_s_or_names_why_it_is_stricter() -> None:
                     assert row.get(check), (te, arch, cuda, recipe)
                 elif row.get(check):
                     failing = [
-                        n for n in needs_of(TE, recipe) if answer(recipe, machine, by=(n.by,)).verdict != NATIVE and n.by in STRICTER
+                        n
+                        for n in needs_of(TE, recipe)
+                        if answer(recipe, machine, by=(n.by,)).verdict != NATIVE and n.by in STRICTER
                     ]
                     assert failing, (te, arch, cuda, recipe, mine)
                     stricter.add((recipe, arch, cuda))
@@ -155,7 +162,11 @@ def test_a_cpu_without_amx_is_told_what_happens_at_which_price_and_what_does_not
     machine = Machine.parse("cpu,avx2,vllm0.31")
     decoded = answer("rollout-fp8", machine)
     assert decoded.way == DECODED
-    for words in ("decoded before each product", "several times faster than in BF16", "one token at a time is several times slower"):
+    for words in (
+        "decoded before each product",
+        "several times faster than in BF16",
+        "one token at a time is several times slower",
+    ):
         assert words in decoded.reason
     cache, checkpoint = answer("kv-cache-fp8", machine), answer("rollout-checkpoint", machine)
     assert "AVX-512 or AMX" in cache.reason
@@ -188,7 +199,10 @@ def test_what_is_not_said_is_named_and_not_guessed() -> None:
     assert {"TransformerEngine >= 2.3", "CUDA >= 12.9", "cuBLAS >= 12.9"} <= set(mine.depends)
     assert "Before TE 2.9" not in mine.reason  # sm90 does not need it
     assert answer("blockwise", Machine.parse("h200,cuda12.8")).verdict == UNSUPPORTED  # decided without the rest
-    assert answer("tensorwise", Machine.parse("h200,cuda12.8,te2.9")).depends == ("megatron-core >= 0.12", "NeMo >= 2.3")
+    assert answer("tensorwise", Machine.parse("h200,cuda12.8,te2.9")).depends == (
+        "megatron-core >= 0.12",
+        "NeMo >= 2.3",
+    )
 
 
 def test_an_unknown_architecture_depends_on_it() -> None:

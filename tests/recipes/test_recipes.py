@@ -1,4 +1,5 @@
-"""Recipes: the big ones are NeMo's with our plugin, in a dry run; tiny_llama runs through nemo-run and torchrun and learns."""
+"""Recipes: the big ones are NeMo's with our plugin, in a dry run; tiny_llama runs through nemo-run and torchrun and
+learns."""
 
 import io
 import json
@@ -19,12 +20,23 @@ pytestmark = pytest.mark.train
 def _env(home):
     """Torchrun on the path, one thread a rank, and nemo-run's records out of the way."""
     path = f"{BIN}:{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NEMORUN_HOME": str(home)}
+    return os.environ | {
+        "PATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "120",
+        "NEMORUN_HOME": str(home),
+    }
 
 
 def _python(script, *arguments, home, timeout=400):
     done = subprocess.run(
-        [sys.executable, script, *arguments], capture_output=True, text=True, env=_env(home) | {"COLUMNS": "160"}, cwd=home, timeout=timeout
+        [sys.executable, script, *arguments],
+        capture_output=True,
+        text=True,
+        env=_env(home) | {"COLUMNS": "160"},
+        cwd=home,
+        timeout=timeout,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return done.stdout
@@ -112,7 +124,13 @@ def test_dry_run_on_slurm(recipes, tmp_path, monkeypatch, capsys):
     recipe = recipes.llama3_70b("bf16_with_fp8_current_scaling_mixed")
     assert (recipe.trainer.num_nodes, recipe.trainer.devices) == (slurm.nodes, slurm.ntasks_per_node)
     shown = _dryrun({"llama3_70b": (recipe, slurm)}, tmp_path, capsys)
-    for words in ("--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--container-imagenemo.sqsh", "llama3_70b_fn_or_script"):
+    for words in (
+        "--nodes=4",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--container-imagenemo.sqsh",
+        "llama3_70b_fn_or_script",
+    ):
         assert words in shown, words
 
 
@@ -159,7 +177,8 @@ def test_tiny_llama_learns_under_torchrun(tmp_path):
 
 @pytest.mark.slow
 def test_nemos_llama3_8b_shrunken_trains_on_the_cpu(monkeypatch):
-    """NeMo's own pretrain_recipe, made small, with one line of ours: the plugin. Its accelerator is the CPU, its data ours."""
+    """NeMo's own pretrain_recipe, made small, with one line of ours: the plugin. Its accelerator is the CPU, its data
+    ours."""
     from nemo_fp8 import preset
     from nemo_fp8.experiments.trial import Trial, run_trial
 

@@ -1,4 +1,5 @@
-"""Outside libraries that are not importable here: TransformerEngine and Megatron-Bridge lie in ``.te``, beside the repository.
+"""Outside libraries that are not importable here: TransformerEngine and Megatron-Bridge lie in ``.te``, beside the
+repository.
 
 ``make setup`` puts them there. A test that needs one fails when it is missing: a rendering that is not compared with
 the real thing is not tested.
@@ -42,7 +43,9 @@ def bridge_module():
     if not path.is_file():
         pytest.fail(f"Megatron-Bridge is not in {WHEELS}. Remedy: {REMEDY}")
     models = types.ModuleType("megatron.bridge.models")
-    vars(models).update(GPTModelProvider=type("GPTModelProvider", (), {}), T5ModelProvider=type("T5ModelProvider", (), {}))
+    vars(models).update(
+        GPTModelProvider=type("GPTModelProvider", (), {}), T5ModelProvider=type("T5ModelProvider", (), {})
+    )
     stand_ins = {"megatron.bridge": types.ModuleType("megatron.bridge"), "megatron.bridge.models": models}
     assert not stand_ins.keys() & sys.modules.keys()
     sys.modules.update(stand_ins)

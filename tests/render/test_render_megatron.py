@@ -49,7 +49,8 @@ def test_only_fp8_attention_and_what_no_trainer_has_is_lost_of_a_preset():
 
 def test_a_whole_command_line_is_read():
     p = megatron.from_megatron(
-        "torchrun pretrain_gpt.py --num-layers 32 --bf16 --fp8-format=e4m3 --fp8-recipe blockwise --lr 3e-4 --seq-length 4096"
+        "torchrun pretrain_gpt.py --num-layers 32 --bf16 --fp8-format=e4m3 --fp8-recipe blockwise --lr 3e-4 "
+        "--seq-length 4096"
     )
     assert p == Precision(format="e4m3", scaling="blockwise")
 
@@ -71,7 +72,10 @@ def test_megatrons_own_defaults():
         ("--bf16 --fp8-format hybrid --fp8-margin", "cannot be read"),
         ("--bf16 --fp16", "exclude"),
         ("--bf16 --fp4-format e2m1", "FP8 only"),
-        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --num-layers-at-start-in-bf16 2", "first_last_layers_bf16"),
+        (
+            "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --num-layers-at-start-in-bf16 2",
+            "first_last_layers_bf16",
+        ),
         ("--bf16 --fp8-recipe blockwise", "format"),
     ],
 )

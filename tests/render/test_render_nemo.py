@@ -132,7 +132,11 @@ def test_switching_fp8_on_and_off():
         ({"params_dtype": "torch.float16"}, "params_dtype", "precision"),
         ({"autocast_enabled": True}, "autocast_enabled", "Leave it out"),
         ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "reuse_grad_buf", "mxfp8"),
-        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_params": True, "reuse_grad_buf_for_mxfp8_param_ag": False}, "MXFP8", "=True"),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_params": True, "reuse_grad_buf_for_mxfp8_param_ag": False},
+            "MXFP8",
+            "=True",
+        ),
         ({"fp8_amax_compute_algo": "most-recent"}, "most-recent", "Did you mean 'most_recent'"),
         ({"fp8_margn": 1}, "fp8_margn", "Did you mean 'fp8_margin'"),
         ({"first_last_layers_bf16": 1}, "first_last_layers_bf16", "True or False"),
@@ -152,7 +156,9 @@ def test_reading_takes_nemos_defaults():
     with pytest.raises(PrecisionError, match="tensorwise"):
         nemo.from_nemo({"precision": "bf16-mixed", "fp8_recipe": "tensorwise"})  # NeMo would train in BF16
     with pytest.raises(PrecisionError, match="first_last_layers_bf16=False"):
-        nemo.from_nemo({"precision": "bf16-mixed", "fp8": "hybrid", "fp8_recipe": "tensorwise", "num_layers_at_start_in_bf16": 1})
+        nemo.from_nemo(
+            {"precision": "bf16-mixed", "fp8": "hybrid", "fp8_recipe": "tensorwise", "num_layers_at_start_in_bf16": 1}
+        )
 
 
 def test_a_whole_rendering_can_be_required():

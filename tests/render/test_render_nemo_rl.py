@@ -53,7 +53,8 @@ policy:
   generation:
     backend: vllm
     vllm_kwargs: {max_num_seqs: 32}
-    vllm_cfg: {precision: fp8, tensor_parallel_size: 4, gpu_memory_utilization: 0.5, async_engine: false, use_deep_gemm: true,
+    vllm_cfg: {precision: fp8, tensor_parallel_size: 4, gpu_memory_utilization: 0.5, async_engine: false,
+      use_deep_gemm: true,
                max_model_len: "${policy.max_total_sequence_length}"}
 cluster: {gpus_per_node: 8}
 """
@@ -68,13 +69,16 @@ def test_the_documents_rollout_sample_is_bf16_training_with_an_fp8_rollout():
 
 def test_the_documents_older_keys_are_read_and_said_to_be_ignored():
     ignored = ignored_by_nemo_rl(DOCUMENT_ROLLOUT.replace("False", "True"))
-    assert [("pow2_weight_scaling_factors" in p.remedy, "pow2_activation_scaling_factors" in p.remedy) for p in ignored] == [
+    assert [
+        ("pow2_weight_scaling_factors" in p.remedy, "pow2_activation_scaling_factors" in p.remedy) for p in ignored
+    ] == [
         (True, False),
         (False, True),
     ]
     assert {p.code for p in ignored} == {"nemo-rl-not-read"}
     assert from_nemo_rl(DOCUMENT_ROLLOUT.replace("False", "True")).weight_scale == "pow2"
-    both = "policy: {generation: {vllm_cfg: {precision: fp8, use_weight_pow2_scale: true, pow2_weight_scaling_factors: %s}}}"
+    both = "{precision: fp8, use_weight_pow2_scale: true, pow2_weight_scaling_factors: %s}"
+    both = f"policy: {{generation: {{vllm_cfg: {both}}}}}"
     assert from_nemo_rl(both % "true").weight_scale == "pow2"
     with pytest.raises(PrecisionError, match="contradict"):
         from_nemo_rl(both % "false")
@@ -91,7 +95,12 @@ def test_the_documents_training_sample_is_fp8_training_and_says_what_nemo_rl_nee
 def test_a_whole_file_is_read():
     p = from_nemo_rl(WHOLE)
     expected = Precision(
-        format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32", deep_gemm=True, grad_reduce="compute"
+        format="e4m3",
+        scaling="blockwise",
+        weight_scale="fp32",
+        activation_scale="fp32",
+        deep_gemm=True,
+        grad_reduce="compute",
     )
     assert p == expected
     assert check(train=p, rollout=p).agrees
@@ -117,7 +126,9 @@ def test_modules_kept_in_the_rollout_only_are_a_conflict():
 @settings(deadline=None)
 @given(contracts())
 def test_every_contract_reads_back_but_for_what_the_notes_name(contract):
-    mixed_environment = contract.scaling in ("blockwise", "tensorwise") and contract.weight_scale != contract.activation_scale
+    mixed_environment = (
+        contract.scaling in ("blockwise", "tensorwise") and contract.weight_scale != contract.activation_scale
+    )
     no_such_rollout = contract.rollout == "fp8" and contract.rollout_block == "tensor"
     lonely_cache = contract.rollout != "fp8" and contract.kv_cache == "fp8"
     if mixed_environment or no_such_rollout or lonely_cache:
@@ -143,13 +154,22 @@ def test_every_presets_yaml_is_one_contract_again():
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("policy: {megatron_cfg: {fp8_cfg: {enabled: true, fp8: e4m3, fp8_recipee: blockwise}}}", "Did you mean 'fp8_recipe'"),
+        (
+            "policy: {megatron_cfg: {fp8_cfg: {enabled: true, fp8: e4m3, fp8_recipee: blockwise}}}",
+            "Did you mean 'fp8_recipe'",
+        ),
         ("policy: {megatron_cfg: {fp8_cfg: {enabled: true, fp8: e4m3}}}", "lacks fp8_recipe"),
         ("policy: {megatron_cfg: {fp8_cgf: {enabled: true}}}", "Did you mean 'fp8_cfg'"),
         ("policy: {megatron_cfg: {fp8_cfg: true}}", "no mapping"),
         ("policy: {megatron_cfg: {fp4_cfg: {enabled: true}}}", "FP8 only"),
-        ("policy: {megatron_cfg: {env_vars: {NVTE_FP8_BLOCK_SCALING_FP32_SCALE: '1'}}}", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
-        ("policy: {generation: {vllm_cfg: {precision: fp8, pow2_weight_scaling_factor: true}}}", "pow2_weight_scaling_factors"),
+        (
+            "policy: {megatron_cfg: {env_vars: {NVTE_FP8_BLOCK_SCALING_FP32_SCALE: '1'}}}",
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+        ),
+        (
+            "policy: {generation: {vllm_cfg: {precision: fp8, pow2_weight_scaling_factor: true}}}",
+            "pow2_weight_scaling_factors",
+        ),
         ("policy: {generation: {vllm_cfg: {precision: fp8, use_deepgemm: true}}}", "Did you mean 'use_deep_gemm'"),
         ("policy: {generation: {vllm_cfg: {precision: fp9}}}", "fp9"),
         ("policy: {generation: {vllm_cfg: {kv_cache_dtype: fp8}}}", "refuses an FP8 KV cache"),

@@ -28,7 +28,8 @@ TRAINING = ("format", "scaling", "attention", "multi_head_attention")
 
 @pytest.fixture(scope="module")
 def mcore_recipe(te_module):
-    """megatron-core's ``get_fp8_recipe``, which it defines only where TE imports: lifted from its source, with this TE."""
+    """megatron-core's ``get_fp8_recipe``, which it defines only where TE imports: lifted from its source, with this
+    TE."""
     import megatron.core
     import torch
     from megatron.core.enums import Fp8Recipe
@@ -49,7 +50,10 @@ def mcore_recipe(te_module):
         "warnings": warnings,
     }
     base = Path(megatron.core.__file__).parent
-    wanted = {"extensions/transformer_engine.py": {"_get_extra_te_kwargs", "TEDelayedScaling"}, "fp8_utils.py": {"get_fp8_recipe"}}
+    wanted = {
+        "extensions/transformer_engine.py": {"_get_extra_te_kwargs", "TEDelayedScaling"},
+        "fp8_utils.py": {"get_fp8_recipe"},
+    }
     for file, names in wanted.items():
         for node in ast.walk(ast.parse((base / file).read_text())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
@@ -63,7 +67,9 @@ def _settings(recipe, te_module):
     """Everything that a recipe says, operands included; megatron-core's own subclass counts as its parent."""
     name = next(c.__name__ for c in type(recipe).__mro__ if hasattr(te_module, c.__name__))
     operands = {
-        n: str(getattr(recipe, n)) for n in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad") if hasattr(recipe, n)
+        n: str(getattr(recipe, n))
+        for n in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+        if hasattr(recipe, n)
     }
     plain = {n: str(v) for n, v in vars(recipe).items() if not n.startswith("_") and n not in operands}
     return name, operands, plain
@@ -71,7 +77,10 @@ def _settings(recipe, te_module):
 
 def test_megatron_core_builds_the_same_recipe_from_our_nemo_rendering(te_module, mcore_recipe):
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecision, update_config_with_dtype_overrides
+    from nemo.lightning.pytorch.plugins.mixed_precision import (
+        MegatronMixedPrecision,
+        update_config_with_dtype_overrides,
+    )
 
     compared = 0
     for p in PRESETS.values():
@@ -95,7 +104,9 @@ def test_the_real_recipe_reads_back_as_the_contract(te_module, contract):
     recipe = te_recipe(contract, te_module)
     back = from_te(recipe)
     fields = (
-        TRAINING if contract.scaling == "delayed" else [n for n in TRAINING if n not in ("margin", "amax_history_len", "amax_compute_algo")]
+        TRAINING
+        if contract.scaling == "delayed"
+        else [n for n in TRAINING if n not in ("margin", "amax_history_len", "amax_compute_algo")]
     )
     assert {n: getattr(back, n) for n in fields} == {n: getattr(contract, n) for n in fields}
     assert back.gemms() == contract.gemms()
@@ -119,7 +130,9 @@ def test_fp32_block_scales_reach_every_operand_where_tes_own_flag_does_not(te_mo
     """The trap that ``te_recipe`` closes: TE takes ``use_f32_scales`` and goes on using powers of two."""
     trap = te_module.Float8BlockScaling(use_f32_scales=True)
     assert trap.fp8_quant_fwd_weight.power_2_scale, "TE mended its flag: te.py may become simpler"
-    ours = te_recipe(Precision(format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32"), te_module)
+    ours = te_recipe(
+        Precision(format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32"), te_module
+    )
     operands = (ours.fp8_quant_fwd_inp, ours.fp8_quant_fwd_weight, ours.fp8_quant_bwd_grad)
     assert not any(o.power_2_scale for o in operands)
     assert te_module.Float8BlockScaling().fp8_quant_fwd_weight.power_2_scale, "other recipes are untouched"
@@ -138,7 +151,8 @@ def test_the_environment_gives_a_fresh_te_the_same_scales(te_folder, te_module, 
     script = (
         "import json; from nemo_fp8.render.te_loader import load_recipe_module\n"
         f"m = load_recipe_module({str(te_folder)!r}); r = m.{type(te_recipe(p, te_module)).__name__}()\n"
-        "print(json.dumps([q.power_2_scale for q in (r.fp8_quant_fwd_inp, r.fp8_quant_fwd_weight, r.fp8_quant_bwd_grad)]))"
+        "print(json.dumps([q.power_2_scale for q in (r.fp8_quant_fwd_inp, r.fp8_quant_fwd_weight, "
+        "r.fp8_quant_bwd_grad)]))"
     )
     shell = {**os.environ, **te_environment(p)}
     out = subprocess.run([sys.executable, "-c", script], env=shell, capture_output=True, text=True, check=True).stdout
@@ -162,7 +176,8 @@ def test_a_missing_te_is_said_with_its_remedy(tmp_path):
 
 
 def test_an_installed_te_is_found_even_where_its_cuda_libraries_are_not(te_folder):
-    """``import transformer_engine`` fails on a machine without CUDA; its recipes load all the same, and leave no half import."""
+    """``import transformer_engine`` fails on a machine without CUDA; its recipes load all the same, and leave no half
+    import."""
     script = (
         "import sys; from nemo_fp8.render.te_loader import load_recipe_module; m = load_recipe_module()\n"
         "print(m.DelayedScaling().amax_history_len, m.__file__, 'transformer_engine' in sys.modules)"

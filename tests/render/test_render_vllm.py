@@ -24,7 +24,15 @@ def test_every_rollout_reads_back_but_for_what_the_notes_name(contract):
     assert set(contract.diff(back)) == set(rendering.lost)
     assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
     if contract.rollout == "fp8":
-        rollout = ("rollout", "rollout_block", "activation_scheme", "weight_scale", "activation_scale", "kv_cache", "deep_gemm")
+        rollout = (
+            "rollout",
+            "rollout_block",
+            "activation_scheme",
+            "weight_scale",
+            "activation_scale",
+            "kv_cache",
+            "deep_gemm",
+        )
         assert not {*rollout, "first_layers", "last_layers", "keep", "strict", "compute"} & set(rendering.lost)
 
 
@@ -60,7 +68,10 @@ def test_unknown_words_are_refused():
         vllm.from_vllm({"kv_cache_dtype": "fp7"})
 
 
-@given(st.lists(st.sampled_from([*"ab._13", "*", "?", "layers", "mlp"]), min_size=1, max_size=8).map("".join), st.sampled_from(NAMES))
+@given(
+    st.lists(st.sampled_from([*"ab._13", "*", "?", "layers", "mlp"]), min_size=1, max_size=8).map("".join),
+    st.sampled_from(NAMES),
+)
 def test_vllms_regular_expression_matches_what_the_glob_matches(pattern, name):
     regex = vllm.pattern_to_regex(pattern)
     assert (re.match(regex.removeprefix("re:"), name) is not None) == fnmatch.fnmatchcase(name, pattern)
@@ -87,8 +98,15 @@ def test_a_quantization_config_reads_back(contract):
 
 
 def test_deepseeks_quantization_config_key_for_key():
-    config = vllm.to_hugging_face(Precision(format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32"))
-    assert config == {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = vllm.to_hugging_face(
+        Precision(format="e4m3", scaling="blockwise", weight_scale="fp32", activation_scale="fp32")
+    )
+    assert config == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
     assert vllm.to_hugging_face(Precision(format="e4m3", scaling="blockwise"))["scale_fmt"] == "ue8m0"
 
 
@@ -97,7 +115,9 @@ def test_kept_modules_need_their_names():
     with pytest.raises(PrecisionError, match="kept="):
         vllm.to_hugging_face(p)
     assert "No quantization_config" in " ".join(render(p, "vllm").notes)
-    assert vllm.to_hugging_face(p, kept=["model.layers.0.mlp.gate"])["modules_to_not_convert"] == ["model.layers.0.mlp.gate"]
+    assert vllm.to_hugging_face(p, kept=["model.layers.0.mlp.gate"])["modules_to_not_convert"] == [
+        "model.layers.0.mlp.gate"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ from nemo_fp8.report.compare import Comparison, Run, run_comparison
 from nemo_fp8.report.compare_page import comparison_page
 
 BF16, DELAYED, MX = preset("bf16_mixed"), preset("bf16_with_fp8_mixed"), preset("bf16_with_mxfp8_mixed")
-ROW = {"step": 10, "layer": "decoder.layers.0.mlp.linear_fc1", "operand": "grad", "amax": 1.0, "scale_min": 2.0, "scale_max": 4.0}
+ROW = {
+    "step": 10,
+    "layer": "decoder.layers.0.mlp.linear_fc1",
+    "operand": "grad",
+    "amax": 1.0,
+    "scale_min": 2.0,
+    "scale_max": 4.0,
+}
 ROW |= {"underflow_percent": 0.5, "saturation_percent": 0.0, "snr_db": 25.0, "nonfinite": 0.0}
 
 
@@ -47,7 +54,10 @@ def test_summary(comparison):
     assert s["gap_percent"] == pytest.approx(0.0)
     assert s["gap_percent_by_seed"] == {1: pytest.approx(1.0), 2: pytest.approx(-1.0)}
     assert s["loss"] == pytest.approx(1.505)
-    assert (s["step_seconds"], s["step_ratio"]) == (pytest.approx(0.3), pytest.approx(3.0))  # the slow first steps are left out
+    assert (s["step_seconds"], s["step_ratio"]) == (
+        pytest.approx(0.3),
+        pytest.approx(3.0),
+    )  # the slow first steps are left out
     assert (s["memory_bytes"], s["skipped_steps"]) == (0, 3)
 
 
@@ -63,7 +73,9 @@ def test_the_page_shows_all_of_it(comparison):
     for words in ("bf16_with_fp8_mixed", "Gap to BF16", "+1.00", "-1.00", "SNR in dB", "linear_fc1", "25", "<svg"):
         assert words in html
     assert html.count("<svg") == 2
-    assert "http://" not in html.replace("http://www.w3.org", "").replace("http://purl.org", "").replace("http://creativecommons.org", "")
+    assert "http://" not in html.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
 
 
 def test_json_holds_every_step(comparison):
@@ -97,12 +109,27 @@ def test_from_a_shell(tmp_path):
     names = "bf16_mixed,bf16_with_fp8_blockwise_mixed"
     from nemo_fp8.train.checkpoints import Checkpoint
 
-    arguments = ["--precisions", names, "--steps", "6", "--ranks", "1", "--monitor", "3", "--html", str(tmp_path / "c.html")]
+    arguments = [
+        "--precisions",
+        names,
+        "--steps",
+        "6",
+        "--ranks",
+        "1",
+        "--monitor",
+        "3",
+        "--html",
+        str(tmp_path / "c.html"),
+    ]
     arguments += ["--keep", str(tmp_path / "kept"), "--json"]
-    done = subprocess.run([sys.executable, "-m", "nemo_fp8.cli", "compare", *arguments], capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_fp8.cli", "compare", *arguments], capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"^bf16_mixed, seed 1234: starting$", done.stderr, re.M), done.stderr
-    assert re.search(r"^bf16_with_fp8_blockwise_mixed, seed 1234: 6 of 6, loss \d\.\d{3}, \d+:\d\d in all$", done.stderr, re.M)
+    assert re.search(
+        r"^bf16_with_fp8_blockwise_mixed, seed 1234: 6 of 6, loss \d\.\d{3}, \d+:\d\d in all$", done.stderr, re.M
+    )
     assert "\x1b" not in done.stderr
     bf16, fp8 = json.loads(done.stdout)["runs"]
     assert bf16["losses"][0] == pytest.approx(fp8["losses"][0], rel=5e-3)
@@ -117,4 +144,6 @@ def test_from_a_shell(tmp_path):
     for path, run in zip(kept, (bf16, fp8), strict=True):
         found = load_file(f"{path}.log_probs.safetensors")
         assert found["log_probs"].shape == (16, found["tokens"].shape[1] - 1)
-        assert -found["log_probs"].mean() == pytest.approx(run["losses"][-1], rel=0.1), "other stories, nearly the same loss"
+        assert -found["log_probs"].mean() == pytest.approx(run["losses"][-1], rel=0.1), (
+            "other stories, nearly the same loss"
+        )

@@ -1,4 +1,5 @@
-"""One self-contained file: nothing loaded from elsewhere, everything escaped, colours that can be seen on both grounds."""
+"""One self-contained file: nothing loaded from elsewhere, everything escaped, colours that can be seen on both
+grounds."""
 
 import math
 import re
@@ -42,7 +43,9 @@ def test_a_page_loads_nothing_and_every_text_is_escaped():
 
 
 def test_numbers_are_formatted_sorted_by_value_and_missing_ones_marked():
-    table = Page("t").table(("name", Column("SNR", ".1f")), [("a", 31.66), ("b", math.inf), ("c", None), ("d", Cell("many", value=9))])
+    table = Page("t").table(
+        ("name", Column("SNR", ".1f")), [("a", 31.66), ("b", math.inf), ("c", None), ("d", Cell("many", value=9))]
+    )
     parsed = Parsed(table.html())
     assert parsed.cells == ["a", "31.7", "b", "∞", "c", "–", "d", "many"]
     values = [attributes.get("data-value") for tag, attributes in parsed.tags if tag == "td"][1::2]

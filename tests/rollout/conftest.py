@@ -21,12 +21,14 @@ if HAS_VLLM:
 
 @pytest.fixture(autouse=True)
 def nobodys_leavings(monkeypatch):
-    """vLLM sets this variable in its own process when it reads a checkpoint with power-of-2 scales, and keeps it set."""
+    """vLLM sets this variable in its own process when it reads a checkpoint with power-of-2 scales, and keeps it
+    set."""
     monkeypatch.delenv("VLLM_USE_DEEP_GEMM_E8M0", raising=False)
 
 
 class Here:
-    """What vLLM has on this processor, which is what a test may expect: by the support table, which a test holds to vLLM's own answers."""
+    """What vLLM has on this processor, which is what a test may expect: by the support table, which a test holds to
+    vLLM's own answers."""
 
     def __init__(self):
         from nemo_fp8.preflight.machine import Machine
@@ -49,7 +51,8 @@ class Here:
 
     @property
     def packs_bf16(self):
-        """Whether vLLM multiplies with a copy of a BF16 weight that it made once, and that a new weight leaves behind: seen, not read."""
+        """Whether vLLM multiplies with a copy of a BF16 weight that it made once, and that a new weight leaves behind:
+        seen, not read."""
         import torch
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -84,7 +87,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine():
-    """``engine(folder, **arguments)`` is a running ``vllm.LLM``, and ``.as_started`` what it answered first. At most two run at once."""
+    """``engine(folder, **arguments)`` is a running ``vllm.LLM``, and ``.as_started`` what it answered first. At most
+    two run at once."""
     from support.rollout import engines
 
     running = OrderedDict()

@@ -1,4 +1,5 @@
-"""Engine arguments: what a contract and NeMo RL's keys become, what is refused, and that vLLM's own parser takes every word."""
+"""Engine arguments: what a contract and NeMo RL's keys become, what is refused, and that vLLM's own parser takes every
+word."""
 
 import shlex
 from functools import partial
@@ -18,7 +19,9 @@ from nemo_fp8.rollout.arguments import engine_machine
 ROLLOUTS = {name: p for name, p in PRESETS.items() if p.rollout == "fp8"} | {
     "bf16": Precision(),
     "fp32_scales": Precision(rollout="fp8"),
-    "kept": Precision(rollout="fp8", keep=("*.gate", r"re:layers\.3\."), first_layers=1, kv_cache="fp8", deep_gemm=True),
+    "kept": Precision(
+        rollout="fp8", keep=("*.gate", r"re:layers\.3\."), first_layers=1, kv_cache="fp8", deep_gemm=True
+    ),
 }
 
 
@@ -84,7 +87,12 @@ def test_no_word_for_vllm_moves_the_server(tmp_path):
 
 
 def test_options_are_checked():
-    assert engine_args(Precision(rollout="fp8"), activations="emulated")["hf_overrides"]["quantization_config"]["activations"] == "emulated"
+    assert (
+        engine_args(Precision(rollout="fp8"), activations="emulated")["hf_overrides"]["quantization_config"][
+            "activations"
+        ]
+        == "emulated"
+    )
     with pytest.raises(PrecisionError, match="Did you mean 'emulated'"):
         engine_args(Precision(rollout="fp8"), activations="emulate")
 
@@ -127,11 +135,15 @@ def test_this_machine_is_asked_where_nothing_is_said(here):
     "said",
     [
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
-        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"type": "float", "strategy": "block"}}}},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"type": "float", "strategy": "block"}}},
+        },
     ],
 )
 def test_a_checkpoint_in_fp8_blocks_is_refused_where_vllm_has_no_kernel(tmp_path, monkeypatch, said):
-    """In BF16 vLLM would read it by itself, and under FP8 it is refused everywhere; what to do instead follows from the machine."""
+    """In BF16 vLLM would read it by itself, and under FP8 it is refused everywhere; what to do instead follows from the
+    machine."""
     import json
 
     folder = models.write(tmp_path / "model", "qwen3")
@@ -146,7 +158,9 @@ def test_a_checkpoint_in_fp8_blocks_is_refused_where_vllm_has_no_kernel(tmp_path
         if reads:
             serve.server_for(str(folder), Precision())
         else:
-            with pytest.raises(PrecisionError, match="is a checkpoint in FP8, which vLLM cannot run on this machine") as caught:
+            with pytest.raises(
+                PrecisionError, match="is a checkpoint in FP8, which vLLM cannot run on this machine"
+            ) as caught:
                 serve.server_for(str(folder), Precision())
             assert "needs AMX" in caught.value.problems[0].why
             assert "export" in caught.value.problems[0].remedy
@@ -223,7 +237,9 @@ def test_what_init_fp8_refuses(tmp_path):
     folder = models.write(tmp_path / "model", "qwen3")
     for first, last in ((3, 2), (2, 2), (4, 0), (0, 4)):
         with pytest.raises(PrecisionError, match=f"{first} first and {last} last layers in BF16, of 4"):
-            init_fp8({"precision": "fp8", "num_first_layers_in_bf16": first, "num_last_layers_in_bf16": last}, str(folder), 1)
+            init_fp8(
+                {"precision": "fp8", "num_first_layers_in_bf16": first, "num_last_layers_in_bf16": last}, str(folder), 1
+            )
     init_fp8({"precision": "fp8", "num_first_layers_in_bf16": 2, "num_last_layers_in_bf16": 1}, str(folder), 1)
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (folder / "config.json").write_text(json.dumps(config))

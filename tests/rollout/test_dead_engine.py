@@ -1,4 +1,5 @@
-"""An engine that dies in the middle of a push: the push ends with an error that says so, and soon, on every way to an engine.
+"""An engine that dies in the middle of a push: the push ends with an error that says so, and soon, on every way to an
+engine.
 
 vLLM by itself waits for ever for what its EngineCore was doing.
 """
@@ -20,7 +21,9 @@ from nemo_fp8.rollout import Refit
 
 def dying(tensors, victim, seen):
     """The tensors; in their midst the engine's process of that name is killed."""
-    (process,) = [child for child in psutil.Process().children(recursive=True) if f"VLLM::{victim}" in child.cmdline()[:1]]
+    (process,) = [
+        child for child in psutil.Process().children(recursive=True) if f"VLLM::{victim}" in child.cmdline()[:1]
+    ]
     for i, pair in enumerate(tensors.items()):
         if i == len(tensors) // 2:
             process.send_signal(signal.SIGKILL)

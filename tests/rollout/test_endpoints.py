@@ -1,6 +1,7 @@
 """The door of a server, asked over its own protocol (ASGI): who may push, who waits, and what is taken for a body.
 
-Behind it stands an engine that writes down what is asked of it; ``test_serve.py`` and ``test_refit.py`` push through real servers.
+Behind it stands an engine that writes down what is asked of it; ``test_serve.py`` and ``test_refit.py`` push through
+real servers.
 """
 
 import asyncio
@@ -15,7 +16,8 @@ import pytest
 from support.rollout.servers import ask, beyond_loopback, free_port
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.rollout.refit import alive, endpoints
+from nemo_fp8.rollout.refit import alive
+from nemo_fp8.rollout.refit import door as endpoints
 from nemo_fp8.rollout.refit.control import Server
 from nemo_fp8.rollout.refit.door import RefitEndpoints
 
@@ -63,7 +65,15 @@ class Door:
         await send({"type": "http.response.body", "body": b"{}"})
 
     async def knock(
-        self, path, body=b"{}", client="127.0.0.1", method="POST", kind="http", root_path="", server=("127.0.0.1", 8000), **headers
+        self,
+        path,
+        body=b"{}",
+        client="127.0.0.1",
+        method="POST",
+        kind="http",
+        root_path="",
+        server=("127.0.0.1", 8000),
+        **headers,
     ):
         """Status and answer."""
         text = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -71,7 +81,11 @@ class Door:
         said = {"content-length": str(len(text))} | headers
 
         async def receive():
-            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)} if parts else {"type": "http.disconnect"}
+            return (
+                {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+                if parts
+                else {"type": "http.disconnect"}
+            )
 
         async def send(message):
             sent.append(message)
@@ -112,9 +126,18 @@ class Door:
         ("secret", "10.0.0.7", {"authorization": "bearer secret"}, 200),
         ("secret", "10.0.0.7", {"authorization": "Bearer secret", "x-forwarded-for": "10.0.0.8"}, 200),
         # uvicorn that trusts every proxy says 127.0.0.1 for whoever says so
-        *(("", "127.0.0.1", {name: "127.0.0.1"}, 403) for name in ("x-forwarded-for", "X-Forwarded-Host", "forwarded", "x-real-ip", "via")),
-        *(("", "127.0.0.1", {"host": host}, 200) for host in ("127.0.0.1:8000", "localhost:8000", "[::1]:8000", socket.gethostname())),
-        *(("", "127.0.0.1", {"host": host}, 403) for host in ("evil.example", "evil.example:8000", "10.0.0.7", "[::1", "")),
+        *(
+            ("", "127.0.0.1", {name: "127.0.0.1"}, 403)
+            for name in ("x-forwarded-for", "X-Forwarded-Host", "forwarded", "x-real-ip", "via")
+        ),
+        *(
+            ("", "127.0.0.1", {"host": host}, 200)
+            for host in ("127.0.0.1:8000", "localhost:8000", "[::1]:8000", socket.gethostname())
+        ),
+        *(
+            ("", "127.0.0.1", {"host": host}, 403)
+            for host in ("evil.example", "evil.example:8000", "10.0.0.7", "[::1", "")
+        ),
         ("secret", "10.0.0.7", {"authorization": "Bearer secret", "origin": "http://somewhere"}, 403),
     ],
 )
@@ -124,7 +147,9 @@ def test_who_may_push(token, client, headers, status):
     assert bool(door.engine.asked) == (status == 200)
 
 
-@pytest.mark.parametrize(("server", "status"), [(("/run/vllm.sock", None), 200), (("10.0.0.5", 8000), 403), (None, 403)])
+@pytest.mark.parametrize(
+    ("server", "status"), [(("/run/vllm.sock", None), 200), (("10.0.0.5", 8000), 403), (None, 403)]
+)
 def test_a_socket_in_the_file_system_has_permissions_of_its_own_and_a_connection_that_is_gone_has_none(server, status):
     """uvicorn knows of neither who called."""
     assert asyncio.run(Door(Engine()).knock(f"{ROUTE}/expected", client=None, server=server))[0] == status
@@ -148,7 +173,8 @@ def test_the_server_s_key_goes_before_the_token_of_the_door(api_key, key, token,
 
 
 @pytest.mark.parametrize(
-    ("token", "words"), [("", "every user and every program of this machine"), ("secret", "Who brings this server's token")]
+    ("token", "words"),
+    [("", "every user and every program of this machine"), ("secret", "Who brings this server's token")],
 )
 def test_the_server_says_at_start_whom_it_lets_push(token, words, said):
     logging.getLogger("vllm.nemo_fp8").setLevel(logging.INFO)
@@ -172,7 +198,12 @@ def test_a_prefix_before_every_path_is_no_part_of_ours():
 
 def test_nothing_else_is_there():
     door = Door(Engine())
-    for path, method in ((f"{ROUTE}/report", "POST"), (f"{ROUTE}/", "POST"), (f"{ROUTE}/begin", "GET"), (f"{ROUTE}/../begin", "POST")):
+    for path, method in (
+        (f"{ROUTE}/report", "POST"),
+        (f"{ROUTE}/", "POST"),
+        (f"{ROUTE}/begin", "GET"),
+        (f"{ROUTE}/../begin", "POST"),
+    ):
         assert asyncio.run(door.knock(path, method=method))[0] == 404
     assert door.engine.asked == []
 
@@ -259,7 +290,8 @@ def test_a_sender_that_dies_before_its_first_tensor_holds_nobody_up(writes):
 
 @pytest.mark.parametrize("mixed", ["", "push a has begun and has not ended"])
 def test_a_sender_that_fell_silent_is_dead_only_if_it_had_written(monkeypatch, mixed):
-    """Its first write may have been refused: the workers are asked, once for all who wait, and a sender that comes back may go on."""
+    """Its first write may have been refused: the workers are asked, once for all who wait, and a sender that comes back
+    may go on."""
     monkeypatch.setattr(endpoints, "SILENCE", 0.2)
 
     async def scenario():
@@ -395,7 +427,9 @@ def listening():
             time.sleep(1)  # and nobody is looked at meanwhile
 
         port = free_port()
-        server = uvicorn.Server(uvicorn.Config(app, host="0.0.0.0", port=port, forwarded_allow_ips="*", log_level="warning"))
+        server = uvicorn.Server(
+            uvicorn.Config(app, host="0.0.0.0", port=port, forwarded_allow_ips="*", log_level="warning")
+        )
         thread = threading.Thread(target=server.run)
         thread.start()
         servers.append((server, thread))
@@ -419,7 +453,13 @@ def said_to(address, text):
 def test_no_header_makes_a_caller_local(listening):
     engine = Engine()
     port = listening(engine)
-    for header in ("X-Forwarded-For: 127.0.0.1", "Forwarded: for=127.0.0.1", "X-Real-IP: 127.0.0.1", "Host: evil.example", "Origin: null"):
+    for header in (
+        "X-Forwarded-For: 127.0.0.1",
+        "Forwarded: for=127.0.0.1",
+        "X-Real-IP: 127.0.0.1",
+        "Host: evil.example",
+        "Origin: null",
+    ):
         host = "" if header.startswith("Host") else "Host: 127.0.0.1\r\n"
         text = f"POST {ROUTE}/expected HTTP/1.1\r\n{host}{header}\r\nContent-Length: 2\r\n\r\n{{}}"
         assert said_to(("127.0.0.1", port), text) == "HTTP/1.1 403 Forbidden"
@@ -447,7 +487,10 @@ def test_a_websocket_is_told_why(listening):
     port = listening(Engine(abandon={"mixed": "push a died half-way"}))
     for method in ("begin", "write", "abandon"):
         assert ask(f"http://127.0.0.1:{port}", f"{ROUTE}/{method}", {"push": "a", "pieces": [1]})[0] == 200
-    upgrade = "Host: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: "
+    upgrade = (
+        "Host: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: "
+        "13\r\nSec-WebSocket-Key: "
+    )
     text = f"GET /v1/realtime HTTP/1.1\r\n{upgrade}dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     assert said_to(("127.0.0.1", port), text) == "HTTP/1.1 503 Service Unavailable"
 
@@ -526,7 +569,9 @@ def test_a_large_body_has_the_time_that_it_needs(monkeypatch):
     assert asyncio.run(read()) == 1 << 20
 
 
-@pytest.mark.parametrize("error", [OverflowError("int too big"), UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")])
+@pytest.mark.parametrize(
+    "error", [OverflowError("int too big"), UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")]
+)
 def test_what_no_message_to_a_worker_can_hold_is_the_sender_s_fault(error):
     class Failing(Engine):
         async def collective_rpc(self, method, args):

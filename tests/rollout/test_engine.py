@@ -42,7 +42,9 @@ def test_kv_scales_are_calibrated_from_what_is_cached(llm, checkpoint):
     model = build(checkpoint("qwen3"))
     tokens = torch.tensor([prompt["prompt_token_ids"] for prompt in engines.prompts(8)]).flatten()
     hidden = call(model, "model.embed_tokens", tokens)
-    values = call(model, "model.layers.0.self_attn.qkv_proj", call(model, "model.layers.0.input_layernorm", hidden))[:, -128:]
+    values = call(model, "model.layers.0.self_attn.qkv_proj", call(model, "model.layers.0.input_layernorm", hidden))[
+        :, -128:
+    ]
     wanted = values.float().abs().flatten().kthvalue(math.ceil(values.numel() * 0.999)).values * 1.05 / 448
     assert scales["model.layers.0.self_attn.attn.v_scale"] == pytest.approx(wanted.item(), rel=2**-7)
 
@@ -86,7 +88,9 @@ def test_percentiles_are_those_of_all_values_however_they_lie_on_workers(percent
     scales = kv_scales.scales_of([{"layer": [c, c]} for c in counts], percentile, 1.0)
     wanted = values.float().abs().sort().values[max(0, round(1000 * percentile / 100) - 1)].item() / 448
     assert scales == {"layer.k_scale": pytest.approx(wanted), "layer.v_scale": pytest.approx(wanted)}
-    assert kv_scales.scales_of([{"layer": [counted(values), {0: 5}]}], percentile, 1.0)["layer.v_scale"] == 1.0  # nothing but zeros
+    assert (
+        kv_scales.scales_of([{"layer": [counted(values), {0: 5}]}], percentile, 1.0)["layer.v_scale"] == 1.0
+    )  # nothing but zeros
 
 
 def counted(values):
@@ -111,7 +115,9 @@ def test_every_worker_holds_the_codes_of_its_shard(checkpoint, executor, kind, f
         assert worker["differ"] == []
         assert worker["compared"] == (16 if kind == "qwen3_wide" else 72)
     assert answer["finite"]
-    assert all(row["other_blocks"] is None for report in answer["reports"] for row in report.values() if kind == "qwen3_wide")
+    assert all(
+        row["other_blocks"] is None for report in answer["reports"] for row in report.values() if kind == "qwen3_wide"
+    )
     if kind == "qwen3_moe":  # 64 of 128 rows of each expert
         said = answer["reports"][1]["model.layers.0.mlp.experts.routed_experts"]["other_blocks"]
         assert said == "the shard begins at row 64 of gate_proj, inside a block of 128"
@@ -121,8 +127,9 @@ def test_every_worker_holds_the_codes_of_its_shard(checkpoint, executor, kind, f
 def test_compiled_graphs_hold_the_emulation(checkpoint):
     """The log-probabilities of torch.compile's graphs are those of eager mode, and not those without emulation.
 
-    vLLM's graphs round between operators where eager mode does not, in BF16 too, and quantization makes more of it: a value beside the
-    edge between two codes goes to the other one. How much is measured here, by norms whose weights are off by one rounding.
+    vLLM's graphs round between operators where eager mode does not, in BF16 too, and quantization makes more of it: a
+    value beside the edge between two codes goes to the other one. How much is measured here, by norms whose weights are
+    off by one rounding.
     """
     found, nudged, compiled = {}, {}, {}
     for activations in ("kernel", "emulated"):
@@ -154,7 +161,8 @@ def _apart(a, b):
 
 @pytest.mark.long
 def test_an_engine_without_amx_s_kernel_falls_back_and_says_so_once(checkpoint, monkeypatch, capfd):
-    """vLLM's own switch takes the kernel away in every process; then the same engine runs, is pushed to, and answers as ``decode`` does."""
+    """vLLM's own switch takes the kernel away in every process; then the same engine runs, is pushed to, and answers as
+    ``decode`` does."""
     wanted = engines.start(checkpoint("qwen3"), **engine_args(Precision(rollout="fp8"), kernel="decode"))
     right = engines.log_probs(wanted)
     engines.stop(wanted)

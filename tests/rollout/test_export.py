@@ -1,4 +1,5 @@
-"""Exported checkpoints in real vLLM: they load, hold the layers that the plugin holds, and give the same bits as quantizing on the fly."""
+"""Exported checkpoints in real vLLM: they load, hold the layers that the plugin holds, and give the same bits as
+quantizing on the fly."""
 
 import json
 import sys
@@ -54,7 +55,10 @@ def test_an_export_and_the_source_on_the_fly_are_bitwise_equal(engine, checkpoin
     if read == "by vLLM itself":
         loaded = engine(tmp_path / "out")
     else:
-        loaded = engine(export(HuggingFace.open(tmp_path / "out"), tmp_path / "bf16", Precision()).folder, **fp8(**fields(precision)))
+        loaded = engine(
+            export(HuggingFace.open(tmp_path / "out"), tmp_path / "bf16", Precision()).folder,
+            **fp8(**fields(precision)),
+        )
     assert torch.equal(log_probs(loaded), right)
 
 
@@ -72,7 +76,9 @@ def test_the_real_compressed_tensors_reads_the_config(checkpoint, tmp_path):
     assert (scheme.input_activations.strategy, scheme.input_activations.group_size) == (QuantizationStrategy.GROUP, 128)
     assert scheme.input_activations.dynamic is True
     assert scheme.targets == ["Linear"]
-    assert set(read.ignore) == {n.removesuffix(".weight") for n, t in load_file(tmp_path / "out/model.safetensors").items() if kept(n, t)}
+    assert set(read.ignore) == {
+        n.removesuffix(".weight") for n, t in load_file(tmp_path / "out/model.safetensors").items() if kept(n, t)
+    }
     assert read.format == "float-quantized"
 
 

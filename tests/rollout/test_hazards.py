@@ -1,4 +1,5 @@
-"""Every fix of a hazard is taken out of the code, one at a time, and the test that guards it fails. See docs/refit.md for the hazards."""
+"""Every fix of a hazard is taken out of the code, one at a time, and the test that guards it fails. See docs/refit.md
+for the hazards."""
 
 import importlib
 import inspect
@@ -12,16 +13,17 @@ from support.rollout.in_process import Worker, build, weights_of
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout import Refit
 
-RELOAD = "nemo_fp8.rollout.refit.worker.session"
+WORKER = "nemo_fp8.rollout.refit.worker"
 EVERY_BIT = test_reload.test_a_push_leaves_every_bit_as_a_fresh_load_does
 
-# hazard -> the model and the contract under which its test meets it, and the edits that take the fix out: module, function, old, new.
+# hazard -> the model and the contract under which its test meets it, and the edits that take the fix out: module,
+# function, old, new.
 IN_A_PUSH = {
     "load_weights on a running engine": (
         ("qwen3_odd", {}),
         [
             (
-                RELOAD,
+                f"{WORKER}.session",
                 "Session.write_rows",
                 "    for route in self.plan.routes.by_entry.get(i, ()):\n",
                 "    whole = self.early = [*getattr(self, 'early', ()), tensor.clone()] if row else [tensor.clone()]\n"
@@ -35,37 +37,38 @@ IN_A_PUSH = {
         ("qwen3_moe", {"last_layers": 1}),
         [
             (
-                f"{RELOAD}_layers",
+                f"{WORKER}.sinks",
                 "Staged.write",
                 "    place.copy_(values.reshape(place.shape))\n",
                 "    self.later = [*getattr(self, 'later', ()), (place, values.reshape(place.shape))]\n",
             ),
             (
-                f"{RELOAD}_layers",
+                f"{WORKER}.sinks",
                 "Staged.complete",
                 "        self._process()\n",
-                "        [place.copy_(values) for place, values in self.later]\n        self.later = []\n        self._process()\n",
+                "        [place.copy_(values) for place, values in self.later]\n        self.later = []\n        "
+                "self._process()\n",
             ),
         ],
     ),
     "a tied head stays stale": (
         ("llama_tied", {"first_layers": 1}),
-        [(f"{RELOAD}_plan", "Plan.packed_beside", "    return [\n", "    return []\n    return [\n")],
+        [(f"{WORKER}.plan", "Plan.packed_beside", "    return [\n", "    return []\n    return [\n")],
     ),
     "experts in BF16 are not packed again": (
         ("qwen3_moe", {"last_layers": 1}),
-        [(f"{RELOAD}_layers", "Staged._process", "            method.moe_kernel = None ", "            pass ")],
+        [(f"{WORKER}.sinks", "Staged._process", "            method.moe_kernel = None ", "            pass ")],
     ),
 }
 BLOCKS = [
     (
-        f"{RELOAD}_layers",
+        f"{WORKER}.sinks",
         "Blocks._gather",
         "    _at(self.gathered[m], to[-2:]).copy_(values)\n",
         "    self.later = [*getattr(self, 'later', ()), (_at(self.gathered[m], to[-2:]), values)]\n",
     ),
     (
-        f"{RELOAD}_layers",
+        f"{WORKER}.sinks",
         "Blocks._gather",
         "        whole = self.gathered.pop(m)\n",
         "        [place.copy_(kept) for place, kept in self.later]\n        whole = self.gathered.pop(m)\n",
@@ -74,13 +77,13 @@ BLOCKS = [
 
 # The checks of a manifest, each with what is accepted where it does not look.
 OF_A_MANIFEST = [
-    ((f"{RELOAD}_plan", "Plan.missing", "    found = []\n", "    return []\n"), ["missing"]),
+    ((f"{WORKER}.plan", "Plan.missing", "    found = []\n", "    return []\n"), ["missing"]),
     (
         ("nemo_fp8.rollout.refit.push", "_accepted", "    passed_over = {", "    passed_over = unrouted | {"),
         ["ignored by vLLM"],
     ),
     (
-        (f"{RELOAD}_plan", "Plan._refused", "    for name, why in", "    return\n    for name, why in"),
+        (f"{WORKER}.plan", "Plan._refused", "    for name, why in", "    return\n    for name, why in"),
         ["unknown", "shape", "dtype", "codes without scales", "scale without cache"],
     ),
 ]
@@ -111,7 +114,9 @@ def function(module, path):
 @pytest.mark.parametrize("hazard", IN_A_PUSH)
 def test_a_push_without_the_fix_is_seen(hazard, checkpoint, model, here, monkeypatch):
     if hazard == "a tied head stays stale" and not here.packs_bf16:
-        pytest.skip("vLLM's library for this processor packs no BF16 weight, so that no copy of the head can stay behind")
+        pytest.skip(
+            "vLLM's library for this processor packs no BF16 weight, so that no copy of the head can stay behind"
+        )
     (kind, contract), edits = IN_A_PUSH[hazard]
     model(kind, **contract)  # the fresh one, to compare with
     take_out(monkeypatch, edits)
@@ -134,7 +139,9 @@ def _refused(checkpoint, wrong):
     assert test_reload.differing(test_reload.held(model), before) == []
 
 
-@pytest.mark.parametrize(("edit", "wrong"), [pytest.param(edit, w, id=w) for edit, accepted in OF_A_MANIFEST for w in accepted])
+@pytest.mark.parametrize(
+    ("edit", "wrong"), [pytest.param(edit, w, id=w) for edit, accepted in OF_A_MANIFEST for w in accepted]
+)
 def test_a_manifest_that_nobody_checks_is_seen(checkpoint, monkeypatch, edit, wrong):
     _refused(checkpoint, wrong)
     take_out(monkeypatch, [edit])
@@ -143,8 +150,15 @@ def test_a_manifest_that_nobody_checks_is_seen(checkpoint, monkeypatch, edit, wr
 
 
 def test_a_router_in_fp8_is_seen(checkpoint, monkeypatch):
-    edit = ("nemo_fp8.models.selection", "why_kept_by_name", "        if p.kept:\n", "        if p.kept and 'router' not in p.kept:\n")
+    edit = (
+        "nemo_fp8.models.selection",
+        "why_kept_by_name",
+        "        if p.kept:\n",
+        "        if p.kept and 'router' not in p.kept:\n",
+    )
     take_out(monkeypatch, [edit])
     monkeypatch.setattr("nemo_fp8.rollout.engine.selection.why_kept_by_name", function(*edit[:2]))
     with pytest.raises(AssertionError):
-        test_selection.test_first_and_last_layers_routers_and_names(lambda kind, **contract: build(checkpoint(kind), **contract))
+        test_selection.test_first_and_last_layers_routers_and_names(
+            lambda kind, **contract: build(checkpoint(kind), **contract)
+        )

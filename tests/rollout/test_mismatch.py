@@ -1,6 +1,7 @@
 """The gate on real vLLM: calm where the engine holds the trainer's weights, and firing, with names, where it does not.
 
-Faults get into the workers as they would in a run: by a push of what a broken trainer, mapping or loader makes of the weights.
+Faults get into the workers as they would in a run: by a push of what a broken trainer, mapping or loader makes of the
+weights.
 """
 
 import json
@@ -31,7 +32,10 @@ def log_probs(llm, tokens=TOKENS):
     llm.reset_prefix_cache()
     asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     answers = llm.generate([{"prompt_token_ids": row} for row in tokens.tolist()], asked, use_tqdm=False)
-    rows = [[0.0, *(place[t].logprob for place, t in zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True))] for a in answers]
+    rows = [
+        [0.0, *(place[t].logprob for place, t in zip(a.prompt_logprobs[1:], a.prompt_token_ids[1:], strict=True))]
+        for a in answers
+    ]
     return torch.tensor(rows)
 
 
@@ -130,7 +134,9 @@ def test_other_scales_in_one_layer_are_a_warning(dense):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "emulated"), [("qwen3", True), ("qwen3_moe", False), ("qwen3_moe", True), ("llama_tied", False)])
+@pytest.mark.parametrize(
+    ("kind", "emulated"), [("qwen3", True), ("qwen3_moe", False), ("qwen3_moe", True), ("llama_tied", False)]
+)
 def test_calm_on_other_models_and_with_quantized_activations(checkpoint, engine, kind, emulated):
     folder = checkpoint(kind)
     rollout = Rollout(folder, engine(folder, **fp8(**({"activations": "emulated"} if emulated else {}))), emulated)

@@ -51,7 +51,8 @@ def test_experts_hold_the_codes_and_scales_of_the_reference(model, checkpoint, h
         for held, source in (("w13", gated), ("w2", weights[name + "down_proj.weight"])):
             codes, scale_inv = reference(source, block, scale)
             assert same_bits(
-                getattr(layer, f"{held}_weight").data[expert], codes if "kernel" in contract or not here.amx else packed(codes)
+                getattr(layer, f"{held}_weight").data[expert],
+                codes if "kernel" in contract or not here.amx else packed(codes),
             )
             assert same_bits(getattr(layer, f"{held}_weight_scale_inv").data[expert], scale_inv)
 
@@ -85,7 +86,9 @@ def test_decoded_weights_multiply_to_what_the_kernel_multiplies_to(model, checkp
 
 def fake_quantized(x, scale="fp32", block=(1, 128)):
     codes, scale_inv, _ = quantize_reference(x, block, format_of("e4m3"), scale)
-    inverse = scale_inv.float() if scale_inv.dtype == torch.float32 else torch.exp2(scale_inv.view(torch.uint8).float() - 127)
+    inverse = (
+        scale_inv.float() if scale_inv.dtype == torch.float32 else torch.exp2(scale_inv.view(torch.uint8).float() - 127)
+    )
     return codes.float() * inverse.repeat_interleave(block[1], 1)
 
 
@@ -104,12 +107,15 @@ def test_emulated_mx_activations(model):
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(2)).bfloat16()
     name = f"{LAYER}.mlp.down_proj"
     seen = fake_quantized(x, "e8m0", (1, 32))
-    assert torch.equal(call(model("qwen3", activations="emulated", **MX), name, x), call(model("qwen3", **MX), name, seen.bfloat16()))
+    assert torch.equal(
+        call(model("qwen3", activations="emulated", **MX), name, x), call(model("qwen3", **MX), name, seen.bfloat16())
+    )
 
 
 @pytest.mark.parametrize("emulated", [False, True])
 def test_experts_on_decoded_weights(model, checkpoint, emulated):
-    """Against each token's experts one by one; and against vLLM's fused kernel, which rounds to BF16 between the GEMMs."""
+    """Against each token's experts one by one; and against vLLM's fused kernel, which rounds to BF16 between the
+    GEMMs."""
     draws = torch.Generator().manual_seed(3)
     x, ids = torch.randn(6, 256, generator=draws).bfloat16(), torch.randint(0, 8, (6, 2), generator=draws).int()
     ids[:, 1] = (ids[:, 0] + 1) % 8
@@ -119,10 +125,15 @@ def test_experts_on_decoded_weights(model, checkpoint, emulated):
 
     def decoded(name):
         codes, scale_inv = reference(weights[name])
-        return codes.float() * scale_inv.repeat_interleave(128, 0)[: codes.shape[0]].repeat_interleave(128, 1)[:, : codes.shape[1]]
+        return (
+            codes.float()
+            * scale_inv.repeat_interleave(128, 0)[: codes.shape[0]].repeat_interleave(128, 1)[:, : codes.shape[1]]
+        )
 
     def answer(token, expert):
-        gate, up, down = (decoded(f"{LAYER}.mlp.experts.{expert}.{part}_proj.weight") for part in ("gate", "up", "down"))
+        gate, up, down = (
+            decoded(f"{LAYER}.mlp.experts.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")
+        )
         seen = see(x[token, None])
         inner = (torch.nn.functional.silu(seen @ gate.t()) * (seen @ up.t())).bfloat16()
         return (see(inner) @ down.t())[0]
@@ -134,7 +145,9 @@ def test_experts_on_decoded_weights(model, checkpoint, emulated):
     assert (got.float() - wanted).norm() < 3e-3 * wanted.norm()
     if not emulated:
         fused = experts(model("qwen3_moe"))
-        assert (fused.quant_method.apply(fused, x, share, ids, None, None).float() - wanted).norm() < 1e-2 * wanted.norm()
+        assert (
+            fused.quant_method.apply(fused, x, share, ids, None, None).float() - wanted
+        ).norm() < 1e-2 * wanted.norm()
 
 
 def test_the_operators_live_in_compiled_graphs():

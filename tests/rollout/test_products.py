@@ -1,4 +1,5 @@
-"""What the fallback multiplies: the same values on every processor, in BF16 where it has units for them and they are exact."""
+"""What the fallback multiplies: the same values on every processor, in BF16 where it has units for them and they are
+exact."""
 
 import pytest
 import torch

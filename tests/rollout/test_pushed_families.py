@@ -1,4 +1,5 @@
-"""Families whose loaders do more than copy boxes of tensors: a verified push is a fresh load, and where no push can follow, it is said."""
+"""Families whose loaders do more than copy boxes of tensors: a verified push is a fresh load, and where no push can
+follow, it is said."""
 
 import pytest
 import torch
@@ -22,10 +23,21 @@ UNPUSHABLE = {
     "mamba2": ["mixer.A_log into backbone.layers.0.mixer.A by exp, neg"],
     "falcon_h1": ["mamba.A_log into model.layers.0.mamba.mamba.A by exp, neg"],
     "gpt_neox": ["layers.0.attention.query_key_value.weight into", "by a copy in another order"],
-    "llama4": ["layers.0.self_attn.q_proj.weight into", "layers.0.self_attn.k_proj.weight into", "by a copy in another order"],
-    "gpt_oss": ["layers.0.mlp.experts.down_proj into", "layers.0.mlp.experts.gate_up_proj into", "by a copy in another order"],
+    "llama4": [
+        "layers.0.self_attn.q_proj.weight into",
+        "layers.0.self_attn.k_proj.weight into",
+        "by a copy in another order",
+    ],
+    "gpt_oss": [
+        "layers.0.mlp.experts.down_proj into",
+        "layers.0.mlp.experts.gate_up_proj into",
+        "by a copy in another order",
+    ],
 }
-IN_BF16 = {"gpt_oss": ("*.mlp.experts",), "llama4": ("*.feed_forward.experts",)}  # without a fused kernel these experts run in no FP8
+IN_BF16 = {
+    "gpt_oss": ("*.mlp.experts",),
+    "llama4": ("*.feed_forward.experts",),
+}  # without a fused kernel these experts run in no FP8
 
 
 class HeldWorker(Worker, NemoFp8Held):
@@ -59,18 +71,30 @@ def family(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "gpt2"])
 def test_a_verified_push_is_a_fresh_load(family, name, said):
-    """A bias that is kept wider than it comes; three parts of one transposed tensor. GPT-2's biases are zeros, as when it is made."""
+    """A bias that is kept wider than it comes; three parts of one transposed tensor. GPT-2's biases are zeros, as when
+    it is made."""
     worker, weights = HeldWorker(build(family(name, 0))), weights_of(family(name, 1))
     receipt = Refit(worker, chunk=2**20).push(weights, verify=True).require()
     assert receipt.verified is True
     assert differing(held(worker.model_runner.get_model()), held(build(family(name, 1)))) == []
     prints = {tensor.name: dict(tensor.fingerprints) for tensor in receipt.tensors}
     back = read_back(worker)
-    told = {tensor: {part: one for part, one in back[tensor].items() if prints[tensor].get(part) != one} for tensor in prints}
+    told = {
+        tensor: {part: one for part, one in back[tensor].items() if prints[tensor].get(part) != one}
+        for tensor in prints
+    }
     assert {tensor for tensor, wrong in told.items() if wrong} == set()
-    assert {len(prints[f"{C_ATTN}.weight"])} == {3} if name == "gpt2" else prints[BIAS] == {"0:8": fingerprint(weights[BIAS])}
+    assert (
+        {len(prints[f"{C_ATTN}.weight"])} == {3}
+        if name == "gpt2"
+        else prints[BIAS] == {"0:8": fingerprint(weights[BIAS])}
+    )
     assert not [line for line in said if "cannot be pushed" in line]
-    in_bf16 = {name: parts for name, parts in told_by(receipt).items() if name in {t.name for t in receipt.tensors if t.kind != "fp8"}}
+    in_bf16 = {
+        name: parts
+        for name, parts in told_by(receipt).items()
+        if name in {t.name for t in receipt.tensors if t.kind != "fp8"}
+    }
     assert compare_weights({name: weights[name] for name in in_bf16}, in_bf16, Precision()) == []
 
 

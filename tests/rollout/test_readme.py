@@ -1,4 +1,5 @@
-"""The README's snippet of a rollout, as it stands there: an engine from a folder named ``model``, and a push of other weights."""
+"""The README's snippet of a rollout, as it stands there: an engine from a folder named ``model``, and a push of other
+weights."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""Pushes into real engines: bitwise a fresh engine's, refused before the first byte, restored after a death, over HTTP too."""
+"""Pushes into real engines: bitwise a fresh engine's, refused before the first byte, restored after a death, over HTTP
+too."""
 
 import asyncio
 import json
@@ -38,7 +39,8 @@ def weights(checkpoint):
 
 @pytest.fixture(scope="module")
 def run(engine, checkpoint):
-    """The engine of a row of ENGINES, and a function for the log-probs of one prompt: a batch of one is the same each time."""
+    """The engine of a row of ENGINES, and a function for the log-probs of one prompt: a batch of one is the same each
+    time."""
 
     def give(row):
         kind, fields = ENGINES[row]
@@ -83,12 +85,18 @@ def _without(tensors):
 # What is wrong with a manifest -> how the tensors become so, and the words of the refusal.
 WRONG = {
     "missing": (_without, f"model.layers.1.input_layernorm.weight, {K_PROJ}"),
-    "ignored by vLLM": (lambda t: t | {"model.layers.2.self_attn.k_proj.bias": torch.zeros(128).bfloat16()}, "no place for .*k_proj.bias"),
+    "ignored by vLLM": (
+        lambda t: t | {"model.layers.2.self_attn.k_proj.bias": torch.zeros(128).bfloat16()},
+        "no place for .*k_proj.bias",
+    ),
     "unknown": (lambda t: t | {"model.layers.0.bogus.weight": torch.zeros(3).bfloat16()}, "bogus.weight is not what"),
     "shape": (lambda t: t | {K_PROJ: t[K_PROJ][:-1]}, "k_proj.weight is not what"),
     "dtype": (lambda t: t | {K_PROJ: t[K_PROJ].float()}, "comes in float32"),
     "codes without scales": (lambda t: t | {K_PROJ: t[K_PROJ].to(torch.float8_e4m3fn)}, "comes as FP8 codes"),
-    "scale without cache": (lambda t: t | {"model.layers.0.self_attn.k_scale": torch.tensor(0.1)}, "scale of an FP8 KV cache"),
+    "scale without cache": (
+        lambda t: t | {"model.layers.0.self_attn.k_scale": torch.tensor(0.1)},
+        "scale of an FP8 KV cache",
+    ),
 }
 
 
@@ -163,7 +171,8 @@ def test_old_prefixes_are_forgotten(run, weights):
 
 @pytest.fixture(scope="module")
 def fresh(run, engine, checkpoint, weights):
-    """What engines of the weights of both seeds answer to ``unfinished.PROMPT``: a pushed one, and one that was started from them."""
+    """What engines of the weights of both seeds answer to ``unfinished.PROMPT``: a pushed one, and one that was started
+    from them."""
     llm, _ = run("qwen3")
     Refit(llm).push(weights("qwen3", 0))
     return [unfinished.answer(llm), unfinished.answer(engine(checkpoint("qwen3", 1), **fp8()))]
@@ -171,7 +180,8 @@ def fresh(run, engine, checkpoint, weights):
 
 @pytest.mark.parametrize("running", unfinished.MODES)
 def test_a_push_meets_what_a_ctrl_c_left(run, weights, fresh, running):
-    """Requests of an interrupted generate lie in the engine, and what they left in the prefix cache is of the old weights."""
+    """Requests of an interrupted generate lie in the engine, and what they left in the prefix cache is of the old
+    weights."""
     llm, _ = run("qwen3")
     unfinished.after_ctrl_c(llm, [weights("qwen3", seed) for seed in (0, 1)], fresh, running)
 
@@ -255,7 +265,9 @@ def test_it_is_seen_if_the_engine_is_not_told(method, without, guard, run, weigh
     ],
     ids=["hold", "forget"],
 )
-def test_it_is_seen_if_unfinished_requests_are_not_thought_of(method, without, running, run, weights, fresh, monkeypatch):
+def test_it_is_seen_if_unfinished_requests_are_not_thought_of(
+    method, without, running, run, weights, fresh, monkeypatch
+):
     llm, _ = run("qwen3")
     both = [weights("qwen3", seed) for seed in (0, 1)]
     with monkeypatch.context() as patch:
@@ -273,7 +285,11 @@ def test_an_engine_on_a_loop_says_why_it_refuses(checkpoint, weights):
 
     async def ask(llm, number):
         asked = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-        return [out async for out in llm.generate({"prompt_token_ids": [5] * 20}, asked, str(number))][-1].outputs[0].token_ids
+        return (
+            [out async for out in llm.generate({"prompt_token_ids": [5] * 20}, asked, str(number))][-1]
+            .outputs[0]
+            .token_ids
+        )
 
     async def main():
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(checkpoint("qwen3", 0)), **(SMALL | fp8())))
@@ -313,9 +329,15 @@ def test_memory_stays_flat_over_pushes(run, weights):
 
 
 def test_a_server_takes_pushes_from_who_brings_the_token(run, checkpoint, weights):
-    """It listens on every address, so nobody pushes without the token; log-probs are those of an engine of this process."""
+    """It listens on every address, so nobody pushes without the token; log-probs are those of an engine of this
+    process."""
     server = serve.server_for(
-        str(checkpoint("qwen3", 0)), Precision(rollout="fp8"), host="0.0.0.0", port=servers.free_port(), token="secret", more=servers.MORE
+        str(checkpoint("qwen3", 0)),
+        Precision(rollout="fp8"),
+        host="0.0.0.0",
+        port=servers.free_port(),
+        token="secret",
+        more=servers.MORE,
     )
     llm, _ = run("qwen3")
     with serve.running(server) as process:
@@ -330,11 +352,16 @@ def test_a_server_takes_pushes_from_who_brings_the_token(run, checkpoint, weight
             sent = refit.push(weights("qwen3", seed), verify=True).require()
             assert servers.complete(server.url, "secret") == (200, servers.complete_offline(llm))
         assert read_back(server.url, "secret") == told_by(sent)
-        assert Refit(server.url, token="secret", transport="http", chunk=2**20).push(weights("qwen3", 0)).fingerprint == sent.fingerprint
+        assert (
+            Refit(server.url, token="secret", transport="http", chunk=2**20).push(weights("qwen3", 0)).fingerprint
+            == sent.fingerprint
+        )
         with pytest.raises(PrecisionError, match="lacks"):
             refit.push(_without(weights("qwen3", 1)))
         with pytest.raises(ConnectionError):
-            Refit(server.url, token="secret", chunk=2**20).push(_dying(weights("qwen3", 1), 20), manifest=weights("qwen3", 1))
+            Refit(server.url, token="secret", chunk=2**20).push(
+                _dying(weights("qwen3", 1), 20), manifest=weights("qwen3", 1)
+            )
         status, answer = servers.complete(server.url, "secret")
         assert status == 503
         assert "died half-way" in answer["error"]["message"]
@@ -355,8 +382,8 @@ def test_the_page_is_true(run, weights):
 def test_a_push_is_bitwise_a_fresh_engine(run, weights, row):
     """Other weights, and then those that it was started from: it answers as it did when it was fresh, bit by bit.
 
-    So one engine serves for both; engines started from what is pushed are compared in ``test_refit_long.py``. The last of
-    this file, since these are the rows that no other test asks.
+    So one engine serves for both; engines started from what is pushed are compared in ``test_refit_long.py``. The last
+    of this file, since these are the rows that no other test asks.
     """
     llm, ask = run(row)
     kind, _ = ENGINES[row]

@@ -1,4 +1,5 @@
-"""The whole matrix of pushes, each case with an engine of its own: dense and MoE, tied and not, both scales, every executor."""
+"""The whole matrix of pushes, each case with an engine of its own: dense and MoE, tied and not, both scales, every
+executor."""
 
 import json
 import os
@@ -36,13 +37,18 @@ def test_fifty_pushes_leave_memory_flat(executor):
     told = refit_matrix.run(executor, "qwen3", {}, pushes=50)
     assert all(told["bitwise"])
     assert told["prints"] == [1, 1]
-    after_warm_up, at_end = told["rss_kb"][9], told["rss_kb"][-2]  # before the engine is asked again, which takes memory of its own
+    after_warm_up, at_end = (
+        told["rss_kb"][9],
+        told["rss_kb"][-2],
+    )  # before the engine is asked again, which takes memory of its own
     assert after_warm_up > 0
     assert at_end - after_warm_up < 1024, json.dumps(told["rss_kb"])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fields", [{"rollout_block": "tensor"}, {"kernel": "decode"}, {"activations": "emulated"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"rollout_block": "tensor"}, {"kernel": "decode"}, {"activations": "emulated"}], ids=str
+)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_every_way_to_store_weights(engine, checkpoint, kind, fields):
     llm = engine(checkpoint(kind, 0), **fp8(**fields))
@@ -80,7 +86,8 @@ def _memory(pid, what):
 
 @pytest.mark.long
 def test_a_push_takes_no_more_memory_than_its_chunk(engine, checkpoint):
-    """150 MB of weights, read tensor by tensor, through 8 MiB: neither side grows by more, whatever the model's size."""
+    """150 MB of weights, read tensor by tensor, through 8 MiB: neither side grows by more, whatever the model's
+    size."""
     chunk, slack = 8 << 20, 12 << 20  # slack: strips of codes, one tensor of the file, allocators
     path = checkpoint("qwen3", 1, hidden=1024, layers=6, intermediate=3072) / "model.safetensors"
     llm = engine(checkpoint("qwen3", 0, hidden=1024, layers=6, intermediate=3072), **fp8())

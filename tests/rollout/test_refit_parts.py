@@ -56,7 +56,14 @@ BAD_SHAPES = [[-1], [0], [1.5], [2**40] * 3, [1] * 9, "11", None]
 
 
 @pytest.mark.parametrize(
-    "rows", [None, [], [["a", "bfloat16", [1]]] * 2, *([row] for row in BAD_ROWS), *([["a", "bfloat16", s]] for s in BAD_SHAPES)]
+    "rows",
+    [
+        None,
+        [],
+        [["a", "bfloat16", [1]]] * 2,
+        *([row] for row in BAD_ROWS),
+        *([["a", "bfloat16", s]] for s in BAD_SHAPES),
+    ],
 )
 def test_a_manifest_from_outside_is_not_believed(rows):
     with pytest.raises(PrecisionError):
@@ -87,7 +94,15 @@ def test_shared_memory_is_private_and_says_no_to_what_it_is_not(tmp_path):
         for offset, shape in ((-64, (1,)), (0, (4097,)), (4090, (10,)), (1, (1,))):
             with pytest.raises(PrecisionError, match="does not lie inside"):
                 opened.read(offset, torch.uint8 if offset != 1 else torch.float32, shape)
-        for wrong in ({"size": 8192}, {"fd": 10_000}, {"pid": -1}, {"pid": "1"}, {"size": True}, {"name": "nemo_fp8-refit-0"}, {"name": 1}):
+        for wrong in (
+            {"size": 8192},
+            {"fd": 10_000},
+            {"pid": -1},
+            {"pid": "1"},
+            {"size": True},
+            {"name": "nemo_fp8-refit-0"},
+            {"name": 1},
+        ):
             with pytest.raises(PrecisionError, match="refused"):
                 Opened(shared.handle | wrong)
         with open(tmp_path / "secret", "wb") as file:
@@ -184,7 +199,12 @@ def test_a_manifest_of_meta_tensors_is_good():
 
 def test_odd_strides_are_sent_as_they_are_read():
     base = torch.randn(64, 96).bfloat16()
-    odd = {"turned": base.t(), "every other": base[::2, ::3], "repeated": base[:1].expand(40, -1), "parameter": torch.nn.Parameter(base)}
+    odd = {
+        "turned": base.t(),
+        "every other": base[::2, ::3],
+        "repeated": base[:1].expand(40, -1),
+        "parameter": torch.nn.Parameter(base),
+    }
     manifest, room = Manifest.of(odd, to_send=True), torch.zeros(10**6, dtype=torch.uint8)
     for pieces, _ in cut(odd.items(), manifest, lambda: room):
         for i, _, rows, offset in pieces:
@@ -221,6 +241,8 @@ except PrecisionError as error:
     print(error)
 dist.destroy_process_group()
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+    )
     assert "w is a DTensor." in done.stdout, done.stderr
     assert "full_tensor()" in done.stdout

@@ -1,4 +1,5 @@
-"""Weight transfer through vLLM's own sequence of calls; and the arguments of its NCCL and IPC backends, which no test can run here."""
+"""Weight transfer through vLLM's own sequence of calls; and the arguments of its NCCL and IPC backends, which no test
+can run here."""
 
 import inspect
 

@@ -1,4 +1,5 @@
-"""A machine without a kernel, weights and scales that cannot be right, and a vLLM that does not fit: said, or refused by name."""
+"""A machine without a kernel, weights and scales that cannot be right, and a vLLM that does not fit: said, or refused
+by name."""
 
 import json
 import os
@@ -46,7 +47,9 @@ def test_experts_without_amx_decode(checkpoint, monkeypatch):
         ("GptOssForCausalLM", ["biases", "swigluoai"], "model.layers.*.mlp.experts"),
     ],
 )
-def test_experts_that_nothing_decodes_are_refused_by_the_true_reason_with_a_pattern_for_all_layers(tmp_path, family, reasons, pattern):
+def test_experts_that_nothing_decodes_are_refused_by_the_true_reason_with_a_pattern_for_all_layers(
+    tmp_path, family, reasons, pattern
+):
     folder = models.write(tmp_path / "model", "qwen3")
     (folder / "config.json").write_text(json.dumps(of_family(family)))
     dummy = {"load_format": "dummy"}
@@ -54,7 +57,11 @@ def test_experts_that_nothing_decodes_are_refused_by_the_true_reason_with_a_patt
         build(folder, dummy, kernel="decode")
     (problem,) = caught.value.problems
     assert all(reason in problem.what for reason in reasons)
-    assert ("biases" in problem.what, "router" in problem.what, "silu" in problem.what) == ("GptOss" in family, "Llama4" in family, False)
+    assert ("biases" in problem.what, "router" in problem.what, "silu" in problem.what) == (
+        "GptOss" in family,
+        "Llama4" in family,
+        False,
+    )
     assert f"Add {pattern!r} to keep" in problem.remedy
     report = grid_report(build(folder, dummy, kernel="decode", keep=(pattern,)))
     experts = [row for name, row in report.items() if "experts" in name]
@@ -69,7 +76,8 @@ def of_family(architecture):
 
     config = GptOssConfig if "GptOss" in architecture else Llama4TextConfig
     made = config(
-        hidden_size=256, num_hidden_layers=2, intermediate_size=256, vocab_size=models.VOCABULARY, num_attention_heads=4,
+        hidden_size=256, num_hidden_layers=2, intermediate_size=256, vocab_size=models.VOCABULARY,
+        num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, num_local_experts=4, num_experts_per_tok=1, max_position_embeddings=2048,
         **({"intermediate_size_mlp": 512, "interleave_moe_layer_step": 1} if config is Llama4TextConfig else {}),
     ).to_dict()  # fmt: skip
@@ -84,7 +92,13 @@ def test_vllm_s_library_is_that_of_the_processor_also_of_one_that_tests_stand_in
     import vllm._custom_ops  # noqa: F401
 
     as_avx2 = os.environ.get("NEMO_FP8_TESTS_AS") == "avx2"
-    newest = "avx512_bf16" if torch.cpu._is_avx512_bf16_supported() else "avx512" if torch.cpu._is_avx512_supported() else "avx2"
+    newest = (
+        "avx512_bf16"
+        if torch.cpu._is_avx512_bf16_supported()
+        else "avx512"
+        if torch.cpu._is_avx512_supported()
+        else "avx2"
+    )
     maps = Path("/proc/self/maps").read_text()
     loaded = {Path(line.split()[-1]).name for line in maps.splitlines() if "/vllm/_C" in line}
     assert loaded == {{"avx512_bf16": "_C.abi3.so", "avx512": "_C_AVX512.abi3.so", "avx2": "_C_AVX2.abi3.so"}[newest]}
@@ -120,13 +134,17 @@ def test_an_fp8_cache_that_vllm_does_not_have_is_refused_in_the_worker(here, che
         assert "kv_cache='auto'" in caught.value.problems[0].remedy
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="this processor is one with AVX2 alone, and the tests above ran on it")
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="this processor is one with AVX2 alone, and the tests above ran on it"
+)
 def test_the_same_on_a_processor_with_avx2_alone():
     """vLLM's AVX2 library, with everything newer hidden from the processes: see tests/support/as_avx2."""
     tests = ["library", "table", "in_the_worker", "decode", "linear_holds", "experts_hold", "this_machine_is_asked"]
     files = [str(Path(__file__).parent / f"test_{name}.py") for name in ("refusals", "plugin", "arguments")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-k", " or ".join(tests), *files]
-    done = subprocess.run(command, env={**os.environ, "NEMO_FP8_TESTS_AS": "avx2"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, "NEMO_FP8_TESTS_AS": "avx2"}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 20
     assert "skipped" not in done.stdout

@@ -1,4 +1,5 @@
-"""A push as a worker sees it, in this process: one model, pieces of tensors from one buffer that is used again and again."""
+"""A push as a worker sees it, in this process: one model, pieces of tensors from one buffer that is used again and
+again."""
 
 import random
 from pathlib import Path
@@ -54,19 +55,26 @@ def push(model, tensors, size=2**18, order=list):
 
 
 def held(model):
-    """Every bit that a model holds: its parameters and buffers, and what a kernel packed beside them, by what it answers."""
+    """Every bit that a model holds: its parameters and buffers, and what a kernel packed beside them, by what it
+    answers."""
     found = {name: tensor.detach().clone().reshape(-1).view(torch.uint8) for name, tensor in model.state_dict().items()}
     draws = torch.Generator().manual_seed(0)
     for name, layer in model.named_modules():
         if "cpu_linear" in vars(layer):
-            columns = next(vars(layer)[key] for key in ("input_size_per_partition", "input_size", "embedding_dim") if key in vars(layer))
+            columns = next(
+                vars(layer)[key]
+                for key in ("input_size_per_partition", "input_size", "embedding_dim")
+                if key in vars(layer)
+            )
             x = torch.randn(3, columns, generator=draws).to(getattr(layer, "params_dtype", torch.bfloat16))
             found[f"{name} answers"] = layer.quant_method.apply(layer, x).reshape(-1).view(torch.uint8)
     return found
 
 
 def differing(a, b):
-    return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name]))
+    return sorted(
+        name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])
+    )
 
 
 def shuffled(pairs):
@@ -85,7 +93,8 @@ def shuffled(pairs):
     ids=str,
 )
 def test_a_push_leaves_every_bit_as_a_fresh_load_does(checkpoint, model, kind, contract):
-    """In any order. Whatever waits for the rest of its layer is a copy: the buffer that it came in is used again at once."""
+    """In any order. Whatever waits for the rest of its layer is a copy: the buffer that it came in is used again at
+    once."""
     pushed = build(checkpoint(kind, 1), **contract)
     wanted = [held(model(kind, **contract)), held(pushed)]
     assert differing(*wanted)
@@ -101,18 +110,28 @@ def test_what_waits_beside_the_model_is_counted(checkpoint, qwen3):
     model, tensors = build(checkpoint("qwen3", 0), rollout_block="tensor"), qwen3[1]
     by_layer = push(model, tensors).ledger.most_held
     assert by_layer == 1024 * 256 * 2  # gate and up of one layer
-    scattered = push(model, tensors, order=lambda pairs: sorted(pairs, key=lambda pair: "up_proj" in pair[0])).ledger.most_held
+    scattered = push(
+        model, tensors, order=lambda pairs: sorted(pairs, key=lambda pair: "up_proj" in pair[0])
+    ).ledger.most_held
     assert scattered >= 4 * by_layer
     assert push(qwen3[0], tensors).ledger.most_held == 0
 
 
 def test_blocks_that_lie_in_two_tensors_wait_for_both():
-    """Rows 64 to 191 of a worker's matrix are one tensor, so its first block is of both; and again the buffer is used again."""
+    """Rows 64 to 191 of a worker's matrix are one tensor, so its first block is of both; and again the buffer is used
+    again."""
     draws = torch.Generator().manual_seed(0)
     parts = [torch.randn(rows, 256, generator=draws).bfloat16() for rows in (64, 128, 64)]
     target = Target("layer", "weight", (256, 256), torch.bfloat16)
     routes = [
-        Route(i, tuple(part.shape), ((0, len(part)), (0, 256)), (tuple(part.shape), (256, 1), 0), target, ((at, at + len(part)), (0, 256)))
+        Route(
+            i,
+            tuple(part.shape),
+            ((0, len(part)), (0, 256)),
+            (tuple(part.shape), (256, 1), 0),
+            target,
+            ((at, at + len(part)), (0, 256)),
+        )
         for i, (at, part) in enumerate(zip((0, 64, 192), parts, strict=True))
     ]
     codes, scales, ledger = torch.empty(256, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 2), Ledger()
@@ -136,7 +155,9 @@ def test_values_that_are_no_numbers_are_told_wherever_they_lie(qwen3):
     tensors[NORM][3] = float("-inf")
     tensors["model.embed_tokens.weight"][1, 2] = float("nan")
     session = push(model, tensors)
-    names = {session.plan.manifest[i].name: facts.nonfinite for i, facts in session.ledger.facts.items() if facts.nonfinite}
+    names = {
+        session.plan.manifest[i].name: facts.nonfinite for i, facts in session.ledger.facts.items() if facts.nonfinite
+    }
     assert names == {K_PROJ: 2, NORM: 1, "model.embed_tokens.weight": 1}
 
 
@@ -181,7 +202,9 @@ def test_no_piece_is_believed(qwen3, pieces, words):
         shared.close()
 
 
-@pytest.mark.parametrize(("field", "words"), [("data_parallel_size", "one engine"), ("_api_process_count", "--api-server-count 1")])
+@pytest.mark.parametrize(
+    ("field", "words"), [("data_parallel_size", "one engine"), ("_api_process_count", "--api-server-count 1")]
+)
 def test_a_push_that_would_reach_a_part_of_the_engine_only_is_refused(checkpoint, monkeypatch, field, words):
     model = build(checkpoint("qwen3", 0))
     before = held(model)
@@ -208,12 +231,18 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
         leaves = name == "aten::_to_copy" and torch.device((kwargs or {}).get("device") or "meta").type == "cpu"
-        self.count += leaves or name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
+        self.count += leaves or name in (
+            "aten::_local_scalar_dense",
+            "aten::equal",
+            "aten::nonzero",
+            "aten::is_nonzero",
+        )
         return func(*args, **(kwargs or {}))
 
 
 class Fetches(torch.overrides.TorchFunctionMode):
-    """The same as it is written in Python: ``x.cpu()`` of a tensor that lies on a CPU does nothing, and is no operation."""
+    """The same as it is written in Python: ``x.cpu()`` of a tensor that lies on a CPU does nothing, and is no
+    operation."""
 
     NAMES = frozenset({"cpu", "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "equal", "nonzero"})
 
@@ -226,9 +255,12 @@ class Fetches(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("kind", "contract"), [("qwen3", {}), ("qwen3_moe", {"last_layers": 1})], ids=["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("kind", "contract"), [("qwen3", {}), ("qwen3_moe", {"last_layers": 1})], ids=["qwen3", "qwen3_moe"]
+)
 def test_a_push_does_not_wait_for_its_device_piece_by_piece(checkpoint, kind, contract):
-    """Pieces are counted where they lie. What is told of them is fetched at the end, and is the same however a tensor was cut."""
+    """Pieces are counted where they lie. What is told of them is fetched at the end, and is the same however a tensor
+    was cut."""
     from vllm.config import set_current_vllm_config
 
     model, tensors = build(checkpoint(kind, 0), **contract), weights_of(checkpoint(kind, 1))
@@ -276,11 +308,17 @@ def test_what_is_counted_is_what_is_there(checkpoint, qwen3):
 
 # What weights no model has -> how they come to be so, and the tensors that are named.
 NO_MODEL = {
-    "all zero": (lambda t: {name: torch.zeros_like(x) for name, x in t.items()}, "all zero: lm_head.weight and 29 more"),
+    "all zero": (
+        lambda t: {name: torch.zeros_like(x) for name, x in t.items()},
+        "all zero: lm_head.weight and 29 more",
+    ),
     "a zero projection": (lambda t: t | {K_PROJ: torch.zeros_like(t[K_PROJ])}, f"all zero: {K_PROJ}."),
     "zero codes": (lambda t: t | _coded(torch.zeros_like(t[K_PROJ])), f"all zero: {K_PROJ}."),
     "3e38 in a projection": (lambda t: t | {K_PROJ: _with(t[K_PROJ], 3e38)}, f"1.8e+19 and more: {K_PROJ}."),
-    "-3e38 in embeddings": (lambda t: t | {EMBEDDINGS: _with(t[EMBEDDINGS], -3e38)}, f"1.8e+19 and more: {EMBEDDINGS}."),
+    "-3e38 in embeddings": (
+        lambda t: t | {EMBEDDINGS: _with(t[EMBEDDINGS], -3e38)},
+        f"1.8e+19 and more: {EMBEDDINGS}.",
+    ),
     "3e38 in a norm": (lambda t: t | {NORM: _with(t[NORM], 3e38)}, f"1.8e+19 and more: {NORM}."),
     "3e38 in codes": (lambda t: t | _coded(_with(t[K_PROJ], 3e38)), f"1.8e+19 and more: {K_PROJ}."),
 }
@@ -304,7 +342,9 @@ def test_weights_that_no_model_has_are_no_good_push(qwen3, change, words):
     assert [words in problem.what for problem in receipt.problems] == [True]
 
 
-@pytest.mark.parametrize("change", [lambda x: torch.zeros_like(x), lambda x: torch.full_like(x, 1e18)], ids=["zeros", "1e18"])
+@pytest.mark.parametrize(
+    "change", [lambda x: torch.zeros_like(x), lambda x: torch.full_like(x, 1e18)], ids=["zeros", "1e18"]
+)
 def test_norms_may_be_zero_and_large_values_finite(qwen3, change):
     """Some families keep w of a norm that multiplies with 1 + w."""
     norms = {name: change(tensor) for name, tensor in qwen3[1].items() if "norm" in name}
@@ -312,7 +352,8 @@ def test_norms_may_be_zero_and_large_values_finite(qwen3, change):
 
 
 def test_tensors_that_turn_bad_on_the_way_leave_a_refusing_engine(checkpoint):
-    """Tensors of an iterator are looked at when they come; the next push restores the engine. A mapping's are looked at before."""
+    """Tensors of an iterator are looked at when they come; the next push restores the engine. A mapping's are looked at
+    before."""
     worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
     before = held(worker.model_runner.get_model())
     bad = tensors | {K_PROJ: tensors[K_PROJ].to("meta"), NORM: tensors[NORM].to_sparse()}

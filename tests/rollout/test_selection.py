@@ -21,7 +21,9 @@ LAYER = "model.layers.1"
 
 
 def test_first_and_last_layers_routers_and_names(model):
-    report = grid_report(model("qwen3_moe", first_layers=1, last_layers=1, keep=("*layers.1*o_proj", r"re:layers\.2\..*experts")))
+    report = grid_report(
+        model("qwen3_moe", first_layers=1, last_layers=1, keep=("*layers.1*o_proj", r"re:layers\.2\..*experts"))
+    )
     stored = {name.removeprefix("model.layers."): (row.stored, row.why) for name, row in report.items()}
     ends = "and the contract keeps the first 1 and the last 1"
     assert stored["0.self_attn.qkv_proj"] == ("bfloat16", f"decoder layer 0 of 4, {ends}")
@@ -91,22 +93,36 @@ def test_a_shape_that_kernels_do_not_take_stays_with_a_line_that_names_it(model,
     assert report[f"{LAYER}.mlp.gate_up_proj"].stored == report[f"{LAYER}.self_attn.qkv_proj"].stored == "bfloat16"
     assert report[f"{LAYER}.self_attn.o_proj"].stored == "fp8"
     assert [line for line in said if "model.layers.*.mlp.down_proj stays in the compute dtype: 320 columns" in line]
-    assert [line for line in said if "model.layers.*.self_attn.qkv_proj stays in the compute dtype: a part of 64 rows" in line]
+    assert [
+        line
+        for line in said
+        if "model.layers.*.self_attn.qkv_proj stays in the compute dtype: a part of 64 rows" in line
+    ]
 
 
 def test_a_strict_contract_refuses_it(checkpoint):
-    with pytest.raises(PrecisionError, match=r"model\.layers\.0\.self_attn\.qkv_proj: a weight of 384x256 on this worker cannot be in FP8"):
+    with pytest.raises(
+        PrecisionError,
+        match=r"model\.layers\.0\.self_attn\.qkv_proj: a weight of 384x256 on this worker cannot be in FP8",
+    ):
         build(checkpoint("qwen3_odd"), strict=True)
     build(checkpoint("qwen3"), strict=True)
 
 
-@pytest.mark.parametrize("contract", [{}, {"rollout_block": "tensor"}, {"first_layers": 1, "keep": ["*.q_proj", "*.experts.3.*"]}])
+@pytest.mark.parametrize(
+    "contract", [{}, {"rollout_block": "tensor"}, {"first_layers": 1, "keep": ["*.q_proj", "*.experts.3.*"]}]
+)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_odd", "qwen3_moe"])
 def test_lint_says_of_every_layer_what_the_engine_does(model, checkpoint, kind, contract):
-    """The table that a person reads before a run, from the checkpoint's config.json, against the layers of the engine itself."""
+    """The table that a person reads before a run, from the checkpoint's config.json, against the layers of the engine
+    itself."""
     llm = build(checkpoint(kind), **contract)
     p = Precision(rollout="fp8", **contract)
-    of = {"qkv_proj": "self_attention.linear_qkv", "o_proj": "self_attention.linear_proj", "routed_experts": "mlp.experts.linear_fc1"}
+    of = {
+        "qkv_proj": "self_attention.linear_qkv",
+        "o_proj": "self_attention.linear_proj",
+        "routed_experts": "mlp.experts.linear_fc1",
+    }
     of |= {"gate_up_proj": "mlp.linear_fc1", "down_proj": "mlp.linear_fc2"}
     shapes = Model.read(checkpoint(kind))
     fates = stored(shapes, p, Parallel(), "rollout")
@@ -133,7 +149,8 @@ def test_on_one_worker_every_layer_has_the_blocks_of_the_unsharded_weights(model
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("sizes", [(1024, 256, 256), (512, 128, 128), (256, 64, 64), (320, 192)])
 def test_blocks_agree_exactly_where_codes_agree(ranks, sizes):
-    """Against the casts themselves: a shard's codes and scales are cut-outs of the unsharded weight's, or the rule says they are not."""
+    """Against the casts themselves: a shard's codes and scales are cut-outs of the unsharded weight's, or the rule says
+    they are not."""
     if any(size % ranks for size in sizes):
         return
     draws = torch.Generator().manual_seed(ranks)
@@ -149,7 +166,12 @@ def test_blocks_agree_exactly_where_codes_agree(ranks, sizes):
 
 def test_columns_have_blocks_too():
     none = [Span("", 0, 128, 128)]
-    assert other_blocks(none, Span("", 0, 192, 384), (128, 128)) == "the shard ends at column 192, inside a block of 128"
-    assert other_blocks(none, Span("", 192, 384, 384), (128, 128)) == "the shard begins at column 192, inside a block of 128"
+    assert (
+        other_blocks(none, Span("", 0, 192, 384), (128, 128)) == "the shard ends at column 192, inside a block of 128"
+    )
+    assert (
+        other_blocks(none, Span("", 192, 384, 384), (128, 128))
+        == "the shard begins at column 192, inside a block of 128"
+    )
     assert other_blocks(none, Span("", 128, 256, 256), (128, 128)) is None
     assert other_blocks(none, Span("", 0, 192, 384), None) is None

@@ -1,4 +1,5 @@
-"""The server: where it listens, who may ask, what is left of it; and real ones, by the command and by the flags to paste."""
+"""The server: where it listens, who may ask, what is left of it; and real ones, by the command and by the flags to
+paste."""
 
 import asyncio
 import json
@@ -51,7 +52,9 @@ def test_it_listens_on_loopback_and_asks_for_a_token_elsewhere():
 def test_vllm_s_own_options_pass_through():
     server = serve.server_for("m", FP8, more=["--max-model-len", "64"])
     assert server.words[-2:] == ("--max-model-len", "64")
-    assert str(server).startswith("VLLM_USE_DEEP_GEMM_E8M0=0 python -m vllm.entrypoints.openai.api_server --model m --host 127.0.0.1")
+    assert str(server).startswith(
+        "VLLM_USE_DEEP_GEMM_E8M0=0 python -m vllm.entrypoints.openai.api_server --model m --host 127.0.0.1"
+    )
 
 
 # ---------------------------------------------------------------------- the guard
@@ -74,10 +77,14 @@ def knock(path, token=None, kind="http", given="secret", root_path=""):
         del os.environ["VLLM_API_KEY"]
     headers = [] if token is None else [(b"authorization", token.encode())]
     asyncio.run(guard({"type": kind, "path": path, "root_path": root_path, "headers": headers}, None, send))
-    return bool(passed), [message.get("status", message.get("code")) for message in sent if "status" in message or "code" in message]
+    return bool(passed), [
+        message.get("status", message.get("code")) for message in sent if "status" in message or "code" in message
+    ]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/invocations", "/tokenize", "/collective_rpc", "/update_weights", "/metrics"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/invocations", "/tokenize", "/collective_rpc", "/update_weights", "/metrics"]
+)
 def test_every_path_wants_the_token(path):
     assert knock(path) == (False, [401])
     assert knock(path, "Bearer wrong") == (False, [401])
@@ -110,9 +117,17 @@ def test_a_drawn_token_is_found_by_its_url_while_its_server_lives(cache):
         assert token != another
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-        assert {token_of(f"http://{name}:8000{path}") for name in ("127.0.0.1", "localhost") for path in ("", "/api")} == {token}
+        assert {
+            token_of(f"http://{name}:8000{path}") for name in ("127.0.0.1", "localhost") for path in ("", "/api")
+        } == {token}
         assert token_of("http://[::1]:8000") == another
-        for url in ("http://127.0.0.1:8001", "http://127.0.0.1", "http://node7:8000", "http://127.0.0.2:8000", "http://127.0.0.1:x"):
+        for url in (
+            "http://127.0.0.1:8001",
+            "http://127.0.0.1",
+            "http://node7:8000",
+            "http://127.0.0.2:8000",
+            "http://127.0.0.1:x",
+        ):
             assert token_of(url) is None
         with pytest.raises(PrecisionError, match="another server of yours"), drawn_token("localhost", 8000):
             pass
@@ -157,7 +172,17 @@ def test_no_token_is_put_where_others_can_read_or_have_put_something(cache, tmp_
 
 
 def said_by_the_command(*words, **variables):
-    words = [sys.executable, "-m", "nemo_fp8.cli", "serve", "m", "--precision", "bf16_with_fp8_blockwise_mixed", "--dry-run", *words]
+    words = [
+        sys.executable,
+        "-m",
+        "nemo_fp8.cli",
+        "serve",
+        "m",
+        "--precision",
+        "bf16_with_fp8_blockwise_mixed",
+        "--dry-run",
+        *words,
+    ]
     done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
@@ -170,7 +195,10 @@ def test_no_token_and_a_token_contradict_each_other(cache):
 
 # ---------------------------------------------------------------------- processes
 
-STUBBORN = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); "
+    "time.sleep(600)"
+)
 PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]).wait()"
 
 
@@ -199,7 +227,15 @@ def test_a_server_that_died_is_said_so():
 @pytest.mark.long
 def test_the_command_serves_a_model_to_who_brings_the_token_and_ends_when_told(checkpoint, tmp_path):
     url, log = f"http://127.0.0.1:{servers.free_port()}", tmp_path / "log"
-    words = [sys.executable, "-m", "nemo_fp8.cli", "serve", str(checkpoint("qwen3")), "--precision", "bf16_with_fp8_blockwise_mixed"]
+    words = [
+        sys.executable,
+        "-m",
+        "nemo_fp8.cli",
+        "serve",
+        str(checkpoint("qwen3")),
+        "--precision",
+        "bf16_with_fp8_blockwise_mixed",
+    ]
     words += ["--port", url.rsplit(":")[-1], "--json", *servers.MORE]
     with log.open("w") as file:
         process = subprocess.Popen(words, env={**os.environ, "VLLM_API_KEY": "secret"}, stdout=file, stderr=file)
@@ -228,7 +264,15 @@ def drawing(checkpoint, tmp_path_factory):
     home, log = Path(tempfile.mkdtemp()), tmp_path_factory.mktemp("drawing") / "log"
     home.chmod(0o755)
     url = f"http://127.0.0.1:{servers.free_port()}"
-    words = [sys.executable, "-m", "nemo_fp8.cli", "serve", str(checkpoint("qwen3")), "--precision", "bf16_with_fp8_blockwise_mixed"]
+    words = [
+        sys.executable,
+        "-m",
+        "nemo_fp8.cli",
+        "serve",
+        str(checkpoint("qwen3")),
+        "--precision",
+        "bf16_with_fp8_blockwise_mixed",
+    ]
     words += ["--port", url.rsplit(":")[-1], *servers.MORE]
     with pytest.MonkeyPatch.context() as patch, log.open("w") as file:
         patch.setenv("XDG_CACHE_HOME", str(home))
@@ -256,7 +300,11 @@ def test_only_the_same_user_pushes_into_a_server_of_the_command_and_everybody_ge
     assert servers.complete(url)[1] != old
     token = token_of(url)
     assert token not in log.read_text()
-    assert not [pid for pid in [process.pid, *children_of(process.pid)] if token.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert not [
+        pid
+        for pid in [process.pid, *children_of(process.pid)]
+        if token.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -283,7 +331,9 @@ def test_a_sender_that_dies_before_its_first_tensor_leaves_the_server_answering(
     assert status == 200
     control = Server(url)
     shared = Shared(2**20)
-    begun = control.call("begin", {"push": "a", "tensors": Manifest.of(dict(tensors_of(checkpoint("qwen3", 1)))).to_plain()})
+    begun = control.call(
+        "begin", {"push": "a", "tensors": Manifest.of(dict(tensors_of(checkpoint("qwen3", 1)))).to_plain()}
+    )
     assert all(answer["accepted"] for answer in begun)
     control.call("write", {"push": "a", "memory": shared.handle, "pieces": []})  # and here it dies
     shared.close()
@@ -297,7 +347,9 @@ def test_a_worker_that_dies_ends_the_push_and_the_command(drawing, checkpoint):
     import psutil
 
     process, url, log = drawing
-    (worker,) = [child for child in psutil.Process(process.pid).children(recursive=True) if "VLLM::Worker" in child.cmdline()[:1]]
+    (worker,) = [
+        child for child in psutil.Process(process.pid).children(recursive=True) if "VLLM::Worker" in child.cmdline()[:1]
+    ]
     tensors = dict(tensors_of(checkpoint("qwen3", 1)))
     died = []
 
@@ -339,7 +391,15 @@ def as_another_user(ask):
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
 def test_nothing_is_left_of_a_server_whatever_ends_the_command(checkpoint, tmp_path, number):
     url = f"http://127.0.0.1:{servers.free_port()}"
-    words = [sys.executable, "-m", "nemo_fp8.cli", "serve", str(checkpoint("qwen3")), "--precision", "bf16_with_fp8_blockwise_mixed"]
+    words = [
+        sys.executable,
+        "-m",
+        "nemo_fp8.cli",
+        "serve",
+        str(checkpoint("qwen3")),
+        "--precision",
+        "bf16_with_fp8_blockwise_mixed",
+    ]
     found, memory = [], set()
     with (tmp_path / "log").open("w") as file:
         process = subprocess.Popen([*words, "--port", url.rsplit(":")[-1], *servers.MORE], stdout=file, stderr=file)
@@ -363,7 +423,8 @@ def test_nothing_is_left_of_a_server_whatever_ends_the_command(checkpoint, tmp_p
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_worker_must_ask_for_amx(checkpoint, tmp_path, monkeypatch, capfd, asks):
-    """Linux grants AMX to a process that asks, and vLLM's does not: its attention dies at a first prompt of four tokens."""
+    """Linux grants AMX to a process that asks, and vLLM's does not: its attention dies at a first prompt of four
+    tokens."""
     if not asks:
         (tmp_path / "sitecustomize.py").write_text("import torch.cpu\ntorch.cpu._init_amx = lambda: False\n")
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -374,12 +435,15 @@ def test_a_worker_must_ask_for_amx(checkpoint, tmp_path, monkeypatch, capfd, ask
         server.stop()
     said = capfd.readouterr()
     assert status == (200 if asks else 500)
-    assert ("Worker proc VllmWorker-0 died unexpectedly" in said.out + said.err) is not asks  # of SIGILL, where its exit code is told
+    assert (
+        "Worker proc VllmWorker-0 died unexpectedly" in said.out + said.err
+    ) is not asks  # of SIGILL, where its exit code is told
 
 
 @pytest.mark.long
 def test_plain_vllm_with_the_flags_to_paste(checkpoint, capfd):
-    """Those of ``nemo-fp8 render --to vllm`` and of docs/refit.md. On every address and without a token, only this machine may push,
+    """Those of ``nemo-fp8 render --to vllm`` and of docs/refit.md. On every address and without a token, only this
+    machine may push,
 
     and nobody becomes local by what a header says, even where uvicorn believes every proxy.
     """
@@ -388,7 +452,17 @@ def test_plain_vllm_with_the_flags_to_paste(checkpoint, capfd):
     (two,) = re.findall(r"^(--worker-extension-cls .*\n--middleware .*)$", page, re.M)
     flags = shlex.split(render(preset(name), "vllm").text.replace("\\\n", " ")) + shlex.split(two)
     port = servers.free_port()
-    words = (sys.executable, "-m", serve.MODULE, "--model", str(checkpoint("qwen3")), "--host", "0.0.0.0", "--port", str(port))
+    words = (
+        sys.executable,
+        "-m",
+        serve.MODULE,
+        "--model",
+        str(checkpoint("qwen3")),
+        "--host",
+        "0.0.0.0",
+        "--port",
+        str(port),
+    )
     variables = environment(name) | {"FORWARDED_ALLOW_IPS": "*"}
     server = serve.Server((*words, *flags, *servers.MORE), variables, f"http://127.0.0.1:{port}")
     with serve.running(server) as process:

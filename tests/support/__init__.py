@@ -1,4 +1,5 @@
-"""What tests share: models, engines, runs, oracles. ``tests`` is on the path of pytest, and of every process that a test starts."""
+"""What tests share: models, engines, runs, oracles. ``tests`` is on the path of pytest, and of every process that a
+test starts."""
 
 from pathlib import Path
 

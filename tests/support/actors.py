@@ -47,7 +47,9 @@ class TellsHowItIsFilled(RolloutEngine):
 def processes(word, root=None):
     """The processes below this one whose title has a word in it."""
     root = root or os.getpid()
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if word in _title(pid) and _below(pid, root)]
+    return [
+        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if word in _title(pid) and _below(pid, root)
+    ]
 
 
 def kill(word, root=None):

@@ -25,7 +25,16 @@ def source(folder):
 
 def build_wheel(folder):
     """Without isolation: what builds is pinned with the rest."""
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder / "dist", source(folder / "source")]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        folder / "dist",
+        source(folder / "source"),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = (folder / "dist").iterdir()
     return wheel
@@ -53,8 +62,15 @@ class Environment:
     def run(self, *words, **variables):
         """A command of the environment, away from the checkout."""
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        env |= {"PATH": f"{self.home / 'bin'}:{env['PATH']}", "COLUMNS": "80", "PYTHONDONTWRITEBYTECODE": "1", **variables}
-        return subprocess.run(list(map(str, words)), capture_output=True, text=True, env=env, cwd=self.home, timeout=120)
+        env |= {
+            "PATH": f"{self.home / 'bin'}:{env['PATH']}",
+            "COLUMNS": "80",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **variables,
+        }
+        return subprocess.run(
+            list(map(str, words)), capture_output=True, text=True, env=env, cwd=self.home, timeout=120
+        )
 
     def nemo_fp8(self, *words, **variables):
         return self.run(self.home / "bin/nemo-fp8", *words, **variables)

@@ -15,7 +15,21 @@ TILES = [(128, 128), (1, 128), (128, 1), (1, 32), (32, 1), (16, 64), None]
 RULES = [("te", "fp32"), ("te", "pow2"), ("deepgemm", "fp32"), ("deepgemm", "pow2"), ("te", "e8m0")]
 SOURCES = [torch.bfloat16, torch.float16, torch.float32]
 FP8 = ["e4m3", "e5m2"]
-SPECIALS = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-45, -1e-39, 6e-8, 3.3e38, 448.0, -57344.0, 65504.0]
+SPECIALS = [
+    0.0,
+    -0.0,
+    float("nan"),
+    -float("nan"),
+    float("inf"),
+    -float("inf"),
+    1e-45,
+    -1e-39,
+    6e-8,
+    3.3e38,
+    448.0,
+    -57344.0,
+    65504.0,
+]
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, kind: str) -> torch.Tensor:
@@ -40,15 +54,20 @@ def same(fast: torch.Tensor, slow: torch.Tensor) -> None:
     assert (fast.shape, fast.dtype) == (slow.shape, slow.dtype)
     a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (fast, slow))
     wrong = (a != b).nonzero().flatten()
-    assert not len(wrong), f"{len(wrong)} of {len(a)} bytes differ, first at {wrong[0]}: {a[wrong[0]]} instead of {b[wrong[0]]}"
+    assert not len(wrong), (
+        f"{len(wrong)} of {len(a)} bytes differ, first at {wrong[0]}: {a[wrong[0]]} instead of {b[wrong[0]]}"
+    )
 
 
 def compare_statistics(fast, slow, sums: bool) -> None:
     for name in ("elements", "underflow", "saturated", "nonfinite", "amax", "scale_inv", "least_code", "largest_code"):
         assert torch.equal(getattr(fast, name).double(), getattr(slow, name).double()), name
-    if sums:  # of squares in units of the scale, which FP32 cannot hold where a tile's scale has nothing to do with its values
+    # of squares in units of the scale, which FP32 cannot hold where a tile's scale has nothing to do with its values
+    if sums:
         torch.testing.assert_close(fast.norm.double(), slow.norm.double(), rtol=1e-5, atol=0.0)
-        torch.testing.assert_close(fast.error_norm.double(), slow.error_norm.double(), rtol=1e-4, atol=1e-6 * float(slow.norm.max()))
+        torch.testing.assert_close(
+            fast.error_norm.double(), slow.error_norm.double(), rtol=1e-4, atol=1e-6 * float(slow.norm.max())
+        )
     assert fast.summary().keys() == slow.summary().keys()
 
 

@@ -1,4 +1,5 @@
-"""Export again and again, killed with SIGKILL at every place where something is written, and gone on with once. Writes what it saw.
+"""Export again and again, killed with SIGKILL at every place where something is written, and gone on with once. Writes
+what it saw.
 
 Runs in a process of its own, which forks before torch has started a thread. Arguments: source, folder for the exports.
 """

@@ -42,7 +42,11 @@ def measure(config: dict[str, Any], layout: dict[str, int]) -> dict[str, int]:
     tensor, pipeline, expert, world = layout.get("tp", 1), layout.get("pp", 1), layout.get("ep", 1), layout["world"]
     dist.init_process_group("fake", rank=layout.get("rank", 0), world_size=world, store=FakeStore())
     parallel_state.initialize_model_parallel(
-        tensor, pipeline, expert_model_parallel_size=expert, expert_tensor_parallel_size=layout.get("etp"), create_gloo_process_groups=False
+        tensor,
+        pipeline,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=layout.get("etp"),
+        create_gloo_process_groups=False,
     )
     experts = config.get("num_experts")
     transformer = TransformerConfig(
@@ -71,7 +75,8 @@ def measure(config: dict[str, Any], layout: dict[str, int]) -> dict[str, int]:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
     )
-    # An MoE config insists on it (without, megatron-core ends in a NameError), torch's norms refuse it; sizes do not depend on it.
+    # An MoE config insists on it (without, megatron-core ends in a NameError), torch's norms refuse it; sizes do not
+    # depend on it.
     transformer.sequence_parallel = False
     model = GPTModel(
         transformer,
@@ -86,10 +91,14 @@ def measure(config: dict[str, Any], layout: dict[str, int]) -> dict[str, int]:
     parameters = sum(p.numel() for p in model.parameters())
     # One bucket: with several, Megatron pads each, and a rank's shard is no longer the even share that is estimated.
     ddp = DistributedDataParallel(
-        transformer, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, bucket_size=None), model
+        transformer,
+        DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, bucket_size=None),
+        model,
     )
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True),
+        OptimizerConfig(
+            optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+        ),
         [ddp],
         use_gloo_process_groups=False,
     )
@@ -115,4 +124,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     with OnCpu():
-        sys.stdout.write("\n" + json.dumps([measure(config, layout) for config, layout in json.loads(sys.argv[1])]) + "\n")
+        sys.stdout.write(
+            "\n" + json.dumps([measure(config, layout) for config, layout in json.loads(sys.argv[1])]) + "\n"
+        )

@@ -1,4 +1,5 @@
-"""What the numerics are held to, written by others or written differently: numpy, ml_dtypes, TransformerEngine, torchao.
+"""What the numerics are held to, written by others or written differently: numpy, ml_dtypes, TransformerEngine,
+torchao.
 
 Nothing in here calls nemo_fp8. The tests and ``tools/conformance.py`` share it.
 """
@@ -47,7 +48,9 @@ def quantize(
     return codes.reshape(tuple(x.shape)), scale_inv
 
 
-def _scale(amax: np.float32, format: str, kind: str, convention: str, tiny: np.float32) -> tuple[np.float32, np.float32 | int]:
+def _scale(
+    amax: np.float32, format: str, kind: str, convention: str, tiny: np.float32
+) -> tuple[np.float32, np.float32 | int]:
     largest, one = LARGEST[format], np.float32(1)
     if kind == "e8m0":
         ratio = amax * (one / largest)
@@ -76,7 +79,9 @@ def _scale(amax: np.float32, format: str, kind: str, convention: str, tiny: np.f
 
 def function_of(path: Path, name: str, **names: object) -> Callable:
     """One function out of somebody's file, whose imports need a GPU; ``names`` is what it uses of its module."""
-    wanted = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    wanted = [
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
     assert wanted, f"{path} no longer holds {name}"
     found = {"torch": torch, "Tuple": tuple, **names}
     exec(compile(ast.Module(wanted, []), str(path), "exec"), found)

@@ -1,4 +1,5 @@
-"""A driver that kills parts of its own run: ``python run_and_kill.py SETTINGS KILLS``, KILLS being {step: what}, "driver" among them."""
+"""A driver that kills parts of its own run: ``python run_and_kill.py SETTINGS KILLS``, KILLS being {step: what},
+"driver" among them."""
 
 import json
 import os

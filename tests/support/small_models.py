@@ -1,4 +1,5 @@
-"""Small checkpoints with everything that an exporter meets: shards, a config, a tokenizer's files, experts, odd shapes."""
+"""Small checkpoints with everything that an exporter meets: shards, a config, a tokenizer's files, experts, odd
+shapes."""
 
 import json
 
@@ -11,16 +12,16 @@ HIDDEN, FFN, KV, VOCAB = 256, 384, 128, 160
 def config(layers=3, **more):
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": FFN,
-        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": VOCAB,
-        "torch_dtype": "bfloat16", **more,
-    }  # fmt: skip
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size":
+        VOCAB, "torch_dtype": "bfloat16", **more, }  # fmt: skip
 
 
 def tensors(layers=3, experts=0, stacked=False, dtype=torch.bfloat16, kv=KV, seed=0):
     draws = torch.Generator().manual_seed(seed)
 
     def weight(*shape):
-        # Rows of several sizes, so that tiles have scales of their own and some are rounded to half of the largest code.
+        # Rows of several sizes, so that tiles have scales of their own and some are rounded to half of the largest
+        # code.
         return (torch.randn(*shape, generator=draws) * torch.rand(*shape[:-1], 1, generator=draws)).to(dtype)
 
     out = {"model.embed_tokens.weight": weight(VOCAB, HIDDEN)}
@@ -65,4 +66,6 @@ def write(folder, weights=None, shards=3, **settings):
 
 def content(folder):
     """Every file of a folder, by name."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }

@@ -1,4 +1,5 @@
-"""A small Transformer under autocast: the contracts, three layers and a head, some steps of training, the state of delayed scaling."""
+"""A small Transformer under autocast: the contracts, three layers and a head, some steps of training, the state of
+delayed scaling."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,11 @@ class Model(torch.nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x) if self.recompute is None else checkpoint(layer, x, use_reentrant=self.recompute == "reentrant")
+            x = (
+                layer(x)
+                if self.recompute is None
+                else checkpoint(layer, x, use_reentrant=self.recompute == "reentrant")
+            )
         return self.head(x)
 
 
@@ -40,7 +45,11 @@ def train(model, fp8, x, steps=3, microbatches=1, inside=False):
                 sum(losses).backward()
         if not inside:
             sum(losses).backward()
-        found += [loss.detach() for loss in losses] + [leaf.grad for leaf in leaves] + [p.grad.clone() for p in model.parameters()]
+        found += (
+            [loss.detach() for loss in losses]
+            + [leaf.grad for leaf in leaves]
+            + [p.grad.clone() for p in model.parameters()]
+        )
     return found
 
 

@@ -26,8 +26,16 @@ def contracts(draw):
         f |= {"first_layers": draw(counts), "last_layers": draw(counts)}
     f |= {"keep": tuple(draw(st.lists(patterns, max_size=3, unique=True))), "strict": flag()}
     f |= {"loss_scale": draw(st.none() | positive), "initial_loss_scale": draw(st.floats(4, 2.0**32))}
-    f |= {"min_loss_scale": draw(st.floats(0.5, 4)), "loss_scale_window": draw(st.integers(1, 5000)), "hysteresis": draw(st.integers(1, 8))}
-    f |= {"rollout": one_of(None, "compute", "fp8"), "kv_cache": one_of("auto", "fp8"), "importance_sampling": one_of(None, True, False)}
+    f |= {
+        "min_loss_scale": draw(st.floats(0.5, 4)),
+        "loss_scale_window": draw(st.integers(1, 5000)),
+        "hysteresis": draw(st.integers(1, 8)),
+    }
+    f |= {
+        "rollout": one_of(None, "compute", "fp8"),
+        "kv_cache": one_of("auto", "fp8"),
+        "importance_sampling": one_of(None, True, False),
+    }
     fp8_rollout = f["rollout"] == "fp8" or (f["rollout"] is None and scaling is not None)
     block = one_of("128x128", "1x32", "tensor")
     f["rollout_block"] = block

@@ -14,7 +14,8 @@ VERSIONS = os.environ.get("NEMO_FP8_TE_TESTS_VERSIONS", "").split()
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe of TE's by its class and arguments; ``precision`` is ours of the same meaning, where the contract has one."""
+    """A recipe of TE's by its class and arguments; ``precision`` is ours of the same meaning, where the contract has
+    one."""
 
     recipe: str
     arguments: dict[str, Any]

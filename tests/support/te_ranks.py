@@ -1,4 +1,5 @@
-"""What a rank of a test does: a spawned process imports this file, and nothing of TE before the CPU stands in for its GPU."""
+"""What a rank of a test does: a spawned process imports this file, and nothing of TE before the CPU stands in for its
+GPU."""
 
 import torch
 

@@ -2,7 +2,13 @@
 
 import torch
 
-SHAPE = {"hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPE = {
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 FAMILIES = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -22,7 +28,13 @@ VOCABULARY = 160
 
 def config(family="qwen3", **changes):
     """A ``config.json``."""
-    fixed = {"vocab_size": VOCABULARY, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 512}
+    fixed = {
+        "vocab_size": VOCABULARY,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+    }
     return SHAPE | fixed | FAMILIES[family] | changes
 
 
@@ -33,7 +45,11 @@ def state_dict(c, seed=0):
     kind, moe = c["model_type"], "num_experts_per_tok" in c
     experts = c.get("num_experts", c.get("num_local_experts", 0))
     wide = c.get("moe_intermediate_size", c["intermediate_size"])
-    at, names = ("block_sparse_moe", ("w1", "w3", "w2")) if kind == "mixtral" else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    at, names = (
+        ("block_sparse_moe", ("w1", "w3", "w2"))
+        if kind == "mixtral"
+        else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    )
 
     def matrix(rows, columns, scale=1.0):
         return (torch.randn(rows, columns, generator=g) * scale * columns**-0.5).bfloat16()
@@ -41,10 +57,17 @@ def state_dict(c, seed=0):
     def norm(size):
         return (1 + 0.1 * torch.randn(size, generator=g)).bfloat16()
 
-    tensors = {"model.embed_tokens.weight": matrix(c["vocab_size"], hidden, 1.0 if c.get("tie_word_embeddings") else hidden**0.5)}
+    tensors = {
+        "model.embed_tokens.weight": matrix(
+            c["vocab_size"], hidden, 1.0 if c.get("tie_word_embeddings") else hidden**0.5
+        )
+    }
     for i in range(c["num_hidden_layers"]):
         p = f"model.layers.{i}."
-        tensors[p + "input_layernorm.weight"], tensors[p + "post_attention_layernorm.weight"] = norm(hidden), norm(hidden)
+        tensors[p + "input_layernorm.weight"], tensors[p + "post_attention_layernorm.weight"] = (
+            norm(hidden),
+            norm(hidden),
+        )
         for part, count in (("q", heads), ("k", kv), ("v", kv)):
             tensors[f"{p}self_attn.{part}_proj.weight"] = matrix(count * dim, hidden)
             if kind == "qwen2":
@@ -56,7 +79,10 @@ def state_dict(c, seed=0):
             tensors[f"{p}{at}.gate.weight"] = matrix(experts, hidden, 3.0)
         for block in [f"{p}{at}.experts.{e}." for e in range(experts)] if moe else [f"{p}{at}."]:
             gate, up, down = names
-            tensors[f"{block}{gate}.weight"], tensors[f"{block}{up}.weight"] = matrix(wide, hidden), matrix(wide, hidden)
+            tensors[f"{block}{gate}.weight"], tensors[f"{block}{up}.weight"] = (
+                matrix(wide, hidden),
+                matrix(wide, hidden),
+            )
             tensors[f"{block}{down}.weight"] = matrix(hidden, wide)
     tensors["model.norm.weight"] = norm(hidden)
     if not c.get("tie_word_embeddings"):

@@ -9,7 +9,8 @@ HIDDEN, FFN, LAYERS = 128, 256, 4
 
 
 def llama(seed=0, layers=LAYERS):
-    """Weights by name, as Hugging Face has them: BF16, layer 2 with an outlier that swamps half of its down projection."""
+    """Weights by name, as Hugging Face has them: BF16, layer 2 with an outlier that swamps half of its down
+    projection."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {"model.embed_tokens.weight": (64, HIDDEN), "lm_head.weight": (64, HIDDEN)}
     for layer in range(layers):

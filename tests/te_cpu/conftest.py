@@ -1,7 +1,7 @@
 """TransformerEngine's real Python over our extension.
 
-The CPU stands in for CUDA in the whole process, as it does wherever Megatron is imported. NEMO_FP8_TE_TESTS_ARCH=90 runs these tests for
-another architecture, in a process of their own.
+The CPU stands in for CUDA in the whole process, as it does wherever Megatron is imported. NEMO_FP8_TE_TESTS_ARCH=90
+runs these tests for another architecture, in a process of their own.
 """
 
 import pytest
@@ -22,7 +22,8 @@ def arch():
 
 @pytest.fixture
 def products(monkeypatch):
-    """How the two operands of each of TE's matrix products are stored, as they run: ``Tensor`` for what is not quantized."""
+    """How the two operands of each of TE's matrix products are stored, as they run: ``Tensor`` for what is not
+    quantized."""
     import transformer_engine_torch as tex
 
     seen, multiply = [], tex.generic_gemm
@@ -36,7 +37,11 @@ def products(monkeypatch):
 
 
 def _storage(operand):
-    kind = next(cls.__name__ for cls in type(operand).__mro__ if cls.__name__.endswith("Storage") or cls.__name__ in ("Tensor", "object"))
+    kind = next(
+        cls.__name__
+        for cls in type(operand).__mro__
+        if cls.__name__.endswith("Storage") or cls.__name__ in ("Tensor", "object")
+    )
     if kind != "Tensor":
         data = [getattr(operand, name, None) for name in ("_data", "_transpose", "_rowwise_data", "_columnwise_data")]
         assert any(codes is not None and codes.dtype == torch.uint8 and codes.unique().numel() > 4 for codes in data)

@@ -1,4 +1,5 @@
-"""Hugging Face Accelerate trains in FP8 through TransformerEngine as it does on a GPU: its own conversion, recipes and autocast."""
+"""Hugging Face Accelerate trains in FP8 through TransformerEngine as it does on a GPU: its own conversion, recipes and
+autocast."""
 
 import os
 import subprocess
@@ -36,7 +37,9 @@ def test_a_model_learns_in_fp8(name, cpu, products):
     accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=cpu)
     assert accelerator.fp8_backend == "TE"
     assert accelerator.device.type == ("cpu" if cpu else "cuda")
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64), torch.nn.Linear(64, 10))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64), torch.nn.Linear(64, 10)
+    )
     data = torch.utils.data.TensorDataset(torch.randn(96, 64), torch.randn(96, 10))
     loader = torch.utils.data.DataLoader(data, batch_size=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -89,7 +92,19 @@ sys.stdout.write(f"rank {accelerator.process_index} of {accelerator.num_processe
 @pytest.mark.long
 def test_two_ranks_share_weights_and_scales(tmp_path):
     (tmp_path / "train.py").write_text(RANK)
-    command = [sys.executable, "-m", "nemo_fp8.cli", "run", "--", sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run([*command, "--nproc-per-node", "2", tmp_path / "train.py"], capture_output=True, text=True, env=os.environ)
+    command = [
+        sys.executable,
+        "-m",
+        "nemo_fp8.cli",
+        "run",
+        "--",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+    ]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", tmp_path / "train.py"], capture_output=True, text=True, env=os.environ
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]

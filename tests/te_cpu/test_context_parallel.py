@@ -1,4 +1,5 @@
-"""Packed sequences over ranks: who holds which tokens, halves, and partial attention put together again, beside plain loops."""
+"""Packed sequences over ranks: who holds which tokens, halves, and partial attention put together again, beside plain
+loops."""
 
 import pytest
 import torch
@@ -51,7 +52,14 @@ def test_halves_are_read_and_corrected(leading):
     halves = [tex.thd_read_half_tensor(x, BEGINS, half) for half in (0, 1)]
     for half in (0, 1):
         assert torch.equal(halves[half].movedim(-3, 0), _halves(tokens, half))
-    for changes in (("add", "none"), ("copy", "none"), ("none", "add"), ("none", "copy"), ("add", "copy"), ("copy", "add")):
+    for changes in (
+        ("add", "none"),
+        ("copy", "none"),
+        ("none", "add"),
+        ("none", "copy"),
+        ("add", "copy"),
+        ("copy", "add"),
+    ):
         grad, step = torch.randn_like(x), torch.randn_like(halves[0] if "none" in changes else x)
         found = grad.clone()
         tex.thd_grad_correction(found, step, BEGINS, *changes)
@@ -80,7 +88,8 @@ def _spread(parts, packed, longest):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("second_half", [False, True])
 def test_attention_in_two_steps_is_that_in_one(packed, second_half):
-    """A ring's two steps: all keys seen at first, then further keys, by all queries or by those of the second halves."""
+    """A ring's two steps: all keys seen at first, then further keys, by all queries or by those of the second
+    halves."""
     torch.manual_seed(0)
     q, keys, values = (torch.randn(24, 2, 16, dtype=torch.float64) for _ in range(3))
     whole, outs, more_outs, lses, more_lses, expected_lses = [], [], [], [], [], []

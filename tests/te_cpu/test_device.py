@@ -52,4 +52,6 @@ def test_nccls_name_means_gloo(arguments, tmp_path):
 def test_a_device_as_a_context(name, kind):
     """transformers and Accelerate build models of many gigabytes on meta."""
     with torch.device(name):
-        assert {torch.empty(2).device.type, torch.nn.Linear(2, 2).weight.device.type, torch.zeros(2).device.type} == {kind}
+        assert {torch.empty(2).device.type, torch.nn.Linear(2, 2).weight.device.type, torch.zeros(2).device.type} == {
+            kind
+        }

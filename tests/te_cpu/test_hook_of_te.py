@@ -1,4 +1,5 @@
-"""The hook is never in the way of what runs without us, and where TransformerEngine could not run it comes first, or says why not."""
+"""The hook is never in the way of what runs without us, and where TransformerEngine could not run it comes first, or
+says why not."""
 
 import os
 import py_compile
@@ -20,7 +21,10 @@ def _run(code, *folders, flags=(), **variables):
     paths = os.pathsep.join(map(str, (AT_START, ROOT, *folders)))
     env = {name: value for name, value in os.environ.items() if not name.startswith("NVTE")}
     return subprocess.run(
-        [sys.executable, *flags, "-c", code], env=env | {"PYTHONPATH": paths, **variables}, capture_output=True, text=True
+        [sys.executable, *flags, "-c", code],
+        env=env | {"PYTHONPATH": paths, **variables},
+        capture_output=True,
+        text=True,
     )
 
 
@@ -76,7 +80,8 @@ def test_what_runs_without_us_is_left_alone(site, make, before, flags, variables
 
 
 def test_torch_stays_what_it_is_beside_a_gpu(site):
-    """With torch imported before: a driver, the compiled extension, and every name of torch.cuda and of tensors as it was."""
+    """With torch imported before: a driver, the compiled extension, and every name of torch.cuda and of tensors as it
+    was."""
     (site / f"transformer_engine/wheel_lib/{SO}").touch()
     (site / "nvidiactl").touch()
     done = _run(
@@ -93,7 +98,10 @@ def test_torch_stays_what_it_is_beside_a_gpu(site):
 
 
 def test_looking_for_it_is_no_import(site):
-    code = "import sys, importlib.util as u; assert u.find_spec('transformer_engine'); assert not {'nemo_fp8', 'torch'} & set(sys.modules)"
+    code = (
+        "import sys, importlib.util as u; assert u.find_spec('transformer_engine'); assert not {'nemo_fp8', 'torch'} "
+        "& set(sys.modules)"
+    )
     done = _run(code, site)
     assert done.returncode == 0, done.stderr
 
@@ -121,7 +129,9 @@ def test_it_imports_next_to_nothing():
 
 
 def test_registering_twice_is_registering_once():
-    done = _run("import sys, nemo_fp8_hook as h; h.register(); print(sum(isinstance(f, h.Hook) for f in sys.meta_path))")
+    done = _run(
+        "import sys, nemo_fp8_hook as h; h.register(); print(sum(isinstance(f, h.Hook) for f in sys.meta_path))"
+    )
     assert done.stdout == "1\n", done.stderr
 
 
@@ -163,7 +173,9 @@ def test_megatron_finds_te_there():
 
 def _another_version(site):
     (site / "transformer_engine-2.9.0.dist-info").mkdir()
-    (site / "transformer_engine-2.9.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.9.0\n")
+    (site / "transformer_engine-2.9.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.9.0\n"
+    )
     return {}
 
 
@@ -183,8 +195,8 @@ def _without_triton(site):
     ],
 )
 def test_a_refusal_is_said_at_the_import_each_time(site, make, words):
-    """As no ImportError, which Megatron takes for "there is no TransformerEngine", and trains on without FP8. None of the conditions above
-    holds here, so this is also what they look like when they say no."""
+    """As no ImportError, which Megatron takes for "there is no TransformerEngine", and trains on without FP8. None of
+    the conditions above holds here, so this is also what they look like when they say no."""
     code = (
         "import os, sys; sys.modules.update(dict.fromkeys(os.environ.get('WITHOUT', '').split()))\n"
         "for _ in range(2):\n"
@@ -224,7 +236,10 @@ def test_it_costs_less_than_a_millisecond(tmp_path):
         py_compile.compile(str(tmp_path / file))
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-S", "-c", COST]
-    runs = [subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout.split() for _ in range(10)]
+    runs = [
+        subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(10)
+    ]
     registered, asked = (min(float(run[i]) for run in runs) for i in (0, 1))
     assert registered < 1e-3
     assert asked < 1e-3

@@ -1,4 +1,5 @@
-"""``nemo-fp8 run``: every Python below it has the hook, its exit code is the command's, and beside a GPU it changes nothing."""
+"""``nemo-fp8 run``: every Python below it has the hook, its exit code is the command's, and beside a GPU it changes
+nothing."""
 
 import json
 import os
@@ -60,12 +61,19 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("words", [["-c", HOOKED], ["spawn.py"], ["-m", "IPython", "-c", HOOKED]], ids=["-c", "spawn", "IPython"])
+@pytest.mark.parametrize(
+    "words", [["-c", HOOKED], ["spawn.py"], ["-m", "IPython", "-c", HOOKED]], ids=["-c", "spawn", "IPython"]
+)
 def test_every_python_has_the_hook_and_the_next_sitecustomize(tmp_path, words):
     (tmp_path / "spawn.py").write_text(SPAWN)
     (tmp_path / "sitecustomize.py").write_text("print('theirs')")
     words = [str(tmp_path / word) if word.endswith(".py") else word for word in words]
-    done = _run("--", sys.executable, *words, PYTHONPATH=os.pathsep.join([os.environ.get("PYTHONPATH", str(ROOT)), str(tmp_path)]))
+    done = _run(
+        "--",
+        sys.executable,
+        *words,
+        PYTHONPATH=os.pathsep.join([os.environ.get("PYTHONPATH", str(ROOT)), str(tmp_path)]),
+    )
     assert "theirs" in done.stdout, done.stderr
     assert "1" in done.stdout.splitlines(), done.stdout + done.stderr  # one, and no more
 
@@ -99,6 +107,8 @@ def test_beside_a_gpu_it_runs_the_command_as_it_is(monkeypatch, tmp_path):
 
 
 def test_turned_off_it_says_so():
-    done = _run("--", sys.executable, "-S", "-c", HOOKED, NEMO_FP8_TE_CPU="0", PYTHONPATH=str(ROOT))  # without the one that is installed
+    done = _run(
+        "--", sys.executable, "-S", "-c", HOOKED, NEMO_FP8_TE_CPU="0", PYTHONPATH=str(ROOT)
+    )  # without the one that is installed
     assert done.stdout == "0\n"
     assert done.stderr == "note: NEMO_FP8_TE_CPU=0: nothing is stood in for.\n"

@@ -1,4 +1,5 @@
-"""Lightning's TransformerEnginePrecision trains through TransformerEngine as it does on a GPU: its own replacement of layers and recipe."""
+"""Lightning's TransformerEnginePrecision trains through TransformerEngine as it does on a GPU: its own replacement of
+layers and recipe."""
 
 import lightning
 import pytest
@@ -10,7 +11,9 @@ from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 class Model(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+        self.layers = torch.nn.Sequential(
+            torch.nn.LayerNorm(64), torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64)
+        )
         self.losses = []
 
     def training_step(self, batch, index):
@@ -26,10 +29,13 @@ class Model(lightning.LightningModule):
 @pytest.mark.parametrize("recipe", [None, {"fp8_format": "E4M3", "amax_history_len": 4}], ids=["default", "given"])
 def test_a_model_learns_in_fp8(accelerator, recipe, products):
     torch.manual_seed(0)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(96, 64), torch.randn(96, 64)), batch_size=32)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(96, 64), torch.randn(96, 64)), batch_size=32
+    )
     model = Model()
     trainer = lightning.Trainer(
-        plugins=[TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe=recipe)], accelerator=accelerator, devices=1,
+        plugins=[TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe=recipe)], accelerator=accelerator,
+        devices=1,
         max_epochs=5, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, loader)

@@ -1,4 +1,5 @@
-"""TE's modules under every recipe: forward and backward near BF16, the same bits with recompute, learning with its optimizer."""
+"""TE's modules under every recipe: forward and backward near BF16, the same bits with recompute, learning with its
+optimizer."""
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ import transformer_engine.pytorch as te
 from support.te_cases import ARCH, CASES
 
 RECIPES = [name for name, case in CASES.items() if case.least_arch <= ARCH]
-# A GEMM of two E4M3 operands is off by sqrt(2) times 2.65%, one of two NVFP4 operands by about 15%; a layer has up to four in a row.
+# A GEMM of two E4M3 operands is off by sqrt(2) times 2.65%, one of two NVFP4 operands by about 15%; a layer has up to
+# four in a row.
 NEAR = {"nvfp4": 0.4}
 BF16 = {"params_dtype": torch.bfloat16}
 MODULES = {
@@ -15,7 +17,9 @@ MODULES = {
     "RMSNorm+Linear": lambda: te.LayerNormLinear(128, 256, normalization="RMSNorm", **BF16),
     "MLP gelu": lambda: te.LayerNormMLP(128, 256, activation="gelu", **BF16),
     "MLP swiglu": lambda: te.LayerNormMLP(128, 256, activation="swiglu", normalization="RMSNorm", **BF16),
-    "layer": lambda: te.TransformerLayer(128, 256, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **BF16),
+    "layer": lambda: te.TransformerLayer(
+        128, 256, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **BF16
+    ),
 }
 
 

@@ -30,7 +30,9 @@ def test_mask_map_there_and_back(dtype, align):
     experts, tokens = routing_map.t().nonzero(as_tuple=True)  # expert by expert, tokens in their order
     per_expert = routing_map.sum(0)
     if align:
-        rows, row_probs, row_map, offsets, padded = permutation.moe_permute_and_pad_with_probs(x, weights, routing_map, per_expert, align)
+        rows, row_probs, row_map, offsets, padded = permutation.moe_permute_and_pad_with_probs(
+            x, weights, routing_map, per_expert, align
+        )
         places = torch.arange(len(tokens)) + offsets[experts]
     else:
         rows, row_probs, row_map = permutation.moe_permute_with_probs(x, weights, routing_map, TOKENS * K)
@@ -83,7 +85,9 @@ def test_chunks_are_sorted_and_rows_behind_them_stay():
     moved = torch.cat([*(chunks[i] for i in order), behind])
     assert torch.equal(rows, x[moved])
     assert torch.equal(row_probs, probs[moved])
-    for mine, theirs in zip(_gradients([rows, row_probs], [x, probs]), _gradients([x[moved], probs[moved]], [x, probs]), strict=True):
+    for mine, theirs in zip(
+        _gradients([rows, row_probs], [x, probs]), _gradients([x[moved], probs[moved]], [x, probs]), strict=True
+    ):
         assert torch.equal(mine, theirs)
 
 
@@ -107,20 +111,29 @@ def _plain_router(logits, topk, score_function, pre_softmax, factor, bias):
 def test_router(score_function, pre_softmax, topk):
     logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
     bias = None if score_function == "softmax" else torch.randn(EXPERTS)
-    probs, routing_map = router.fused_topk_with_score_function(logits, topk, pre_softmax, None, None, 2.5, score_function, bias)
+    probs, routing_map = router.fused_topk_with_score_function(
+        logits, topk, pre_softmax, None, None, 2.5, score_function, bias
+    )
     expected, chosen = _plain_router(logits, topk, score_function, pre_softmax, 2.5, bias)
     assert torch.equal(routing_map, torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter(1, chosen, True))
     torch.testing.assert_close(probs, expected)
     (grad,) = _gradients([probs], [logits])
     torch.testing.assert_close(grad, _gradients([expected], [logits])[0])
-    for arguments in ({"routing_map_format": "bitmap_u8"}, {"topk_indices": torch.empty(TOKENS, topk, dtype=torch.int32)}):
-        again, _ = router.fused_topk_with_score_function(logits, topk, pre_softmax, None, None, 2.5, score_function, bias, **arguments)
+    for arguments in (
+        {"routing_map_format": "bitmap_u8"},
+        {"topk_indices": torch.empty(TOKENS, topk, dtype=torch.int32)},
+    ):
+        again, _ = router.fused_topk_with_score_function(
+            logits, topk, pre_softmax, None, None, 2.5, score_function, bias, **arguments
+        )
         assert torch.equal(again, probs)
         assert torch.equal(_gradients([again], [logits])[0], grad)
 
 
 def test_groups_of_experts_are_chosen_first():
-    logits = torch.tensor([[9.0, -9.0, 5.0, 4.9, 0.0, 0.0, 8.0, -8.0]])  # the largest expert, 0, lies in a group that is worth less
+    logits = torch.tensor(
+        [[9.0, -9.0, 5.0, 4.9, 0.0, 0.0, 8.0, -8.0]]
+    )  # the largest expert, 0, lies in a group that is worth less
     _, routing_map = router.fused_topk_with_score_function(logits, 2, False, 4, 1, None, "softmax", None)
     assert routing_map.nonzero()[:, 1].tolist() == [2, 3]
 
@@ -129,7 +142,11 @@ def test_groups_of_experts_are_chosen_first():
 def test_balancing_loss(score_function):
     logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
     routing_map, scores = router.fused_compute_score_for_moe_aux_loss(logits, K, score_function)
-    plain = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid, "sqrtsoftplus": lambda x: torch.nn.functional.softplus(x).sqrt()}
+    plain = {
+        "softmax": lambda x: x.softmax(-1),
+        "sigmoid": torch.sigmoid,
+        "sqrtsoftplus": lambda x: torch.nn.functional.softplus(x).sqrt(),
+    }
     expected = plain[score_function](logits)
     expected = expected / expected.sum(-1, keepdim=True)
     torch.testing.assert_close(scores, expected)
@@ -157,7 +174,9 @@ def test_megatrons_fused_path_is_its_plain_one():
         probs, routing_map = moe_utils.topk_routing_with_score_function(
             logits, K, score_function="sigmoid", expert_bias=torch.zeros(EXPERTS), fused=fused
         )[:2]
-        rows, row_probs, row_map = moe_utils.permute(x, routing_map, probs=probs, num_out_tokens=TOKENS * K, fused=fused)[:3]
+        rows, row_probs, row_map = moe_utils.permute(
+            x, routing_map, probs=probs, num_out_tokens=TOKENS * K, fused=fused
+        )[:3]
         y = moe_utils.unpermute(rows * row_probs[:, None], row_map, x.shape, routing_map=routing_map, fused=fused)
         sizes, order = torch.tensor([TOKENS, 0, TOKENS * (K - 1)]), torch.tensor([2, 0, 1])
         z, z_probs = moe_utils.sort_chunks_by_idxs(rows, sizes, order, probs=row_probs, fused=fused)

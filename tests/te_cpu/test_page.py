@@ -1,4 +1,5 @@
-"""The page's snippets, as they stand there, each in a process that starts as one of an environment that has the package."""
+"""The page's snippets, as they stand there, each in a process that starts as one of an environment that has the
+package."""
 
 import os
 import re
@@ -18,5 +19,7 @@ SNIPPETS = re.findall(r"^```python te\n(.*?)^```", PAGE.read_text(), re.M | re.S
 def test_the_page_is_true(snippet, tmp_path):
     assert len(snippet.splitlines()) <= 13
     environment = os.environ | launch.variables_for(None, os.environ)
-    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", snippet], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -24,7 +24,8 @@ def test_packed_and_padded_hold_the_same_tokens():
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "thd"])
 def test_new_tokens_are_appended_to_their_sequences(qkv_format, paged):
-    """Two steps: the first fills the cache, the second appends one token each; without pages a finished sequence's row is taken over."""
+    """Two steps: the first fills the cache, the second appends one token each; without pages a finished sequence's row
+    is taken over."""
     longest, pages = 8, 4 if paged else 1
     format = tex.NVTE_QKV_Format[f"NVTE_{qkv_format.upper()}"]
     caches = [torch.zeros(3 * pages, longest // pages, 2, 4) for _ in range(2)]
@@ -37,7 +38,9 @@ def test_new_tokens_are_appended_to_their_sequences(qkv_format, paged):
         given = {"bshd": padded, "sbhd": padded.transpose(0, 1).contiguous(), "thd": torch.cat(new)}[qkv_format]
         kept = [torch.cat(parts) for parts in zip(kept, new, strict=True)]
         cu_new, cu_all = (torch.tensor([0, *n]).cumsum(0).int() for n in (lens, [len(part) for part in kept]))
-        tex.copy_to_kv_cache(given, -given, *caches, table, cu_new, cu_all, format, len(lens), max(lens), longest, pages, not paged)
+        tex.copy_to_kv_cache(
+            given, -given, *caches, table, cu_new, cu_all, format, len(lens), max(lens), longest, pages, not paged
+        )
         for i, part in enumerate(kept):
             for cache, sign in zip(caches, (1, -1), strict=True):
                 held = cache[table[i].long()].flatten(0, 1) if paged else cache[i]
@@ -46,7 +49,9 @@ def test_new_tokens_are_appended_to_their_sequences(qkv_format, paged):
 
 def test_attention_over_a_cache_is_that_over_the_whole():
     torch.manual_seed(0)
-    layer = te.TransformerLayer(64, 64, 4, layer_number=1, self_attn_mask_type="causal", attn_input_format="bshd").eval()
+    layer = te.TransformerLayer(
+        64, 64, 4, layer_number=1, self_attn_mask_type="causal", attn_input_format="bshd"
+    ).eval()
     x = torch.randn(2, 6, 64, device="cuda")
     cache = InferenceParams(2, 16, num_heads_kv=4, head_dim_k=16, dtype=torch.float32)
     with torch.no_grad():

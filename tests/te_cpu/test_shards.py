@@ -16,7 +16,11 @@ pytestmark = pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell"
 def test_shards_make_the_whole(cuts, source):
     torch.manual_seed(0)
     h, w = 48, 80
-    master = {"normal": torch.randn(h, w), "zeros": torch.zeros(h, w), "outliers": torch.randn(h, w) * torch.logspace(-15, 15, w)}[source]
+    master = {
+        "normal": torch.randn(h, w),
+        "zeros": torch.zeros(h, w),
+        "outliers": torch.randn(h, w) * torch.logspace(-15, 15, w),
+    }[source]
     quantizer = NVFP4Quantizer(with_2d_quantization=True)
     whole = quantizer(master)
     found = quantizer(torch.randn(h, w))
@@ -29,7 +33,9 @@ def test_shards_make_the_whole(cuts, source):
     scales, encode = torch.empty(3, 5), torch.empty(1)
     tex.nvfp4_compute_global_scale(amax, encode)
     target = found._rowwise_scale_inv
-    tex.nvfp4_multi_tensor_fused_scale([blocks], [amax], [scales], [target], [found._amax_rowwise], [3], [5], [target.shape[0]], 16)
+    tex.nvfp4_multi_tensor_fused_scale(
+        [blocks], [amax], [scales], [target], [found._amax_rowwise], [3], [5], [target.shape[0]], 16
+    )
     codes = found._rowwise_data.view(-1)
     for shard, (start, end) in zip(shards, itertools.pairwise(cuts), strict=True):
         piece = codes[start // 2 : -(-end // 2)]
@@ -38,7 +44,12 @@ def test_shards_make_the_whole(cuts, source):
     assert torch.equal(found._rowwise_scale_inv, whole._rowwise_scale_inv)
     assert torch.equal(found._amax_rowwise, whole._amax_rowwise)
     tex.nvfp4_2d_multi_tensor_transpose(
-        [found._rowwise_data], [found._columnwise_data], [found._rowwise_scale_inv], [found._columnwise_scale_inv], [h], [w]
+        [found._rowwise_data],
+        [found._columnwise_data],
+        [found._rowwise_scale_inv],
+        [found._columnwise_scale_inv],
+        [h],
+        [w],
     )
     assert torch.equal(found._columnwise_data, whole._columnwise_data)
     assert torch.equal(found._columnwise_scale_inv, whole._columnwise_scale_inv)

@@ -1,4 +1,5 @@
-"""``tools/te_suite.py`` counts what passes, fails, skips, hangs, dies and cannot be collected, and loses nothing of a file it stops."""
+"""``tools/te_suite.py`` counts what passes, fails, skips, hangs, dies and cannot be collected, and loses nothing of a
+file it stops."""
 
 import json
 import subprocess
@@ -28,7 +29,8 @@ FILES = {
         from pathlib import Path
 
         RANK = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(600)"
-        LAUNCHER = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {RANK!r}], start_new_session=True)"
+        RUN = f"subprocess.run([sys.executable, '-S', '-c', {RANK!r}], start_new_session=True)"
+        LAUNCHER = f"import subprocess, sys; {RUN}"
 
         def test_leaves_a_rank():
             launcher = subprocess.Popen([sys.executable, "-S", "-c", LAUNCHER])
@@ -56,7 +58,17 @@ def suite(tmp_path, monkeypatch):
         folder.joinpath(name).write_text("\n".join(line.removeprefix("        ") for line in text.splitlines()))
 
     def run(*arguments):
-        command = [sys.executable, TOOLS / "te_suite.py", tmp_path, "--arch", "90", "--json", "--docs", tmp_path, *arguments]
+        command = [
+            sys.executable,
+            TOOLS / "te_suite.py",
+            tmp_path,
+            "--arch",
+            "90",
+            "--json",
+            "--docs",
+            tmp_path,
+            *arguments,
+        ]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["files"], json.loads((tmp_path / "te_suite.json").read_text())["90"]

@@ -1,4 +1,5 @@
-"""Scales in the order of the tensor cores: TE's own formula says where each lies, and a GEMM reads the same values from it."""
+"""Scales in the order of the tensor cores: TE's own formula says where each lies, and a GEMM reads the same values from
+it."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""``torch.autocast`` on one device with two names: torch's operators and TE's modules obey it alike, the extension never sees it."""
+"""``torch.autocast`` on one device with two names: torch's operators and TE's modules obey it alike, the extension
+never sees it."""
 
 import pytest
 import torch
@@ -43,8 +44,8 @@ def test_the_extension_multiplies_as_it_does_without():
     a, b = torch.randn(64, 32), torch.randn(48, 32)
 
     def product():
-        return tex.generic_gemm(a, True, b, False, None, None, tex.DType.kFloat32, None, tex.DType.kFloat32, False, None, False,
-                                torch.empty(0), 0, False, False)[0]  # fmt: skip
+        return tex.generic_gemm(a, True, b, False, None, None, tex.DType.kFloat32, None, tex.DType.kFloat32, False,
+        None, False, torch.empty(0), 0, False, False)[0]  # fmt: skip
 
     expected = product()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,5 @@
-"""The other kernels beside plain torch: cross entropy over ranks, scaled activations, rotary embedding, groups' sums; refusals by name."""
+"""The other kernels beside plain torch: cross entropy over ranks, scaled activations, rotary embedding, groups' sums;
+refusals by name."""
 
 import pytest
 import torch
@@ -37,7 +38,9 @@ def test_cross_entropy_of_a_vocabulary_on_two_ranks(tmp_path):
     found = sorted(results.get() for _ in range(2))
     torch.manual_seed(0)
     x, y = torch.randn(3, 4, 50, requires_grad=True), torch.randint(0, 50, (3, 4))
-    loss = torch.nn.functional.cross_entropy(x.view(12, 50), y.view(12), reduction="none", label_smoothing=0.1).view(3, 4)
+    loss = torch.nn.functional.cross_entropy(x.view(12, 50), y.view(12), reduction="none", label_smoothing=0.1).view(
+        3, 4
+    )
     loss.sum().backward()
     for _, of_rank, _ in found:
         torch.testing.assert_close(torch.tensor(of_rank), loss)
@@ -61,7 +64,9 @@ def _plain(name, x, interleave):
 
 
 @pytest.mark.parametrize("interleave", [0, 8])
-@pytest.mark.parametrize(("name", "derivative"), [("swiglu", "dswiglu"), ("situglu", "dsituglu"), ("clamped_swiglu", "clamped_dswiglu")])
+@pytest.mark.parametrize(
+    ("name", "derivative"), [("swiglu", "dswiglu"), ("situglu", "dsituglu"), ("clamped_swiglu", "clamped_dswiglu")]
+)
 def test_scaled_gates(name, derivative, interleave):
     x, s = (torch.randn(12, 64) * 4).requires_grad_(), torch.rand(12, requires_grad=True)
     expected = _plain(name, x, interleave) * s[:, None]
@@ -142,7 +147,11 @@ def test_scales_are_padded_with_zeros():
 
 def test_offsets_of_groups():
     sizes, (elements, ends) = tex.splits_to_offsets_multi(
-        torch.tensor([3, 0, 5]).int(), "cuda", strides=[4, 1], include_leading_zero=[True, False], dtypes=[torch.int64, torch.int32]
+        torch.tensor([3, 0, 5]).int(),
+        "cuda",
+        strides=[4, 1],
+        include_leading_zero=[True, False],
+        dtypes=[torch.int64, torch.int32],
     )
     assert sizes.dtype == torch.int64
     assert elements.tolist() == [0, 12, 12, 32]
@@ -158,7 +167,11 @@ def test_no_function_of_te_launches_a_kernel_in_silence():
     for module in ("permutation", "cross_entropy", "pad", "grouped_dbias_dscales"):
         _, functions = triton_kernels.LAUNCHERS[module]
         home = __import__(triton_kernels.HOME + module, fromlist=["x"])
-        public = {name for name, value in vars(home).items() if callable(value) and getattr(value, "__module__", "") == home.__name__}
+        public = {
+            name
+            for name, value in vars(home).items()
+            if callable(value) and getattr(value, "__module__", "") == home.__name__
+        }
         assert {name for name in public if not name.startswith("_")} == set()
         assert all(getattr(home, name).__module__.startswith("nemo_fp8.") for name in functions.split())
 

@@ -38,14 +38,20 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(recipe, settings, lay
     assert resumed == losses[SAVED:]
 
 
-@pytest.mark.parametrize(("recipe", "layout"), [(DELAYED, DP2), (BLOCKWISE, {})], ids=["delayed-dp2", "blockwise-single"])
+@pytest.mark.parametrize(
+    ("recipe", "layout"), [(DELAYED, DP2), (BLOCKWISE, {})], ids=["delayed-dp2", "blockwise-single"]
+)
 def test_a_run_resumes_in_another_layout(recipe, layout, tmp_path):
     run = {"settings": GATHER, "reshardable": True}
     losses, checkpoint = save(tmp_path, recipe, **run, **TP2)
-    assert train_tiny(recipe, steps=STEPS, resume=checkpoint, **run, **layout).losses == pytest.approx(losses[SAVED:], abs=5e-3)
+    assert train_tiny(recipe, steps=STEPS, resume=checkpoint, **run, **layout).losses == pytest.approx(
+        losses[SAVED:], abs=5e-3
+    )
 
 
-@pytest.mark.parametrize(("before", "after"), [("bf16_mixed", DELAYED), (BLOCKWISE, "bf16_mixed"), (DELAYED, TENSORWISE)])
+@pytest.mark.parametrize(
+    ("before", "after"), [("bf16_mixed", DELAYED), (BLOCKWISE, "bf16_mixed"), (DELAYED, TENSORWISE)]
+)
 def test_a_run_changes_its_precision_at_a_checkpoint(before, after, tmp_path):
     losses, checkpoint = save(tmp_path, before, reshardable=True, **DP2)
     changed = train_tiny(after, steps=STEPS, resume=checkpoint, reshardable=True, **DP2).losses

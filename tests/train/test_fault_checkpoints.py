@@ -1,4 +1,5 @@
-"""Checkpoints that were damaged, half-written or met a full disk: refused with an error, and the one before stays usable."""
+"""Checkpoints that were damaged, half-written or met a full disk: refused with an error, and the one before stays
+usable."""
 
 import os
 import re
@@ -61,7 +62,9 @@ DAMAGE = {
 def resume(folder, **settings):
     from nemo_fp8.train.checkpoints import Resume
 
-    return Resume(resume_from_directory=str(checkpoints(folder)), resume_if_exists=True, **settings).get_trainer_ckpt_path()
+    return Resume(
+        resume_from_directory=str(checkpoints(folder)), resume_if_exists=True, **settings
+    ).get_trainer_ckpt_path()
 
 
 def test_an_undamaged_run_resumes_where_nemo_would(copy):
@@ -77,7 +80,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_stays_usable(case
     newest = checkpoints(copy) / "step=5-last"
     do(newest / name)
     usable = checkpoints(copy) / "step=3"
-    words = rf"{re.escape(str(newest / name))}: the file {says}(.|\n)*Resume from {re.escape(str(usable))} \(after step 4\)"
+    words = (
+        rf"{re.escape(str(newest / name))}: the file {says}(.|\n)*Resume from {re.escape(str(usable))} \(after step 4\)"
+    )
     with pytest.raises(PrecisionError, match=words):
         resume(copy)
     with pytest.raises(PrecisionError, match=words):
@@ -96,7 +101,9 @@ def test_a_changed_byte_is_found_by_its_checksum_where_torch_finds_nothing(copy)
     shard = checkpoints(copy) / "step=5-last" / "weights" / "__0_0.distcp"
     flip_a_bit(shard)
     assert resume(copy) == shard.parent, "only reading tells"
-    with pytest.raises(PrecisionError, match=rf"{re.escape(str(shard))}: the bytes of .+ are not those that were written"):
+    with pytest.raises(
+        PrecisionError, match=rf"{re.escape(str(shard))}: the bytes of .+ are not those that were written"
+    ):
         resume(copy, contents=True)
     train_tiny("bf16_mixed", resume=str(shard.parents[1]), steps=7, **SMALL)
 
@@ -173,7 +180,11 @@ def test_a_save_that_was_killed_leaves_the_checkpoint_before_it(run, tmp_path):
 
 def mount(folder, room, run, *options):
     """A disk of its own for a folder, with room for so many checkpoints; tells what went wrong."""
-    size = sum(path.stat().st_size // 4096 * 4096 + 4096 for path in (checkpoints(run[0]) / "step=3").rglob("*") if path.is_file())
+    size = sum(
+        path.stat().st_size // 4096 * 4096 + 4096
+        for path in (checkpoints(run[0]) / "step=3").rglob("*")
+        if path.is_file()
+    )
     options = ",".join([*options, f"size={int(room * size)}"])
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
     if done.returncode:
@@ -190,7 +201,9 @@ def disk(tmp_path):
 def full(disk, ranks):
     """The log of a run that fills the disk with its third checkpoint."""
     log = fails("bf16_mixed", folder=str(disk), save_every=2, steps=6, ranks=ranks, before="support.train.faulty:ours")
-    assert re.search(rf"Step 3: the checkpoint could not be written to {checkpoints(disk)}, where \S+ \w+ of \S+ MiB are free", log)
+    assert re.search(
+        rf"Step 3: the checkpoint could not be written to {checkpoints(disk)}, where \S+ \w+ of \S+ MiB are free", log
+    )
     assert re.search(r"The run goes on from \S+step=1-last \(after 2 steps\)", log)
     assert "others were still running" not in log
 

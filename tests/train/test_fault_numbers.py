@@ -1,4 +1,5 @@
-"""Numbers that are not finite, in the data and in an amax: each ends with an error that says what to do, or is recovered from."""
+"""Numbers that are not finite, in the data and in an amax: each ends with an error that says what to do, or is
+recovered from."""
 
 import re
 
@@ -24,7 +25,9 @@ def data_with_nan(tiny):
             super().setup(stage)
             self._stories["train"] = Broken("train", self.samples["train"], self.seq_length, self.seed)
 
-    return BrokenData(tiny.seq_length, tiny.micro_batch, tiny.global_batch, num_train_samples=100_000, num_val_samples=64)
+    return BrokenData(
+        tiny.seq_length, tiny.micro_batch, tiny.global_batch, num_train_samples=100_000, num_val_samples=64
+    )
 
 
 def put_nan(output):
@@ -92,7 +95,12 @@ def always_nan(trainer, tiny):
 
 
 def test_a_loss_that_no_scale_mends_ends_an_fp16_run():
-    log = fails("fp16_mixed", stock=False, settings={"fp16_initial_loss_scale": 1024.0}, before="train.test_fault_numbers:always_nan")
+    log = fails(
+        "fp16_mixed",
+        stock=False,
+        settings={"fp16_initial_loss_scale": 1024.0},
+        before="train.test_fault_numbers:always_nan",
+    )
     assert "Step 4: the loss was not finite in 3 steps in a row" in log
 
 
@@ -102,7 +110,8 @@ SCALES = []
 
 
 def overflow(trainer, tiny):
-    """At step 2 an input and a gradient of one linear hold infinity; from step 4 on its inputs are 16 times as large."""
+    """At step 2 an input and a gradient of one linear hold infinity; from step 4 on its inputs are 16 times as
+    large."""
     from lightning.pytorch.callbacks import Callback
 
     def overflowed(x):
@@ -118,7 +127,9 @@ def overflow(trainer, tiny):
 
     class Hook(Callback):
         def on_train_start(self, trainer, *_):
-            self.linear = next(m for name, m in trainer.strategy.model.named_modules() if name.endswith("layers.1.mlp.linear_fc2"))
+            self.linear = next(
+                m for name, m in trainer.strategy.model.named_modules() if name.endswith("layers.1.mlp.linear_fc2")
+            )
             self.linear.register_forward_pre_hook(before_linear)
             self.linear.register_forward_hook(after_linear)
 

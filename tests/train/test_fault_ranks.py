@@ -1,4 +1,5 @@
-"""Ranks that die or stop in the middle of a step: the others end with an error, and the run goes on from its last checkpoint."""
+"""Ranks that die or stop in the middle of a step: the others end with an error, and the run goes on from its last
+checkpoint."""
 
 import os
 import re
@@ -62,7 +63,9 @@ def test_nemo_records_the_callback_with_the_run_and_reads_it_back(tmp_path):
 
     from nemo_fp8.train.faults import Faults
 
-    config = run.Config(nl.Trainer, accelerator="cpu", devices=1, logger=False, callbacks=[run.Config(Faults, timeout=600)])
+    config = run.Config(
+        nl.Trainer, accelerator="cpu", devices=1, logger=False, callbacks=[run.Config(Faults, timeout=600)]
+    )
     fdl.build(config).io_dump(tmp_path, yaml_attrs=[])
     callback = io.load(tmp_path).callbacks[0]
     assert (type(callback), callback.timeout, callback.patience) == (Faults, 600, 10)

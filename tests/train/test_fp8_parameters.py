@@ -9,14 +9,18 @@ RECIPES = {
     "blockwise": "bf16_with_fp8_subchannel_scaling_mixed",
     "mxfp8": "bf16_with_mxfp8_mixed",
 }
-REUSE = {"optim": {"reuse_grad_buf_for_mxfp8_param_ag": True}, "ddp": {"reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True}}
+REUSE = {
+    "optim": {"reuse_grad_buf_for_mxfp8_param_ag": True},
+    "ddp": {"reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True},
+}
 
 
 # ---------------------------------------------------------------------- first values
 
 
 def first_values(trainer, tiny):
-    """Before the first step: how far master weights are from the codes, and the amaxes that delayed scaling begins with."""
+    """Before the first step: how far master weights are from the codes, and the amaxes that delayed scaling begins
+    with."""
     from lightning.pytorch.callbacks import Callback
 
     from nemo_fp8.train.measure import _is_primary
@@ -27,7 +31,9 @@ def first_values(trainer, tiny):
             model = trainer.strategy.model
             weights = [p for p in model.parameters() if _is_primary(p)]
             for p in weights:
-                DISTANCES.append(float((p.main_param.float() - p.dequantize().float().flatten()).norm() / p.main_param.norm()))
+                DISTANCES.append(
+                    float((p.main_param.float() - p.dequantize().float().flatten()).norm() / p.main_param.norm())
+                )
             AMAXES.extend(float(history.max()) for history in amax_histories(model))
 
     trainer.callbacks.append(Look())
@@ -42,12 +48,18 @@ def report(trainer, extra):
 
 @pytest.mark.parametrize("scaling", ["delayed", "tensorwise", "blockwise"])
 def test_weights_initialized_on_the_cpu_begin_with_their_values(scaling):
-    """Megatron's use_cpu_initialization leaves TransformerEngine with values of uninitialised memory, and masters are made of these."""
-    watch = {"steps": 1, "before": "train.test_fp8_parameters:first_values", "probe": "train.test_fp8_parameters:report"}
+    """Megatron's use_cpu_initialization leaves TransformerEngine with values of uninitialised memory, and masters are
+    made of these."""
+    watch = {
+        "steps": 1,
+        "before": "train.test_fp8_parameters:first_values",
+        "probe": "train.test_fp8_parameters:report",
+    }
     settings = {"settings": {"fp8_param_gather": True}, "config": {"use_cpu_initialization": True}}
     ours = train_tiny(RECIPES[scaling], stock=False, accelerator="cpu", **watch, **settings).extra
     assert ours["distances"]
-    # One rounding to E4M3; delayed scaling begins with a scale of 1, under which most of these weights are subnormal numbers.
+    # One rounding to E4M3; delayed scaling begins with a scale of 1, under which most of these weights are subnormal
+    # numbers.
     assert max(ours["distances"]) < (0.2 if scaling == "delayed" else 0.04)
     assert max(ours["amaxes"], default=0.0) < 1.0
 
@@ -57,7 +69,9 @@ def test_stock_nemo_trains_on_uninitialised_memory():
     settings = {"settings": {"fp8_param_gather": True}, "config": {"use_cpu_initialization": True}}
     ours = train_tiny(RECIPES["tensorwise"], stock=False, accelerator="cpu", steps=3, **settings).losses
     with pytest.raises((RunFailed, AssertionError)):  # NaN in the first gradients, or other losses
-        assert train_tiny(RECIPES["tensorwise"], accelerator="cpu", steps=3, **settings).losses == pytest.approx(ours, rel=0.01)
+        assert train_tiny(RECIPES["tensorwise"], accelerator="cpu", steps=3, **settings).losses == pytest.approx(
+            ours, rel=0.01
+        )
 
 
 # ---------------------------------------------------------------------- in a run
@@ -65,9 +79,18 @@ def test_stock_nemo_trains_on_uninitialised_memory():
 
 @pytest.mark.parametrize("scaling", RECIPES)
 def test_two_ranks_train_as_with_bf16_weights_and_gather_half_the_bytes(scaling):
-    settings = {"ranks": 2, "before": "support.train.probes:watch_gather", "probe": "support.train.probes:seen", "steps": 6}
+    settings = {
+        "ranks": 2,
+        "before": "support.train.probes:watch_gather",
+        "probe": "support.train.probes:seen",
+        "steps": 6,
+    }
     run = train_tiny(
-        RECIPES[scaling], stock=False, settings={"fp8_param_gather": True}, **settings, **(REUSE if scaling == "mxfp8" else {})
+        RECIPES[scaling],
+        stock=False,
+        settings={"fp8_param_gather": True},
+        **settings,
+        **(REUSE if scaling == "mxfp8" else {}),
     )
     off = {"fp8_param_gather": False} | ({"reuse_grad_buf_for_mxfp8_param_ag": False} if scaling == "mxfp8" else {})
     plain = train_tiny(RECIPES[scaling], stock=False, settings=off, **settings)
@@ -91,7 +114,13 @@ ODD = {"stock": False, "config": {"ffn_hidden_size": 192}, "steps": 5, "ranks": 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["dp2", "tp2"])
 def test_primary_weights_of_cut_blocks_train_as_with_bf16_weights(layout):
     run, plain = (
-        train_tiny("bf16_with_fp8_blockwise_mixed", settings={"fp8_param_gather": on}, probe="support.train.probes:states", **ODD, **layout)
+        train_tiny(
+            "bf16_with_fp8_blockwise_mixed",
+            settings={"fp8_param_gather": on},
+            probe="support.train.probes:states",
+            **ODD,
+            **layout,
+        )
         for on in (True, False)
     )
     assert len(run.extra["primary"]) == 16
@@ -110,5 +139,7 @@ def test_a_linear_that_does_not_fit_stays_in_bf16_and_is_named():
 
 
 def test_a_strict_contract_refuses_a_linear_that_does_not_fit():
-    with pytest.raises(RunFailed, match=r"decoder.layers.0.mlp.linear_fc1: 200 rows not a multiple of 16, under blockwise scaling"):
+    with pytest.raises(
+        RunFailed, match=r"decoder.layers.0.mlp.linear_fc1: 200 rows not a multiple of 16, under blockwise scaling"
+    ):
         train_tiny("bf16_with_fp8_blockwise_mixed", settings={"strict": True}, **MISFIT)

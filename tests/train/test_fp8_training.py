@@ -5,7 +5,12 @@ from support.train.harness import RunFailed, train_tiny
 
 from nemo_fp8.contract.presets import preset
 
-RECIPES = ("bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed")
+RECIPES = (
+    "bf16_with_fp8_mixed",
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+    "bf16_with_mxfp8_mixed",
+)
 LINEARS, LAYERS, MICRO_BATCHES = 4, 4, 4
 OFF = {"fp8_param_gather": False}
 
@@ -26,7 +31,10 @@ def test_fp8_happens_where_the_contract_says_and_stays_near_bf16(recipe, bf16):
         assert seen[gemm] == count
         for operand in (a, b):
             of_format = sum(o.format == operand.format for o in (a, b))
-            assert seen[f"{gemm} on grid torch.float8_{operand.format}{'fn' if operand.format == 'e4m3' else ''}"] == count * of_format
+            assert (
+                seen[f"{gemm} on grid torch.float8_{operand.format}{'fn' if operand.format == 'e4m3' else ''}"]
+                == count * of_format
+            )
     assert not [what for what in seen if "OFF" in what]
     assert seen["weights quantized"] == steps * LINEARS * layers, "a weight is quantized once for each global batch"
     assert run.losses != bf16
@@ -42,7 +50,9 @@ def test_wgrad_in_bf16_is_refused():
 # ---------------------------------------------------------------------- layouts
 
 
-@pytest.mark.parametrize("layout", [{"ranks": 2}, {"ranks": 2, "tp": 2, "sequence_parallel": True}], ids=["dp2", "tp2-sp"])
+@pytest.mark.parametrize(
+    "layout", [{"ranks": 2}, {"ranks": 2, "tp": 2, "sequence_parallel": True}], ids=["dp2", "tp2-sp"]
+)
 @pytest.mark.parametrize("recipe", ["bf16_with_fp8_mixed", "bf16_with_fp8_subchannel_scaling_mixed"])
 def test_layouts_agree(recipe, layout):
     assert train_tiny(recipe, stock=False, steps=4, **layout).losses == pytest.approx(

@@ -1,6 +1,8 @@
-"""Training on a CPU that stands for Hopper: other copies of every tensor are kept, FP32 scales of blocks are allowed, MXFP8 is not.
+"""Training on a CPU that stands for Hopper: other copies of every tensor are kept, FP32 scales of blocks are allowed,
+MXFP8 is not.
 
-TransformerEngine asks for the architecture, and for the kind of scales, when it is imported: each run is an interpreter of its own.
+TransformerEngine asks for the architecture, and for the kind of scales, when it is imported: each run is an interpreter
+of its own.
 """
 
 import pytest
@@ -59,7 +61,9 @@ def test_nemo_trains_with_fp32_scales_of_blocks_and_weights_in_fp8():
         timeout=300,
         env=HOPPER | FP32_SCALES,
     )
-    blackwell = train_tiny(BLOCKWISE, stock=False, settings={"fp8_param_gather": True}, steps=4, probe="train.test_hopper:scales")
+    blackwell = train_tiny(
+        BLOCKWISE, stock=False, settings={"fp8_param_gather": True}, steps=4, probe="train.test_hopper:scales"
+    )
     assert (run.extra["stands for"], blackwell.extra["stands for"]) == (90, 100)
     assert (run.extra["powers of two"], blackwell.extra["powers of two"]) == (False, True)
     assert run.losses == pytest.approx(blackwell.losses, rel=0.01)

@@ -20,7 +20,8 @@ def saved(folder, **settings):
 
 
 def local_layers(trainer, tiny):
-    """Megatron's own layers as where there is no TransformerEngine, with the state that an emulation of delayed scaling had."""
+    """Megatron's own layers as where there is no TransformerEngine, with the state that an emulation of delayed scaling
+    had."""
     import nemo.collections.llm.gpt.model.base as nemo
     import torch
     from megatron.core.models.backends import LocalSpecProvider

@@ -1,4 +1,5 @@
-"""The trainer's log-probs are those of its weights as they are now: FP8 that is kept for a global batch is made again."""
+"""The trainer's log-probs are those of its weights as they are now: FP8 that is kept for a global batch is made
+again."""
 
 from support.train.harness import train_tiny
 

@@ -1,4 +1,5 @@
-"""Megatron without NeMo: its own layers of TransformerEngine train on a CPU unchanged, on the version that NeMo needs and on the newest."""
+"""Megatron without NeMo: its own layers of TransformerEngine train on a CPU unchanged, on the version that NeMo needs
+and on the newest."""
 
 import pytest
 from support import ROOT
@@ -22,7 +23,10 @@ def megatron(request):
     """What one process found that ran every job."""
     apart = [str(APART)] if request.param == NEWEST else []
     if apart and not (APART / "megatron" / "core").is_dir():
-        pytest.skip(f"megatron-core {NEWEST} lies in no {APART.name}: pip install --no-deps --target {APART.name} megatron-core=={NEWEST}")
+        pytest.skip(
+            f"megatron-core {NEWEST} lies in no {APART.name}: pip install --no-deps --target {APART.name} "
+            f"megatron-core=={NEWEST}"
+        )
     found = run_alone(JOBS, {}, *apart)
     assert found["version"] == request.param
     return found

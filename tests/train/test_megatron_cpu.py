@@ -1,4 +1,5 @@
-"""Megatron on the CPU: TransformerEngine stands on te_cpu, what is replaced besides is checked, and none of that is left behind."""
+"""Megatron on the CPU: TransformerEngine stands on te_cpu, what is replaced besides is checked, and none of that is
+left behind."""
 
 import subprocess
 import sys
@@ -119,7 +120,8 @@ def test_fp16_training_multiplies_in_fp32_without_units(monkeypatch, name):
 
 @pytest.mark.parametrize("plugin", ["bf16_mixed", "bf16_with_fp8_blockwise_mixed"])
 def test_every_bf16_product_of_a_step_runs_in_fp32_without_units(plugin):
-    """Attention, linears, and the output layer, forward and backward, on a processor that oneDNN takes for one with AVX2."""
+    """Attention, linears, and the output layer, forward and backward, on a processor that oneDNN takes for one with
+    AVX2."""
     settings = {"stock": False, "steps": 3, "model": "llama"}
     units = train_tiny(plugin, **settings)
     without = {"ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -1,4 +1,5 @@
-"""The monitor sees every FP8 linear on every layout, measures what its GEMMs are fed, and names the layer to keep in BF16."""
+"""The monitor sees every FP8 linear on every layout, measures what its GEMMs are fed, and names the layer to keep in
+BF16."""
 
 import json
 import os
@@ -10,7 +11,11 @@ import pytest
 import torch
 from support.train.harness import train_tiny
 
-BLOCKWISE, DELAYED, TENSORWISE = "bf16_with_fp8_blockwise_mixed", "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed"
+BLOCKWISE, DELAYED, TENSORWISE = (
+    "bf16_with_fp8_blockwise_mixed",
+    "bf16_with_fp8_mixed",
+    "bf16_with_fp8_current_scaling_mixed",
+)
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 FORWARD_MAX, GRAD_MAX = 448.0, 57344.0
 
@@ -55,7 +60,9 @@ LAYOUTS = {
     "dp2": {"ranks": 2},
     "tp2-sp": {"ranks": 2, "tp": 2, "sequence_parallel": True},
     "pp2": {"ranks": 2, "pp": 2},
-    "recompute": {"config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
+    "recompute": {
+        "config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    },
 }
 
 
@@ -68,7 +75,9 @@ def alone():
 def test_every_layout_shows_the_same_layers(layout, alone):
     rows = alone if layout == "one" else watched(**LAYOUTS[layout]).extra["rows"]
     assert _layers(rows) == _named(range(4))
-    assert {(r["layer"], r["operand"]) for r in rows} == {(n, o) for n in _named(range(4)) for o in ("input", "weight", "grad")}
+    assert {(r["layer"], r["operand"]) for r in rows} == {
+        (n, o) for n in _named(range(4)) for o in ("input", "weight", "grad")
+    }
     reference = {(r["layer"], r["operand"]): r for r in alone}
     for row in rows:
         there = reference[row["layer"], row["operand"]]
@@ -103,7 +112,9 @@ def test_a_scale_that_is_too_large_saturates():
 
 def test_warns_once_and_names_what_to_keep():
     run = watched(steps=6, monitor={"snr_db": 28.0})
-    warned = re.findall(r"SNR in dB of the grad of (\S+) is \S+ \(threshold 28\). To keep it in BF16: keep=\['(\S+)'\]", run.log)
+    warned = re.findall(
+        r"SNR in dB of the grad of (\S+) is \S+ \(threshold 28\). To keep it in BF16: keep=\['(\S+)'\]", run.log
+    )
     assert sorted(layer for layer, _ in warned) == sorted(_named(range(4)))  # once each, although twice measured
     assert len(run.extra["rows"]) == 2 * 3 * 16
     pattern = warned[0][1]
@@ -119,7 +130,8 @@ def test_steps_between_cost_nothing():
 
 def test_monitoring_changes_no_loss():
     assert (
-        watched(DELAYED, steps=6, monitor={"every_n_steps": 2}).losses == watched(DELAYED, steps=6, monitor={"every_n_steps": 100}).losses
+        watched(DELAYED, steps=6, monitor={"every_n_steps": 2}).losses
+        == watched(DELAYED, steps=6, monitor={"every_n_steps": 100}).losses
     )
 
 
@@ -143,7 +155,8 @@ def test_tensorboard_gets_it(tmp_path):
 
 
 class _TeLinear(torch.nn.Module):
-    """The attributes that TransformerEngine 2.20's Linear keeps its FP8 numbers in; TE itself does not run without a GPU."""
+    """The attributes that TransformerEngine 2.20's Linear keeps its FP8 numbers in; TE itself does not run without a
+    GPU."""
 
     def __init__(self, quantizers=None, **meta):
         super().__init__()
@@ -154,7 +167,9 @@ class _TeLinear(torch.nn.Module):
 def test_te_delayed_state_is_read():
     from nemo_fp8.train.measure import Probe
 
-    forward = SimpleNamespace(scale=torch.tensor([2.0, 4.0, 1.0]), amax_history=torch.tensor([[0.0] * 3, [8.0, 9.0, 1.0]]))
+    forward = SimpleNamespace(
+        scale=torch.tensor([2.0, 4.0, 1.0]), amax_history=torch.tensor([[0.0] * 3, [8.0, 9.0, 1.0]])
+    )
     backward = SimpleNamespace(scale=torch.tensor([16.0, 1.0]), amax_history=torch.tensor([[0.0] * 2, [3.0, 1.0]]))
     seen = Probe({"layer": _TeLinear(scaling_fwd=forward, scaling_bwd=backward)}, []).close()
     numbers = {role: measured.numbers() for (_, role), measured in seen.items()}

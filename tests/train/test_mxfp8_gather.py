@@ -35,6 +35,9 @@ def test_checkpoints_hold_the_weights_of_their_step_and_change_nothing(tmp_path,
     assert train_tiny(MXFP8, **MENDED, **saves).losses == expected
     checkpoint = str(Path(tmp_path, "tiny/run/checkpoints/step=2"))
     # The same weights as those that a run without overlap saves.
-    _, plain = train_tiny(MXFP8, **PLAIN, save_every=3, folder=str(tmp_path / "plain")), Path(tmp_path, "plain/tiny/run/checkpoints/step=2")
+    _, plain = (
+        train_tiny(MXFP8, **PLAIN, save_every=3, folder=str(tmp_path / "plain")),
+        Path(tmp_path, "plain/tiny/run/checkpoints/step=2"),
+    )
     losses = [train_tiny(MXFP8, **PLAIN | {"steps": 1}, restore=str(path)).losses for path in (checkpoint, plain)]
     assert losses[0] == losses[1]

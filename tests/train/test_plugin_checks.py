@@ -46,7 +46,12 @@ _BF16 = {"precision": "bf16-mixed", "params_dtype": torch.bfloat16}
 # (arguments of the plugin, what the error must say, what NeMo's model config silently ends as)
 _SILENT = [
     (
-        {"fp8": "hybrid", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1},
+        {
+            "fp8": "hybrid",
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": 1,
+            "num_layers_at_end_in_bf16": 1,
+        },
         "delayed",
         {"fp8_recipe": "delayed", "first_last_layers_bf16": True},
     ),
@@ -149,7 +154,9 @@ def test_nemos_plugin_erases_the_models_fp8_and_ours_does_not():
 def test_primary_weights_need_the_distributed_optimizer():
     plugin = fdl.build(nemo_fp8.bf16_with_fp8_mixed())
     model, _, _ = _configs()
-    run = _after_overrides(plugin, (model, DistributedDataParallelConfig(use_distributed_optimizer=False), OptimizerConfig()))
+    run = _after_overrides(
+        plugin, (model, DistributedDataParallelConfig(use_distributed_optimizer=False), OptimizerConfig())
+    )
     with pytest.raises(PrecisionError, match="distributed optimizer"):
         require_agreement(plugin.contract, run)
 

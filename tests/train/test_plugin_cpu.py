@@ -26,7 +26,11 @@ def test_modules_kept_by_name_run_in_the_compute_dtype():
 
     def run(**settings):
         return train_tiny(
-            "bf16_with_fp8_blockwise_mixed", stock=False, steps=2, settings=settings, probe="train.test_plugin_cpu:who_ran_in_fp8"
+            "bf16_with_fp8_blockwise_mixed",
+            stock=False,
+            steps=2,
+            settings=settings,
+            probe="train.test_plugin_cpu:who_ran_in_fp8",
         )
 
     every = run().extra["fp8"]
@@ -47,10 +51,19 @@ def test_a_pattern_may_name_what_is_kept_anyway_and_must_name_something(keep):
 def test_weights_kept_by_name_are_in_the_compute_dtype_and_train():
     """A kept weight was made in FP8; its master is of the value that it was initialized with."""
     settings = {"fp8_param_gather": True, "keep": ["*.linear_fc1"]}
-    run = train_tiny("bf16_with_fp8_blockwise_mixed", stock=False, steps=4, ranks=2, settings=settings, probe="support.train.probes:states")
+    run = train_tiny(
+        "bf16_with_fp8_blockwise_mixed",
+        stock=False,
+        steps=4,
+        ranks=2,
+        settings=settings,
+        probe="support.train.probes:states",
+    )
     assert len(run.extra["primary"]) == 12
     assert run.extra["primary"] == run.extra["ran"] == [name for name in run.extra["ran"] if "linear_fc1" not in name]
-    every = train_tiny("bf16_with_fp8_blockwise_mixed", stock=False, steps=4, ranks=2, settings={"fp8_param_gather": True}).losses
+    every = train_tiny(
+        "bf16_with_fp8_blockwise_mixed", stock=False, steps=4, ranks=2, settings={"fp8_param_gather": True}
+    ).losses
     assert run.losses == pytest.approx(every, rel=0.005)
     assert run.losses != every
 
@@ -66,5 +79,7 @@ def leaves_nothing(trainer, extra):
 
 
 def test_the_plugin_leaves_nothing_behind():
-    found = train_tiny("bf16_mixed", stock=False, steps=1, accelerator="cpu", probe="train.test_plugin_cpu:leaves_nothing")
+    found = train_tiny(
+        "bf16_mixed", stock=False, steps=1, accelerator="cpu", probe="train.test_plugin_cpu:leaves_nothing"
+    )
     assert found.extra["left"] is False

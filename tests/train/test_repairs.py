@@ -67,7 +67,11 @@ def count_infinite_amaxes(trainer, extra):
 
 
 def test_fp16_with_delayed_scaling_does_not_freeze():
-    settings = {"steps": 40, "settings": {"fp8_param_gather": False}, "probe": "train.test_repairs:count_infinite_amaxes"}
+    settings = {
+        "steps": 40,
+        "settings": {"fp8_param_gather": False},
+        "probe": "train.test_repairs:count_infinite_amaxes",
+    }
     nemo = train_tiny("fp16_with_fp8_mixed", stock=True, before="train.test_repairs:scale_the_loss", **settings)
     ours = train_tiny("fp16_with_fp8_mixed", stock=False, **settings)
     assert nemo.extra["infinite"] > 0, "NeMo's loss scale does not overflow any more: drop the repair"

@@ -28,14 +28,16 @@ def uninterrupted():
 
 @pytest.mark.parametrize("after", ["fit_again", "validate_and_fit_again"])
 def test_scales_go_on_in_a_second_fit(uninterrupted, after):
-    """NeMo keeps the module over two fits, and the plugin opens its contexts anew: linears and their states are the same objects."""
+    """NeMo keeps the module over two fits, and the plugin opens its contexts anew: linears and their states are the
+    same objects."""
     more = {"trainer": {"limit_val_batches": 1}} if after.startswith("validate") else {}
     scales = _scales(f"support.train.second_fit:{after}", STEPS, **more)
     assert len(scales) >= 2 * STEPS
     assert torch.equal(scales[:STEPS], uninterrupted[:STEPS])
     moved = (scales[STEPS:].diff(dim=0) != 0).any(0)  # [linears, (input, weight, grad)]
     assert moved.all(), "every scale of every linear moves"
-    # The second fit starts with another optimizer and other data, but its first forward sees the weights of the uninterrupted run.
+    # The second fit starts with another optimizer and other data, but its first forward sees the weights of the
+    # uninterrupted run.
     assert torch.equal(scales[STEPS][:, 1], uninterrupted[STEPS][:, 1])
 
 

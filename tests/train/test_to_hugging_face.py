@@ -1,4 +1,5 @@
-"""NeMo's checkpoints and live models as Hugging Face's: the same tensors from every layout, and logits that transformers computes too."""
+"""NeMo's checkpoints and live models as Hugging Face's: the same tensors from every layout, and logits that
+transformers computes too."""
 
 import json
 
@@ -13,7 +14,8 @@ from nemo_fp8.export import export, verify
 from nemo_fp8.train.nemo_checkpoint import NemoCheckpoint
 from nemo_fp8.train.to_hugging_face import config_of, named_tensors
 
-# Weights large enough that every layer has its say in the logits: with NeMo's 0.02 the heads of Q could be shuffled unnoticed.
+# Weights large enough that every layer has its say in the logits: with NeMo's 0.02 the heads of Q could be shuffled
+# unnoticed.
 SIZES = {"hidden_size": 256, "ffn_hidden_size": 512, "init_method_std": 0.1}
 FP8 = {"plugin": "bf16_with_fp8_subchannel_scaling_mixed", "settings": {"fp8_param_gather": True}, "stock": False}
 RUNS = {
@@ -39,7 +41,13 @@ def trained(tmp_path_factory):
             run = {"steps": STEPS, "save_every": STEPS, "folder": str(folder), **RUNS[name]}
             run["config"] = SIZES | run.get("config", {})
             env = {"NEMO_FP8_TEST_FOLDER": str(folder)}
-            train_tiny(run.pop("plugin", "bf16_mixed"), probe="support.train.named_tensors_probe:save", env=env, timeout=180, **run)
+            train_tiny(
+                run.pop("plugin", "bf16_mixed"),
+                probe="support.train.named_tensors_probe:save",
+                env=env,
+                timeout=180,
+                **run,
+            )
             made[name] = folder
         return made[name]
 
@@ -59,8 +67,8 @@ def logits_of_transformers(folder):
         return model(ids[:, : ids.shape[1] // 16 * 16]).logits[0].float()
 
 
-# Two orders of the same BF16 sums are a few steps of 2**-8 apart, and here and there a router takes another expert. FP8 training
-# rounds activations too, which the BF16 model of transformers does not.
+# Two orders of the same BF16 sums are a few steps of 2**-8 apart, and here and there a router takes another expert. FP8
+# training rounds activations too, which the BF16 model of transformers does not.
 ROUNDING, FP8_ROUNDING = 0.02, 0.12
 
 
@@ -71,7 +79,8 @@ def distance(a, b):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_checkpoint_and_live_model_give_the_same_tensors(trained, name):
-    """On every rank, whatever the layout: gathered over tensor, expert and pipeline parallel ranks, or read from the disk."""
+    """On every rank, whatever the layout: gathered over tensor, expert and pipeline parallel ranks, or read from the
+    disk."""
     folder = trained(name)
     stored = dict(named_tensors(checkpoint(folder)))
     for rank in range(RUNS[name].get("ranks", 1)):
@@ -109,7 +118,9 @@ def mixed_up(weights):
 
 
 def test_all_layouts_name_the_same_tensors_in_the_same_order(trained):
-    names = {name: [*NemoCheckpoint.open(checkpoint(trained(name))).tensors] for name in RUNS if name.startswith("llama")}
+    names = {
+        name: [*NemoCheckpoint.open(checkpoint(trained(name))).tensors] for name in RUNS if name.startswith("llama")
+    }
     assert names["llama"] == names["llama-tp2"] == names["llama-pp2"] == names["llama-fp8-weights"]
     assert names["llama-tied-pp2"] == [name for name in names["llama"] if name != "lm_head.weight"]
 
@@ -120,7 +131,13 @@ def test_an_fp8_export_of_a_nemo_checkpoint(trained, name, tmp_path):
     exported = export(source, tmp_path / "fp8", preset("bf16_with_fp8_blockwise_mixed"))
     assert verify(exported.plan, tmp_path / "fp8").holds
     files = {path.name for path in (tmp_path / "fp8").iterdir()}
-    assert {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "nemo_fp8_export.json"} <= files
+    assert {
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "nemo_fp8_export.json",
+    } <= files
     config = json.loads((tmp_path / "fp8/config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "fp8"
     assert config["architectures"] == config_of(checkpoint(trained(name)))["architectures"]

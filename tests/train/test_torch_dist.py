@@ -1,4 +1,5 @@
-"""Reading torch_dist checkpoints: what torch's own writer wrote comes back, and nothing that lies in one runs or leads elsewhere."""
+"""Reading torch_dist checkpoints: what torch's own writer wrote comes back, and nothing that lies in one runs or leads
+elsewhere."""
 
 import os
 import pickle

@@ -1,4 +1,5 @@
-"""Put the CPU implementation in place in every process of a test run: pytest's own, and those that a test starts by torchrun or spawn.
+"""Put the CPU implementation in place in every process of a test run: pytest's own, and those that a test starts by
+torchrun or spawn.
 
 Python imports this file by itself at its start, where its folder is on the path.
 """

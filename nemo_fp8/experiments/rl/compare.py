@@ -4,8 +4,8 @@
     bf16 / fp8             BF16 training with an FP8 rollout, with and without importance-sampling correction
     fp8 / fp8              blockwise FP8 on both sides, with and without
 
-Runs of one seed share the base model, the problems and the seeds of their samples. They lie in folders of their own, so that a
-comparison that was killed goes on where it was, and one more seed costs one more seed.
+Runs of one seed share the base model, the problems and the seeds of their samples. They lie in folders of their own, so
+that a comparison that was killed goes on where it was, and one more seed costs one more seed.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def run_rl_comparison(
     address: str | None = None,
     on_run: Callable[[str, int], OnStep] | None = None,
 ) -> RlComparison:
-    """Run every variant with every seed below the template's folder; ``on_run`` is told of each run and gives its ``on_step``."""
+    """Run every variant with every seed below the template's folder; ``on_run`` is told of each run and gives its
+    ``on_step``."""
     if wrong := [unknown("variant", name, VARIANTS) for name in variants if name not in VARIANTS]:
         raise PrecisionError(wrong)
     runs = []
@@ -139,4 +140,6 @@ def settings_of(template: GrpoSettings, variant: str, seed: int) -> GrpoSettings
     """One run of a comparison. What differs between variants is the contract and the correction."""
     precision, loss_fn = VARIANTS[variant]
     here = Path(template.folder, f"seed-{seed}")
-    return replace(template, folder=str(here / variant), base=str(here / "base"), seed=seed, precision=precision, loss_fn=loss_fn)
+    return replace(
+        template, folder=str(here / variant), base=str(here / "base"), seed=seed, precision=precision, loss_fn=loss_fn
+    )

@@ -21,7 +21,8 @@ _Sample = dict[str, torch.Tensor]
 
 @cache
 def tokenizer() -> ByteTokenizer:
-    """One for all samples: NeMo writes down how an object is made, which takes ten times as long as to encode a problem."""
+    """One for all samples: NeMo writes down how an object is made, which takes ten times as long as to encode a
+    problem."""
     return ByteTokenizer()
 
 
@@ -31,7 +32,8 @@ def prompt_ids(problem: str) -> list[int]:
 
 
 class _Rows(Dataset[_Sample]):
-    """Samples of one length, and batches of them with the one causal mask that Megatron's local attention wants written out."""
+    """Samples of one length, and batches of them with the one causal mask that Megatron's local attention wants written
+    out."""
 
     def __init__(self, samples: int, seq_length: int) -> None:
         self.samples, self.seq_length = samples, seq_length
@@ -64,7 +66,9 @@ class DemonstrationData(StoryData):
     """Demonstrations of a task in place of the stories."""
 
     def __init__(self, digits: int, seq_length: int, batch: int, steps: int, seed: int) -> None:
-        super().__init__(seq_length, micro_batch_size=batch, global_batch_size=batch, num_train_samples=batch * steps, seed=seed)
+        super().__init__(
+            seq_length, micro_batch_size=batch, global_batch_size=batch, num_train_samples=batch * steps, seed=seed
+        )
         self.digits = digits
 
     def setup(self, stage: str = "") -> None:

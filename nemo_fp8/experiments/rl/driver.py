@@ -1,11 +1,13 @@
 """The driver of a run: it starts the actors on Ray, waits, and starts again what died.
 
-    an engine dies       Ray starts it again, and rank 0 fills it (:mod:`nemo_fp8.experiments.rl.engines`); the training goes on
-    a rank dies          the other ranks are ended, and all of them start again from the last checkpoint; the engines stay
+    an engine dies       Ray starts it again, and rank 0 fills it (:mod:`nemo_fp8.experiments.rl.engines`); the training
+                         goes on
+    a rank dies          the other ranks are ended, and all of them start again from the last checkpoint; the engines
+                         stay
     the driver dies      Ray ends everything; the same call goes on from the last checkpoint
 
-An error that a rank *raises* would come again, and is raised here. Each kind of actor has its own Python, with what it needs
-installed; Ray and nemo_fp8 are in both.
+An error that a rank *raises* would come again, and is raised here. Each kind of actor has its own Python, with what it
+needs installed; Ray and nemo_fp8 are in both.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from nemo_fp8.preflight.doctor import ALLOW_PICKLE
 from nemo_fp8.rollout import environment
 
 OnStep = Callable[[dict[str, Any]], None]
-# How often Ray starts a dead engine again in a run, and the driver the ranks without a step between; more of it is no good run.
+# How often Ray starts a dead engine again in a run, and the driver the ranks without a step between; more of it is no
+# good run.
 RESTARTS = 10
 # How long the other ranks have to say what they saw when one has ended, in seconds.
 GRACE = 5.0
@@ -81,7 +84,8 @@ def _require_cluster(address: str) -> None:
         raise PrecisionError(
             f"There is no Ray cluster at {address!r}.",
             f"{type(error).__name__}: {error}.",
-            "Give HOST:PORT as `ray start --head --port PORT` told it, or leave the address out for a Ray of the run's own.",
+            "Give HOST:PORT as `ray start --head --port PORT` told it, or leave the address out for a Ray of the "
+            "run's own.",
         ) from error
 
 
@@ -92,7 +96,8 @@ def run_grpo(
     on_step: OnStep | None = None,
     engine: type[rollout.RolloutEngine] = rollout.RolloutEngine,
 ) -> list[dict[str, Any]]:
-    """Run to the last step, inside a :func:`ray_session`; gives the record, whose lines ``on_step`` gets as they come."""
+    """Run to the last step, inside a :func:`ray_session`; gives the record, whose lines ``on_step`` gets as they
+    come."""
     follow = _Follow(settings, on_step or (lambda row: None))
     if not follow.finished:
         run = _Run(settings, engine, rollout_python or find_rollout_python())
@@ -138,7 +143,9 @@ class _Run:
             base = self._through_deaths(1, lambda meeting: [self.ranks[0].base.remote(meeting)], follow)[0]
             _note_of_base(self.settings).write_text(base)
         self._through_deaths(
-            self.settings.ranks, lambda meeting: [rank.train.remote(meeting, base, self.engines) for rank in self.ranks], follow
+            self.settings.ranks,
+            lambda meeting: [rank.train.remote(meeting, base, self.engines) for rank in self.ranks],
+            follow,
         )
 
     def stop(self) -> None:
@@ -166,7 +173,8 @@ class _Run:
 
 
 def known_base(s: GrpoSettings) -> str | None:
-    """The base model's checkpoint, if a run has noted that it is done: a file tells in no time what NeMo takes half a minute to find."""
+    """The base model's checkpoint, if a run has noted that it is done: a file tells in no time what NeMo takes half a
+    minute to find."""
     note = _note_of_base(s)
     found = note.read_text() if note.exists() else ""
     return found if found and Path(found).exists() else None
@@ -179,8 +187,8 @@ def _note_of_base(s: GrpoSettings) -> Path:
 def _environment(python: str, variables: dict[str, str], processes: int) -> dict[str, Any]:
     """Ray's runtime environment of one kind of actor.
 
-    They take turns, so each kind may use the whole machine. But a thread that waits must sleep: OpenMP's wait by spinning, and on a
-    machine with other work one step then takes four to ten times as long.
+    They take turns, so each kind may use the whole machine. But a thread that waits must sleep: OpenMP's wait by
+    spinning, and on a machine with other work one step then takes four to ten times as long.
     """
     threads = max(1, (os.cpu_count() or 1) // processes)
     # The checkpoints that a trainer resumes from are its own: TransformerEngine may read the pickles in them.
@@ -193,7 +201,8 @@ _NAMED = {"GPU": "num_gpus", "CPU": "num_cpus"}
 
 
 def _resources(s: GrpoSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What Ray must find for each rank and for each engine, as it wants to be told; refused if no cluster like this one has it.
+    """What Ray must find for each rank and for each engine, as it wants to be told; refused if no cluster like this one
+    has it.
 
     Where nothing is said and there are GPUs, they are dealt out: one for each actor, or one for several.
     """
@@ -250,13 +259,15 @@ def _cause(error: RayTaskError) -> Exception:
 
 
 class Deaths:
-    """Counts deaths of the ranks since the run last came further: a long run may see many, and one that stands still few."""
+    """Counts deaths of the ranks since the run last came further: a long run may see many, and one that stands still
+    few."""
 
     def __init__(self) -> None:
         self.deaths, self.steps = 0, 0
 
     def count(self, steps: int, error: BaseException) -> None:
-        """One more death, with ``steps`` of the run recorded; raises where there were too many without a further step."""
+        """One more death, with ``steps`` of the run recorded; raises where there were too many without a further
+        step."""
         self.deaths = 1 if steps > self.steps else self.deaths + 1
         self.steps = max(steps, self.steps)
         if self.deaths > RESTARTS:

@@ -3,9 +3,9 @@
     synchronous     push W_k,  sample from W_k,  train on that                                             -> W_k+1
     one step off    take what W_k-1 sampled,  push W_k,  let W_k sample for step k+1 meanwhile,  train     -> W_k+1
 
-Ray starts a dead engine again; it comes back empty, and refuses to answer until it is filled. So a death in a step means: push
-again, ask again. An engine that dies more often than Ray was told to start it again ends the run. The first step after a resume
-has nothing that was sampled a step ago, and samples anew.
+Ray starts a dead engine again; it comes back empty, and refuses to answer until it is filled. So a death in a step
+means: push again, ask again. An engine that dies more often than Ray was told to start it again ends the run. The first
+step after a resume has nothing that was sampled a step ago, and samples anew.
 """
 
 from __future__ import annotations
@@ -143,7 +143,11 @@ class Engines:
         share = -(-len(prompts) // len(self.actors))
         return [
             actor.generate.remote(
-                prompts[first : first + share], version, answers=answers, temperature=temperature, seed=seed + first * answers
+                prompts[first : first + share],
+                version,
+                answers=answers,
+                temperature=temperature,
+                seed=seed + first * answers,
             )
             for first, actor in zip(range(0, len(prompts), share), self.actors, strict=False)
         ]
@@ -161,7 +165,8 @@ class Engines:
 
 
 class _Control:
-    """How a push speaks to an engine that is an actor, here or on another machine: :class:`nemo_fp8.rollout.refit.control.Carrier`."""
+    """How a push speaks to an engine that is an actor, here or on another machine:
+    :class:`nemo_fp8.rollout.refit.control.Carrier`."""
 
     def __init__(self, actor: Any, local: bool) -> None:
         self.actor, self.local = actor, local

@@ -1,8 +1,8 @@
 """What a step learns from: sampled answers as rows of one length, and what was computed about them.
 
-A row holds problem and answer one token after the other; ``labels[t]`` is the token behind ``tokens[t]``, and every other field
-speaks of the label at its place. ``mask`` is 1 where the label was sampled, the end mark included, and nothing else counts.
-All ranks hold all rows: they are small, and metrics need them whole.
+A row holds problem and answer one token after the other; ``labels[t]`` is the token behind ``tokens[t]``, and every
+other field speaks of the label at its place. ``mask`` is 1 where the label was sampled, the end mark included, and
+nothing else counts. All ranks hold all rows: they are small, and metrics need them whole.
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ class Experience:
 
     @classmethod
     def of(
-        cls, prompts: Sequence[list[int]], answers: Sequence[tuple[list[int], list[float]]], advantages: torch.Tensor, seq_length: int
+        cls,
+        prompts: Sequence[list[int]],
+        answers: Sequence[tuple[list[int], list[float]]],
+        advantages: torch.Tensor,
+        seq_length: int,
     ) -> Experience:
-        """Rows of prompts and their answers, which are tokens and the engine's log-probs; the trainer has not seen them yet."""
+        """Rows of prompts and their answers, which are tokens and the engine's log-probs; the trainer has not seen them
+        yet."""
         rows = [row(prompt, ids, seq_length) for prompt, (ids, _) in zip(prompts, answers, strict=True)]
         tokens, labels, mask = (torch.stack(column) for column in zip(*rows, strict=True))
         rollout = torch.zeros(tokens.shape)
@@ -68,7 +73,9 @@ class Experience:
             "reference": self.reference,
             "importance": self.importance,
         }
-        return {name: value[index] for name, value in fields.items()} | {"position_ids": torch.arange(self.tokens.shape[1])}
+        return {name: value[index] for name, value in fields.items()} | {
+            "position_ids": torch.arange(self.tokens.shape[1])
+        }
 
 
 def row(prompt: list[int], answer: list[int], seq_length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -76,7 +83,9 @@ def row(prompt: list[int], answer: list[int], seq_length: int) -> tuple[torch.Te
     whole = prompt + answer
     if len(whole) > seq_length + 1:
         raise PrecisionError(
-            f"A sample of {len(whole)} tokens in rows of {seq_length}.", "An answer would be cut off.", "Generate fewer tokens."
+            f"A sample of {len(whole)} tokens in rows of {seq_length}.",
+            "An answer would be cut off.",
+            "Generate fewer tokens.",
         )
     padded = torch.tensor(whole + [0] * (seq_length + 1 - len(whole)))
     mask = torch.zeros(seq_length)

@@ -2,8 +2,9 @@
 
     llm.train(model, data, trainer, log, resume, optim)
 
-GRPO is a run whose data is made while it runs: the callback :class:`~nemo_fp8.experiments.rl.loop.GrpoLoop` fills the data module before
-each step. So precision plugin, parallelism, distributed optimizer, checkpoints and resume are those of every other run of NeMo's.
+GRPO is a run whose data is made while it runs: the callback :class:`~nemo_fp8.experiments.rl.loop.GrpoLoop` fills the
+data module before each step. So precision plugin, parallelism, distributed optimizer, checkpoints and resume are those
+of every other run of NeMo's.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def _checkpoints(folder: str) -> Path:
     return Path(folder, "nemo", "run", "checkpoints")
 
 
-def _train(s: GrpoSettings, folder: str, model: Any, data: Any, trainer: Any, lr: float, save_every: int, start: Any) -> None:
+def _train(
+    s: GrpoSettings, folder: str, model: Any, data: Any, trainer: Any, lr: float, save_every: int, start: Any
+) -> None:
     # The newest two: one may be half-written when a run is killed.
     ckpt = nl.ModelCheckpoint(
         monitor="global_step",
@@ -77,23 +80,45 @@ def _train(s: GrpoSettings, folder: str, model: Any, data: Any, trainer: Any, lr
         filename="{step}",
     )
     log = nl.NeMoLogger(
-        log_dir=folder, name="nemo", use_datetime_version=False, version="run", ckpt=ckpt, tensorboard=None, update_logger_directory=False
+        log_dir=folder,
+        name="nemo",
+        use_datetime_version=False,
+        version="run",
+        ckpt=ckpt,
+        tensorboard=None,
+        update_logger_directory=False,
     )
     resume = Resume(resume_if_exists=True, resume_ignore_no_checkpoint=True, resume_past_end=True, restore_config=start)
     optimizer = OptimizerConfig(
-        optimizer="adam", lr=lr, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, clip_grad=1.0, weight_decay=0.0
+        optimizer="adam",
+        lr=lr,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        clip_grad=1.0,
+        weight_decay=0.0,
     )
     llm.train(model, data, trainer, log, resume, nl.MegatronOptimizerModule(optimizer))
 
 
-def _trainer(s: GrpoSettings, precision: Precision, steps: int, callbacks: Sequence[Callback], *, ranks: int, tensor_parallel: int) -> Any:
+def _trainer(
+    s: GrpoSettings,
+    precision: Precision,
+    steps: int,
+    callbacks: Sequence[Callback],
+    *,
+    ranks: int,
+    tensor_parallel: int,
+) -> Any:
     gpu = te_cpu.has_gpu()
     seed_everything(s.seed, verbose=False)
     strategy = nl.MegatronStrategy(
         tensor_model_parallel_size=tensor_parallel,
         sequence_parallel=tensor_parallel > 1,
         seed=s.seed,
-        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=True),
+        ddp=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=True
+        ),
         ckpt_async_save=False,
         ckpt_optim_fully_reshardable=True,
     )

@@ -5,11 +5,13 @@
     loss  = -w * min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)  +  beta * KL
     KL    = exp(ref - new) - (ref - new) - 1                      to the reference policy, never negative, without bias
 
-``old`` are the trainer's own log-probs of the sampled tokens before the step. The tokens were drawn by the rollout engine, whose
-policy differs from the trainer's by its precision, and by a step where it runs one step ahead: ``w`` is the weight that makes up
-for that (:mod:`nemo_fp8.mismatch.importance`). A group whose answers are all right or all wrong has no advantage to give.
+``old`` are the trainer's own log-probs of the sampled tokens before the step. The tokens were drawn by the rollout
+engine, whose policy differs from the trainer's by its precision, and by a step where it runs one step ahead: ``w`` is
+the weight that makes up for that (:mod:`nemo_fp8.mismatch.importance`). A group whose answers are all right or all
+wrong has no advantage to give.
 
-``token_weights`` makes the mean over the samples of a step the mean over its tokens, whatever micro-batches and ranks hold them:
+``token_weights`` makes the mean over the samples of a step the mean over its tokens, whatever micro-batches and ranks
+hold them:
 
     mean over samples of sum_t(weight_t * loss_t)  =  sum over all tokens of loss_t / number of tokens
 """

@@ -1,10 +1,11 @@
 """The loop of GRPO: a Lightning callback that makes each step's experience before NeMo trains on it.
 
-    weights -> engines -> answers -> rewards, advantages -> log-probs of policy and reference -> gate, correction -> NeMo's step
+    weights -> engines -> answers -> rewards, advantages -> log-probs of policy and reference -> gate, correction ->
+    NeMo's step
 
-Rank 0 speaks with the engines, and what it learns goes to all ranks; every rank then computes the same. What came of the step is
-one line of the record: reward, KL to the reference, mismatch under NeMo RL's names, the gate's verdict, the receipts of the push,
-and how long each part took.
+Rank 0 speaks with the engines, and what it learns goes to all ranks; every rank then computes the same. What came of
+the step is one line of the record: reward, KL to the reference, mismatch under NeMo RL's names, the gate's verdict, the
+receipts of the push, and how long each part took.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ class GrpoLoop(Callback):
         self._row["gate"] = {
             "fired": verdict.fired,
             "weights": {d.where: kind_of(d) for d in verdict.differences},
-            "checks": {c.name: {"observed": c.observed, "low": c.band.low, "high": c.band.high} for c in verdict.checks},
+            "checks": {
+                c.name: {"observed": c.observed, "low": c.band.low, "high": c.band.high} for c in verdict.checks
+            },
             "expected": dict(verdict.expected),
         }
         if verdict.fired and self.settings.gate_stops:

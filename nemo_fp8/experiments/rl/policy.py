@@ -1,12 +1,12 @@
 """The policy: any of NeMo's GPT models with GRPO's loss, and the reference that it is held near.
 
-NeMo asks a model for two things that make a step: what the loss is, and what it reads of a batch. :class:`Grpo` answers both,
-and is mixed into a model class; forward pass, parallelism, precision, optimizer and checkpoints stay NeMo's.
+NeMo asks a model for two things that make a step: what the loss is, and what it reads of a batch. :class:`Grpo` answers
+both, and is mixed into a model class; forward pass, parallelism, precision, optimizer and checkpoints stay NeMo's.
 
     class GrpoLlama(Grpo, llm.LlamaModel): ...
 
-A Megatron GPT that is given labels answers with ``-log p(label)`` of every token, over a vocabulary spread over tensor-parallel
-ranks as well: log-probs before the step and the loss of the step come from the same forward pass.
+A Megatron GPT that is given labels answers with ``-log p(label)`` of every token, over a vocabulary spread over
+tensor-parallel ranks as well: log-probs before the step and the loss of the step come from the same forward pass.
 """
 
 from __future__ import annotations

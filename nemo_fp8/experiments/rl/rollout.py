@@ -1,8 +1,9 @@
 """A rollout engine: vLLM under the contract, in one Ray actor in the rollout environment.
 
-The actor is one process and nothing else: vLLM runs inside of it, so that whatever ends it, the kill of the actor included, leaves
-no worker and no shared memory behind. It starts without weights, and answers only after a push, and only with the weights that the
-caller believes it to have. An engine that was started again is empty again: a stale answer is not to be had.
+The actor is one process and nothing else: vLLM runs inside of it, so that whatever ends it, the kill of the actor
+included, leaves no worker and no shared memory behind. It starts without weights, and answers only after a push, and
+only with the weights that the caller believes it to have. An engine that was started again is empty again: a stale
+answer is not to be had.
 
 Token ids go in and come out; there is no tokenizer on this side.
 """
@@ -65,14 +66,16 @@ class RolloutEngine:
                 enforce_eager=True,
                 disable_log_stats=True,
                 seed=s.seed,
-                # A CPU's kernels take BF16 activations: quantize them before, so that its log-probs are those of a GPU's W8A8.
+                # A CPU's kernels take BF16 activations: quantize them before, so that its log-probs are those of a
+                # GPU's W8A8.
                 **engine_args(s.precision, activations="kernel" if gpu else "emulated"),
                 **({"gpu_memory_utilization": 0.8 * _share_of_a_gpu()} if gpu else {}),
             )
 
     @ray.method(max_task_retries=-1)
     def ready(self) -> tuple[str, int]:
-        """Answers when the engine has started, or started again, which its process tells, and on which of Ray's nodes."""
+        """Answers when the engine has started, or started again, which its process tells, and on which of Ray's
+        nodes."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def control(self, what: str, *args: Any) -> Any:
@@ -94,13 +97,16 @@ class RolloutEngine:
         """The weights are those of this step now."""
         self.version = version
 
-    def generate(self, prompts: Sequence[list[int]], version: int, *, answers: int, temperature: float, seed: int) -> list[Answers]:
+    def generate(
+        self, prompts: Sequence[list[int]], version: int, *, answers: int, temperature: float, seed: int
+    ) -> list[Answers]:
         """So many answers to each prompt. Every prompt has a seed of its own, which follows from its place."""
         from vllm import SamplingParams
 
         if self.version != version:
             raise PrecisionError(
-                f"Answers of step {version}'s weights from an engine with those of {'no step' if self.version is None else self.version}.",
+                f"Answers of step {version}'s weights from an engine with those of "
+                f"{'no step' if self.version is None else self.version}.",
                 "It was started again, or a push to it failed.",
                 "Push the weights first.",
             )

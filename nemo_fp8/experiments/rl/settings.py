@@ -14,7 +14,8 @@ from nemo_fp8.errors import PrecisionError, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySize:
-    """A Llama. Its sides are multiples of 128, heads too, on one rank and on each of two: trainer and rollout cut the same blocks."""
+    """A Llama. Its sides are multiples of 128, heads too, on one rank and on each of two: trainer and rollout cut the
+    same blocks."""
 
     layers: int = 4
     hidden: int = 128
@@ -82,7 +83,8 @@ class GrpoSettings:
     clip_high: float = 0.2
     kl_beta: float = 0.005
     loss_fn: dict[str, Any] | None = None
-    """NeMo RL's keys on importance sampling. None: truncated at 2, where the contract asks for a correction or answers are old."""
+    """NeMo RL's keys on importance sampling. None: truncated at 2, where the contract asks for a correction or answers
+    are old."""
     one_step_off: bool = False
     """Generate the next step's answers while this step trains: their weights are one step old."""
 
@@ -100,7 +102,8 @@ class GrpoSettings:
     micro_batch: int = 128
     engines: int = 1
     rank_resources: dict[str, float] | None = None
-    """What Ray must find for each rank: ``{"GPU": 0.5}``, or a label that some machines have. None: its share of the GPUs, if any."""
+    """What Ray must find for each rank: ``{"GPU": 0.5}``, or a label that some machines have. None: its share of the
+    GPUs, if any."""
     engine_resources: dict[str, float] | None = None
     """The same for each engine."""
 
@@ -116,7 +119,8 @@ class GrpoSettings:
 
     @property
     def seq_length(self) -> int:
-        """Tokens of a sample: a problem, its answer and their marks, without the last token, to a multiple of 16 for FP8."""
+        """Tokens of a sample: a problem, its answer and their marks, without the last token, to a multiple of 16 for
+        FP8."""
         return -(-(2 * self.digits + 2) // 16) * 16
 
     @property
@@ -144,7 +148,9 @@ class GrpoSettings:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GrpoSettings:
         """Settings from plain values."""
-        return cls(**values | {"precision": Precision.from_dict(values["precision"]), "policy": PolicySize(**values["policy"])})
+        return cls(
+            **values | {"precision": Precision.from_dict(values["precision"]), "policy": PolicySize(**values["policy"])}
+        )
 
 
 def _contradictions(s: GrpoSettings) -> Iterator[Problem]:
@@ -157,11 +163,14 @@ def _contradictions(s: GrpoSettings) -> Iterator[Problem]:
         )
     elif s.samples % (s.micro_batch * data_parallel):
         yield Problem(
-            f"{s.problems} problems x {s.answers} answers with micro_batch={s.micro_batch} on {data_parallel} data-parallel ranks.",
+            f"{s.problems} problems x {s.answers} answers with micro_batch={s.micro_batch} on {data_parallel} "
+            "data-parallel ranks.",
             "Megatron's global batch is a whole number of micro-batches on each rank.",
             f"Choose micro_batch so that it divides {s.samples // data_parallel}.",
         )
     if s.problems % s.engines:
         yield Problem(
-            f"{s.problems} problems on {s.engines} engines.", "Each engine answers as many.", "Choose problems as a multiple of engines."
+            f"{s.problems} problems on {s.engines} engines.",
+            "Each engine answers as many.",
+            "Choose problems as a multiple of engines.",
         )

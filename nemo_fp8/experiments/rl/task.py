@@ -2,9 +2,10 @@
 
     problem  "738146="      answer  "134678"      reward 1 if the completion is the answer, else 0
 
-Small enough for a model of a million parameters and wide enough to hold problems out: which digits a problem has decides
-whether it may be trained on, so that no sample of the training split, whatever its seed, is ever one of the validation split.
-Every problem follows from the seed, the split and its index alone: a run that was killed sees the same ones again.
+Small enough for a model of a million parameters and wide enough to hold problems out: which digits a problem has
+decides whether it may be trained on, so that no sample of the training split, whatever its seed, is ever one of the
+validation split. Every problem follows from the seed, the split and its index alone: a run that was killed sees the
+same ones again.
 """
 
 from __future__ import annotations

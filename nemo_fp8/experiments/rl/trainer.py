@@ -1,6 +1,7 @@
 """A rank of the training: one Ray actor in the training environment, which is to NeMo what a process of torchrun is.
 
-The actor does one training and ends: Megatron keeps its state in globals, and two runs in one process would not be two runs.
+The actor does one training and ends: Megatron keeps its state in globals, and two runs in one process would not be two
+runs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,14 @@ class TrainerRank:
         fit_policy(self.settings, Path(base), GrpoLoop(self.settings, base, engines))
 
     def _join(self, meeting: tuple[str, int]) -> None:
-        """Into the environment that torchrun would give to ranks of which each has a machine to itself: a rank sees its own GPU only."""
+        """Into the environment that torchrun would give to ranks of which each has a machine to itself: a rank sees its
+        own GPU only."""
         rank, ranks = str(self.rank), str(self.ranks)
-        os.environ |= {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
+        os.environ |= {
+            "RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": rank,
+        }
         os.environ |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1]), "TORCHELASTIC_RUN_ID": "nemo_fp8"}

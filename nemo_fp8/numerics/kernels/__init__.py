@@ -1,8 +1,8 @@
 """The same casts at memory speed: one seam, one file for each kind of device.
 
-    quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)  ->  (codes, scale_inv, statistics)
-    decode(data, scale_inv, tile, dtype, out)                                          ->  values
-    amax(x)                                                                            ->  the largest magnitude
+    quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)  ->  (codes, scale_inv,
+    statistics) decode(data, scale_inv, tile, dtype, out)                                          ->  values amax(x)
+    ->  the largest magnitude
 
 Each answers None where it has no fast way for that device, type or tile, and the caller computes in torch. What
 they do answer equals :func:`nemo_fp8.numerics.quantize.quantize_reference` to the bit, in codes and in scales;
@@ -45,18 +45,28 @@ def quantize(
     if out is not None:
         check_out(out, x, tile, format_of(element_format).dtype, scale_kind)
     device = _device(x)
-    return None if device is None else device.quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
+    return (
+        None
+        if device is None
+        else device.quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
+    )
 
 
 def decode(
-    data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    tile: Tile,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``code * scale_inv``, computed in FP32 and rounded once to ``dtype``; into ``out``, if given."""
     if out is not None:
         check(out, "out", data.shape, dtype, data)
         if not out.is_contiguous():
             raise PrecisionError(
-                "out= is not contiguous.", "Values are written in one piece.", "Give torch.empty(data.shape, dtype=dtype)."
+                "out= is not contiguous.",
+                "Values are written in one piece.",
+                "Give torch.empty(data.shape, dtype=dtype).",
             )
     device = _device(data)
     return None if device is None else device.decode(data, scale_inv, tile, dtype, out)

@@ -34,9 +34,8 @@ SCALINGS = {("te", "fp32"): 1, ("te", "pow2"): 2, ("deepgemm", "fp32"): 3, ("dee
 ELEMENTS_FOR_THREADS = 1 << 17  # fewer than this are done before all threads have woken
 
 _COUNTS = {
-    "norm": torch.float32, "error_norm": torch.float32, "amax": torch.float32, "underflow": torch.int32, "saturated": torch.int32,
-    "nonfinite": torch.int32, "least": torch.uint8, "largest": torch.uint8,
-}  # fmt: skip
+    "norm": torch.float32, "error_norm": torch.float32, "amax": torch.float32, "underflow": torch.int32, "saturated":
+    torch.int32, "nonfinite": torch.int32, "least": torch.uint8, "largest": torch.uint8, }  # fmt: skip
 
 
 class _Job(ctypes.Structure):
@@ -44,7 +43,10 @@ class _Job(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "codes", "scale_inv", *_COUNTS, "parallel")),
-        *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "codes_stride", "scale_stride", "tile_rows", "tile_cols")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("rows", "cols", "stride", "codes_stride", "scale_stride", "tile_rows", "tile_cols")
+        ),
         *((name, ctypes.c_int32) for name in ("source", "scaling", "mantissa_bits", "bias", "count_bytes", "threads")),
         *((name, ctypes.c_float) for name in ("format_max", "saturates_above", "given", "scale_if_tiny")),
         ("next", ctypes.c_int64),
@@ -105,7 +107,9 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
     return found.amax()
 
 
-def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor | None:
+def decode(
+    data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor | None:
     """``code * scale_inv`` in BF16 or FP32, or None."""
     library = build.library()
     if library is None or dtype not in (torch.bfloat16, torch.float32) or data.numel() == 0 or not _takes(tile):
@@ -119,7 +123,8 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch
     job = _DecodeJob(
         codes=matrix.data_ptr(), scale_inv=scale_inv.data_ptr(), out=out.data_ptr(),
         rows=matrix.shape[0], cols=matrix.shape[1], tile_rows=tile[0], tile_cols=tile[1],
-        target=PAIR if dtype == torch.bfloat16 and tile[1] > 1 else SOURCES[dtype], e8m0=scale_inv.dtype != torch.float32,
+        target=PAIR if dtype == torch.bfloat16 and tile[1] > 1 else SOURCES[dtype],
+        e8m0=scale_inv.dtype != torch.float32,
         mantissa_bits=format.mantissa_bits, threads=_threads(matrix), parallel=_parallel(),
     )  # fmt: skip
     library.nemo_fp8_decode(ctypes.byref(job))
@@ -157,14 +162,23 @@ def _quantize_whole(
 
 
 def _run(
-    library: ctypes.CDLL, matrix: torch.Tensor, tile: tuple[int, int], format: Format, codes: torch.Tensor | None = None, **more: Any
+    library: ctypes.CDLL,
+    matrix: torch.Tensor,
+    tile: tuple[int, int],
+    format: Format,
+    codes: torch.Tensor | None = None,
+    **more: Any,
 ) -> None:
     """One job. Tensors are passed as their addresses."""
     source = SOURCES[matrix.dtype]
     if codes is not None:
-        more |= {"codes": codes, "codes_stride": matrix.shape[1] if codes.is_contiguous() else rows_of(codes, "codes").stride(0)}
+        more |= {
+            "codes": codes,
+            "codes_stride": matrix.shape[1] if codes.is_contiguous() else rows_of(codes, "codes").stride(0),
+        }
     job = _Job(
-        x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0], tile_cols=tile[1],
+        x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0],
+        tile_cols=tile[1],
         source=PAIR if source == BF16 and tile[1] > 1 else source, mantissa_bits=format.mantissa_bits, bias=format.bias,
         count_bytes=_counter(tile).itemsize, threads=_threads(matrix), parallel=_parallel(), format_max=format.max,
         saturates_above=format.saturates_above,
@@ -215,7 +229,8 @@ def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def _counter(tile: tuple[int, int]) -> torch.dtype:
-    """What counts the elements of a tile. Small tiles are many, and new memory costs more than what is written to it."""
+    """What counts the elements of a tile. Small tiles are many, and new memory costs more than what is written to
+    it."""
     return torch.uint8 if tile[0] * tile[1] <= 255 else torch.int32
 
 
@@ -228,6 +243,8 @@ def _empty_counts(grid: tuple[int, int], tile: tuple[int, int]) -> dict[str, tor
     return {name: piece.view(dtype).view(grid) for (name, dtype), piece in zip(types.items(), pieces, strict=True)}
 
 
-def _statistics(x: torch.Tensor, tile: Tile, format: Format, counts: dict[str, torch.Tensor], scale_inv: torch.Tensor) -> Statistics:
+def _statistics(
+    x: torch.Tensor, tile: Tile, format: Format, counts: dict[str, torch.Tensor], scale_inv: torch.Tensor
+) -> Statistics:
     renamed = {"least": "least_code", "largest": "largest_code"}
     return statistics_of(x, tile, format, scale_inv, {renamed.get(name, name): found for name, found in counts.items()})

@@ -1,12 +1,13 @@
 """Quantizing and decoding on a GPU: what is launched, on rectangles of which size.
 
-A :class:`Launch` is a kernel with its arguments. Triton compiles one program for each set of compile-time constants and argument
-types, and ``variants`` lists them all, made by the same two functions that launch them: this is what is compiled without a GPU in
-``tests/numerics/test_kernels_compiled.py``. So that they can be listed, nothing but the tables here chooses a program: Triton's own
-specialization (on arguments that are 1, on multiples of 16) is switched off, and ``_aligned`` takes its place.
+A :class:`Launch` is a kernel with its arguments. Triton compiles one program for each set of compile-time constants and
+argument types, and ``variants`` lists them all, made by the same two functions that launch them: this is what is
+compiled without a GPU in ``tests/numerics/test_kernels_compiled.py``. So that they can be listed, nothing but the
+tables here chooses a program: Triton's own specialization (on arguments that are 1, on multiples of 16) is switched
+off, and ``_aligned`` takes its place.
 
-Triton is imported when a CUDA tensor comes. Without it, and for tiles that are not in ``TILES``, the answer is None, which is said
-once, and torch does the same in several passes.
+Triton is imported when a CUDA tensor comes. Without it, and for tiles that are not in ``TILES``, the answer is None,
+which is said once, and torch does the same in several passes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 TILES = ((128, 128), (1, 128), (128, 1), (1, 32), (32, 1))
-# What the kernel is told of a rule: E8M0; the quotient is scale_inv; what is added to its bits, and which of them are kept.
+# What the kernel is told of a rule: E8M0; the quotient is scale_inv; what is added to its bits, and which of them are
+# kept.
 RULES = {
     ("te", "fp32"): (0, 0, 0, -1),
     ("te", "pow2"): (0, 0, 0, 0x7F800000),
@@ -42,8 +44,8 @@ RULES = {
 WHOLE = (32, 256)  # how a whole tensor is cut up
 # A program's share: enough loads in flight to fill the memory's pipe.
 ELEMENTS, COLUMNS, DECODED = 8192, 256, 4096
-# Values that a thread holds at once, few enough for its registers: statistics keep six sums for each, what is not aligned an address,
-# and what is decoded in columns the address of a scale.
+# Values that a thread holds at once, few enough for its registers: statistics keep six sums for each, what is not
+# aligned an address, and what is decoded in columns the address of a scale.
 VALUES, VALUES_DECODED, VALUES_COUNTED = 64, 32, 16
 FEW = VALUES_COUNTED * 8 * 32  # elements of a program, or of its strip, where a thread has VALUES_COUNTED
 SHARED = 32  # so many columns of a tile have one scale, or each its own
@@ -105,7 +107,9 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
     return found.amax()
 
 
-def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor | None:
+def decode(
+    data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor | None:
     """``code * scale_inv``, or None."""
     if dtype not in SOURCES or data.numel() == 0 or not available():
         return None
@@ -129,8 +133,11 @@ class Launch:
     warps: int
 
 
-def cast(matrix: torch.Tensor, tile: tuple[int, int], format: Format, rule: tuple[int, ...] | None, **arrays: torch.Tensor) -> Launch:
-    """The cast of a matrix into ``codes``, or without them the search for its ``amax``. ``rule`` is None where no scale is to be found."""
+def cast(
+    matrix: torch.Tensor, tile: tuple[int, int], format: Format, rule: tuple[int, ...] | None, **arrays: torch.Tensor
+) -> Launch:
+    """The cast of a matrix into ``codes``, or without them the search for its ``amax``. ``rule`` is None where no scale
+    is to be found."""
     statistics = "counts" in arrays
     (rows, cols), (grid_rows, grid_cols) = matrix.shape, _grid(matrix, tile)
     codes, scale_inv = arrays.get("codes"), arrays.get("scale_inv")
@@ -146,7 +153,8 @@ def cast(matrix: torch.Tensor, tile: tuple[int, int], format: Format, rule: tupl
             *(arrays.get(name) for name in ("given", "amax", "signal", "noise", "counts")),
             rows, cols, matrix.stride(0), 0 if codes is None else codes.stride(0),
             *((0, 0) if scale_inv is None else scale_inv.stride()), grid_rows, grid_cols,
-            *(rule or RULES["te", "fp32"]), format.max, 1.0 / format.max, torch.finfo(matrix.dtype).max, format.saturates_above,
+            *(rule or RULES["te", "fp32"]), format.max, 1.0 / format.max, torch.finfo(matrix.dtype).max,
+            format.saturates_above,
         ),
         {
             "GIVEN": rule is None and codes is not None, **_constants(format, matrix.device),
@@ -188,7 +196,10 @@ def variants() -> Iterator[tuple[str, Launch]]:
         yield f"amax of {named}", cast(x, WHOLE, formats[0], None, amax=torch.empty(_grid(x, WHOLE)))
         for format, tile, statistics in itertools.product(formats, (*TILES, None), (False, True)):
             grid = _grid(x, tile or WHOLE)
-            arrays = {"codes": torch.empty(x.shape, dtype=format.dtype), **(_empty(grid, x.device) if statistics else {})}
+            arrays = {
+                "codes": torch.empty(x.shape, dtype=format.dtype),
+                **(_empty(grid, x.device) if statistics else {}),
+            }
             arrays["given" if tile is None else "scale_inv"] = torch.empty(() if tile is None else grid)
             shown = "a given scale" if tile is None else "{}x{}".format(*tile)
             launch = cast(x, tile or WHOLE, format, None if tile is None else RULES["te", "fp32"], **arrays)
@@ -209,7 +220,12 @@ def _start(launch: Launch) -> None:
 def _constants(format: Format, device: torch.device) -> dict[str, Any]:
     """What a kernel is compiled with for a format on a device."""
     special = format.infinity or format.first_nan
-    return {"MANTISSA": format.mantissa_bits, "BIAS": format.bias, "SPECIAL": special, "HARDWARE": _rounds_in_hardware(device)}
+    return {
+        "MANTISSA": format.mantissa_bits,
+        "BIAS": format.bias,
+        "SPECIAL": special,
+        "HARDWARE": _rounds_in_hardware(device),
+    }
 
 
 def _plain(scale_inv: torch.Tensor | None) -> torch.Tensor | None:
@@ -218,7 +234,8 @@ def _plain(scale_inv: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _aligned(*matrices: torch.Tensor | None) -> bool:
-    """Whether every 16 elements of a row begin at a multiple of 16 bytes and end inside of it: 128 bits are moved at once."""
+    """Whether every 16 elements of a row begin at a multiple of 16 bytes and end inside of it: 128 bits are moved at
+    once."""
     there = [m for m in matrices if m is not None]
     return all(m.shape[1] % 16 == 0 and m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in there)
 
@@ -249,7 +266,10 @@ def _takes(tile: Tile) -> bool:
 
 @functools.cache
 def _left_to_torch(tile: tuple[int, int]) -> None:
-    log.warning("FP8 casts in tiles of %dx%d run in torch on this GPU, with the same bits but more slowly: no kernel has them", *tile)
+    log.warning(
+        "FP8 casts in tiles of %dx%d run in torch on this GPU, with the same bits but more slowly: no kernel has them",
+        *tile,
+    )
 
 
 def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
@@ -265,7 +285,9 @@ def _empty(grid: tuple[int, int], device: torch.device) -> dict[str, torch.Tenso
     return {**floats, "counts": torch.empty((5, *grid), dtype=torch.int32, device=device)}
 
 
-def _statistics(x: torch.Tensor, tile: Tile, format: Format, found: dict[str, torch.Tensor], scale_inv: torch.Tensor) -> Statistics:
+def _statistics(
+    x: torch.Tensor, tile: Tile, format: Format, found: dict[str, torch.Tensor], scale_inv: torch.Tensor
+) -> Statistics:
     from nemo_fp8.numerics.kernels.results import statistics_of
 
     underflow, saturated, nonfinite, least, largest = found["counts"]

@@ -1,7 +1,7 @@
 """Memory that the caller gives for a result: what it must be, checked before anything is written to it.
 
-Codes lie in rows, each in one piece; the rows may lie apart, so that one shard of a fused weight can be written where it
-belongs. Scales may lie anywhere. Neither may overlap the source, of which tiles are read twice.
+Codes lie in rows, each in one piece; the rows may lie apart, so that one shard of a fused weight can be written where
+it belongs. Scales may lie anywhere. Neither may overlap the source, of which tiles are read twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def check(out: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dty
         raise PrecisionError(
             f"{name}= {problem}.",
             f"The result is {dtype} of shape {tuple(shape)} on {source.device}, in memory of its own.",
-            f"Give torch.empty({tuple(shape)}, dtype={dtype}, device={str(source.device)!r}) or a slice of such a tensor.",
+            f"Give torch.empty({tuple(shape)}, dtype={dtype}, device={str(source.device)!r}) or a slice of such a "
+            "tensor.",
         )
 
 

@@ -1,4 +1,5 @@
-"""From a kernel's arrays to :class:`Statistics`: by tile, or summed up where the tiles were only a way to cut a tensor."""
+"""From a kernel's arrays to :class:`Statistics`: by tile, or summed up where the tiles were only a way to cut a
+tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from nemo_fp8.numerics.statistics import Statistics
 
 
 def statistics_of(
-    x: torch.Tensor, tile: tuple[int, int] | None, format: Format, scale_inv: torch.Tensor, counted: dict[str, torch.Tensor]
+    x: torch.Tensor,
+    tile: tuple[int, int] | None,
+    format: Format,
+    scale_inv: torch.Tensor,
+    counted: dict[str, torch.Tensor],
 ) -> Statistics:
     """The statistics of ``x`` in tiles, from all fields that a kernel counts."""
     from nemo_fp8.numerics.quantize import _elements

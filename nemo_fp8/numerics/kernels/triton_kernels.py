@@ -5,8 +5,8 @@ A program's rectangle is seen as [tile rows, rows, tile columns, columns]; amaxe
 so tiles of every shape are one kernel. It moves 3 bytes an element for BF16, against 5 of an amax pass and a cast pass.
 
 The rounding is the hardware's own (``cvt.rn.satfinite``, from compute capability 8.9 on), or the integer formula of
-`fp8_quantize.c` where there is none. Scales, which are few, are divided in FP64: Triton's FP32 ``/`` is not correctly rounded,
-and its ``div_rn`` flushes subnormal quotients.
+`fp8_quantize.c` where there is none. Scales, which are few, are divided in FP64: Triton's FP32 ``/`` is not correctly
+rounded, and its ``div_rn`` flushes subnormal quotients.
 """
 
 import triton
@@ -14,10 +14,31 @@ import triton.language as tl
 
 INFINITE = tl.constexpr(0x7F800000)
 # One compiled program serves every shape and every scale: none of these is looked at when a variant is chosen.
-NUMBERS = ["rows", "cols", "stride", "codes_stride", "scale_rows", "scale_cols", "grid_rows", "grid_cols", "tile_rows", "tile_cols"]
+NUMBERS = [
+    "rows",
+    "cols",
+    "stride",
+    "codes_stride",
+    "scale_rows",
+    "scale_cols",
+    "grid_rows",
+    "grid_cols",
+    "tile_rows",
+    "tile_cols",
+]
 RULE = ["e8m0", "inverted", "carry", "mask"]
 BYTES = tl.pointer_type(tl.uint8)  # whatever the tensor is: scales are FP32 or bytes
-POINTERS = ["x_ptr", "codes_ptr", "scale_inv_ptr", "given_ptr", "amax_ptr", "signal_ptr", "noise_ptr", "counts_ptr", "out_ptr"]
+POINTERS = [
+    "x_ptr",
+    "codes_ptr",
+    "scale_inv_ptr",
+    "given_ptr",
+    "amax_ptr",
+    "signal_ptr",
+    "noise_ptr",
+    "counts_ptr",
+    "out_ptr",
+]
 
 
 @triton.jit
@@ -51,8 +72,8 @@ def _find_e8m0(amax, reciprocal_max):
 def _find_fp32(amax, inverted, carry, mask, format_max, scale_if_tiny):
     """Scale and scale_inv of all four rules with FP32 scales: one of them is a quotient, the other its reciprocal.
 
-    TE divides ``max / amax`` and finds the scale; DeepGEMM ``amax / max``, the ``inverted``, and finds scale_inv. ``carry`` and
-    ``mask`` round the quotient to a power of two, down or up, or leave it alone.
+    TE divides ``max / amax`` and finds the scale; DeepGEMM ``amax / max``, the ``inverted``, and finds scale_inv.
+    ``carry`` and ``mask`` round the quotient to a power of two, down or up, or leave it alone.
     """
     most = tl.full(amax.shape, format_max, tl.float32)
     quotient = _divide(tl.where(inverted != 0, tl.maximum(amax, 1e-4), most), tl.where(inverted != 0, most, amax))
@@ -111,7 +132,8 @@ def _left(size, first, MOST: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _pointers(ptr, first, row, col, stride, ALIGNED: tl.constexpr):
-    """Addresses of a strip. ``ALIGNED`` says what the launch has checked: every 16 elements begin at a multiple of 16 bytes."""
+    """Addresses of a strip. ``ALIGNED`` says what the launch has checked: every 16 elements begin at a multiple of 16
+    bytes."""
     at = ptr + first + row[:, None].to(tl.int64) * stride + col[None, :]
     return tl.multiple_of(at, (1, 16)) if ALIGNED else at
 
@@ -119,7 +141,8 @@ def _pointers(ptr, first, row, col, stride, ALIGNED: tl.constexpr):
 @triton.jit
 def _load_strip(
     x_ptr, first, row, col, stride, rows_left, cols_left,
-    HIGH: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, TILE_COLS: tl.constexpr, BF16: tl.constexpr, ALIGNED: tl.constexpr,
+    HIGH: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, TILE_COLS: tl.constexpr, BF16: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Values of a strip in FP32, as [tile rows, rows, tile columns, columns]; zeros outside of the tensor."""
     inside = (row < rows_left)[:, None] & (col < cols_left)[None, :]
@@ -163,8 +186,9 @@ def quantize_kernel(
 ):  # fmt: skip
     """A rectangle of HIGH x WIDE tiles, in STRIPS of LONG rows of every tile.
 
-    One strip stays in registers from the search for its amax to its cast. Of several, which are cut from one row of tiles, each is
-    read again from the cache. ``counts`` are five planes: underflow, saturated, nonfinite, least, largest.
+    One strip stays in registers from the search for its amax to its cast. Of several, which are cut from one row of
+    tiles, each is read again from the cache. ``counts`` are five planes: underflow, saturated, nonfinite, least,
+    largest.
     """
     LONG: tl.constexpr = TILE_ROWS // STRIPS
     across = tl.cdiv(cols, WIDE * TILE_COLS).to(tl.int32)
@@ -182,7 +206,9 @@ def quantize_kernel(
     real = (down + tile_row < grid_rows)[:, None] & (right + tile_col < grid_cols)[None, :]
 
     if STRIPS == 1:
-        x = _load_strip(x_ptr, x_first, row, col, stride, rows_left, cols_left, HIGH, LONG, WIDE, TILE_COLS, BF16, ALIGNED)
+        x = _load_strip(
+            x_ptr, x_first, row, col, stride, rows_left, cols_left, HIGH, LONG, WIDE, TILE_COLS, BF16, ALIGNED
+        )
     if (not GIVEN) | STATISTICS:
         if STRIPS == 1:
             most = tl.where(x == x, tl.abs(x), 0.0)
@@ -190,7 +216,21 @@ def quantize_kernel(
             most = tl.zeros(shape, tl.float32)
             for strip in range(STRIPS):
                 strip_row = row + strip * LONG
-                y = _load_strip(x_ptr, x_first, strip_row, col, stride, rows_left, cols_left, HIGH, LONG, WIDE, TILE_COLS, BF16, ALIGNED)
+                y = _load_strip(
+                    x_ptr,
+                    x_first,
+                    strip_row,
+                    col,
+                    stride,
+                    rows_left,
+                    cols_left,
+                    HIGH,
+                    LONG,
+                    WIDE,
+                    TILE_COLS,
+                    BF16,
+                    ALIGNED,
+                )
                 most = tl.maximum(most, tl.where(y == y, tl.abs(y), 0.0))
         amax = _per_tile_max(most)
     if STATISTICS | (not CAST):
@@ -209,12 +249,30 @@ def quantize_kernel(
                 tl.store(scale_inv_ptr.to(tl.pointer_type(tl.float32)) + scale_at, scale_inv, mask=real)
         if STATISTICS:
             signal, noise = tl.zeros(shape, tl.float32), tl.zeros(shape, tl.float32)
-            underflow, saturated, nonfinite = tl.zeros(shape, tl.int32), tl.zeros(shape, tl.int32), tl.zeros(shape, tl.int32)
+            underflow, saturated, nonfinite = (
+                tl.zeros(shape, tl.int32),
+                tl.zeros(shape, tl.int32),
+                tl.zeros(shape, tl.int32),
+            )
             least = tl.full(shape, 0xFF, tl.int32)
         for strip in range(STRIPS):
             strip_row = row + strip * LONG
             if STRIPS > 1:
-                x = _load_strip(x_ptr, x_first, strip_row, col, stride, rows_left, cols_left, HIGH, LONG, WIDE, TILE_COLS, BF16, ALIGNED)
+                x = _load_strip(
+                    x_ptr,
+                    x_first,
+                    strip_row,
+                    col,
+                    stride,
+                    rows_left,
+                    cols_left,
+                    HIGH,
+                    LONG,
+                    WIDE,
+                    TILE_COLS,
+                    BF16,
+                    ALIGNED,
+                )
             codes = _encode(x, _spread(scale), MANTISSA, BIAS, format_max, HARDWARE)
             inside = (strip_row < rows_left)[:, None] & (col < cols_left)[None, :]
             flat = tl.reshape(codes, (HIGH * LONG, WIDE * TILE_COLS))
@@ -245,23 +303,27 @@ def quantize_kernel(
 
 @triton.jit(do_not_specialize=[*NUMBERS, *RULE], do_not_specialize_on_alignment=POINTERS)
 def decode_kernel(
-    codes_ptr, scale_inv_ptr: BYTES, out_ptr, rows: tl.int64, cols: tl.int64, scale_rows: tl.int64, scale_cols: tl.int64,
-    tile_rows: tl.int32, tile_cols: tl.int32, e8m0: tl.int32,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SHARED: tl.constexpr,
-    ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    codes_ptr, scale_inv_ptr: BYTES, out_ptr, rows: tl.int64, cols: tl.int64, scale_rows: tl.int64,
+    scale_cols: tl.int64, tile_rows: tl.int32, tile_cols: tl.int32, e8m0: tl.int32,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    SHARED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """A rectangle of codes times the scales of their tiles, of which SHARED columns have the same.
 
     ``scale_rows`` and ``scale_cols`` are the scales' strides.
     """
     across = tl.cdiv(cols, COLS).to(tl.int32)
-    first_row, first_col = (tl.program_id(0) // across).to(tl.int64) * ROWS, (tl.program_id(0) % across).to(tl.int64) * COLS
+    first_row, first_col = (
+        (tl.program_id(0) // across).to(tl.int64) * ROWS,
+        (tl.program_id(0) % across).to(tl.int64) * COLS,
+    )
     row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
     rows_left, cols_left = _left(rows, first_row, ROWS, False), _left(cols, first_col, COLS, ALIGNED)
     inside = (row < rows_left)[:, None] & (col < cols_left)[None, :]
     first = first_row * cols + first_col
     code = tl.load(_pointers(codes_ptr, first, row, col, cols, ALIGNED), mask=inside, other=0)
-    # The place of a tile is counted from the rectangle's first in 32 bits: a division of 64 bits takes a hundred instructions.
+    # The place of a tile is counted from the rectangle's first in 32 bits: a division of 64 bits takes a hundred
+    # instructions.
     tile_row, tile_col = first_row // tile_rows, first_col // tile_cols
     some = tl.arange(0, COLS // SHARED) * SHARED
     down = ((first_row - tile_row * tile_rows).to(tl.int32) + row) // tile_rows

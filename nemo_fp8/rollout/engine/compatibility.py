@@ -49,7 +49,8 @@ _UTILS = f"{_QUANTIZATION}.utils.quant_utils"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _TRANSFER = "vllm.distributed.weight_transfer"
 _CREATE_LINEAR = (
-    "layer", "input_size_per_partition", "output_partition_sizes", "input_size", "output_size", "params_dtype", "extra_weight_attrs",
+    "layer", "input_size_per_partition", "output_partition_sizes", "input_size", "output_size", "params_dtype",
+    "extra_weight_attrs",
 )  # fmt: skip
 _KERNEL = ("activation_quant_key", "weight_quant_key", "weight_shape", "input_dtype", "out_dtype", "module_name")
 _APPLY_EXPERTS = ("layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input")
@@ -78,14 +79,13 @@ INTERNALS = (
     Internal(_UTILS, "amax_for_tp_weight_quant", ("amax", "is_sharded")),
     Internal("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
     # experts
-    Internal(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase.maybe_roundup_sizes", ("hidden_size", "intermediate_size_per_partition")),
-    Internal(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase.apply", _APPLY_EXPERTS),
-    Internal(f"{_LAYERS}.fused_moe", "RoutedExperts"),
-    Internal(f"{_LAYERS}.fused_moe", "UnquantizedFusedMoEMethod"),
-    Internal(f"{_LAYERS}.fused_moe.activation", "MoEActivation.SILU"),
-    Internal(f"{_QUANTIZATION}.online.fp8", "Fp8PerBlockOnlineMoEMethod._setup_kernel", _SETUP),
-    Internal(f"{_QUANTIZATION}.online.moe_base", "OnlineMoEMethodBase._zero_padding", ("layer",)),
-    Internal(_UTILS, "amax_for_moe_weight_quant", ("amax", "moe_tp_size")),
+    Internal(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase.maybe_roundup_sizes", ("hidden_size",
+    "intermediate_size_per_partition")), Internal(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase.apply", _APPLY_EXPERTS),
+    Internal(f"{_LAYERS}.fused_moe", "RoutedExperts"), Internal(f"{_LAYERS}.fused_moe", "UnquantizedFusedMoEMethod"),
+    Internal(f"{_LAYERS}.fused_moe.activation", "MoEActivation.SILU"), Internal(f"{_QUANTIZATION}.online.fp8",
+    "Fp8PerBlockOnlineMoEMethod._setup_kernel", _SETUP), Internal(f"{_QUANTIZATION}.online.moe_base",
+    "OnlineMoEMethodBase._zero_padding", ("layer",)), Internal(_UTILS, "amax_for_moe_weight_quant", ("amax",
+    "moe_tp_size")),
     # the KV cache
     Internal(f"{_LAYERS}.attention", "Attention"),
     Internal(f"{_QUANTIZATION}.kv_cache", "BaseKVCacheMethod"),
@@ -101,8 +101,8 @@ INTERNALS = (
     Internal(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
     Internal(f"{_LAYERS}.attention", "is_deferred_attention_layer"),
     Internal(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
-    Internal(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls", "class_name")),
-)  # fmt: skip
+    Internal(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls",
+    "class_name")), )  # fmt: skip
 
 # Asked for only by who pushes with these backends: their modules import what only GPUs have.
 GPU_TRANSFER = (

@@ -65,7 +65,9 @@ class NemoFp8Config(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             moe = layer.moe_config
             inner = moe.intermediate_size_per_partition_unpadded * moe.tp_size
-            reason = reason_to_keep_experts(self.precision, prefix, self._layers(), moe.num_logical_experts, inner, moe.hidden_dim_unpadded)
+            reason = reason_to_keep_experts(
+                self.precision, prefix, self._layers(), moe.num_logical_experts, inner, moe.hidden_dim_unpadded
+            )
             if reason is None:
                 return experts.method_for(self, layer, prefix)
             method = UnquantizedFusedMoEMethod(layer.moe_config)
@@ -77,7 +79,8 @@ class NemoFp8Config(QuantizationConfig):
         return None
 
     def loaded(self, layer: torch.nn.Module) -> None:
-        """Say, once, if no push can follow. The model of this layer is whole: this is vLLM's last pass over all layers."""
+        """Say, once, if no push can follow. The model of this layer is whole: this is vLLM's last pass over all
+        layers."""
         if not self._loaded:
             self._loaded = True
             warn_if_unpushable(layer)

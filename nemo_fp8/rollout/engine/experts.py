@@ -1,7 +1,7 @@
 """The experts of a MoE layer, stacked: gate and up in one weight (``w13``), down in the other (``w2``).
 
-On vLLM's fused kernel where this machine has one; else each expert's tokens at a time on decoded weights, which is
-also how activations are quantized by emulation: the fused kernel of a CPU keeps what is between its two GEMMs to itself.
+On vLLM's fused kernel where this machine has one; else each expert's tokens at a time on decoded weights, which is also
+how activations are quantized by emulation: the fused kernel of a CPU keeps what is between its two GEMMs to itself.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Quantizing:
         self.other_blocks = other_blocks(gated, none, block) or other_blocks([none], down, block)
         if self.other_blocks:
             name = in_every_layer(self.prefix)
-            kernels.logger.info_once("nemo_fp8: %s has other blocks than the unsharded weights: %s", name, self.other_blocks)
+            kernels.logger.info_once(
+                "nemo_fp8: %s has other blocks than the unsharded weights: %s", name, self.other_blocks
+            )
 
     def _quantized(self, layer: RoutedExperts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes of both weights, then scales of both."""
@@ -77,7 +79,8 @@ class Quantizing:
         layer.weight_block_size = list(self.storage.grid)
         both = (layer.w13_weight.data, layer.w2_weight.data)
         (w13, s13), (w2, s2) = (
-            quantize_weight(weight, self.storage, lambda amax: amax_for_moe_weight_quant(amax, self.moe.tp_size)) for weight in both
+            quantize_weight(weight, self.storage, lambda amax: amax_for_moe_weight_quant(amax, self.moe.tp_size))
+            for weight in both
         )
         return w13, w2, s13, s2
 
@@ -97,7 +100,9 @@ class NemoFp8MoEMethod(Quantizing, Fp8PerBlockOnlineMoEMethod):
         self.lay_out(layer, *self._quantized(layer))
         layer._already_called_process_weights_after_loading = True
 
-    def lay_out(self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor) -> None:
+    def lay_out(
+        self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor
+    ) -> None:
         """Codes and scales as parameters of the layer, in the order in which the kernel reads them."""
         self._setup_kernel(layer, w13, w2, s13, s2, layer.w13_input_scale, layer.w2_input_scale)
 
@@ -113,8 +118,10 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
         if unknown:
             raise PrecisionError(
                 f"{prefix}: experts with {' and '.join(unknown)} cannot be in FP8 here.",
-                "Without vLLM's fused FP8 kernel, experts run on decoded weights: with SiLU, no biases, and weights on their output.",
-                f"Add {in_every_layer(prefix)!r} to keep, so that experts stay in the compute dtype; or use a machine with vLLM's kernel "
+                "Without vLLM's fused FP8 kernel, experts run on decoded weights: with SiLU, no biases, and weights "
+                "on their output.",
+                f"Add {in_every_layer(prefix)!r} to keep, so that experts stay in the compute dtype; or use a machine "
+                "with vLLM's kernel "
                 "(AMX, or a GPU) and activations='kernel'.",
             )
 
@@ -122,7 +129,9 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
         """Padded to whole blocks, as for the fused kernel, so that both have the same codes."""
-        sizes = super().maybe_roundup_sizes(hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config)
+        sizes = super().maybe_roundup_sizes(
+            hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+        )
         side = self.storage.grid[1]
         return tuple(-(-size // side) * side for size in sizes)
 
@@ -132,7 +141,9 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
         self.lay_out(layer, *self._quantized(layer))
         layer._already_called_process_weights_after_loading = True
 
-    def lay_out(self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor) -> None:
+    def lay_out(
+        self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor
+    ) -> None:
         """Codes and scales as parameters of the layer."""
         named = {"w13_weight": w13, "w2_weight": w2, "w13_weight_scale_inv": s13, "w2_weight_scale_inv": s2}
         for name, tensor in named.items():

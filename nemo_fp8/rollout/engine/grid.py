@@ -1,4 +1,5 @@
-"""Are the blocks that a worker quantizes the blocks of the whole weight? A question of where its rows and columns begin.
+"""Are the blocks that a worker quantizes the blocks of the whole weight? A question of where its rows and columns
+begin.
 
 Training scales the blocks of an unsharded weight. vLLM fuses weights (q, k and v in one matrix) and gives each worker
 a shard of the result, and the worker's blocks begin where its matrix begins. They are the same blocks if every part
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """What one worker has of one dimension of a weight: ``start`` to ``stop`` of ``whole``, lying at ``at`` in its own matrix."""
+    """What one worker has of one dimension of a weight: ``start`` to ``stop`` of ``whole``, lying at ``at`` in its own
+    matrix."""
 
     name: str
     start: int
@@ -30,7 +32,8 @@ class Span:
 
 
 def other_blocks(rows: Sequence[Span], columns: Span, block: tuple[int, int] | None) -> str | None:
-    """Why the worker's blocks are not those of the unsharded weights; None if they are. ``block`` None is one scale for all."""
+    """Why the worker's blocks are not those of the unsharded weights; None if they are. ``block`` None is one scale for
+    all."""
     if block is None:
         return None  # the amax is taken over all shards
     for span in rows:

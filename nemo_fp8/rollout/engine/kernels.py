@@ -1,8 +1,9 @@
 """Which kernel multiplies: vLLM's own for this machine, or decoded weights where vLLM has none.
 
 A kernel here is what vLLM calls one: ``process_weights_after_loading`` lays codes and scales out as it wants them, and
-``apply_weights`` multiplies. On a CPU with AMX, vLLM's takes FP8 weights and BF16 activations; on GPUs they quantize the
-activations too. A CPU without AMX has none, and :class:`DecodeKernel` takes its place, which is said once in the log.
+``apply_weights`` multiplies. On a CPU with AMX, vLLM's takes FP8 weights and BF16 activations; on GPUs they quantize
+the activations too. A CPU without AMX has none, and :class:`DecodeKernel` takes its place, which is said once in the
+log.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ class DecodeKernel:
         """Codes and scales stay as they are."""
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
-        out: torch.Tensor = ops.decoded_linear(x, layer.weight, layer.weight_scale_inv, bias, self.grid, layer.orig_dtype)
+        out: torch.Tensor = ops.decoded_linear(
+            x, layer.weight, layer.weight_scale_inv, bias, self.grid, layer.orig_dtype
+        )
         return out
 
 
 def choose(storage: Storage, wanted: str, shape: tuple[int, int], out_dtype: torch.dtype) -> Any:
     """The kernel for a weight of this shape. ``wanted`` is the plugin's option ``kernel``."""
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
-        # Linux grants AMX to a process that asks, and vLLM 0.31.0 does not: a server's first prompt of four tokens would end its
-        # worker with an illegal instruction in attention.
+        # Linux grants AMX to a process that asks, and vLLM 0.31.0 does not: a server's first prompt of four tokens
+        # would end its worker with an illegal instruction in attention.
         torch.cpu._init_amx()
     if wanted == "decode":
         return DecodeKernel(storage)
@@ -70,12 +73,14 @@ def choose(storage: Storage, wanted: str, shape: tuple[int, int], out_dtype: tor
 
 
 def refuse_second_quantization(kernel: str, weight: Operand, e8m0: bool) -> None:
-    """DeepGEMM with E8M0 scales turns codes with FP32 scales into others, after they were proven to be the right ones."""
+    """DeepGEMM with E8M0 scales turns codes with FP32 scales into others, after they were proven to be the right
+    ones."""
     if "DeepGemm" in kernel.replace("DeepGEMM", "DeepGemm") and e8m0 and weight.scale == "fp32":
         raise PrecisionError(
             f"{kernel} with E8M0 scales, under a contract of FP32 weight scales.",
             "vLLM would decode the codes and quantize them again for it.",
-            "os.environ.update(nemo_fp8.rollout.environment(precision)) before the engine starts (VLLM_USE_DEEP_GEMM_E8M0=0), "
+            "os.environ.update(nemo_fp8.rollout.environment(precision)) before the engine starts "
+            "(VLLM_USE_DEEP_GEMM_E8M0=0), "
             "or set weight_scale='pow2' and activation_scale='pow2'.",
         )
 
@@ -101,7 +106,14 @@ def has_experts_kernel(storage: Storage, wanted: str) -> bool:
 def _without_kernel(storage: Storage, why: str) -> DecodeKernel:
     if not current_platform.is_cpu():
         rows, columns = storage.grid
-        remedy = "Use vLLM's own quantization='mxfp8'." if (rows, columns) == (1, 32) else "Set rollout='compute' on this machine."
+        remedy = (
+            "Use vLLM's own quantization='mxfp8'."
+            if (rows, columns) == (1, 32)
+            else "Set rollout='compute' on this machine."
+        )
         raise PrecisionError(f"vLLM has no FP8 kernel for weight blocks of {rows}x{columns} here.", f"{why}.", remedy)
-    logger.warning_once("nemo_fp8: weights are decoded before each GEMM on this CPU, with the same codes and scales, but slowly (%s)", why)
+    logger.warning_once(
+        "nemo_fp8: weights are decoded before each GEMM on this CPU, with the same codes and scales, but slowly (%s)",
+        why,
+    )
     return DecodeKernel(storage)

@@ -24,7 +24,8 @@ MAGNITUDES = 1 << 15  # the bits of a BF16 number without its sign
 
 
 def require_cache(dtype: str) -> None:
-    """Refuse an FP8 cache on a CPU for which vLLM has none, before vLLM ends its worker for it: whoever asked for it did not ask us."""
+    """Refuse an FP8 cache on a CPU for which vLLM has none, before vLLM ends its worker for it: whoever asked for it
+    did not ask us."""
     if dtype.startswith("fp8") and current_platform.is_cpu():
         found = answer("kv-cache-fp8", Machine.here(sys.executable).without_gpu(), by=(GPU, VLLM_CHECK))
         if found.verdict == UNSUPPORTED:
@@ -41,7 +42,8 @@ class KvListener:
             if not hasattr(layer.impl, "do_kv_cache_update"):
                 raise PrecisionError(
                     f"{name}: {type(layer.impl).__name__} writes its cache inside the attention kernel.",
-                    "Keys and values are counted where vLLM writes them to the cache, and this backend has no such place.",
+                    "Keys and values are counted where vLLM writes them to the cache, and this backend has no such "
+                    "place.",
                     "Calibrate on another attention backend (FlashAttention, Triton, CPU), and push the scales.",
                 )
             write = layer.impl.do_kv_cache_update
@@ -55,7 +57,9 @@ class KvListener:
         self.writers = []
         return {name: [_sparse(row) for row in counts] for name, counts in self.counts.items()}
 
-    def _write(self, name: str, write: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: torch.Tensor) -> Any:
+    def _write(
+        self, name: str, write: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: torch.Tensor
+    ) -> Any:
         real = slots[: len(key)] >= 0  # tokens that only fill up a batch go nowhere
         for row, tensor in zip(self.counts[name], (key, value), strict=True):
             bits = tensor[: len(real)][real].to(torch.bfloat16).view(torch.int16) & 0x7FFF
@@ -64,7 +68,8 @@ class KvListener:
 
 
 def set_scales(model: torch.nn.Module, scales: dict[str, float]) -> None:
-    """Put scales in place: ``{"model.layers.0.self_attn.attn.k_scale": 0.02, ...}``. What is cached was written with others."""
+    """Put scales in place: ``{"model.layers.0.self_attn.attn.k_scale": 0.02, ...}``. What is cached was written with
+    others."""
     layers = dict(attention_layers(model))
     for name, scale in scales.items():
         path, _, kind = name.rpartition(".")
@@ -78,7 +83,11 @@ def set_scales(model: torch.nn.Module, scales: dict[str, float]) -> None:
 
 def scales_of(model: torch.nn.Module) -> dict[str, float]:
     """The scales that attention layers write and read their cache with."""
-    return {f"{name}.{which}_scale": float(getattr(layer, f"_{which}_scale")) for name, layer in attention_layers(model) for which in "kv"}
+    return {
+        f"{name}.{which}_scale": float(getattr(layer, f"_{which}_scale"))
+        for name, layer in attention_layers(model)
+        for which in "kv"
+    }
 
 
 def attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, Attention]]:

@@ -62,30 +62,46 @@ class NemoFp8LinearMethod(LinearMethodBase):
         if reason:
             layer.quant_method = self._unquantized(rows, columns, reason)
             layer.quant_method.create_weights(
-                layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra_weight_attrs
+                layer,
+                input_size_per_partition,
+                output_partition_sizes,
+                input_size,
+                output_size,
+                params_dtype,
+                **extra_weight_attrs,
             )
             return
         self.sharded = (rows, columns) != (output_size, input_size)
         self.other_blocks = other_blocks(spans, self._columns(layer, columns, input_size), self.storage.weight.block)
         if self.other_blocks:
-            logger.info_once("nemo_fp8: %s has other blocks than the unsharded weights: %s", in_every_layer(self.prefix), self.other_blocks)
+            logger.info_once(
+                "nemo_fp8: %s has other blocks than the unsharded weights: %s",
+                in_every_layer(self.prefix),
+                self.other_blocks,
+            )
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition, layer.output_size_per_partition = columns, rows
         layer.orig_dtype, layer.weight_block_size = params_dtype, list(self.storage.grid)
         weight = torch.empty((rows, columns), dtype=params_dtype, device="meta")
         loader = extra_weight_attrs["weight_loader"]
         loader = _refusing_codes(loader, self.prefix) if isinstance(loader, MethodType) else loader
-        layer.register_parameter("weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader))
+        layer.register_parameter(
+            "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader)
+        )
         initialize_online_processing(layer)
         self.fp8_linear = kernels.choose(self.storage, self.config.options["kernel"], (rows, columns), self.out_dtype)
-        self.fake_quantizes = self.config.options["activations"] == "emulated" and not kernels.quantizes_activations(self.fp8_linear)
+        self.fake_quantizes = self.config.options["activations"] == "emulated" and not kernels.quantizes_activations(
+            self.fp8_linear
+        )
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             self.config.loaded(layer)
             return
         layer.input_scale = None
-        codes, scale_inv = quantize_weight(layer.weight.data, self.storage, lambda amax: amax_for_tp_weight_quant(amax, self.sharded))
+        codes, scale_inv = quantize_weight(
+            layer.weight.data, self.storage, lambda amax: amax_for_tp_weight_quant(amax, self.sharded)
+        )
         self.lay_out(layer, codes, scale_inv)
         layer._already_called_process_weights_after_loading = True
 
@@ -121,7 +137,9 @@ class NemoFp8LinearMethod(LinearMethodBase):
         if sum(sizes) == output_size:
             return fused_rows(names, sizes, [0] * len(sizes), sizes)
         rank, ranks = layer.tp_rank, layer.tp_size
-        copies = [1] * len(sizes)  # workers with the same rows: heads of k and v where there are fewer heads than workers
+        copies = [1] * len(
+            sizes
+        )  # workers with the same rows: heads of k and v where there are fewer heads than workers
         if isinstance(layer, QKVParallelLinear):
             copies[1:] = [layer.num_kv_head_replicas] * (len(sizes) - 1)
         starts = [rank // n * size for n, size in zip(copies, sizes, strict=True)]
@@ -144,4 +162,6 @@ def _refusing_codes(loader: MethodType, name: str) -> MethodType:
             )
         return loader.__func__(layer, param, loaded_weight, *rest, **more)
 
-    return MethodType(load, loader.__self__)  # vLLM looks for methods, to take layers out of what it remembers of a weight
+    return MethodType(
+        load, loader.__self__
+    )  # vLLM looks for methods, to take layers out of what it remembers of a weight

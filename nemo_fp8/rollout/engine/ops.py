@@ -5,9 +5,9 @@
     decoded_experts  the same for the experts of a MoE layer, each expert's tokens at a time
 
 Codes are decoded on every call. Decoding once would make batches of one several times as fast on such a machine, and
-would keep five bytes a weight instead of one, and a copy that a push of new weights could leave behind. Values are FP32,
-or BF16 where they are exact in it (scales that are powers of two) and the processor has units for BF16 products; nothing
-is rounded between the codes and the product.
+would keep five bytes a weight instead of one, and a copy that a push of new weights could leave behind. Values are
+FP32, or BF16 where they are exact in it (scales that are powers of two) and the processor has units for BF16 products;
+nothing is rounded between the codes and the product.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ def _(x: torch.Tensor, group: int, scale: str, dtype: torch.dtype) -> torch.Tens
 
 @torch.library.custom_op("nemo_fp8::decoded_linear", mutates_args=())
 def decoded_linear(
-    x: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, bias: torch.Tensor | None, block: list[int], dtype: torch.dtype
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    block: list[int],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` with the weight decoded, rounded once to ``dtype``."""
     weight = Quantized(codes, scale_inv, (block[0], block[1]))
@@ -47,7 +52,12 @@ def decoded_linear(
 
 @decoded_linear.register_fake
 def _(
-    x: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, bias: torch.Tensor | None, block: list[int], dtype: torch.dtype
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    block: list[int],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=dtype)
 

@@ -1,4 +1,5 @@
-"""From a layer's BF16 weights to what its kernel multiplies with: the casts of :mod:`nemo_fp8.numerics`, and nothing of our own.
+"""From a layer's BF16 weights to what its kernel multiplies with: the casts of :mod:`nemo_fp8.numerics`, and nothing of
+our own.
 
 One scale for a whole weight is the scale of the unsharded one: its amax goes over all workers that hold a shard.
 """
@@ -18,7 +19,9 @@ from nemo_fp8.rollout.engine.storage import Storage
 ReduceAmax = Callable[[torch.Tensor], torch.Tensor]
 
 
-def quantize_weight(weight: torch.Tensor, storage: Storage, reduce_amax: ReduceAmax) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weight(
+    weight: torch.Tensor, storage: Storage, reduce_amax: ReduceAmax
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and ``scale_inv`` on the kernel's grid, of one weight or of a stack of them (the experts of a layer).
 
     A stack is quantized as one tall matrix: its weights have whole blocks of rows, so no block lies in two of them.
@@ -30,7 +33,9 @@ def quantize_weight(weight: torch.Tensor, storage: Storage, reduce_amax: ReduceA
         return quantized.data, scales if weight.dim() == 2 else scales.view(stack.shape[0], -1, scales.shape[-1])
     amaxes = reduce_amax(torch.stack([_amax(one) for one in stack]))
     factors, inverses = find_scales(amaxes, format_of("e4m3"), storage.weight.scale)
-    codes = torch.stack([quantize(one, storage.weight, scale=factor).data for one, factor in zip(stack, factors, strict=True)])
+    codes = torch.stack(
+        [quantize(one, storage.weight, scale=factor).data for one, factor in zip(stack, factors, strict=True)]
+    )
     rows, columns = (-(-side // block) for side, block in zip(stack.shape[1:], storage.grid, strict=True))
     scales = inverses.view(-1, 1, 1).expand(-1, rows, columns).contiguous()
     return (codes, scales) if weight.dim() == 3 else (codes[0], scales[0])

@@ -1,4 +1,5 @@
-"""What a worker can say about its layers: which are in FP8, on which kernel, in whose blocks, and why the others are not."""
+"""What a worker can say about its layers: which are in FP8, on which kernel, in whose blocks, and why the others are
+not."""
 
 from __future__ import annotations
 

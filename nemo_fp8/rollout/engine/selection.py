@@ -1,7 +1,9 @@
-"""Which of vLLM's layers stay in the compute dtype: the rule of :mod:`nemo_fp8.models.selection`, asked in vLLM's words.
+"""Which of vLLM's layers stay in the compute dtype: the rule of :mod:`nemo_fp8.models.selection`, asked in vLLM's
+words.
 
-vLLM fuses ``q_proj``, ``k_proj``, ``v_proj`` into one ``qkv_proj`` and all experts of a layer into one module; the rule decides about
-such units as a whole, and knows the names of their parts. A checkpoint that the exporter wrote was chosen by the same rule.
+vLLM fuses ``q_proj``, ``k_proj``, ``v_proj`` into one ``qkv_proj`` and all experts of a layer into one module; the rule
+decides about such units as a whole, and knows the names of their parts. A checkpoint that the exporter wrote was chosen
+by the same rule.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ def reason_to_keep(precision: Precision, name: str, layers: int, packed: Mapping
     return None if kept is None else kept.reason
 
 
-def reason_to_keep_experts(precision: Precision, name: str, layers: int, experts: int, inner: int, hidden: int) -> str | None:
-    """The same for all ``experts`` of a layer, and for their sizes before any split; refused where the contract is strict."""
+def reason_to_keep_experts(
+    precision: Precision, name: str, layers: int, experts: int, inner: int, hidden: int
+) -> str | None:
+    """The same for all ``experts`` of a layer, and for their sizes before any split; refused where the contract is
+    strict."""
     shapes = [((inner, inner), hidden), ((hidden,), inner)]
     kept = why_kept(precision, part_names(name, experts=experts), shapes, layers, experts=experts)
     if kept is not None and kept.rule == SHAPE and precision.strict:

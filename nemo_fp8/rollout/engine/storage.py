@@ -6,8 +6,8 @@
     tensor         one scale a weight              1x128          128x128
 
 A whole-tensor scale runs on the kernels for blocks, with one value in every block: the same codes, the same product.
-What the operands are is the contract's to say (``Precision.operand``); the table repeats it beside what is decided here.
-Which shapes kernels take is :mod:`nemo_fp8.models.selection`' to say.
+What the operands are is the contract's to say (``Precision.operand``); the table repeats it beside what is decided
+here. Which shapes kernels take is :mod:`nemo_fp8.models.selection`' to say.
 """
 
 from __future__ import annotations

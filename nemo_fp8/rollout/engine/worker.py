@@ -1,7 +1,8 @@
 """What a vLLM worker can be asked from outside: ``llm.collective_rpc("nemo_fp8_...")``.
 
 vLLM mixes this class into its worker (``worker_extension_cls``), whatever the executor; ``engine_args`` names it. All
-methods begin with ``nemo_fp8_``, so that none hides one of vLLM's, and return plain values, which every executor can send.
+methods begin with ``nemo_fp8_``, so that none hides one of vLLM's, and return plain values, which every executor can
+send.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Waits for an engine's answers that end when the engine dies.
 
-vLLM learns within a second that EngineCore ended, or that one of its workers did, and says so to whoever asks next; but a call
-that is under way waits for ever for the answer. So who waits here looks once a second whether vLLM has seen its engine die.
+vLLM learns within a second that EngineCore ended, or that one of its workers did, and says so to whoever asks next; but
+a call that is under way waits for ever for the answer. So who waits here looks once a second whether vLLM has seen its
+engine die.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ GRACE = 10.0  # seconds
 
 
 def in_thread(ask: Callable[[], Any]) -> Future[Any]:
-    """What ``ask()`` returns, asked in a thread that a wait without end may keep: Python's exit does not wait for it."""
+    """What ``ask()`` returns, asked in a thread that a wait without end may keep: Python's exit does not wait for
+    it."""
     answer: Future[Any] = Future()
 
     def run() -> None:
@@ -72,7 +74,8 @@ async def answered_on_loop(ask: Awaitable[Any], is_dead: Callable[[], bool]) -> 
 
 
 def _grace(error: Exception) -> float:
-    """How long an engine may take to be dead after an error: vLLM gives up what a worker was doing before it ends the engine.
+    """How long an engine may take to be dead after an error: vLLM gives up what a worker was doing before it ends the
+    engine.
 
     What fails in EngineCore comes as a bare Exception, and any other error is none of a worker's.
     """
@@ -83,6 +86,7 @@ def dead_engine() -> PrecisionError:
     """What a push to an engine without EngineCore, or without one of its workers, is answered with."""
     return PrecisionError(
         "The engine is dead.",
-        "Its EngineCore or one of its workers ended; vLLM's output above says which, and often why (killed, out of memory, /dev/shm full).",
+        "Its EngineCore or one of its workers ended; vLLM's output above says which, and often why (killed, out of "
+        "memory, /dev/shm full).",
         "Start the engine again, from the weights that it shall have, and push to the new one.",
     )

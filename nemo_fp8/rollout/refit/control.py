@@ -1,16 +1,17 @@
 """How a push speaks to an engine: in this process, on a loop, or over HTTP. One small interface, three ways.
 
     call(method, message)    ask every worker, and have all their answers
-    hold(running) / free()   no request is computed while weights change; ``running`` says what becomes of unfinished ones
+    hold(running) / free()   no request is computed while weights change; ``running`` says what becomes of unfinished
+                             ones
     refuse(why) / allow()    after a push that died: requests are refused, with the reason, until one ends well
     forget()                 drop what was computed with the old weights (the prefix cache); whether vLLM really did
 
-An ``LLM`` has unfinished requests, too: those of a ``generate`` that was interrupted, of a loop around ``step()``, of another
-thread. Its EngineCore, a process of its own, goes on computing them whether anybody waits or not. Requests of a server wait at
-its door.
+An ``LLM`` has unfinished requests, too: those of a ``generate`` that was interrupted, of a loop around ``step()``, of
+another thread. Its EngineCore, a process of its own, goes on computing them whether anybody waits or not. Requests of a
+server wait at its door.
 
-A way that leads to another host is a :class:`Carrier`: bytes go along with a message, since memory cannot be mapped there.
-An engine that dies ends every wait for its answer with an error (:mod:`nemo_fp8.rollout.refit.alive`).
+A way that leads to another host is a :class:`Carrier`: bytes go along with a message, since memory cannot be mapped
+there. An engine that dies ends every wait for its answer with an error (:mod:`nemo_fp8.rollout.refit.alive`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Carrier(Protocol):
 
 
 def control_of(engine: Any, token: str | None = None) -> Control:
-    """The way to an engine: a ``vllm.LLM``, an ``AsyncLLM``, the URL of a server, or something that is a way already."""
+    """The way to an engine: a ``vllm.LLM``, an ``AsyncLLM``, the URL of a server, or something that is a way
+    already."""
     if isinstance(engine, str):
         return Server(engine, token)
     if hasattr(engine, "llm_engine"):
@@ -95,7 +97,9 @@ class Offline:
         engine, core = self.llm.llm_engine, self.llm.llm_engine.engine_core
         unfinished = [*engine.output_processor.request_states]
         if unfinished:
-            log.warning("A push finds unfinished requests in this engine: %d. %s", len(unfinished), _UNFINISHED[running])
+            log.warning(
+                "A push finds unfinished requests in this engine: %d. %s", len(unfinished), _UNFINISHED[running]
+            )
         if hasattr(core, "call_utility"):
             self._answered(lambda: core.call_utility("pause_scheduler", running, False))
         elif running == "wait":
@@ -134,18 +138,23 @@ class Offline:
 _ANSWERING = ("add_request", "step")
 """The methods of an ``LLMEngine`` that compute, or wait for what is computed."""
 _UNFINISHED = {
-    "wait": "They end with the old weights first, and vLLM gives their answers back with the next ones; running='abort' drops them.",
+    "wait": "They end with the old weights first, and vLLM gives their answers back with the next ones; "
+    "running='abort' drops them.",
     "abort": "They are dropped.",
-    "keep": "They go on with the new weights afterwards, and vLLM gives their answers back with the next ones; running='abort' drops them.",
+    "keep": "They go on with the new weights afterwards, and vLLM gives their answers back with the next ones; "
+    "running='abort' drops them.",
 }
 
 
 class _Finished:
-    """What an EngineCore in this process answered to its unfinished requests, given out step by step as if it came just now."""
+    """What an EngineCore in this process answered to its unfinished requests, given out step by step as if it came just
+    now."""
 
     def __init__(self, core: Any) -> None:
         self.core = core
-        self.outputs: deque[Any] = getattr(vars(core).get("get_output"), "outputs", deque())  # those of a push before, not asked for yet
+        self.outputs: deque[Any] = getattr(
+            vars(core).get("get_output"), "outputs", deque()
+        )  # those of a push before, not asked for yet
         core.get_output = self
         while core.engine_core.scheduler.has_unfinished_requests():
             self.outputs.append(type(core).get_output(core))
@@ -240,13 +249,18 @@ class Server:
 
     def carry(self, message: Answer, body: memoryview) -> list[Answer]:
         head = self._text(message)
-        return list(self._post("bytes", [len(head).to_bytes(LENGTH, "little") + head, body], "application/octet-stream")["answers"])
+        return list(
+            self._post("bytes", [len(head).to_bytes(LENGTH, "little") + head, body], "application/octet-stream")[
+                "answers"
+            ]
+        )
 
     def _text(self, message: Answer) -> bytes:
         return json.dumps(message | {"running": self.running}).encode()
 
     def _post(self, method: str, parts: list[Any], kind: str) -> Answer:
-        """Send a body, which may lie in several places, and have what the server says: the workers' ``answers``, and what it did itself."""
+        """Send a body, which may lie in several places, and have what the server says: the workers' ``answers``, and
+        what it did itself."""
         headers = {"Content-Type": kind, "Content-Length": str(sum(map(len, parts)))}
         token = self.token or token_of(self.url)
         if token:
@@ -288,4 +302,6 @@ def _from_server(error: urllib.error.HTTPError) -> PrecisionError:
         return PrecisionError([Problem(*row) for row in json.loads(text)["problems"]])
     except (ValueError, KeyError, TypeError):
         remedy = "Check the URL; start the server with nemo-fp8 serve, or give vllm serve the flags that it prints."
-        return PrecisionError(f"The server answers a push with {error.code}.", text.decode(errors="replace")[:300] or error.reason, remedy)
+        return PrecisionError(
+            f"The server answers a push with {error.code}.", text.decode(errors="replace")[:300] or error.reason, remedy
+        )

@@ -4,12 +4,13 @@
                    --middleware nemo_fp8.rollout.refit.door.RefitEndpoints
 
 ``--middleware`` is vLLM's own way to add such a door, so the server needs no developer mode, whose endpoints let
-anybody call any method of a worker. Who may push: whoever brings the server's key (``--api-key``, ``VLLM_API_KEY``), or the
-token of this door alone (``NEMO_FP8_REFIT_TOKEN``, which ``nemo-fp8 serve`` draws) where there is no key; without either
-callers from this machine, whichever user's, as the log says at start. Browsers may never.
+anybody call any method of a worker. Who may push: whoever brings the server's key (``--api-key``, ``VLLM_API_KEY``), or
+the token of this door alone (``NEMO_FP8_REFIT_TOKEN``, which ``nemo-fp8 serve`` draws) where there is no key; without
+either callers from this machine, whichever user's, as the log says at start. Browsers may never.
 
-A request that comes during a push waits for its end. After a push that died with weights half written requests are answered
-with 503 and the reason, until a push ends well. A sender that fell silent counts as dead; where it had written nothing, the engine goes on.
+A request that comes during a push waits for its end. After a push that died with weights half written requests are
+answered with 503 and the reason, until a push ends well. A sender that fell silent counts as dead; where it had written
+nothing, the engine goes on.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 METHODS = ("begin", "write", "bytes", "finish", "abandon", "expected", "held")
 MODES = ("wait", "abort", "keep")
-# A message is parsed while the server answers nobody: half a second for the largest. 128 bytes for each tensor of the longest manifest.
+# A message is parsed while the server answers nobody: half a second for the largest. 128 bytes for each tensor of the
+# longest manifest.
 LARGEST_MESSAGE, LARGEST_BODY = MOST_ENTRIES << 7, 1 << 31
 DEEPEST = 8  # lists in lists of a message; a push needs four
 SILENCE = 60.0  # seconds without a word from the sender, after which a push counts as dead, and a body as given up
 SLOWEST = 1 << 20  # bytes that a body has to bring each second, beyond so much time for its beginning
 NOT_ALLOWED = (
-    "Not allowed. Give the server's token as Refit(url, token=). One that nemo-fp8 serve drew is found by itself, by the same user "
+    "Not allowed. Give the server's token as Refit(url, token=). One that nemo-fp8 serve drew is found by itself, by "
+    "the same user "
     "on the same machine. A server without any takes pushes from its own machine alone, and not through a proxy: "
     f"set {PUSH_TOKEN} or {TOKEN} for it."
 )
@@ -94,7 +97,9 @@ class RefitEndpoints:
         if not push or self.died or self.tasks or heard + SILENCE > time.monotonic():
             return  # another request has seen to it
         try:
-            mixed = _mixed(await self._call(engine, "abandon", {"push": None}))  # abandons nothing: no push has this number
+            mixed = _mixed(
+                await self._call(engine, "abandon", {"push": None})
+            )  # abandons nothing: no push has this number
         except PrecisionError:  # the engine died
             return
         if self.tasks or (push, heard) != (self.push, self.heard):
@@ -132,10 +137,13 @@ class RefitEndpoints:
 
     def _may(self, scope: Scope) -> bool:
         tokens = self._tokens(scope)
-        return not comes_from_a_page(scope) and (any(brings(scope, token) for token in tokens) if tokens else is_local(scope))
+        return not comes_from_a_page(scope) and (
+            any(brings(scope, token) for token in tokens) if tokens else is_local(scope)
+        )
 
     def _tokens(self, scope: Scope) -> list[str]:
-        """Any of these opens the door: the server's keys, by the option or the variable; without them, the token of the door alone."""
+        """Any of these opens the door: the server's keys, by the option or the variable; without them, the token of the
+        door alone."""
         told = getattr(getattr(scope["app"].state, "args", None), "api_key", None)
         return [key for key in told or [self.key] if key] or [token for token in [self.token] if token]
 
@@ -144,7 +152,8 @@ class RefitEndpoints:
             log.info("Who brings this server's token may push weights into it, from anywhere that reaches it.")
         else:
             log.warning(
-                "Without a token every user and every program of this machine that reaches this server may push weights into it. "
+                "Without a token every user and every program of this machine that reaches this server may push "
+                "weights into it. "
                 "Set %s (for pushes alone) or %s to a secret; nemo-fp8 serve draws one by itself.",
                 PUSH_TOKEN,
                 TOKEN,
@@ -175,8 +184,8 @@ class RefitEndpoints:
 
     async def _write(self, engine: Any, message: Answer) -> list[Answer]:
         push = str(message.get("push"))
-        # A message without pieces writes nothing (it has the workers open memory); any other push is refused by the workers. Neither holds
-        # anybody up.
+        # A message without pieces writes nothing (it has the workers open memory); any other push is refused by the
+        # workers. Neither holds anybody up.
         if message.get("pieces") and push == self.begun != self.push:
             self.push = push
             self.free.clear()
@@ -198,12 +207,15 @@ class RefitEndpoints:
 
     async def _open(self, engine: Any) -> None:
         self.push, self.died = "", ""
-        self.free.set()  # whoever comes now is held by the engine, until it resumes; and a push that begins now by the door
+        # whoever comes now is held by the engine, until it resumes; and a push that begins now by the door
+        self.free.set()
         await self._at_work(engine, engine.resume_generation())
 
     async def _call(self, engine: Any, method: str, message: Answer) -> list[Answer]:
         task = engine.collective_rpc(PREFIX + method, args=(message,))
-        return list(await (self._at_work(engine, task) if str(message.get("push")) == self.push else _answered(engine, task)))
+        return list(
+            await (self._at_work(engine, task) if str(message.get("push")) == self.push else _answered(engine, task))
+        )
 
     async def _at_work(self, engine: Any, task: Awaitable[Any]) -> Any:
         """What the engine takes its time for, in the push that is writing, is no silence of the sender's."""
@@ -235,7 +247,9 @@ def _length(scope: Scope, most: int) -> int:
     told = next((value for name, value in scope["headers"] if name.lower() == b"content-length"), b"")
     if not told.isdigit() or not 0 < int(told) <= most:
         raise PrecisionError(
-            f"A body of {told.decode('latin-1')[:20] or 'unknown'} bytes.", f"At most {most} are taken.", "Use Refit(url)."
+            f"A body of {told.decode('latin-1')[:20] or 'unknown'} bytes.",
+            f"At most {most} are taken.",
+            "Use Refit(url).",
         )
     return int(told)
 
@@ -285,7 +299,9 @@ async def _parts(receive: Receive) -> Any:
             event = await asyncio.wait_for(receive(), min(left, SILENCE))
         except asyncio.TimeoutError:
             slow = f"only {came} bytes of it came in {time.monotonic() - begun:.0f} seconds"
-            raise _unreadable(slow if came and left < SILENCE else f"nothing of it came for {SILENCE:.0f} seconds") from None
+            raise _unreadable(
+                slow if came and left < SILENCE else f"nothing of it came for {SILENCE:.0f} seconds"
+            ) from None
         if event["type"] == "http.disconnect":
             raise _unreadable("its sender went away")
         if event.get("body"):
@@ -316,7 +332,9 @@ def _is_deeper(value: Any, most: int) -> bool:
 
 
 def _unreadable(why: str) -> PrecisionError:
-    return PrecisionError("The body of a push cannot be read.", f"{why[0].upper()}{why[1:]}.", "Push with nemo_fp8.rollout.Refit(url).")
+    return PrecisionError(
+        "The body of a push cannot be read.", f"{why[0].upper()}{why[1:]}.", "Push with nemo_fp8.rollout.Refit(url)."
+    )
 
 
 async def _reply(send: Send, status: int, answer: Any, kind: str = "http") -> None:

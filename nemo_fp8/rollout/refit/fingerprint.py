@@ -55,7 +55,11 @@ def fingerprint(*tensors: torch.Tensor) -> str:
 
 def together(digests: list[str]) -> str:
     """The fingerprint of several tensors that belong together, from their own."""
-    return digests[0] if len(digests) == 1 else hashlib.blake2b(" ".join(digests).encode(), digest_size=DIGITS // 2).hexdigest()
+    return (
+        digests[0]
+        if len(digests) == 1
+        else hashlib.blake2b(" ".join(digests).encode(), digest_size=DIGITS // 2).hexdigest()
+    )
 
 
 def _of(tensor: torch.Tensor) -> str:

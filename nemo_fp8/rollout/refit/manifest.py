@@ -22,8 +22,9 @@ from nemo_fp8.errors import PrecisionError, Problem
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)}
 BLOCK = 128
 SCALES = "_scale_inv"
-# What a manifest from outside may hold at most: beyond every model (the largest, of 384 experts in 60 layers, has 138,000 tensors where
-# each comes with its scales), and small enough to refuse what would fill a machine or keep a server from answering.
+# What a manifest from outside may hold at most: beyond every model (the largest, of 384 experts in 60 layers, has
+# 138,000 tensors where each comes with its scales), and small enough to refuse what would fill a machine or keep a
+# server from answering.
 MOST_ENTRIES, LONGEST_NAME, MOST_DIMENSIONS, MOST_BYTES = 1 << 18, 1 << 10, 8, 1 << 44
 
 
@@ -71,7 +72,9 @@ class Entry:
                 "Give it a torch.Tensor, or leave it out.",
             )
         if tensor.is_nested:
-            raise PrecisionError(f"{name} is a nested tensor.", "It has no one shape.", "Push its parts under their own names.")
+            raise PrecisionError(
+                f"{name} is a nested tensor.", "It has no one shape.", "Push its parts under their own names."
+            )
         return cls(name, _known(name, str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape))
 
 
@@ -79,13 +82,29 @@ def not_sendable(name: str, tensor: torch.Tensor) -> Problem | None:
     """Why the bytes of a tensor cannot be sent, if they cannot."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # others keep their memory in ways of their own
     if tensor.is_meta:
-        what, why, remedy = "on the meta device", "It has a shape and no values.", "Push it after it was loaded or gathered."
+        what, why, remedy = (
+            "on the meta device",
+            "It has a shape and no values.",
+            "Push it after it was loaded or gathered.",
+        )
     elif tensor.layout != torch.strided:
-        what, why, remedy = f"{str(tensor.layout).removeprefix('torch.')}", "The engine's weights are dense.", "Push tensor.to_dense()."
+        what, why, remedy = (
+            f"{str(tensor.layout).removeprefix('torch.')}",
+            "The engine's weights are dense.",
+            "Push tensor.to_dense().",
+        )
     elif hasattr(tensor, "full_tensor"):
-        what, why, remedy = "a DTensor", "This process holds a part of it only.", "Push tensor.full_tensor(), which every rank must call."
+        what, why, remedy = (
+            "a DTensor",
+            "This process holds a part of it only.",
+            "Push tensor.full_tensor(), which every rank must call.",
+        )
     elif plain and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
-        what, why, remedy = "without memory", "Its storage was let go, as FSDP does between steps.", "Push it where it is gathered."
+        what, why, remedy = (
+            "without memory",
+            "Its storage was let go, as FSDP does between steps.",
+            "Push it where it is gathered.",
+        )
     else:
         return None
     return Problem(f"{name} is {what}.", why, remedy)
@@ -143,7 +162,8 @@ class Manifest(Sequence[Entry]):
 
         A mapping or a sequence of pairs is looked at; something with ``metadata()``, as vLLM's weight sources have, is
         asked; what can be iterated again and again is gone through once, tensor by tensor, and nothing is kept.
-        ``to_send`` says that these are the tensors themselves: those without bytes that can be sent are refused, all by name.
+        ``to_send`` says that these are the tensors themselves: those without bytes that can be sent are refused, all by
+        name.
         """
         if isinstance(tensors, Manifest):
             return tensors
@@ -205,10 +225,20 @@ def _known(name: str, dtype: str) -> str:
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+    return (
+        "None"
+        if value is None
+        else f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+    )
 
 
 def _unreadable(why: str) -> PrecisionError:
     return PrecisionError(
-        [Problem("The manifest of a push cannot be read.", why, "Push with nemo_fp8.rollout.Refit, which writes it from the tensors.")]
+        [
+            Problem(
+                "The manifest of a push cannot be read.",
+                why,
+                "Push with nemo_fp8.rollout.Refit, which writes it from the tensors.",
+            )
+        ]
     )

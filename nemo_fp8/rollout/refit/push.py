@@ -1,6 +1,7 @@
 """``Refit(engine).push(named_tensors)``: a trainer's weights into a running engine, and a receipt.
 
-    manifest -> every worker checks it -> requests are held -> chunks, written as they come -> finish -> old caches forgotten
+    manifest -> every worker checks it -> requests are held -> chunks, written as they come -> finish -> old caches
+    forgotten
 
 A push that is refused by the check has changed nothing. One that dies later leaves the engine refusing requests with
 the reason, since it holds weights of two pushes, and the next push restores it exactly: every push writes every weight.
@@ -28,8 +29,9 @@ from nemo_fp8.rollout.refit.wire import Piece, Transport, capacity, cut, pairs, 
 RUNNING = ("wait", "abort", "keep")
 TRANSPORTS = ("auto", "memory", "http")
 CHUNK = 256 * 2**20
-# Of a buffer, within the chunk. A larger one costs more pages, which are new memory in every push, than it spares messages: a push of
-# 323 MB took 0.28 to 0.30 s with buffers of 16 to 64 MiB, 0.69 s with 128 and 0.42 s with 4 (medians).
+# Of a buffer, within the chunk. A larger one costs more pages, which are new memory in every push, than it spares
+# messages: a push of 323 MB took 0.28 to 0.30 s with buffers of 16 to 64 MiB, 0.69 s with 128 and 0.42 s with 4
+# (medians).
 BUFFER = 32 * 2**20
 
 
@@ -42,13 +44,21 @@ class Refit:
     """
 
     def __init__(
-        self, engine: Any, *, chunk: int = CHUNK, transport: str = "auto", running: str = "wait", token: str | None = None
+        self,
+        engine: Any,
+        *,
+        chunk: int = CHUNK,
+        transport: str = "auto",
+        running: str = "wait",
+        token: str | None = None,
     ) -> None:
         for kind, given, known in (("transport", transport, TRANSPORTS), ("running", running, RUNNING)):
             if given not in known:
                 raise PrecisionError([unknown(kind, given, known)])
         if chunk < 2**20:
-            raise PrecisionError(f"chunk={chunk}.", "It is a number of bytes, and too few for a row of blocks.", "Give 1 MiB or more.")
+            raise PrecisionError(
+                f"chunk={chunk}.", "It is a number of bytes, and too few for a row of blocks.", "Give 1 MiB or more."
+            )
         self.control = control_of(engine, token)
         self.chunk, self.transport, self.running = chunk, transport, running
 
@@ -61,7 +71,9 @@ class Refit:
         ``verify`` compares every code and scale with the reference, and reads the engine's memory back.
         """
         start = time.perf_counter()
-        if manifest is None or isinstance(named_tensors, dict):  # a dict costs nothing to look at, whatever its manifest says
+        if manifest is None or isinstance(
+            named_tensors, dict
+        ):  # a dict costs nothing to look at, whatever its manifest says
             known = Manifest.of(named_tensors, to_send=True)
         announced = (known if manifest is None else Manifest.of(manifest)) or self.expected()
         push = uuid.uuid4().hex[:12]
@@ -89,10 +101,9 @@ class Refit:
             self.control.free()
         end = time.perf_counter()
         return receipt(
-            announced, done, push=push, passed_over=tuple(sorted(skipped)), bytes=sent, chunks=chunks, chunk_bytes=size * BUFFERS,
-            seconds=end - start, prefix_cache_reset=reset, after_failure=mixed,
-            parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
-        )  # fmt: skip
+            announced, done, push=push, passed_over=tuple(sorted(skipped)), bytes=sent, chunks=chunks, chunk_bytes=size
+            * BUFFERS, seconds=end - start, prefix_cache_reset=reset, after_failure=mixed, parts={"check": checked -
+            start, "stream": streamed - checked, "finish": end - streamed}, )  # fmt: skip
 
     def expected(self) -> Manifest:
         """What the engine takes for a checkpoint's worth of weights: that of the checkpoint it was started from."""
@@ -101,7 +112,8 @@ class Refit:
         if not rows:
             raise PrecisionError(
                 "An iterator without a manifest, for an engine without a checkpoint.",
-                "The engine was started from dummy weights or from files that are not safetensors, so nobody knows what is to come.",
+                "The engine was started from dummy weights or from files that are not safetensors, so nobody knows "
+                "what is to come.",
                 "Give manifest=, such as {name: tensor on the meta device}, or push a mapping.",
             )
         return Manifest.from_plain(list(rows.values()))
@@ -181,12 +193,19 @@ def _accepted(manifest: Manifest, begun: Sequence[Answer]) -> set[int]:
     strange = [manifest[i].name for i in sorted(unrouted - passed_over)]
     if strange:
         what = f"The engine has no place for {_listed(strange)}."
-        why = "vLLM's loader would pass over them in silence, and so the engine would be another model than the trainer's."
-        problems.append(Problem(what, why, "Leave them out if they are no weights; else start the engine with the trainer's model."))
+        why = (
+            "vLLM's loader would pass over them in silence, and so the engine would be another model than the "
+            "trainer's."
+        )
+        problems.append(
+            Problem(what, why, "Leave them out if they are no weights; else start the engine with the trainer's model.")
+        )
     missing = list(dict.fromkeys(name for answer in begun for name in answer["missing"]))
     if missing:
         why = "vLLM would keep old values there in silence, or wait for what is missing with the layer half written."
-        problems.append(Problem(f"The push lacks {_listed(missing)}.", why, "Push every tensor of the model, every time."))
+        problems.append(
+            Problem(f"The push lacks {_listed(missing)}.", why, "Push every tensor of the model, every time.")
+        )
     if problems:
         raise PrecisionError(problems)
     return passed_over
@@ -205,7 +224,9 @@ class _Twins:
     """Tensors that the engine has tied: the one that is passed over must be the one that is written."""
 
     def __init__(self, manifest: Manifest, passed_over: set[int], begun: Sequence[Answer], tensors: Any) -> None:
-        heads = {manifest[i].name for i in passed_over} & {e.name for e in manifest if e.name.endswith("lm_head.weight")}
+        heads = {manifest[i].name for i in passed_over} & {
+            e.name for e in manifest if e.name.endswith("lm_head.weight")
+        }
         self.names = {name: twin for name in heads for twin in _embeddings(manifest, manifest[manifest.places[name]])}
         self.prints: dict[str, str] = {}
         if isinstance(tensors, Mapping):

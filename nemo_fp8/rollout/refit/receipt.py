@@ -66,7 +66,8 @@ class Receipt:
     chunks: int
     chunk_bytes: int
     held_bytes: int
-    """The most that a worker held beside the model at once: layers that a kernel packs whole, and blocks that lie in two tensors."""
+    """The most that a worker held beside the model at once: layers that a kernel packs whole, and blocks that lie in
+    two tensors."""
     seconds: float
     prefix_cache_reset: bool
     after_failure: str = ""
@@ -135,7 +136,10 @@ class Receipt:
         """At most 80 columns."""
         rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
         took = f"{_size(self.bytes)} in {self.seconds:.2f} s ({rate:.1f} GB/s)"
-        head = f"push {self.push}: {len(self.tensors)} tensors, {took}, {self.workers} worker{'' if self.workers == 1 else 's'}"
+        head = (
+            f"push {self.push}: {len(self.tensors)} tensors, {took}, {self.workers} "
+            f"worker{'' if self.workers == 1 else 's'}"
+        )
         return "\n".join([head, *(f"  {name:<14}{_fit(text)}" for name, text in self._rows())])
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -146,8 +150,20 @@ class Receipt:
             rows.append(("lowest SNR", f"{lowest[0]:.1f} dB in {lowest[1]}"))
         if self.fp8:
             scales, bad = sum(t.scales for t in self.fp8), sum(t.bad_scales for t in self.fp8)
-            rows.append(("scales", f"{scales}, all positive and finite" if not bad else f"{bad} of {scales} zero, infinite or no number"))
-            rows.append(("blocks", _some(self.misaligned, "those of the unsharded weights", "others than the unsharded weight's in")))
+            rows.append(
+                (
+                    "scales",
+                    f"{scales}, all positive and finite"
+                    if not bad
+                    else f"{bad} of {scales} zero, infinite or no number",
+                )
+            )
+            rows.append(
+                (
+                    "blocks",
+                    _some(self.misaligned, "those of the unsharded weights", "others than the unsharded weight's in"),
+                )
+            )
         if self.passed_over:
             rows.append(("passed over", _some(self.passed_over)))
         if self.never_written:
@@ -156,7 +172,9 @@ class Receipt:
             checked = sum(t.verified is not None for t in self.tensors)
             rows.append(("verified", f"{checked} of {len(self.tensors)} read back" if self.verified else "NO"))
         memory = f"{_size(self.chunk_bytes)} of buffers, {self.chunks} chunks"
-        rows.append(("memory", memory + (f", {_size(self.held_bytes)} held for whole layers" if self.held_bytes else "")))
+        rows.append(
+            ("memory", memory + (f", {_size(self.held_bytes)} held for whole layers" if self.held_bytes else ""))
+        )
         rows.append(("prefix cache", "reset" if self.prefix_cache_reset else "NOT reset"))
         if self.after_failure:
             rows.append(("repairs", self.after_failure))
@@ -173,7 +191,9 @@ def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: A
             written.append(_written(entry, told))
     never = {name for answer in answers for name in answer["unwritten"]}
     held = max(answer["held"] for answer in answers)
-    return Receipt(tensors=tuple(written), never_written=tuple(sorted(never)), workers=len(answers), held_bytes=held, **about)
+    return Receipt(
+        tensors=tuple(written), never_written=tuple(sorted(never)), workers=len(answers), held_bytes=held, **about
+    )
 
 
 def _written(entry: Entry, told: Sequence[Mapping[str, Any]]) -> Written:
@@ -193,7 +213,10 @@ def _written(entry: Entry, told: Sequence[Mapping[str, Any]]) -> Written:
         aligned=all(one["aligned"] for one in told),
         verified=all(checks) if checks else None,
         fingerprints=fingerprints,
-        **{key: sum(one[key] for one in told) for key in ("saturated", "underflow", "nonfinite", "scales", "bad_scales")},
+        **{
+            key: sum(one[key] for one in told)
+            for key in ("saturated", "underflow", "nonfinite", "scales", "bad_scales")
+        },
     )
 
 
@@ -214,14 +237,17 @@ def _problems(r: Receipt) -> list[Problem]:
         (
             [t.name for t in r.tensors if t.largest == 0 and len(t.shape) > 1 and not t.name.endswith("bias")],
             "Weights that are all zero",
-            "What is multiplied with them is zero. A trainer that shards its weights sends zeros where a shard was let go or not gathered.",
-            "Gather the whole tensor before it is pushed; a layer that was made of zeros is no longer told of once it has learned.",
+            "What is multiplied with them is zero. A trainer that shards its weights sends zeros where a shard was "
+            "let go or not gathered.",
+            "Gather the whole tensor before it is pushed; a layer that was made of zeros is no longer told of once it "
+            "has learned.",
         ),
         (
             [t.name for t in r.tensors if TOO_LARGE <= t.largest < math.inf],
             f"Values of {TOO_LARGE:.1e} and more",
             "Their squares are beyond FP32, so what a layer computes with them is infinite or NaN.",
-            "Look at these weights in the trainer: it has diverged, or they were read in another type than they were written.",
+            "Look at these weights in the trainer: it has diverged, or they were read in another type than they were "
+            "written.",
         ),
         (
             [t.name for t in r.tensors if t.verified is False],
@@ -243,7 +269,8 @@ def _problems(r: Receipt) -> list[Problem]:
 _NOT_FORGOTTEN = Problem(
     "The prefix cache was not reset.",
     "vLLM says so. A prompt that begins as an earlier one would be answered with keys and values of the old weights.",
-    "Let no request be computed, and call reset_prefix_cache(reset_running_requests=True) of the engine before the next one.",
+    "Let no request be computed, and call reset_prefix_cache(reset_running_requests=True) of the engine before the "
+    "next one.",
 )
 
 
@@ -259,4 +286,10 @@ def _fit(text: str, width: int = 64) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+    return (
+        f"{count / 1e9:.2f} GB"
+        if count >= 1e9
+        else f"{count / 1e6:.1f} MB"
+        if count >= 1e6
+        else f"{count / 1e3:.1f} kB"
+    )

@@ -1,4 +1,5 @@
-"""The bytes of a push: named tensors, cut into pieces that fit a buffer of a fixed size, and the way of a buffer to the workers.
+"""The bytes of a push: named tensors, cut into pieces that fit a buffer of a fixed size, and the way of a buffer to the
+workers.
 
     piece = (number of its tensor in the manifest, first row, rows, offset in the buffer)
 
@@ -7,8 +8,8 @@ the slabs of its first dimension. A tensor that some worker needs in one piece i
 come in order. So the memory a push takes does not depend on the size of the model, nor on that of its largest tensor.
 
     memory   the workers map the sender's buffer (:mod:`nemo_fp8.rollout.refit.memory`): same host, no copy on the way
-    http     the buffer goes along with the message, as the body of a request; whoever takes it hands it to the workers through
-             such memory of its own
+    http     the buffer goes along with the message, as the body of a request; whoever takes it hands it to the workers
+             through such memory of its own
 
 Two buffers take turns: one is filled while the workers read the other. NCCL and CUDA IPC are not here: vLLM runs those
 itself, and :mod:`nemo_fp8.rollout.refit.worker.transfer` joins its engines to the same receiver.
@@ -33,14 +34,18 @@ Piece = tuple[int, int, int, int]
 
 
 def capacity(manifest: Manifest, wanted: int, whole: Collection[int] = ()) -> int:
-    """The size of buffer that a push needs: what is wanted, or less for a small model, or what cannot be cut smaller."""
+    """The size of buffer that a push needs: what is wanted, or less for a small model, or what cannot be cut
+    smaller."""
     parts = (e.bytes if i in whole else min(e.step, e.rows) * e.row_bytes for i, e in enumerate(manifest))
     everything = sum(_aligned(e.bytes) for e in manifest)
     return max(ALIGNMENT, min(wanted, everything), max(map(_aligned, parts), default=0))
 
 
 def cut(
-    tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, buffer: Callable[[], torch.Tensor], whole: Collection[int] = ()
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    manifest: Manifest,
+    buffer: Callable[[], torch.Tensor],
+    whole: Collection[int] = (),
 ) -> Iterator[tuple[list[Piece], int]]:
     """Fill buffers with the tensors' bytes; yields what lies in each and how many bytes that is.
 
@@ -116,7 +121,11 @@ class Body:
 
     def __init__(self, control: Control, size: int) -> None:
         if not isinstance(control, Carrier):
-            raise PrecisionError("transport='http' without a URL.", "An engine of this process takes no requests.", "Leave transport out.")
+            raise PrecisionError(
+                "transport='http' without a URL.",
+                "An engine of this process takes no requests.",
+                "Leave transport out.",
+            )
         self.control = control
         self.buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(BUFFERS)]
 
@@ -127,7 +136,9 @@ class Body:
         return self.buffers[i]
 
     def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]:
-        return self.control.carry({"push": push, "pieces": [list(piece) for piece in pieces]}, bytes_of(self.buffers[i][:used]))
+        return self.control.carry(
+            {"push": push, "pieces": [list(piece) for piece in pieces]}, bytes_of(self.buffers[i][:used])
+        )
 
     def close(self) -> None:
         self.buffers.clear()

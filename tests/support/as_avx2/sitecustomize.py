@@ -1,13 +1,16 @@
-"""A processor with AVX2 and nothing newer, on one that has more: what it has beyond is hidden from every Python process.
+"""A processor with AVX2 and nothing newer, on one that has more: what it has beyond is hidden from every Python
+process.
 
     NEMO_FP8_TESTS_AS=avx2 .venv-rollout/bin/python -m pytest tests/rollout
 
-vLLM picks its compiled library (``_C``, ``_C_AVX512``, ``_C_AVX2``), its kernels and its attention by ``torch.cpu``, which asks
-``torch._C._cpu._get_cpu_capability``; this package and others read ``/proc/cpuinfo``. Both answer without AVX-512 and AMX here, and
-oneDNN and ATen are told by their own variables. ``tests/conftest.py`` imports this file, which puts its folder first on ``PYTHONPATH``:
-Python imports it at the start of each process that a test starts, before anything else, and then the next ``sitecustomize`` of the path.
+vLLM picks its compiled library (``_C``, ``_C_AVX512``, ``_C_AVX2``), its kernels and its attention by ``torch.cpu``,
+which asks ``torch._C._cpu._get_cpu_capability``; this package and others read ``/proc/cpuinfo``. Both answer without
+AVX-512 and AMX here, and oneDNN and ATen are told by their own variables. ``tests/conftest.py`` imports this file,
+which puts its folder first on ``PYTHONPATH``: Python imports it at the start of each process that a test starts, before
+anything else, and then the next ``sitecustomize`` of the path.
 
-vLLM's own AVX2 library runs then. What a compiled library reads from the processor itself (CPUID) cannot be hidden from here.
+vLLM's own AVX2 library runs then. What a compiled library reads from the processor itself (CPUID) cannot be hidden from
+here.
 """
 
 import builtins
@@ -57,7 +60,9 @@ def _open(file, *arguments, **named):
 
 def _without_newer(line):
     head, _, words = line.partition(":")
-    return f"{head}: {' '.join(word for word in words.split() if not newer(word))}\n" if head.strip() == "flags" else line
+    return (
+        f"{head}: {' '.join(word for word in words.split() if not newer(word))}\n" if head.strip() == "flags" else line
+    )
 
 
 def _next_one():

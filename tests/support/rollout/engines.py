@@ -39,7 +39,8 @@ def prompts(count=8, length=24, seed=123):
 
 
 def log_probs(llm, count=8, length=24):
-    """The log-probabilities of every token of the vocabulary at every place of the prompts, [count, length - 1, vocabulary].
+    """The log-probabilities of every token of the vocabulary at every place of the prompts, [count, length - 1,
+    vocabulary].
 
     One prompt after the other: of several at once, the engine begins with those that have arrived, and sums of another
     batch round differently.
@@ -49,7 +50,10 @@ def log_probs(llm, count=8, length=24):
     llm.reset_prefix_cache()
     asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1)
     answers = [llm.generate(prompt, asked, use_tqdm=False)[0] for prompt in prompts(count, length)]
-    rows = [[[place[token].logprob for token in range(VOCABULARY)] for place in answer.prompt_logprobs[1:]] for answer in answers]
+    rows = [
+        [[place[token].logprob for token in range(VOCABULARY)] for place in answer.prompt_logprobs[1:]]
+        for answer in answers
+    ]
     return torch.tensor(rows)
 
 

@@ -18,7 +18,8 @@ from support.rollout.engines import SMALL, fp8
 
 
 def build(folder, engine=None, **contract):
-    """The model of this checkpoint as a worker holds it under this contract, weights loaded; ``engine`` has more arguments for vLLM."""
+    """The model of this checkpoint as a worker holds it under this contract, weights loaded; ``engine`` has more
+    arguments for vLLM."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
@@ -52,7 +53,8 @@ def _one_worker():
 
 
 class Worker(NemoFp8Refit):
-    """A worker's side of a push around such a model, which is a :class:`Control` as well: nobody computes with it meanwhile."""
+    """A worker's side of a push around such a model, which is a :class:`Control` as well: nobody computes with it
+    meanwhile."""
 
     rank = 0
 
@@ -94,7 +96,11 @@ def reference(weight, block=(128, 128), kind="fp32"):
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    )
 
 
 assert os.environ.get("VLLM_CPU_KVCACHE_SPACE"), "conftest sets vLLM's environment before anything imports it"

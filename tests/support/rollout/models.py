@@ -24,7 +24,16 @@ ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen
 
 def write(folder: Path, kind: str, seed: int = 0, **changes: int) -> Path:
     """A checkpoint of this kind with weights drawn from this seed."""
-    shape = {"hidden": 256, "layers": 4, "intermediate": 512, "heads": 4, "kv_heads": 2, "head_dim": 64, "experts": 8, "tied": False}
+    shape = {
+        "hidden": 256,
+        "layers": 4,
+        "intermediate": 512,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "experts": 8,
+        "tied": False,
+    }
     shape |= KINDS[kind] | changes
     folder.mkdir(parents=True)
     config, tensors = configuration(**shape), state_dict(seed=seed, **shape)
@@ -39,11 +48,12 @@ def configuration(family, hidden, layers, intermediate, heads, kv_heads, head_di
 
     of_family = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}[family]
     moe = {
-        "moe_intermediate_size": intermediate // 4, "num_experts": experts, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
-        "norm_topk_prob": True, "mlp_only_layers": [],
+        "moe_intermediate_size": intermediate // 4, "num_experts": experts, "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
     }  # fmt: skip
     config = of_family(
-        hidden_size=hidden, num_hidden_layers=layers, intermediate_size=intermediate, vocab_size=VOCABULARY, num_attention_heads=heads,
+        hidden_size=hidden, num_hidden_layers=layers, intermediate_size=intermediate, vocab_size=VOCABULARY,
+        num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=2048, tie_word_embeddings=tied,
         bos_token_id=VOCABULARY - 2, eos_token_id=VOCABULARY - 1, **(moe if family == "qwen3_moe" else {}),
     ).to_dict()  # fmt: skip

@@ -1,4 +1,5 @@
-"""A weight transfer backend that brings tensors from a file, behind the door that NCCL's and CUDA IPC's stand behind too.
+"""A weight transfer backend that brings tensors from a file, behind the door that NCCL's and CUDA IPC's stand behind
+too.
 
 It runs in vLLM's workers, under vLLM's own sequence of calls, and uses one buffer for everything it brings, as they do.
 """
@@ -47,7 +48,9 @@ class Files(WeightTransferEngine):
             self.model.load_weights([(name, view.copy_(tensors[name]))])
 
     def update_weights(self, update_info):
-        self.receive_weights(self.parse_update_info(update_info))  # vLLM's own waits for an accelerator, and here is none
+        self.receive_weights(
+            self.parse_update_info(update_info)
+        )  # vLLM's own waits for an accelerator, and here is none
 
     def finish_weight_update(self):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

@@ -1,10 +1,11 @@
-"""One case of the long matrix, in a process of its own: pushes into an engine, held against what it answered when it was fresh.
+"""One case of the long matrix, in a process of its own: pushes into an engine, held against what it answered when it
+was fresh.
 
     python tests/rollout/refit_matrix.py EXECUTOR KIND FIELDS PUSHES ANSWER FOLDER
 
-Two checkpoints are pushed in turns, and the engine was started from one of them: with its weights it must answer as it did
-then, bit by bit. Every push must have the fingerprint of the first of its kind, and the workers' memory must not grow.
-Ray on a CPU needs the shim of ``several_workers.py``; on GPUs nothing of it.
+Two checkpoints are pushed in turns, and the engine was started from one of them: with its weights it must answer as it
+did then, bit by bit. Every push must have the fingerprint of the first of its kind, and the workers' memory must not
+grow. Ray on a CPU needs the shim of ``several_workers.py``; on GPUs nothing of it.
 """
 
 import json
@@ -18,7 +19,8 @@ from pathlib import Path
 from support import ROOT, TESTS
 
 HERE = Path(__file__).parent
-# executor -> vLLM's name for it (None: one worker), and whether a server is asked over HTTP instead of an engine of this process.
+# executor -> vLLM's name for it (None: one worker), and whether a server is asked over HTTP instead of an engine of
+# this process.
 EXECUTORS = {
     "one": (None, False),
     "mp": ("mp", False),
@@ -45,7 +47,10 @@ def run(executor, kind, fields, pushes=4):
 
 def resident(pids):
     return sum(
-        int(line.split()[1]) for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")
+        int(line.split()[1])
+        for pid in pids
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
     )
 
 
@@ -63,7 +68,9 @@ def main(executor, kind, fields, pushes, answer, place):
     if backend == "ray":
         import ray
 
-        ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20)
+        ray.init(
+            num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20
+        )
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     folders = [models.write(Path(place) / f"seed{seed}", kind, seed) for seed in (0, 1)]
     weights = [load_file(folder / "model.safetensors") for folder in folders]

@@ -20,7 +20,9 @@ class Served:
     """A server of its own, to be asked as an engine of this process is."""
 
     def __init__(self, folder, precision, *more):
-        server = serve.server_for(str(folder), precision, port=free_port(), more=(*MORE, "--seed", "0", "--max-logprobs", "-1", *more))
+        server = serve.server_for(
+            str(folder), precision, port=free_port(), more=(*MORE, "--seed", "0", "--max-logprobs", "-1", *more)
+        )
         self.url, self.end = server.url, ExitStack()
         self.process = self.end.enter_context(serve.running(server))
         serve.wait_until_ready(server, self.process)
@@ -29,7 +31,13 @@ class Served:
         """Those of :func:`rollout.engines.log_probs`."""
         rows = []
         for prompt in prompts(count, length):
-            wanted = {"model": "m", "prompt": prompt["prompt_token_ids"], "max_tokens": 1, "temperature": 0, "prompt_logprobs": -1}
+            wanted = {
+                "model": "m",
+                "prompt": prompt["prompt_token_ids"],
+                "max_tokens": 1,
+                "temperature": 0,
+                "prompt_logprobs": -1,
+            }
             status, answer = ask(self.url, body=wanted)
             assert status == 200, answer
             places = answer["choices"][0]["prompt_logprobs"][1:]
@@ -42,7 +50,9 @@ class Served:
 
 def ask(url, path="/v1/completions", body=None, token=None, **headers):
     """Status and answer of a POST."""
-    said = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"}) | headers
+    said = (
+        {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"}) | headers
+    )
     request = urllib.request.Request(url + path, headers=said, data=json.dumps(body or {}).encode())
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:

@@ -1,4 +1,5 @@
-"""vLLM's settings for a small machine, which it and OpenMP read when they are imported: put in place before anything else."""
+"""vLLM's settings for a small machine, which it and OpenMP read when they are imported: put in place before anything
+else."""
 
 import os
 

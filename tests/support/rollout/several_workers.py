@@ -37,7 +37,9 @@ def main(executor, folder, fields, answer, place):
     if backend == "ray":
         import ray
 
-        ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20)
+        ray.init(
+            num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20
+        )
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     fields = json.loads(fields)
     check = {"worker_extension_cls": "support.rollout.worker_check.CheckedWorker"}

@@ -1,4 +1,5 @@
-"""Pushes into engines with unfinished requests: what a Ctrl-C left in ``LLM.generate``, and loops around ``LLMEngine.step``.
+"""Pushes into engines with unfinished requests: what a Ctrl-C left in ``LLM.generate``, and loops around
+``LLMEngine.step``.
 
 Run as a script it is the case of an engine whose EngineCore lives in the same process:
 
@@ -120,7 +121,10 @@ def main(*folders):
 
     from support.rollout import engines
 
-    llm, weights = engines.start(folders[0], **engines.fp8()), [load_file(Path(folder) / "model.safetensors") for folder in folders]
+    llm, weights = (
+        engines.start(folders[0], **engines.fp8()),
+        [load_file(Path(folder) / "model.safetensors") for folder in folders],
+    )
     assert not hasattr(llm.llm_engine.engine_core, "call_utility")
     fresh = [answer(llm)]
     Refit(llm).push(weights[1])  # bitwise a fresh engine, as test_refit.py has it

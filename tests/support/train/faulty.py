@@ -51,8 +51,12 @@ def at_step(trainer, step, do, layer=1):
     class Hook(Callback):
         def on_train_batch_start(self, trainer, *_):
             if trainer.global_step == step:
-                linears = [module for name, module in trainer.strategy.model.named_modules() if name.endswith("linear_fc1")]
-                self.handle = linears[layer % len(linears)].register_forward_hook(lambda module, _, output: do(output[0]))
+                linears = [
+                    module for name, module in trainer.strategy.model.named_modules() if name.endswith("linear_fc1")
+                ]
+                self.handle = linears[layer % len(linears)].register_forward_hook(
+                    lambda module, _, output: do(output[0])
+                )
 
         def on_train_batch_end(self, *_):
             if hasattr(self, "handle"):

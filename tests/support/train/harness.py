@@ -2,12 +2,12 @@
 
     losses = train_tiny("bf16_mixed", steps=10, ranks=2, tp=2, sequence_parallel=True).losses
 
-Each rank of each run is a process of its own: Megatron keeps its state in globals, and two runs in one process would not be
-two runs. Importing NeMo takes many times longer than such a run, so the ranks are forked off one server that has imported it;
-``torchrun=True`` starts fresh interpreters under torchrun instead. Results cross as JSON. Whatever else a test wants to know it
-collects in the ranks: ``before="module:function"`` names a function ``f(trainer, tiny)`` called before training, and
-``probe="module:function"`` one ``f(trainer, extra)`` called after it on every rank, and ``after`` one ``f(extra)`` called when the
-trainer is gone; ``extra`` of the last rank comes back.
+Each rank of each run is a process of its own: Megatron keeps its state in globals, and two runs in one process would
+not be two runs. Importing NeMo takes many times longer than such a run, so the ranks are forked off one server that has
+imported it; ``torchrun=True`` starts fresh interpreters under torchrun instead. Results cross as JSON. Whatever else a
+test wants to know it collects in the ranks: ``before="module:function"`` names a function ``f(trainer, tiny)`` called
+before training, and ``probe="module:function"`` one ``f(trainer, extra)`` called after it on every rank, and ``after``
+one ``f(extra)`` called when the trainer is gone; ``extra`` of the last rank comes back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ from support import ROOT, TESTS
 GRACE = 10.0
 # The first one: TransformerEngine resumes delayed scaling only where its user allows a pickle.
 ENVIRONMENT = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
-ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TORCHELASTIC_ERROR_FILE": ""}
+ENVIRONMENT |= {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TORCHELASTIC_ERROR_FILE": "",
+}
 
 
 @dataclass
@@ -84,7 +89,8 @@ class Tiny:
 
 @dataclass
 class Result:
-    """What a run gives back: the last pipeline stage's losses, Megatron's loss scale after each step, what the probe found."""
+    """What a run gives back: the last pipeline stage's losses, Megatron's loss scale after each step, what the probe
+    found."""
 
     losses: list[float]
     loss_scales: list[float]
@@ -97,7 +103,12 @@ class RunFailed(AssertionError):
 
 
 def train_tiny(
-    plugin: str = "bf16_mixed", *, timeout: float = 120, env: dict[str, str] | None = None, torchrun: bool = False, **settings: Any
+    plugin: str = "bf16_mixed",
+    *,
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+    torchrun: bool = False,
+    **settings: Any,
 ) -> Result:
     """One run in processes of its own; see :class:`Tiny` for the settings."""
     tiny = Tiny(plugin=plugin, **settings)
@@ -118,7 +129,9 @@ def _forked(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["support.train.preload"])
     with _environment(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}), _path():
-        ranks = [server.Process(target=_rank, args=(tiny, str(out), str(log), rank, port, env)) for rank in range(tiny.ranks)]
+        ranks = [
+            server.Process(target=_rank, args=(tiny, str(out), str(log), rank, port, env)) for rank in range(tiny.ranks)
+        ]
         for process in ranks:
             process.start()
     deadline = time.monotonic() + timeout
@@ -127,7 +140,9 @@ def _forked(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str
             failed = [process for process in ranks if process.exitcode]
             if failed:
                 late = _outlive(ranks, GRACE)
-                return f"a rank ended with exit code {failed[0].exitcode}" + ("; others were still running" if late else "")
+                return f"a rank ended with exit code {failed[0].exitcode}" + (
+                    "; others were still running" if late else ""
+                )
             if time.monotonic() > deadline:
                 return f"no end after {timeout} s"
             time.sleep(0.02)
@@ -135,7 +150,9 @@ def _forked(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str
     finally:
         for process in ranks:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it started: saving a checkpoint starts a process that outlives a rank
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # with what it started: saving a checkpoint starts a process that outlives a rank
             process.kill()
             process.join()
 
@@ -155,7 +172,13 @@ def _rank(tiny: Tiny, out: str, log: str, rank: int, port: str, env: dict[str, s
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     world = str(tiny.ranks)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "GROUP_RANK": "0",
+    }
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tiny"} | env
     try:
         _worker(tiny, out)
@@ -168,12 +191,23 @@ def _rank(tiny: Tiny, out: str, log: str, rank: int, port: str, env: dict[str, s
 
 def _under_torchrun(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str]) -> str | None:
     """The same under torchrun, in a process group of its own, so that its children end with it."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tiny.ranks}", "--no-python"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={tiny.ranks}",
+        "--no-python",
+    ]
     command = [*launcher, sys.executable, __file__, json.dumps(asdict(tiny)), str(out)]
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, env=os.environ | ENVIRONMENT | path | env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=os.environ | ENVIRONMENT | path | env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout)
@@ -209,7 +243,8 @@ def _path() -> Any:
 
 
 def tiny_trainer(plugin: Any, tiny: Tiny | None = None) -> tuple[Any, Any, Any, Any]:
-    """The trainer, the model, the data and the optimizer of a run, from NeMo's own classes. ``plugin`` is a built plugin."""
+    """The trainer, the model, the data and the optimizer of a run, from NeMo's own classes. ``plugin`` is a built
+    plugin."""
     import torch
     from lightning.pytorch import seed_everything
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -225,7 +260,14 @@ def tiny_trainer(plugin: Any, tiny: Tiny | None = None) -> tuple[Any, Any, Any, 
     data = (
         _named(tiny.data)(tiny)
         if tiny.data
-        else StoryData(tiny.seq_length, tiny.micro_batch, tiny.global_batch, num_train_samples=100_000, num_val_samples=64, seed=tiny.seed)
+        else StoryData(
+            tiny.seq_length,
+            tiny.micro_batch,
+            tiny.global_batch,
+            num_train_samples=100_000,
+            num_val_samples=64,
+            seed=tiny.seed,
+        )
     )
     half = plugin.dtype_config.fp16
     params_dtype = torch.half if half else torch.bfloat16
@@ -286,7 +328,11 @@ def _model(tiny: Tiny, tokenizer: Any) -> Any:
         "gpt": (llm.GPTConfig, llm.GPTModel, {}),
         "llama": (llm.LlamaConfig, llm.LlamaModel, {"num_query_groups": 2}),
         "qwen": (llm.Qwen3Config8B, llm.Qwen3Model, {"num_query_groups": 2, "kv_channels": 32, "vocab_size": None}),
-        "mixtral": (llm.MixtralConfig8x7B, llm.MixtralModel, {"num_query_groups": 2, "num_moe_experts": 4, "moe_router_topk": 2}),
+        "mixtral": (
+            llm.MixtralConfig8x7B,
+            llm.MixtralModel,
+            {"num_query_groups": 2, "num_moe_experts": 4, "moe_router_topk": 2},
+        ),
     }
     config, model, own = configs[tiny.model]
     return model(config(**_CONFIG | own | {"seq_length": tiny.seq_length} | tiny.config), tokenizer=tokenizer)
@@ -339,7 +385,12 @@ def _worker(tiny: Tiny, out: str) -> None:
 
         trainer.callbacks.append(Probe())
     folder = tiny.folder or tempfile.mkdtemp()
-    saves = {"every_n_train_steps": tiny.save_every, "save_last": True, "save_top_k": -1, "save_optim_on_train_end": True}
+    saves = {
+        "every_n_train_steps": tiny.save_every,
+        "save_last": True,
+        "save_top_k": -1,
+        "save_optim_on_train_end": True,
+    }
     # NeMo resumes through its checkpoint callback, so there is one where nothing is to be saved, too.
     none = {"every_n_train_steps": 10**9, "save_last": False, "save_top_k": 0}
     ckpt = (
@@ -347,10 +398,15 @@ def _worker(tiny: Tiny, out: str) -> None:
         if tiny.folder or tiny.resume
         else None
     )
-    log = nl.NeMoLogger(log_dir=folder, name="tiny", use_datetime_version=False, version="run", ckpt=ckpt, update_logger_directory=False)
+    log = nl.NeMoLogger(
+        log_dir=folder, name="tiny", use_datetime_version=False, version="run", ckpt=ckpt, update_logger_directory=False
+    )
     start = nl.RestoreConfig(path=tiny.restore) if tiny.restore else None
     resume = nl.AutoResume(
-        resume_from_path=tiny.resume, resume_if_exists=tiny.folder is not None, resume_ignore_no_checkpoint=True, restore_config=start
+        resume_from_path=tiny.resume,
+        resume_if_exists=tiny.folder is not None,
+        resume_ignore_no_checkpoint=True,
+        restore_config=start,
     )
     llm.train(model=model, data=data, trainer=trainer, optim=optim, log=log, resume=resume)
 

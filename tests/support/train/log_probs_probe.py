@@ -1,4 +1,5 @@
-"""Log-probs of one model before its weights change, after, and after with nothing kept of before; see test_log_probs.py."""
+"""Log-probs of one model before its weights change, after, and after with nothing kept of before; see
+test_log_probs.py."""
 
 import torch
 

@@ -1,9 +1,10 @@
-"""Some steps of Megatron's GPT on TransformerEngine's layers, in one process, without NeMo; not a name of Megatron's is replaced.
+"""Some steps of Megatron's GPT on TransformerEngine's layers, in one process, without NeMo; not a name of Megatron's is
+replaced.
 
     PYTHONPATH=FOLDER_OF_A_MEGATRON python megatron_alone.py '[{"recipe": "delayed"}, ...]'
 
-prints as JSON the version of Megatron, whether NeMo was imported, and of every run its losses and the linears that ran in FP8, or how it
-was refused.
+prints as JSON the version of Megatron, whether NeMo was imported, and of every run its losses and the linears that ran
+in FP8, or how it was refused.
 """
 
 import json
@@ -15,7 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 VOCABULARY, LENGTH, STEPS = 128, 32, 4
-EXPERTS = {"num_moe_experts": 4, "moe_grouped_gemm": True, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_grouped_gemm": True,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+}
 
 
 def run_alone(jobs, env, *apart):
@@ -64,7 +70,9 @@ def train(recipe="bf16", experts=False, fp8_param=False, keep=None):
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     settings = (
-        {} if recipe == "bf16" else {"fp8": "hybrid" if recipe == "delayed" else "e4m3", "fp8_recipe": recipe, "fp8_param": fp8_param}
+        {}
+        if recipe == "bf16"
+        else {"fp8": "hybrid" if recipe == "delayed" else "e4m3", "fp8_recipe": recipe, "fp8_param": fp8_param}
     )
     settings |= {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"} if recipe == "delayed" else {}
     settings |= EXPERTS | {"moe_router_padding_for_fp8": recipe != "bf16"} if experts else {}
@@ -84,9 +92,13 @@ def train(recipe="bf16", experts=False, fp8_param=False, keep=None):
     )
     spec = get_gpt_layer_with_transformer_engine_spec(**{"num_experts": 4, "moe_grouped_gemm": True} if experts else {})
     model = Float16Module(config, GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH))
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=fp8_param)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=fp8_param
+    )
     model = DistributedDataParallel(config, ddp, model)
-    adam = OptimizerConfig(optimizer="adam", lr=3e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True)
+    adam = OptimizerConfig(
+        optimizer="adam", lr=3e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+    )
     optimizer = get_megatron_optimizer(adam, [model])
     tokens = (torch.arange(LENGTH + 1) + torch.arange(4)[:, None] * 7) % VOCABULARY
     losses = []
@@ -102,9 +114,15 @@ def train(recipe="bf16", experts=False, fp8_param=False, keep=None):
         finalize_model_grads([model])
         optimizer.step()
         losses.append(loss.item())
-    linears = {name: module for name, module in model.named_modules() if hasattr(module, "fp8_meta") and hasattr(module, "fp8")}
+    linears = {
+        name: module for name, module in model.named_modules() if hasattr(module, "fp8_meta") and hasattr(module, "fp8")
+    }
     stored = sum(hasattr(parameter, "_quantizer") for parameter in model.parameters())
-    return {"losses": losses, "fp8": [name for name, linear in linears.items() if "linear_" in name and linear.fp8], "stored": stored}
+    return {
+        "losses": losses,
+        "fp8": [name for name, linear in linears.items() if "linear_" in name and linear.fp8],
+        "stored": stored,
+    }
 
 
 def keeping(pattern):

@@ -1,4 +1,5 @@
-"""What the tests of exports have done inside of a run, on every rank: the weights by Hugging Face's names, and logits."""
+"""What the tests of exports have done inside of a run, on every rank: the weights by Hugging Face's names, and
+logits."""
 
 import json
 import os

@@ -52,7 +52,9 @@ def watch_gemms(trainer, tiny):
         SEEN[kind] += 1
         left, right = multiplied.operands
         for q, matrix, contracts_rows in ((a, left, a.usage == "col"), (b, right, b.usage == "row")):
-            SEEN[f"{kind} {'on' if on_grid(q, matrix.t() if contracts_rows else matrix) else 'OFF'} grid {q.data.dtype}"] += 1
+            SEEN[
+                f"{kind} {'on' if on_grid(q, matrix.t() if contracts_rows else matrix) else 'OFF'} grid {q.data.dtype}"
+            ] += 1
         return out
 
     gemms.gemm, gemms._operand = watched, asked
@@ -79,7 +81,8 @@ def seen(trainer, extra):
 
 
 class Products(TorchDispatchMode):
-    """Counts the operators that multiply BF16 matrices, and of the plain ones those whose result is the FP32 product rounded once.
+    """Counts the operators that multiply BF16 matrices, and of the plain ones those whose result is the FP32 product
+    rounded once.
 
     Which operators are products is said by torch's own table of operators that have a count of multiplications.
     """
@@ -90,7 +93,9 @@ class Products(TorchDispatchMode):
         if func.overloadpacket in flop_registry and matrices:
             SEEN[func.overloadpacket.__name__] += 1
             if func.overloadpacket is torch.ops.aten.mm:
-                SEEN["in FP32" if torch.equal(out, (args[0].float() @ args[1].float()).bfloat16()) else "otherwise"] += 1
+                SEEN[
+                    "in FP32" if torch.equal(out, (args[0].float() @ args[1].float()).bfloat16()) else "otherwise"
+                ] += 1
         return out
 
 
@@ -118,25 +123,38 @@ def watch_gather(trainer, tiny):
 
 
 def linears(trainer):
-    return {name.replace("module.", ""): module for name, module in trainer.strategy.model.named_modules() if Probe.sees(module)}
+    return {
+        name.replace("module.", ""): module
+        for name, module in trainer.strategy.model.named_modules()
+        if Probe.sees(module)
+    }
 
 
 def delayed(module):
-    """Scales and amax histories of a linear under delayed scaling: forward's input and weight, the gradient of its output."""
+    """Scales and amax histories of a linear under delayed scaling: forward's input and weight, the gradient of its
+    output."""
     states = module.fp8_meta.get("scaling_fwd"), module.fp8_meta.get("scaling_bwd")
     if not all(hasattr(state, "amax_history") for state in states):
         return []
-    return [t[..., slots] for state, slots in zip(states, (slice(2), slice(1)), strict=True) for t in (state.scale, state.amax_history)]
+    return [
+        t[..., slots]
+        for state, slots in zip(states, (slice(2), slice(1)), strict=True)
+        for t in (state.scale, state.amax_history)
+    ]
 
 
 def states(trainer, extra):
     """A digest of all delayed states, the scales of each rank, and which linears hold FP8 weights or ran in FP8."""
     found = {name: delayed(module) for name, module in linears(trainer).items()}
-    extra["digest"] = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for state in found.values() for t in state)).hexdigest()
+    extra["digest"] = hashlib.sha256(
+        b"".join(t.contiguous().numpy().tobytes() for state in found.values() for t in state)
+    ).hexdigest()
     mine = [float(x) for state in found.values() if state for x in state[0]]
     extra["scales"] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(extra["scales"], mine)
-    extra["primary"] = [name for name, module in linears(trainer).items() if any(_is_primary(w) for w in _weights(module))]
+    extra["primary"] = [
+        name for name, module in linears(trainer).items() if any(_is_primary(w) for w in _weights(module))
+    ]
     extra["ran"] = [name for name, module in linears(trainer).items() if module.fp8]
     extra["experts"] = [module.num_gemms for module in linears(trainer).values() if hasattr(module, "num_gemms")]
 
@@ -154,7 +172,12 @@ def names_as_they_are():
     """Everything that the table's owners hold, under every name."""
     from nemo_fp8.train import megatron_cpu
 
-    return {(p.target, name): value for p in megatron_cpu.TABLE for name, value in vars(p.owner()).items() if not name.startswith("__")}
+    return {
+        (p.target, name): value
+        for p in megatron_cpu.TABLE
+        for name, value in vars(p.owner()).items()
+        if not name.startswith("__")
+    }
 
 
 def remember_names(trainer, tiny):
@@ -164,5 +187,7 @@ def remember_names(trainer, tiny):
 def names_left_behind(extra):
     after = names_as_they_are()
     extra["left"] = sorted(
-        f"{target}.{name}" for target, name in NAMES | after if NAMES.get((target, name)) is not after.get((target, name))
+        f"{target}.{name}"
+        for target, name in NAMES | after
+        if NAMES.get((target, name)) is not after.get((target, name))
     )

@@ -13,7 +13,9 @@ def watch_scales(trainer, tiny):
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, *_):
             states = [m.fp8_meta for m in module.modules() if Probe.sees(m)]
-            SCALES.append([[*s["scaling_fwd"].scale[:2].tolist(), *s["scaling_bwd"].scale[:1].tolist()] for s in states])
+            SCALES.append(
+                [[*s["scaling_fwd"].scale[:2].tolist(), *s["scaling_bwd"].scale[:1].tolist()] for s in states]
+            )
 
     trainer.callbacks.append(Watch())
     TRAINER.append(trainer)

@@ -1,9 +1,10 @@
-"""The checkpoint that an engine was started from: what a push must bring, and, at the start, whether this model takes pushes at all.
+"""The checkpoint that an engine was started from: what a push must bring, and, at the start, whether this model takes
+pushes at all.
 
-A loader that computes with a tensor on the way cannot be followed (:mod:`nemo_fp8.rollout.refit.worker.routes`). Who trains
-wants to know that when the engine starts, and not at the first push. So once the model is loaded its loader is asked about
-one tensor of each kind: names that differ in their numbers only (layers, experts) are one kind, which keeps it to
-milliseconds. The trade-off: an engine started from dummy weights is told at its first push.
+A loader that computes with a tensor on the way cannot be followed (:mod:`nemo_fp8.rollout.refit.worker.routes`). Who
+trains wants to know that when the engine starts, and not at the first push. So once the model is loaded its loader is
+asked about one tensor of each kind: names that differ in their numbers only (layers, experts) are one kind, which keeps
+it to milliseconds. The trade-off: an engine started from dummy weights is told at its first push.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a worker holds now, told by fingerprints: read from the memory that the next token is computed with.
 
-The routes of a push (:mod:`nemo_fp8.rollout.refit.worker.plan`) say where each Hugging Face tensor lies in vLLM's model,
-and they serve both ways. Nothing is written. What a kernel has packed in a way of its own cannot be read, and is not told.
+The routes of a push (:mod:`nemo_fp8.rollout.refit.worker.plan`) say where each Hugging Face tensor lies in vLLM's
+model, and they serve both ways. Nothing is written. What a kernel has packed in a way of its own cannot be read, and is
+not told.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class NemoFp8Held(NemoFp8Refit):
             if own is None:
                 raise PrecisionError(
                     "Nobody knows which tensors this engine is made of.",
-                    "It was started from dummy weights or from files that are not safetensors, and nothing was pushed yet.",
+                    "It was started from dummy weights or from files that are not safetensors, and nothing was pushed "
+                    "yet.",
                     "Push once, or start it from a checkpoint.",
                 )
             plan = Plan(self.model_runner.get_model(), own[0])

@@ -52,7 +52,8 @@ def _load_amx(live: torch.Tensor, row: int, rows: int) -> torch.Tensor:
 
 
 ROWS, AMX = Layout(_store_rows, _load_rows), Layout(_store_amx, _load_amx, 32)
-# By the class of the kernel of a linear, or the method of experts; vLLM's fused kernels for those by their backend's name.
+# By the class of the kernel of a linear, or the method of experts; vLLM's fused kernels for those by their backend's
+# name.
 LAYOUTS = {"CPUFp8BlockScaledMMKernel": AMX, "CPU": AMX, "DecodeKernel": ROWS, "DecodedMoEMethod": ROWS}
 
 
@@ -76,7 +77,8 @@ Count = float | torch.Tensor
 class Facts:
     """What one worker can tell of one pushed tensor.
 
-    What is counted is counted where the tensor lies: to ask a GPU for a number is to wait for it. :meth:`Ledger.settle` asks once.
+    What is counted is counted where the tensor lies: to ask a GPU for a number is to wait for it. :meth:`Ledger.settle`
+    asks once.
     """
 
     kind: str = ""
@@ -84,7 +86,8 @@ class Facts:
     signal: Count = 0.0
     noise: Count = 0.0
     largest: Count = 0.0
-    """The largest magnitude; of codes that came with scales, no magnitude is larger. Infinite or NaN if such values came."""
+    """The largest magnitude; of codes that came with scales, no magnitude is larger. Infinite or NaN if such values
+    came."""
     saturated: Count = 0
     underflow: Count = 0
     nonfinite: Count = 0
@@ -127,7 +130,8 @@ class Facts:
         self.largest = magnitude if isinstance(self.largest, float) else torch.maximum(self.largest, magnitude)
 
     def count_nonfinite(self, values: torch.Tensor) -> None:
-        """Of values that have all been seen. It is a slow pass over them, made only where the largest is no finite number."""
+        """Of values that have all been seen. It is a slow pass over them, made only where the largest is no finite
+        number."""
         if not math.isfinite(float(self.largest)):
             self.nonfinite = self.nonfinite + (~values.isfinite()).sum()
 
@@ -162,10 +166,17 @@ class Ledger:
 
     def settle(self) -> None:
         """Fetch everything that was counted, as plain numbers: once from each device."""
-        counted = [(facts, name, value) for facts in self.facts.values() for name, value in vars(facts).items() if torch.is_tensor(value)]
+        counted = [
+            (facts, name, value)
+            for facts in self.facts.values()
+            for name, value in vars(facts).items()
+            if torch.is_tensor(value)
+        ]
         for device in {value.device for *_, value in counted}:
             here = [row for row in counted if row[2].device == device]
             numbers = torch.stack([value.double() for *_, value in here]).tolist()
             for (facts, name, value), number in zip(here, numbers, strict=True):
-                plain = bool(number) if value.dtype == torch.bool else number if value.is_floating_point() else int(number)
+                plain = (
+                    bool(number) if value.dtype == torch.bool else number if value.is_floating_point() else int(number)
+                )
                 setattr(facts, name, plain)

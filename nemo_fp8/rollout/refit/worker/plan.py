@@ -60,7 +60,8 @@ class Plan:
         live = _live(layer, target)
         same = live is not None and tuple(live.shape) == target.shape
         if same and (
-            not isinstance(method, QuantizeMethodBase) or isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod))
+            not isinstance(method, QuantizeMethodBase)
+            or isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod))
         ):
             return "in place"
         if same and live is not None and target.parameter not in _before(layer):
@@ -88,13 +89,18 @@ class Plan:
             else:
                 staged[target.layer].append(target)
         for name, targets in staged.items():
-            constants = [(target, self.routes.constants[target]) for target in targets if target in self.routes.constants]
-            sink = Staged(ledger, self.layers[name], [route for target in targets for route in self.to[target]], constants)
+            constants = [
+                (target, self.routes.constants[target]) for target in targets if target in self.routes.constants
+            ]
+            sink = Staged(
+                ledger, self.layers[name], [route for target in targets for route in self.to[target]], constants
+            )
             sinks |= dict.fromkeys(targets, sink)
         return sinks
 
     def packed_beside(self) -> list[Any]:
-        """Layers that keep a weight as it was loaded, and maybe packed a copy of it beside: a head, and one tied to another's weight."""
+        """Layers that keep a weight as it was loaded, and maybe packed a copy of it beside: a head, and one tied to
+        another's weight."""
         unpacked = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
         written = set()
         for target in self.to:
@@ -103,7 +109,8 @@ class Plan:
         return [
             layer
             for layer in self.layers.values()
-            if isinstance(getattr(layer, "quant_method", None), unpacked) and any(id(p) in written for p in layer._parameters.values())
+            if isinstance(getattr(layer, "quant_method", None), unpacked)
+            and any(id(p) in written for p in layer._parameters.values())
         ]
 
     # ------------------------------------------------------------------ checks
@@ -120,7 +127,9 @@ class Plan:
             if first != route.entry:
                 names = f"{self.manifest[first].name} and {entry.name}"
                 yield Problem(
-                    f"{names} are one tensor of the engine.", f"Both would be written to {route.target.name}.", "Push one of them."
+                    f"{names} are one tensor of the engine.",
+                    f"Both would be written to {route.target.name}.",
+                    "Push one of them.",
                 )
             yield from self._wrong_type(entry, route)
         yield from self._lone_scales()
@@ -137,16 +146,27 @@ class Plan:
         target, layer = route.target, self.layers[route.target.layer]
         way = self.way(target)
         if way == "":
-            what = f"{target.name} has another shape in memory than in a checkpoint, and nothing says how it came to it."
-            yield Problem(f"{entry.name} cannot be pushed.", what, "Report it with the name of the model and vLLM's version.")
+            what = (
+                f"{target.name} has another shape in memory than in a checkpoint, and nothing says how it came to it."
+            )
+            yield Problem(
+                f"{entry.name} cannot be pushed.", what, "Report it with the name of the model and vLLM's version."
+            )
         elif way == "scales" and not str(getattr(layer, "kv_cache_dtype", "")).startswith("fp8"):
             why = "The engine's KV cache is not in FP8, and has no scales."
-            yield Problem(f"{entry.name} is the scale of an FP8 KV cache.", why, "Start it with kv_cache='fp8', or leave the scales out.")
+            yield Problem(
+                f"{entry.name} is the scale of an FP8 KV cache.",
+                why,
+                "Start it with kv_cache='fp8', or leave the scales out.",
+            )
         elif entry.is_codes:
             yield from self._wrong_codes(entry, route, way)
         elif way != "scales" and entry.torch_dtype != target.dtype and (entry.torch_dtype, target.dtype) not in WIDENED:
             kept = str(target.dtype).removeprefix("torch.")
-            why = f"The engine takes it in {kept}; another type would be rounded on the way, and once more by quantization."
+            why = (
+                f"The engine takes it in {kept}; another type would be rounded on the way, and once more by "
+                "quantization."
+            )
             yield Problem(f"{entry.name} comes in {entry.dtype}.", why, f"Push tensor.to(torch.{kept}).")
 
     def _wrong_codes(self, entry: Entry, route: Route, way: str) -> Iterator[Problem]:
@@ -156,15 +176,24 @@ class Plan:
         if way != "blocks":
             layer = self.layers[route.target.layer]
             in_fp8 = isinstance(getattr(layer, "quant_method", None), (NemoFp8LinearMethod, Quantizing))
-            why = "kept in FP8 in a layout that codes cannot be written to" if in_fp8 else f"in {route.target.dtype}, not in FP8"
+            why = (
+                "kept in FP8 in a layout that codes cannot be written to"
+                if in_fp8
+                else f"in {route.target.dtype}, not in FP8"
+            )
             yield Problem(what, f"The engine has {route.target.name} {why}.", remedy)
         elif self.layers[route.target.layer].quant_method.operand.block != (BLOCK, BLOCK):
             yield Problem(what, f"The engine keeps {route.target.name} in other blocks than {BLOCK}x{BLOCK}.", remedy)
         elif scales is None or scales.dtype != "float32" or scales.shape != grid or rows < 2:
             told = "there are none" if scales is None else f"they are {list(scales.shape)} in {scales.dtype}"
-            yield Problem(what, f"Its scales, {entry.name}{SCALES}, must be float32 of shape {list(grid)}; {told}.", "Push both.")
+            yield Problem(
+                what, f"Its scales, {entry.name}{SCALES}, must be float32 of shape {list(grid)}; {told}.", "Push both."
+            )
         elif not all(map(_at_blocks, self.to[route.target])):
-            why = f"This worker's parts of {route.target.name} do not begin and end at blocks of {BLOCK}, so its blocks are others."
+            why = (
+                f"This worker's parts of {route.target.name} do not begin and end at blocks of {BLOCK}, so its blocks "
+                "are others."
+            )
             yield Problem(what, why, remedy)
 
     def missing(self, baseline: Routes | None) -> list[tuple[Target, int]]:
@@ -191,7 +220,10 @@ def scale_name(target: Target) -> str:
 def _at_blocks(route: Route) -> bool:
     if route.source is None or len(route.source) < 2:
         return False
-    ends = [*zip(route.source[-2:], route.shape[-2:], strict=True), *zip(route.to[-2:], route.target.shape[-2:], strict=True)]
+    ends = [
+        *zip(route.source[-2:], route.shape[-2:], strict=True),
+        *zip(route.to[-2:], route.target.shape[-2:], strict=True),
+    ]
     return all(start % BLOCK == 0 and (stop % BLOCK == 0 or stop == n) for (start, stop), n in ends)
 
 

@@ -1,8 +1,10 @@
-"""Which part of which pushed tensor belongs where in this worker's model, asked of vLLM's own loader without a byte of weights.
+"""Which part of which pushed tensor belongs where in this worker's model, asked of vLLM's own loader without a byte of
+weights.
 
-Every model of vLLM knows how its checkpoint's tensors are renamed, split over workers and fused, in its ``load_weights``
-and the loaders of its parameters. So it is run once with tensors that have shapes and no memory, while the model's
-parameters, too, are as they were before they were loaded, and every copy that it would make is written down instead:
+Every model of vLLM knows how its checkpoint's tensors are renamed, split over workers and fused, in its
+``load_weights`` and the loaders of its parameters. So it is run once with tensors that have shapes and no memory, while
+the model's parameters, too, are as they were before they were loaded, and every copy that it would make is written down
+instead:
 
     route = (pushed tensor, box of it)  ->  (layer, parameter, box of it)
 
@@ -156,7 +158,10 @@ def _as_before_loading(model: torch.nn.Module, routes: Routes) -> Iterator[dict[
     try:
         for name, layer, parameters, buffers in kept:
             before_parameters, before_buffers = get_layerwise_info(layer).restore_metadata
-            for place, before, live in ((layer._parameters, before_parameters, parameters), (layer._buffers, before_buffers, buffers)):
+            for place, before, live in (
+                (layer._parameters, before_parameters, parameters),
+                (layer._buffers, before_buffers, buffers),
+            ):
                 place.clear()
                 place.update({key: tensor for key, tensor in live.items() if key in SKIP_TENSORS})
                 for key, tensor in before.items():
@@ -198,13 +203,16 @@ def _identity(tensor: torch.Tensor) -> int:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records each copy that vLLM's loader would make, and makes none."""
 
-    def __init__(self, entries: Sequence[Entry], sources: list[torch.Tensor], targets: dict[int, Target], routes: Routes) -> None:
+    def __init__(
+        self, entries: Sequence[Entry], sources: list[torch.Tensor], targets: dict[int, Target], routes: Routes
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries, self.targets, self.routes = entries, targets, routes
         self.sources = {_identity(tensor): i for i, tensor in enumerate(sources)}
         self.current = 0
         self.made: dict[int, tuple[torch.Tensor, list[str]]] = {}
-        """What the loader made of tensors, by its storage: the result, kept so that no other takes its place, and the operations."""
+        """What the loader made of tensors, by its storage: the result, kept so that no other takes its place, and the
+        operations."""
 
     def each(self, numbers: Iterator[int]) -> Iterator[int]:
         for self.current in numbers:
@@ -243,7 +251,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if entry is not None and source.numel() == into.numel():
                 shape = self.entries[entry].shape
                 view = (tuple(source.shape), tuple(source.stride()), int(source.storage_offset()))
-                self.routes.by_entry.setdefault(entry, []).append(Route(entry, shape, box_of(source, shape), view, target, to))
+                self.routes.by_entry.setdefault(entry, []).append(
+                    Route(entry, shape, box_of(source, shape), view, target, to)
+                )
                 return
         elif func in (aten.fill_.Scalar, aten.zero_.default) and to is not None:
             if target.shape in ((), (1,)) and len(args) > 1:
@@ -255,9 +265,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self.routes.constants.setdefault(target, []).append((to, float(args[1]) if len(args) > 1 else 0.0))
             return
-        by = [name for one in args[1:] if isinstance(one, torch.Tensor) for name in self.made.get(_identity(one), (None, []))[1]]
+        by = [
+            name
+            for one in args[1:]
+            if isinstance(one, torch.Tensor)
+            for name in self.made.get(_identity(one), (None, []))[1]
+        ]
         by += [] if func is aten.copy_.default else [func._schema.name.removeprefix("aten::")]
-        raise _Unfollowed(f"into {target.name} by {', '.join(dict.fromkeys(map(_in_words, by))) or 'a copy in another order'}")
+        raise _Unfollowed(
+            f"into {target.name} by {', '.join(dict.fromkeys(map(_in_words, by))) or 'a copy in another order'}"
+        )
 
 
 def _in_words(operation: str) -> str:
@@ -266,7 +283,8 @@ def _in_words(operation: str) -> str:
 
 
 def box_of(view: torch.Tensor, shape: tuple[int, ...]) -> Box | None:
-    """The part of a contiguous tensor of that shape that a view shows, if that is a box with its dimensions in order."""
+    """The part of a contiguous tensor of that shape that a view shows, if that is a box with its dimensions in
+    order."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     offset, starts = int(view.storage_offset()), []
     for stride in strides:

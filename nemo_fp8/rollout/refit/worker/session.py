@@ -48,7 +48,9 @@ def answering(method: Callable[[Any, Answer], Answer]) -> Callable[[Any, Answer]
             what = f"{method.__name__} failed in worker {self.rank}."
             return {
                 "rank": self.rank,
-                "problems": [[what, f"{type(error).__name__}: {error}", "The worker's log has the traceback; report it."]],
+                "problems": [
+                    [what, f"{type(error).__name__}: {error}", "The worker's log has the traceback; report it."]
+                ],
             }
 
     return run
@@ -112,7 +114,9 @@ class Session:
                 (start, stop), *rest = route.source
                 first, last = max(start, row), min(stop, row + len(tensor))
                 if first < last:
-                    sink.write(route, first - start, tensor[(slice(first - row, last - row), *(slice(*one) for one in rest))])
+                    sink.write(
+                        route, first - start, tensor[(slice(first - row, last - row), *(slice(*one) for one in rest))]
+                    )
         if i in self.plan.scales:
             self._write_scales(i, tensor)
         if self.rows[i] == self.plan.manifest[i].rows:
@@ -126,7 +130,9 @@ class Session:
             sink = self.sinks[route.target]
             assert isinstance(sink, Blocks)
             assert route.source is not None
-            sink.write_scales(route, _in_blocks(route.to), scales[tuple(slice(*one) for one in _in_blocks(route.source))])
+            sink.write_scales(
+                route, _in_blocks(route.to), scales[tuple(slice(*one) for one in _in_blocks(route.source))]
+            )
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -135,7 +141,8 @@ class Session:
         left = [manifest[i].name for i in sorted(self.plan.needed) if self.rows[i] < manifest[i].rows]
         if left:
             raise PrecisionError(
-                f"{len(left)} of {len(manifest)} tensors did not come: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}.",
+                f"{len(left)} of {len(manifest)} tensors did not come: "
+                f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}.",
                 "They were announced in the manifest, and the push ended without them.",
                 "Push again; the engine holds old and new weights until a push ends well."
                 if self.written
@@ -213,7 +220,9 @@ class NemoFp8Refit:
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
         self._refit_session, self._refit_mixed = None, ""
-        unwritten = [t.name for t in session.plan.routes.parameters if t not in session.sinks and session.plan.way(t) != "scales"]
+        unwritten = [
+            t.name for t in session.plan.routes.parameters if t not in session.sinks and session.plan.way(t) != "scales"
+        ]
         told = {str(i): facts.to_plain() for i, facts in session.ledger.facts.items()}
         return {"facts": told, "held": session.ledger.most_held, "unwritten": unwritten}
 
@@ -262,14 +271,18 @@ def process_attention(model: torch.nn.Module, config: Any) -> None:
             layer.process_weights_after_loading(config.model_config.dtype)
 
 
-def names_of(missing: list[tuple[Target, int]], own: tuple[Manifest, Routes] | None, manifest: Manifest) -> Iterator[str]:
+def names_of(
+    missing: list[tuple[Target, int]], own: tuple[Manifest, Routes] | None, manifest: Manifest
+) -> Iterator[str]:
     """What a push lacks, as the trainer calls it where that is known."""
     for target, elements in missing:
         if own is None:
             yield f"{elements} elements of vLLM's {target.name}"
         else:
             names = (own[0][route.entry].name for route in own[1] if route.target == target)
-            yield from (name for name in names if name not in manifest.places)  # what is there, and refused, does not lack
+            yield from (
+                name for name in names if name not in manifest.places
+            )  # what is there, and refused, does not lack
 
 
 def _refuse_replicas(parallel: Any) -> None:

@@ -6,8 +6,8 @@
     staged     all else: gathered until the layer is whole, processed by its own method as at load, and copied
 
 The first and the third need no memory and keep every address, so CUDA graphs and tied weights stay good. The fourth
-holds one layer beside the model: it is what a kernel needs that packs a whole weight in a way of its own, as oneDNN does
-with BF16 on a CPU. vLLM's method for BF16 experts packs at its first call only, and is made to do so again.
+holds one layer beside the model: it is what a kernel needs that packs a whole weight in a way of its own, as oneDNN
+does with BF16 on a CPU. vLLM's method for BF16 experts packs at its first call only, and is made to do so again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Sink:
 class InPlace(Sink):
     """Copies pieces of a tensor straight into the engine's live parameter."""
 
-    def __init__(self, ledger: Ledger, live: torch.Tensor, constants: Iterable[tuple[Box, float]], manifest: Manifest) -> None:
+    def __init__(
+        self, ledger: Ledger, live: torch.Tensor, constants: Iterable[tuple[Box, float]], manifest: Manifest
+    ) -> None:
         super().__init__(ledger)
         self.parameter, self.live = live, live.data
         self.constants, self.manifest = list(constants), manifest
@@ -119,7 +121,8 @@ class Blocks(Sink):
         self.straddling = {m for route in self.routes if not self._aligned(route) for m in self._matrices(route)}
         self.gathered: dict[int, torch.Tensor] = {}
         self.awaited = {
-            m: sum(r.elements // len(self._matrices(r)) for r in self.routes if m in self._matrices(r)) for m in self.straddling
+            m: sum(r.elements // len(self._matrices(r)) for r in self.routes if m in self._matrices(r))
+            for m in self.straddling
         }
         self.scratch: torch.Tensor | None = None
         self.largest_code: dict[Route, torch.Tensor] = {}
@@ -129,11 +132,19 @@ class Blocks(Sink):
         return range(*route.to[0]) if len(route.to) == 3 else range(1)
 
     def _aligned(self, route: Route) -> bool:
-        """Whether its rows are whole blocks, here and in the tensor that they come from, and the columns all there are."""
+        """Whether its rows are whole blocks, here and in the tensor that they come from, and the columns all there
+        are."""
         (start, stop), columns = route.to[-2:]
-        if route.source is None or columns != (0, self.matrix[1]) or start % self.high or (stop % self.high and stop != self.matrix[0]):
+        if (
+            route.source is None
+            or columns != (0, self.matrix[1])
+            or start % self.high
+            or (stop % self.high and stop != self.matrix[0])
+        ):
             return False
-        return all(first % side == 0 for (first, _), side in zip(route.source[-2:], (self.high, self.wide), strict=True))
+        return all(
+            first % side == 0 for (first, _), side in zip(route.source[-2:], (self.high, self.wide), strict=True)
+        )
 
     def same_grid(self, route: Route) -> bool:
         """Whether its blocks are those of the whole tensor: cut at blocks, or where the tensor itself ends."""
@@ -187,7 +198,9 @@ class Blocks(Sink):
                 facts.check(good)
 
     def _as_reference(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        expected, inverse, _ = quantize_reference(values, self.operand.block, format_of(self.operand.format), self.operand.scale)
+        expected, inverse, _ = quantize_reference(
+            values, self.operand.block, format_of(self.operand.format), self.operand.scale
+        )
         return (codes.view(torch.uint8) == expected.view(torch.uint8)).all() & (scales == inverse).all()
 
     def _gather(self, m: int, to: Box, values: torch.Tensor) -> None:
@@ -321,7 +334,9 @@ class Staged(Sink):
         kernel = {name: getattr(method, name) for name in ("moe_kernel", "moe_quant_config") if hasattr(method, name)}
         try:
             layer._parameters.clear()
-            layer._parameters.update({name: tensor for name, tensor in live.items() if name in SKIP_TENSORS} | self.values)
+            layer._parameters.update(
+                {name: tensor for name, tensor in live.items() if name in SKIP_TENSORS} | self.values
+            )
             layer.__dict__.pop("_already_called_process_weights_after_loading", None)
             if "moe_kernel" in kernel:
                 method.moe_kernel = None  # with a kernel there, the method takes the weights for packed
@@ -353,7 +368,8 @@ def _at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def part_of(route: Route, row: int, rows: int) -> Box:
-    """Where some rows of a route's source go: its first dimension is the first of the target's that is longer than one."""
+    """Where some rows of a route's source go: its first dimension is the first of the target's that is longer than
+    one."""
     whole = rows_of(route)
     if rows == whole:
         return route.to
@@ -370,7 +386,8 @@ def rows_of(route: Route) -> int:
 
 
 def name_of(route: Route) -> str:
-    """The part of its tensor, as :mod:`nemo_fp8.mismatch.weights` reads it: a box, or a view that is none (a transpose)."""
+    """The part of its tensor, as :mod:`nemo_fp8.mismatch.weights` reads it: a box, or a view that is none (a
+    transpose)."""
     if route.source is None:
         sizes, strides, offset = route.view
         return f"{'x'.join(map(str, sizes))} by {'x'.join(map(str, strides))} from {offset}"

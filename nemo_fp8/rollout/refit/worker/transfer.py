@@ -2,11 +2,11 @@
 
     LLM(..., weight_transfer_config={"backend": "nemo_fp8_nccl"})      # or "nemo_fp8_ipc"
 
-vLLM's backends know how bytes travel between GPUs, and end in one call: ``self.model.load_weights(pairs)``. Here that model
-is a :class:`Receiver`, whose ``load_weights`` writes into a :class:`Session` as any other push does, checked against the same
-plan. The trainer's side is vLLM's own (``NCCLTrainerWeightTransferEngine`` and its like), unchanged. The trade-off: an
-error here is an exception in the worker, as vLLM's protocol has it, and its caller must pause the engine and reset the
-prefix cache, as vLLM's endpoints have it too.
+vLLM's backends know how bytes travel between GPUs, and end in one call: ``self.model.load_weights(pairs)``. Here that
+model is a :class:`Receiver`, whose ``load_weights`` writes into a :class:`Session` as any other push does, checked
+against the same plan. The trainer's side is vLLM's own (``NCCLTrainerWeightTransferEngine`` and its like), unchanged.
+The trade-off: an error here is an exception in the worker, as vLLM's protocol has it, and its caller must pause the
+engine and reset the prefix cache, as vLLM's endpoints have it too.
 
 The door was run on a CPU, behind a backend that brings tensors from files (``tests/rollout/refit_door.py``), and a
 transfer through it is bitwise a fresh engine. vLLM's two backends need GPUs and have not been run.
@@ -56,7 +56,8 @@ class Receiver:
     def announce(self, manifest: Manifest) -> None:
         """What the next call brings. The first one opens the push: with the engine's own manifest, where there is one.
 
-        So a trainer may send in one call or in many; what is unknown or of another shape is refused before it is received.
+        So a trainer may send in one call or in many; what is unknown or of another shape is refused before it is
+        received.
         """
         if self.session is None:
             own = of_checkpoint(self.config.model_config.model, self.config.model_config.revision)
@@ -68,7 +69,11 @@ class Receiver:
         for entry in manifest:
             place = expected.places.get(entry.name)
             if place is None or expected[place] != entry:
-                told = "is not in the manifest" if place is None else f"is {list(expected[place].shape)} in {expected[place].dtype} there"
+                told = (
+                    "is not in the manifest"
+                    if place is None
+                    else f"is {list(expected[place].shape)} in {expected[place].dtype} there"
+                )
                 raise PrecisionError(
                     f"{entry.name} is announced as {list(entry.shape)} in {entry.dtype}.",
                     f"It {told} that this push began with.",
@@ -87,7 +92,11 @@ class Receiver:
     def finish(self) -> None:
         """End the push; raise if a tensor is missing."""
         if self.session is None:
-            raise PrecisionError("A push without a tensor.", "It ended before anything came.", "Send the weights between start and finish.")
+            raise PrecisionError(
+                "A push without a tensor.",
+                "It ended before anything came.",
+                "Send the weights between start and finish.",
+            )
         self.session.finish()
         process_attention(self.real, self.config)
 
@@ -153,9 +162,19 @@ def _refuse(plan: Plan, own: tuple[Manifest, Routes] | None) -> None:
     problems = list(plan.problems)
     if missing:
         problems.append(
-            Problem(f"The push lacks {', '.join(missing[:5])}.", "Old values would stay there.", "Push every tensor of the model.")
+            Problem(
+                f"The push lacks {', '.join(missing[:5])}.",
+                "Old values would stay there.",
+                "Push every tensor of the model.",
+            )
         )
     if strange:
-        problems.append(Problem(f"The engine has no place for {', '.join(strange[:5])}.", "vLLM would pass over them.", "Leave them out."))
+        problems.append(
+            Problem(
+                f"The engine has no place for {', '.join(strange[:5])}.",
+                "vLLM would pass over them.",
+                "Leave them out.",
+            )
+        )
     if problems:
         raise PrecisionError(problems)

@@ -1,4 +1,5 @@
-"""On the path of tests that run Ray on a CPU: vLLM's CPU platform gets a name for its device in Ray, in every process."""
+"""On the path of tests that run Ray on a CPU: vLLM's CPU platform gets a name for its device in Ray, in every
+process."""
 
 import importlib.abc
 import sys
