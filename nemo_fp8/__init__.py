@@ -7,7 +7,7 @@ torch and NeMo (ten seconds) are paid for by those who need them. Type checkers 
 
 from nemo_fp8.moved import OldNames as _OldNames
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # public name -> the module that holds it
 _HOMES = {
