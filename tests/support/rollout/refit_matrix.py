@@ -1,24 +1,21 @@
 """One case of the long matrix, in a process of its own: pushes into an engine, held against what it answered when it
 was fresh.
 
-    python tests/rollout/refit_matrix.py EXECUTOR KIND FIELDS PUSHES ANSWER FOLDER
+    python tests/support/rollout/refit_matrix.py EXECUTOR KIND FIELDS PUSHES ANSWER FOLDER
 
 Two checkpoints are pushed in turns, and the engine was started from one of them: with its weights it must answer as it
 did then, bit by bit. Every push must have the fingerprint of the first of its kind, and the workers' memory must not
-grow. Ray on a CPU needs the shim of ``several_workers.py``; on GPUs nothing of it.
+grow.
 """
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 
-from support import ROOT, TESTS
+from support.rollout.alone import answer_of
 
-HERE = Path(__file__).parent
 # executor -> vLLM's name for it (None: one worker), and whether a server is asked over HTTP instead of an engine of
 # this process.
 EXECUTORS = {
@@ -33,16 +30,7 @@ EXECUTORS = {
 
 def run(executor, kind, fields, pushes=4):
     """The answer of a case."""
-    with tempfile.TemporaryDirectory() as place:
-        answer = Path(place) / "answer.json"
-        paths = [os.environ.get("PYTHONPATH"), str(HERE / "ray_on_cpu"), str(TESTS), str(ROOT)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "RAY_USAGE_STATS_ENABLED": "0"}
-        if executor == "ray_before_v2":
-            environment["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
-        command = [sys.executable, __file__, executor, kind, json.dumps(fields), str(pushes), str(answer), place]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
-        assert answer.exists(), (done.stdout + done.stderr)[-4000:]
-        return json.loads(answer.read_text())
+    return answer_of(__file__, executor, kind, json.dumps(fields), str(pushes), timeout=1500)
 
 
 def resident(pids):

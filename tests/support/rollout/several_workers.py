@@ -6,28 +6,15 @@ told that there are two. That is for this test only; on GPUs nothing of it is ne
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from support import ROOT, TESTS
-
-HERE = Path(__file__).parent
+from support.rollout.alone import answer_of
 
 
 def ask(executor, folder, fields):
     """What the workers answered."""
-    with tempfile.TemporaryDirectory() as place:
-        answer = Path(place) / "answer.json"
-        paths = [os.environ.get("PYTHONPATH"), str(HERE / "ray_on_cpu"), str(TESTS), str(ROOT)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "RAY_USAGE_STATS_ENABLED": "0"}
-        if executor == "ray_before_v2":
-            environment["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
-        command = [sys.executable, __file__, executor, str(folder), json.dumps(fields), str(answer), place]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
-        assert answer.exists(), (done.stdout + done.stderr)[-4000:]
-        return json.loads(answer.read_text())
+    return answer_of(__file__, executor, str(folder), json.dumps(fields), timeout=550)
 
 
 def main(executor, folder, fields, answer, place):
