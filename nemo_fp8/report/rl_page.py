@@ -93,10 +93,7 @@ def _mismatch(page: Page, comparison: RlComparison) -> None:
         legend(figure, axes)
     page.section("Mismatch of trainer and rollout").figure(figure, f"Mean over the seeds and over {_width(comparison)} steps.")
     page.text(", ".join(f"{name} is asked to stay below {gate}" for name, gate in _GATES.items()) + " in NeMo RL's own tests.")
-    rows = [
-        (variant, *(max(row["mismatch"][name] for run in comparison.of(variant) for row in run.steps) for name in ERRORS))
-        for variant in comparison.variants
-    ]
+    rows = [(variant, *(max(run.largest(name) for run in comparison.of(variant)) for name in ERRORS)) for variant in comparison.variants]
     page.table(
         ("training-rollout", Column("largest token_mult_prob_error", ".4f"), Column("largest gen_kl_error", ".2g")), rows, "Of any step."
     )
