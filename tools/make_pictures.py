@@ -33,17 +33,50 @@ svg { --ink: #1b1f24; --muted: #57606a; --rule: #d0d7de; --paper: #fff; backgrou
 
 
 def loss(rows: list[dict[str, Any]]) -> Any:
+    """Curves where the record holds the loss of every step, which ``benchmarks/train.py loss`` now keeps; else where the runs ended."""
+    return curves(rows) if all("losses" in row for row in rows) else ends(rows)
+
+
+def ends(rows: list[dict[str, Any]]) -> Any:
+    """Where each FP8 run ended, against BF16 with the same seed; and how far BF16 itself moves from seed to seed."""
+    found = {(row["precision"], row["seed"]): row["loss"] for row in rows}
+    base = {seed: value for (name, seed), value in found.items() if name == "bf16_mixed"}
+    names = [name for name in dict.fromkeys(name for name, _ in found) if name != "bf16_mixed"]
+    with drawing(8, 2.6) as (figure, axes):
+        axis = axes[0, 0]
+        noise = [100 * (value / mean(base.values()) - 1) for value in base.values()]
+        axis.axvspan(min(noise), max(noise), color=color("bf16"), alpha=0.18, linewidth=0)
+        axis.annotate("BF16, seed to seed", (max(noise), len(names) - 0.62), (4, 0), textcoords="offset points", va="center", color=MUTED)
+        for row, name in enumerate(names):
+            gaps = [100 * (found[name, seed] / base[seed] - 1) for seed in base]
+            hue = color(recipe_of(PRESETS[name]))
+            axis.plot(gaps, [row] * len(gaps), linestyle="", marker="o", markersize=7, alpha=0.6, color=hue)
+            axis.plot([mean(gaps)], [row], linestyle="", marker="|", markersize=16, markeredgewidth=2.5, color=hue)
+            axis.annotate(f"mean {mean(gaps):+.2f} %", (2.05, row), va="center", color=hue)
+        axis.set(
+            xlabel=f"loss after {rows[0]['steps']} steps against BF16 with the same seed, %",
+            xlim=(-2.2, 2.7),
+            ylim=(len(names) - 0.4, -0.6),
+        )
+        axis.set_yticks(range(len(names)), [recipe_of(PRESETS[name]) for name in names])
+        axis.set_xticks([-2, -1, 0, 1, 2])
+        axis.tick_params(axis="y", length=0, labelcolor=INK)
+        axis.grid(visible=False, axis="y")
+    return figure
+
+
+def curves(rows: list[dict[str, Any]]) -> Any:
     """Each FP8 recipe's curve over BF16's, mean of the seeds with the band that they span, each loss a mean over ten steps."""
     runs: dict[str, list[list[float]]] = {}
     for row in rows:
         runs.setdefault(row["precision"], []).append(smooth(row["losses"], 10))
     base = runs.pop("bf16_mixed")
     with drawing(9, 5, rows=2, columns=2, sharex=True, sharey=True) as (figure, axes):
-        for axis, (name, curves) in zip(axes.flat, runs.items(), strict=True):
+        for axis, (name, mine) in zip(axes.flat, runs.items(), strict=True):
             recipe = recipe_of(PRESETS[name])
-            band(axis, base, color("bf16"))
-            band(axis, curves, color(recipe))
-            end, of_bf16 = mean(c[-1] for c in curves), mean(c[-1] for c in base)
+            band(axis, mine, color(recipe))
+            band(axis, base, color("bf16"), linestyle="--", linewidth=1)
+            end, of_bf16 = mean(c[-1] for c in mine), mean(c[-1] for c in base)
             axis.set(yscale="log", yticks=[0.25, 0.5, 1, 2, 4], yticklabels=["0.25", "0.5", "1", "2", "4"])
             axis.minorticks_off()
             axis.set_title(recipe, color=color(recipe), fontweight="bold")
@@ -135,12 +168,16 @@ def band(axis: Any, curves: Iterable[Sequence[float]], colour: str, x: Sequence[
     axis.plot(x, [mean(values) for values in at], color=colour, **style)
 
 
-# The picture -> its record, and what draws it.
+# The picture -> its record, and what draws it; without those whose record has not been taken.
 PICTURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "loss": ("training.json", loss),
-    "rl": ("rl.json", rl),
-    "push": ("refit.json", push),
-    "snr": ("snr.json", snr),
+    name: (record, figure_of)
+    for name, record, figure_of in (
+        ("loss", "training.json", loss),
+        ("rl", "rl.json", rl),
+        ("push", "refit.json", push),
+        ("snr", "snr.json", snr),
+    )
+    if (RECORDS / record).exists()
 }
 
 
