@@ -2,8 +2,8 @@
 
     .venv/bin/python examples/bridge.py
 
-You see the Python to paste into a Bridge recipe, which needs megatron-bridge where it is pasted and not here; then what a trainer that was
-configured in Bridge's own words and an FP8 rollout disagree in.
+You see the Python to paste into a Bridge recipe, which needs megatron-bridge where it is pasted and not here; then what
+a trainer that was configured in Bridge's own words and an FP8 rollout disagree in.
 """
 
 from nemo_fp8 import check, preset
@@ -13,7 +13,9 @@ from nemo_fp8.render.bridge import from_bridge
 precision = preset("bf16_with_fp8_blockwise_mixed")
 rendering = render(precision, "bridge")
 print(rendering.text)
-assert from_bridge(rendering.data).diff(precision).keys() == set(rendering.lost), "the words of Bridge say all but what is named as lost"
+assert from_bridge(rendering.data).diff(precision).keys() == set(rendering.lost), (
+    "the words of Bridge say all but what is named as lost"
+)
 
 theirs = from_bridge({"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True})
 result = check(train=theirs, rollout=precision)

@@ -2,8 +2,8 @@
 
     .venv/bin/python examples/export.py
 
-You see which linears went to FP8, how much smaller the checkpoint is, and a certificate: every code and scale is that of the specification,
-every tensor that stays in BF16 has the source's bytes.
+You see which linears went to FP8, how much smaller the checkpoint is, and a certificate: every code and scale is that
+of the specification, every tensor that stays in BF16 has the source's bytes.
 """
 
 from pathlib import Path
@@ -16,7 +16,9 @@ from nemo_fp8.export import HuggingFace, export, verify
 
 with TemporaryDirectory() as folder:
     source, target = Path(folder, "bf16"), Path(folder, "fp8")
-    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, vocab_size=512)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
+    )
     LlamaForCausalLM(config).bfloat16().save_pretrained(source)
 
     done = export(HuggingFace.open(source), target, preset("bf16_with_fp8_blockwise_mixed").replace(first_layers=1))
@@ -24,4 +26,5 @@ with TemporaryDirectory() as folder:
     sizes = [sum(file.stat().st_size for file in place.glob("*.safetensors")) for place in (source, target)]
     print(f"{sizes[0] / 1e6:.1f} MB in BF16, {sizes[1] / 1e6:.1f} MB in FP8")
     proof = verify(done.plan, target)
-    print(f"{proof.codes} codes and {proof.scales} scales compared, {proof.codes_wrong + proof.scales_wrong} wrong: holds is {proof.holds}")
+    wrong = proof.codes_wrong + proof.scales_wrong
+    print(f"{proof.codes} codes and {proof.scales} scales compared, {wrong} wrong: holds is {proof.holds}")

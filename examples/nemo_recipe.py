@@ -2,8 +2,8 @@
 
     .venv/bin/python examples/nemo_recipe.py
 
-You see what the plugin writes into Megatron's configs, and ten steps of a small Llama on this machine, with a GPU or without. NeMo's own
-recipes (``llm.llama3_8b.pretrain_recipe(...)``) take the same line.
+You see what the plugin writes into Megatron's configs, and ten steps of a small Llama on this machine, with a GPU or
+without. NeMo's own recipes (``llm.llama3_8b.pretrain_recipe(...)``) take the same line.
 """
 
 import fiddle as fdl

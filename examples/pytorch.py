@@ -2,8 +2,8 @@
 
     .venv/bin/python examples/pytorch.py
 
-You see the loss of a small network, trained from the same weights on the same data in BF16 and under three FP8 recipes, a few percent
-apart.
+You see the loss of a small network, trained from the same weights on the same data in BF16 and under three FP8 recipes,
+a few percent apart.
 """
 
 import torch

@@ -2,10 +2,10 @@
 
     .venv/bin/python tools/make_pictures.py [--check]
 
-A picture is a function from a record to a figure, and a row of ``PICTURES``. Each SVG says in its ``<desc>`` which record it comes from,
-with the first digits of the record's SHA-256: so whether it is up to date does not hang on the version of matplotlib, whose layout
-moves by fractions of a point. Text stays text. Colours are those of ``nemo_fp8.report.figures``, which colour-blind people tell apart; ink
-follows the reader's light or dark setting.
+A picture is a function from a record to a figure, and a row of ``PICTURES``. Each SVG says in its ``<desc>`` which
+record it comes from, with the first digits of the SHA-256 of its figures: so whether it is up to date does not hang on
+the version of matplotlib, whose layout moves by fractions of a point. Text stays text. Colours are those of
+``nemo_fp8.report.figures``, which colour-blind people tell apart; ink follows the reader's light or dark setting.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ svg { --ink: #1b1f24; --muted: #57606a; --rule: #d0d7de; --paper: #fff; backgrou
 
 
 def loss(rows: list[dict[str, Any]]) -> Any:
-    """Curves where the record holds the loss of every step, which ``benchmarks/train.py loss`` now keeps; else where the runs ended."""
+    """Curves where the record holds the loss of every step, which ``benchmarks/train.py loss`` now keeps; else where
+    the runs ended."""
     return curves(rows) if all("losses" in row for row in rows) else ends(rows)
 
 
@@ -46,7 +47,14 @@ def ends(rows: list[dict[str, Any]]) -> Any:
         axis = axes[0, 0]
         noise = [100 * (value / mean(base.values()) - 1) for value in base.values()]
         axis.axvspan(min(noise), max(noise), color=color("bf16"), alpha=0.18, linewidth=0)
-        axis.annotate("BF16, seed to seed", (max(noise), len(names) - 0.62), (4, 0), textcoords="offset points", va="center", color=MUTED)
+        axis.annotate(
+            "BF16, seed to seed",
+            (max(noise), len(names) - 0.62),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            color=MUTED,
+        )
         for row, name in enumerate(names):
             gaps = [100 * (found[name, seed] / base[seed] - 1) for seed in base]
             hue = color(recipe_of(PRESETS[name]))
@@ -66,7 +74,8 @@ def ends(rows: list[dict[str, Any]]) -> Any:
 
 
 def curves(rows: list[dict[str, Any]]) -> Any:
-    """Each FP8 recipe's curve over BF16's, mean of the seeds with the band that they span, each loss a mean over ten steps."""
+    """Each FP8 recipe's curve over BF16's, mean of the seeds with the band that they span, each loss a mean over ten
+    steps."""
     runs: dict[str, list[list[float]]] = {}
     for row in rows:
         runs.setdefault(row["precision"], []).append(smooth(row["losses"], 10))
@@ -80,8 +89,18 @@ def curves(rows: list[dict[str, Any]]) -> Any:
             axis.set(yscale="log", yticks=[0.25, 0.5, 1, 2, 4], yticklabels=["0.25", "0.5", "1", "2", "4"])
             axis.minorticks_off()
             axis.set_title(recipe, color=color(recipe), fontweight="bold")
-            axis.text(0.97, 0.93, f"ends at {end:.3f}", transform=axis.transAxes, ha="right", va="top", color=color(recipe))
-            axis.text(0.97, 0.81, f"BF16 at {of_bf16:.3f}", transform=axis.transAxes, ha="right", va="top", color=color("bf16"))
+            axis.text(
+                0.97, 0.93, f"ends at {end:.3f}", transform=axis.transAxes, ha="right", va="top", color=color(recipe)
+            )
+            axis.text(
+                0.97,
+                0.81,
+                f"BF16 at {of_bf16:.3f}",
+                transform=axis.transAxes,
+                ha="right",
+                va="top",
+                color=color("bf16"),
+            )
         for axis in axes[:, 0]:
             axis.set_ylabel("loss, nats a token")
         for axis in axes[1]:
@@ -98,7 +117,14 @@ def rl(record: dict[str, Any]) -> Any:
         axis = axes[0, 0]
         for arm, (label, recipe, dash) in arms.items():
             steps = [int(step) for step in found[arm][0]]
-            band(axis, [[100 * a for a in seed.values()] for seed in found[arm]], color(recipe), steps, linestyle=dash, marker="o")
+            band(
+                axis,
+                [[100 * a for a in seed.values()] for seed in found[arm]],
+                color(recipe),
+                steps,
+                linestyle=dash,
+                marker="o",
+            )
             # The ends lie close together: the higher one's label stands above its point, the other's below.
             up = ends[arm] == max(ends.values())
             place = {"xy": (steps[-1], ends[arm]), "xytext": (8, 5 if up else -5), "textcoords": "offset points"}
@@ -125,8 +151,15 @@ def push(record: dict[str, Any]) -> Any:
         for row, (seconds, colour) in enumerate(ways.values()):
             axis.plot([0.01, seconds], [row, row], color=colour, linewidth=1)
             axis.plot([seconds], [row], color=colour, marker="o", markersize=7)
-            axis.annotate(f"{seconds:.2g} s", (seconds, row), (9, 0), textcoords="offset points", va="center", color=INK)
-        axis.set(xscale="log", xlim=(0.01, 130), xlabel=f"seconds, {record['parameters'] / 1e6:.0f} million parameters", ylim=(6.6, -0.6))
+            axis.annotate(
+                f"{seconds:.2g} s", (seconds, row), (9, 0), textcoords="offset points", va="center", color=INK
+            )
+        axis.set(
+            xscale="log",
+            xlim=(0.01, 130),
+            xlabel=f"seconds, {record['parameters'] / 1e6:.0f} million parameters",
+            ylim=(6.6, -0.6),
+        )
         axis.set_xticks([0.01, 0.1, 1, 10, 100], ["0.01", "0.1", "1", "10", "100"])
         axis.set_yticks(range(len(ways)), ways)
         axis.tick_params(axis="y", length=0, labelcolor=INK)
@@ -136,8 +169,10 @@ def push(record: dict[str, Any]) -> Any:
 
 
 def snr(record: dict[str, Any]) -> Any:
-    """The down projections' SNR by layer, of the whole tensor and of its blocks: the first hides what the second tells."""
-    rows = sorted((row for row in record["tensors"] if row["role"] == "down" and row["precisions"]), key=lambda row: row["layer"])
+    """The SNR of down projections by layer, of the whole and of its blocks: the first hides what the second tells."""
+    rows = sorted(
+        (row for row in record["tensors"] if row["role"] == "down" and row["precisions"]), key=lambda row: row["layer"]
+    )
     layers = [row["layer"] for row in rows]
     recipes = ("tensorwise", "blockwise", "mxfp8")
     with drawing(9, 3, columns=len(recipes), sharey=True) as (figure, axes):
@@ -160,11 +195,15 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
     return [mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
-def band(axis: Any, curves: Iterable[Sequence[float]], colour: str, x: Sequence[float] | None = None, **style: Any) -> None:
+def band(
+    axis: Any, curves: Iterable[Sequence[float]], colour: str, x: Sequence[float] | None = None, **style: Any
+) -> None:
     """The mean of some curves, and the band between the lowest and the highest of them."""
     at = list(zip(*curves, strict=True))
     x = range(1, len(at) + 1) if x is None else x
-    axis.fill_between(x, [min(values) for values in at], [max(values) for values in at], color=colour, alpha=0.22, linewidth=0)
+    axis.fill_between(
+        x, [min(values) for values in at], [max(values) for values in at], color=colour, alpha=0.22, linewidth=0
+    )
     axis.plot(x, [mean(values) for values in at], color=colour, **style)
 
 
@@ -182,8 +221,12 @@ PICTURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def fingerprint(record: str) -> str:
-    """What an SVG says of the record that it was drawn from."""
-    return f"{record} {hashlib.sha256((RECORDS / record).read_bytes()).hexdigest()[:16]}"
+    """What an SVG says of the record that it was drawn from: its figures count, and not where and by which command they
+    were taken."""
+    values = json.loads((RECORDS / record).read_text())
+    if isinstance(values, dict):
+        values.pop("about", None)
+    return f"{record} {hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
 def drawn_from(picture: str) -> str:

@@ -1,8 +1,8 @@
 """What mkdocs does to our pages beyond rendering them; ``hooks`` of mkdocs.yml names this file.
 
-The home page is README.md, and CONTRIBUTING.md and CHANGELOG.md are pages too: they lie outside of ``docs/``, where GitHub looks for them,
-so their links are turned round. Pictures go into the page itself instead of an ``<img>``, so that they follow the reader's light or dark
-setting, which an image cannot see.
+The home page is README.md, and CONTRIBUTING.md and CHANGELOG.md are pages too: they lie outside of ``docs/``, where
+GitHub looks for them, so their links are turned round. Pictures go into the page itself instead of an ``<img>``, so
+that they follow the reader's light or dark setting, which an image cannot see.
 """
 
 import re
@@ -38,5 +38,7 @@ def on_page_content(html, **_):
 
 def inlined(name, words):
     svg = (ROOT / "docs/pictures" / name).read_text()
-    svg = re.sub(r"<style>.*?</style>", "", svg[svg.index("<svg") :], count=1, flags=re.S)  # its colours are those of site.css here
+    svg = re.sub(
+        r"<style>.*?</style>", "", svg[svg.index("<svg") :], count=1, flags=re.S
+    )  # its colours are those of site.css here
     return svg.replace("<svg ", f'<svg class="picture" role="img" aria-label="{words}" ', 1)

@@ -1,4 +1,5 @@
-"""Every example runs as it stands, and shows what its docstring says. rollout_push.py runs in the other environment (tests/rollout)."""
+"""Every example runs as it stands, and shows what its docstring says. rollout_push.py runs in the other environment
+(tests/rollout)."""
 
 import re
 import subprocess
@@ -13,13 +14,15 @@ SHOWS = {
     "bridge": r"mixed_precision = MixedPrecisionConfig\((.*\n)*.*they do not agree\n- error, weights: ",
     "pytorch": r"bf16_mixed +loss 0\.0\d+\nbf16_with_fp8_mixed +loss 0\.0\d+\n(.+\n?){2}$",
     "export": r"21 weights in FP8(.*\n)*.* 0 wrong: holds is True",
-    "mismatch": r"the gate is calm\n(.*\n)*the gate FIRES\n(.*\n)*.*layers\.1\.mlp\.down_proj\.weight is zeroed in the engine",
+    "mismatch": r"the gate is calm\n(.*\n)*the gate FIRES\n(.*\n)*.*layers\.1\.mlp\.down_proj\.weight is zeroed",
 }
 
 
 def shown(name, folder):
     """What an example prints, run in this folder."""
-    done = subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py"], cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -1,6 +1,8 @@
-"""Pictures are drawn from the records that lie beside the documents, and a record that changed asks for its picture again."""
+"""Pictures are drawn from the records that lie beside the documents, and a record that changed asks for its picture
+again."""
 
 import importlib.util
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -18,20 +20,31 @@ def pictures():
 
 
 def test_every_picture_is_of_its_record_as_it_is(pictures):
-    stale = [name for name, (record, _) in pictures.PICTURES.items() if pictures.drawn_from(name) != pictures.fingerprint(record)]
+    stale = [
+        name
+        for name, (record, _) in pictures.PICTURES.items()
+        if pictures.drawn_from(name) != pictures.fingerprint(record)
+    ]
     assert not stale, "run: make docs"
-    assert {path.stem for path in pictures.TARGET.glob("*.svg")} == set(pictures.PICTURES)
+    assert {path.stem for path in pictures.TARGET.glob("*.svg")} == {*pictures.PICTURES, "contract"}, (
+        "contract.svg alone is drawn by hand"
+    )
 
 
 def test_a_record_that_changed_makes_its_picture_stale(pictures, tmp_path, monkeypatch):
-    (tmp_path / "refit.json").write_bytes((pictures.RECORDS / "refit.json").read_bytes() + b"\n")
+    record, other = json.loads((pictures.RECORDS / "refit.json").read_text()), tmp_path / "refit.json"
     monkeypatch.setattr(pictures, "RECORDS", tmp_path)
+    other.write_text(json.dumps(record | {"about": "another day"}))
+    assert pictures.drawn_from("push") == pictures.fingerprint("refit.json"), "the figures are the same"
+    other.write_text(json.dumps(record | {"copy_seconds": record["copy_seconds"] + 1e-6}))
     assert pictures.drawn_from("push") != pictures.fingerprint("refit.json")
 
 
 def test_drawing_again_says_the_same_and_needs_nothing_from_elsewhere(pictures):
     for name in pictures.PICTURES:
-        drawn, committed = (ElementTree.fromstring(svg) for svg in (pictures.draw(name), (pictures.TARGET / f"{name}.svg").read_text()))
+        drawn, committed = (
+            ElementTree.fromstring(svg) for svg in (pictures.draw(name), (pictures.TARGET / f"{name}.svg").read_text())
+        )
         words = [[node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")] for tree in (drawn, committed)]
         assert words[0] == words[1], f"{name}: run make docs"
         assert "@import" not in pictures.draw(name)
@@ -46,7 +59,11 @@ def test_curves_and_accuracies_are_drawn_with_all_seeds(pictures):
         "bf16_with_fp8_blockwise_mixed",
         "bf16_with_mxfp8_mixed",
     )
-    rows = [{"precision": name, "seed": seed, "losses": [5.0 / step + seed for step in range(1, 31)]} for name in names for seed in (1, 2)]
+    rows = [
+        {"precision": name, "seed": seed, "losses": [5.0 / step + seed for step in range(1, 31)]}
+        for name in names
+        for seed in (1, 2)
+    ]
     figure = pictures.loss(rows)
     assert [axis.get_title(loc="left") for axis in figure.axes] == ["delayed", "tensorwise", "blockwise", "mxfp8"]
     # The end is the mean of the last ten steps, over both seeds; the band reaches from one seed's curve to the other's.
