@@ -65,6 +65,14 @@ def test_the_record_has_every_accuracy_by_arm_and_seed(comparison):
     assert found["settings"]["steps"] == 10
 
 
+def test_the_command_writes_the_record(comparison, tmp_path, monkeypatch):
+    monkeypatch.setattr("nemo_fp8.rl.compare.run_rl_comparison", lambda *args, **kwargs: comparison)
+    file = tmp_path / "new" / "rl.json"
+    done = CliRunner().invoke(app, ["rl-compare", "--folder", str(tmp_path), "--seeds", "0,1", "--record", str(file)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(file.read_text())["validation_accuracy"] == comparison.record()["validation_accuracy"]
+
+
 def test_the_page_holds_what_was_asked_for(comparison):
     html = rl_page(comparison).html()
     for words in (
