@@ -15,15 +15,16 @@ export OMP_WAIT_POLICY := passive
 # Before a command that must not outlive make, whatever ends make: SIGTERM, Ctrl-C, SIGKILL, the end of a CI job.
 ENDING_WITH_MAKE := exec $(BIN)/python -I -S nemo_fp8/lifetime.py $$PPID 5
 
-.PHONY: help setup demo test test-long check format docs clean
+.PHONY: help setup demo test test-long check format docs site clean
 
 help:
 	@echo "make setup   build the environments: training in .venv, rollout in .venv-rollout (seconds when nothing changed)"
 	@echo "make demo    see the package at work"
 	@echo "make test    the whole test suite"
 	@echo "make test-long  the matrix that takes too long for every change"
-	@echo "make check   ruff, mypy, generated documents up to date"
-	@echo "make docs    write the generated documents again"
+	@echo "make check   ruff, mypy, generated documents up to date, and the site with all its links"
+	@echo "make docs    write the generated documents again, and draw the pictures"
+	@echo "make site    build the documents as a site, into site/index.html"
 	@echo "make format  let ruff format the code"
 
 # Side by side: pip spends its time unpacking, on one core. It would spend as much again on compiling modules that nobody imports.
@@ -74,15 +75,26 @@ test-long: setup
 	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest -m long
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest -m long tests/rollout
 
-check: setup
+check: setup site
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
 
 docs: setup
 	$(BIN)/python tools/make_docs.py
+	$(BIN)/python tools/make_pictures.py
+
+# Strict: a link that leads nowhere, or a page that is in no menu, ends it with 1.
+site: .site/.installed
+	NO_MKDOCS_2_WARNING=1 .site/bin/mkdocs build --quiet --strict
+
+# mkdocs has nothing to do with the package, and shares no environment with it.
+.site/.installed: constraints/site.txt
+	$(PYTHON) -m venv .site
+	.site/bin/python -m pip install -qq --no-compile --root-user-action=ignore --no-deps --requirement constraints/site.txt
+	@touch $@
 
 format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(ROLLOUT) .te .megatron build dist *.egg-info
+	rm -rf $(VENV) $(ROLLOUT) .te .megatron .site site build dist *.egg-info

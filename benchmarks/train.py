@@ -10,7 +10,8 @@ FP8 primary weights are off, since the BF16 steps use the same weights. Time is 
 that a busy machine counts less. ``--json`` prints ``{"isa": ..., "rows": [{"model", "recipe", "ms", "ratio"}]}``.
 ``processors`` does so with the instructions that oneDNN and torch may use capped, and adds BF16 steps with torch's own
 BF16 products, as they were without ``nemo_fp8.numerics.bf16``. ``loss`` trains tiny_llama on two ranks under every
-recipe and seed, and adds each run to FILE as soon as it is done, so that it may be ended and started again.
+recipe and seed, and adds each run, with the loss of every step, to FILE as soon as it is done, so that it may be ended
+and started again.
 """
 
 from __future__ import annotations
@@ -42,18 +43,24 @@ def loss(results: Path, steps: int, seeds: list[int]) -> None:
     from nemo_fp8 import preset
     from nemo_fp8.experiments.trial import Trial, run_trial
 
-    done = json.loads(results.read_text()) if results.exists() else []
+    # A run of an earlier version, of which only the end was kept, is no curve, and is taken again.
+    done = [row for row in json.loads(results.read_text()) if "losses" in row] if results.exists() else []
     for seed in seeds:
         for name in ("bf16_mixed", *RECIPES.values()):
             if any((row["seed"], row["precision"], row["steps"]) == (seed, name, steps) for row in done):
                 continue
             outcome = run_trial(Trial("tiny_llama", preset(name), steps=steps, seed=seed))
             last = outcome.losses[-steps // 10 :]
-            done.append(
-                {"seed": seed, "precision": name, "steps": steps, "loss": mean(last), "seconds": sum(outcome.seconds)}
-            )
-            results.write_text(json.dumps(done, indent=1))
-            print(done[-1], flush=True)
+            told = {
+                "seed": seed,
+                "precision": name,
+                "steps": steps,
+                "loss": mean(last),
+                "seconds": round(sum(outcome.seconds), 1),
+            }
+            print(told, flush=True)
+            done.append(told | {"losses": [round(value, 4) for value in outcome.losses]})
+            results.write_text("[\n" + ",\n".join(json.dumps(row) for row in done) + "\n]\n")
     print(loss_table(done))
 
 

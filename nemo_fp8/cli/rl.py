@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,10 @@ def rl_compare(
     address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster; one of its own where not given.")
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write accuracy and mismatch of every arm and seed as JSON."),
+    ] = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
@@ -60,6 +65,9 @@ def rl_compare(
         comparison = run_rl_comparison(
             template, seeds=numbers, variants=names, rollout_python=rollout_python, address=address, on_run=on_run
         )
+    if record is not None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(comparison.record(), indent=1) + "\n")
     if as_json:
         print_json(comparison.to_dict())
     else:

@@ -101,10 +101,7 @@ def _mismatch(page: Page, comparison: RlComparison) -> None:
         ", ".join(f"{name} is asked to stay below {gate}" for name, gate in _GATES.items()) + " in NeMo RL's own tests."
     )
     rows = [
-        (
-            variant,
-            *(max(row["mismatch"][name] for run in comparison.of(variant) for row in run.steps) for name in ERRORS),
-        )
+        (variant, *(max(run.largest(name) for run in comparison.of(variant)) for name in ERRORS))
         for variant in comparison.variants
     ]
     page.table(

@@ -61,6 +61,26 @@ def test_everything_is_json(comparison):
     assert [s["variant"] for s in back["summary"]] == ["bf16-bf16", "bf16-fp8", "fp8-fp8"]
 
 
+def test_the_record_has_every_accuracy_by_arm_and_seed(comparison):
+    found = json.loads(json.dumps(comparison.record()))
+    assert found["validation_accuracy"]["bf16-fp8"] == {"0": {"0": 0.5, "10": 0.85}, "1": {"0": 0.5, "10": 0.87}}
+    assert found["mismatch"]["fp8-fp8"]["1"]["token_mult_prob_error"] == {"mean": pytest.approx(1.01), "largest": 1.01}
+    assert found["gate_fired"] == {
+        "bf16-bf16": {"0": 0, "1": 0},
+        "bf16-fp8": {"0": 1, "1": 1},
+        "fp8-fp8": {"0": 0, "1": 0},
+    }
+    assert found["settings"]["steps"] == 10
+
+
+def test_the_command_writes_the_record(comparison, tmp_path, monkeypatch):
+    monkeypatch.setattr("nemo_fp8.experiments.rl.compare.run_rl_comparison", lambda *args, **kwargs: comparison)
+    file = tmp_path / "new" / "rl.json"
+    done = CliRunner().invoke(app, ["rl-compare", "--folder", str(tmp_path), "--seeds", "0,1", "--record", str(file)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(file.read_text())["validation_accuracy"] == comparison.record()["validation_accuracy"]
+
+
 def test_the_page_holds_what_was_asked_for(comparison):
     html = rl_page(comparison).html()
     for words in (

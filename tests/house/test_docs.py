@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 BIN = Path(sys.executable).parent
 # Commands that are tested elsewhere, or by CI itself.
 ELSEWHERE = ("make ", "git ", "pip ", "python3 ", ".venv/bin/pre-commit", "nemo ", "cd ")

@@ -10,12 +10,16 @@ that a comparison that was killed goes on where it was, and one more seed costs 
 
 from __future__ import annotations
 
+import datetime
+import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from nemo_fp8 import __version__
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError, unknown
@@ -38,6 +42,8 @@ VARIANTS: dict[str, tuple[Precision, dict[str, Any] | None]] = {
 BASELINE = "bf16-bf16"
 PARTS = ("rollout", "push", "log_probs", "train")
 ERRORS = ("token_mult_prob_error", "gen_kl_error")
+# The settings that a record tells; all others are the defaults of GrpoSettings.
+_TOLD = ("steps", "problems", "answers", "digits", "base_steps", "validation", "validate_every", "one_step_off")
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,15 @@ class RlRun:
     def mean_of(self, name: str) -> float:
         """A mismatch metric over all steps."""
         return float(mean(row["mismatch"][name] for row in self.steps))
+
+    def largest(self, name: str) -> float:
+        """A mismatch metric in its worst step."""
+        return float(max(row["mismatch"][name] for row in self.steps))
+
+    @property
+    def gate_fired(self) -> int:
+        """In how many steps the gate fired."""
+        return sum(bool(row.get("gate", {}).get("fired")) for row in self.steps)
 
     def last(self, name: str) -> float:
         """The mean over the last tenth of the steps."""
@@ -100,8 +115,36 @@ class RlComparison:
             "reward": mean(run.last("reward") for run in runs),
             "kl": mean(run.last("kl") for run in runs),
             **{name: mean(run.mean_of(name) for run in runs) for name in ERRORS},
-            "gate_fired": sum(bool(row.get("gate", {}).get("fired")) for run in runs for row in run.steps),
+            "gate_fired": sum(run.gate_fired for run in runs),
             "seconds": {part: mean(run.seconds(part) for run in runs) for part in PARTS},
+        }
+
+    def record(self) -> dict[str, Any]:
+        """What figures and pages are made of: accuracies, mismatch and gate of every arm and seed, and where they were
+        taken.
+
+        ``validation_accuracy`` is arm -> seed -> step -> share of the held-out problems; keys are strings, as JSON has
+        them.
+        """
+        s = self.settings
+        by_arm: dict[str, dict[str, Any]] = {"validation_accuracy": {}, "mismatch": {}, "gate_fired": {}}
+        for run in self.runs:
+            mismatch = {name: {"mean": run.mean_of(name), "largest": run.largest(name)} for name in ERRORS}
+            found = {
+                "validation_accuracy": {str(step): accuracy for step, accuracy in run.accuracies()},
+                "mismatch": mismatch,
+                "gate_fired": run.gate_fired,
+            }
+            for what, value in found.items():
+                by_arm[what].setdefault(run.variant, {})[str(run.seed)] = value
+        return {
+            "about": {
+                "date": datetime.date.today().isoformat(),
+                "machine": f"{os.cpu_count()} processors, {platform.machine()}",
+                "versions": f"nemo_fp8 {__version__}, Python {platform.python_version()}",
+            },
+            "settings": {name: getattr(s, name) for name in _TOLD},
+            **by_arm,
         }
 
     def to_dict(self) -> dict[str, Any]:
