@@ -203,7 +203,7 @@ class Precision:
             return Operand("e4m3", ROLLOUT_BLOCKS[self.rollout_block], self.weight_scale)
         if self.activation_scheme == "static":
             return Operand("e4m3", None, self.activation_scale, delayed=True)
-        # vLLM runs a weight with one scale on its block kernels too, and those take activations in 1x128 tiles.
+        # A weight with one scale runs on the kernels for blocks, too, and these take activations in 1x128 tiles.
         return Operand("e4m3", (1, 128), self.activation_scale)
 
     def gemms(self) -> dict[str, tuple[Operand | None, Operand | None]]:
