@@ -266,10 +266,7 @@ def gemm_misfit(scaling: str | None, rows: int, columns: int) -> str | None:
 
 
 def primary_misfit(scaling: str | None, rows: int, columns: int) -> str | None:
-    """Say why an FP8 weight cannot be a primary weight of whole blocks; None if it can, or the scaling has no blocks.
-
-    Blockwise GEMMs multiply ragged blocks, but the distributed optimizer cannot store them.
-    """
+    """Say why a weight in FP8 has ragged blocks at its edges; None if all blocks are whole, or the scaling has none."""
     return _not_multiples(KERNEL_COLUMNS, rows=rows, columns=columns) if scaling == "blockwise" else None
 
 
