@@ -81,7 +81,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Need:
-    """One condition: ``machine.field`` lies in ``spec`` (alternatives between ``|``) if ``when`` holds of the machine."""
+    """One condition: ``machine.field`` lies in ``spec`` (alternatives between ``|``); only where ``when`` is true."""
 
     way: str
     recipes: tuple[str, ...]

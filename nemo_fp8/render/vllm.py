@@ -159,7 +159,7 @@ def options_of_plugin(config: Mapping[str, Any]) -> dict[str, str]:
 def pattern_to_regex(pattern: str) -> str:
     """Translate a ``keep`` pattern to a regex for vLLM's ``ignore``, which takes globs only since 0.31."""
     if pattern.startswith("re:"):
-        return f"re:.*(?:{pattern[3:]})"  # vLLM matches from the start of a name; a contract's regex matches anywhere in it
+        return f"re:.*(?:{pattern[3:]})"  # vLLM matches from a name's start, a contract anywhere
     pieces = {"*": ".*", "?": "."}
     return "re:" + "".join(pieces.get(c, re.escape(c)) for c in pattern) + "$"
 
