@@ -100,7 +100,7 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if _new(name) else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """Import and return the module under its new name, with a warning."""
+        """Return a module that takes every attribute from the module under its new name; warn."""
         new = _new(spec.name)
         _warn(spec.name, new)
         old = types.ModuleType(spec.name, f"{new} under its old name.")
@@ -109,7 +109,7 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return old
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Do nothing: the module has been executed under its new name."""
+        """Do nothing: the module has no code of its own."""
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

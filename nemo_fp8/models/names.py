@@ -31,8 +31,7 @@ class Place:
     """The name of its module: that of the tensor without ``.weight``."""
     role: str
     unit: str = ""
-    """Megatron's name below ``decoder.layers.N`` of the linear that it is a part of; the module itself outside of
-    layers."""
+    """Megatron's name, below ``decoder.layers.N``, of its fused linear; the module itself outside of layers."""
     container: str = ""
     layer: int | None = None
     tail: str = ""
