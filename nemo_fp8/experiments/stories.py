@@ -76,7 +76,7 @@ class ByteTokenizer(TokenizerSpec, io.IOMixin):
 
 
 def story(rng: np.random.Generator) -> str:
-    """Generate a story: somebody has some things, gets or loses some once to three times, and the sum is told."""
+    """Generate a story: somebody has some things, gets or loses some up to three times, and the sum is given."""
     a, b = rng.choice(list(_PEOPLE), 2, replace=False)
     thing, have = rng.choice(_THINGS), int(rng.integers(1, 10))
     told = [f"{a} has {have} {thing}."]

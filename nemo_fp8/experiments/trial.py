@@ -44,7 +44,7 @@ class Trial:
     every: int = 0
     """Monitor FP8 every this many steps; 0 never."""
     keep: str | None = None
-    """The folder for the last checkpoint; log-probs of stories go to ``KEEP.log_probs.safetensors``. None saves none."""
+    """The folder for the last checkpoint; log-probs of stories go to ``KEEP.log_probs.safetensors``; or None."""
 
 
 @dataclass

@@ -292,8 +292,7 @@ def _row_step(precision: Precision) -> int:
 def part_names(prefix: str, fused: Mapping[str, Sequence[str]] | None = None, experts: int = 0) -> tuple[str, ...]:
     """Return the name of an engine's module, followed by the checkpoint's modules that it is made of.
 
-    ``fused`` is the model's ``packed_modules_mapping`` in vLLM; ``experts`` is the number of routed experts of a module
-    that holds them.
+    ``fused`` is the model's ``packed_modules_mapping`` in vLLM; ``experts`` is the number of routed experts, if any.
     """
     if experts:
         words = next((family.words for family in EXPERTS if family.block in prefix.split(".")), EXPERTS[0].words)

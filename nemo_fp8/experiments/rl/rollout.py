@@ -1,8 +1,8 @@
 """A rollout engine: vLLM under the contract, in one Ray actor in the rollout environment.
 
 The actor is a single process with vLLM inside of it, so that no worker and no shared memory is left when it ends, even
-if it is killed. It starts without weights. It answers only after a push, and only if it holds the version of the weights
-that the caller names; a restarted engine is empty again. So no answer comes from stale weights.
+if it is killed. It starts without weights. It answers only after a push, and only if it holds the version of the
+weights that the caller names; a restarted engine is empty again. So no answer comes from stale weights.
 
 Requests and answers are token ids; there is no tokenizer on this side.
 """

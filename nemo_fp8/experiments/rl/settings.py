@@ -101,7 +101,7 @@ class GrpoSettings:
     micro_batch: int = 128
     engines: int = 1
     rank_resources: dict[str, float] | None = None
-    """Ray's resources for each rank: ``{"GPU": 0.5}``, or a label of some machines. None: a share of the GPUs, if any."""
+    """Ray's resources for each rank: ``{"GPU": 0.5}``, or a label of some machines. None: a share of the GPUs."""
     engine_resources: dict[str, float] | None = None
     """The same for each engine."""
 
