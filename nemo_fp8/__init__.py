@@ -1,8 +1,8 @@
 """FP8 precision for NeMo / Megatron training and vLLM rollout: one contract, obeyed on both sides.
 
-``import nemo_fp8`` loads the standard library only. Every public name is found when it is first used, so that
-torch and NeMo (ten seconds) are paid for by those who need them. Type checkers and editors read ``__init__.pyi``, which
-``tools/make_docs.py`` writes from the same tables.
+``import nemo_fp8`` loads the standard library only. Every public name is imported at its first use, so that a program
+that needs neither torch nor NeMo does not wait ten seconds for them. Type checkers and editors read ``__init__.pyi``,
+which ``tools/make_docs.py`` writes from the same tables.
 """
 
 from nemo_fp8.moved import OldNames as _OldNames

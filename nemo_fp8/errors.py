@@ -1,14 +1,13 @@
-"""One shape for everything that is said of a setting, a machine or a tensor, and one error type for the whole package.
+"""One shape for everything reported about a setting, a machine or a tensor, and one error type for the package.
 
-A person who meets an error at three in the morning needs three sentences, in this order: what is wrong, why, and what
-to do. Every refusal is a :class:`PrecisionError` of :class:`Problem` rows, and every finding of lint, doctor, ``check``
-and the gate is a :class:`Problem` that nobody has raised, so that the same words serve an exception, a report and
-``--json`` output.
+An error message needs three sentences, in this order: what is wrong, why, and what to do. Every refusal is a
+:class:`PrecisionError` of :class:`Problem` rows. Every finding of lint, doctor, ``check`` and the gate is a
+:class:`Problem` that was not raised, so that the same words serve an exception, a report and ``--json`` output.
 
 There is one scale of severity:
 
     error    the run fails, or computes something else than the contract says
-    warning  it runs, and something that was asked for does not happen, or costs what it need not
+    warning  it runs, but something that was asked for does not happen, or costs more than it has to
     info     worth knowing
 """
 
@@ -24,23 +23,23 @@ SEVERITIES = ("error", "warning", "info")
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that a person should know, its cause, and its remedy; each a sentence."""
+    """What is wrong, why, and what to do about it; each a sentence."""
 
     what: str
     why: str
     remedy: str
     severity: str = "error"
     code: str = ""
-    """The row of :data:`nemo_fp8.findings.RULES` that the words come from; empty for words of one place only."""
+    """The row of :data:`nemo_fp8.findings.RULES` with the words; empty if they are written where it is raised."""
     where: str = ""
-    """The field, layer, package or tensor that it is about."""
+    """The field, layer, package or tensor concerned."""
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
             raise PrecisionError([unknown("severity", self.severity, SEVERITIES)])
 
     def to_dict(self) -> dict[str, str]:
-        """For ``--json``: every finding has the same keys, whoever made it."""
+        """Return plain values for ``--json``, with the same keys for every finding."""
         return {
             "severity": self.severity,
             "code": self.code,
@@ -55,9 +54,9 @@ class Problem:
 
 
 class PrecisionError(ValueError):
-    """A setting, a machine or a tensor that would not do what it says.
+    """A setting, a machine or a tensor does not do what the contract says.
 
-    ``problems`` holds every problem found, not only the first, so that one run shows all there is to mend.
+    ``problems`` holds every problem found, not only the first, so that one run shows all that is to be fixed.
     """
 
     def __init__(self, what: str | Iterable[Problem], why: str = "", remedy: str = "") -> None:
@@ -65,12 +64,12 @@ class PrecisionError(ValueError):
         super().__init__("\n".join(str(p) for p in self.problems))
 
     def __reduce__(self) -> tuple[type[PrecisionError], tuple[tuple[Problem, ...]]]:
-        # Exceptions are rebuilt from their arguments when they cross a process (torchrun, Ray).
+        # Exceptions are rebuilt from their arguments when they are sent between processes (torchrun, Ray).
         return type(self), (self.problems,)
 
 
 def unknown(kind: str, given: object, known: Iterable[str]) -> Problem:
-    """A name nobody knows, with the nearest known one as the remedy."""
+    """Return the problem of an unknown name, with the nearest known one as the remedy."""
     names = [str(name) for name in known]
     close = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]!r}? " if close else ""

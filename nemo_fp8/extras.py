@@ -1,10 +1,10 @@
-"""What parts of the package need beyond the core, and how to install it: one table, asked at the front doors.
+"""The modules that parts of the package need beyond the core, and how to install them.
 
     __needs__ = require("numerics")      in a module that users import, before it imports torch
 
-Without it the first import that fails would be the answer ("No module named 'torch'"), which says neither whose it is
-nor where to get it. Only what is not installed is asked for: an import that fails within an installed package, or
-within ours, is its own error.
+Without this the first import would fail with "No module named 'torch'", which says neither which part needs it nor how
+to install it. Only missing modules are reported: an import that fails inside of an installed package, or of this one,
+raises its own error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nemo_fp8.errors import PrecisionError, unknown
 
 @dataclass(frozen=True)
 class Extra:
-    """What a part of the package is, which modules it imports, why the core does without, and how to install them."""
+    """A part of the package: the modules that it imports, why the core does without them, and how to install them."""
 
     part: str
     modules: tuple[str, ...]
@@ -67,11 +67,11 @@ EXTRAS = {
 
 
 class NotInstalled(PrecisionError, ImportError):
-    """Something that is not installed is needed. An ImportError as well, for whoever guards an import against it."""
+    """A needed module is not installed. It is an ImportError as well, for code that guards an import."""
 
 
 def require(name: str) -> str:
-    """Refuse if a module of the extra is not installed, naming all that are missing; the extra's name otherwise."""
+    """Return the extra's name. Raises NotInstalled if modules of the extra are missing, and names all of them."""
     if name not in EXTRAS:
         raise PrecisionError([unknown("extra", name, EXTRAS)])
     extra = EXTRAS[name]
@@ -89,5 +89,5 @@ def require(name: str) -> str:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ValueError:  # a module that somebody made by hand, such as a test's stand-in
+    except ValueError:  # a module without a spec, such as a test's stand-in
         return module in sys.modules

@@ -1,6 +1,6 @@
 """Factories: ``bf16_with_fp8_mixed()`` and one for each preset, returning ``run.Config`` of our plugin.
 
-There is one factory body; the presets' table makes the functions, and their types in ``nemo_fp8/__init__.pyi``. Every
+One function body makes all factories from the presets' table; ``nemo_fp8/__init__.pyi`` has their types. Every
 argument of NeMo's plugin is a keyword, under NeMo's name, and so is every field that only our contract has:
 ``bf16_with_fp8_mixed(fp8_margin=1, fp8_params=True)``.
 
@@ -8,7 +8,7 @@ Only what the contract sets is written into the Config, under NeMo's names, so t
 = 1`` works as with NeMo's own.
 
 nemo-run finds the factories through the entry-point group ``nemo_run.cli``: ``trainer.plugins=bf16_with_fp8_mixed``
-resolves on its command line with nothing imported by the user. Lightning annotates that argument ``Precision``, so that
+resolves on its command line without an import by the user. Lightning annotates that argument ``Precision``, so that
 is the type they are registered under; NeMo's own are registered under the plugin's class, and do not resolve.
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("nemo_fp8")
 
 
 def plugin_config(precision: Precision, engine: str = "auto") -> run.Config[MixedPrecision]:
-    """The ``run.Config`` of our plugin for any contract; ``trainer.plugins = plugin_config(my_contract)``."""
+    """Return the ``run.Config`` of our plugin for any contract: ``trainer.plugins = plugin_config(my_contract)``."""
     chosen = {} if engine == "auto" else {"engine": engine}
     return run.Config(MixedPrecision, **resolve_dtypes(plugin_arguments(precision)), **chosen)
 
@@ -56,8 +56,7 @@ def _factory(name: str, precision: Precision) -> Callable[..., run.Config[MixedP
 
 
 def _heard(make: Callable[..., run.Config[MixedPrecision]]) -> Callable[..., run.Config[MixedPrecision]]:
-    """The factory as nemo-run calls it: nemo-run swallows what a factory raises, so the reason goes to the log as
-    well."""
+    """Wrap a factory so that its errors go to the log, too: nemo-run swallows what a factory raises."""
 
     @functools.wraps(make)
     def heard(**changes: Any) -> run.Config[MixedPrecision]:

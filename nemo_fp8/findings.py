@@ -1,9 +1,8 @@
-"""The words of every finding, in one table, whoever makes it: doctor, lint, ``check``, the gate, the plugin's checks.
+"""The words of every finding, in one table: those of doctor, lint, ``check``, the gate and the plugin's checks.
 
 A row of ``RULES`` is a :class:`nemo_fp8.errors.Problem` with ``{gaps}``: a code to search for, a severity, and three
-sentences. Whoever finds something only decides *that* a row applies and fills in the gaps, so ``docs/lint.md`` is
-written from the table, and no finding can be made that the document does not know. Words that one place alone can
-raise, and that no report lists, stay there.
+sentences. Code that finds something decides only *that* a row applies, and fills in the gaps. ``docs/lint.md`` is
+written from the table, so it lists every finding. Words that only one place can raise, and no report lists, stay there.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
 
 
 def finding(code: str, where: str = "", /, severity: str | None = None, **gaps: Any) -> Problem:
-    """The finding of that code about ``where``, its gaps filled in; ``severity`` where it is not the rule's."""
+    """Return the finding of a code about ``where``, its gaps filled in; ``severity`` replaces the rule's."""
     rule = RULES[code]
     what, why, remedy = (text.format(**gaps) for text in (rule.what, rule.why, rule.remedy))
     return replace(rule, what=what, why=why, remedy=remedy, severity=severity or rule.severity, code=code, where=where)
 
 
 def gaps(code: str) -> set[str]:
-    """The names that a rule must be given."""
+    """Return the names of a rule's gaps."""
     rule = RULES[code]
     return {
         name for text in (rule.what, rule.why, rule.remedy) for _, name, _, _ in string.Formatter().parse(text) if name
@@ -37,12 +36,12 @@ def gaps(code: str) -> set[str]:
 
 
 def worst(findings: Iterable[Problem]) -> str | None:
-    """The gravest severity among findings; None where there is none."""
+    """Return the most severe severity among findings; None if there are none."""
     return min((f.severity for f in findings), key=SEVERITIES.index, default=None)
 
 
 def sort(findings: Iterable[Problem]) -> list[Problem]:
-    """Errors first, each kind together, in the order of the rules."""
+    """Sort findings: errors first, then in the order of the rules."""
     order = {code: i for i, code in enumerate(RULES)}
     return sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), order[f.code]))
 

@@ -1,25 +1,23 @@
-"""Processes that end with the one that started them, whatever ends it: a signal, Ctrl-C, an exception, or SIGKILL.
+"""Run processes that end with the one that started them, however it ends: a signal, Ctrl-C, an exception, or SIGKILL.
 
-    with running(["torchrun", ...]) as process: ...             nothing that the command started is left behind the
-                                                                block
-    with watched(): ...                                         the same for what somebody else starts in our name, as
-                                                                Ray does
-    with orderly(): ...                                         SIGTERM and SIGHUP end the block as Ctrl-C does
-    python -I -S nemo_fp8/lifetime.py $PPID 5 bash demo.sh      the first of them for a Makefile
+    with running(["torchrun", ...]) as process: ...           everything that the command started ends with the block
+    with watched(): ...                                       the same for processes that a library starts, such as Ray
+    with orderly(): ...                                       SIGTERM and SIGHUP end the block as Ctrl-C does
+    python -I -S nemo_fp8/lifetime.py $PPID 5 bash demo.sh    running(), for a Makefile
 
-Between us and the command stands a small process, the keeper, which has nothing else to do. Several times a second it
-looks whether its parent is still there. It adopts what loses its parent below it (PR_SET_CHILD_SUBREAPER), so that a
-process cannot leave its sight by making a session of its own, as torchrun's ranks do. When its parent is gone, or sends
-it SIGTERM, it asks the command to end and then what is left of it, and after ``patience`` seconds it kills the rest.
-The rest of a command that ended by itself has as long to follow. If somebody kills the keeper, the kernel kills the
-command (PR_SET_PDEATHSIG).
+Between this process and the command stands a small process, the keeper. Several times a second it looks whether its
+parent is still there. It adopts descendants that lose their parent (PR_SET_CHILD_SUBREAPER), so a process cannot escape
+by starting a session of its own, as torchrun's ranks do. When its parent is gone, or sends it SIGTERM, it asks the
+command to end and then what is left below it, and after ``patience`` seconds it kills the rest. If the command ends by
+itself, its descendants have as long to follow. If the keeper is killed, the kernel kills the command
+(PR_SET_PDEATHSIG).
 
-Less does not do: killing the process group misses new sessions; PR_SET_PDEATHSIG reaches children only, and already
-when the *thread* that started them ends; the end of a pipe is held open by whatever was forked off meanwhile. The price
-is a process of 10 MiB and 30 ms for each command. Adoption is Linux's: elsewhere the keeper ends the descendants of the
-command, and misses those whose parents ended before.
+Simpler ways fail: killing the process group misses new sessions; PR_SET_PDEATHSIG reaches children only, and already
+when the *thread* that started them ends; the end of a pipe stays open in every process that was forked meanwhile. The
+trade-off: a process of 10 MiB and 30 ms for each command. Adoption exists on Linux only: elsewhere the keeper ends the
+descendants of the command, and misses those whose parents ended before.
 
-The keeper runs this file by its path and without site-packages: it imports the standard library alone.
+The keeper runs this file by its path and without site-packages, so the file imports the standard library only.
 """
 
 from __future__ import annotations
@@ -41,9 +39,12 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 @contextmanager
 def running(command: Sequence[str], *, patience: float = PATIENCE, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command while the block lasts. ``options`` are Popen's; the process that is given ends as the command
-    does."""
-    # A session of its own: Ctrl-C in a terminal is for us, and we pass it on.
+    """Run a command while the block lasts; yield the process, which ends as the command does.
+
+    ``options`` are those of Popen. At the end of the block everything that the command started is ended, within
+    ``patience`` seconds.
+    """
+    # A session of its own: Ctrl-C in a terminal reaches this process only, which passes it on.
     process = subprocess.Popen([*_keeper(patience), *command], start_new_session=True, **options)
     try:
         yield process
@@ -54,11 +55,10 @@ def running(command: Sequence[str], *, patience: float = PATIENCE, **options: An
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """If this process ends within the block, everything below it ends too. For Linux, and for a command: a library
-    cannot know what else its process has started.
+    """End everything below this process if it ends within the block. On Linux, for commands only.
 
-    Who starts processes of its own ends them at the end of the block, and mostly does when this process is killed:
-    Ray's agents outlive it by half a minute.
+    A library must not use it: it cannot know what else its process has started. Code that starts processes ends them at
+    the end of the block itself, and mostly also when this process is killed; Ray's agents outlive it by half a minute.
     """
     process = subprocess.Popen(_keeper(PATIENCE), start_new_session=True, stdin=subprocess.DEVNULL)
     try:
@@ -74,15 +74,14 @@ def _keeper(patience: float) -> list[str]:
 
 @contextmanager
 def orderly() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, and then the process, with 128 + the signal's number as its exit
-    code.
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, and then the process, with exit code 128 + signal number.
 
-    What a shell told us to ignore (``nohup``) stays ignored. For the main thread.
+    A signal that the shell told us to ignore (``nohup``) stays ignored. For the main thread.
     """
     told: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        if not told:  # a second one must not cut short what the first one has begun
+        if not told:  # a second signal must not interrupt the cleanup that the first one began
             told.append(number)
             raise KeyboardInterrupt
 
@@ -98,8 +97,7 @@ def orderly() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends. For a process whose parent starts it in
-    its main thread."""
+    """Let the kernel kill this process when the thread that started it ends, which must be its parent's main thread."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -115,7 +113,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class _Keeper:
-    """Watches a command for ``parent``."""
+    """Watch a command for ``parent``."""
 
     def __init__(self, parent: int, patience: float, command: Sequence[str]) -> None:
         self.parent, self.patience = parent, patience
@@ -129,7 +127,7 @@ class _Keeper:
         self.command = _start(command)
 
     def keep(self) -> int:
-        """Wait until the command has ended and nothing is left of it; how it ended."""
+        """Wait until the command has ended and nothing is left of it; return its wait status."""
         deadline: float | None = None
         asked: set[int] = set()
         while self._any_left():
@@ -140,7 +138,7 @@ class _Keeper:
                 _send(signal.SIGKILL, _below(os.getpid()))
             elif (
                 orphaned or signal.SIGTERM in self.told
-            ):  # the others come from a terminal, and go to the command as well
+            ):  # the other signals come from a terminal, which sends them to the command, too
                 wanted = {self.command} if self.ended is None else _below(os.getpid())
                 _send(signal.SIGTERM, wanted - asked)
                 asked |= wanted
@@ -148,7 +146,7 @@ class _Keeper:
         return 0 if self.ended is None else self.ended
 
     def _any_left(self) -> bool:
-        """Take note of what has ended, the command or what was adopted."""
+        """Reap processes that have ended, the command or adopted ones; return whether any is left."""
         with suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -160,15 +158,14 @@ class _Keeper:
 
 
 def _watch(parent: int, patience: float) -> None:
-    """Remember all that is below the parent, and end what of it is left when the parent is gone. Being told to end is
-    enough."""
+    """Remember all processes below the parent, and end those that are left when the parent is gone."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     known: dict[int, bytes] = {}
     while os.getppid() == parent:
         known = {pid: started for pid in {*known, *_below(parent)} - {os.getpid()} if (started := _started(pid))}
         time.sleep(0.5)
 
-    def left() -> list[int]:  # a number may be another process's by now
+    def left() -> list[int]:  # the number may belong to another process by now
         return [pid for pid, started in known.items() if _started(pid) == started]
 
     _send(signal.SIGTERM, left())
@@ -185,7 +182,7 @@ def _start(command: Sequence[str]) -> int:
         return pid
     try:
         end_with_parent()
-        if os.getppid() == keeper:  # else it ended before the kernel was told
+        if os.getppid() == keeper:  # else the parent ended before prctl was called
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
                 signal.signal(number, signal.SIG_DFL)
             os.execvp(command[0], list(command))
@@ -195,7 +192,7 @@ def _start(command: Sequence[str]) -> int:
 
 
 def _below(root: int) -> set[int]:
-    """The children of a process, and theirs."""
+    """Return the children of a process, and theirs."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
@@ -221,7 +218,7 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _started(pid: int) -> bytes:
-    """When a process was started, in Linux's own words; nothing where it runs no more."""
+    """Return when a process was started, as Linux writes it; empty if it does not run."""
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         state, *_, started = file.read().rpartition(b")")[2].split()[:20]
         return b"" if state == b"Z" else started
@@ -235,12 +232,12 @@ def _send(number: int, pids: Iterable[int]) -> None:
 
 
 def _end_as(status: int) -> None:
-    """End this process as another one did, for whoever waits for it."""
+    """End this process as another one did, for the process that waits for it."""
     if not os.WIFSIGNALED(status):
         sys.exit(os.waitstatus_to_exitcode(status))
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core is enough
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # without a core dump of its own
     number = os.WTERMSIG(status)
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)

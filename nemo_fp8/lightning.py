@@ -4,7 +4,7 @@ NeMo's own document puts the FP8 arguments beside the plugin, on the Trainer:
 
     run.Config(nl.Trainer, plugins=bf16_with_fp8_mixed(), **trainer_args, **fp8_args)
 
-NeMo's Trainer has no such arguments and fails. This one hands them to the plugin. The plain way is to give them to the
+NeMo's Trainer has no such arguments and fails. This one passes them to the plugin. It is simpler to pass them to the
 factory: ``plugins=bf16_with_fp8_mixed(**fp8_args)``. Everything else comes from ``nemo.lightning`` unchanged.
 """
 
@@ -29,7 +29,7 @@ _OF_PLUGIN = [p for p in PARAMETERS if p.name not in _OF_TRAINER]
 
 
 class Trainer(_nemo.Trainer):
-    """NeMo's Trainer; FP8 arguments are handed to its precision plugin."""
+    """NeMo's Trainer, which passes FP8 arguments to its precision plugin."""
 
     @takes([*_OF_TRAINER.values(), *_OF_PLUGIN])
     def __init__(self, *args: Any, plugins: Any = None, **arguments: Any) -> None:
@@ -38,7 +38,7 @@ class Trainer(_nemo.Trainer):
 
 
 def _with(plugins: Any, changes: dict[str, Any]) -> Any:
-    """The plugins, with ``changes`` made to the one that holds a contract."""
+    """Return the plugins with ``changes`` made to the one that holds a contract."""
     if isinstance(plugins, (list, tuple)):
         changed = [_with(plugin, changes) if isinstance(plugin, MixedPrecision) else plugin for plugin in plugins]
         if changed != list(plugins):

@@ -1,12 +1,10 @@
-"""Old names of modules, and of things within them: each works for one release, and says where the thing is now.
+"""Old names of modules and of things in them; each works for one release and warns with the new name.
 
-    import nemo_fp8.model_shapes            the finder of this file, behind Python's own: it is asked for what nothing
-                                            else has
-    nemo_fp8.findings.Finding               the module's ``__getattr__``, made by :func:`renamed`: asked for what the
-                                            module lacks
+    import nemo_fp8.model_shapes            found by the finder of this file, which Python asks after all others
+    nemo_fp8.findings.Finding               found by the module's ``__getattr__``, which :func:`renamed` makes
 
 Both cost nothing until an old name is used, and warn with a DeprecationWarning. Type checkers would take a module's
-``__getattr__`` for a promise of every name, misspelt ones too; so it is kept from them:
+``__getattr__`` for a promise of every name, also a misspelt one, so it is hidden from them:
 
     if not TYPE_CHECKING:
         __getattr__ = renamed(__name__, {"Finding": "nemo_fp8.errors.Problem"})
@@ -87,35 +85,37 @@ MOVED = {
 
 
 class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of the table under their old names."""
+    """Find the modules of the table under their old names."""
 
     @classmethod
     def find_when_nothing_else_does(cls) -> None:
-        """Put one finder behind all others of this process."""
+        """Append one finder to the finders of this process."""
         if not any(isinstance(finder, cls) for finder in sys.meta_path):
             sys.meta_path.append(cls())
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec for an old name of the table; None for any other."""
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if _new(name) else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """Return a module that takes every attribute from the module under its new name; warn."""
         new = _new(spec.name)
         _warn(spec.name, new)
         old = types.ModuleType(spec.name, f"{new} under its old name.")
-        old.__path__ = []  # or Python would load the files of the new package once more, as others
+        old.__path__ = []  # otherwise Python would load the files of the new package a second time
         vars(old)["__getattr__"] = lambda attribute: getattr(importlib.import_module(new), attribute)
         return old
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing is left to run: every attribute is the new module's."""
+        """Do nothing: the module has no code of its own."""
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``module``, which finds each old name at its new place.
+    """Return a ``__getattr__`` for ``module`` that finds each old name at its new place.
 
-    ``names`` maps an old name to the whole path of the new one. Any other name raises AttributeError, as without it.
+    ``names`` maps an old name to the full path of the new one. Any other name raises AttributeError, as usual.
     """
 
     def find(name: str) -> Any:
@@ -129,7 +129,7 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def _new(name: str) -> str:
-    """The new name of a module, or of one within a package that moved; empty where nothing moved."""
+    """Return the new name of a module, or of one within a package that moved; empty if nothing moved."""
     old = max((old for old in MOVED if f"{name}.".startswith(f"{old}.")), key=len, default="")
     return MOVED[old] + name.removeprefix(old) if old else ""
 

@@ -1,6 +1,6 @@
-"""The folder that this package keeps things in for one user: ``$XDG_CACHE_HOME/nemo_fp8``, or ``~/.cache/nemo_fp8``.
+"""The folder in which this package keeps things for one user: ``$XDG_CACHE_HOME/nemo_fp8`` or ``~/.cache/nemo_fp8``.
 
-Code is loaded from it and secrets are read from it, so it must be that user's, and nobody else's to write to.
+Code is loaded from it and secrets are read from it, so it must belong to that user, and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def own_folder(below: str = "") -> Path:
-    """That folder, or one below it, made if need be. Raises an OSError that says what is wrong with it."""
+    """Return the folder, or one below it, created if need be. Raises OSError if it is not private."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_fp8"
     except RuntimeError as error:  # a user without an entry in passwd, as in many containers
@@ -20,7 +20,7 @@ def own_folder(below: str = "") -> Path:
 
 
 def private(folder: Path) -> Path:
-    """A folder, made if need be, that belongs to this user and that nobody else can write to."""
+    """Create a folder if need be, and return it. Raises OSError if it is not this user's, or others can write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = folder.stat()
     if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

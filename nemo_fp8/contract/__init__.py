@@ -1,10 +1,10 @@
 """What a precision is: one frozen description, obeyed in training and in rollout. Standard library only.
 
-operands     what the GEMMs of a linear layer multiply, and how one operand may be stored
-precision    the contract itself: its fields, what each operand is stored in, its checks
+operands     the operands of a linear's GEMMs, and how one of them is stored
+precision    the contract: its fields, the storage of each operand, its checks
 presets      one row a preset: NeMo's names and values
 explain      a contract in plain words
-naming       a contract by a preset's name or from a file
+naming       a contract from a preset's name or a file
 yaml         YAML that refuses a key given twice
 """
 

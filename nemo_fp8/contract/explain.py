@@ -1,4 +1,4 @@
-"""A contract in plain words: what every GEMM operand is stored in, with which scale, and what surprises.
+"""Explain a contract in plain words: how each GEMM operand is stored, and what may surprise.
 
 Rows of (heading, sentence), so that the command line can lay them out and ``--json`` can list them.
 """
@@ -16,7 +16,7 @@ _COMPUTE = {"bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
 _SCALE = {"fp32": "an FP32 scale", "pow2": "a power-of-2 scale", "e8m0": "an E8M0 exponent"}
 _ROLE = {"input": "input", "weight": "weight", "grad": "output gradient"}
 
-# What a preset's name promises, by the words in it.
+# Word in a preset's name -> what it promises.
 _PROMISES = {
     "current_scaling": "tensorwise",
     "tensorwise": "tensorwise",
@@ -28,14 +28,14 @@ _PROMISES = {
 
 
 def explain(p: Precision) -> str:
-    """The contract as text, a heading and its sentences to a line."""
+    """Return the contract as text, a heading and its sentences to a line."""
     rows = explain_rows(p)
     width = max(len(heading) for heading, _ in rows)
     return "\n".join(f"{heading:<{width}}  {sentence}" for heading, sentence in rows)
 
 
 def explain_rows(p: Precision) -> list[tuple[str, str]]:
-    """The contract as (heading, sentence) rows."""
+    """Return the contract as (heading, sentence) rows."""
     compute = _COMPUTE[p.compute]
     reduce = "FP32" if p.grad_reduce == "fp32" else compute
     rows = [
@@ -60,7 +60,7 @@ def explain_rows(p: Precision) -> list[tuple[str, str]]:
 
 
 def docstring(p: Precision) -> str:
-    """The docstring of the factory that gives this contract, as Python and as an editor show it."""
+    """Return the docstring of the factory for this contract, as Python and editors show it."""
     rows = "\n".join(f"{heading}: {sentence}" for heading, sentence in explain_rows(p))
     return f"The precision {p.name!r} as a Config for ``trainer.plugins``.\n\n{rows}\n"
 

@@ -1,4 +1,4 @@
-"""A precision as a person names it: a preset, or a YAML file, with ``field=value`` changes on top."""
+"""Read a precision as a person names it: a preset or a YAML file, with ``field=value`` changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from nemo_fp8.errors import PrecisionError
 
 
 def load(name: str, changes: list[str] | None = None) -> Precision:
-    """The contract of a preset's name or of a YAML file, with ``field=value`` changes applied."""
+    """Return the contract of a preset's name or a YAML file, with ``field=value`` changes applied.
+
+    Raises PrecisionError if there is no such preset or file, or if the result is no valid contract.
+    """
     from nemo_fp8.contract.presets import preset
 
     p = from_file(name) if is_file(name) else preset(name)
@@ -19,18 +22,18 @@ def load(name: str, changes: list[str] | None = None) -> Precision:
 
 
 def from_file(name: str) -> Precision:
-    """The contract in a YAML file, which goes by the file's name where it has none of its own."""
+    """Return the contract in a YAML file; without a name of its own it is named after the file."""
     p = Precision.from_yaml(read_text(name))
     return p.replace(name=label_of(name)) if p.name == "custom" else p
 
 
 def label_of(name: str) -> str:
-    """What a column of a table is headed with."""
+    """Return the heading of a contract's column in a table."""
     return Path(name).stem if is_file(name) else name
 
 
 def settings_of(name: str, changes: list[str] | None = None) -> dict[str, Any]:
-    """The same as plain settings, which need not make a contract: lint says why they do not."""
+    """Return the same as plain settings, which may be no valid contract; lint then says why."""
     from nemo_fp8.contract.yaml import load_mapping
 
     if is_file(name):
@@ -42,7 +45,7 @@ def settings_of(name: str, changes: list[str] | None = None) -> dict[str, Any]:
 
 
 def changes_of(changes: list[str] | None) -> dict[str, Any]:
-    """``field=value`` words as settings, each value read as YAML."""
+    """Parse ``field=value`` words, each value as YAML. Raises PrecisionError for a word of another form."""
     import yaml
 
     pairs = [change.partition("=") for change in changes or []]
@@ -55,12 +58,12 @@ def changes_of(changes: list[str] | None) -> dict[str, Any]:
 
 
 def is_file(name: str) -> bool:
-    """Whether a name is meant as a YAML file."""
+    """Whether a name means a YAML file."""
     return Path(name).suffix in (".yaml", ".yml")
 
 
 def read_text(name: str) -> str:
-    """Read a file's text; refuse one that is not there or no text."""
+    """Return a file's text. Raises PrecisionError if it is missing or is not text."""
     if not Path(name).is_file():
         raise PrecisionError(
             f"There is no file {name}.", "A name that ends in .yaml is read as a file.", "Check the path."

@@ -1,14 +1,20 @@
 """The contract: one frozen description of a precision, obeyed in training and in rollout.
 
-Everything else in this package reads a :class:`Precision`: renderers write it for somebody else's software,
-TransformerEngine and the weight quantizer carry it out, reports prove that they did. It holds *decisions*, never
-what a machine can do (``preflight/``) or what a model looks like (``models/``).
+    p = Precision(format="hybrid", scaling="blockwise", last_layers=1)
+    p.operand("weight")                  E4M3 with power-of-2 scales, one for each 128x128 block
+    p.operand("weight", "rollout")       the same: the fields of a rollout follow those of training
+    p.replace(scaling="mxfp8")           a new contract; rollout blocks become 1x32 and scales E8M0 with it
+    Precision.from_yaml(p.to_yaml())     equal to p
 
-A contract checks itself when it is made and reports every contradiction at once. A field that is merely
-*ignored* by the chosen recipe is no contradiction: ``lint`` points at those. The trade-off of one flat, frozen
-class: about thirty fields in one place, and in return equality, hashing, diffing and YAML for nothing.
+Every other module reads a :class:`Precision`: ``render/`` writes it in the settings of NeMo, Megatron, TE and vLLM,
+``numerics/`` and the weight quantizer of the rollout compute with it, reports check the result against it. It holds
+*decisions*; what a machine can do is in ``preflight/``, what a model looks like in ``models/``.
 
-Standard library only (YAML is read by PyYAML, imported when used).
+A contract checks itself when it is constructed and raises one PrecisionError that lists every problem. A field that the
+chosen recipe *ignores* is no problem here; ``lint`` reports it. The trade-off of one flat, frozen class: it has
+about thirty fields, and needs no code for equality, hashing, diffs and YAML beyond a loop over them.
+
+Standard library only (PyYAML is imported when YAML is read or written).
 """
 
 from __future__ import annotations
@@ -54,26 +60,30 @@ _FLAGS = ("wgrad", "attention", "multi_head_attention", "fp8_param", "strict", "
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Everything about a precision. A field that is not given follows from the others; see ``_follow``."""
+    """The precision of a training run and of the rollout that generates with its weights.
+
+    Five fields default to None in the signature and get a value from the fields that were given (``_derived``).
+    Construction raises PrecisionError if a value is outside of its choices, or if two fields contradict each other.
+    """
 
     name: str = field(default="custom", compare=False)
-    """Where the contract came from. Not part of its identity: two names for one thing are equal."""
+    """Where the contract came from. Equality ignores it."""
 
     compute: str = "bf16"
-    """What layers compute and keep parameters in where nothing else is said: bf16, fp16 or fp32."""
+    """The dtype of everything that does not run in FP8, and of the parameters: bf16, fp16 or fp32."""
     grad_reduce: str = "fp32"
-    """What gradients are accumulated and reduced over data-parallel ranks in: ``fp32`` or ``compute``."""
+    """The dtype in which gradients are accumulated and reduced over data-parallel ranks: ``fp32`` or ``compute``."""
 
     format: str | None = None
     """FP8 element types: ``hybrid`` (E4M3 forward, E5M2 gradients), ``e4m3`` (everywhere), None (no FP8)."""
     scaling: str | None = None
-    """How FP8 scales are found: delayed, tensorwise, blockwise, mxfp8; None when there is no FP8."""
+    """How FP8 scales are computed: delayed, tensorwise, blockwise, mxfp8; None without FP8."""
     margin: int = 0
-    """Delayed scaling only: scales are shifted down by 2**margin, headroom for a growing amax."""
+    """Delayed scaling only: divide scales by 2**margin, as headroom for a growing amax."""
     amax_history_len: int = 1
-    """Delayed scaling only: how many steps of amaxes are remembered for each tensor."""
+    """Delayed scaling only: how many steps of amaxes are kept for each tensor."""
     amax_compute_algo: str = "most_recent"
-    """Delayed scaling only: ``max`` of the history, or the ``most_recent`` entry."""
+    """Delayed scaling only: compute the scale from the ``max`` of the history or from its ``most_recent`` entry."""
     weight_scale: str = None  # type: ignore[assignment]
     """``fp32`` or ``pow2`` scales for weights, in training and in rollout."""
     activation_scale: str = None  # type: ignore[assignment]
@@ -94,65 +104,63 @@ class Precision:
     keep: tuple[str, ...] = ()
     """Module names that stay in the compute dtype: globs, or regular expressions behind ``re:``."""
     strict: bool = False
-    """Refuse a layer whose shape the format cannot hold, where the default keeps it in the compute dtype."""
+    """Raise on a layer whose shape FP8 blocks cannot hold, instead of keeping it in the compute dtype."""
 
     loss_scale: float | None = None
-    """FP16 only: a fixed loss scale; None scales dynamically."""
+    """FP16 only: a fixed loss scale; None for dynamic loss scaling."""
     initial_loss_scale: float = 4294967296.0
-    """FP16 only: where dynamic loss scaling starts."""
+    """FP16 only: the first value of the dynamic loss scale."""
     min_loss_scale: float = 1.0
-    """FP16 only: the floor of dynamic loss scaling."""
+    """FP16 only: the smallest value of the dynamic loss scale."""
     loss_scale_window: int = 1000
-    """FP16 only: clean steps after which the loss scale doubles."""
+    """FP16 only: steps without overflow after which the loss scale doubles."""
     hysteresis: int = 2
     """FP16 only: overflows that are tolerated before the loss scale halves."""
 
     rollout: str = None  # type: ignore[assignment]
-    """What generation runs in: ``fp8`` or the ``compute`` dtype."""
+    """The linears of the rollout run in ``fp8`` or in the ``compute`` dtype. Follows training."""
     rollout_block: str = None  # type: ignore[assignment]
-    """The weight block that shares one scale in rollout: 128x128, 1x32, or the whole ``tensor``."""
+    """The block of a rollout weight that shares one scale: 128x128, 1x32, or the whole ``tensor``."""
     activation_scheme: str = "dynamic"
-    """Rollout activations scaled from each token (``dynamic``) or from calibrated scales (``static``)."""
+    """Rollout activations are scaled from their own values (``dynamic``) or by calibrated scales (``static``)."""
     kv_cache: str = "auto"
     """KV-cache dtype in rollout: ``auto`` (the compute dtype) or ``fp8``."""
     deep_gemm: bool = False
     """Run rollout GEMMs on DeepGEMM."""
     importance_sampling: bool = None  # type: ignore[assignment]
-    """Correct the policy loss for the difference between trainer and rollout."""
+    """Correct the policy loss for the difference between trainer and rollout. Follows ``rollout``."""
 
     # ------------------------------------------------------------------ construction
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, list):
             object.__setattr__(self, "keep", tuple(self.keep))
-        followed = _follow(self.format, self.scaling, self.rollout)
-        # Not a field: two contracts that come to the same are equal, however they were written.
-        object.__setattr__(self, "_said", frozenset(name for name in followed if getattr(self, name) is not None))
-        for name, value in followed.items():
+        derived = _derived(self.format, self.scaling, self.rollout)
+        # ``_said`` is no dataclass field, so contracts with equal values are equal, whichever of them were given.
+        object.__setattr__(self, "_said", frozenset(name for name in derived if getattr(self, name) is not None))
+        for name, value in derived.items():
             if name not in self.said:
                 object.__setattr__(self, name, value)
-        # The rules may take for granted that every value has its type.
+        # _contradictions compares numbers and strings, so it runs only when every value has its type.
         problems = [*_wrong_values(self)] or [*_contradictions(self)]
         if problems:
             raise PrecisionError(problems)
 
     def replace(self, **changes: Any) -> Precision:
-        """A copy with some fields changed. A field that was never given goes on following the others; one that was is
-        kept.
+        """Return a copy with ``changes`` made. Derived fields are derived anew, unless they were given once.
 
-        A file that holds every field, as ``to_yaml`` writes it, gives every one: a kind of scale from there is changed
-        by name, or refused where the changed fields contradict it. ``replace(weight_scale=None)`` lets a field follow
-        again.
+        ``to_yaml`` writes every field, so in a contract read from its output every field was given. To derive one
+        again, set it to None: ``replace(weight_scale=None)``. Raises PrecisionError as the constructor does.
         """
         _refuse_unknown(changes)
-        implied = _follow(None, None, None).keys() - self.said
-        return Precision(**{**self.to_dict(), **dict.fromkeys(implied), **changes})
+        not_given = _derived(None, None, None).keys() - self.said
+        return Precision(**{**self.to_dict(), **dict.fromkeys(not_given), **changes})
 
     # ------------------------------------------------------------------ what it says
 
     @property
     def said(self) -> frozenset[str]:
-        """Of the fields that can follow from others, those that were given."""
+        """The derivable fields that the caller gave, and that ``replace`` therefore keeps."""
         found: frozenset[str] = self.__dict__.get("_said", frozenset())
         return found
 
@@ -162,9 +170,10 @@ class Precision:
         return self.format is not None
 
     def operand(self, role: str, side: str = "train") -> Operand | None:
-        """How ``input``, ``weight`` or ``grad`` is stored for an FP8 GEMM of a side, ``train`` or ``rollout``.
+        """Return how ``input``, ``weight`` or ``grad`` is stored for the FP8 GEMMs of ``train`` or ``rollout``.
 
-        None where that side runs in the compute dtype, and for the gradients of a rollout, which has none.
+        None if that side runs in the compute dtype, and for ``grad`` in a rollout. Raises PrecisionError if ``role``
+        or ``side`` is unknown.
         """
         if role not in ROLES:
             raise PrecisionError([unknown("GEMM operand", role, ROLES)])
@@ -194,18 +203,21 @@ class Precision:
             return Operand("e4m3", ROLLOUT_BLOCKS[self.rollout_block], self.weight_scale)
         if self.activation_scheme == "static":
             return Operand("e4m3", None, self.activation_scale, delayed=True)
-        # One scale a weight runs on the kernels for blocks, so its activations are scaled as theirs are.
+        # A weight with one scale runs on the kernels for blocks, too, and these take activations in 1x128 tiles.
         return Operand("e4m3", (1, 128), self.activation_scale)
 
     def gemms(self) -> dict[str, tuple[Operand | None, Operand | None]]:
-        """Both operands of fprop, dgrad and wgrad; None where an operand stays in the compute dtype."""
+        """Return the two operands of fprop, dgrad and wgrad in training; None for one in the compute dtype."""
         return {
             gemm: (None, None) if gemm == "wgrad" and not self.wgrad else (self.operand(a), self.operand(b))
             for gemm, (a, b) in GEMMS.items()
         }
 
     def keeps(self, module: str, layer: int | None = None, layers: int | None = None) -> bool:
-        """Whether a module stays in the compute dtype: by its name, or as decoder layer ``layer`` of ``layers``."""
+        """Whether ``keep`` matches a module's name, or its layer is one of the first or last that stay unquantized.
+
+        ``layer`` is the number of its decoder layer out of ``layers``; without both, only the name counts.
+        """
         if (
             layer is not None
             and layers is not None
@@ -215,45 +227,45 @@ class Precision:
         return any(_matches(pattern, module) for pattern in self.keep)
 
     def explain(self) -> str:
-        """The contract in plain words."""
+        """Return the contract in plain words, a heading and its sentences to a line."""
         from nemo_fp8.contract.explain import explain
 
         return explain(self)
 
     def diff(self, other: Precision) -> dict[str, tuple[Any, Any]]:
-        """The fields in which two contracts differ, as ``{field: (mine, theirs)}``."""
+        """Return the fields in which two contracts differ, as ``{field: (mine, theirs)}``; ``name`` is left out."""
         mine, theirs = self.to_dict(), other.to_dict()
         return {name: (mine[name], theirs[name]) for name in mine if name != "name" and mine[name] != theirs[name]}
 
     # ------------------------------------------------------------------ in and out
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as a plain value; ``from_dict`` gives the same contract back."""
+        """Return every field as a plain value; ``from_dict`` makes an equal contract of them."""
         return {f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v for f in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Precision:
-        """A contract from some or all of its fields. A name that is no field is refused, never ignored."""
+        """Make a contract from some or all of its fields. Raises PrecisionError if a name is no field."""
         _refuse_unknown(values)
         return cls(**values)
 
     def to_yaml(self) -> str:
-        """Every field as YAML, in the order in which they are declared."""
+        """Return every field as YAML, in the order of declaration."""
         import yaml
 
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
     def from_yaml(cls, text: str) -> Precision:
-        """A contract from YAML text. A key given twice is refused: YAML itself would keep the last in silence."""
+        """Make a contract from YAML text. Raises PrecisionError if a key is unknown, or given twice."""
         from nemo_fp8.contract.yaml import load_mapping
 
         return cls.from_dict(load_mapping(text, "a precision contract"))
 
 
-def _follow(format: str | None, scaling: str | None, rollout: str | None) -> dict[str, Any]:
-    """What the fields that were not given follow to, so that two ways to say one thing are equal."""
-    # TE's defaults: block scales are powers of two unless asked otherwise; MX scales are nothing else.
+def _derived(format: str | None, scaling: str | None, rollout: str | None) -> dict[str, Any]:
+    """Return the fields that have no fixed default, with the values that follow from these three."""
+    # As in TE: block scales are powers of two unless FP32 is asked for; MX scales are powers of two by definition.
     scale = "pow2" if scaling in ("blockwise", "mxfp8") else "fp32"
     rollout = rollout or ("fp8" if format else "compute")
     return {
@@ -266,6 +278,7 @@ def _follow(format: str | None, scaling: str | None, rollout: str | None) -> dic
 
 
 def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of ``keep``, a glob or a regular expression behind ``re:``, matches a module's name."""
     if pattern.startswith("re:"):
         return re.search(pattern[3:], name) is not None
     return fnmatch.fnmatchcase(name, pattern)
@@ -282,29 +295,29 @@ def _refuse_unknown(values: Mapping[str, Any]) -> None:
 
 
 def _wrong_values(p: Precision) -> Iterator[Problem]:
-    """Values of a wrong type, or of none of a field's choices."""
+    """Yield a problem for every value of a wrong type, below its least value, or outside of its field's choices."""
     for name, choices in _CHOICES.items():
         value = getattr(p, name)
         if value not in choices:
             yield unknown(name, value, [c for c in choices if c is not None])
     for name in _FLAGS:
         if not isinstance(getattr(p, name), bool):
-            yield _not_a(p, name, "true or false", "Write true or false.")
+            yield _invalid(p, name, "true or false", "Write true or false.")
     for name, least in _COUNTS.items():
         value = getattr(p, name)
         if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
             bound = "" if least is None else f" of at least {least}"
-            yield _not_a(p, name, f"a whole number{bound}", f"Give a whole number{bound}.")
+            yield _invalid(p, name, f"a whole number{bound}", f"Give a whole number{bound}.")
     for name in _FACTORS:
         value = getattr(p, name)
         if value is None and name == "loss_scale":
             continue
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-            yield _not_a(p, name, "a positive, finite number", "Give a positive number, such as 65536.0.")
+            yield _invalid(p, name, "a positive, finite number", "Give a positive number, such as 65536.0.")
     if not isinstance(p.name, str):
-        yield _not_a(p, "name", "a text", "Give a text, or leave it out.")
+        yield _invalid(p, "name", "a text", "Give a text, or leave it out.")
     if not isinstance(p.keep, tuple) or not all(isinstance(k, str) and k for k in p.keep):
-        yield _not_a(
+        yield _invalid(
             p, "keep", "a list of names", "Give globs such as '*.router', or regular expressions behind 're:'."
         )
         return
@@ -320,14 +333,14 @@ def _wrong_values(p: Precision) -> Iterator[Problem]:
                 )
 
 
-def _not_a(p: Precision, name: str, expected: str, remedy: str) -> Problem:
+def _invalid(p: Precision, name: str, expected: str, remedy: str) -> Problem:
     return Problem(
         f"{name}={getattr(p, name)!r} is not {expected}.", "A contract only holds values that mean something.", remedy
     )
 
 
 def _contradictions(p: Precision) -> Iterator[Problem]:
-    """Settings that cannot both be meant. Each row: the condition, then what, why and remedy."""
+    """Yield a problem for settings that exclude each other. Each row: the condition, then what, why and remedy."""
     fp8_rollout = p.rollout == "fp8"
     rows = (
         (

@@ -32,7 +32,7 @@ _BLOCKWISE: dict[str, Any] = {"format": "hybrid", "scaling": "blockwise"}
 _MXFP8: dict[str, Any] = {"format": "e4m3", "scaling": "mxfp8", "fp8_param": True}
 _FOUR_LAYERS: dict[str, Any] = {"first_layers": 2, "last_layers": 2}
 
-# name -> what it sets. NeMo's names first, then Megatron-Bridge's for delayed scaling, then honest aliases.
+# name -> the fields that it sets: NeMo's names, Megatron-Bridge's for delayed scaling, then aliases of our own.
 _ROWS: dict[str, dict[str, Any]] = {
     "bf16_mixed": _BF16,
     "fp16_mixed": _FP16,
@@ -60,7 +60,7 @@ PRESETS: dict[str, Precision] = {name: Precision(name=name, **row) for name, row
 
 
 def preset(name: str) -> Precision:
-    """The contract of that name; hyphens and underscores are the same."""
+    """Return the contract of a preset; hyphens and underscores are the same. Raises PrecisionError if unknown."""
     found = PRESETS.get(name.replace("-", "_"))
     if found is None:
         raise PrecisionError([unknown("precision", name, PRESETS)])

@@ -1,6 +1,6 @@
-"""YAML read as plain data: a mapping at the top, no key twice, no tags that make objects.
+"""Read YAML as plain data: a mapping at the top, no key twice, no tags that construct objects.
 
-PyYAML's ``safe_load`` keeps the last of two equal keys without a word, which is how a setting gets ignored.
+PyYAML's ``safe_load`` keeps the last of two equal keys without a warning, so that the first setting is lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nemo_fp8.errors import PrecisionError
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice in one mapping."""
+    """A SafeLoader that refuses a key given twice in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -31,7 +31,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def load_mapping(text: str, what: str) -> dict[str, Any]:
-    """The mapping that ``text`` holds; ``what`` names it in errors."""
+    """Return the mapping in ``text``; ``what`` names the text in errors. Raises PrecisionError if there is none."""
     try:
         value = yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:

@@ -1,8 +1,7 @@
-"""Whole runs that fit on a laptop, made of the parts that everybody else uses: nothing in the package imports them but
-its reports.
+"""Whole runs that fit on a laptop, built from the public parts of the package; only its reports import them.
 
-stories, tiny     a corpus that is made as it is read, and a Llama of 5 million parameters that learns it
-trial, recorder   one training run of a recipe in processes of its own, and what came of it
+stories, tiny     a corpus that is generated while it is read, and a Llama of 5 million parameters that learns it
+trial, recorder   one training run of a recipe in processes of its own, and its result
 rl                GRPO on sorting, FP8 in training and in rollout
 """
 
@@ -14,7 +13,7 @@ __all__ = ["tiny_llama"]
 
 if TYPE_CHECKING:
     from nemo_fp8.experiments.tiny import tiny_llama
-else:  # a type checker that saw this would take any name for one of ours
+else:  # hidden from type checkers, which would accept any name otherwise
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:

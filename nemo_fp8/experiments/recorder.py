@@ -1,6 +1,6 @@
-"""Lightning callbacks that write down what came of a run: its losses and step times as they come, the rest at its end.
+"""Lightning callbacks that record a run: its losses and step times during it, the rest at its end.
 
-Stories are what log-probs are written of: a rollout engine reads the same tokens and is held against them.
+Log-probs are recorded of stories: a rollout engine scores the same tokens, and the two are compared.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Recorder(Callback):
         self._started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """A step is done: reading its loss waits for the device."""
+        """Write loss and time of the step; reading the loss waits for the device."""
         loss = float(trainer.callback_metrics["reduced_train_loss"])
         self._write(loss=loss, seconds=time.perf_counter() - self._started)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Write the run's last line: memory, the monitor's statistics, and the steps that it skipped."""
+        """Write the last line: memory, the monitor's statistics, and the number of skipped steps."""
         monitor = self.monitor
         self._write(
             memory=_most_bytes() - self.before,
@@ -60,7 +60,7 @@ class Recorder(Callback):
 
 
 class ValidationLogProbs(Callback):
-    """At the end of training, the first validation stories and their log-probs, as a safetensors file.
+    """Write the first validation stories and their log-probs at the end of training, as a safetensors file.
 
     ``tokens`` [samples, n] and ``log_probs`` [samples, n - 1]: column t of the latter is the log-prob of token t + 1.
     """
@@ -81,7 +81,7 @@ class ValidationLogProbs(Callback):
 
 
 def _bytes_now() -> int:
-    """What this process holds: 0 on a GPU, whose memory holds nothing yet."""
+    """Return the memory of this process in bytes; 0 on a GPU, which holds nothing yet."""
     if te_cpu.has_gpu():
         return 0
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -89,7 +89,7 @@ def _bytes_now() -> int:
 
 
 def _most_bytes() -> int:
-    """Bytes of the most memory that this process ever held."""
+    """Return the most memory that this process ever held, in bytes."""
     import resource
 
     if te_cpu.has_gpu():

@@ -1,4 +1,4 @@
-"""A corpus small enough to need no download and structured enough to learn: little stories, made as they are read.
+"""A corpus that needs no download and can be learnt: little stories, generated while they are read.
 
     Anna has 3 apples. Ben gives her 4 more. Now Anna has 7 apples.
 
@@ -76,7 +76,7 @@ class ByteTokenizer(TokenizerSpec, io.IOMixin):
 
 
 def story(rng: np.random.Generator) -> str:
-    """Somebody has some things, something happens once to three times, and the sum is told."""
+    """Generate a story: somebody has some things, gets or loses some up to three times, and the sum is given."""
     a, b = rng.choice(list(_PEOPLE), 2, replace=False)
     thing, have = rng.choice(_THINGS), int(rng.integers(1, 10))
     told = [f"{a} has {have} {thing}."]
@@ -89,7 +89,7 @@ def story(rng: np.random.Generator) -> str:
 
 
 class Stories(Dataset[dict[str, torch.Tensor]]):
-    """Samples of ``seq_length`` tokens, filled with whole stories and cut off at the end."""
+    """Samples of ``seq_length`` tokens, filled with whole stories and cut at the end."""
 
     def __init__(self, split: str, samples: int, seq_length: int, seed: int) -> None:
         self.split, self.samples, self.seq_length, self.seed = _SPLITS.index(split), samples, seq_length, seed
@@ -112,14 +112,14 @@ class Stories(Dataset[dict[str, torch.Tensor]]):
         }
 
     def collate_fn(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """A batch, with the one causal mask that all samples share: Megatron's local attention wants it written out."""
+        """Make a batch, with the one causal mask of all samples that Megatron's local attention needs."""
         causal = torch.ones(self.seq_length, self.seq_length, dtype=torch.bool).triu(1)
         batch: dict[str, torch.Tensor] = default_collate(samples)
         return batch | {"attention_mask": causal[None, None]}
 
 
 class StoryData(pl.LightningDataModule, io.IOMixin):
-    """The stories as NeMo's trainer wants them: Megatron's batches, and a state from which a run resumes."""
+    """The stories for NeMo's trainer: Megatron's batches, and a state from which a run resumes."""
 
     def __init__(
         self,
@@ -140,20 +140,20 @@ class StoryData(pl.LightningDataModule, io.IOMixin):
         self.data_sampler = MegatronDataSampler(seq_length, micro_batch_size, global_batch_size)
 
     def setup(self, stage: str = "") -> None:
-        """The three splits, which share no story."""
+        """Make the three splits, which share no story."""
         self._stories = {split: Stories(split, n, self.seq_length, self.seed) for split, n in self.samples.items()}
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Stories to learn from, behind those that were consumed before."""
+        """Return stories to train on, after those that were consumed before."""
         self.data_sampler.init_global_step = self.trainer.global_step
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Stories that are not learned from."""
+        """Return stories for validation."""
         return self._loader("validation")
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Stories kept for the end."""
+        """Return stories for the final test."""
         return self._loader("test")
 
     def _loader(self, split: str) -> DataLoader[Any]:
@@ -164,18 +164,18 @@ class StoryData(pl.LightningDataModule, io.IOMixin):
         return loader
 
     def reconfigure_limit_batches(self) -> None:
-        """Lightning counts batches, Megatron micro-batches: NeMo's strategy asks for the limits in micro-batches."""
+        """Convert limits from batches, which Lightning counts, to micro-batches, which NeMo's strategy counts."""
         trainer = self.trainer
         trainer.limit_train_batches = _reconfigure_limit_batches(trainer.limit_train_batches, self._stories["train"])
         trainer.limit_val_batches = _reconfigure_limit_batches(trainer.limit_val_batches, self._stories["validation"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Save how many samples were consumed."""
+        """Return the number of consumed samples."""
         steps = self.trainer.global_step - self.data_sampler.init_global_step
         return {"consumed_samples": self.data_sampler.compute_consumed_samples(steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the samples that were consumed."""
+        """Continue after the samples that were consumed."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
 
         consumed = state["consumed_samples"]

@@ -1,9 +1,9 @@
-"""A Llama small enough for a laptop and large enough that every FP8 recipe has something to do.
+"""A Llama that is small enough for a laptop, and large enough that every FP8 recipe makes a difference.
 
-Six layers, so that recipes which keep two layers at either end in BF16 still run two in FP8; sizes that are multiples
-of 128, so that every block of every format is whole, split over two tensor-parallel ranks or not. It reads the stories
+It has six layers, so that recipes which keep two layers at either end in BF16 still run two in FP8, and sizes that are
+multiples of 128, so that the blocks of every format are whole, on one tensor-parallel rank or two. It reads the stories
 of :mod:`nemo_fp8.experiments.stories`, one byte a token, and trains on two ranks with Megatron's distributed optimizer:
-over gloo on the CPU where the machine has no GPU, and over NCCL where it has.
+over gloo on a CPU, over NCCL on GPUs.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from nemo_fp8.experiments.stories import ByteTokenizer, StoryData
 from nemo_fp8.recipes.precision import Folder, PrecisionLike, plugin_of
 from nemo_fp8.train.accelerator import MegatronCPU
 
-# Kernels that Megatron has for GPUs only.
+# Switches off kernels that Megatron has for GPUs only.
 _CPU_ONLY = {"apply_rope_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
 
 
@@ -69,7 +69,7 @@ def tiny_llama(
         num_sanity_val_steps=0,
         log_every_n_steps=10,
         use_distributed_sampler=False,
-        # NeMo's printer gathers Megatron's timers on rank 0 alone: nothing over NCCL, a deadlock over gloo.
+        # NeMo's printer gathers Megatron's timers on rank 0 only: harmless over NCCL, a deadlock over gloo.
         enable_progress_bar=gpu,
         strategy=strategy,
         plugins=plugin_of(precision),
@@ -86,5 +86,5 @@ def tiny_llama(
     )
 
 
-# A call, not a decorator: nemo-run has no types, and what its decorator returns would have none either.
+# A call and not a decorator: nemo-run is untyped, so a decorated function would have no type.
 run.cli.factory(target=llm.pretrain, name="tiny_llama")(tiny_llama)

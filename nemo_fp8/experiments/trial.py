@@ -1,11 +1,11 @@
-"""One training run of a recipe in processes of its own, and what came of it.
+"""Run one training of a recipe in processes of its own, and return its result.
 
     outcome = run_trial(Trial("tiny_llama", preset("bf16_with_fp8_mixed"), steps=100))
 
-A run gets torchrun and fresh interpreters: Megatron keeps its state in globals, and two runs in one process would not
-be two runs. The last rank, which holds the last pipeline stage and with it the loss, writes one line of JSON for each
-step into a file, from which the caller learns how far it is. A trial saves a checkpoint only where ``keep`` says so,
-after its last step.
+A run gets torchrun and fresh interpreters: Megatron keeps its state in globals, which a second run in one process would
+find changed. The last rank holds the last pipeline stage and therefore the loss. It writes one line of JSON for each
+step to a file, from which the caller follows the run. A checkpoint is saved only if ``keep`` says so, after the last
+step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ TRAINABLE = {"tiny_llama": "nemo_fp8.experiments.tiny_llama"} | {name: f"nemo_fp
 
 @dataclass(frozen=True)
 class Trial:
-    """What to train, and for how long. ``recipe`` is the name of one of ours, or ``package.module.function`` of
-    another."""
+    """What to train, and for how long. ``recipe`` is the name of one of ours, or ``package.module.function``."""
 
     recipe: str
     precision: Precision
@@ -43,29 +42,27 @@ class Trial:
     seed: int = 1234
     ranks: int = 2
     every: int = 0
-    """Monitor FP8 every so many steps; 0 is never."""
+    """Monitor FP8 every this many steps; 0 never."""
     keep: str | None = None
-    """The folder that its last checkpoint goes to; None saves none. Of stories, log-probs go to
-    ``KEEP.log_probs.safetensors``."""
+    """The folder for the last checkpoint; log-probs of stories go to ``KEEP.log_probs.safetensors``; or None."""
 
 
 @dataclass
 class Outcome:
-    """What came of a trial; one entry for each step."""
+    """The result of a trial; lists have one entry for each step."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     memory: int = 0
-    """Bytes: the most that the last rank held; on a CPU of the process, beyond what it held before it built the
-    model."""
+    """The most bytes that the last rank held; on a CPU, beyond what its process held before it built the model."""
     statistics: list[dict[str, Any]] = field(default_factory=list)
     """Rows of the FP8 monitor."""
     skipped: int = 0
-    """Steps that the optimizer skipped for an overflow."""
+    """The number of steps that the optimizer skipped because of an overflow."""
 
 
 def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None) -> Outcome:
-    """Train, calling ``on_step(step, loss)`` as steps are done. Raises with the end of the run's log where it fails."""
+    """Train, calling ``on_step(step, loss)`` after each step. Raises with the end of the run's log if it fails."""
     if "." not in trial.recipe and trial.recipe not in TRAINABLE:
         raise PrecisionError([unknown("recipe", trial.recipe, TRAINABLE)])
     require("train")
@@ -74,7 +71,7 @@ def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None)
         task = json.dumps(asdict(trial) | {"precision": trial.precision.to_dict(), "folder": folder, "out": str(out)})
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={trial.ranks}"]
         command = [*launcher, "-m", "nemo_fp8.experiments.trial", task]
-        # Torchrun leaves a temporary folder behind where it is ended: ours is removed, whatever lies in it.
+        # torchrun leaves its temporary folder behind if it is ended; this one is removed with all that is in it.
         environment = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // trial.ranks)),
             **os.environ,
@@ -95,7 +92,7 @@ def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None)
 
 
 def _follow(process: subprocess.Popen[bytes], out: Path, on_step: Callable[[int, float], None]) -> Outcome | None:
-    """Read what the run writes until it ends; None where it ended early."""
+    """Read what the run writes until it ends; return None if it ended early."""
     outcome, rest, position = Outcome(), "", 0
     while True:
         ended = process.poll() is not None
@@ -118,13 +115,13 @@ def _follow(process: subprocess.Popen[bytes], out: Path, on_step: Callable[[int,
 
 
 def _last_words(log: Path, characters: int = 3000) -> str:
-    """The end of what the ranks said, without torchrun's own report on them."""
+    """Return the end of the ranks' output, without torchrun's own report."""
     said = log.read_text(errors="replace").partition("torch/distributed/elastic/multiprocessing")[0]
     return said[-characters:]
 
 
 def _recipe(trial: Trial) -> Any:
-    """The recipe as the trial runs it."""
+    """Return the recipe with the trial's settings."""
     module, _, name = TRAINABLE.get(trial.recipe, trial.recipe).rpartition(".")
     recipe = getattr(importlib.import_module(module), name)(precision=trial.precision)
     recipe.trainer.devices, recipe.trainer.max_steps = trial.ranks, trial.steps
@@ -138,8 +135,7 @@ def _recipe(trial: Trial) -> Any:
 
 
 def _keepers(recipe: Any, keep: str, steps: int) -> list[Any]:
-    """What saves once, after the last step: NeMo's callback the checkpoint, ours what the trainer thinks of validation
-    stories."""
+    """Return callbacks that save after the last step: the checkpoint, and log-probs of validation stories."""
     import nemo_run as run
     from nemo import lightning as nl
 
@@ -158,11 +154,11 @@ def _keepers(recipe: Any, keep: str, steps: int) -> list[Any]:
 
 
 def main(task: dict[str, Any]) -> None:
-    """One rank of a trial."""
+    """Run one rank of a trial."""
     lifetime.end_with_parent()  # which is torchrun
     folder, out = task.pop("folder"), Path(task.pop("out"))
     trial = Trial(**task | {"precision": Precision.from_dict(task["precision"])})
-    recipe = _recipe(trial)  # before anything heavy is imported: a recipe that cannot be built says so at once
+    recipe = _recipe(trial)  # before heavy imports, so that a recipe that cannot be built fails at once
 
     import fiddle as fdl
 

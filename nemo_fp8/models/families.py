@@ -1,15 +1,14 @@
 """Model families: one row each says what a ``config.json`` leaves out and what a family's linears are called.
 
-    FAMILIES    model_type -> its row: switches, config keys with a name of their own, experts, the classes that build
-                it
+    FAMILIES    model_type -> its row: switches, config keys under other names, experts, the classes that build it
     OUTSIDE     what stays in the compute dtype under every contract, by its name
-    WORDS       the last word or two of a linear's name -> its role, and the linear of Megatron that it is a part of
+    WORDS       the last word or two of a linear's name -> its role, and the Megatron linear that it is a part of
     FUSED       linears of one module that an engine holds as one matrix
 
-A new family is one row of ``FAMILIES``, and new words are rows of the other tables. Everything that reads a model asks
-here: shapes and memory, the selection of linears, export from Megatron, the mismatch forward. The trade-off: a family
-that is no row is refused where sizes matter, since a guess about a bias or a shared expert would be a wrong answer;
-names alone are understood of many more.
+A new family is one row of ``FAMILIES``; new words are rows of the other tables. All code that reads a model uses these
+tables: shapes and memory, the selection of linears, export from Megatron, the mismatch forward. The trade-off: if sizes
+matter, a family without a row is refused, since a wrong guess about a bias or a shared expert gives a wrong answer. If
+only names matter, many more families are understood.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Experts:
     """The module below a layer that holds the router (``gate``) and the experts."""
     words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     normalized: bool = False
-    """The router's weights of the chosen experts always sum to one, where others have a switch for it."""
+    """The router's weights of the chosen experts always sum to one; other families have a switch for it."""
 
 
 def _nothing(megatron: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,14 +42,14 @@ def _nothing(megatron: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One row: what is particular about a ``model_type``."""
+    """What is particular about one ``model_type``."""
 
     architecture: str = ""
-    """The class of transformers that it is exported as; empty where nothing is exported."""
+    """The class of transformers for an exported config.json; empty if it cannot be exported."""
     nemo: str = ""
-    """NeMo's class for the same."""
+    """NeMo's class of the model."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Config keys that have a name of their own here, by their usual one."""
+    """Usual config key -> this family's name for it."""
     biases: Mapping[str, bool | str] = field(default_factory=dict)
     """``qkv``, ``proj``, ``mlp`` -> whether these linears have a bias, or the config's switch for it."""
     gated: bool = True
@@ -59,14 +58,14 @@ class Family:
     layer_norm: bool = False
     """Norms have a bias, as LayerNorm's do."""
     tied: bool = False
-    """Embedding and output head are one tensor where the config does not say."""
+    """Embedding and output head are one tensor unless the config says otherwise."""
     positions: bool = False
     """Positions are learned."""
     mla: bool = False
     """Attention is latent (low-rank down and up projections)."""
     experts: Experts | None = None
     forward: bool = False
-    """The plain forward of ``mismatch`` computes it."""
+    """The plain forward of ``mismatch`` supports it."""
     config: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     """What an exported config.json says beyond every other's, from Megatron's config."""
 
@@ -182,14 +181,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def of_nemo(model: str, experts: bool) -> tuple[str, Family] | None:
-    """The ``model_type`` and the row of a NeMo model class, with or without experts; None where no row names the
-    class."""
+    """Return the ``model_type`` and row of a NeMo model class, with or without experts; None if no row names it."""
     rows = [(kind, family) for kind, family in FAMILIES.items() if family.nemo == model]
     return next((row for row in rows if (row[1].experts is not None) == experts), rows[0] if rows else None)
 
 
 def nemo_classes() -> list[str]:
-    """Every NeMo model class that a row names."""
+    """List every NeMo model class that a row names."""
     return list(dict.fromkeys(family.nemo for family in FAMILIES.values() if family.nemo))
 
 
@@ -200,7 +198,7 @@ EXPERTS: tuple[Experts, ...] = tuple({(e.block, e.words): e for f in FAMILIES.va
 
 _BLOCKS = "|".join(dict.fromkeys(["mlp", *(e.block for e in EXPERTS), "feed_forward", "moe"]))
 
-# Role, the sign of it in a name, and the reason in words.
+# (role, a pattern of names, the reason in words)
 OUTSIDE = (
     ("bias", re.compile(r"bias"), "biases stay in the compute dtype"),
     ("norm", re.compile(r"norm|(^|\.)ln_"), "norms stay in the compute dtype"),
@@ -251,8 +249,8 @@ ROLES = (
     *(role for role, _, _ in OUTSIDE),
 )
 
-# Megatron's linear below a layer -> Hugging Face's that it is made of, in the order of its rows. {block}, {e} and the
-# words of an expert are a row's of EXPERTS.
+# Megatron's linear below a layer -> the Hugging Face linears in it, in the order of its rows. {block}, {e} and the
+# words of an expert come from a row of EXPERTS.
 HUGGING_FACE: dict[str, tuple[str, ...]] = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attention.linear_q_proj": ("self_attn.q_proj",),
@@ -271,16 +269,15 @@ HUGGING_FACE: dict[str, tuple[str, ...]] = {
 
 
 def in_hugging_face(unit: str, experts: Experts = EXPERTS[0], e: int | str = "*") -> tuple[str, ...]:
-    """Hugging Face's names below a layer of one of Megatron's linears; none where no row knows it. ``e`` is an expert's
-    number."""
+    """Return Hugging Face's names below a layer of a Megatron linear; none if unknown. ``e`` is an expert's number."""
     gate, up, down = experts.words
     return tuple(
         name.format(block=experts.block, e=e, gate=gate, up=up, down=down) for name in HUGGING_FACE.get(unit, ())
     )
 
 
-# Linears of one module that engines hold as one matrix, in the order of its rows, behind vLLM's name of it ("" where it
-# has none).
+# (vLLM's name, linears): linears that engines hold as one matrix, in the order of its rows; "" if vLLM has no name
+# for it.
 FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("", ("wq", "wk", "wv")),

@@ -1,6 +1,6 @@
-"""How a training run is spread over ranks, as far as FP8 cares: sizes of the splits, tokens, and the optimizer's way.
+"""How a training run is spread over ranks, as far as FP8 is concerned: sizes of the splits, tokens, the optimizer.
 
-Made from keywords, from a mapping, or from words: ``tp4,pp2,sp,seq4096,no-distopt``. None is "not said".
+It is read from keywords, a mapping, or words: ``tp4,pp2,sp,seq4096,no-distopt``. None means "not given".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 
-# Word -> field. A number follows the words of sizes; the others are switches, off with ``no-`` before them.
+# Word -> field. Words of sizes end in a number; the others are switches, switched off by ``no-``.
 WORDS = {
     "tp": "tensor",
     "pp": "pipeline",
@@ -35,7 +35,7 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """The sizes of the splits, and what each rank sees at once."""
+    """The sizes of the splits, and the tokens that each rank processes at once."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -50,7 +50,7 @@ class Parallel:
     micro_batch: int = 1
     packed: bool = False
     pad_to: int | None = None
-    """What packed sequences are padded to a multiple of, where that is already decided."""
+    """The multiple to which packed sequences are padded, if that is decided."""
     distributed_optimizer: bool | None = None
     overlap_param_gather: bool | None = None
     reuse_grad_buf: bool | None = None
@@ -58,7 +58,7 @@ class Parallel:
     rollout_tensor: int | None = None
     """vLLM's tensor parallelism; None follows ``tensor``."""
     rollout_expert: bool = False
-    """vLLM's expert parallelism: experts are spread whole."""
+    """vLLM's expert parallelism: each worker holds whole experts."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -78,7 +78,7 @@ class Parallel:
 
     @classmethod
     def of(cls, given: Parallel | Mapping[str, Any] | str | None) -> Parallel:
-        """From whatever a caller has: nothing, words, a mapping of the fields, or one of these."""
+        """Make a layout of None, words, a mapping of the fields, or a layout. Raises PrecisionError if unknown."""
         if isinstance(given, str):
             return cls.parse(given)
         if isinstance(given, Mapping):
@@ -91,7 +91,7 @@ class Parallel:
 
     @classmethod
     def parse(cls, words: str) -> Parallel:
-        """From words between commas: ``tp4,pp2,cp2,ep8,dp8,sp,seq4096,mbs1,packed,distopt,rollout-tp4``."""
+        """Read words between commas: ``tp4,pp2,cp2,ep8,dp8,sp,seq4096,mbs1,packed,distopt,rollout-tp4``."""
         said: dict[str, Any] = {}
         for word in filter(None, (w.strip().lower() for w in words.split(","))):
             found = re.fullmatch(r"(no-)?([a-z-]+?)=?(\d+)?", word)
@@ -114,5 +114,5 @@ class Parallel:
         return self.tensor if self.rollout_tensor is None else self.rollout_tensor
 
 
-# Sizes, with their annotation; the other fields are switches.
+# The fields that are sizes, by their annotation; the others are switches.
 SIZES = {f.name: str(f.type) for f in fields(Parallel) if "int" in str(f.type)}

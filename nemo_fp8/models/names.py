@@ -1,9 +1,8 @@
-"""What a tensor is, from its name: which decoder layer, which role, and which fused linear it is a part of.
+"""Tell what a tensor is from its name: its decoder layer, its role, and the fused linear that it is a part of.
 
-A checkpoint only has names. Hugging Face's and Megatron's are understood (Llama, Qwen, Mistral, Mixtral, DeepSeek,
-GPT-2, GPT-NeoX, Falcon and what follows them), since they say the same thing in a few dozen words; each word is one row
-of :mod:`nemo_fp8.models.families`. A weight matrix with a name that no row knows is a linear all the same, and keeps
-its own name.
+Hugging Face's and Megatron's names are understood (Llama, Qwen, Mistral, Mixtral, DeepSeek, GPT-2, GPT-NeoX, Falcon and
+their successors), since they use the same few dozen words; each word is one row of :mod:`nemo_fp8.models.families`. A
+weight matrix with an unknown name counts as a linear and keeps its own name.
 
 The *unit* is what can be kept in the compute dtype on its own: Q, K and V are one linear in training and in rollout
 (``linear_qkv``), gate and up another (``linear_fc1``), and all routed experts of a layer a third and a fourth.
@@ -26,14 +25,13 @@ _SHARED = re.compile(r"(^|\.)shared_experts?\.")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor sits in a model."""
+    """The place of a tensor in a model."""
 
     module: str
-    """The name of its module: the tensor's without ``.weight``."""
+    """The name of its module: that of the tensor without ``.weight``."""
     role: str
     unit: str = ""
-    """Megatron's name below ``decoder.layers.N`` of the linear that it is a part of; the module itself outside of
-    layers."""
+    """Megatron's name, below ``decoder.layers.N``, of its fused linear; the module itself outside of layers."""
     container: str = ""
     layer: int | None = None
     tail: str = ""
@@ -44,7 +42,7 @@ class Place:
 
 @lru_cache(maxsize=1 << 17)
 def place(tensor: str) -> Place:
-    """The place of a tensor, by its name alone."""
+    """Return the place of a tensor, by its name alone."""
     module = re.sub(r"\.(weight\d*|input|grad)$", "", tensor)
     found = _LAYER.match(module)
     container, layer, tail = (found["container"], int(found["layer"]), found["tail"]) if found else ("", None, module)
@@ -56,7 +54,7 @@ def place(tensor: str) -> Place:
 
 
 def _linear(tail: str) -> tuple[str, str]:
-    """Role and unit of a linear, by its name below its layer."""
+    """Return role and unit of a linear, by its name below its layer."""
     parts = tail.split(".")
     role, unit = WORDS.get(".".join(parts[-2:])) or WORDS.get(parts[-1]) or ("linear", "")
     if _ROUTED.search(tail):
@@ -70,13 +68,12 @@ def _linear(tail: str) -> tuple[str, str]:
 
 
 def names_what_is_kept_anyway(pattern: str) -> bool:
-    """Whether a pattern of ``keep`` asks for modules that no contract quantizes: norms, embeddings, routers, the
-    head."""
+    """Whether a pattern of ``keep`` names modules that no contract quantizes: norms, embeddings, routers, the head."""
     return place(pattern.strip("*.")).kept != ""
 
 
 def decoder(places: Iterable[Place], sizes: Mapping[str, int]) -> str:
-    """The container with the most weights: its layers are the decoder's, which first_layers and last_layers count."""
+    """Return the container with the most weights: the decoder, whose layers first_layers and last_layers count."""
     weights: Counter[str] = Counter()
     for p in places:
         if p.container and not p.kept:
@@ -85,5 +82,5 @@ def decoder(places: Iterable[Place], sizes: Mapping[str, int]) -> str:
 
 
 def outside(p: Place) -> Place:
-    """A place in a stack of layers that is not the decoder's (a vision tower): it has no decoder layer."""
+    """Return a place in another stack of layers (a vision tower) as one outside of the decoder."""
     return p if p.kept else Place(p.module, p.role, p.module, tail=p.module)

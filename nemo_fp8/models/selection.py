@@ -1,34 +1,38 @@
-"""Which linears run in FP8, and why the others do not: one rule on names and shapes, for every side that has to agree
-on it.
-
-Training, the vLLM plugin, the exporter, lint, memory, inspect and ``autocast`` ask it; none of them has a rule of its
-own. A linear stays in the compute dtype, by the first of these that holds:
-
-    compute   if that side of the contract has no FP8
-    always    routers, embeddings, heads, norms, biases; in a rollout also whatever lies outside of the decoder (vision
-              towers)
-    layers    in the contract's first and last decoder layers, and behind the last (draft heads)
-    keep      if a pattern matches any of its names: Megatron's, Hugging Face's, the engine's
-    shape     if a side does not fit (below); refused, all such linears at once, if the contract is strict
-
-    training    both sides on a rank are multiples of 16 (MX: 32), since each is contracted by one of the three GEMMs
-    rollout     128x128   columns are whole blocks; so are the rows of each fused part but the last, which ends on a
-                multiple of 32,
-                          and of experts also the last: what vLLM takes from a checkpoint, and its kernels on GPUs and
-                          CPUs
-                tensor    columns are a multiple of 128, all rows together of 32: kernels for blocks run these too
-                1x32      columns are a multiple of 32
-
-A rollout decides on *units*, the linears that an engine holds as one: Q, K and V; gate and up; DeepSeek's two down
-projections; all routed experts of a layer. Training decides on what Megatron holds as one: Q, K and V; gate and up, of
-all experts; the others alone. Where a pattern names a part of an engine's unit that is more than Megatron's, lint says
-so. The trade-off: the rollout's rule knows whole weights and no tensor parallelism, since one checkpoint serves every
-layout. What kernels do not take of a rank's share of a linear (:func:`share_misfit`) stays in the compute dtype on that
-layout only; shares of experts are padded. Standard library only.
+"""Decide which linears run in FP8, and say why the others do not: one rule on names and shapes.
 
     a model's linears   stored(model, precision, layout, side)
     a checkpoint        select({name: shape, ...}, precision, layers=num_hidden_layers)
     one linear          why_kept(precision, names, [(rows of each part, columns)], layers, side=side)
+
+Training, the vLLM plugin, the exporter, lint, memory, inspect and ``autocast`` all call it, and none of them has a
+rule of its own: trainer and rollout must agree on every layer. A linear stays in the compute dtype by the first of
+these rules that holds:
+
+    compute   that side of the contract has no FP8
+    always    it is a router, an embedding, a head, a norm or a bias; in a rollout also if it lies outside of the
+              decoder (vision towers)
+    layers    it lies in the contract's first or last decoder layers, or behind the last (draft heads)
+    keep      a pattern of the contract matches one of its names: Megatron's, Hugging Face's or the engine's
+    shape     its rows or columns do not fit (below); a strict contract raises, for all such linears at once
+
+Linears that are stored as one matrix are decided together. In a rollout that is a *unit*, what an engine holds as one:
+Q, K and V; gate and up; DeepSeek's two down projections; all routed experts of a layer. In training it is what Megatron
+holds as one: Q, K and V; gate and up, of all experts; every other linear alone. If a pattern names a part of a unit
+that Megatron holds apart, lint reports it.
+
+Shapes that fit:
+
+    training            rows and columns on a rank are multiples of 16 (MX: 32), since each of them is contracted by
+                        one of the three GEMMs
+    rollout, 128x128    columns are whole blocks. Rows of each fused part are whole blocks, so that no block covers
+                        two parts; the last part ends on a multiple of 32. Parts of experts are whole blocks, all of
+                        them. This is what vLLM loads from a checkpoint and its kernels on GPUs and CPUs multiply
+    rollout, tensor     columns are a multiple of 128, the rows of all parts together of 32: the same kernels run these
+    rollout, 1x32       columns are a multiple of 32
+
+The trade-off: the rule for a rollout looks at whole weights and knows no tensor parallelism, since one checkpoint
+serves every layout. If kernels cannot multiply a worker's share of a linear (:func:`share_misfit`), the linear stays in
+the compute dtype on that layout only; shares of experts are padded instead. Standard library only.
 """
 
 from __future__ import annotations
@@ -48,16 +52,17 @@ from nemo_fp8.models.shapes import Linear, Model
 
 ALWAYS, LAYERS, KEEP, SHAPE, COMPUTE = "always", "layers", "keep", "shape", "compute"
 
-# Scaling -> what both sides of a weight are multiples of. TE asks 8 of the outer side; cuBLAS asks 16 once it is
-# contracted.
+# Scaling -> the multiple that rows and columns of a weight must be. TE checks 8 on the outer dimension only, but each
+# dimension is contracted in one of the three GEMMs, and cuBLAS then needs 16 (16 bytes).
 GEMM_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-# What the rows of a fused matrix end on in a rollout, and what columns under one scale are a multiple of.
+# In a rollout: the multiple of the last part's rows, and the multiple of the columns under one scale a tensor.
 LAST_ROWS, KERNEL_COLUMNS = 32, 128
 
+# qkv_proj -> (q_proj, k_proj, v_proj), and each of these words -> all three.
 _FUSED_AS = {name: words for name, words in FUSED if name}
 _FUSED_OF = {word: words for _, words in FUSED for word in words}
-# What stands before the list of layers of a language model's decoder and nowhere else, and what says that it is another
-# list.
+# The words that may stand before a decoder's list of layers (model.language_model.layers.0), and words that mark
+# another list (visual.blocks.0).
 _DECODERS = frozenset(
     {"", "model", "language_model", "transformer", "decoder", "backbone", "gpt_neox", "text_model", "llm", "thinker"}
 )
@@ -67,32 +72,32 @@ _EXPERTS = re.compile(r"^(.*?(?:^|\.)experts)(\.|$)")
 
 @dataclass(frozen=True)
 class Kept:
-    """Why a unit stays in the compute dtype: the rule, and the reason in words."""
+    """Why a linear stays in the compute dtype: the rule (one of the five words above), and the reason in words."""
 
     rule: str
     reason: str
 
     @property
     def in_short(self) -> str:
-        """The reason in words that are the same for every layer that a rule keeps."""
+        """The reason without numbers and names, so that reports can group layers by it."""
         return {LAYERS: "first or last layers", KEEP: "keep"}.get(self.rule, self.reason)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears that an engine holds as one: their tensors and their shapes."""
+    """Linears that an engine holds as one matrix: their tensors and shapes, in the order of its rows."""
 
     tensors: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
     @property
     def modules(self) -> tuple[str, ...]:
+        """The modules of the tensors."""
         return tuple(module_of(tensor) for tensor in self.tensors)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What its parts are called, behind the engine's name of it all, as :func:`part_names` gives them from
-        there."""
+        """The engine's name of the unit, if it has one, and the names of the modules, as from :func:`part_names`."""
         parent, _, word = self.modules[0].rpartition(".")
         if place(self.tensors[0]).role == "experts":
             return (_experts(self.tensors[0]), *self.modules)
@@ -102,24 +107,23 @@ class Unit:
 
 @dataclass(frozen=True)
 class Selection:
-    """Every tensor of a model, in FP8 or kept."""
+    """The answer for a whole checkpoint: each tensor is part of a unit in FP8, or kept."""
 
     units: tuple[Unit, ...]
-    """What is held in FP8."""
+    """The units in FP8."""
     kept: Mapping[str, Kept] = field(default_factory=dict)
-    """Tensor -> why not."""
+    """Tensor -> why it stays in the compute dtype."""
     misaligned: tuple[Problem, ...] = ()
-    """A line for every unit that is kept for its shape alone; whoever asked for the selection says them."""
+    """A problem for every unit that its shape alone keeps; the caller reports them."""
 
     @property
     def quantized(self) -> frozenset[str]:
-        """The tensors that are held in FP8."""
+        """The tensors in FP8."""
         return frozenset(tensor for unit in self.units for tensor in unit.tensors)
 
     @property
     def not_converted(self) -> tuple[str, ...]:
-        """The modules that an engine would take for FP8 linears if it were not told: a config's
-        ``modules_to_not_convert``."""
+        """The kept modules that an engine could take for FP8 linears: ``modules_to_not_convert`` of a config.json."""
         found = ((name, place(name)) for name in self.kept)
         modules = (
             _experts(name) if p.role == "experts" else p.module for name, p in found if _could_be_linear(name, p)
@@ -127,15 +131,15 @@ class Selection:
         return tuple(dict.fromkeys(modules))
 
     def by_rule(self, rule: str) -> dict[str, Kept]:
-        """The tensors that one rule keeps."""
+        """Return the tensors that one rule keeps."""
         return {name: kept for name, kept in self.kept.items() if kept.rule == rule}
 
 
 # ---------------------------------------------------------------------- the rule for one linear
 
 
-Shape = tuple[Sequence[int], int]
-BY_NAME = "by its name"
+Shape = tuple[Sequence[int], int]  # rows of each part, columns
+BY_NAME = "by its name"  # why_kept(layer=BY_NAME) reads the number of the layer from the name
 
 
 def why_kept(
@@ -148,12 +152,16 @@ def why_kept(
     experts: int = 0,
     layer: int | str | None = BY_NAME,
 ) -> Kept | None:
-    """Why linears that are stored as one stay in the compute dtype; None where they run in FP8.
+    """Say why linears that are stored as one matrix stay in the compute dtype; None if they run in FP8.
 
-    ``names`` are the modules of its parts, as whoever asks calls them (with its own before them, if it has one). Each
-    of ``shapes`` is a matrix: the rows of its parts, and its columns; in training those of a rank, in a rollout the
-    whole. ``layers`` is the number of decoder layers, None where somebody else counts them. ``experts`` is how many
-    routed experts there are, if it is theirs. ``layer`` is the number of the decoder layer, where names do not tell.
+    names     modules of the parts, in the caller's own naming, behind the name of the whole if it has one
+    shapes    (rows of each part, columns) of each matrix: of a rank's share in training, of the whole in a rollout
+    layers    the number of decoder layers; None leaves out the rules that count them
+    side      ``train`` or ``rollout``
+    experts   the number of routed experts that the matrix belongs to; 0 for other linears
+    layer     the number of the decoder layer, or None for none; by default it is read from the first name
+
+    Raises PrecisionError if layers have to be counted and a name does not tell whose layers it counts.
     """
     if precision.operand("weight", side) is None:
         return _without_fp8(side)
@@ -161,13 +169,13 @@ def why_kept(
     if by_name is not None:
         return by_name
     for parts, columns in shapes:
-        fits_not = (
+        reason = (
             gemm_misfit(precision.scaling, sum(parts), columns)
             if side == "train"
             else misfit(precision, parts, columns, experts=bool(experts))
         )
-        if fits_not:
-            return Kept(SHAPE, fits_not)
+        if reason:
+            return Kept(SHAPE, reason)
     return None
 
 
@@ -184,7 +192,7 @@ def why_kept_by_name(
     experts: int = 0,
     layer: int | str | None = BY_NAME,
 ) -> Kept | None:
-    """The rules that ask for names only: always, layers, keep."""
+    """Apply the rules that need names only: always, layers, keep. The arguments are those of :func:`why_kept`."""
     places = [place(name) for name in names]
     for p in places:
         if p.kept:
@@ -204,6 +212,8 @@ def why_kept_by_name(
             LAYERS, f"decoder layer {number} of {layers}, and the contract keeps the first {first} and the last {last}"
         )
     if precision.keep:
+        # Both sides must answer alike, whichever naming each of them uses: a pattern counts if it matches the
+        # Megatron or the Hugging Face name of any linear that is fused with this one.
         units = {(p.layer, p.unit) for p in places if p.unit and p.layer is not None}
         others = (_matched(precision, *at, experts) for at in sorted(units))
         matched = next(filter(precision.keeps, names), "") or next(filter(None, others), "")
@@ -213,10 +223,10 @@ def why_kept_by_name(
 
 
 def decoder_layer(name: str, *, counted: bool = False) -> int | None:
-    """The number of the decoder layer that a module lies in; None where it lies in none.
+    """Return the number of the decoder layer that a module lies in; None if it lies in none.
 
-    ``counted``: the contract counts layers, so that a list of layers under an unknown name is an error: counting the
-    wrong one would change a model's precision in silence.
+    With ``counted`` (the contract keeps first or last layers), raises PrecisionError if the list of layers has an
+    unknown name: if it were counted by mistake, the model's precision would change without a word.
     """
     at = place(name)
     path = at.container.split(".")[:-1]
@@ -233,8 +243,10 @@ def decoder_layer(name: str, *, counted: bool = False) -> int | None:
 
 
 def misfit(precision: Precision, parts: Sequence[int], columns: int, *, experts: bool = False) -> str | None:
-    """Why the contract's blocks cannot hold a matrix of these parts; None where they can. Experts' parts are split for
-    good."""
+    """Say why rollout blocks cannot hold a matrix of ``parts`` rows and ``columns``; None if they can.
+
+    ``experts``: an engine stores the parts of experts apart, so the last part, too, needs whole blocks.
+    """
     block = ROLLOUT_BLOCKS[precision.rollout_block]
     rows, across = block or (1, KERNEL_COLUMNS)
     if columns % across:
@@ -243,18 +255,18 @@ def misfit(precision: Precision, parts: Sequence[int], columns: int, *, experts:
     for part in (*fused, last) if experts else fused:
         if part % rows:
             return f"a part of {part} rows is not a multiple of {rows}"
+    # Blocks end with each part, so the last part's rows count; without blocks of rows, those of the whole matrix.
     ending, step = last if rows > 1 else sum(parts), _row_step(precision)
     return f"{ending} rows are not a multiple of {step}" if ending % step else None
 
 
 def gemm_misfit(scaling: str | None, rows: int, columns: int) -> str | None:
-    """Why the three GEMMs of training cannot take a rank's weight ``[rows, columns]`` under a scaling; None where they
-    can."""
+    """Say why the GEMMs of training cannot multiply a rank's weight ``[rows, columns]``; None if they can."""
     return None if scaling is None else _not_multiples(GEMM_MULTIPLE[scaling], rows=rows, columns=columns)
 
 
 def primary_misfit(scaling: str | None, rows: int, columns: int) -> str | None:
-    """Why a weight that GEMMs take is no FP8 primary weight of whole blocks; None where it is one, or has no blocks."""
+    """Say why a weight in FP8 has ragged blocks at its edges; None if all blocks are whole, or the scaling has none."""
     return _not_multiples(KERNEL_COLUMNS, rows=rows, columns=columns) if scaling == "blockwise" else None
 
 
@@ -264,7 +276,7 @@ def _not_multiples(multiple: int, **sides: int) -> str | None:
 
 
 def share_misfit(precision: Precision, rows: int, columns: int) -> str | None:
-    """Why kernels do not take one worker's share of a linear that fits as a whole; None where they do."""
+    """Say why kernels cannot multiply one worker's share of a linear that fits as a whole; None if they can."""
     _, across = ROLLOUT_BLOCKS[precision.rollout_block] or (1, KERNEL_COLUMNS)
     if columns % across:
         return f"{columns} columns on one worker are not a multiple of {across}"
@@ -273,13 +285,15 @@ def share_misfit(precision: Precision, rows: int, columns: int) -> str | None:
 
 
 def _row_step(precision: Precision) -> int:
-    """What the rows that a kernel sees are a multiple of: MX weights are decoded, and may have any."""
+    """Return the multiple of the rows that kernels need: 1 for MX weights, which are decoded before the GEMM."""
     return 1 if precision.rollout_block == "1x32" else LAST_ROWS
 
 
 def part_names(prefix: str, fused: Mapping[str, Sequence[str]] | None = None, experts: int = 0) -> tuple[str, ...]:
-    """An engine's module and the checkpoint's modules that it is made of: ``fused`` is vLLM's
-    ``packed_modules_mapping``."""
+    """Return the name of an engine's module, followed by the checkpoint's modules that it is made of.
+
+    ``fused`` is the model's ``packed_modules_mapping`` in vLLM; ``experts`` is the number of routed experts, if any.
+    """
     if experts:
         words = next((family.words for family in EXPERTS if family.block in prefix.split(".")), EXPERTS[0].words)
         return (prefix, *(f"{prefix}.{i}.{word}" for i in range(experts) for word in words))
@@ -289,16 +303,16 @@ def part_names(prefix: str, fused: Mapping[str, Sequence[str]] | None = None, ex
 
 
 def module_of(tensor: str) -> str:
-    """The module of a tensor: its name without ``.weight``."""
+    """Return the module of a tensor: its name without ``.weight``."""
     return place(tensor).module
 
 
 @lru_cache(maxsize=1 << 12)
 def _matched(precision: Precision, layer: int, unit: str, experts: int) -> str:
-    """The first of a linear's other names that a pattern matches: Megatron's and Hugging Face's, of every part and
-    every expert.
+    """Return the first Megatron or Hugging Face name of a unit, of any part and any expert, that ``keep`` matches.
 
-    ``unit`` is Megatron's word for what it is a part of, so a pattern that names K keeps Q and V, on either side.
+    ``unit`` is Megatron's name below the layer (``self_attention.linear_qkv``). Since the names of all of its parts are
+    tried, a pattern that names K keeps Q and V as well, in training and in rollout.
     """
     megatron, routed = f"decoder.layers.{layer}.", unit.startswith("mlp.experts.")
     names = [megatron + unit]
@@ -311,8 +325,7 @@ def _matched(precision: Precision, layer: int, unit: str, experts: int) -> str:
 
 
 def outside_names(layers: Iterable[int]) -> Iterator[str]:
-    """Names of what no contract has in FP8: heads, embeddings, the routers of these layers. A pattern may name them, to
-    no effect."""
+    """Yield names of modules that no contract puts in FP8 (head, embedding, routers); patterns may match them."""
     yield from ("lm_head", "output_layer", "embedding", "model.embed_tokens")
     for layer in layers:
         yield from (
@@ -327,11 +340,11 @@ def outside_names(layers: Iterable[int]) -> Iterator[str]:
 def select(
     tensors: Mapping[str, Sequence[int]], precision: Precision, *, layers: int | None = None, kv_rows: int | None = None
 ) -> Selection:
-    """What of a checkpoint's tensors (name -> shape) is held in FP8, and why the others are not.
+    """Select the tensors of a checkpoint (name -> shape) that are held in FP8, and say why the others are not.
 
-    ``layers`` is the model's number of decoder layers; without it, it is that of the names. ``kv_rows`` are the rows of
-    K, for checkpoints that hold Q, K and V as one. Misaligned units are refused, all at once, if the contract is
-    strict.
+    ``layers`` is the number of decoder layers, by default counted from the names. ``kv_rows`` is the number of rows of
+    K, for checkpoints that hold Q, K and V as one tensor. Raises PrecisionError if the contract is strict and shapes
+    do not fit, with a problem for every unit.
     """
     layers = layers if layers is not None else _count_layers(tensors)
     chosen: list[Unit] = []
@@ -351,7 +364,7 @@ def select(
 
 
 def units_of(tensors: Mapping[str, Sequence[int]]) -> list[Unit]:
-    """The tensors of a checkpoint as units; what belongs to no linear is a unit of its own."""
+    """Group the tensors of a checkpoint into units; a tensor that is no part of a linear is a unit of its own."""
     groups: dict[str, list[str]] = {}
     for name in tensors:
         groups.setdefault(_key(name), []).append(name)
@@ -359,7 +372,7 @@ def units_of(tensors: Mapping[str, Sequence[int]]) -> list[Unit]:
 
 
 def _key(tensor: str) -> str:
-    """What the tensors of a unit have in common."""
+    """Return a key that the tensors of one unit share, and no others."""
     if place(tensor).role == "experts":
         return _experts(tensor)
     if tensor.endswith(".weight"):
@@ -370,7 +383,7 @@ def _key(tensor: str) -> str:
 
 
 def _experts(tensor: str) -> str:
-    """The module of all routed experts of a layer."""
+    """Return the module of all routed experts of a layer: the name up to ``experts``."""
     found = _EXPERTS.match(module_of(tensor))
     return found[1] if found else module_of(tensor)
 
@@ -380,7 +393,7 @@ def _could_be_linear(tensor: str, p: Place) -> bool:
 
 
 def _in_order(names: Sequence[str]) -> tuple[str, ...]:
-    """The parts of a unit in the order of the fused matrix's rows."""
+    """Sort the tensors of a unit in the order of the fused matrix's rows."""
 
     def rank(name: str) -> int:
         word = module_of(name).rpartition(".")[2]
@@ -390,6 +403,7 @@ def _in_order(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _why_unit(unit: Unit, precision: Precision, layers: int, kv_rows: int | None) -> Kept | None:
+    """Call :func:`why_kept` with the names and shapes of a unit."""
     names, first = unit.names, place(unit.tensors[0])
     experts = first.role == "experts"
     if not first.kept and not all(
@@ -397,7 +411,8 @@ def _why_unit(unit: Unit, precision: Precision, layers: int, kv_rows: int | None
     ):
         return Kept(ALWAYS, "it is not the weight of a linear")
     if experts:
-        # One stack or many matrices: whichever way round they lie, both sides of each have to fit.
+        # Experts come as one stack or as many matrices, and some checkpoints store them transposed. Their rows and
+        # columns have to be whole blocks alike, so the order does not matter.
         return why_kept(
             precision, names, {((shape[-2],), shape[-1]) for shape in unit.shapes}, layers, experts=len(unit.shapes)
         )
@@ -419,7 +434,7 @@ def _why_unit(unit: Unit, precision: Precision, layers: int, kv_rows: int | None
 
 
 def _is_matrix(name: str, shape: tuple[int, ...], experts: bool) -> bool:
-    """Whether a tensor is a linear's weight, or a stack of experts' weights, which may lack the word."""
+    """Whether a tensor is a linear's weight, or a stack of experts' weights, whose name may lack ``.weight``."""
     if experts:
         return len(shape) in (2, 3) and not name.endswith("bias")
     return len(shape) == 2 and name.endswith(".weight")
@@ -445,33 +460,34 @@ def _problem(unit: Unit, kept: Kept, precision: Precision) -> Problem:
 
 
 def stored(model: Model, precision: Precision, layout: Parallel, side: str) -> dict[tuple[int, str], Operand | Kept]:
-    """How a side stores each linear on every rank, or why it stays in the compute dtype: by layer and Megatron's
-    name."""
-    everything, operand = (
-        [(layer, linear.name) for layer, linear in model.all_linears()],
-        precision.operand("weight", side),
-    )
+    """Return how a side stores each linear, or why it stays in the compute dtype, by (layer, Megatron's name).
+
+    The answer holds for every rank of the layout. ``side`` is ``train`` or ``rollout``.
+    """
+    everything = [(layer, linear.name) for layer, linear in model.all_linears()]
+    operand = precision.operand("weight", side)
     if operand is None:
         return dict.fromkeys(everything, _without_fp8(side))
-    kept = (
-        _kept_in_training(model, precision, layout) if side == "train" else _kept_in_rollout(model, precision, layout)
-    )
+    kept_in = _kept_in_training if side == "train" else _kept_in_rollout
+    kept = kept_in(model, precision, layout)
     return {at: kept.get(at, operand) for at in everything}
 
 
 def train_cut(linear: Linear, layout: Parallel) -> int:
-    """Over how many ranks training cuts a linear."""
+    """Return the number of ranks that training cuts a linear over."""
     return layout.experts_cut if linear.experts else layout.tensor
 
 
 def rollout_cut(linear: Linear, layout: Parallel) -> int:
-    """Over how many workers a rollout cuts a linear."""
+    """Return the number of workers that a rollout cuts a linear over."""
     return 1 if linear.experts and layout.rollout_expert else layout.rollout_cut
 
 
 def on_rollout_rank(model: Model, linear: Linear, layout: Parallel) -> tuple[tuple[int, ...], int]:
-    """Rows by part, and columns, as one worker of vLLM holds them: key-value heads are repeated where there are too
-    few."""
+    """Return the rows of each part, and the columns, that one worker of vLLM holds.
+
+    With more workers than key-value heads, vLLM repeats the heads so that each worker has one.
+    """
     cut = rollout_cut(linear, layout)
     if linear.name.endswith("linear_qkv") and cut > model.kv_heads:
         q, k, v = linear.parts
@@ -491,11 +507,11 @@ def _kept_in_training(model: Model, precision: Precision, layout: Parallel) -> d
 
 
 def _kept_in_rollout(model: Model, precision: Precision, layout: Parallel) -> dict[tuple[int, str], Kept]:
-    """As a checkpoint of this model is chosen from, and then by what kernels take of a worker's share."""
+    """Select as from a checkpoint of this model, then check what kernels multiply of a worker's share."""
     tensors: dict[tuple[int, str], tuple[str, ...]] = {}
     shapes: dict[str, tuple[int, int]] = {}
     for layer, linear in model.all_linears():
-        # All experts of a layer have one shape and one fate; single ones count only for patterns that may name them.
+        # All experts of a layer are decided together, so one stands for all, unless a pattern may name a single one.
         experts = range(linear.experts) if linear.experts and precision.keep else (0,)
         for name, rows in zip(linear.hugging_face, linear.parts, strict=True):
             found = tuple(f"model.layers.{layer}.{name.replace('*', str(expert))}.weight" for expert in experts)

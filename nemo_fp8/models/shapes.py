@@ -1,16 +1,16 @@
 """A model as its linear layers, from a Hugging Face ``config.json``, and how they are cut over ranks.
 
-FP8 cares about one thing of a model: the two sides of each weight on each rank. So a model is a list of linears in
-Megatron's form (Q, K and V fused, gate and up fused), each with its rows by part, its columns, and the side that tensor
+For FP8 only the two dimensions of each weight on each rank matter. So a model is a list of linears in Megatron's form
+(Q, K and V fused, gate and up fused), each with the rows of its parts, its columns, and the dimension that tensor
 parallelism cuts:
 
     column    rows / TP      linear_qkv, linear_fc1          (output features)
     row       columns / TP   linear_proj, linear_fc2         (input features)
     none      whole          MLA's down projections
 
-Model types are rows of :mod:`nemo_fp8.models.families`; a type that is not there is refused, since a guess about a bias
-or a shared expert is a wrong memory estimate. ``Model.parameters`` equals what transformers builds, to the last one;
-tests hold it.
+Model types are rows of :mod:`nemo_fp8.models.families`. A type without a row is refused, since a wrong guess about a
+bias or a shared expert gives a wrong memory estimate. ``Model.parameters`` equals the count of transformers exactly;
+tests check it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ COLUMN, ROW, NONE = "column", "row", "none"
 
 @dataclass(frozen=True)
 class Linear:
-    """One weight ``[sum(parts), columns]`` of a decoder layer, before any split; ``experts`` of them in an MoE
-    layer."""
+    """One weight ``[sum(parts), columns]`` of a decoder layer, before any split; an MoE layer has ``experts``."""
 
     name: str
     """Megatron's name below ``decoder.layers.N``."""
@@ -45,15 +44,16 @@ class Linear:
 
     @property
     def rows(self) -> int:
+        """The rows of all parts together."""
         return sum(self.parts)
 
     @property
     def weights(self) -> int:
-        """Weight elements, of all experts together."""
+        """The weight elements of all experts together."""
         return self.rows * self.columns * max(1, self.experts)
 
     def on_rank(self, ranks: int) -> tuple[tuple[int, ...], int]:
-        """Rows by part, and columns, on one of ``ranks`` tensor-parallel ranks."""
+        """Return the rows of each part, and the columns, on one of ``ranks`` tensor-parallel ranks."""
         parts = tuple(part // ranks for part in self.parts) if self.split == COLUMN else self.parts
         return parts, self.columns // ranks if self.split == ROW else self.columns
 
@@ -85,30 +85,33 @@ class Model:
 
     @classmethod
     def read(cls, source: Mapping[str, Any] | str | Path) -> Model:
-        """From a ``config.json``: its path, the folder that holds it, or its content."""
+        """Read a ``config.json``: its path, the folder that holds it, or its content.
+
+        Raises PrecisionError if it cannot be read, or if its model type is unknown.
+        """
         config = source if isinstance(source, Mapping) else _load(Path(source))
         return _read(config.get("text_config") or config)
 
     def linears(self, layer: int) -> tuple[Linear, ...]:
-        """The linears of one decoder layer."""
+        """Return the linears of one decoder layer."""
         return self.moe if layer in self.moe_layers else self.dense
 
     def all_linears(self) -> Iterator[tuple[int, Linear]]:
-        """Every linear of the model with the number of its layer."""
+        """Yield (number of its layer, linear) for every linear of the model."""
         return ((layer, linear) for layer in range(self.layers) for linear in self.linears(layer))
 
     @property
     def embedding(self) -> int:
-        """Elements of the token embedding; the output head has as many, unless they are one."""
+        """The elements of the token embedding; the output head has as many, unless they share one tensor."""
         return self.vocab * self.hidden
 
     def unsplit(self, layer: int) -> int:
-        """Elements of a decoder layer that every tensor-parallel rank holds whole: its norms and its router."""
+        """Return the elements of a layer that every tensor-parallel rank holds whole: its norms and its router."""
         return self.norms + (self.hidden * self.experts if layer in self.moe_layers else 0)
 
     @property
     def parameters(self) -> int:
-        """Every parameter, as Hugging Face counts them."""
+        """The number of parameters, as Hugging Face counts them."""
         decoder = sum(linear.weights + linear.bias for _, linear in self.all_linears()) + sum(
             map(self.unsplit, range(self.layers))
         )
@@ -199,7 +202,7 @@ def _read(config: Mapping[str, Any]) -> Model:
 
 
 def _is_moe(layer: int, config: Mapping[str, Any]) -> bool:
-    """Qwen takes every n-th layer without a list of exceptions; DeepSeek starts after the first few."""
+    """Whether a layer is MoE: every n-th for Qwen, all but the first few for DeepSeek."""
     sparse = (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
     return (
         sparse
@@ -217,7 +220,7 @@ def _attention(hidden: int, heads: int, kv_heads: int, head_dim: int, biases: Ma
 
 
 def _mla(config: Mapping[str, Any], size: Any, hidden: int, heads: int) -> tuple[Linear, ...]:
-    """Multi-head latent attention: low-rank down projections on every rank, up projections cut by heads."""
+    """Return the linears of multi-head latent attention: down projections whole on every rank, up projections cut."""
     nope, rope, value, kv_rank = (
         size(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
     )
@@ -271,5 +274,5 @@ def _linear(
     count: int = 0,
     experts: Experts = EXPERTS[0],
 ) -> Linear:
-    """One of Megatron's linears under Hugging Face's names; an MLP without a gate has its up projection alone."""
+    """Make one of Megatron's linears; an MLP without a gate has its up projection only."""
     return Linear(name, in_hugging_face(name, experts)[-len(parts) :], parts, columns, split, bias, count)

@@ -1,8 +1,7 @@
-"""FP8 arithmetic in torch: formats, scales, quantized tensors, the FP8 linear. The reference that every side is held
-to.
+"""FP8 arithmetic in torch: the reference that training, rollout and export are compared with.
 
-Torch only: no NeMo, no vLLM, no TE. ``formats`` and ``scales`` say what the bits are, ``quantize`` makes them,
-``gemm`` and ``linear`` compute with them, ``delayed`` remembers amaxes, ``autocast`` brings it all into a model.
+Needs torch only: no NeMo, no vLLM, no TE. ``formats`` and ``scales`` define the bits, ``quantize`` makes them,
+``gemm`` and ``linear`` compute with them, ``delayed`` keeps amaxes, ``autocast`` applies it all to a model.
 """
 
 from nemo_fp8.extras import require

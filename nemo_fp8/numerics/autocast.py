@@ -1,18 +1,18 @@
-"""``autocast(precision, model)``: the linears inside run their three GEMMs in FP8, as the contract says.
+"""``autocast(precision, model)``: run the linears inside of the context in FP8, as the contract says.
 
     fp8 = nemo_fp8.autocast(nemo_fp8.preset("bf16_with_fp8_subchannel_scaling_mixed"), model)
     with fp8:
         loss = model(x)
     loss.backward()
 
-Inside, a ``TorchFunctionMode`` answers every ``torch.nn.functional.linear``, so any PyTorch code takes part, on a
-CPU or a GPU, and nothing is patched. TE's own modules run under TE's own autocast, which is opened beside.
+Inside, a ``TorchFunctionMode`` intercepts every ``torch.nn.functional.linear``, so it works for any PyTorch code on a
+CPU or a GPU, and nothing is patched. TE's own modules run under TE's own autocast, which is opened along with it.
 
-Whatever depends on *which* linear runs needs the model: layers and names that stay in the compute dtype, shapes,
-and the state of delayed scaling, which lives with its module and travels in its ``state_dict``. Activation
-recompute runs a module a second time, during backward and often outside the ``with``: a hook on each module that
-owns an FP8 weight notices that, and repeats what the first run did, with the scales of the first run. Several
-microbatches may share one region; a region's recompute must come before the next region begins.
+The model is needed for what depends on *which* linear runs: layers and names that stay in the compute dtype, shapes,
+and the state of delayed scaling, which is stored with its module and saved in its ``state_dict``. Activation recompute
+runs a module a second time, during backward and often outside of the ``with``. A hook on each module with an FP8 weight
+notices that, and repeats what the first run did, with its scales. Several microbatches may share one region; a region's
+recompute must come before the next region begins.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _open: ContextVar[tuple[autocast, ...]] = ContextVar("nemo_fp8_autocast", defaul
 
 @dataclass
 class _Record:
-    """What a module remembers about one of its FP8 linears."""
+    """The state of one FP8 linear, kept with its module."""
 
     name: str
     precision: Precision
     delayed: DelayedState | None
     ran: bool = False
-    """Whether its last run was in FP8, so that a recompute must be too."""
+    """Whether its last run was in FP8; a recompute must then be in FP8, too."""
     scale: torch.Tensor | None = None
     """The forward scales of its last run."""
     after_backward: Callable[[], None] | None = field(default=None, repr=False)
@@ -78,11 +78,12 @@ def _rebuild(name: str, precision: Precision, state: dict[str, torch.Tensor] | N
 
 
 class autocast:
-    """Run the linears of a region in FP8 under a contract; see the module for what it does.
+    """Run the linears of a region in FP8 under a contract; see the module's docstring.
 
-    ``model`` is needed where the contract treats single linears differently or remembers amaxes. ``group`` is the
-    process group over which delayed scaling reduces its amaxes. The object may be entered again and again, and
-    nested; a contract without FP8, or ``enabled=False``, switches FP8 off inside.
+    ``model`` is needed if the contract treats single linears differently or keeps amaxes. ``group`` is the process
+    group over which delayed scaling reduces its amaxes. The object may be entered again and again, and nested. A
+    contract without FP8, or ``enabled=False``, switches FP8 off inside. Raises PrecisionError if the contract needs
+    ``model`` and it is missing.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class autocast:
         self._by_id: dict[int, tuple[ref[torch.nn.Module], str]] = {}
         self._searched: dict[int, ref[torch.Tensor]] = {}  # parameters that the whole model was searched for
         self._first: dict[bool, _Record] = {}
-        self._inside: dict[int, autocast] = {}  # every region opened since the outermost one, itself included
+        self._inside: dict[int, autocast] = {}  # every region opened since the outermost one, including that one
         self._entered: list[ExitStack] = []
         if not self.enabled:
             return
@@ -124,7 +125,7 @@ class autocast:
         if self.enabled:
             managers.append(_Mode(self._linear, lambda: bool(_open.get()) and _open.get()[-1] is self))
         token = _open.set((*outer, self))
-        with ExitStack() as stack:  # a manager that raises leaves nothing open
+        with ExitStack() as stack:  # if a manager raises, those opened before it are closed
             stack.callback(_open.reset, token)
             for manager in managers:
                 stack.enter_context(manager)
@@ -149,12 +150,14 @@ class autocast:
         return (record for records in self._owners.values() for record in records.values())
 
     def _record_of(self, weight: torch.Tensor | None) -> _Record | None:
-        """The record of the module that holds this weight now; None for a weight that stays in the compute dtype."""
+        """Return the record of the module that holds this weight now; None if the weight stays in the compute dtype."""
         if weight is None:
             return None
         found = self._holder(weight)
         searched = self._searched.get(id(weight), lambda: None)
-        if found is None and searched() is not weight:  # replaced, alone or with its module, or none of ours
+        if (
+            found is None and searched() is not weight
+        ):  # it was replaced, alone or with its module, or is not in the model
             if self.model is not None and isinstance(weight, torch.nn.Parameter):
                 self._owners, self._searched[id(weight)] = _adopt(self.model, self.precision), ref(weight)
             self._by_id = {
@@ -166,7 +169,7 @@ class autocast:
     def _holder(self, weight: torch.Tensor) -> _Record | None:
         module, name = self._by_id.get(id(weight), (lambda: None, ""))
         owner = module()
-        # The id of a weight that is gone may be another one's by now.
+        # Python may have given the id of a deleted weight to another one.
         return self._owners[owner][name] if owner is not None and getattr(owner, name, None) is weight else None
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -188,12 +191,12 @@ class autocast:
         return _run(record, x, weight, bias)
 
     def _meet(self, module: torch.nn.Module, args: Any) -> None:
-        """Without a model, linears are met as they run; recompute needs their records."""
+        """Adopt a linear when it first runs, in a region without a model; recompute needs its record."""
         if _open.get()[-1] is self and isinstance(module, (torch.nn.Linear, torch.nn.MultiheadAttention)):
             self._owners.update(_adopt(module, self.precision))
 
     def _te(self) -> AbstractContextManager[Any]:
-        """TE's autocast where TE's modules are, which run their FP8 GEMMs themselves."""
+        """Return TE's autocast if TE is in use: TE's modules run their FP8 GEMMs themselves."""
         te = sys.modules.get("transformer_engine.pytorch")
         if te is None or (self.model is not None and not any(is_te(m) for m in self.model.modules())):
             return nullcontext()
@@ -221,7 +224,7 @@ def _run(record: _Record, x: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
 
 
 def _replay(record: _Record, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The second forward of activation recompute: the first one's scales, and no amax remembered twice."""
+    """Run the second forward of activation recompute with the scales of the first, recording no amax twice."""
     if record.delayed is None:
         return _run(record, x, weight, bias)
     assert record.scale is not None
@@ -237,7 +240,7 @@ def _in_backward() -> bool:
 
 
 class _Mode(TorchFunctionMode):
-    """Answers ``functional.linear`` with ``answer`` wherever ``active`` says so."""
+    """Call ``answer`` in place of ``functional.linear`` whenever ``active`` returns True."""
 
     def __init__(self, answer: Callable[..., torch.Tensor], active: Callable[[], bool]) -> None:
         super().__init__()
@@ -245,8 +248,7 @@ class _Mode(TorchFunctionMode):
 
     @cached_property
     def _attention(self) -> FunctionType:
-        """torch's attention on our linears: copies of all names of its module, so it is made only where an attention
-        runs."""
+        """Return a copy of torch's attention that calls our linears. It copies all globals, so it is made on demand."""
         attention = _with_globals(
             F.multi_head_attention_forward, linear=self._linear, has_torch_function=lambda _: False
         )
@@ -261,14 +263,14 @@ class _Mode(TorchFunctionMode):
         if self._active():
             if func is F.linear:
                 return self._linear(*args, **(kwargs or {}))
-            # Its linears are called inside of it, where a mode does not look.
+            # A mode does not see the linears that torch's attention calls internally.
             if func is F.multi_head_attention_forward:
                 return self._attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _with_globals(function: Any, **names: Any) -> FunctionType:
-    """The same function, seeing other things under some global names."""
+    """Return a copy of a function whose globals ``names`` are replaced."""
     missing = [name for name in names if name not in function.__globals__]
     if missing:
         raise PrecisionError(
@@ -328,8 +330,7 @@ def _refuse_without_model(precision: Precision) -> None:
 
 
 def _adopt(model: torch.nn.Module, precision: Precision) -> WeakKeyDictionary[torch.nn.Module, dict[str, _Record]]:
-    """Give every module with FP8 weights its records and hooks; the same contract finds its records again, by module
-    and parameter."""
+    """Attach records and hooks to every module with FP8 weights; the same contract gets its old records back."""
     weights = linear_weights(model, precision)
     owners = {id(p): (module, name) for module in model.modules() for name, p in module.named_parameters(recurse=False)}
     found: WeakKeyDictionary[torch.nn.Module, dict[str, _Record]] = WeakKeyDictionary()
@@ -341,13 +342,13 @@ def _adopt(model: torch.nn.Module, precision: Precision) -> WeakKeyDictionary[to
             record = _Record(name, precision, None)
             if precision.scaling == "delayed":
                 record.delayed = DelayedState(precision, weight.device)
-                # One state in the state_dict: another delayed contract starts anew.
+                # The state_dict holds one state, so another contract with delayed scaling starts a new one.
                 for key in [k for k, r in records.items() if k[0] == parameter and r.delayed]:
                     del records[key]
             records[parameter, precision] = record
         found.setdefault(module, {})[parameter] = record
         _hook(module)
-    for module in model.modules():  # an attention runs the linears of its children itself
+    for module in model.modules():  # an attention calls the linears of its children without calling the children
         if isinstance(module, torch.nn.MultiheadAttention):
             module.__dict__.setdefault(_RECORDS, {})
             _hook(module)
@@ -367,7 +368,7 @@ _recomputing: ContextVar[tuple[_Mode, ...]] = ContextVar("nemo_fp8_recomputing",
 
 
 def _before(module: torch.nn.Module, args: Any) -> None:
-    """During backward, this is the recompute of a forward that may have run in FP8, and no region need be open."""
+    """Open FP8 for a recompute: a forward during backward of a module that ran in FP8. No region need be open."""
     records = [
         (id(getattr(owner, parameter)), record)
         for owner in (module, *module.children())
@@ -397,7 +398,7 @@ def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
 
 
 def _save(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Delayed scaling in the ``state_dict``: four tensors beside each weight."""
+    """Write delayed scaling to the ``state_dict``: four tensors beside each weight."""
     for (parameter, _), record in module.__dict__.get(_RECORDS, {}).items():
         if record.delayed is not None:
             state.update({f"{prefix}{parameter}.fp8.{name}": t for name, t in record.delayed.state_dict().items()})

@@ -1,21 +1,21 @@
-"""BF16 products on a CPU: on its BF16 units where it has some, else the same operand values in FP32, rounded once.
+"""Multiply in BF16 on a CPU: on its BF16 units if it has some, else with the same operand values in FP32, rounded once.
 
     bf16(a @ b)  =  bf16(fp32(a) @ fp32(b))        exact operands, FP32 sums, one rounding: on every processor
 
-AMX, AVX512_BF16 and ARM's BFDOT multiply BF16 numbers themselves. On any other processor torch computes BF16 products
-all the same: 2 times slower than in FP32 with AVX-512, 5 to 40 times with AVX2 (Zen 2 and 3, most laptops). So whoever
-multiplies in BF16 asks here:
+AMX, AVX512_BF16 and ARM's BFDOT multiply BF16 numbers. On any other processor torch emulates BF16 products: 2 times
+slower than FP32 with AVX-512, 5 to 40 times with AVX2 (Zen 2 and 3, most laptops). So code that multiplies in BF16
+calls this module:
 
-    multiplies_bf16()          the question
+    multiplies_bf16()          whether this processor has BF16 units
     mm(a, b), linear(x, w)     one product, forward and backward
-    bf16_products()            a context for whole models: every BF16 product on the CPU, whoever computes it
+    bf16_products()            a context for whole models: every BF16 product on the CPU
     fp16_products()            the same for FP16, for which hardly any processor has units: 20 to 40 times faster
 
-The context replaces torch's own kernels for the CPU in the dispatcher, below autograd: backward, its threads, tensor
-subclasses and compiled graphs all pass there, and nothing is replaced by name. The trade-off: it is process-wide, and
-every product costs 10 microseconds more, so that it is opened by those who own the process (a trainer), and only where
+The context replaces torch's CPU kernels in the dispatcher, below autograd. Backward and its threads, tensor subclasses
+and compiled graphs all go through there, and nothing is replaced by name. The trade-off: it affects the whole process,
+and every product costs 10 microseconds more. So only code that owns the process (a trainer) opens it, and only where
 there are no such units. Operands are copied to FP32 on each call; for one row (a token) that takes longer than the
-product. CUDA tensors and other types are as before.
+product. CUDA tensors and other types are not affected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nemo_fp8.errors import PrecisionError
 
 _BF16 = torch.bfloat16
 
-# torch's operators that multiply, and how many of their arguments, from the first one on, are the operands.
+# torch's operators that multiply -> how many of their first arguments are operands.
 _OPERANDS = {
     "mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "addmv": 3, "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
     "convolution": 2, "convolution_backward": 3,
@@ -49,21 +49,24 @@ _VARIANTS = {
 }
 
 
-# ---------------------------------------------------------------------- the question
+# ---------------------------------------------------------------------- BF16 units
 
 
 @cache
 def multiplies_bf16() -> bool:
     """Whether products of BF16 tensors on the CPU run on BF16 units.
 
-    Asked of a product, not of names of processors: BF16 units take subnormal numbers for zero (so say the manuals of
-    VDPBF16PS, TDPBF16PS and BFDOT), and arithmetic in FP32 does not. So the answer is that of the kernel that torch
-    really runs, whatever the processor, the build of torch, and ``ONEDNN_MAX_CPU_ISA`` say; and it is the same in every
-    run.
+    A test product decides, not the name of the processor: BF16 units flush subnormal numbers to zero (by the manuals of
+    VDPBF16PS, TDPBF16PS and BFDOT), and FP32 arithmetic does not. So the answer is about the kernel that torch really
+    runs, whatever the processor, the build of torch and ``ONEDNN_MAX_CPU_ISA`` are, and it is the same in every run.
     """
-    subnormal = torch.ones((32, 32), dtype=torch.int16).view(_BF16)  # by its bits: conversions flush, too
+    subnormal = torch.ones((32, 32), dtype=torch.int16).view(
+        _BF16
+    )  # compare bits: a conversion would flush the subnormal, too
     large = torch.eye(32, dtype=_BF16) * 2.0**100
-    flushes = bool(subnormal[0, 0] * 2.0**100 == 0)  # torch.set_flush_denormal(True): then FP32 arithmetic does so, too
+    flushes = bool(
+        subnormal[0, 0] * 2.0**100 == 0
+    )  # torch.set_flush_denormal(True) is on, and FP32 arithmetic flushes, too
     torch.set_flush_denormal(False)
     try:
         return not bool((subnormal @ large).any())
@@ -73,8 +76,7 @@ def multiplies_bf16() -> bool:
 
 @cache
 def multiplies_fp16() -> bool:
-    """Whether products of FP16 tensors on the CPU run on FP16 units, as oneDNN says, which multiplies them where there
-    are some."""
+    """Whether products of FP16 tensors on the CPU run on FP16 units: oneDNN, which runs them there, knows."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
@@ -82,12 +84,12 @@ def multiplies_fp16() -> bool:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` of two matrices."""
+    """Return ``a @ b`` of two matrices."""
     return _product(torch.mm, a, b)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``F.linear``, and its gradients, under ``torch.autocast`` as well."""
+    """Compute ``F.linear`` with its gradients, also under ``torch.autocast``."""
     return _product(F.linear, x, weight, bias)
 
 
@@ -104,9 +106,9 @@ def _product(function: Callable[..., torch.Tensor], *given: torch.Tensor | None)
 
 @contextmanager
 def fp32_matmul(precision: str) -> Iterator[None]:
-    """FP32 products on the CPU in ``ieee`` FP32, or on ``bf16`` multipliers; what was set before is put back."""
+    """Multiply FP32 tensors on the CPU in ``ieee`` FP32 or on ``bf16`` multipliers; restore the setting at the end."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    if matmul is None:  # torch before 2.9 multiplies in FP32: as exact, and slower
+    if matmul is None:  # torch before 2.9 multiplies in FP32: exact as well, and slower
         yield
         return
     previous, matmul.fp32_precision = matmul.fp32_precision, precision
@@ -120,20 +122,18 @@ def fp32_matmul(precision: str) -> Iterator[None]:
 
 
 def bf16_products() -> AbstractContextManager[None]:
-    """Every BF16 product on the CPU, in the whole process, the way that this processor is fast at, until the context
-    closes."""
+    """Run every BF16 product on the CPU, in the whole process, on what is fastest here, until the context closes."""
     return nullcontext() if multiplies_bf16() else products_in_fp32()
 
 
 def fp16_products() -> AbstractContextManager[None]:
-    """Every FP16 product on the CPU, in the same way."""
+    """Run every FP16 product on the CPU in the same way."""
     return nullcontext() if multiplies_fp16() else products_in_fp32(torch.float16)
 
 
 @contextmanager
 def products_in_fp32(dtype: torch.dtype = _BF16) -> Iterator[None]:
-    """Every product of one type on the CPU in IEEE FP32 and rounded once, whatever the processor has. Contexts may
-    overlap."""
+    """Run every product of one dtype on the CPU in IEEE FP32, rounded once, on any processor. Contexts may overlap."""
     with fp32_matmul("ieee"):
         _replaced.enter(dtype)
         try:
@@ -143,7 +143,7 @@ def products_in_fp32(dtype: torch.dtype = _BF16) -> Iterator[None]:
 
 
 class _Replaced:
-    """torch's kernels in the dispatcher, replaced from the first context's opening to the last one's closing."""
+    """Replacements of torch's kernels in the dispatcher; they last while any context is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,7 +178,7 @@ def _replace_kernels() -> Any:
     names = [(name, name + variant) for name in _OPERANDS for variant in ("", *_VARIANTS.get(name, ()))]
     kernels = {full: torch.library.get_kernel(f"aten::{full}", "CPU") for _, full in names}
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():  # torch says that its kernels are replaced: that is the purpose
+    with warnings.catch_warnings():  # torch warns that its kernels are replaced, which is the purpose
         warnings.filterwarnings("ignore", message=".*only once for all operators")
         for name, full in names:
             library.impl(
@@ -191,8 +191,7 @@ def _replace_kernels() -> Any:
 
 
 def _in_fp32(operands: int, product: Any, itself: Any, in_place: bool) -> Callable[..., Any]:
-    """A kernel that computes ``product`` in FP32 where all operands have one type that asks for it, and is ``itself``
-    where not."""
+    """Return a kernel that computes ``product`` in FP32 if all operands have one replaced dtype, else ``itself``."""
 
     def kernel(keys: Any, *args: Any, out: torch.Tensor | None = None, **options: Any) -> Any:
         given = args[:operands] if out is None else (*args[:operands], out)
@@ -203,8 +202,8 @@ def _in_fp32(operands: int, product: Any, itself: Any, in_place: bool) -> Callab
         def widened(value: Any) -> Any:
             return value.float() if isinstance(value, torch.Tensor) and value.dtype is dtype else value
 
-        with torch._C.DisableTorchFunction():  # inside an operator, tensors are plain tensors
-            if options.get("beta", 1) == 0:  # the first operand gives its shape and nothing else
+        with torch._C.DisableTorchFunction():  # below the dispatcher there are no tensor subclasses
+            if options.get("beta", 1) == 0:  # only the shape of the first operand counts
                 args = (args[0].new_empty((), dtype=torch.float32).expand(args[0].shape), *args[1:])
             result = product.call_boxed(
                 keys, *map(widened, args), **{name: widened(value) for name, value in options.items()}
@@ -214,8 +213,8 @@ def _in_fp32(operands: int, product: Any, itself: Any, in_place: bool) -> Callab
             if out is not None:
                 return torch.mul(
                     result, 1, out=out
-                )  # rounds, and resizes and refuses as every operator of torch's does
-            several = isinstance(result, tuple)  # of gradients that nobody asked for there are none
+                )  # copy_ rounds; resizing and errors are those of any torch operator
+            several = isinstance(result, tuple)  # a gradient that was not asked for is None
             return tuple(r if r is None else r.to(dtype) for r in result) if several else result.to(dtype)
 
     return kernel

@@ -1,11 +1,11 @@
-"""Capture what flows through a model's linears, to measure afterwards what a precision would do to it.
+"""Capture the inputs and output gradients of a model's linears, to measure later what a precision does to them.
 
     with nemo_fp8.capture(model, "activations.safetensors"):
         model(x).sum().backward()
 
-The file holds ``<linear>.input`` of every linear, ``<linear>.grad`` (of its output) where backward ran, in the types
-they had: the two operands that, beside the weight, a recipe quantizes. Each is a sample: of many calls the first
-are kept until ``rows`` rows are full, so that a long run writes a small file.
+The file holds ``<linear>.input`` of every linear, and ``<linear>.grad`` (of its output) if backward ran, in their own
+dtypes: the two operands that a recipe quantizes beside the weight. Each is a sample: the first rows of many calls, up
+to ``rows``, so that a long run writes a small file.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def capture(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Record inputs and output gradients of the linears whose names match ``only``, and save them to ``path``.
 
-    Yields the dictionary that is being filled; it is complete when the block ends. Nothing is saved where the block
-    raises.
+    Yields the dictionary that is being filled; it is complete when the block ends. If the block raises, nothing is
+    saved.
     """
     linears = {name: m for name, m in model.named_modules() if _is_linear(m) and fnmatchcase(name, only)}
     if not linears:
@@ -58,7 +58,7 @@ def capture(
 
 
 def save(captured: dict[str, torch.Tensor], path: str | Path) -> None:
-    """Write captured tensors as safetensors, with what they are as metadata."""
+    """Write captured tensors as safetensors; the metadata says what they are."""
     from safetensors.torch import save_file
 
     save_file(
@@ -73,7 +73,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _watch(module: torch.nn.Module, name: str, samples: dict[str, list[torch.Tensor]], rows: int) -> Iterator[Any]:
-    """Hooks for the input and for the gradient of the output. Megatron's linears return (output, bias)."""
+    """Hook the input and the output gradient of a linear. Megatron's linears return (output, bias)."""
 
     def keep(key: str, x: torch.Tensor) -> None:
         taken = sum(len(part) for part in samples[key])

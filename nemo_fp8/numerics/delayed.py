@@ -10,7 +10,7 @@ An amax of 0 means that the slot saw nothing and leaves history and scale alone;
 history and keeps the scale, so with ``max`` it blocks the scale until it rolls out, exactly as in TE.
 
 Forward slots are updated when the outermost autocast ends, the gradient's in the backward of the first module
-that ran forward: whoever drives the modules calls :func:`update`. All state is tensors, so that a checkpoint
+that ran forward: the code that runs the modules calls :func:`update`. All state is tensors, so that a checkpoint
 resumes to the bit.
 """
 
@@ -32,7 +32,7 @@ FORWARD, BACKWARD = ("input", "weight"), ("grad",)
 
 
 class DelayedScaling:
-    """Amax history and scales of the tensors of one module in one direction; column i belongs to ``roles[i]``."""
+    """Amax history and scales of a module's tensors in one direction; column i belongs to ``roles[i]``."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class DelayedScaling:
         self._replayed: torch.Tensor | None = None
 
     def quantize(self, x: torch.Tensor, role: str, operand: Operand, *, statistics: bool = False) -> Quantized:
-        """``x`` with the scale of earlier steps; its amax is remembered for later ones."""
+        """Quantize ``x`` with the scale of earlier steps, and record its amax for later ones."""
         self._follow(x.device)
         slot = self.roles.index(role)
         if self._replayed is not None:
@@ -62,13 +62,13 @@ class DelayedScaling:
         return quantize(x, operand, scale=self.scale[slot].clone(), statistics=statistics)
 
     def _follow(self, device: torch.device) -> None:
-        """The state lives where its tensors are quantized, whenever the model was moved."""
+        """Move the state to the device of its tensors, in case the model was moved."""
         if self.scale.device != device:
             self.scale, self.history = self.scale.to(device), self.history.to(device)
 
     @contextmanager
     def replay(self, scale: torch.Tensor) -> Iterator[None]:
-        """Quantize with these scales and remember nothing: for the second forward of activation recompute."""
+        """Quantize with these scales and record nothing, for the second forward of activation recompute."""
         previous, self._replayed = self._replayed, scale
         try:
             yield
@@ -76,23 +76,24 @@ class DelayedScaling:
             self._replayed = previous
 
     def update(self, amax: torch.Tensor | None = None) -> None:
-        """End of a step: roll the history and find the next scales from ``amax`` (reduced over ranks), or the own
-        one."""
+        """End a step: roll the history and compute new scales. ``amax`` is the reduced one; None takes this rank's."""
         latest = self.history[0] if amax is None else torch.where(amax != 0, amax, self.history[0])
         used = latest != 0
         rolled = torch.cat([self.history[1:], latest[None]])
-        # max over the history, NaN passed over as fmaxf does
+        # max over the history; NaN is skipped, as by fmaxf
         chosen = rolled.nan_to_num(nan=0.0, posinf=float("inf")).amax(0) if self.algo == "max" else latest
         chosen = torch.where(used, chosen, 0.0)
-        # New tensors, never in place: a graph that is still to run backward may hold the old ones.
+        # New tensors, never in place: a graph whose backward has not run may hold the old ones.
         self.scale = scales.delayed_scale(chosen, self.scale, self.format, self.margin)
         rolled[0] = 0.0
         self.history = torch.where(used, rolled, self.history)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return scale and history."""
         return {"scale": self.scale.clone(), "history": self.history.clone()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore scale and history."""
         for name in ("scale", "history"):
             mine, theirs = getattr(self, name), state[name]
             if mine.shape != theirs.shape:
@@ -118,6 +119,7 @@ class DelayedState:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore both directions."""
         for way in ("forward", "backward"):
             prefix = f"{way}."
             getattr(self, way).load_state_dict(
@@ -125,6 +127,7 @@ class DelayedState:
             )
 
     def for_role(self, role: str) -> DelayedScaling:
+        """Return the direction of an operand: forward for ``input`` and ``weight``, backward for ``grad``."""
         return self.backward if role in BACKWARD else self.forward
 
 

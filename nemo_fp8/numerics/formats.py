@@ -10,7 +10,7 @@ E8M0 has neither sign nor mantissa: it is the exponent byte of a power of two, w
 The cast rounds to nearest, ties to even, and saturates as the GPU's ``cvt.rn.satfinite`` does: anything too
 large, infinity included, becomes the largest finite value, and NaN stays NaN. Every FP8 value is exact in BF16,
 so decoding is a matter of moving bits. The trade-off: a shift is three times as fast on a CPU as torch's own
-conversion, and needs the NaN codes (whose pattern would read as a number) to be put right by hand.
+conversion, and NaN codes (whose pattern would read as a number) have to be corrected by hand.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _BY_DTYPE = {f.dtype: f for f in FORMATS.values()}
 
 
 def format_of(what: str | torch.dtype) -> Format:
-    """The format of that name or torch dtype."""
+    """Return the format of a name or torch dtype. Raises PrecisionError if there is none."""
     found = _BY_DTYPE.get(what) if isinstance(what, torch.dtype) else FORMATS.get(what)
     if found is None:
         raise PrecisionError([unknown("number format", what, FORMATS)])
@@ -78,7 +78,7 @@ def format_of(what: str | torch.dtype) -> Format:
 
 
 def cast(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """FP32 values rounded to the nearest code, saturating; every NaN becomes 0x7F, as on a GPU, whatever its sign."""
+    """Round FP32 values to the nearest code, saturating; every NaN becomes 0x7F, as on a GPU, whatever its sign."""
     data = x.clamp(-format.max, format.max).to(format.dtype)  # clamped first: torch's E5M2 cast overflows to infinity
     codes = data.view(torch.uint8)
     codes.masked_fill_(codes == 0xFF, 0x7F)
@@ -86,7 +86,7 @@ def cast(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def decode(data: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The values of FP8 codes, exactly, in BF16 or a wider type. A NaN is a NaN; its sign means nothing."""
+    """Decode FP8 codes exactly to BF16 or a wider dtype. NaN codes give NaN of either sign."""
     if data.dtype == torch.float8_e4m3fn:
         return _decode_e4m3(data).to(dtype)
     if data.dtype == torch.float8_e5m2:
@@ -112,7 +112,7 @@ def _decode_e4m3(data: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e8m0(exponents: torch.Tensor) -> torch.Tensor:
-    """``2 ** (exponent - 127)`` in FP32 from E8M0 codes (uint8 or float8_e8m0fnu); code 255 is NaN."""
+    """Compute ``2 ** (exponent - 127)`` in FP32 from E8M0 codes (uint8 or float8_e8m0fnu); code 255 is NaN."""
     codes = exponents.view(torch.uint8)
     # FP32 shares the exponent byte; its two ends, 2**-127 (a subnormal) and NaN, have patterns of their own.
     bits = codes.to(torch.int32).bitwise_left_shift_(23).clamp_min_(0x400000)

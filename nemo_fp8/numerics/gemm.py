@@ -1,24 +1,24 @@
-"""The GEMM on quantized operands: FP8 values in, FP32 sums, one rounding to the output type.
+"""Multiply quantized operands: exact FP8 values in, FP32 sums, one rounding to the output type.
 
     out = op(a) @ op(b).T        op(q) = q for usage row, q.T for usage col
 
-so each operand is contracted along the dimension it was quantized for, and the three GEMMs of a linear are
+Each operand is contracted along the dimension that it was quantized for, so the three GEMMs of a linear are
 ``gemm(x_row, w_row)``, ``gemm(dy_row, w_col)`` and ``gemm(dy_col, x_col)``.
 
-FP8 values are exact in BF16, so the multipliers may be BF16 ones and only the sums need FP32. A CPU without BF16
-units multiplies the same values in FP32 (``bf16.py``). Three ways, all exact in their operands, the first that is
-possible:
+FP8 values are exact in BF16, so BF16 multipliers will do, and only the sums need FP32. A CPU without BF16
+units multiplies the same values in FP32 (``bf16.py``). There are three ways, all exact in their operands; the first
+that is possible is taken:
 
     scales that are powers of two   folded into the BF16 values; a BF16 GEMM whose FP32 sums are rounded once
     one FP32 scale a tensor         BF16 multipliers, FP32 result, times both scales, rounded
     FP32 scales of tiles            code * scale has more bits than BF16 holds: dequantized in FP32 (each value
                                     rounded to FP32 once) and multiplied in FP32, three times slower
 
-On a GPU that has the FP8 GEMM for the operands, that one runs instead (``scaled_mm.py``).
+If a GPU has an FP8 GEMM for the operands, that one runs instead (``scaled_mm.py``).
 
-A real FP8 GEMM multiplies a tile's scale into partial sums, so results agree to FP32 rounding and never to the
-bit: the order of sums, and products below FP32's normal numbers (AMX takes them for zero), are the hardware's own
-affair. That is why bit-exactness ends at the operands.
+A real FP8 GEMM multiplies a tile's scale into partial sums, so results agree to FP32 rounding but never to the
+bit: the hardware chooses the order of sums, and what becomes of products below FP32's normal numbers (AMX flushes
+them to zero). That is why bit-exactness ends at the operands.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _LEAST_EXACT_CODE = 127 - 90  # the same in E8M0
 def gemm(
     a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``op(a) @ op(b).T + bias`` as a matrix of ``out_dtype``; leading dimensions are flattened."""
+    """Compute ``op(a) @ op(b).T + bias`` as a matrix of ``out_dtype``; leading dimensions are flattened.
+
+    Raises PrecisionError if the contracted dimensions differ in length.
+    """
     real = scaled_mm(a, b, out_dtype, bias)
     if real is not None:
         return real
@@ -63,7 +66,7 @@ def gemm(
 
 
 def _matmul_fp32(a: Quantized, b: Quantized, exact: bool) -> torch.Tensor:
-    """The FP32 product, on BF16 multipliers where the values are exact in BF16 and the hardware can."""
+    """Compute the FP32 product, on BF16 multipliers if the values are exact in BF16 and the hardware has them."""
     if exact and a.device.type == "cuda":
         return torch.mm(*_fitting(a, b, torch.bfloat16), out_dtype=torch.float32)
     with fp32_matmul("bf16" if exact and multiplies_bf16() else "ieee"):
@@ -71,12 +74,12 @@ def _matmul_fp32(a: Quantized, b: Quantized, exact: bool) -> torch.Tensor:
 
 
 def _multiplied_in(device: torch.device) -> torch.dtype:
-    """The type whose units multiply values that are exact in BF16."""
+    """Return the dtype in which this device multiplies values that are exact in BF16."""
     return torch.bfloat16 if device.type != "cpu" or multiplies_bf16() else torch.float32
 
 
 def _fitting(a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """``op(a)`` and ``op(b).T`` as matrices."""
+    """Return ``op(a)`` and ``op(b).T`` as matrices."""
     left, right = _values(a, dtype), _values(b, dtype)
     left = left if a.usage == "row" else left.t()
     right = right.t() if b.usage == "row" else right
@@ -90,7 +93,7 @@ def _fitting(a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple[torch.Tens
 
 
 def _values(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """The operand's values, with the scales of its tiles; the scale of a whole tensor is left for the result."""
+    """Decode an operand and apply the scales of its tiles; the scale of a whole tensor is applied to the result."""
     if q.block is not None:
         return as_matrix(q.dequantize(dtype))
     fast = kernels.decode(q.data, torch.ones((), device=q.device), None, dtype)
@@ -98,7 +101,7 @@ def _values(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _owed(a: Quantized, b: Quantized) -> torch.Tensor | None:
-    """The factor that the product of the values still lacks."""
+    """Return the product of the whole-tensor scales, which the GEMM's result is still to be multiplied with."""
     scales = [q.scale_inv for q in (a, b) if q.block is None]
     return torch.stack(scales).prod() if scales else None
 

@@ -1,11 +1,23 @@
-"""The FP8 linear: three GEMMs, each on the operands its contract says.
+"""The FP8 linear: a forward and a backward of three GEMMs, each on two quantized operands.
 
-    fprop   y  = x  @ w.T + b     x by rows, w by rows
-    dgrad   dx = dy @ w           dy by rows, w by columns
-    wgrad   dw = dy.T @ x         dy by columns, x by columns; or both in the compute dtype (``wgrad=False``)
+    fprop   y  = x  @ w.T + b     contracts the columns of x and of w
+    dgrad   dx = dy @ w           contracts the columns of dy and the rows of w
+    wgrad   dw = dy.T @ x         contracts the rows of dy and of x
 
-What backward needs is saved as FP8 codes (one byte an element), quantized together with what forward needs. A
-weight that does not change between calls may be quantized once and passed in (:func:`quantize_weight`).
+With x [tokens, in], w [out, in] and dy [tokens, out], every tensor is used twice, and is contracted along another
+dimension each time. A scale must be constant along the contracted dimension of a tile, so a tensor is quantized once
+for each use: usage ``row`` where its columns are contracted, ``col`` where its rows are. Square tiles and scales of the
+whole tensor serve both uses with one set of codes.
+
+Which type and which scale: x and w are E4M3. dy is E5M2 under format ``hybrid``: gradients need range more than
+precision. :meth:`nemo_fp8.contract.Precision.operand` says so for each role; nothing here knows a recipe.
+
+What backward needs is quantized in forward and saved as codes, one byte an element instead of the two of BF16. The
+master weight stays in its own dtype: the optimizer updates it, and forward quantizes it again. While it does not
+change (gradient accumulation), it may be quantized once and passed in (:func:`quantize_weight`). With ``wgrad=False``
+the contract keeps wgrad in the compute dtype, and x is saved as it is.
+
+The trade-off: quantizing x for both usages in forward takes a second pass, and saves keeping x for backward.
 """
 
 from __future__ import annotations
@@ -30,7 +42,7 @@ Pair = tuple[Quantized, Quantized]
 
 @lru_cache(maxsize=64)
 def operands(precision: Precision) -> dict[str, Operand]:
-    """The operand of each role; refuses a contract without FP8."""
+    """Return the operand of each role in training. Raises PrecisionError if the contract has no FP8."""
     found = {role: operand for role in ROLES if (operand := precision.operand(role)) is not None}
     if not found:
         raise PrecisionError(
@@ -50,7 +62,11 @@ def quantize_operand(
     row: bool = True,
     col: bool = True,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """``x`` quantized for the usages asked for, row and col, as the contract says for its role."""
+    """Quantize ``x`` as the contract says for its role (``input``, ``weight``, ``grad``); return (row, col).
+
+    ``row`` and ``col`` say which usages are needed; None stands for the other. Raises PrecisionError if the contract
+    scales from earlier steps and ``delayed``, the state that remembers them, is missing.
+    """
     operand = operands(precision)[role]
     if operand.delayed:
         if delayed is None:
@@ -59,6 +75,7 @@ def quantize_operand(
                 "Scales come from the amaxes of earlier steps, and somebody has to remember them.",
                 "Pass delayed=DelayedState(precision), one for each linear.",
             )
+        # Delayed scales are of the whole tensor, so one set of codes serves both usages.
         q = delayed.for_role(role).quantize(x, role, operand)
         return q if row else None, q.used_as("col") if col else None
     if row and col:
@@ -67,7 +84,7 @@ def quantize_operand(
 
 
 def quantize_weight(weight: torch.Tensor, precision: Precision, delayed: DelayedState | None = None) -> Pair:
-    """A weight for fprop (row) and dgrad (col), to be used for as long as it does not change."""
+    """Quantize a weight for fprop and dgrad; pass the pair to :func:`linear` for as long as the weight is the same."""
     row, col = quantize_operand(weight.detach(), "weight", precision, delayed)
     assert row is not None
     assert col is not None
@@ -75,8 +92,8 @@ def quantize_weight(weight: torch.Tensor, precision: Precision, delayed: Delayed
 
 
 @dataclass
-class _Job:
-    """What one call carries to its backward besides tensors."""
+class _Call:
+    """The arguments of one call of :func:`linear` that are not tensors; its backward reads them, too."""
 
     precision: Precision
     delayed: DelayedState | None
@@ -94,10 +111,16 @@ def linear(
     weight_quantized: Pair | None = None,
     after_backward: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` with all GEMMs in FP8 under ``precision``; the result has the type of ``x``.
+    """Compute ``x @ weight.T + bias`` with forward and backward GEMMs in FP8; the result has the dtype of ``x``.
 
-    ``weight_quantized`` is used instead of quantizing ``weight`` again. ``after_backward`` is called when the
-    backward of this linear has run (the first module's updates the gradients' delayed scales there).
+    x                  [..., in], in BF16, FP16 or FP32; the leading dimensions are flattened for the GEMMs
+    weight             [out, in], the master weight, which receives the gradient
+    precision          the contract, with FP8
+    delayed            the state of delayed scaling, one for each linear; needed if the contract asks for it
+    weight_quantized   the pair from :func:`quantize_weight`; None quantizes ``weight``
+    after_backward     called at the end of the backward; delayed scaling updates the scales of gradients there
+
+    Raises PrecisionError if the shapes do not fit, the contract has no FP8, or ``delayed`` is missing.
     """
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise PrecisionError(
@@ -105,28 +128,35 @@ def linear(
             "The input's last dimension must be the weight's second one.",
             "Check the layer's in_features.",
         )
-    job = _Job(precision, delayed, weight_quantized, after_backward)
-    return _Fp8Linear.apply(x, weight, bias, job, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
+    call = _Call(precision, delayed, weight_quantized, after_backward)
+    # Inside of forward() grad mode is always off, so it is asked here: inference quantizes nothing for a backward.
+    return _Fp8Linear.apply(x, weight, bias, call, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Fp8Linear(torch.autograd.Function):
+    """The three GEMMs. Each operand is quantized only for the GEMMs that will run."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, job: _Job, train: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call, train: bool
     ) -> torch.Tensor:
+        # A frozen weight has no wgrad, the first layer's input no dgrad.
         needs_x, needs_w = (train and needed for needed in ctx.needs_input_grad[:2])
-        fp8_wgrad = needs_w and job.precision.wgrad
-        x_row, x_col = quantize_operand(x.reshape(-1, x.shape[-1]), "input", job.precision, job.delayed, col=fp8_wgrad)
-        w_row, w_col = job.weight or quantize_operand(weight, "weight", job.precision, job.delayed, col=needs_x)
+        fp8_wgrad = needs_w and call.precision.wgrad
+        x_row, x_col = quantize_operand(
+            x.reshape(-1, x.shape[-1]), "input", call.precision, call.delayed, col=fp8_wgrad
+        )
+        w_row, w_col = call.weight or quantize_operand(weight, "weight", call.precision, call.delayed, col=needs_x)
         assert x_row is not None
         assert w_row is not None
         y = gemm(x_row, w_row, out_dtype=x.dtype, bias=bias)
         if train:
-            ctx.job, ctx.shape, ctx.x_dtype, ctx.w_dtype = job, x.shape, x.dtype, weight.dtype
+            ctx.call, ctx.shape, ctx.x_dtype, ctx.w_dtype = call, x.shape, x.dtype, weight.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
             kept = x_col if fp8_wgrad else None, w_col if needs_x else None
+            # A Quantized is taken apart: its tensors go through save_for_backward, which the hooks on saved tensors
+            # (offload, recompute) see, and its block and usage into an attribute.
             ctx.layouts = [None if q is None else (q.block, q.usage) for q in kept]
-            # Saved as tensors, not as attributes: hooks on saved tensors (offload, recompute) must see them.
             parts = [t for q in kept for t in ((None, None) if q is None else (q.data, q.scale_inv))]
             ctx.save_for_backward(*parts, x if needs_w and not fp8_wgrad else None)
         return y.view(*x.shape[:-1], weight.shape[0])
@@ -138,12 +168,13 @@ class _Fp8Linear(torch.autograd.Function):
             None if layout is None else Quantized(data, scale_inv, *layout)
             for layout, data, scale_inv in zip(ctx.layouts, parts[::2], parts[1::2], strict=True)
         )
-        job: _Job = ctx.job
+        call: _Call = ctx.call
         dy = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
+        # dy is quantized once, in one call for both usages: delayed scaling records its amax once.
         if w_col is not None or x_col is not None:
             row, col = quantize_operand(
-                dy, "grad", job.precision, job.delayed, row=w_col is not None, col=x_col is not None
+                dy, "grad", call.precision, call.delayed, row=w_col is not None, col=x_col is not None
             )
         if w_col is not None:
             assert row is not None
@@ -154,7 +185,8 @@ class _Fp8Linear(torch.autograd.Function):
         elif x is not None:
             dw = mm(dy.t(), x.reshape(-1, x.shape[-1]).to(dy.dtype)).to(ctx.w_dtype)
         if ctx.needs_input_grad[2]:
+            # From dy before quantization: the sum over tokens is no GEMM, and needs no FP8.
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        if job.after_backward is not None:
-            job.after_backward()
+        if call.after_backward is not None:
+            call.after_backward()
         return dx, dw, db, None, None

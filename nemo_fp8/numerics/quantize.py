@@ -1,12 +1,28 @@
-"""From values to FP8 codes and scales: one function for every operand of every recipe.
+"""Quantize values to FP8 codes and scales: one function for every operand of every recipe.
 
-    scale = f(amax of the tile),  code = cast(x * scale),  scale_inv = 1 / scale
+A tensor is cut into tiles, and each tile shares one scale:
 
-``quantize`` checks, and picks the fast kernel of the device where there is one; :func:`quantize_reference` is
-the specification in torch, which every kernel equals to the bit. A ragged edge is padded with zeros, which can
-change no amax, so no other tile's scale either. A tile without any value (all zeros, or nothing but NaN) has
-scale 1; an infinite amax has scale 1 too, and the infinity becomes the format's largest value; NaN stays NaN
-and moves no scale. All of this is what TE's kernels do.
+    amax       = max |x| over the tile
+    scale      = max_of_format / amax          by one of the rules in ``scales.py``
+    code       = cast(x * scale)               nearest, ties to even, saturating (``formats.py``)
+    scale_inv  = 1 / scale                     stored beside the codes: value = code * scale_inv
+
+The tile is what tells the recipes apart:
+
+    delayed, tensorwise   the whole tensor
+    blockwise             128x128 for weights, 1x128 for inputs and gradients
+    mxfp8                 1x32
+
+:func:`quantize_reference` is the specification, in plain torch. :func:`quantize` checks its arguments and runs the
+compiled kernel of the device, which equals the specification to the bit, or the specification where there is no
+kernel. The trade-off: the reference makes several passes over memory and several copies; it is written to be read.
+
+The edges are those of TE's kernels:
+
+    ragged edges         padded with zeros, which change no amax and therefore no scale
+    tile of zeros, NaN   amax 0, scale 1
+    an infinity          amax infinite, scale 1; the infinity saturates to the format's largest value
+    NaN                  stays NaN, and does not enter an amax
 """
 
 from __future__ import annotations
@@ -36,9 +52,17 @@ def quantize(
     epsilon: float = 0.0,
     statistics: bool = False,
 ) -> Quantized:
-    """``x`` as ``operand`` says, for a GEMM that contracts its columns (usage ``row``) or its rows (``col``).
+    """Quantize ``x`` as ``operand`` says.
 
-    ``scale`` gives the factor instead of finding it (delayed scaling); ``epsilon`` is a floor for amaxes.
+    x            BF16, FP16 or FP32; leading dimensions are flattened where tiles have rows and columns
+    usage        ``row`` if the GEMM contracts the columns of ``x``, ``col`` if it contracts the rows
+    scale        multiply with this one scale of the whole tensor instead of computing it (delayed scaling)
+    convention   ``te`` or ``deepgemm``: which FP32 division makes the scale, see ``scales.py``
+    epsilon      a lower bound for amaxes; only the reference knows one, so no kernel runs
+    statistics   count underflow, saturation and errors along with the cast
+
+    Raises PrecisionError if ``x`` has another dtype, lacks rows and columns for its tiles, or if the operand, the
+    scale and the convention do not go together.
     """
     tile = _check(x, operand, usage, scale, convention)
     result = None
@@ -65,12 +89,11 @@ def quantize_into(
     convention: str = "te",
     statistics: bool = False,
 ) -> Quantized:
-    """:func:`quantize` into memory that is there: an engine's parameter, one shard of a fused weight, a buffer that is
-    used again.
+    """Quantize ``x`` into given memory: an engine's parameter, one shard of a fused weight, a reused buffer.
 
-    ``codes`` has the shape of ``x``; its rows may lie apart, so a slice of rows or of columns will do. ``scale_inv``
-    has the shape of the scales, one for each tile of ``x``, and may lie anywhere. Both are written once, and read
-    never.
+    ``codes`` has the shape of ``x``; it may be a slice of rows or of columns of a larger matrix. ``scale_inv`` has one
+    element for each tile of ``x``, with any strides. Both are written once and never read. The other arguments and
+    what is raised are those of :func:`quantize`; memory of a wrong shape or dtype, or that overlaps ``x``, is refused.
     """
     tile = _check(x, operand, usage, scale, convention)
     out = (codes, scale_inv)
@@ -91,7 +114,8 @@ def quantize_pair(
     convention: str = "te",
     statistics: bool = False,
 ) -> tuple[Quantized, Quantized]:
-    """``x`` for both usages, row and col. One pass where the tile is square or the whole tensor."""
+    """Quantize ``x`` for both usages, as (row, col). The arguments are those of :func:`quantize`."""
+    # A square tile, or the whole tensor, is the same tile for both usages, so both share one set of codes.
     row = quantize(x, operand, scale=scale, convention=convention, statistics=statistics)
     if operand.block is None or operand.block[0] == operand.block[1]:
         return row, row.used_as("col")
@@ -99,11 +123,14 @@ def quantize_pair(
 
 
 def tile_of(operand: Operand, usage: str) -> Tile:
-    """The tile as it lies on the data: the contract's block, turned round for usage ``col``."""
+    """Return the tile as (rows, columns) of the data: the operand's block, transposed for usage ``col``."""
     if operand.block is None:
         return None
     rows, contracted = operand.block
     return (rows, contracted) if usage == "row" else (contracted, rows)
+
+
+# ---------------------------------------------------------------------- the specification
 
 
 def quantize_reference(
@@ -117,18 +144,24 @@ def quantize_reference(
     epsilon: float = 0.0,
     scale: torch.Tensor | None = None,
 ) -> Result:
-    """Codes, scale_inv and statistics in plain torch: the specification, and the oracle of every kernel."""
-    tiles = _tiles(x, tile)
+    """Compute codes, scale_inv and statistics (None unless asked for) in plain torch. Tests hold every kernel to it.
+
+    Codes have the shape of ``x``; scale_inv has one element for each tile, and no dimension for a whole tensor. The
+    arguments are those of :func:`quantize`, unchecked, with the operand spelled out as tile, format and scale kind.
+    """
+    tiles = _tiles(x, tile)  # [tile rows, rows, tile columns, columns]
     amax = amax_of_tiles(x, tiles, tile) if scale is None or statistics else None
     if scale is not None:
         scale = scale.detach().to(x.device, torch.float32).reshape(tiles.shape[0], tiles.shape[2])
         scale_inv = torch.reciprocal(scale)
     else:
         assert amax is not None
-        # Where the scale overflows, TE takes the largest value of the source's type for tiles, FP32's for tensors.
+        # A tiny amax makes the quotient overflow. TE then takes the largest finite value: that of the source's dtype
+        # for a tile, that of FP32 for a whole tensor.
         value_for_inf = FP32_MAX if tile is None else torch.finfo(x.dtype).max
         scale, scale_inv = find_scales(amax, format, scale_kind, convention, epsilon, value_for_inf)
-    scaled = tiles * scale[:, None, :, None]  # FP32: a scale of one dimension or more is wider than BF16
+    # The scale keeps its dimensions, so that torch promotes the product to FP32; a 0-dim scale would leave it in BF16.
+    scaled = tiles * scale[:, None, :, None]
     data = cast(scaled, format)
     stats = None
     if statistics:
@@ -146,15 +179,20 @@ def find_scales(
     epsilon: float = 0.0,
     value_for_inf: float = FP32_MAX,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``scale`` (FP32) and ``scale_inv`` as it is stored, from amaxes."""
+    """Compute the scales of amaxes: ``scale`` in FP32, and ``scale_inv`` as it is stored.
+
+    ``scale_kind`` is ``fp32``, ``pow2`` or ``e8m0``; ``value_for_inf`` replaces a scale that overflows FP32. Raises
+    PrecisionError if the kind is unknown.
+    """
     if scale_kind not in scales.SCALE_KINDS:
         raise PrecisionError([unknown("scale kind", scale_kind, scales.SCALE_KINDS)])
     if scale_kind == "e8m0":
         code = scales.e8m0_from_amax(amax if epsilon == 0.0 else amax.clamp_min(epsilon), format)
-        # 254 - code is the exponent of the reciprocal; the code of NaN has none.
+        # scale_inv = 2**(code - 127), so scale = 2**(127 - code), whose code is 254 - code. Code 255 is NaN.
         inverse = torch.where(code == 255, float("nan"), decode_e8m0((254 - code.int()).clamp_min(0).to(torch.uint8)))
         return inverse, code.view(torch.float8_e8m0fnu)
     if convention == "deepgemm":
+        # DeepGEMM divides amax / max, so scale_inv is the rounded quotient and scale its reciprocal.
         scale_inv = scales.deepgemm_scale_inv(amax, format, pow2=scale_kind == "pow2")
         return torch.reciprocal(scale_inv), scale_inv
     scale = scales.scale_from_amax(
@@ -164,7 +202,7 @@ def find_scales(
 
 
 def amax_of_tiles(x: torch.Tensor, tiles: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The amax of each tile, [tile rows, tile columns]."""
+    """Return the amax of each tile, [tile rows, tile columns]; ``tiles`` is ``x`` cut up by ``tile``."""
     return scales.amax_of(x).reshape(1, 1) if tile is None else scales.amax_of(tiles, (1, 3))
 
 
@@ -172,7 +210,10 @@ def amax_of_tiles(x: torch.Tensor, tiles: torch.Tensor, tile: Tile) -> torch.Ten
 
 
 def _tiles(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """``x`` as [tile rows, rows, tile columns, columns], padded with zeros; a whole tensor is one tile of one row."""
+    """View ``x`` as [tile rows, rows, tile columns, columns], padded with zeros; a whole tensor is one 1xN tile.
+
+    A 5x6 matrix in 2x4 tiles is padded to 6x8 and viewed as [3, 2, 2, 4].
+    """
     if tile is None:
         return x.reshape(1, 1, 1, -1)
     rows, columns = tile
@@ -185,7 +226,7 @@ def _tiles(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 def _untile(data: torch.Tensor, x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Codes in the shape of ``x``, without the padding."""
+    """Undo :func:`_tiles`: codes in the shape of ``x``, without the padding."""
     if tile is None:
         return data.reshape(x.shape)
     k = x.shape[-1]
@@ -195,13 +236,14 @@ def _untile(data: torch.Tensor, x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 def _elements(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """How many elements of ``x`` lie in each tile."""
+    """Count the elements of ``x`` in each tile, [tile rows, tile columns]; padding does not count."""
     if tile is None:
         return torch.tensor([[x.numel()]], device=x.device)
     rows, columns = tile
     m, k = x.shape[:-1].numel(), x.shape[-1]
     if m % rows == 0 and k % columns == 0:
         return torch.tensor(rows * columns, device=x.device).expand(m // rows, k // columns)
+    # In tiles of 128, 300 rows give min(300 - [0, 128, 256], 128) = [128, 128, 44].
     high = torch.arange(0, m, rows, device=x.device).sub_(m).neg_().clamp_max_(rows)
     wide = torch.arange(0, k, columns, device=x.device).sub_(k).neg_().clamp_max_(columns)
     return high[:, None] * wide[None, :]
@@ -211,7 +253,7 @@ def _elements(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 def _check(x: torch.Tensor, operand: Operand, usage: str, scale: torch.Tensor | None, convention: str) -> Tile:
-    """The tile, where everything that was asked for fits together."""
+    """Return the tile; raise PrecisionError if the arguments of a quantization do not go together."""
     check_usage(usage)
     scales.check_convention(convention)
     tile = tile_of(operand, usage)

@@ -39,35 +39,38 @@ class Quantized:
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the source."""
         return self.data.shape
 
     @property
     def format(self) -> Format:
+        """The format of the codes."""
         return format_of(self.data.dtype)
 
     @property
     def device(self) -> torch.device:
+        """The device of the codes."""
         return self.data.device
 
     @property
     def scale_inv_fp32(self) -> torch.Tensor:
-        """The scales as FP32, whatever they are stored in."""
+        """Return the scales in FP32, however they are stored."""
         return self.scale_inv if self.scale_inv.dtype == torch.float32 else decode_e8m0(self.scale_inv)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """``code * scale_inv``, computed in FP32 and rounded once to ``dtype``."""
+        """Compute ``code * scale_inv`` in FP32, rounded once to ``dtype``."""
         fast = kernels.decode(self.data, self.scale_inv, self.block, dtype)
         return self.dequantize_reference(dtype) if fast is None else fast
 
     def dequantize_reference(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The same in plain torch."""
+        """Compute the same in plain torch; tests hold the kernels to it."""
         values = decode(self.data, torch.float32)
         return (
             values * self.scale_inv_fp32 if self.block is None else per_tile(values, self.scale_inv_fp32, self.block)
         ).to(dtype)
 
     def t(self) -> Quantized:
-        """The transpose, codes and scales moved and nothing rounded; for square tiles and whole-tensor scales."""
+        """Return the transpose. Raises PrecisionError for tiles that are not square."""
         self._must_turn("transposed")
         if self.data.dim() != 2:
             raise PrecisionError(
@@ -79,7 +82,7 @@ class Quantized:
         return replace(self, data=self.data.t().contiguous(), scale_inv=scale_inv, statistics=None)
 
     def used_as(self, usage: str) -> Quantized:
-        """The same codes for a GEMM that contracts the other dimension; for square tiles and whole-tensor scales."""
+        """Return the same codes for the other usage. Raises PrecisionError for tiles that are not square."""
         check_usage(usage)
         if usage == self.usage:
             return self
@@ -97,23 +100,23 @@ class Quantized:
 
 
 def per_tile(values: torch.Tensor, factors: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """Every value times the factor of its tile, in the wider of both types."""
+    """Multiply every value with the factor of its tile, in the wider of both dtypes."""
     rows, columns = tile
     matrix = as_matrix(values)
     m, k = matrix.shape
     if m % rows == 0 and k % columns == 0:
         out = matrix.view(m // rows, rows, k // columns, columns) * factors[:, None, :, None]
-    else:  # a ragged edge: spread the factors instead of padding the values
+    else:  # ragged edges: repeat the factors instead of padding the values
         out = matrix * factors.repeat_interleave(rows, 0)[:m].repeat_interleave(columns, 1)[:, :k]
     return out.view(values.shape)
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """The tensor with its leading dimensions flattened, contiguous."""
+    """Return the tensor as a contiguous matrix, with its leading dimensions flattened."""
     return x.reshape(-1, x.shape[-1]).contiguous() if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def check_usage(usage: str) -> None:
-    """Refuse a name that is no usage."""
+    """Raise PrecisionError for an unknown usage."""
     if usage not in USAGES:
         raise PrecisionError([unknown("usage", usage, USAGES)])

@@ -1,14 +1,14 @@
-"""The real FP8 GEMM, where a GPU and torch have one for these operands; else None, and the caller emulates.
+"""Run the real FP8 GEMM if the GPU and torch have one for these operands; else return None, and the caller emulates it.
 
-``torch.nn.functional.scaled_mm`` wants row-major times column-major, K and N multiples of 16, and scales in its own
-layouts. What it takes depends on the recipe:
+``torch.nn.functional.scaled_mm`` takes row-major times column-major, K and N in multiples of 16, and scales in its own
+layouts. What it supports depends on the recipe:
 
     one FP32 scale a tensor      sm89 and later
-    1x128 times 128x128, or      sm90, with a cuBLASLt of CUDA 12.9 or later; E4M3 times E4M3 only, and rows a multiple
-                                 of 4,
-    1x128 times 1x128            since the scales of 1x128 tiles lie by columns, which cuBLAS wants to begin on 16 bytes
+    1x128 times 128x128, or      sm90, with the cuBLASLt of CUDA 12.9 or later; E4M3 times E4M3 only; rows a multiple
+    1x128 times 1x128            of 4, since scales of 1x128 tiles are stored by columns, each of which begins at a
+                                 multiple of 16 bytes
 
-E5M2 times E5M2 exists nowhere, nor a bias on an FP32 result. The sums are FP32 on the device, in its own order.
+No GPU multiplies E5M2 with E5M2, and none adds a bias to an FP32 result. The sums are FP32, in the device's own order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONTRACTED = {(1, 128): "BlockWise1x128", (128, 128): "BlockWise128x128"}
 
 
 def scaled_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """``op(a) @ op(b).T + bias`` on the tensor cores, or None where they do not do this."""
+    """Compute ``op(a) @ op(b).T + bias`` on FP8 tensor cores; None if they do not support these operands."""
     if (
         a.device.type != "cuda"
         or not hasattr(torch.nn.functional, "scaled_mm")
@@ -53,7 +53,7 @@ def scaled_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: torch.Te
 
 
 def _contracting_columns(q: Quantized) -> Quantized | None:
-    """The operand as a matrix whose columns are contracted, codes moved where they must be."""
+    """Return the operand as a matrix whose columns are contracted, transposing the codes if need be."""
     tile = q.block if q.block is None or q.usage == "row" else (q.block[1], q.block[0])
     if tile is not None and tile not in _CONTRACTED:
         return None
@@ -86,7 +86,7 @@ def _cuda_version() -> tuple[int, ...]:
 
 
 def _scales(q: Quantized) -> torch.Tensor:
-    """Scales in cuBLAS's layouts: those of 1x128 tiles by columns, those of 128x128 by rows that are padded to four."""
+    """Return scales in cuBLAS's layouts: those of 1x128 tiles by columns, those of 128x128 by rows padded to four."""
     scale = q.scale_inv.float()
     if q.block is None:
         return scale.reshape(1)

@@ -1,8 +1,7 @@
-"""The linears of a model in plain PyTorch, for the rule that says which of them run in FP8
-(:mod:`nemo_fp8.models.selection`).
+"""Find the linears of a plain PyTorch model, and apply the rule of :mod:`nemo_fp8.models.selection` to them.
 
-Decoder layers are the entries of the model's largest ``nn.ModuleList`` of equal modules, which is what every
-Transformer in PyTorch looks like.
+The decoder layers are the entries of the model's largest ``nn.ModuleList`` of equal modules, which holds for every
+common Transformer in PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
-    """The weights whose GEMMs run in FP8 under the contract, by the name of their linear."""
+    """Return the weights whose GEMMs run in FP8 under the contract, by the name of their linear."""
     layers = _layers_of(model, precision)
     chosen, problems = {}, []
     for name, weight in _candidates(model):
@@ -40,13 +39,13 @@ def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, to
 
 
 def fits(weight: torch.Tensor, precision: Precision) -> bool:
-    """Whether an FP8 GEMM can hold a weight of this shape."""
+    """Whether FP8 GEMMs can multiply a weight of this shape."""
     rows, columns = weight.shape
     return gemm_misfit(precision.scaling, rows, columns) is None
 
 
 def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight that a linear multiplies with: those of nn.Linear, and the projections of nn.MultiheadAttention."""
+    """Yield every weight that a linear multiplies with: of nn.Linear, and the projections of nn.MultiheadAttention."""
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and not is_te(module):
             if not isinstance(module._parameters.get("weight"), torch.nn.Parameter):
@@ -65,12 +64,12 @@ def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_te(module: torch.nn.Module) -> bool:
-    """Whether a module is TransformerEngine's, which brings its own FP8."""
+    """Whether a module is TransformerEngine's, which runs its own FP8."""
     return type(module).__module__.split(".")[0] == "transformer_engine"
 
 
 def _layers_of(model: torch.nn.Module, precision: Precision) -> tuple[str, int | None]:
-    """The path of the list of decoder layers, and how many there are."""
+    """Return the path of the list of decoder layers, and its length."""
     if not (precision.first_layers or precision.last_layers):
         return "", None
     lists = [
@@ -85,7 +84,7 @@ def _layers_of(model: torch.nn.Module, precision: Precision) -> tuple[str, int |
             "Decoder layers are found as the entries of an nn.ModuleList, and this model holds none.",
             "Name the modules in keep= instead, and set first_layers=0 and last_layers=0.",
         )
-    # The longest; of two equally long ones the outer, whose path is the shorter.
+    # The longest list; of two equally long ones the outer, which has the shorter path.
     count, path = max(lists, key=lambda found: (found[0], -len(found[1])))
     return f"{path}." if path else "", count
 

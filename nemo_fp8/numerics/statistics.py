@@ -1,15 +1,15 @@
-"""What a quantization did to its values, counted while it was done: for each tile, and summed over the tensor.
+"""Count what a quantization did to its values, during the cast: for each tile, and summed over the tensor.
 
     underflow    a finite value other than zero that became zero
     saturation   a value more than half a step above the format's largest, so that the clamp cost more than rounding
     SNR          10 log10( sum x**2 / sum (x - x_dequantized)**2 )      in dB, over finite values
     MSE          mean (x - x_dequantized)**2
-    range used   log2 of the largest over the smallest non-zero code, as a share of what the format spans
+    range used   log2 of the largest over the smallest non-zero code, as a share of the format's range
 
-Everything is kept as sums and extremes of tiles, from which the numbers of a tile, of a tensor or of several
-tensors follow. The trade-off: a few extra reductions over values that are at hand anyway, and no second pass.
-Tiles may be as many as one in 32 elements, so theirs are kept narrow: roots of sums of squares, for which FP32 has
-the range, counters of the width that a tile needs, and scales as they are stored.
+Only sums and extremes of tiles are stored; the numbers of a tile, a tensor or several tensors follow from them. The
+trade-off: a few more reductions over values that are in registers or cache anyway, and no second pass. There may be
+one tile for every 32 elements, so the fields of a tile are narrow: roots of sums of squares, for which FP32 has the
+range, counters as wide as a tile needs, and scales as they are stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nemo_fp8.numerics.formats import Format, decode_e8m0
 
 @dataclass(frozen=True)
 class Statistics:
-    """Sums and extremes by tile; every tensor has the shape of the scales (0-dim for a whole tensor)."""
+    """Sums and extremes by tile. Every tensor has the shape of the scales (0-dim for a whole tensor)."""
 
     format: Format
     elements: torch.Tensor
@@ -54,25 +54,28 @@ class Statistics:
 
     @property
     def underflow_percent(self) -> torch.Tensor:
+        """Underflows as a percentage of the elements."""
         return self.underflow * 100.0 / self.elements.clamp_min(1)
 
     @property
     def saturation_percent(self) -> torch.Tensor:
+        """Saturated values as a percentage of the elements."""
         return self.saturated * 100.0 / self.elements.clamp_min(1)
 
     @property
     def mse(self) -> torch.Tensor:
+        """The mean squared error."""
         return self.noise / (self.elements - self.nonfinite).clamp_min(1)
 
     @property
     def snr_db(self) -> torch.Tensor:
-        """Infinite where nothing was lost."""
+        """The signal-to-noise ratio in dB; infinite if nothing was lost."""
         noise = self.noise
         return 10.0 * torch.log10(torch.where(noise == 0, float("inf"), self.signal / noise))
 
     @property
     def scale_range(self) -> tuple[float, float]:
-        """The smallest and the largest scale_inv."""
+        """Return the smallest and the largest scale_inv."""
         if self.scale_inv.numel() == 0:
             return (1.0, 1.0)
         low, high = torch.aminmax(_values_of(self.scale_inv))
@@ -91,7 +94,7 @@ class Statistics:
         return used * 100.0 / self.format.binades
 
     def total(self) -> Statistics:
-        """The statistics of the whole tensor."""
+        """Sum up the tiles: the statistics of the whole tensor."""
         if self.elements.dim() == 0:
             return self
         zero = self.least_code == 0
@@ -108,11 +111,11 @@ class Statistics:
         )
 
     def whole(self) -> Statistics:
-        """One tile that is the whole tensor, as 0-dim tensors."""
+        """Return the only tile as 0-dim tensors."""
         return Statistics(self.format, *(getattr(self, f.name).reshape(()) for f in fields(self)[1:]))
 
     def summary(self) -> dict[str, float]:
-        """The tensor's numbers as plain floats, for a table or JSON."""
+        """Return the tensor's numbers as plain floats, for a table or JSON."""
         whole = self.total()
         low, high = self.scale_range
         return {
@@ -146,10 +149,10 @@ def measure(
     elements: torch.Tensor,
     format: Format,
 ) -> Statistics:
-    """Statistics by tile.
+    """Compute statistics by tile.
 
     ``source``, ``scaled`` (before the cast) and ``data`` are [tile rows, rows, tile columns, columns], the others
-    [tile rows, tile columns]. Padding is zeros, which add nothing to any sum.
+    [tile rows, tile columns]. The padding is zeros, which add nothing to a sum.
     """
     source = source.float()
     finite = source.isfinite()

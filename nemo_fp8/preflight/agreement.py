@@ -1,4 +1,4 @@
-"""Do training and rollout multiply with the same values? A proof from the contracts alone, in words.
+"""Decide from two contracts alone whether training and rollout multiply with the same values.
 
 The trainer keeps master weights and multiplies with an FP8 copy of them; the rollout multiplies with an FP8 copy of its
 own. Both copies are functions of the same weights. With the same format, blocks and kind of scale they are equal code
@@ -6,12 +6,12 @@ for code. With powers of two as scales they are equal in value whatever the bloc
 moves the exponent, so codes and scales differ where blocks do, and their products only where a code is subnormal or
 zero. Any FP32 scale moves the rounding of nearly every value, so FP32 scales of other blocks are other values.
 ``check`` compares what each contract says of its own side, weights and activations, and names every difference, its
-cost and its remedy. Where values are equal, the importance ratio starts from 1.
+cost and its remedy. If all values are equal, the importance ratio starts from 1.
 
-How grave a finding is: an ``error`` cannot be written as one contract, being two settings that ought to be one. A
-``warning`` is a choice that a single contract may make (BF16 training with FP8 rollout) and that still has its price.
-An ``info`` costs nothing, or as little as underflow does. So the two sides agree where nothing is graver than an info,
-and :func:`join` makes one contract of them where nothing is an error.
+The severity of a finding: an ``error`` cannot be written as one contract, since two settings exclude each other. A
+``warning`` is a choice that a single contract may make (BF16 training with FP8 rollout), at a cost.
+An ``info`` costs nothing, or as little as underflow does. So two sides agree if there is no error and no warning,
+and :func:`join` makes one contract of them if there is no error.
 
 The costs are distances in norm, relative to the weights, measured on Gaussian BF16 weights; ``tests/preflight``
 measures them again. A model's own underflow is counted by :func:`nemo_fp8.mismatch.sides_apart`.
@@ -43,17 +43,16 @@ UNDERFLOW = 0.02
 _SHARED = ("compute", "weight_scale", "activation_scale", "first_layers", "last_layers", "keep")
 _ROLLOUT = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
 _TOPICS = {"weight": "weights", "input": "activations"}
-# How ``--json`` has called the severities here since 0.1.
+# The names of the severities in the ``--json`` output of ``check``, unchanged since 0.1.
 _IN_JSON = {"error": "conflict", "warning": "difference", "info": "note"}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What ``check`` found. Ask ``agrees``; the object itself has no truth value, so that it cannot be tested by
-    mistake."""
+    """The result of ``check``. Ask ``agrees``: the object itself has no truth value, lest it be tested by mistake."""
 
     findings: tuple[Problem, ...]
-    """What differs; ``where`` says in which respect."""
+    """What differs; ``where`` names what it is about."""
 
     @property
     def agrees(self) -> bool:
@@ -61,13 +60,13 @@ class Agreement:
         return all(f.severity == "info" for f in self.findings)
 
     def require(self) -> Agreement:
-        """The same result, or an error with every finding that breaks the agreement."""
+        """Return self. Raises PrecisionError with every error and warning if the two sides do not agree."""
         if not self.agrees:
             raise PrecisionError(f for f in self.findings if f.severity != "info")
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain values, for ``--json``, where severities keep the words that scripts know."""
+        """Return plain values for ``--json``, where severities keep the names that scripts rely on."""
         rows = [f.to_dict() | {"severity": _IN_JSON[f.severity], "topic": f.where} for f in self.findings]
         return {"agrees": self.agrees, "findings": rows}
 
@@ -91,7 +90,7 @@ def check(*, train: Precision, rollout: Precision) -> Agreement:
 
 
 def join(train: Precision, rollout: Precision) -> Precision:
-    """One contract that says both sides, or an error with every setting in which they contradict each other."""
+    """Make one contract of both sides. Raises PrecisionError with every setting in which they contradict each other."""
     conflicts = [f for f in check(train=train, rollout=rollout).findings if f.severity == "error"]
     if conflicts:
         raise PrecisionError(conflicts)
@@ -99,27 +98,27 @@ def join(train: Precision, rollout: Precision) -> Precision:
 
 
 def merge(train: Precision, rollout: Precision) -> Precision:
-    """The training side of one contract and the rollout side of another, unchecked: where both speak, training wins."""
+    """Combine the training side of one contract and the rollout side of another, unchecked; training wins."""
     values = train.to_dict() | {name: getattr(rollout, name) for name in _ROLLOUT}
     for name in _SHARED:
         if not _says(train, name, "train") and _says(rollout, name, "rollout"):
             values[name] = getattr(rollout, name)
         elif not _says(train, name, "train") and train.is_fp8:
-            values[name] = None  # delayed scaling beside a rollout without FP8: a scale of nothing
+            values[name] = None  # delayed scaling beside a rollout without FP8 leaves no use for power-of-2 scales
     return Precision(**values)
 
 
 def _says(p: Precision, name: str, side: str) -> bool:
-    """Whether a shared field means anything on that side of a contract."""
+    """Whether a shared field has a meaning on that side of a contract."""
     if name == "compute":
         return True
     if side == "rollout":
         return p.rollout == "fp8"
-    # Delayed scaling has FP32 scales and nothing to choose.
+    # Delayed scaling always has FP32 scales.
     return p.is_fp8 and not (name.endswith("_scale") and p.scaling == "delayed")
 
 
-# ---------------------------------------------------------------------- what each side holds
+# ---------------------------------------------------------------------- values
 
 
 def _same_values(a: Operand, b: Operand) -> bool:
@@ -166,7 +165,7 @@ def _activations(train: Precision, rollout: Precision) -> Iterator[Problem]:
 
 
 def _casts(tensors: str, ours: Operand, theirs: Operand, severity: str, gaps: dict[str, str]) -> Iterator[Problem]:
-    """What two casts of the same tensors make of them; nothing where codes and scales are the same."""
+    """Yield the finding about two casts of the same tensors; nothing if codes and scales are equal."""
     gaps |= {"tensors": tensors, "train": ours.words(), "rollout": theirs.words()}
     if not _same_values(ours, theirs):
         yield finding(_cause(ours, theirs), tensors, severity=severity, **gaps)
@@ -175,7 +174,7 @@ def _casts(tensors: str, ours: Operand, theirs: Operand, severity: str, gaps: di
 
 
 def _cause(ours: Operand, theirs: Operand) -> str:
-    """The first reason why two casts give other values, the one that is hardest to remedy before the others."""
+    """Return the first reason why two casts give different values; the hardest to remedy comes first."""
     if ours.delayed:
         return "sides-delayed"
     if theirs.delayed:
@@ -184,7 +183,7 @@ def _cause(ours: Operand, theirs: Operand) -> str:
 
 
 def _degree(name: str, train: Precision, rollout: Precision) -> str:
-    """An error where both sides say the field and say different things: one contract cannot."""
+    """Return ``error`` if the field has a meaning on both sides and differs, since no contract can say both."""
     said = _says(train, name, "train") and _says(rollout, name, "rollout")
     return "error" if said and getattr(train, name) != getattr(rollout, name) else "warning"
 

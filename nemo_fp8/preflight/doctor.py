@@ -1,8 +1,8 @@
-"""Doctor: what a machine makes of each recipe, and what is wrong with what is installed on it, before the run.
+"""Say what a machine can do with each recipe, and what is wrong with its installation, before the run.
 
-Rows for people, from the table in ``support.py``. ``require`` asks the same table for one contract and raises one
-clear error, so that "FP8 block scaled GEMM requires Hopper and CUDA >= 12.9" is met at the start and never as an
-assertion from inside the first step, after the model was built and the data was read.
+The answers come from the table in ``support.py``. ``require`` asks it about one contract and raises one clear error, so
+that "FP8 block scaled GEMM requires Hopper and CUDA >= 12.9" appears at the start and not as an assertion inside of the
+first step, after the model was built and the data was read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, TE_ON_CPU, UNK
 
 log = logging.getLogger(__name__)
 
-# Variable -> what it does, where it is read. TransformerEngine reads its own when it is imported.
+# Variable -> what it does. TransformerEngine reads its own at import.
 ENVIRONMENT = {
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "TransformerEngine gives blockwise FP32 scales in place of powers of two "
     "(NeMo RL sets it).",
@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "VLLM_TEST_FORCE_FP8_MARLIN": "vLLM keeps activations in BF16, with FP8 weights alone, on every GPU.",
 }
 
-# Variables that TransformerEngine turns into the default of a recipe's field when it is imported.
+# Variables that TransformerEngine makes defaults of recipe fields at import.
 FROZEN = {
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("Float8BlockScaling", "use_f32_scales"),
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("Float8CurrentScaling", "use_power_2_scales"),
@@ -41,17 +41,17 @@ FROZEN = {
 ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 TE_RECIPES = "transformer_engine.common.recipe"
 
-# CUDA major -> the oldest driver that runs it.
+# CUDA major version -> the oldest driver that runs it.
 DRIVERS = {"12": "525", "13": "580"}
 
 
 def doctor(machine: Machine) -> list[Answer]:
-    """The verdict on every recipe that a contract can name."""
+    """Return the verdict on every recipe that a contract can name."""
     return [answer(recipe, machine) for recipe in RECIPES if recipe != "nvfp4"]
 
 
 def recipes_of(precision: Precision, sides: Sequence[str] = ("train", "rollout")) -> list[str]:
-    """The rows of the support table that a contract asks for; none where it runs in its compute dtype."""
+    """Return the rows of the support table that a contract needs; none for a side in the compute dtype."""
     found = []
     if "train" in sides and precision.scaling is not None:
         fp32 = precision.scaling == "blockwise" and "fp32" in (precision.weight_scale, precision.activation_scale)
@@ -71,10 +71,10 @@ def recipes_of(precision: Precision, sides: Sequence[str] = ("train", "rollout")
 def require(
     precision: Precision, machine: Machine, *, sides: Sequence[str] = ("train",), emulate: bool = False
 ) -> None:
-    """Raise one PrecisionError unless the machine carries the contract out, natively, or with ``emulate`` by emulation.
+    """Raise PrecisionError unless the machine runs the contract, natively or, with ``emulate``, by emulation.
 
-    Trainer and rollout run in different environments, so each asks for its own side. What is unknown does not stop
-    a run; it is logged.
+    Trainer and rollout run in different environments, so each calls this for its own side. What is unknown is logged
+    and does not stop a run.
     """
     problems = []
     for found in (answer(recipe, machine) for recipe in recipes_of(precision, sides)):
@@ -90,12 +90,12 @@ def require(
         raise PrecisionError(problems)
 
 
-# The finding that each verdict is; a native one is none.
+# Verdict -> the code of its finding; ``native`` has none.
 _CODES = {EMULATED: "emulated", UNSUPPORTED: "unsupported", UNKNOWN: "unknown-support"}
 
 
 def support_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
-    """The same answers as findings, for lint."""
+    """Yield the same answers as findings, for lint."""
     for found in (answer(recipe, machine) for recipe in recipes_of(precision)):
         if found.verdict in _CODES:
             name = RECIPES[found.recipe]
@@ -114,9 +114,9 @@ def _as_finding(code: str, found: Answer, machine: Machine, recipe: str, **gaps:
 def sanity(
     machine: Machine, environment: Mapping[str, str] | None = None, modules: Mapping[str, ModuleType] | None = None
 ) -> list[Problem]:
-    """What is wrong with the packages on a machine, and with the environment if one is given.
+    """Return what is wrong with the packages on a machine and, if given, with the environment.
 
-    With ``modules`` (``sys.modules``), a variable that was set after TransformerEngine had been imported is found too.
+    With ``modules`` (``sys.modules``) it also finds variables that were set after TransformerEngine had been imported.
     """
     found = [*_packages(machine)]
     if environment is not None:
@@ -130,13 +130,13 @@ def sanity(
 
 
 def resume_findings(precision: Precision, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """What keeps a run under this contract from being resumed."""
+    """Yield what prevents a run under this contract from being resumed."""
     if precision.scaling == "delayed" and environment.get(ALLOW_PICKLE) != "1":
         yield finding("te-delayed-resume", ALLOW_PICKLE)
 
 
 def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[Problem]:
-    """Variables whose value is not the one that the imported TransformerEngine froze."""
+    """Return findings for variables whose value differs from the one that the imported TransformerEngine read."""
     recipes: Any = modules.get(TE_RECIPES)
     found = []
     for name, (recipe, field) in FROZEN.items() if recipes else ():
@@ -178,5 +178,5 @@ def _packages(m: Machine) -> Iterator[Problem]:
 def _version(text: str | None) -> Version | None:
     try:
         return Version(text) if text else None
-    except InvalidVersion:  # ABSENT, or a vendor's own numbering
+    except InvalidVersion:  # ABSENT, or not a plain number
         return None

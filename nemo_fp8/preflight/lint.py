@@ -1,8 +1,8 @@
 """Lint: contract x model x split x machine -> findings, before the run.
 
-A contract refuses contradictions by itself; lint points at what is *allowed and not meant*: fields that the chosen
-recipe ignores, layers that will not run in FP8, settings of Megatron that undo it in silence. Each argument that is
-left out leaves its findings out; nothing is guessed about a model or a machine that was not given.
+A contract refuses contradictions itself; lint reports what is *allowed but probably not meant*: fields that the chosen
+recipe ignores, layers that will not run in FP8, settings of Megatron that undo it without a word. Model, split, machine
+and environment are optional; without one, its findings are left out and nothing is assumed in its place.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def lint(
     environment: Mapping[str, str] | None = None,
     modules: Mapping[str, ModuleType] | None = None,
 ) -> list[Problem]:
-    """Every finding, errors first. Settings that cannot become a contract give their problems as findings.
+    """Return every finding, errors first. Problems of settings that are no valid contract become findings, too.
 
-    ``environment`` is a mapping such as ``os.environ`` and is looked at only if given; with ``modules=sys.modules``
-    variables that were set after TransformerEngine had been imported are found too.
+    ``environment`` is a mapping such as ``os.environ``, read only if given. With ``modules=sys.modules``, variables
+    that were set after TransformerEngine's import are found, too.
     """
     try:
         precision = settings if isinstance(settings, Precision) else Precision.from_dict(settings)
@@ -66,7 +66,7 @@ def lint(
 
 
 def _ignored(p: Precision) -> Iterator[Problem]:
-    """Fields that differ from what they would be by themselves, and that nothing reads."""
+    """Yield findings for fields that differ from their default although nothing reads them."""
     untouched = Precision(format=p.format, scaling=p.scaling, rollout=p.rollout)
 
     def was_set(name: str) -> bool:
@@ -92,7 +92,7 @@ def _ignored(p: Precision) -> Iterator[Problem]:
 
 
 def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
-    """Find settings that are obeyed, and go wrong."""
+    """Yield findings for settings that are obeyed and do harm."""
     if p.is_fp8 and not p.wgrad and not (machine is not None and machine.has_gpu is False):
         yield finding("ignored-wgrad", "wgrad")
     if p.format == "hybrid" and p.scaling in ("mxfp8", "blockwise"):
@@ -151,7 +151,7 @@ _SCALE_VARIABLES = {
 
 
 def _environment(p: Precision, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Scales that TransformerEngine takes from a variable, against those that the contract says."""
+    """Yield findings for variables that make TransformerEngine take other scales than the contract."""
     for name, (scaling, on, off) in _SCALE_VARIABLES.items():
         wanted = {p.weight_scale, p.activation_scale}
         if p.scaling != scaling:

@@ -1,16 +1,15 @@
 """A machine: this one, or one described in words such as ``h200,cuda12.8,te2.9``.
 
-A head node has no GPU, so what a machine *is* (this file) stays apart from what it *can* (``support.py``). Three
+A head node has no GPU, so what a machine *is* (this file) is separate from what it *can do* (``support.py``). Three
 states, never two: a value, ``ABSENT`` (looked for and not there), None (unknown). An unknown is not guessed; what
 follows from something else that was given (PyTorch's wheel fixes its CUDA) is filled in, and ``assumed`` says so.
 
 Nothing here imports torch, TransformerEngine or vLLM, which cost seconds, and in TE's case freeze ``NVTE_*``
 variables at import. Versions come from package metadata, torch's CUDA from the text of ``torch/version.py``, cuBLAS
 from its wheel or from the file name behind the library's link, and the GPUs from NVML: unlike ``cuInit`` it makes no
-CUDA context, so a process that forks after asking is unharmed. The price: NVML does not heed CUDA_VISIBLE_DEVICES.
+CUDA context, so a process may still fork afterwards. The trade-off: NVML ignores CUDA_VISIBLE_DEVICES.
 
-vLLM and NeMo cannot share an environment, so where this one has no vLLM, the rollout environment beside it is looked
-at.
+vLLM and NeMo cannot share an environment, so if this one has no vLLM, the rollout environment beside it is searched.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ GPUS: dict[str, tuple[int, float | None]] = {
     "gb10": (121, None),
 }
 
-# What PyTorch's wheels on PyPI carry: series -> (CUDA, cuBLAS; None where cuda-toolkit decides).
+# PyTorch series -> what its wheels on PyPI bring: (CUDA, cuBLAS; None where cuda-toolkit decides).
 TORCH_WHEELS: dict[str, tuple[str, str | None]] = {
     "2.6": ("12.4", "12.4.5.8"),
     "2.7": ("12.6", "12.6.4.1"),
@@ -80,7 +79,7 @@ TORCH_WHEELS: dict[str, tuple[str, str | None]] = {
     "2.15": ("13.2.2", None),
 }
 
-# Field of a Machine -> the distributions that carry it, the first found counts.
+# Field of a Machine -> the distributions that may have its version; the first one found counts.
 _DISTRIBUTIONS = {
     "torch": ("torch",),
     "te": ("transformer-engine",),
@@ -100,14 +99,14 @@ _ALIASES = {
     "py": "python",
 }
 _CPU_FLAGS = {"avx512f": "avx512", "avx512_bf16": "avx512_bf16", "amx_tile": "amx"}
-# What one word says of a CPU; avx2 is one with neither AVX-512 nor AMX.
+# Word -> the units of a CPU; avx2 means neither AVX-512 nor AMX.
 _CPU_WORDS: dict[str, tuple[str, ...]] = {"avx2": (), "avx512": ("avx512",), "amx": ("avx512", "amx")}
 _CUDA_LIBRARIES = ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What was found or said about one machine. None is unknown, ``ABSENT`` is known not to be there."""
+    """What was found on one machine, or said about it. None is unknown; ``ABSENT`` is known to be missing."""
 
     source: str = "this machine"
     """The words it was described with."""
@@ -120,31 +119,30 @@ class Machine:
     """Bytes on the smallest GPU."""
     driver: str | None = None
     cuda: str | None = None
-    """The CUDA that torch was built with, which is what TransformerEngine asks about."""
+    """The CUDA that torch was built with, the one that TransformerEngine checks."""
     cublas: str | None = None
     torch: str | None = None
     te: str | None = None
     te_library: bool | None = None
-    """Whether TransformerEngine's compiled library is there too, and not only its Python wheel."""
+    """Whether TransformerEngine's compiled library is installed, besides its Python wheel."""
     mcore: str | None = None
     nemo: str | None = None
     vllm: str | None = None
     vllm_cpu: bool | None = None
     """Whether vLLM is the CPU build."""
     vllm_looked: tuple[str, ...] = field(default=(), compare=False)
-    """The environments in which vLLM was looked for; where it was found, the last of them has it."""
+    """The environments that were searched for vLLM; if it was found, in the last of them."""
     numpy: str | None = None
     torchvision_cuda: str | None = None
     python: str | None = None
     cpu: tuple[str, ...] | None = None
-    """Of avx512, avx512_bf16, amx: what the processor has; empty where it has none of them."""
+    """Those of avx512, avx512_bf16 and amx that the processor has."""
     assumed: tuple[str, ...] = field(default=(), compare=False)
-    """What was filled in because something else was given, in words."""
+    """Sentences about fields that were filled in because they follow from others."""
 
     @classmethod
     def here(cls, vllm_python: str | Path | None = None) -> Machine:
-        """This machine, its vLLM in this environment or in that of ``vllm_python``; by default see
-        :func:`vllm_pythons`."""
+        """Examine this machine, and vLLM in the environment of ``vllm_python`` or those of :func:`vllm_pythons`."""
         found: dict[str, Any] = {
             name: _first_version(names) for name, names in _DISTRIBUTIONS.items() if name != "vllm"
         }
@@ -162,8 +160,10 @@ class Machine:
 
     @classmethod
     def parse(cls, words: str) -> Machine:
-        """A machine from words between commas: a GPU name or smNN, cuda12.8, cublas12.9, torch2.9, te2.9, mcore0.15,
-        amx, avx2, ..."""
+        """Read a machine from words between commas; raise PrecisionError for an unknown word.
+
+        The words: a GPU name or smNN, cuda12.8, cublas12.9, torch2.9, te2.9, mcore0.15, amx, avx2, ...
+        """
         said: dict[str, Any] = {}
         problems: list[Problem] = []
         for word in filter(None, (w.strip() for w in words.split(","))):
@@ -193,17 +193,17 @@ class Machine:
 
     @property
     def has_gpu(self) -> bool | None:
-        """Whether there is an NVIDIA GPU; None where nothing was said."""
+        """Whether there is an NVIDIA GPU; None if unknown."""
         if self.gpu == ABSENT or self.count == 0:
             return False
         return True if self.arch is not None else None
 
     def without_gpu(self) -> Machine:
-        """The same machine as software sees it that was built for CPUs."""
+        """Return the machine as software built for CPUs sees it."""
         return replace(self, gpu=ABSENT, count=0, arch=None, memory=None)
 
     def facts(self) -> list[tuple[str, str]]:
-        """What is known, as (heading, words) rows; unknown and absent are told apart."""
+        """Return what is known as (heading, words) rows; unknown and absent read differently."""
         gib = f", {self.memory / 2**30:.0f} GiB" if self.memory else ""
         gpu = {True: f"{self.count or 1} x {self.gpu or 'GPU'} (sm{self.arch}{gib})", False: "none", None: "unknown"}[
             self.has_gpu
@@ -222,7 +222,7 @@ class Machine:
         return f"{self.vllm or 'unknown'}{beside}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as a plain value, for JSON."""
+        """Return every field as a plain value, for JSON."""
         return {f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v for f in fields(self)}
 
 
@@ -230,7 +230,7 @@ class Machine:
 
 
 def _read_word(word: str) -> dict[str, Any] | None:
-    """The fields that one word sets; None where it means nothing."""
+    """Return the fields that one word sets; None if it has no meaning."""
     if word in ("cpu", "nogpu"):
         return {"gpu": ABSENT, "count": 0, "driver": ABSENT}
     if word in _CPU_WORDS:
@@ -249,7 +249,7 @@ def _read_word(word: str) -> dict[str, Any] | None:
 
 
 def _read_gpu(word: str) -> dict[str, Any] | None:
-    """A GPU's name, with how many before or after it and a size behind it: ``8xh100``, ``a10080gb``, ``h200x4``."""
+    """Read a GPU's name with a count before or after it and a size behind it: ``8xh100``, ``a10080gb``, ``h200x4``."""
     names = "|".join(sorted(GPUS, key=len, reverse=True))
     found = re.fullmatch(rf"(?:(\d+)x)?(?:nvidia)?({names})(?:sxm\d?|pcie|nvl)?(?:(\d+)gi?b)?(?:x(\d+))?", word)
     if found is None:
@@ -270,7 +270,7 @@ def _unknown_word(word: str) -> Problem:
 
 
 def _fill_in(machine: Machine) -> Machine:
-    """What a PyTorch version fixes, and the cuBLAS that a CUDA ships; each with a sentence in ``assumed``."""
+    """Fill in what a PyTorch version fixes, and the cuBLAS of a CUDA; each adds a sentence to ``assumed``."""
     changes: dict[str, Any] = {}
     assumed: list[str] = []
     if machine.torch and machine.torch != ABSENT and machine.cuda is None:
@@ -296,9 +296,11 @@ def _fill_in(machine: Machine) -> Machine:
 
 
 def vllm_pythons(given: str | Path | None = None) -> list[Path]:
-    """The Pythons that may have vLLM, in the order in which they are looked at: the one given, or this one and then
-    those of ``.venv-rollout`` beside this environment (where ``make setup`` puts it), in the current folder and beside
-    this package."""
+    """Return the Pythons that may have vLLM, in the order of search.
+
+    ``given`` alone, or this Python and those of ``.venv-rollout`` beside this environment (``make setup`` puts it
+    there), in the current folder and beside this package.
+    """
     if given:
         return [Path(given)]
     beside = (Path(sys.prefix).parent, Path.cwd(), Path(__file__).parents[1])
@@ -306,11 +308,11 @@ def vllm_pythons(given: str | Path | None = None) -> list[Path]:
 
 
 def _vllm(pythons: list[Path]) -> dict[str, Any]:
-    """The first vLLM that one of these environments has, where it was looked for, and the torchvision beside it."""
+    """Return the first vLLM in these environments, where it was searched, and the torchvision beside it."""
     looked: list[str] = []
     version, folders = ABSENT, None
     for python in pythons:
-        root = Path(os.path.abspath(python)).parents[1]  # as it is called: a venv's Python is a link to another one
+        root = Path(os.path.abspath(python)).parents[1]  # not resolved: a venv's Python is a link to another Python
         folders = None if root == Path(sys.prefix) else [*map(str, root.glob("lib/python*/site-packages"))]
         looked.append(str(root))
         version = _first_version(_VLLM, folders)
@@ -325,7 +327,7 @@ def _vllm(pythons: list[Path]) -> dict[str, Any]:
 
 
 def _first_version(distributions: tuple[str, ...], folders: list[str] | None = None) -> str:
-    """The version of the first of these distributions that is installed, here or in these folders."""
+    """Return the version of the first of these distributions that is installed, here or in these folders."""
     for name in distributions:
         found = (
             metadata.distributions(name=name) if folders is None else metadata.distributions(name=name, path=folders)
@@ -336,9 +338,8 @@ def _first_version(distributions: tuple[str, ...], folders: list[str] | None = N
 
 
 def _in_version_file(package: str, name: str, folders: list[str] | None = None) -> str | None:
-    """``name`` from ``package/version.py``, read as text; ABSENT where it is None there, None where nothing was
-    found."""
-    # This finds, and does not import.
+    """Read ``name`` from the text of ``package/version.py``; ABSENT if it is None there, None if it is not found."""
+    # find_spec does not import a package at the top level.
     spec = (
         importlib.util.find_spec(package)
         if folders is None
@@ -354,7 +355,7 @@ def _in_version_file(package: str, name: str, folders: list[str] | None = None) 
 
 
 def _cublas(cuda: str) -> str | None:
-    """cuBLAS's version: of the wheel beside torch, else of the library file that the system's link points to."""
+    """Return cuBLAS's version: of the wheel beside torch, else of the file that the system's link points to."""
     if cuda == ABSENT:
         return ABSENT
     major = cuda.split(".")[0]
@@ -370,7 +371,7 @@ def _cublas(cuda: str) -> str | None:
 
 
 def _te_library() -> bool:
-    """Whether any of the wheels, or a build from source, brought TransformerEngine's compiled library."""
+    """Whether a wheel or a build from source has installed TransformerEngine's compiled library."""
     spec = importlib.util.find_spec("transformer_engine")
     roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
     return any(
@@ -395,7 +396,7 @@ class _Memory(ctypes.Structure):
 
 
 def _gpus() -> dict[str, Any]:
-    """The GPUs and the driver, from NVML."""
+    """Return the GPUs and the driver, from NVML."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -431,7 +432,7 @@ def _devices(nvml: ctypes.CDLL) -> Iterator[tuple[str, int, int]]:
     for index in range(count.value):
         handle, major, minor, memory = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int(), _Memory()
         if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
-            continue  # a GPU that this user may not see
+            continue  # this user has no access to the GPU
         nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
         nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
         name = _text(partial(nvml.nvmlDeviceGetName, handle))

@@ -1,4 +1,4 @@
-"""Memory of a training run per GPU, item by item: what FP8 costs, and what FP8 primary weights save or do not.
+"""Estimate the memory of a training run per GPU, item by item: what FP8 costs, and what FP8 primary weights save.
 
 For a weight of an FP8 layer, in bytes an element on the rank that holds it:
 
@@ -9,14 +9,14 @@ For a weight of an FP8 layer, in bytes an element on the rank that holds it:
     gradient buffer          4 (or 2)         4 (or 2)               4 (or 2)
     FP32 master, two moments 12 / DP          12 / DP                12 / DP
 
-So FP8 *adds* two bytes, and FP8 primary weights take them back: memory does not fall under BF16's (TE#1261). What
-falls is the gather of the distributed optimizer, by half. The cast by columns is what dgrad reads: FP8 GEMMs of
-sm89 and sm90 take one layout alone (TN), so per-tensor recipes keep a transpose there, and none from sm100 on;
-blockwise and MXFP8 scale along each direction, so they hold both everywhere.
+So FP8 *adds* two bytes, and FP8 primary weights save two: the sum does not fall below that of BF16 (TE#1261). What
+falls by half is the gather of the distributed optimizer. dgrad reads the cast by columns: FP8 GEMMs of sm89 and sm90
+take one layout only (TN), so per-tensor recipes keep a transpose there, and none from sm100 on; blockwise and MXFP8
+scale along each direction, so they keep both everywhere.
 
-An estimate of what stays from step to step: activations, the communication buffers of NCCL, TE's workspaces, and the
-allocator's fragments come on top. Parameter counts are exact; tests hold them, the gradient buffer and the optimizer's
-shards against megatron-core.
+The estimate is of what stays from step to step. Activations, the communication buffers of NCCL, TE's workspaces and
+fragments of the allocator come on top. Parameter counts are exact; tests compare them, the gradient buffer and the
+optimizer's shards with megatron-core.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on the fullest GPU, and the sentences under which they hold."""
+    """The bytes on the fullest GPU, and sentences that say what was assumed."""
 
     precision: str
     items: tuple[Item, ...]
@@ -57,22 +57,22 @@ class Estimate:
     gather: int
     """Bytes that the distributed optimizer gathers on each GPU each step."""
     capacity: int | None
-    """Bytes that the GPU has, where the machine says."""
+    """The memory of the GPU in bytes, if the machine is known."""
     assumptions: tuple[str, ...]
 
     @property
     def total(self) -> int:
+        """All items together, in bytes."""
         return sum(item.bytes for item in self.items)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self) | {"total": self.total}
 
 
 @dataclass(frozen=True)
 class _Share:
-    """Parameters of one kind on one GPU: how many, how many of them in FP8, over how many ranks their optimizer is
-    spread."""
+    """Parameters of one kind on one GPU: their number, those in FP8, and the ranks that share their optimizer state."""
 
     elements: int
     over: int
@@ -85,7 +85,7 @@ class _Share:
 def memory(
     model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None
 ) -> Estimate:
-    """The estimate for the pipeline stage that needs most."""
+    """Estimate the pipeline stage that needs the most memory."""
     parallel = parallel or Parallel()
     stages = (_stage(stage, model, precision, parallel, machine) for stage in range(parallel.pipeline))
     return max(stages, key=lambda estimate: estimate.total)
@@ -94,7 +94,7 @@ def memory(
 def alternatives(
     model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None
 ) -> list[Estimate]:
-    """BF16 training, the contract without, and with FP8 primary weights, to be read side by side."""
+    """Estimate BF16 training, the contract without and the contract with FP8 primary weights, for comparison."""
     found = [Precision(name=precision.compute, compute=precision.compute, grad_reduce=precision.grad_reduce)]
     if precision.is_fp8:
         names = {False: f"{precision.name}, fp8_param=False", True: f"{precision.name}, fp8_param=True"}
@@ -109,7 +109,7 @@ def alternatives(
 def savings(
     model: Model, precision: Precision, parallel: Parallel | None = None, machine: Machine | None = None
 ) -> str:
-    """What FP8 primary weights save, in words; empty without FP8."""
+    """Say in words what FP8 primary weights save; empty without FP8."""
     estimates = alternatives(model, precision, parallel, machine)
     if len(estimates) < 3:
         return ""
@@ -209,7 +209,7 @@ def _linear(linear: Linear, fp8: bool, p: Precision, parallel: Parallel, over: i
 
 
 def _scale_bytes(p: Precision, rows: int, columns: int) -> int:
-    """Bytes of scales for one FP8 copy of a weight."""
+    """Return the bytes of the scales for one FP8 copy of a weight."""
     if p.scaling == "blockwise":
         return 4 * -(-rows // 128) * -(-columns // 128)
     return rows * columns // 32 if p.scaling == "mxfp8" else 4

@@ -1,9 +1,8 @@
-"""Which linear layers really run in FP8: contract x model x split -> an audit table and findings.
+"""Report which linear layers of a model really run in FP8: contract x model x split -> an audit table and findings.
 
-What each side runs in FP8 is the rule's to say (:mod:`nemo_fp8.models.selection`); here its answers for a model become
-a table, and what a person should know about them becomes findings: blocks that tensor parallelism cuts, packed
-sequences, key-value heads that are held several times. The audit groups layers that fare alike, and says for each group
-what it runs in and why.
+The rule of :mod:`nemo_fp8.models.selection` decides. Here its answers for a model become a table, which groups layers
+with the same answer and says what they run in and why, and findings about what the answers mean: blocks that tensor
+parallelism cuts, packed sequences, key-value heads that several ranks hold.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from nemo_fp8.models.selection import (
 from nemo_fp8.models.shapes import COLUMN, ROW, Linear, Model
 from nemo_fp8.preflight.machine import Machine
 
-# Scaling -> what NeMo RL pads packed sequences to.
+# Scaling -> the multiple that NeMo RL pads packed sequences to.
 PACKING = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 BLOCK = 128
 
 
 @dataclass(frozen=True)
 class AuditRow:
-    """Linears that fare alike. ``count`` is over all decoder layers and all experts of one rank."""
+    """Linears with the same answer. ``count`` is over all decoder layers and all experts of one rank."""
 
     name: str
     rows: int
@@ -52,6 +51,7 @@ class AuditRow:
     rollout_reason: str
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
@@ -59,8 +59,7 @@ class AuditRow:
 
 
 def own_blocks(p: Precision, model: Model, linear: Linear, parallel: Parallel) -> str | None:
-    """Where the rollout's tensor parallelism cuts through 128x128 blocks of a linear, so that a rank has others; None
-    where not."""
+    """Say how the rollout's tensor parallelism cuts through 128x128 blocks of a linear; None if it does not."""
     cut = rollout_cut(linear, parallel)
     if ROLLOUT_BLOCKS[p.rollout_block] != (BLOCK, BLOCK) or cut == 1:
         return None
@@ -75,14 +74,14 @@ def own_blocks(p: Precision, model: Model, linear: Linear, parallel: Parallel) -
 
 
 def _in_words(p: Precision, fate: Operand | Kept) -> tuple[str, str]:
-    """What a linear runs in, and why it is not FP8."""
+    """Return what a linear runs in, and why it is not FP8."""
     if isinstance(fate, Operand):
         return "FP8", ""
     return "refused" if fate.rule == SHAPE and p.strict else p.compute.upper(), fate.in_short
 
 
 def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[AuditRow]:
-    """What every linear layer runs in, in training and in rollout; layers that fare alike in one row."""
+    """Return what every linear runs in, in training and in rollout, one row for all layers with the same answer."""
     parallel = parallel or Parallel()
     grouped: dict[tuple[Any, ...], int] = {}
     fates = {side: stored(model, p, parallel, side) for side in SIDES}
@@ -103,7 +102,7 @@ def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[
 
 
 def packing_multiple(p: Precision, parallel: Parallel) -> tuple[int, str]:
-    """What each packed sequence is padded to a multiple of, and the factors of it in words."""
+    """Return the multiple that each packed sequence is padded to, and its factors in words."""
     factors = [(PACKING[p.scaling], p.scaling)] if p.scaling else []
     if parallel.context > 1:
         factors.append((2 * parallel.context, f"2 x context parallel {parallel.context}"))
@@ -119,7 +118,7 @@ def packing_multiple(p: Precision, parallel: Parallel) -> tuple[int, str]:
 
 
 def shape_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Problem]:
-    """Everything about the shapes of a model that a person should know."""
+    """Yield every finding about the shapes of a model."""
     yield from _split_findings(model, parallel)
     if p.is_fp8 or p.rollout == "fp8":
         yield from _kept_findings(model, p)
@@ -149,7 +148,7 @@ def _split_findings(model: Model, parallel: Parallel) -> Iterator[Problem]:
     for quantity, value, by, name in checks:
         if value % by:
             yield finding("not-divisible", name, quantity=quantity, value=value, by=by, parallel=name)
-    # Rollout follows training where nothing else was said; one finding is enough then.
+    # If the rollout follows training, one finding is enough for both.
     if parallel.rollout_cut != parallel.tensor and model.heads % parallel.rollout_cut:
         heads, by, name = "The number of attention heads", parallel.rollout_cut, "rollout-tp"
         yield finding("not-divisible", name, quantity=heads, value=model.heads, by=by, parallel=name)
@@ -195,7 +194,7 @@ def _kept_findings(model: Model, p: Precision) -> Iterator[Problem]:
 
 
 def _train_or_rollout(model: Model, p: Precision) -> dict[tuple[int, str], Operand | Kept]:
-    """What names alone decide is the same on both sides; the side that has FP8 is asked."""
+    """Return how a side with FP8 stores each linear; what names alone decide is the same on both sides."""
     return stored(model, p, Parallel(), "train" if p.is_fp8 else "rollout")
 
 
@@ -254,7 +253,7 @@ def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterato
 
 
 def _one_sided_findings(model: Model, p: Precision) -> Iterator[Problem]:
-    """Linears that a pattern keeps on one side only: those of a unit that is larger in an engine than in Megatron."""
+    """Yield linears that a pattern keeps on one side only, since an engine's unit is larger than Megatron's."""
     sides = [stored(model, p, Parallel(), side) for side in SIDES]
     said = set()
     for layer, linear in model.all_linears():
@@ -272,20 +271,19 @@ def _one_sided_findings(model: Model, p: Precision) -> Iterator[Problem]:
 
 
 def _rule(kept: dict[tuple[int, str], Kept], layer: int, linear: Linear) -> str | None:
-    """The rule that keeps a linear out of the rollout's FP8."""
+    """Return the rule that keeps a linear out of the rollout's FP8."""
     return kept[layer, linear.name].rule if (layer, linear.name) in kept else None
 
 
 def _seam(model: Model, linear: Linear, parts: tuple[int, ...]) -> str | None:
-    """Where a 128x128 block of Megatron's fused weight covers rows of several Hugging Face weights; None where none
-    does."""
-    if linear.name.endswith("linear_qkv"):  # heads of Q, K and V take turns
+    """Say where a 128x128 block of Megatron's fused weight covers several Hugging Face weights; None if nowhere."""
+    if linear.name.endswith("linear_qkv"):  # heads of Q, K and V alternate
         return f"heads of {model.head_dim} rows" if model.head_dim % BLOCK else None
     return next((f"a part of {part} rows" for part in parts[:-1] if part % BLOCK), None)
 
 
 def _most_for_kv(model: Model) -> int | str:
-    """The widest rollout tensor parallelism that leaves whole blocks of K and V on each rank."""
+    """Return the widest rollout tensor parallelism that leaves whole blocks of K and V on each rank."""
     fits = (
         n
         for n in range(model.kv_heads, 0, -1)
@@ -305,12 +303,12 @@ def _fitting(p: Precision, model: Model, linear: Linear, parallel: Parallel) -> 
 
 
 def _distinct(model: Model, take: Callable[[int, Linear], bool] = lambda layer, linear: True) -> list[Linear]:
-    """List each kind of linear once, of those that ``take`` accepts."""
+    """List each kind of linear that ``take`` accepts once."""
     return list(dict.fromkeys(linear for layer, linear in model.all_linears() if take(layer, linear)))
 
 
 def _running(model: Model, p: Precision) -> list[Linear]:
-    """Each kind of linear that the contract keeps out of FP8 nowhere or not everywhere."""
+    """List each kind of linear that runs in FP8 in at least one layer."""
     fates = stored(model, p, Parallel(), "train")
 
     def runs(layer: int, linear: Linear) -> bool:

@@ -1,18 +1,18 @@
-"""What a recipe needs of a machine: one table, and the three-valued logic that reads it.
+"""State what a recipe needs of a machine: one table, and the three-valued logic that reads it.
 
 A recipe can be carried out in several *ways* (TransformerEngine's GEMMs; vLLM's W8A8 kernels, or Marlin, or AMX on a
-CPU; this package's emulation). A way holds where all its needs hold:
+CPU; this package's emulation). A way holds if all of its needs hold:
 
-    need   field, spec, when     machine.<field> lies in <spec>, on machines where <when> holds
-    way    all of its needs      first way that holds gives the verdict
+    need   field, spec, when     machine.<field> lies in <spec>, on machines for which <when> holds
+    way    all of its needs      the first way that holds gives the verdict
 
-The rows were read from TransformerEngine 2.3 to 2.20.2, megatron-core 0.9 to 0.15.3, NeMo 2.1 to 2.7.3 and vLLM; those
-that ``by`` gives to TE are its own support checks, and a test holds them against what TE itself answers. Its checks
-are not the whole truth: they let MXFP8 pass on any CUDA, where the GEMM then fails. Those rows are here too, under
-another ``by``. Versions are compared as versions; TE's own ``float(torch.version.cuda)`` reads a 12.10 as 12.1.
+The rows were read from TransformerEngine 2.3 to 2.20.2, megatron-core 0.9 to 0.15.3, NeMo 2.1 to 2.7.3 and vLLM. Rows
+with ``by`` TE are its own support checks, and a test compares them with TE's answers. TE's checks do not cover
+everything: they accept MXFP8 on any CUDA, where the GEMM then fails. Such rows are here under another ``by``. Versions
+are compared as versions; TE's own ``float(torch.version.cuda)`` reads 12.10 as 12.1.
 
 Verdicts: ``native`` (FP8 GEMMs run), ``emulated`` (FP8 values and scales, arithmetic in BF16 or FP32), ``unsupported``
-(the hardware could, the software cannot), ``unknown`` (it depends on something that was not said).
+(the hardware could, the software cannot), ``unknown`` (it depends on something that is not known).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nemo_fp8.preflight.machine import ABSENT, Machine
 
 NATIVE, EMULATED, UNSUPPORTED, UNKNOWN = "native", "emulated", "unsupported", "unknown"
 
-# Recipe -> what it is called in sentences. nvfp4 is in the table, and in no contract.
+# Recipe -> its name in sentences. nvfp4 has rows in the table, but no contract can name it.
 RECIPES = {
     "delayed": "delayed scaling",
     "tensorwise": "tensorwise (current) scaling",
@@ -64,14 +64,14 @@ TE_ON_CPU = ("2.20.2", "2.19.0")
 """The TransformerEngines whose compiled extension nemo_fp8 stands in for on a machine without a GPU, the one that is
 installed here first, as ``tools/te_versions.py`` found out: docs/te_versions.md has the table."""
 
-# Who insists on a need. Where the version of a HOST is not known, the verdict stands, on that condition.
+# Who has a need. If the version of a HOST is unknown, the verdict holds on condition of it.
 GPU, TE_CHECK, CUBLAS, VLLM_CHECK = "GPU", "TE's check", "cuBLAS", "vLLM's check"
 HOSTS = ("megatron-core", "NeMo", "vLLM", "torch", "installation")
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to carry recipes out, what is then true of them, and in which words."""
+    """One way to carry recipes out, what holds if it does, and its words."""
 
     name: str
     recipes: tuple[str, ...]
@@ -81,8 +81,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Need:
-    """One condition: ``machine.field`` lies in ``spec`` (alternatives between ``|``), on machines where ``when``
-    holds."""
+    """One condition: ``machine.field`` lies in ``spec`` (alternatives between ``|``); only where ``when`` is true."""
 
     way: str
     recipes: tuple[str, ...]
@@ -153,7 +152,7 @@ def _te(version: str) -> str:
 
 
 def _hosts(way: str, recipes: tuple[str, ...], mcore: str, nemo: str) -> tuple[Need, Need]:
-    """The megatron-core and the NeMo that first knew a recipe."""
+    """Return the needs for the first megatron-core and the first NeMo that know a recipe."""
     first = "It does not know the recipe before." if mcore != "0" else "Training goes through it."
     return (
         Need(
@@ -293,10 +292,9 @@ NEEDS: tuple[Need, ...] = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a machine makes of a recipe. ``depends`` lists what was not said and would decide or confirm it.
+    """The verdict of a machine on a recipe. ``depends`` lists unknown things that would decide or confirm it.
 
-    ``native`` leaves nothing to find; of every other verdict :func:`nemo_fp8.preflight.doctor.support_findings` makes a
-    finding.
+    Of every verdict but ``native``, :func:`nemo_fp8.preflight.doctor.support_findings` makes a finding.
     """
 
     recipe: str
@@ -308,7 +306,7 @@ class Answer:
 
 
 def answer(recipe: str, machine: Machine, by: Collection[str] | None = None) -> Answer:
-    """The verdict on ``recipe``; with ``by``, as if only the needs of those who are named counted."""
+    """Return the verdict on ``recipe``; with ``by``, as if only the needs of these existed."""
     if recipe not in RECIPES:
         raise PrecisionError([unknown("recipe", recipe, RECIPES)])
     tried = [_try(way, recipe, machine, by) for way in WAYS if recipe in way.recipes]
@@ -317,14 +315,14 @@ def answer(recipe: str, machine: Machine, by: Collection[str] | None = None) -> 
             return _holds(found, tried[0], recipe, machine)
     undecided = [found for found in tried if not found.failed]
     if undecided:
-        # A yes and a no that are both open (AMX's kernel, or none) are one question.
+        # If a yes and a no depend on the same unknown (AMX's kernel, or none), it is listed once.
         depends = tuple(
             dict.fromkeys(in_words(need).removeprefix("not ") for found in undecided for need in found.open)
         )
         return Answer(
             recipe, undecided[0].way.name, UNKNOWN, f"It depends on {_list(depends)}, not known here.", _SAY, depends
         )
-    # The nearest way: one that neither the GPU nor the CPU rules out, else one that the GPU does not, else the first.
+    # The nearest way: one that neither GPU nor CPU rules out, else one that the GPU does not rule out, else the first.
     nearest = min(
         tried,
         key=lambda found: [any(need.field in ruled for need in found.failed) for ruled in (("arch",), _CPU_FIELDS)],
@@ -335,12 +333,12 @@ def answer(recipe: str, machine: Machine, by: Collection[str] | None = None) -> 
 
 
 def in_words(need: Need) -> str:
-    """A need as a person says it: ``CUDA >= 12.9``."""
+    """Return a need in words: ``CUDA >= 12.9``."""
     return condition(need.field, need.spec)
 
 
 def condition(field: str, spec: str) -> str:
-    """``field`` in ``spec`` as a person says it."""
+    """Return ``field`` in ``spec`` in words."""
     name = _FIELD_WORDS.get(field, field)
     if spec in ("==1", "==0"):
         return name if spec == "==1" else f"not {name}"
@@ -376,7 +374,7 @@ class _Try:
 
 
 def needs_of(way: str, recipe: str) -> Iterator[Need]:
-    """The rows of the table for one way of one recipe."""
+    """Yield the rows of the table for one way of one recipe."""
     return (need for need in NEEDS if need.way == way and recipe in need.recipes)
 
 
@@ -401,7 +399,7 @@ def _holds_on(need: Need, machine: Machine) -> bool | None:
 
 
 def _value(machine: Machine, field: str) -> str | None:
-    """One field as a version, ABSENT or None, so that one comparison reads them all."""
+    """Return a field as a version, ABSENT or None, so that one comparison serves all fields."""
     if field == "arch" and machine.has_gpu is False:
         return ABSENT
     if field in _CPU_FIELDS:
@@ -431,7 +429,7 @@ def _holds(found: _Try, first: _Try, recipe: str, machine: Machine) -> Answer:
     reason = found.way.says + (f" Provided {_list(depends)} (not known here)." if depends else "")
     if found is first or found.way.verdict == NATIVE:
         return Answer(recipe, found.way.name, found.way.verdict, reason, "", depends)
-    # A second choice says why the first was none.
+    # If the first choice does not hold, say why.
     decisive = [need for need in first.failed if need.field == "arch"] or first.failed
     because = " ".join(_NO_GPU if machine.has_gpu is False else need.why for need in decisive[:1])
     return Answer(
@@ -462,7 +460,7 @@ def _remedies(needs: Collection[Need], machine: Machine) -> str:
 
 def _spec_words(name: str, spec: str) -> str:
     if spec == ABSENT:
-        return "no GPU"  # only a GPU's absence is ever wanted
+        return "no GPU"  # the only need of an absence is that of a GPU
     if spec == ">=0":
         return f"{name} (any)"
     return f"{name} " + " and ".join(_operator_words(part) for part in spec.split(","))

@@ -1,4 +1,4 @@
-"""Ready recipes in NeMo's own style: a function returns a ``run.Partial``, and ``precision`` says what it trains in.
+"""Recipes in NeMo's style: functions that return a ``run.Partial`` and take a ``precision``.
 
     llama3_8b, llama3_70b, qwen3_8b, mixtral_8x7b    NeMo's own recipes, with one of our plugins
 
@@ -7,7 +7,7 @@
 are registered: ``fp8_llama3_8b`` and so on, since NeMo has taken the plain ones. A Llama that learns something in a
 minute on two cores is :func:`nemo_fp8.experiments.tiny_llama`.
 
-They are loaded when they are used: NeMo takes ten seconds to import.
+They are imported at their first use, since NeMo takes ten seconds to import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["RECIPES", "llama3_8b", "llama3_70b", "mixtral_8x7b", "qwen3_8b"]
 
 if TYPE_CHECKING:
     from nemo_fp8.recipes.big import llama3_8b, llama3_70b, mixtral_8x7b, qwen3_8b
-else:  # a type checker that saw this would take any name for one of ours
+else:  # hidden from type checkers, which would accept any name otherwise
     _old = renamed(__name__, {"tiny_llama": "nemo_fp8.experiments.tiny.tiny_llama"})
 
     def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """NeMo's pretraining recipes for models that need GPUs, with one of our plugins in place of NeMo's.
 
 Everything but the precision is NeMo's: model, parallelism, optimizer, data (NeMo's mock data: put your own into
-``recipe.data``). NeMo's performance settings write into the plugin, so they are applied after it is there.
+``recipe.data``). NeMo's performance settings write into the plugin, so they are applied after it is set.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from nemo_fp8.recipes.precision import Folder, PrecisionLike, plugin_of
 
 
 class Recipe(Protocol):
-    """What every recipe takes, for type checkers: a function that a function makes shows them no arguments."""
+    """The signature of every recipe, for type checkers, which cannot see the arguments of generated functions."""
 
     def __call__(
         self,
@@ -33,7 +33,7 @@ class Recipe(Protocol):
 
 
 def _recipe(model: str, num_nodes: int) -> Recipe:
-    """The recipe of one of NeMo's models; ``num_nodes`` is the least that its parallelism fits on."""
+    """Make the recipe of one of NeMo's models; ``num_nodes`` is the least that its parallelism fits on."""
 
     def make(
         precision: PrecisionLike = "bf16_with_fp8_blockwise_mixed",

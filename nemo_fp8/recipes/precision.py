@@ -1,4 +1,4 @@
-"""What a recipe's ``precision`` argument may be, and the plugin that it stands for."""
+"""The types of a recipe's ``precision`` argument, and the plugin that each stands for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Folder: TypeAlias = Optional[str]  # noqa: UP045
 
 
 def plugin_of(precision: PrecisionLike) -> run.Config[MixedPrecision]:
-    """A Config of our plugin from a preset's name, a contract, or such a Config."""
+    """Return a Config of our plugin for a preset's name, a contract, or such a Config."""
     if isinstance(precision, run.Config):
         return precision
     return plugin_config(preset(precision) if isinstance(precision, str) else precision)

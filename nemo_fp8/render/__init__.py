@@ -1,7 +1,7 @@
-"""A contract in other programs' words: one small module for each outside format.
+"""Write a contract in the settings of other programs: one small module for each outside format.
 
-Every module has ``render(precision) -> Rendering`` and, where the format can be read, a ``from_...`` that gives the
-contract back. They hold names and tables; nothing here computes.
+Every module has ``render(precision) -> Rendering`` and, if the format can be read, a ``from_...`` that returns the
+contract. They hold names and tables; nothing here computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
 
 
 def render(precision: Precision, to: str) -> Rendering:
-    """``precision`` in the words of ``to``, a key of ``RENDERERS``."""
+    """Render ``precision`` for ``to``, a key of ``RENDERERS``. Raises PrecisionError if ``to`` is unknown."""
     if to not in RENDERERS:
         raise PrecisionError([unknown("rendering", to, RENDERERS)])
     return RENDERERS[to](precision)

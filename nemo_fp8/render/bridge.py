@@ -1,8 +1,8 @@
-"""Megatron-Bridge: the fields of ``MixedPrecisionConfig``, written and read.
+"""Megatron-Bridge: write and read the fields of ``MixedPrecisionConfig``.
 
 Bridge's class is NeMo's plugin under other spellings: the compute dtype is one of three flags, and the loss-scaling
 names carry no ``fp16_``. So this file only translates spellings, and ``nemo.py`` holds the settings and their checks.
-Field names as in megatron-bridge 0.3.1, held by a test against the real class.
+Field names are those of megatron-bridge 0.3.1; a test compares them with the real class.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from nemo_fp8.render.rendering import Rendering, lost_fields, python_call
 _FLAGS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
 _LOSS_SCALING = {name: name.removeprefix("fp16_") for name in nemo.NAMES if name.startswith("fp16_")}
 
-# Bridge's field -> NeMo's argument, for all that Bridge has beside the three flags.
+# Bridge's field -> NeMo's argument, for every field but the three flags.
 FIELDS: dict[str, str] = {
     _LOSS_SCALING.get(name, name): name for name in nemo.NAMES if name not in ("precision", "fp8_params")
 }
-# Where Bridge takes another default than NeMo.
+# Bridge's defaults that differ from NeMo's.
 DEFAULTS: dict[str, Any] = {"fp8_recipe": "tensorwise"}
-# Of Bridge's main branch: refused unless off.
+# Fields of Bridge's main branch, refused unless they are off.
 _FP4 = ("fp4_param", "fp4_param_gather")
 
 
 def to_bridge(precision: Precision) -> dict[str, Any]:
-    """Keyword arguments for ``MixedPrecisionConfig``; dtypes by name, see ``nemo.resolve_dtypes``."""
+    """Return keyword arguments for ``MixedPrecisionConfig``; dtypes by name, see ``nemo.resolve_dtypes``."""
     arguments = nemo.to_nemo(precision)
     compute = arguments.pop("precision")
     flag = next(flag for flag, name in _FLAGS.items() if name == compute)
@@ -37,8 +37,10 @@ def to_bridge(precision: Precision) -> dict[str, Any]:
 
 
 def from_bridge(values: Mapping[str, Any]) -> Precision:
-    """The contract that a ``MixedPrecisionConfig`` with these fields describes; what is not given has Bridge's
-    default."""
+    """Return the contract of a ``MixedPrecisionConfig`` with these fields; others have Bridge's defaults.
+
+    Raises PrecisionError for a field or value that the contract cannot express.
+    """
     known = (*_FLAGS, *FIELDS, *_FP4)
     problems = [unknown("MixedPrecisionConfig field", name, known) for name in values if name not in known]
     if problems:
@@ -55,7 +57,7 @@ def from_bridge(values: Mapping[str, Any]) -> Precision:
             "FP4 parameters.", "This contract describes FP8 only, and Bridge refuses them too.", "Leave them out."
         )
     arguments = {FIELDS[name]: value for name, value in values.items() if name in FIELDS}
-    # With FP8 off, the recipe means nothing, and NeMo's reader knows NeMo's default for nothing.
+    # Without FP8 the recipe has no meaning; NeMo's reader accepts NeMo's default then, and no other.
     if arguments.get("fp8") is None and arguments.get("fp8_recipe") == DEFAULTS["fp8_recipe"]:
         del arguments["fp8_recipe"]
     elif arguments.get("fp8") is not None:
@@ -64,7 +66,7 @@ def from_bridge(values: Mapping[str, Any]) -> Precision:
 
 
 def render(precision: Precision) -> Rendering:
-    """The config as a Python call."""
+    """Render the config as a Python call."""
     values = to_bridge(precision)
     lost, notes = lost_fields(precision, from_bridge(values), nemo.REASONS, "Megatron-Bridge")
     imports = "import torch\nfrom megatron.bridge.training.mixed_precision import MixedPrecisionConfig\n\n"

@@ -1,7 +1,7 @@
-"""The environment: ``NVTE_*`` variables as ``export`` lines, to be set before TransformerEngine is imported.
+"""The environment: write ``NVTE_*`` variables as ``export`` lines, to be set before TransformerEngine is imported.
 
-It says one thing only, which scales TE's block and current scaling take, and it is the only way to say that to
-software that builds its TE recipe itself (NeMo, Megatron). Everything else of a contract goes another way.
+They choose the kind of scales of TE's block and current scaling, and nothing else. Software that builds its TE recipe
+itself (NeMo, Megatron) offers no other way to choose it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SCALES = ("weight_scale", "activation_scale")
 
 
 def scale_from_environment(scaling: str | None, variables: Mapping[str, str]) -> str | None:
-    """``fp32`` or ``pow2`` where the variables choose TE's scales for ``scaling``; None where they do not."""
+    """Return ``fp32`` or ``pow2`` if the variables choose TE's scales for ``scaling``, else None."""
     if scaling not in VARIABLES:
         return None
     variable, means = VARIABLES[scaling]
@@ -35,7 +35,7 @@ def scale_from_environment(scaling: str | None, variables: Mapping[str, str]) ->
 
 
 def render(precision: Precision) -> Rendering:
-    """The variables as lines for a shell."""
+    """Render the variables as lines for a shell."""
     try:
         variables = te_environment(precision)
     except PrecisionError as error:

@@ -1,4 +1,4 @@
-"""Megatron-LM: command-line flags, written and read.
+"""Megatron-LM: write and read command-line flags.
 
 Flags as in ``megatron/training/arguments.py`` of the core_v0.15 line. Each row of ``FLAGS`` says which of NeMo's
 names a flag stands for, so that NeMo's reader checks both, and which field of megatron-core it ends in. Megatron-LM
@@ -21,17 +21,17 @@ from nemo_fp8.render.rendering import Rendering, lost_fields
 
 @dataclass(frozen=True)
 class Flag:
-    """One command-line flag: a switch that sets ``value``, or a name that ``parse`` reads the next word for."""
+    """One command-line flag: a switch that sets ``value``, or a name whose next word ``parse`` reads."""
 
     nemo: str
     core: tuple[str, ...]
-    """``Config.field`` of megatron-core that it ends in."""
+    """The ``Config.field`` of megatron-core that it sets."""
     value: Any = None
     parse: Callable[[str], Any] | None = None
 
 
 def _whole(text: str) -> int | float:
-    """Megatron reads its window as a float; a contract counts steps."""
+    """Read a whole number as int: Megatron reads its window as a float, and a contract counts steps."""
     number = float(text)
     return int(number) if number.is_integer() else number
 
@@ -70,7 +70,7 @@ FLAGS: dict[str, Flag] = {
     "--fp4-format": Flag("fp4", (), parse=str),
 }
 _COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-# A flag that begins like this and is not in the table is a slip of the pen, and not somebody else's flag.
+# An unknown flag with one of these beginnings is misspelt, and not a flag of another part of Megatron.
 _OURS = (
     "--fp8",
     "--no-fp8",
@@ -89,13 +89,13 @@ _REASONS = nemo.REASONS | dict.fromkeys(
 
 
 def to_megatron(precision: Precision) -> list[str]:
-    """The flags, a word to an entry."""
+    """Return the flags, one word to an entry."""
     p = precision
     arguments = nemo.to_nemo(p)
     if p.first_layers or p.last_layers:
         arguments |= {"num_layers_at_start_in_bf16": p.first_layers, "num_layers_at_end_in_bf16": p.last_layers}
     if p.grad_reduce == "compute" and p.compute != "bf16":
-        del arguments["grad_reduce_in_fp32"]  # Megatron's own default for these dtypes
+        del arguments["grad_reduce_in_fp32"]  # Megatron's default for these dtypes
     words: list[str] = []
     for name, flag in FLAGS.items():
         if flag.nemo not in arguments:
@@ -109,8 +109,10 @@ def to_megatron(precision: Precision) -> list[str]:
 
 
 def from_megatron(command_line: str | Sequence[str]) -> Precision:
-    """The contract that a Megatron-LM command line describes. Flags that have nothing to do with precision are passed
-    over."""
+    """Return the contract of a Megatron-LM command line. Flags that are not about precision are skipped.
+
+    Raises PrecisionError for a misspelt flag, or one that Megatron would accept and not obey.
+    """
     if isinstance(command_line, str):
         command_line = shlex.split(command_line.replace("\\\n", " "), comments=True)
     words = list(command_line)
@@ -134,7 +136,7 @@ def from_megatron(command_line: str | Sequence[str]) -> Precision:
         )
     arguments = {FLAGS[name].nemo: value for name, value in given.items()}
     arguments.setdefault("precision", "32")
-    # Megatron-LM turns FP32 reduction on for BF16 by itself.
+    # Megatron-LM switches FP32 reduction on for BF16.
     arguments.setdefault("grad_reduce_in_fp32", arguments["precision"] == "bf16-mixed")
     if arguments.get("first_last_layers_bf16"):
         arguments = dict.fromkeys(_COUNTS, 1) | arguments
@@ -159,7 +161,7 @@ def _read(words: Sequence[str]) -> Iterable[tuple[str, Any]]:
 
 
 def render(precision: Precision) -> Rendering:
-    """The flags as lines of a shell command."""
+    """Render the flags as lines of a shell command."""
     words = to_megatron(precision)
     lost, notes = lost_fields(precision, from_megatron(words), _REASONS, "Megatron-LM")
     if precision.fp8_param:

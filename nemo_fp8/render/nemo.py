@@ -1,12 +1,12 @@
-"""NeMo 2.7.3: the keyword arguments of ``MegatronMixedPrecision``, written and read.
+"""NeMo 2.7.3: write and read the keyword arguments of ``MegatronMixedPrecision``.
 
-``SETTINGS`` maps NeMo's names to contract fields; ``changes_from_nemo`` turns keyword arguments under NeMo's names
-into changes of a contract, which is how our factories take every FP8 argument of the NeMo document. NeMo checks
-almost none of them, so most of this file refuses what NeMo would take and not do: one setting under three names,
-a flag without its counts, a recipe that does not exist.
+``SETTINGS`` maps NeMo's names to contract fields. ``changes_from_nemo`` turns keyword arguments under NeMo's names
+into changes of a contract, which is how our factories take every FP8 argument of the NeMo documentation. NeMo checks
+almost none of them, so most of this file refuses what NeMo would accept and not do: one setting with two values under
+its several names, a flag without its counts, a recipe that does not exist.
 
-dtypes are names here (``"torch.bfloat16"``), so that reading and writing needs no torch; ``resolve_dtypes`` makes
-them real.
+dtypes are names here (``"torch.bfloat16"``), so that reading and writing needs no torch; ``resolve_dtypes`` replaces
+them by torch's objects.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SETTINGS: dict[str, Setting] = {
     "fp16_hysteresis": Setting("hysteresis", 2),
 }
 
-# NeMo's arguments that only repeat what others say, or that must not be given; with NeMo's own default.
+# NeMo's arguments that repeat others or must not be given, with NeMo's default.
 IMPLIED: dict[str, Any] = {
     "params_dtype": None,
     "pipeline_dtype": None,
@@ -67,7 +67,7 @@ _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.flo
 _CONTRACT = tuple(f.name for f in fields(Precision) if f.name != "name")
 _ONE_SETTING = tuple(name for name, s in SETTINGS.items() if s.field == "fp8_param")
 
-# Values that people try and that deserve more than "unknown": (name, value) -> why, remedy.
+# Values that people try, with a better answer than "unknown": (name, value) -> why, remedy.
 _TEMPTING: dict[tuple[str, Any], tuple[str, str]] = {
     ("fp8", "e5m2"): (
         "E5M2 holds two mantissa bits; Megatron has it for gradients only, and NeMo would pass the name on unchecked.",
@@ -111,8 +111,7 @@ REASONS = {
 
 
 def to_nemo(precision: Precision) -> dict[str, Any]:
-    """Keyword arguments for ``MegatronMixedPrecision``: what defines the precision, and all that is not NeMo's
-    default."""
+    """Return keyword arguments for ``MegatronMixedPrecision`` that define the precision or differ from a default."""
     p = precision
     dtype = _DTYPES[p.compute]
     head = {"precision", "grad_reduce_in_fp32"} | ({"fp8", "fp8_recipe", "fp8_param_gather"} if p.is_fp8 else set())
@@ -133,7 +132,7 @@ def to_nemo(precision: Precision) -> dict[str, Any]:
 
 
 def resolve_dtypes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments with torch's dtypes in place of their names."""
+    """Return the same arguments with torch's dtypes in place of their names."""
     import torch
 
     names = {name: getattr(torch, name.removeprefix("torch.")) for name in _DTYPES.values()}
@@ -141,7 +140,7 @@ def resolve_dtypes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(precision: Precision) -> Rendering:
-    """The plugin as a ``run.Config`` to paste into a NeMo 2 script."""
+    """Render the plugin as a ``run.Config`` to paste into a NeMo 2 script."""
     arguments = to_nemo(precision)
     lost, notes = lost_fields(precision, from_nemo(arguments), REASONS, "NeMo's plugin")
     imports = "import nemo_run as run\nimport torch\nfrom nemo.lightning import MegatronMixedPrecision\n\n"
@@ -150,7 +149,7 @@ def render(precision: Precision) -> Rendering:
 
 
 def _defects(p: Precision) -> Iterable[str]:
-    """What stock NeMo 2.7.3 does otherwise than its own arguments say."""
+    """Yield what stock NeMo 2.7.3 does differently from what its own arguments say."""
     if p.compute == "fp16":
         yield (
             "Stock NeMo 2.7.3 never multiplies the FP16 loss by its scale, so FP16 does not train; nemo_fp8's own "
@@ -162,7 +161,7 @@ def _defects(p: Precision) -> Iterable[str]:
 
 
 def core_defects(p: Precision) -> Iterable[str]:
-    """What megatron-core 0.15.3 does otherwise than its own configs say, whoever filled them."""
+    """Yield what megatron-core 0.15.3 does differently from what its own configs say."""
     if p.is_fp8 and not p.wgrad:
         yield "fp8_wgrad=False is ignored by Megatron with TransformerEngine 2.0 and newer."
     if (p.multi_head_attention and p.scaling != "delayed") or (p.attention and p.scaling == "mxfp8"):
@@ -176,9 +175,12 @@ def core_defects(p: Precision) -> Iterable[str]:
 
 
 def from_nemo(arguments: Mapping[str, Any]) -> Precision:
-    """The contract that NeMo's keyword arguments describe; what is not given has NeMo's default."""
+    """Return the contract of NeMo's keyword arguments; those that are not given have NeMo's defaults.
+
+    Raises PrecisionError for arguments that NeMo would accept and not obey.
+    """
     defaults = {name: s.default for name, s in SETTINGS.items() if not s.alias and name != "precision"} | IMPLIED
-    # Their defaults may not contradict one of the other two names.
+    # A default must not contradict a value that is given under one of the other two names.
     given = {name for name in _ONE_SETTING if arguments.get(name) is not None}
     for name in _ONE_SETTING if given else ():
         defaults.pop(name, None)
@@ -192,10 +194,10 @@ def from_nemo(arguments: Mapping[str, Any]) -> Precision:
 
 
 def changes_from_nemo(arguments: Mapping[str, Any], base: Precision | None = None) -> dict[str, Any]:
-    """Keyword arguments under NeMo's names (or the contract's own) as changes of ``base``, for
-    ``base.replace(**changes)``.
+    """Translate keyword arguments under NeMo's names (or the contract's own) to changes of ``base``.
 
-    Settings that NeMo would take and then not do are refused, all of them at once.
+    The result is for ``base.replace(**changes)``. Raises PrecisionError, with every problem, for settings that NeMo
+    would accept and not do.
     """
     base = base or Precision()
     known = (*NAMES, *(n for n in _CONTRACT if n not in NAMES))
@@ -217,11 +219,11 @@ def changes_from_nemo(arguments: Mapping[str, Any], base: Precision | None = Non
 
 
 def _followed(changes: dict[str, Any], arguments: Mapping[str, Any], base: Precision) -> dict[str, Any]:
-    """The changes, and those that follow from NeMo's two switches: ``fp8`` and ``first_last_layers_bf16``."""
+    """Add the changes that follow from NeMo's two switches: ``fp8`` and ``first_last_layers_bf16``."""
     followed: dict[str, Any] = {}
     if "format" in changes and changes["format"] is None:
         followed = {"fp8_param": False, "attention": False, "multi_head_attention": False}
-        # The recipe has a value even while FP8 is off.
+        # NeMo's recipe has a value also if FP8 is off.
         if changes.get("scaling", "delayed") == "delayed":
             changes = changes | {"scaling": None}
     elif "format" in changes and base.scaling is None:
@@ -232,7 +234,7 @@ def _followed(changes: dict[str, Any], arguments: Mapping[str, Any], base: Preci
 
 
 def _whole_layers(changes: Mapping[str, Any], arguments: Mapping[str, Any], base: Precision) -> Iterable[Problem]:
-    """``first_last_layers_bf16`` is a switch in front of two counts, which NeMo leaves at zero."""
+    """Check ``first_last_layers_bf16``, a switch for two counts that NeMo leaves at zero."""
     switch = arguments.get("first_last_layers_bf16")
     any_kept = any(changes.get(name, getattr(base, name)) for name in ("first_layers", "last_layers"))
     if switch is True and not any_kept:
@@ -252,7 +254,7 @@ def _whole_layers(changes: Mapping[str, Any], arguments: Mapping[str, Any], base
 
 
 def _repeated(changes: Mapping[str, Any], arguments: Mapping[str, Any], base: Precision) -> Iterable[Problem]:
-    """Arguments that repeat what others say must say the same."""
+    """Check that arguments that repeat others have the same value."""
     compute = changes.get("compute", base.compute)
     for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
         value = arguments.get(name)
@@ -298,7 +300,7 @@ def _not_a_flag(name: str, value: Any) -> Problem:
 
 
 def _dtype_name(dtype: Any) -> str:
-    """``"torch.bfloat16"`` for a torch dtype or any usual name of it."""
+    """Return ``"torch.bfloat16"`` for a torch dtype or any usual name of it."""
     name = str(dtype).removeprefix("torch.")
     usual = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"}
     return f"torch.{usual.get(name, name)}"

@@ -1,11 +1,11 @@
-"""NeMo RL: its YAML, written and read.
+"""NeMo RL: write and read its YAML.
 
-One file there holds both sides: ``policy.megatron_cfg`` trains, ``policy.generation.vllm_cfg`` generates, and the
-scales of the first are an environment variable while those of the second are keys. Nothing in NeMo RL compares them.
-Here reading gives the two sides, and ``from_nemo_rl`` gives one contract or says why there is none.
+One file there holds both sides: ``policy.megatron_cfg`` trains, ``policy.generation.vllm_cfg`` generates. The kind of
+scales is an environment variable for the first and a key for the second, and nothing in NeMo RL compares them. Reading
+a file here gives both sides, and ``from_nemo_rl`` gives one contract or says why there is none.
 
-What is not in a YAML is taken at NeMo RL's default, so an overlay reads like the file it will become, except for
-what NeMo RL's base files decide (``grad_reduce_in_fp32``), which is then the contract's default.
+What is not in a YAML has NeMo RL's default, so an overlay reads like the file that it extends. The exception is what
+NeMo RL's base files set (``grad_reduce_in_fp32``); for this the contract's default is taken.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _REASONS = {
 
 
 def to_nemo_rl(precision: Precision) -> dict[str, Any]:
-    """The sections of a NeMo RL configuration that say this contract."""
+    """Return the sections of a NeMo RL configuration for a contract.
+
+    Raises PrecisionError for settings that NeMo RL would carry out differently.
+    """
     p = precision
     refused = [*_cannot_mean(p)]
     if refused:
@@ -76,13 +79,13 @@ def to_nemo_rl(precision: Precision) -> dict[str, Any]:
 
 
 def render(precision: Precision) -> Rendering:
-    """An overlay for a NeMo RL configuration."""
+    """Render an overlay for a NeMo RL configuration."""
     data = to_nemo_rl(precision)
     text = yaml.safe_dump(data, sort_keys=False)
     train, rollout = read_nemo_rl(text)
     back = agreement.merge(train, rollout)
     if precision.is_fp8 and precision.keep:
-        back = Precision(**back.to_dict() | {"keep": ()})  # said to the rollout at best, never to the training
+        back = Precision(**back.to_dict() | {"keep": ()})  # NeMo RL can tell the rollout at most, never the training
     lost, notes = lost_fields(precision, back, _REASONS, "NeMo RL")
     if precision.is_fp8 and (precision.first_layers or precision.last_layers):
         notes.append(
@@ -95,12 +98,12 @@ def render(precision: Precision) -> Rendering:
 
 
 def _is_plain(pattern: str) -> bool:
-    """Whether a pattern means "has this text in its name", which is all that NeMo RL can say."""
+    """Whether a pattern means "the name contains this text", all that NeMo RL can express."""
     return re.fullmatch(r"\*[^*?\[\]]+\*", pattern) is not None and not pattern.startswith("re:")
 
 
 def _cannot_mean(p: Precision) -> Iterator[Problem]:
-    """What NeMo RL would not merely leave out but do otherwise."""
+    """Yield settings that NeMo RL would not leave out but carry out differently."""
     if p.rollout == "fp8" and p.rollout_block == "tensor":
         yield Problem(
             "rollout_block='tensor' in NeMo RL.",
@@ -119,7 +122,10 @@ def _cannot_mean(p: Precision) -> Iterator[Problem]:
 
 
 def read_nemo_rl(text: str) -> tuple[Precision, Precision]:
-    """The training side and the rollout side of a NeMo RL YAML, each as a contract of its own."""
+    """Return the training side and the rollout side of a NeMo RL YAML, each as a contract.
+
+    Raises PrecisionError for misspelt keys and values that a contract cannot express.
+    """
     document = load_mapping(text, "a NeMo RL configuration")
     problems = [*_slips(document)]
     train, wrong = _train(document)
@@ -132,12 +138,12 @@ def read_nemo_rl(text: str) -> tuple[Precision, Precision]:
 
 
 def from_nemo_rl(text: str) -> Precision:
-    """One contract for both sides, or an error with every setting in which they contradict each other."""
+    """Return one contract for both sides. Raises PrecisionError with every setting in which they differ."""
     return agreement.join(*read_nemo_rl(text))
 
 
 def ignored_by_nemo_rl(text: str) -> list[Problem]:
-    """What stands in a YAML and NeMo RL does not read: this package reads it as it was meant, and says so here."""
+    """Return problems for keys that NeMo RL ignores in this YAML; this package reads them as they were meant."""
     document = load_mapping(text, "a NeMo RL configuration")
     found = []
     fp8_cfg = _section(document, "policy", "megatron_cfg", "fp8_cfg")
@@ -224,7 +230,7 @@ def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
         problems.append(
             unknown("value for policy.generation.vllm_cfg.precision:", precision, (*keys.DTYPES, "fp8", "auto"))
         )
-    # NeMo RL reads the FP8 keys only with precision: fp8; those that claim FP8 without it are contradictions.
+    # NeMo RL reads FP8 keys only with precision: fp8. Keys that ask for FP8 without it are contradictions.
     claims = {k: v for k, v in said.items() if k in ("deep_gemm", "kv_cache")}
     if claims.get("kv_cache") == "fp8":
         problems.append(
@@ -248,7 +254,7 @@ def _compute(document: Mapping[str, Any], problems: list[Problem]) -> str:
 
 
 def _section(document: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """A section, empty where it is missing or null."""
+    """Return a section; empty if it is missing or null."""
     here = document
     for name in path:
         inner = here.get(name) or {}
@@ -263,7 +269,7 @@ def _section(document: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 
 
 def _resolved(document: Mapping[str, Any], value: Any) -> Any:
-    """A value, with OmegaConf's ``${policy.precision}`` looked up."""
+    """Return a value, with OmegaConf's ``${policy.precision}`` replaced."""
     reference = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
     if reference is None:
         return value
@@ -281,7 +287,7 @@ def _resolved(document: Mapping[str, Any], value: Any) -> Any:
 
 
 def _slips(document: Mapping[str, Any]) -> Iterator[Problem]:
-    """Keys of the open sections that are nearly one of ours."""
+    """Yield keys of the open sections that are misspelt keys of ours."""
     for path, ours in keys.OPEN_SECTIONS.items():
         for name in _section(document, *path):
             if (

@@ -1,7 +1,7 @@
-"""NeMo RL's configuration keys: those that say something about precision, and those that do not.
+"""NeMo RL's configuration keys: those about precision, and the others of the same sections.
 
-An unknown key in a section of ours is an error, since NeMo RL would ignore it in silence; so the keys that belong to
-others must be known. Taken from NeMo RL's own ``vllm/config.py``, ``megatron/config.py`` and example recipes.
+An unknown key in a section about precision is an error, since NeMo RL would ignore it without a word; so all other keys
+of such a section are listed. They are from NeMo RL's ``vllm/config.py``, ``megatron/config.py`` and example recipes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VLLM_CFG: dict[str, Setting] = {
     "use_weight_pow2_scale": Setting("weight_scale", False, {True: "pow2", False: "fp32"}, alias=True),
     "use_activation_pow2_scale": Setting("activation_scale", False, {True: "pow2", False: "fp32"}, alias=True),
 }
-# Read one by one: they need more than a table.
+# Keys that code reads one by one.
 VLLM_CFG_READ = ("precision", "is_mx", "quantization_ignored_layer_kws")
 VLLM_CFG_OTHERS = (
     "async_engine",
@@ -71,7 +71,7 @@ LAYERS: dict[str, Setting] = {
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
-# Sections that hold many keys of others: there, only a key that nearly is one of ours is refused.
+# Sections with many other keys: only a key that is spelt almost like one of ours is refused there.
 OPEN_SECTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("policy",): ("precision", "megatron_cfg", "generation"),
     ("policy", "megatron_cfg"): (
@@ -85,7 +85,7 @@ OPEN_SECTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("policy", "generation"): ("vllm_cfg",),
     ("loss_fn",): ("use_importance_sampling_correction",),
 }
-# Near one of ours by spelling, and yet keys of NeMo RL.
+# Keys of NeMo RL that are spelt almost like one of ours.
 NOT_SLIPS = (
     "fp4_cfg",
     "dtensor_cfg",

@@ -1,8 +1,8 @@
-"""What every renderer returns, and how it finds out what it could not say.
+"""What every renderer returns, and how it finds the fields that the other program cannot express.
 
-A renderer writes a contract for one outside program, reads its own output back, and compares. Whatever came back
-different is a field that the program has no word for, and is named in the rendering's notes: so no field can be
-forgotten by forgetting to mention it. The price is that every renderer needs a reader; the tests need one anyway.
+A renderer writes a contract for one program, reads its own output back, and compares. A field that comes back with
+another value is one that the program cannot express, and the rendering's notes name it. So no renderer can leave a
+field out by mistake. The trade-off: every renderer needs a reader; the tests need one anyway.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ ROLLOUT_FIELDS = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "
 
 @dataclass(frozen=True)
 class Rendering:
-    """One contract in another program's words."""
+    """One contract in another program's settings."""
 
     to: str
     """The name of the outside format, a key of ``RENDERERS``."""
     text: str
-    """What a person pastes: YAML, flags, a Python call, ``export`` lines."""
+    """Text to paste: YAML, flags, a Python call, ``export`` lines."""
     data: dict[str, Any]
     """The same as plain values, for ``--json``."""
     notes: tuple[str, ...] = ()
-    """What this side does not do as the contract says, a sentence each."""
+    """Sentences on what the program does differently from the contract."""
     lost: tuple[str, ...] = field(default=())
-    """The contract fields that this side has no word for. Each is named in ``notes``."""
+    """The contract fields that the program cannot express. ``notes`` names each."""
 
     def require_whole(self) -> Rendering:
-        """The same rendering, or an error that names every field it lost."""
+        """Return self. Raises PrecisionError with every field that the rendering lost."""
         if self.lost:
             why = f"The {self.to} rendering would not do what the contract says."
             raise PrecisionError(
@@ -45,7 +45,7 @@ class Rendering:
 def lost_fields(
     precision: Precision, read_back: Precision, reasons: Mapping[str, str], side: str
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The fields that did not survive a rendering, and a sentence for each; fields with one reason share a sentence."""
+    """Return the fields that came back different, and sentences on them; fields with one reason share a sentence."""
     lost = tuple(precision.diff(read_back))
     by_reason: dict[str, list[str]] = {}
     for name in lost:
@@ -58,11 +58,11 @@ def _values(precision: Precision, names: Iterable[str]) -> str:
 
 
 def python_call(function: str, arguments: Mapping[str, Any], first: Iterable[str] = ()) -> str:
-    """A Python call, an argument to a line; names of torch objects stand bare."""
+    """Write a Python call with one argument to a line."""
     lines = [*first, *(f"{name}={python_value(value)}" for name, value in arguments.items())]
     return f"{function}(\n" + "".join(f"    {line},\n" for line in lines) + ")"
 
 
 def python_value(value: Any) -> str:
-    """A value as Python source; ``"torch.bfloat16"`` is a name and not a text."""
+    """Write a value as Python source; ``"torch.bfloat16"`` becomes a name and not a string."""
     return value if isinstance(value, str) and value.startswith("torch.") else repr(value)

@@ -1,7 +1,7 @@
-"""Another program's names for contract fields, as tables; reading and writing through them.
+"""Tables of another program's names for contract fields, and how to read and write through them.
 
-A row says which field a name sets, what the program does when the name is absent, and which values it spells
-differently. One table gives both directions, so that they cannot drift apart.
+A row says which field a name sets, what the program does if the name is absent, and which values it spells
+differently. Both directions use the same table, so they always agree.
 """
 
 from __future__ import annotations
@@ -16,36 +16,38 @@ from nemo_fp8.errors import Problem, unknown
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of another program, and the field that it stands for."""
+    """One setting of another program, and the contract field that it sets."""
 
     field: str
     """The contract field that it sets."""
     default: Any = None
-    """What the program takes when the name is not given."""
+    """The value that the program takes if the name is not given."""
     values: Mapping[Any, Any] | None = None
-    """Their value -> ours, where only some are allowed; the first spelling of ours is the one written."""
+    """Their value -> ours, if only some are allowed; of several for one of ours, the first is written."""
     alias: bool = False
-    """Another name for a field that has one already: read, never written."""
+    """A second name for a field: it is read, never written."""
 
     def read(self, value: Any) -> Any:
+        """Return the contract's value for the program's."""
         return value if self.values is None else self.values[value]
 
     def write(self, value: Any) -> Any:
+        """Return the program's value for the contract's."""
         return value if self.values is None else next(theirs for theirs, ours in self.values.items() if ours == value)
 
 
 def same(*values: Any) -> dict[Any, Any]:
-    """Values that are spelled alike on both sides, and no others."""
+    """Return a table of values that are spelt alike on both sides, which allows no others."""
     return {value: value for value in values}
 
 
 def write(settings: Mapping[str, Setting], precision: Precision) -> dict[str, Any]:
-    """Every setting's value for a contract, under the program's names."""
+    """Return every setting's value for a contract, under the program's names."""
     return {name: s.write(getattr(precision, s.field)) for name, s in settings.items() if not s.alias}
 
 
 def read(settings: Mapping[str, Setting], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The contract fields that some settings set, and what is wrong with them."""
+    """Return the contract fields that the given settings set, and problems with their values."""
     changes: dict[str, Any] = {}
     said: dict[str, str] = {}
     problems: list[Problem] = []

@@ -1,10 +1,10 @@
-"""TransformerEngine: the recipe object that carries a contract out, and the environment that says the same.
+"""TransformerEngine: the recipe object of a contract, and the environment variables that choose the same.
 
-A recipe decides formats and scales of GEMM operands. Which layers stay out of it is decided by whoever opens TE's
-autocast, so layer and module lists are no part of it. Two traps are closed here: ``use_f32_scales=True`` (and
-``use_power_2_scales=True``) alone change nothing, since TE computes the operand settings from the environment when
-it is imported, so the operands' ``QParams`` are set on the instance; and unknown arguments are dropped by TE in
-silence, so an argument that the class does not have is an error here.
+A recipe decides formats and scales of GEMM operands. Which layers stay out of FP8 is decided by the code that opens
+TE's autocast, so a recipe has no lists of layers or modules. This file avoids two traps. ``use_f32_scales=True`` (and
+``use_power_2_scales=True``) alone have no effect, since TE computes the operand settings from the environment at
+import; so the operands' ``QParams`` are set on the instance. And TE drops unknown arguments without a word; so an
+argument that the class does not have raises PrecisionError here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QPARAMS = {
     "fp8_quant_bwd_grad": "activation_scale",
 }
 
-# The recipes whose scales TE lets an environment variable choose: the variable, and what "1" means.
+# Scaling -> the variable that chooses its scales in TE, and what "1" means.
 VARIABLES = {
     "blockwise": ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "fp32"),
     "tensorwise": ("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "pow2"),
@@ -61,7 +61,7 @@ _REASONS = {
 
 
 def te_arguments(precision: Precision) -> tuple[str, dict[str, Any], dict[str, bool]]:
-    """The recipe's class, its arguments (the format by name), and each operand's ``power_2_scale``."""
+    """Return the recipe's class, its arguments (the format by name), and each operand's ``power_2_scale``."""
     p = precision
     if p.scaling is None or p.format is None:
         raise PrecisionError(
@@ -83,7 +83,10 @@ def te_arguments(precision: Precision) -> tuple[str, dict[str, Any], dict[str, b
 
 
 def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> Any:
-    """The real TE recipe. ``recipe_module`` is ``transformer_engine.common.recipe`` or what ``te_loader`` found."""
+    """Construct TE's recipe. ``recipe_module`` is ``transformer_engine.common.recipe``, or a module from ``te_loader``.
+
+    Raises PrecisionError if this version of TE cannot carry the contract out.
+    """
     if recipe_module is None:
         from nemo_fp8.render.te_loader import load_recipe_module
 
@@ -119,9 +122,9 @@ def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> 
 
 
 def te_environment(precision: Precision) -> dict[str, str]:
-    """The ``NVTE_*`` variables that give TE these scales everywhere; to be set before TE is imported.
+    """Return the ``NVTE_*`` variables that give TE these scales everywhere; set them before TE is imported.
 
-    The variable is given when it is "0", too: a shell may hold another value.
+    A variable is returned also if it is "0", since the shell may have another value.
     """
     p = precision
     if p.scaling not in VARIABLES:
@@ -138,7 +141,7 @@ def te_environment(precision: Precision) -> dict[str, str]:
 
 
 def from_te(recipe: Any) -> Precision:
-    """The contract that a TE recipe object carries out: its training formats and scales, and defaults for all else."""
+    """Return the contract of a TE recipe object: its formats and scales for training, and defaults for the rest."""
     scaling = next((s for s, name in CLASSES.items() if any(c.__name__ == name for c in type(recipe).__mro__)), None)
     if scaling is None:
         raise PrecisionError(
@@ -175,7 +178,7 @@ def _read(scaling: str, values: dict[str, Any]) -> Precision:
 
 
 def render(precision: Precision) -> Rendering:
-    """The recipe as Python, with the environment that goes with it."""
+    """Render the recipe as Python, with the environment that it needs."""
     if not precision.is_fp8:
         note = "No FP8: TransformerEngine needs no recipe, only autocast(enabled=False)."
         return Rendering(

@@ -1,8 +1,8 @@
-"""TransformerEngine's recipe classes, the real ones, with or without a GPU.
+"""Load TransformerEngine's real recipe classes, with or without a GPU.
 
 TE's recipes are plain Python, but ``import transformer_engine`` loads CUDA libraries first and fails without them.
-So where the import fails, the one file that holds the recipes is loaded by its path. The same way reads a TE that
-lies in a folder of its own: the pure-Python wheel in site-packages would break ``import megatron.core``.
+If that import fails, the one file that holds the recipes is loaded by its path. The same way reads a TE in a folder of
+its own, since the pure-Python wheel in site-packages would break ``import megatron.core``.
 
 TE reads its ``NVTE_*`` variables when this module is loaded, so set them before (see ``te_environment``).
 """
@@ -26,7 +26,10 @@ _REMEDY = (
 
 
 def load_recipe_module(folder: str | Path | None = None) -> ModuleType:
-    """TE's recipe module: from ``folder`` if one is given, else the installed TE."""
+    """Return TE's recipe module: from ``folder`` if given, else from the installed TE.
+
+    Raises PrecisionError if there is none.
+    """
     if folder is not None:
         path = Path(folder) / _FILE
         if not path.is_file():
@@ -35,7 +38,7 @@ def load_recipe_module(folder: str | Path | None = None) -> ModuleType:
     before = set(sys.modules)
     try:
         return importlib.import_module(_MODULE)
-    except Exception:  # RuntimeError, OSError or ImportError: whatever TE's own loading of CUDA libraries ran into
+    except Exception:  # TE's loading of CUDA libraries raises RuntimeError, OSError or ImportError
         for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine" and n not in before]:
             del sys.modules[name]
     spec = importlib.util.find_spec("transformer_engine")
@@ -47,7 +50,7 @@ def load_recipe_module(folder: str | Path | None = None) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    # pydantic looks the annotations up in sys.modules, so the module must stand there under a name of its own.
+    # pydantic looks annotations up in sys.modules, so the module needs an entry there under a name of its own.
     name = f"_transformer_engine_recipe_{abs(hash(path.resolve())):x}"
     if name in sys.modules:
         return sys.modules[name]

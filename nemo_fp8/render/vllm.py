@@ -1,9 +1,9 @@
 """vLLM: engine arguments, the flags of ``vllm serve``, and Hugging Face's ``quantization_config``.
 
-Two ways lead to an FP8 rollout. Stock vLLM quantizes a BF16 checkpoint by itself (``fp8_per_block``), with FP32 scales
-and no choice of layers by number; it is rendered where that is all the contract asks. Everything else goes to our
-plugin (``quantization="nemo_fp8"``), whose options travel in ``hf_overrides`` under the contract's own names. A
-checkpoint that is quantized already says so itself, in its ``quantization_config``.
+There are two ways to an FP8 rollout. Stock vLLM quantizes a BF16 checkpoint itself (``fp8_per_block``), with FP32
+scales and no choice of layers by number; it is rendered if the contract asks for no more than that. Everything else
+needs our plugin (``quantization="nemo_fp8"``), whose options are passed in ``hf_overrides`` under the contract's own
+names. A checkpoint that is already quantized says so in its ``quantization_config``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nemo_fp8.render.rendering import Rendering, lost_fields
 
 PLUGIN = "nemo_fp8"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# What the plugin is told, under the contract's names.
+# The plugin's settings, under the contract's names.
 PLUGIN_FIELDS = (
     "weight_scale",
     "activation_scale",
@@ -31,14 +31,14 @@ PLUGIN_FIELDS = (
     "keep",
     "strict",
 )
-# How the plugin carries it out, which no contract says: each option, and its values with the default first.
+# The plugin's options beyond the contract: option -> its values, the default first.
 PLUGIN_OPTIONS = {
-    # Activations as the kernel takes them, or quantized in 1x128 groups before a kernel that takes BF16 (CPUs).
+    # Activations as the kernel takes them, or quantized in 1x128 groups before a kernel for BF16 (CPUs).
     "activations": ("kernel", "emulated"),
-    # vLLM's FP8 kernel where it has one for this machine, or weights that are decoded before an ordinary GEMM.
+    # vLLM's FP8 kernel if it has one for this machine, or weights that are decoded before an ordinary GEMM.
     "kernel": ("auto", "decode"),
 }
-# Stock vLLM's online quantization, by weight block, and the scales that it takes. One scale a weight is not among them:
+# Stock vLLM's online quantization by weight block, and its scales. One scale a weight is not among them:
 # there vLLM scales activations by token or by tensor, as the machine's kernel takes them.
 STOCK = {"128x128": "fp8_per_block", "1x32": "mxfp8"}
 STOCK_SCALES = {"128x128": "fp32", "1x32": "pow2"}
@@ -81,8 +81,7 @@ def needs_plugin(precision: Precision) -> bool:
 
 
 def to_vllm(precision: Precision, plugin: bool = False) -> dict[str, Any]:
-    """Keyword arguments for ``vllm.LLM`` on a checkpoint that is not quantized; with ``plugin``, ours even where stock
-    vLLM suffices."""
+    """Return keyword arguments for ``vllm.LLM`` on an unquantized checkpoint; ``plugin`` uses ours in any case."""
     p = precision
     arguments: dict[str, Any] = {"dtype": _DTYPES[p.compute], "kv_cache_dtype": p.kv_cache}
     if p.rollout != "fp8":
@@ -99,7 +98,7 @@ def to_vllm(precision: Precision, plugin: bool = False) -> dict[str, Any]:
 
 
 def from_vllm(arguments: Mapping[str, Any]) -> Precision:
-    """The contract of a rollout with these engine arguments; what an engine says nothing about has its default."""
+    """Return the contract of a rollout with these engine arguments; fields that they do not set have defaults."""
     dtype = str(arguments.get("dtype", "bfloat16")).removeprefix("torch.")
     compute = {v: k for k, v in _DTYPES.items()}.get(dtype)
     kv_cache = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}.get(arguments.get("kv_cache_dtype", "auto"))
@@ -126,13 +125,13 @@ def from_vllm(arguments: Mapping[str, Any]) -> Precision:
 
 
 def to_plugin(precision: Precision) -> dict[str, Any]:
-    """The ``quantization_config`` that our vLLM plugin reads."""
+    """Return the ``quantization_config`` that our vLLM plugin reads."""
     values = precision.to_dict()
     return {"quant_method": PLUGIN} | {name: values[name] for name in PLUGIN_FIELDS}
 
 
 def from_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The contract fields that a plugin's ``quantization_config`` sets. Unknown keys are errors."""
+    """Return the contract fields of a plugin's ``quantization_config``. Raises PrecisionError for unknown keys."""
     known = ("quant_method", *PLUGIN_FIELDS, *PLUGIN_OPTIONS)
     problems = [
         unknown(f"key in the {PLUGIN} quantization_config:", name, known) for name in config if name not in known
@@ -145,8 +144,7 @@ def from_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of_plugin(config: Mapping[str, Any]) -> dict[str, str]:
-    """How a plugin's ``quantization_config`` wants the contract carried out: every option, the default where it is
-    silent."""
+    """Return every option of a plugin's ``quantization_config``, with the default of those that it does not set."""
     chosen = {name: config.get(name, values[0]) for name, values in PLUGIN_OPTIONS.items()}
     problems = [
         unknown(f"{name} for {PLUGIN}:", chosen[name], values)
@@ -159,15 +157,15 @@ def options_of_plugin(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def pattern_to_regex(pattern: str) -> str:
-    """A ``keep`` pattern as vLLM's ``ignore`` takes it. Globs there are new in 0.31, so they are spelled out."""
+    """Translate a ``keep`` pattern to a regex for vLLM's ``ignore``, which takes globs only since 0.31."""
     if pattern.startswith("re:"):
-        return f"re:.*(?:{pattern[3:]})"  # vLLM matches from the start of a name, a contract anywhere in it
+        return f"re:.*(?:{pattern[3:]})"  # vLLM matches from a name's start, a contract anywhere
     pieces = {"*": ".*", "?": "."}
     return "re:" + "".join(pieces.get(c, re.escape(c)) for c in pattern) + "$"
 
 
 def regex_to_pattern(text: str) -> str:
-    """The ``keep`` pattern that means the same as an entry of vLLM's ``ignore``."""
+    """Translate an entry of vLLM's ``ignore`` to a ``keep`` pattern."""
     if not text.startswith("re:"):
         return text
     if text.startswith("re:.*(?:") and text.endswith(")"):
@@ -180,10 +178,10 @@ def regex_to_pattern(text: str) -> str:
 
 
 def to_hugging_face(precision: Precision, kept: Sequence[str] | None = None) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint that was written with this contract's rollout.
+    """Return the ``quantization_config`` of a checkpoint written with this contract's rollout.
 
-    ``kept`` names the modules that stayed in the compute dtype: that format has names, no patterns and no layer
-    counts, so only who has the model can give them.
+    ``kept`` names the modules that stayed in the compute dtype. The format has names, but no patterns and no layer
+    counts, so only a caller that has the model can give them.
     """
     p = precision
     named = [pattern for pattern in p.keep if not re.search(r"[*?\[]|^re:", pattern)]
@@ -239,7 +237,7 @@ _HF_KEYS = (
 
 
 def from_hugging_face(config: Mapping[str, Any]) -> Precision:
-    """The contract of a rollout from a checkpoint with this ``quantization_config``."""
+    """Return the contract of a rollout from a checkpoint with this ``quantization_config``."""
     problems = [unknown("key in quantization_config:", name, _HF_KEYS) for name in config if name not in _HF_KEYS]
     for name, allowed in (("quant_method", ("fp8",)), ("fmt", ("e4m3",)), ("scale_fmt", ("ue8m0",))):
         value = config.get(name, allowed[0])
@@ -273,7 +271,7 @@ def from_hugging_face(config: Mapping[str, Any]) -> Precision:
 
 
 def render(precision: Precision) -> Rendering:
-    """The flags for ``vllm serve``; the engine arguments and, for a quantized checkpoint, its config as data."""
+    """Render the flags for ``vllm serve``; engine arguments and a quantized checkpoint's config are in the data."""
     arguments = to_vllm(precision)
     lost, notes = lost_fields(precision, from_vllm(arguments), _REASONS, "vLLM")
     data: dict[str, Any] = {"engine": arguments}
@@ -292,7 +290,7 @@ def render(precision: Precision) -> Rendering:
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Engine arguments as words of a command line."""
+    """Return engine arguments as words of a command line."""
     words = []
     for name, value in arguments.items():
         words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]

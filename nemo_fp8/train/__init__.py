@@ -1,5 +1,4 @@
-"""Training with real NeMo and Megatron: with TransformerEngine on a GPU, emulated where there is none.
+"""Train with NeMo and Megatron: with TransformerEngine on a GPU, and with its CPU implementation without one.
 
-Each module imports what it needs of NeMo and megatron-core; this one imports nothing, so that naming the
-package costs nothing.
+This module imports nothing; each module below imports what it needs of NeMo and megatron-core.
 """

@@ -1,8 +1,8 @@
-"""A Lightning accelerator under which Megatron trains on the CPU: ``nl.Trainer(accelerator=MegatronCPU())``.
+"""A Lightning accelerator that lets Megatron train on the CPU: ``nl.Trainer(accelerator=MegatronCPU())``.
 
-Lightning sets the device up before it builds anything and tears it down after everything, an error included:
-exactly as long as the names of :mod:`nemo_fp8.train.megatron_cpu` have to be replaced. With Lightning's own
-``accelerator="cpu"`` our plugin does the same; this one serves a run with NeMo's own plugin too.
+Lightning sets the device up before it builds anything and tears it down at the end, also after an error. That is how
+long the names of :mod:`nemo_fp8.train.megatron_cpu` have to be replaced. With Lightning's own ``accelerator="cpu"``
+our plugin does the same; this class also serves a run with NeMo's own plugin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 
 class MegatronCPU(CPUAccelerator):
-    """The CPU as Megatron's device, with TransformerEngine on it."""
+    """The CPU as Megatron's device, below TransformerEngine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class MegatronCPU(CPUAccelerator):
         self._entered = False
 
     def setup_device(self, device: torch.device) -> None:
-        """Put Megatron on the CPU, once; Lightning calls this again for every stage."""
+        """Let Megatron run on the CPU. Lightning calls this for every stage; only the first call does anything."""
         from nemo_fp8.train.megatron_cpu import megatron_on_cpu
 
         super().setup_device(device)

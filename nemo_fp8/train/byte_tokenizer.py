@@ -1,8 +1,8 @@
-"""The byte tokenizer of our stories in Hugging Face's files, for engines that speak text.
+"""Write the byte tokenizer of the stories corpus as Hugging Face files, for engines that take text.
 
-Token ``i`` is the byte ``i``, so a byte-level BPE with 256 tokens and no merges is the same thing. Its special tokens
-are the three control characters themselves, U+0000 to U+0002, which are the bytes that ``ByteTokenizer`` gives that
-meaning; so both encode every text alike, and both leave them out when they decode.
+Token ``i`` is the byte ``i``: a byte-level BPE with 256 tokens and no merges. Its special tokens are the control
+characters U+0000 to U+0002, to which ``ByteTokenizer`` gives the same meaning. Both encode every text alike, and both
+leave special tokens out when they decode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TARGETS = ("nemo_fp8.experiments.stories.ByteTokenizer", "nemo_fp8.train.data.By
 
 
 def files() -> dict[str, bytes]:
-    """The files that lie beside a model."""
+    """Return the tokenizer's files, name -> content, to be written beside a model."""
     special = {"pad_token": chr(PAD), "bos_token": chr(BOS), "eos_token": chr(EOS)}
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -63,8 +63,7 @@ def _tokenizer() -> dict[str, Any]:
 
 
 def _letters() -> list[str]:
-    """The letter by which byte-level tokenizers write each byte: itself where it can be seen, else one from U+0100
-    on."""
+    """Return the letter with which byte-level tokenizers write each byte: itself if printable, else U+0100 and up."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = iter(range(0x100, 0x100 + SIZE))
     return [chr(i if i in seen else next(hidden)) for i in range(SIZE)]

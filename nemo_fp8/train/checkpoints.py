@@ -1,18 +1,16 @@
-"""Which checkpoints of a run can be resumed from, what is wrong with the others, and a resume that knows the
-difference.
+"""Find the checkpoints that a run can resume from, say what is wrong with the others, and resume from the newest.
 
-NeMo puts a file ``NAME-unfinished`` beside a checkpoint while it writes one. Megatron writes ``common.pt`` first, then
-the shards ``*.distcp``, then ``.metadata``, which says where in which shard every tensor lies, and ``metadata.json``
-last. So
+While NeMo writes a checkpoint, a file ``NAME-unfinished`` lies beside it. Megatron writes ``common.pt`` first, then the
+shards ``*.distcp``, then ``.metadata``, which says where in which shard every tensor lies, and ``metadata.json`` last.
+So
 
     complete  =  no marker,  all three index files can be read,  every shard is as long as .metadata says
 
-Nothing of a shard is read for that. A byte that changed on the disk shows only when it is: each tensor lies in a zip
-record with a CRC, which torch writes and never compares when it loads. ``contents=True`` compares it, and reads the
-whole checkpoint.
+This reads no data of a shard. Each tensor is a zip record with a CRC, which torch writes but does not compare when it
+loads, so a byte that changed on the disk goes unnoticed. ``contents=True`` compares the CRCs, and reads the whole
+checkpoint for it.
 
-What a run wants from a checkpoint is its step, so the newest one is that of the highest step and not of the latest
-date: copies have the date of the copy.
+The newest checkpoint is the one of the highest step, not of the latest date: copies have the date of the copy.
 """
 
 from __future__ import annotations
@@ -50,28 +48,29 @@ TORCH_DIST = "torch_dist"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of NeMo: a folder with ``weights`` in it, or the weights themselves."""
+    """A NeMo checkpoint, given as its folder or as the ``weights`` in it."""
 
     folder: Path
 
     @classmethod
     def at(cls, path: str | Path) -> Checkpoint:
-        """The checkpoint that a path means, which may name its weights."""
+        """Return the checkpoint at a path, which may also name its ``weights`` folder."""
         path = Path(path)
         return cls(path.parent if path.name == WEIGHTS_PATH else path)
 
     @property
     def weights(self) -> Path:
+        """The folder with the shards and their index."""
         inside = self.folder / WEIGHTS_PATH
         return inside if inside.is_dir() else self.folder
 
     @property
     def unfinished(self) -> bool:
-        """Whether NeMo's marker says that it was being written, or deleted, when the run ended."""
+        """Whether NeMo's marker says that the run ended while it wrote or deleted the checkpoint."""
         return bool(ModelCheckpoint.is_checkpoint_unfinished(self.folder))
 
     def step(self) -> float:
-        """Optimizer steps that it has behind it; infinite where nothing tells."""
+        """The number of optimizer steps before it; infinity if neither its name nor its content tells."""
         try:
             return float(torch.load(self.weights / COMMON, map_location="cpu", weights_only=False)["global_step"])
         except Exception:  # whatever a damaged pickle may raise: problems() says what
@@ -79,13 +78,12 @@ class Checkpoint:
             return int(named[1]) + 1 if named else inf  # NeMo counts from 0 in names
 
     def names(self) -> frozenset[str]:
-        """What lies in it; nothing where there is no index of ``torch_dist``, or none that can be read:
-        :meth:`problems` says why."""
+        """The names of its tensors; empty if it has no readable ``torch_dist`` index (:meth:`problems` says why)."""
         index, _ = _read(self.weights / INDEX, lambda path: FileSystemReader(path.parent).read_metadata())
         return frozenset(index.state_dict_metadata if index else ())
 
     def problems(self, *, contents: bool = False) -> list[Problem]:
-        """All that is wrong with it; ``contents`` reads every byte, too."""
+        """Return everything that is wrong with it; ``contents`` also reads and compares every byte."""
         return list(self._problems(contents))
 
     def _problems(self, contents: bool) -> Iterator[Problem]:
@@ -134,7 +132,7 @@ def _torch_dist(weights: Path, contents: bool) -> Iterator[Problem]:
 
 
 def _changed(path: Path, items: Iterable[tuple[str, Any]]) -> Iterator[Problem]:
-    """Tensors whose bytes are not those that were written."""
+    """Yield a problem for every tensor whose bytes do not match their checksum."""
     with path.open("rb") as file:
         for name, place in items:
             file.seek(place.offset)
@@ -153,7 +151,7 @@ def _check_zip(file: Any) -> None:
 
 
 def _read(path: Path, read: Any) -> tuple[Any, Problem | None]:
-    """What a reader finds in a file, or what is wrong with the file."""
+    """Return what ``read`` makes of a file, and None; or None and the problem with the file."""
     if not path.exists():
         return None, _damaged(path, "the file is missing", "The checkpoint cannot be read without it.")
     try:
@@ -174,7 +172,7 @@ def _damaged(path: Path, what: str, why: str) -> Problem:
 
 
 def checkpoints_in(folder: str | Path) -> list[Checkpoint]:
-    """All checkpoints in a folder, the one of the highest step first, complete or not."""
+    """Return all checkpoints in a folder, complete or not, the highest step first."""
     found = [
         Checkpoint(path)
         for path in Path(folder).glob("*")
@@ -185,12 +183,12 @@ def checkpoints_in(folder: str | Path) -> list[Checkpoint]:
 
 
 def newest_usable(folder: str | Path, *, contents: bool = False) -> Checkpoint | None:
-    """The checkpoint in a folder that a run loses least with."""
+    """Return the complete checkpoint of the highest step in a folder; None if there is none."""
     return next((c for c in checkpoints_in(folder) if not c.problems(contents=contents)), None)
 
 
 def require_usable(path: str | Path, *, contents: bool = False) -> None:
-    """Raise if a run cannot resume from this checkpoint: what is wrong with it, and which one beside it is usable."""
+    """Raise PrecisionError if a run cannot resume from this checkpoint: why, and which one beside it is usable."""
     checkpoint = Checkpoint.at(path)
     problems = checkpoint.problems(contents=contents)
     if problems:
@@ -211,11 +209,10 @@ def _refusal(problems: Iterable[Problem], usable: Checkpoint | None) -> Precisio
 
 @dataclass(kw_only=True)
 class Resume(AutoResume):
-    """NeMo's ``AutoResume`` that looks at a checkpoint before it takes it.
+    """NeMo's ``AutoResume``, which checks a checkpoint before it loads it.
 
-    What a killed save left half-written is passed over, with a line in the log, for the newest complete checkpoint,
-    "last" or not. A checkpoint that claims to be complete and is damaged is refused: a disk that loses bytes is
-    something to look at.
+    A checkpoint that a killed save left incomplete is skipped, with a line in the log, for the newest complete one.
+    A checkpoint that claims to be complete and is damaged raises PrecisionError, since the disk may be losing data.
     """
 
     fall_back: bool = False
@@ -224,7 +221,7 @@ class Resume(AutoResume):
     """Compare every byte with its checksum. Each rank reads the whole checkpoint."""
 
     def get_trainer_ckpt_path(self, model: Any = None) -> Path | None:
-        """NeMo's way to a checkpoint, which is then looked at."""
+        """Return the checkpoint to resume from; None to start anew. Raises PrecisionError if it is damaged."""
         if self.resume_from_path and not is_multistorageclient_url(self.resume_from_path):
             require_usable(self.resume_from_path, contents=self.contents)
         found: Path | None = super().get_trainer_ckpt_path(model)
@@ -254,7 +251,7 @@ class Resume(AutoResume):
         raise _refusal([problem for _, problems in passed for problem in problems], None)
 
     def _take(self, usable: Checkpoint, passed: list[tuple[Checkpoint, list[Problem]]]) -> Path:
-        """The newest complete checkpoint, if what is newer may be passed over."""
+        """Return the newest complete checkpoint, if the newer ones that were skipped may be."""
         # A damaged twin of the same step ("last" beside the one it was made with) costs nothing.
         damaged = [p for c, problems in passed if not c.unfinished and c.step() > usable.step() for p in problems]
         if damaged and not self.fall_back:
@@ -266,7 +263,7 @@ class Resume(AutoResume):
         return usable.folder
 
     def _folder(self) -> Path | None:
-        """Where NeMo looks for checkpoints; None where only NeMo can look."""
+        """Return the folder in which NeMo looks for checkpoints; None if it cannot be known before NeMo looks."""
         if self.resume_from_directory:
             return None if is_multistorageclient_url(self.resume_from_directory) else Path(self.resume_from_directory)
         log_dir = AppState().log_dir

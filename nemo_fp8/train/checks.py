@@ -1,9 +1,9 @@
-"""What a contract demands of a run's configs, checked after NeMo has written over them.
+"""Check a run's configs against its contract, after NeMo has written the plugin's settings into them.
 
-NeMo copies a plugin's settings into the model, optimizer and DDP configs field by field. Megatron's own checks ran when
-those configs were made, so nothing looks at the result: a field that a config lacks is dropped, a combination that
-Megatron refuses goes through. Here every one of Megatron's checks is run again on a copy of the result, and each rule
-that Megatron has not got is a row: a code of :data:`nemo_fp8.findings.RULES`, which has the words, and when it applies.
+NeMo copies the settings into the model, optimizer and DDP configs field by field. Megatron checked those configs when
+they were constructed, and nothing checks the result: a field that a config lacks is dropped, and a combination that
+Megatron refuses passes. So Megatron's own checks run again here, on a copy of the result. Rules that Megatron does not
+have are rows: a code of :data:`nemo_fp8.findings.RULES`, which holds the text, and the condition under which it holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODEL_FIELDS = {
 
 @dataclass(frozen=True)
 class Run:
-    """The three configs of a run, as NeMo's overrides left them; what a run has not got is None."""
+    """The three configs of a run after NeMo's overrides; None for one that the run does not have."""
 
     model: Any
     ddp: Any = None
@@ -34,7 +34,7 @@ class Run:
 
     @classmethod
     def of(cls, module: Any) -> Run:
-        """The configs of a model chunk and of the strategy that trains it."""
+        """Return the configs of a model chunk and of the strategy that trains it."""
         try:
             strategy = module.trainer.strategy
         except (AttributeError, RuntimeError):  # Lightning's way to say that no trainer is attached
@@ -47,14 +47,14 @@ class Run:
 
 
 def require_agreement(precision: Precision, run: Run) -> None:
-    """Raise every problem of a run whose configs do not say what the contract says."""
+    """Raise PrecisionError, with every problem, if the configs of a run differ from the contract."""
     problems = [*_dropped(precision, run), *_against_the_rules(precision, run), *_refused_by_megatron(run)]
     if problems:
         raise PrecisionError(problems)
 
 
 def _dropped(precision: Precision, run: Run) -> Iterator[Problem]:
-    """Settings that did not arrive: NeMo skips a field that a config has not got."""
+    """Yield settings that NeMo dropped because a config has no such field."""
     if not precision.is_fp8:
         return
     for name, value in to_nemo(precision).items():
@@ -64,7 +64,7 @@ def _dropped(precision: Precision, run: Run) -> Iterator[Problem]:
             yield finding("run-setting-dropped", name, name=name, value=value, config=type(run.model).__name__, has=has)
 
 
-# Rule -> which contracts and runs it is about.
+# Code of a rule -> whether a contract and a run break it.
 _RULES: dict[str, Callable[[Precision, Run], bool]] = {
     "run-model-asks-for-fp8": lambda p, run: not p.is_fp8 and bool(getattr(run.model, "fp8", None)),
     "run-model-asks-for-fp4": lambda p, run: bool(getattr(run.model, "fp4", None)),
@@ -97,7 +97,7 @@ def _against_the_rules(p: Precision, run: Run) -> Iterator[Problem]:
 
 
 def _refused_by_megatron(run: Run) -> Iterator[Problem]:
-    """Megatron's own checks, on a copy: they also fill in defaults, which the run's configs have already."""
+    """Run Megatron's own checks on a copy, since they also fill in defaults, and yield what they refuse."""
     for config in (run.model, run.ddp, run.optimizer):
         again = getattr(config, "__post_init__", None)
         if again is None:

@@ -1,15 +1,13 @@
-"""Amaxes of delayed scaling that depend on the training alone: not on how often it is validated, nor on where it was
-saved.
+"""Keep validation and checkpoints from changing the amaxes of delayed scaling.
 
-TransformerEngine collects amaxes in the first row of a history, and makes scales of it after the next forward that has
-a backward:
+TransformerEngine collects amaxes in the first row of a history. The next forward that has a backward turns the row
+into scales. Two things interfere:
 
-    validation      what it saw would count as training's: the row is put back at its end
-    a checkpoint    between an optimizer step and the next forward the row holds amaxes of FP8 weights that no other
-                    rank has seen yet, and a checkpoint keeps the state of one tensor-parallel rank: the ranks agree
-                    before it is written
+    validation      adds its amaxes to the row, as if they were of training. The row is restored at its end
+    a checkpoint    saves the state of one tensor-parallel rank. Between an optimizer step and the next forward the row
+                    holds amaxes of FP8 weights that differ by rank. They are reduced before the checkpoint is written
 
-Agreeing early changes nothing: TE takes the same maximum over the same ranks after the next forward.
+Reducing early changes no result: after the next forward TE takes the same maximum over the same ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +20,18 @@ from lightning.pytorch.callbacks import Callback
 
 
 class ForgetValidation(Callback):
-    """A callback that runs validation without its amaxes entering the histories."""
+    """A callback that keeps the amaxes of validation out of the histories."""
 
     def __init__(self) -> None:
         self._held: dict[int, torch.Tensor] = {}
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Remember the rows that are being collected."""
+        """Copy the rows that are being collected."""
         self._held = {id(history): history[0].clone() for history in _histories(trainer)}
 
     @torch.no_grad()
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Put them back; a linear that first ran in the validation has collected nothing."""
+        """Restore the rows; that of a linear which ran for the first time in the validation becomes zero."""
         for history in _histories(trainer):
             before = self._held.get(id(history))
             history[0].copy_(torch.zeros_like(history[0]) if before is None else before)
@@ -45,7 +43,7 @@ class AgreeBeforeSaving(Callback):
 
     @torch.no_grad()
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """Take the maximum over the ranks that TE takes it over."""
+        """Take the maximum over the ranks over which TE takes it."""
         from megatron.core import parallel_state
 
         rows = [history[0] for history in _histories(trainer)]
@@ -60,7 +58,7 @@ class AgreeBeforeSaving(Callback):
 
 
 def amax_histories(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The amax histories of every FP8 module of TransformerEngine's."""
+    """Yield the amax histories of every FP8 module of TransformerEngine in a model."""
     for module in model.modules():
         meta = getattr(module, "fp8_meta", None) or {}
         for key in ("scaling_fwd", "scaling_bwd"):

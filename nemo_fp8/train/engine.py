@@ -1,11 +1,11 @@
-"""Who runs the FP8 GEMMs of a run, beneath TransformerEngine's Python. Never BF16 in silence.
+"""Choose what runs the FP8 GEMMs of a run, below TransformerEngine's Python; never fall back to BF16.
 
-    te         TE's kernels on a GPU; a machine that cannot is refused before anything is built
+    te         TE's kernels on a GPU; raises before anything is built if the machine cannot run them
     emulated   ``nemo_fp8.te_cpu`` on a machine without a GPU: the same code of TE and Megatron, the same codes and
                scales
-    auto       ``te`` where there is a GPU, else ``emulated``
+    auto       ``te`` if there is a GPU, else ``emulated``
 
-The choice is made once, before the model is built, and said in the log with its reason.
+The choice is made once, before the model is built, and logged with its reason.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ logger = logging.getLogger("nemo_fp8")
 
 
 def choose_engine(precision: Precision, requested: str = "auto", machine: Machine | None = None) -> str | None:
-    """``te`` or ``emulated``; None for a contract without FP8. Raises where the contract cannot be carried out as
-    asked."""
+    """Return ``te`` or ``emulated``, or None for a contract without FP8.
+
+    Raises PrecisionError if the requested engine cannot run the contract on this machine.
+    """
     if requested not in ENGINES:
         raise PrecisionError([unknown("engine", requested, ENGINES)])
     if not precision.is_fp8:
@@ -60,8 +62,7 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
 
 
 def hold_cpu(contexts: ExitStack, precision: Precision) -> None:
-    """On a machine without a GPU, Megatron on the CPU for as long as a run lasts, whichever accelerator the Trainer
-    has."""
+    """Without a GPU, let Megatron run on the CPU until ``contexts`` close, whichever accelerator the Trainer has."""
     from nemo_fp8 import te_cpu
 
     if not te_cpu.has_gpu():
@@ -74,7 +75,7 @@ def hold_cpu(contexts: ExitStack, precision: Precision) -> None:
 
 
 def _require_te_obeys(precision: Precision) -> None:
-    """Refuse what TransformerEngine would take and not do."""
+    """Raise PrecisionError for a setting that TransformerEngine would accept and ignore."""
     problems = []
     if not precision.wgrad:
         problems.append(finding("ignored-wgrad", "wgrad", severity="error"))

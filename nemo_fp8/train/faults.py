@@ -1,14 +1,14 @@
-"""What ended a run, in words: at which step, why, and from which checkpoint it goes on.
+"""Say what ended a run: at which step, why, and from which checkpoint it continues.
 
-A run that ends because of a fault ends with the error of whoever met it: gloo says that a connection was closed,
-Megatron that a norm was NaN, a writer that there was no space. None of them knows the step, the folder or what can be
-resumed from. :class:`Faults` is a Lightning callback that does, and adds it to the error as a note, which a traceback
-shows below it. The error itself stays what it is.
+A run that ends by a fault ends with the error of the part that noticed it: gloo reports a closed connection, Megatron
+a norm that is NaN, a writer a full disk. None of them knows the step, the folder, or what can be resumed from. The
+Lightning callback :class:`Faults` does, and adds a note to the error, which a traceback shows below it. The error
+itself is not changed.
 
-Three things it does itself, because nobody else does:
+It also does three things that nothing else does:
 
-    BF16    a loss or a gradient norm that is not finite ends the run before the next checkpoint is written
-    FP16    skipped steps are said in the log; too many losses in a row that no loss scale can mend end the run
+    BF16    ends the run at a loss or gradient norm that is not finite, before the next checkpoint is written
+    FP16    logs skipped steps, and ends the run after too many bad losses in a row, which no loss scale can mend
     hangs   ``timeout`` bounds how long a rank waits for another: torch's own bound is 30 minutes for gloo, 10 for NCCL
 """
 
@@ -50,10 +50,10 @@ _NOT_FINITE = ("found NaN in local grad norm", "found Inf in local grad norm")
 
 
 class Faults(Callback, IOMixin):
-    """Say what ended a run, and end one that cannot go on.
+    """Explain what ended a run, and end a run that cannot continue.
 
-    ``timeout``: how long a rank waits for another, in seconds; None leaves torch's.
-    ``patience``: FP16 only: after this many losses in a row that are not finite the run ends.
+    ``timeout``: how long a rank waits for another, in seconds; None keeps torch's bound.
+    ``patience``: FP16 only: end the run after this many losses in a row that are not finite.
     """
 
     def __init__(self, timeout: float | None = None, patience: int = PATIENCE) -> None:
@@ -61,18 +61,18 @@ class Faults(Callback, IOMixin):
         self._lost = 0
 
     def io_init(self, **given: Any) -> Any:
-        """NeMo's record of a run gets every argument: one alone it would read back as the name of a file."""
+        """Record every argument for NeMo: a record of a single one would be read back as a file name."""
         return super().io_init(**{"timeout": None, "patience": PATIENCE} | given)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Every process group of Megatron's waits as long as was asked for."""
+        """Set the timeout of every process group of Megatron."""
         if self.timeout is not None:
             from megatron.core import parallel_state
 
             parallel_state.update_pg_timeout(timedelta(seconds=self.timeout))
 
     def on_train_batch_end(self, trainer: Any, module: Any, *batch: Any) -> None:
-        """After the step and before a checkpoint of it."""
+        """Raise after a step whose loss or gradient norm is not finite, before a checkpoint of it is saved."""
         values = {name: float(trainer.callback_metrics.get(name, 0.0)) for name in ("reduced_train_loss", "grad_norm")}
         wrong = [f"{name} is {value}" for name, value in values.items() if not isfinite(value)]
         scales = _loss_scales(trainer)
@@ -91,7 +91,7 @@ class Faults(Callback, IOMixin):
             )
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Add what this run knows to an error of somebody else's."""
+        """Add the step, the cause and the checkpoint to resume from, as a note, to the error that ends the run."""
         for explains, problem in _TABLE:
             if any(explains(trainer, error) for error in _chain(exception)):
                 _add_note(exception, problem(trainer))
@@ -106,7 +106,7 @@ def _add_note(exception: BaseException, problem: Problem) -> None:
 
 
 def _chain(exception: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that led to it."""
+    """Yield an error and the errors that caused it."""
     while exception is not None:
         yield exception
         exception = exception.__cause__ or exception.__context__
@@ -117,19 +117,18 @@ def _says(*words: str) -> Callable[[Any, BaseException], bool]:
 
 
 def _in_save(trainer: Any, error: BaseException) -> bool:
-    """Whether a checkpoint was being written. What a full disk makes a writer say is anything, NeMo's marker is
-    sure."""
+    """Whether the run was writing a checkpoint. NeMo's marker tells; the errors of a full disk have no common type."""
     folder = _folder(trainer)
     return folder is not None and any(folder.glob(f"*{ModelCheckpoint.UNFINISHED_CHECKPOINT_SUFFIX}"))
 
 
 def _step(trainer: Any) -> int:
-    """The step that is running or has just run, counted as NeMo names checkpoints: from 0."""
+    """Return the step that runs or has just run, counted from 0 as in the names of NeMo's checkpoints."""
     return int(trainer.fit_loop.epoch_loop.batch_idx)
 
 
 def _loss_scales(trainer: Any) -> list[tuple[float, bool]]:
-    """Of every optimizer with a dynamic loss scale: the scale, and whether it skipped its last step."""
+    """Return, for every optimizer with a dynamic loss scale, the scale and whether it skipped its last step."""
     outer = getattr(trainer.optimizers[0], "mcore_optimizer", None)
     inner = [outer, *getattr(outer, "chained_optimizers", ())]
     return [
@@ -143,7 +142,7 @@ def _folder(trainer: Any) -> Path | None:
 
 
 def _go_on(trainer: Any) -> str:
-    """Which checkpoint a run that ends now goes on from."""
+    """Say from which checkpoint a run that ends now continues."""
     folder = _folder(trainer)
     usable = newest_usable(folder) if folder and folder.is_dir() else None
     if usable:
@@ -196,7 +195,8 @@ def _size(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
-# In this order: which errors, and what to say of them. A save in which another rank ended is a rank that ended.
+# (which errors, what to say of them); the first row that matches counts. If another rank ended during a save, the
+# cause is that rank and not the save.
 _TABLE: tuple[tuple[Callable[[Any, BaseException], bool], Callable[[Any], Problem]], ...] = (
     (_says(*_NOT_FINITE), _problem_not_finite),
     (_says(*_LOST), _problem_lost),

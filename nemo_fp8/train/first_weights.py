@@ -1,16 +1,15 @@
-"""FP8 weights that Megatron initializes on the CPU (``use_cpu_initialization``) begin with the values that they were
-given.
+"""Keep the first values of FP8 weights that Megatron initializes on the CPU (``use_cpu_initialization``).
 
-TransformerEngine quantizes a weight when it is made, and keeps the values it had then; of these the distributed
-optimizer makes its FP32 master weights. Under ``use_cpu_initialization`` Megatron makes the weight without a value and
-writes one into it afterwards:
+TransformerEngine quantizes a weight at its construction and keeps its values of that moment; the distributed optimizer
+makes its FP32 master weights from these. Under ``use_cpu_initialization`` Megatron constructs the weight from
+uninitialized memory and writes the values into it afterwards:
 
     weight = quantize(empty)      the kept values, and delayed scaling's amax, are those of uninitialised memory
     weight.data.copy_(value)      the codes are right, until the optimizer's first step writes master weights over them
 
-So a run trains on whatever lay in memory: NaN, or a falling loss on random weights. It is the same on a GPU. Here
-Megatron's function fills a plain tensor first; from that the kept values, the amax and the codes are taken. The
-trade-off: one name of Megatron's is replaced while a model is built, and only for contracts with FP8 weights.
+So a run trains on whatever was in memory: NaN, or a falling loss on random weights, on a GPU as well. The replacement
+lets Megatron's function fill a plain tensor, and takes the kept values, the amax and the codes from that. The
+trade-off: one name of Megatron is replaced while a model is built, and only for contracts with FP8 weights.
 """
 
 from __future__ import annotations
@@ -82,6 +81,6 @@ TABLE = (
 
 @contextmanager
 def true_first_weights() -> Iterator[None]:
-    """FP8 weights of models that are built until the context closes keep the values that they are given."""
+    """Build models with FP8 weights that keep their first values, until the context closes."""
     with patched(TABLE, "Building a model with FP8 weights"):
         yield

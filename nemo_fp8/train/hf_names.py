@@ -1,4 +1,4 @@
-"""Megatron's tensors in Hugging Face's words: which architecture, which names, and how fused weights come apart.
+"""Translate Megatron's tensors to Hugging Face's: the architecture, the names, and how fused weights are split.
 
 Megatron fuses what Hugging Face keeps apart, and both keep the same rows:
 
@@ -23,7 +23,7 @@ import torch
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.models.families import Family, nemo_classes, of_nemo
 
-# Megatron's name below a layer -> Hugging Face's, and how it comes apart. {experts}, {e} and the expert's words are the
+# Megatron's name below a layer -> Hugging Face's, and how it is split. {experts}, {e} and the expert's words are the
 # family's.
 LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
     "self_attention.linear_qkv.weight": (
@@ -56,7 +56,7 @@ OUTER: dict[str, tuple[str, tuple[str, ...]]] = {
     "decoder.final_layernorm.weight": ("whole", ("model.norm.weight",)),
     "output_layer.weight": ("vocabulary", ("lm_head.weight",)),
 }
-# What a model keeps besides weights.
+# Names of state that a model keeps beside its weights.
 _STATE = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$|\.expert_bias$|local_tokens_per_expert$")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.")
@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Names:
-    """How the tensors of one model are called, and come apart."""
+    """The names of one model's tensors, and how its fused tensors are split."""
 
     type: str
     """The ``model_type`` of Hugging Face's config.json."""
@@ -83,11 +83,14 @@ class Names:
     groups: int
     head_dim: int
     vocabulary: int | None
-    """Tokens; None where the padding is not known, and stays."""
+    """The number of tokens; None if the padding is unknown, and is exported."""
 
     @classmethod
     def of(cls, model: str, config: Mapping[str, Any], vocabulary: int | None) -> Names:
-        """From the name of NeMo's model class and its config."""
+        """Make the names for NeMo's model class of this name with this config.
+
+        Raises PrecisionError if no family is known for it, or if it computes something that its family does not.
+        """
         found = of_nemo(model, experts=bool(config.get("num_moe_experts")))
         if found is None:
             raise PrecisionError([unknown("model class", model, nemo_classes())])
@@ -102,7 +105,7 @@ class Names:
         )
 
     def parts(self, megatron: str) -> Iterator[Part]:
-        """The Hugging Face tensors that are made of one of Megatron's; none of what is no weight."""
+        """Yield the Hugging Face tensors that a tensor of Megatron's is split into; nothing if it is no weight."""
         if _STATE.search(megatron):
             return
         layer = _LAYER.match(megatron)
@@ -126,17 +129,18 @@ class Names:
         )
 
     def take(self, part: Part, whole: torch.Tensor) -> torch.Tensor:
-        """The rows of a part out of Megatron's tensor."""
+        """Return the rows of a part of Megatron's tensor."""
         return whole[self.rows(part, whole.shape[0])] if part.split != "qkv" else self._qkv(whole)[part.index]
 
     def shape(self, part: Part, whole: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a part of a tensor of this shape."""
+        """Return the shape of a part of a tensor of shape ``whole``."""
         if part.split == "qkv":
             return ((self.heads if part.index == 0 else self.groups) * self.head_dim, *whole[1:])
         rows = range(whole[0])[self.rows(part, whole[0])] if whole else ()
         return (len(rows), *whole[1:]) if whole else ()
 
     def rows(self, part: Part, count: int) -> slice:
+        """Return the slice of a part among the ``count`` rows of the whole."""
         if part.split == "gate_up":
             return slice(part.index * (count // 2), (part.index + 1) * (count // 2))
         return slice(0, min(count, self.vocabulary or count) if part.split == "vocabulary" else count)
@@ -148,7 +152,7 @@ class Names:
         return tuple(part.reshape(-1, *whole.shape[1:]) for part in parts)
 
     def config(self, c: Mapping[str, Any], dtype: str, tokens: Mapping[str, int | None]) -> dict[str, Any]:
-        """The model's config.json."""
+        """Return the model's config.json."""
         return {
             "architectures": [self.family.architecture],
             "model_type": self.type,
@@ -173,7 +177,7 @@ class Names:
 
 
 def in_order(megatron: str) -> tuple[int, ...]:
-    """What tensors are sorted by: the embedding, then layer by layer as ``LAYER`` has it, then what comes after."""
+    """Return a sort key for Megatron's tensors: the embedding, then layer by layer as in ``LAYER``, then the rest."""
     layer = _LAYER.match(megatron)
     if layer is None:
         return (0,) if megatron.startswith("embedding") else (2, [*OUTER].index(megatron) if megatron in OUTER else 0)
@@ -184,7 +188,7 @@ def in_order(megatron: str) -> tuple[int, ...]:
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """A live model's config under the names that it has in a checkpoint."""
+    """Return a live model's config under the keys that it has in a checkpoint."""
     found = {
         name: getattr(config, name)
         for name in dir(config)
@@ -199,7 +203,7 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 def _require_plain(model: str, c: Mapping[str, Any], kind: str, family: Family) -> None:
-    """Refuse a model that computes something else than the family that it would be called."""
+    """Raise PrecisionError for a model that computes something else than its Hugging Face family does."""
     activation = c.get("activation_func")
     named = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation or "")
     rows = (

@@ -1,15 +1,13 @@
-"""Keep linears of TransformerEngine in the compute dtype: those that the rule of :mod:`nemo_fp8.models.selection` keeps
-by name or shape.
+"""Keep linears of TransformerEngine in the compute dtype, as the rule of :mod:`nemo_fp8.models.selection` decides.
 
-Megatron opens TE's autocast around whole layers, and megatron-core 0.15.3's TE layers take no recipe of their own. A
-kept linear closes the autocast around its own forward, through torch's hooks:
+Megatron opens TE's autocast around whole layers, and the TE layers of megatron-core 0.15.3 take no recipe of their own.
+So a kept linear switches FP8 off around its own forward, through torch's hooks:
 
     forward_pre_hook    te.autocast(enabled=False) opens
-    forward_hook        it closes, an error included
+    forward_hook        it closes, also after an error
 
-Backward needs nothing: TE decides in forward how a GEMM's operands are stored. A kept weight that was made in FP8
-becomes one in the compute dtype again, with the values that it was initialized with, before DDP and the optimizer see
-it.
+Backward needs no hook: TE decides in forward how a GEMM's operands are stored. A kept weight that was constructed in
+FP8 is converted back to the compute dtype, with its initial values, before DDP and the optimizer see it.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ logger = logging.getLogger("nemo_fp8")
 
 
 def keep_modules(model: Any, precision: Precision) -> None:
-    """Take out of FP8 what the contract keeps by name, and, unless it is strict, what does not fit."""
+    """Take linears out of FP8 that the contract keeps by name and, unless it is strict, those that do not fit."""
     if not precision.is_fp8:
         return
     from nemo_fp8.train.monitor import linear_names
 
-    linears = linear_names(model)  # layers are counted over all pipeline stages, as a person counts them
+    linears = linear_names(model)  # layers are counted over all pipeline stages
     config = _config_of(model)
     experts, layers = (int(getattr(config, name, None) or 0) for name in ("num_moe_experts", "num_layers"))
     why = {
@@ -69,7 +67,7 @@ def _keep(linear: torch.nn.Module) -> None:
 
 
 def _in_compute_dtype(weight: Any) -> torch.nn.Parameter:
-    """The same weight unquantized, with what Megatron has written on it."""
+    """Return the weight unquantized, with the attributes that Megatron has set on it."""
     first = weight.get_high_precision_init_val() if hasattr(weight, "get_high_precision_init_val") else None
     plain = torch.nn.Parameter(weight.dequantize() if first is None else first.to(weight.dtype))
     own = {
@@ -99,7 +97,7 @@ def _require_any(
         not parallel_state.model_parallel_is_initialized()
         or parallel_state.get_pipeline_model_parallel_world_size() == 1
     )
-    if precision.keep and alone and not found:  # another pipeline stage may hold what is meant
+    if precision.keep and alone and not found:  # the pattern may match a linear on another pipeline stage
         raise PrecisionError(
             f"keep={list(precision.keep)} names no linear of this model.",
             "A pattern that matches nothing is a typing error, or is meant for another model.",

@@ -1,13 +1,13 @@
-"""Checkpoints that would be loaded wrongly, refused before anything of them is read.
+"""Refuse checkpoints that would be loaded wrongly, before anything of them is read.
 
-    layers of Megatron's own     their optimizer state lies in the order of their parameters, which is another than that
-                                 of TransformerEngine's layers, and their linears' FP8 state is no TransformerEngine's.
-                                 Weights have the same names in both, so a run can start from these.
+    layers of Megatron's own     Their optimizer state follows the order of their parameters, which differs from that of
+                                 TransformerEngine's layers, and the FP8 state of their linears is not TE's. Weights
+                                 have the same names in both, so a new run can start from them.
     ckpt_load_optimizer=False    NeMo loads the weights, finds the optimizer's settings beside them, and leaves the FP32
-                                 master weights as they were initialized. The first step writes those over the weights.
-                                 ``RestoreConfig`` does what is meant.
+                                 master weights as they were initialized. The first step overwrites the weights with
+                                 those. ``RestoreConfig`` starts a run from weights alone.
 
-Nothing is converted: a new run from the same weights loses Adam's moments and the place in the data, and is right.
+Nothing is converted: a new run from the same weights loses Adam's moments and the position in the data, and is right.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ _FIRST_MASTERS = Problem(
 
 
 def require_loadable(model: Any) -> None:
-    """Raise if the run of a model that is built, and has loaded nothing yet, is about to load its checkpoint
-    wrongly."""
+    """Raise PrecisionError if a run would load its checkpoint wrongly; call it on a built model, before loading."""
     try:
         trainer = model.trainer
         strategy, resumed = trainer.strategy, trainer.ckpt_path
-    except (AttributeError, RuntimeError):  # no trainer is attached, or one that loads nothing
+    except (AttributeError, RuntimeError):  # there is no trainer, or it loads nothing
         return
     restore = None if resumed else getattr(strategy, "restore_config", None)
     path = resumed or getattr(restore, "path", None)
@@ -72,6 +71,6 @@ def _has_te_layers(model: torch.nn.Module) -> bool:
 
 
 def _is_of_local_layers(names: Collection[str]) -> bool:
-    """TransformerEngine's norms have an extra state, empty in newer versions; older versions' attention has one."""
+    """Whether no norm or attention has an extra state, as TransformerEngine's have (empty in newer versions)."""
     theirs = any("norm._extra_state" in name or "core_attention._extra_state" in name for name in names)
     return not theirs and any(name.endswith("decoder.final_layernorm.weight") for name in names)

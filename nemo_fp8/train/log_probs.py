@@ -1,11 +1,11 @@
-"""The trainer's own log-probs of given tokens, from the live Megatron model under its precision.
+"""Compute the trainer's log-probs of given tokens, with the live Megatron model under its precision.
 
-    log p(token[t + 1] | token[0..t])        a GPT that is given labels answers with minus this, over a vocabulary that
-                                             is spread over tensor-parallel ranks as well
+    log p(token[t + 1] | token[0..t])        given labels, a GPT returns minus this, also when its vocabulary is spread
+                                             over tensor-parallel ranks
 
-It is what a rollout's log-probs are held against: the same weights, the trainer's arithmetic. The model is called as it
-is in training, so layout and precision are those of training; each data-parallel rank takes its share and gets
-everybody's result. NeMo's validation step would do it too, and count the samples as consumed.
+The rollout's log-probs of the same weights are compared with these. The model is called as in training, so layout and
+precision are those of training. Each data-parallel rank computes a share, and every rank gets the whole result. NeMo's
+validation step would compute them too, but count the samples as consumed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _Sample = dict[str, torch.Tensor]
 def token_log_probs(
     trainer: Any, samples: Sequence[_Sample], collate: Callable[[list[_Sample]], _Sample], micro_batch: int
 ) -> torch.Tensor:
-    """The log-probs of all labels [samples, tokens] on every rank, 0 where ``loss_mask`` is."""
+    """Return the log-probs of all labels, [samples, tokens], on every rank; 0 where ``loss_mask`` is 0.
+
+    ``collate`` makes a batch of ``micro_batch`` samples.
+    """
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         raise PrecisionError(
             "Log-probs over pipeline stages.",
@@ -45,7 +48,7 @@ def token_log_probs(
     training = model.training
     model.eval()
     for chunk in trainer.strategy.megatron_parallel:
-        chunk.set_is_first_microbatch()  # weights kept in FP8 for a global batch may be those of the step before
+        chunk.set_is_first_microbatch()  # FP8 weights cached for a global batch may be the last step's
     try:
         parts = []
         for start in range(first, first + share, micro_batch):

@@ -1,12 +1,12 @@
-"""What the operands of TransformerEngine's linears lose in FP8, measured where TE quantizes them.
+"""Measure what the operands of TransformerEngine's linears lose in FP8, where TE quantizes them.
 
-On a CPU every cast passes through ``nemo_fp8.te_cpu``: what comes by is quantized once more, with statistics, under the
-scale that the cast had. It is what the GEMM multiplies, also where TE fuses the cast into the norm before it. From
-kernels on a GPU comes what TE keeps: amax histories and scales of ``fp8_meta`` or of its quantizers; its codes of
-inputs and gradients are never to be had. FP8 primary weights are compared, on both, with the share of the FP32 master
-weights that lies on this rank.
+On a CPU every cast passes through ``nemo_fp8.te_cpu``. Its input is quantized once more, with statistics, under the
+scale that the cast had; so the statistics are of what the GEMM multiplies, also where TE fuses the cast into a norm. On
+a GPU only what TE keeps can be read: amax histories and scales from ``fp8_meta`` or its quantizers; the codes of inputs
+and gradients cannot. FP8 primary weights are compared, on both, with the share of the FP32 master weights that lies on
+this rank.
 
-Everything is sums and extremes, which add up over the experts of a layer and over ranks:
+Measurements are sums and extremes, which add up over the experts of a layer and over ranks:
 
     SUM  elements, underflow, saturated, non-finite, signal, noise          MAX  amax, scale, 1 / scale
 """
@@ -35,24 +35,24 @@ Key = tuple[str, str]
 
 @dataclass
 class Measurement:
-    """Sums and extremes of one operand of one linear; all zeros where nothing was seen."""
+    """Sums and extremes of one operand of one linear; all are zero if nothing was measured."""
 
     sums: torch.Tensor = field(default_factory=lambda: torch.zeros(SUMS, dtype=torch.float64))
     extremes: torch.Tensor = field(default_factory=lambda: torch.zeros(EXTREMES, dtype=torch.float64))
 
     @classmethod
     def of(cls, amax: Any, scale_inv: torch.Tensor, *sums: Any) -> Measurement:
-        """From an amax, scales and, where they are known, the six sums."""
+        """Make a measurement of an amax, scales and, if known, the six sums."""
         inverse = scale_inv.detach().double()
         ends = torch.stack([inverse.new_tensor(float(amax)), inverse.amin().reciprocal(), inverse.amax()])
         return cls(torch.tensor([float(s) for s in sums or [0] * SUMS], dtype=torch.float64), ends.cpu())
 
     def and_(self, other: Measurement) -> Measurement:
-        """Both together: of the experts that share a name."""
+        """Combine two measurements, as for the experts that share a name."""
         return Measurement(self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
 
     def numbers(self) -> dict[str, float | None]:
-        """What people read; None where it is not known."""
+        """Return the numbers that reports print; None for one that is not known."""
         elements, underflow, saturated, nonfinite, signal, noise = self.sums.tolist()
         amax, largest, inverse = self.extremes.tolist()
         known = elements > 0
@@ -69,7 +69,7 @@ class Measurement:
 
 
 class Probe:
-    """Looks at a model's linears from now until :meth:`close`, which gives what it saw of each linear and operand."""
+    """Measure the linears of a model from construction until :meth:`close`."""
 
     def __init__(self, linears: Mapping[str, torch.nn.Module], optimizers: Iterable[Any]) -> None:
         self.linears, self.optimizers = dict(linears), list(optimizers)
@@ -82,13 +82,13 @@ class Probe:
 
     @staticmethod
     def sees(module: torch.nn.Module) -> bool:
-        """Whether a module is a linear of TransformerEngine's, experts' among them."""
+        """Whether a module is a linear of TransformerEngine, which includes its grouped linears for experts."""
         return isinstance(getattr(module, "fp8_meta", None), dict) and any(
             hasattr(module, name) for name in ("weight", "weight0")
         )
 
     def close(self) -> dict[Key, Measurement]:
-        """Every operand of every linear, in the same order on every rank."""
+        """Stop measuring; return the measurement of every operand of every linear, in the same order on every rank."""
         self._watch.close()
         for name, module in self.linears.items():
             self.seen = {(name, role): m for role, m in _of_te(module).items()} | self.seen
@@ -98,7 +98,7 @@ class Probe:
         return {(name, role): self.seen.get((name, role), Measurement()) for name in self.linears for role in ROLES}
 
     def _see(self, quantizer: Any, x: torch.Tensor, quantized: Any) -> None:
-        """One cast: the first of each quantizer counts, which is that of the first micro-batch."""
+        """Measure one cast. Only the first of each quantizer counts: that of the first micro-batch."""
         if id(quantizer) in self._once:
             return
         if id(quantizer) not in self._owners:
@@ -114,7 +114,7 @@ class Probe:
 
 
 def reduced(mine: dict[Key, Measurement]) -> dict[Key, Measurement]:
-    """What all ranks saw: added up over those that share the layers, collected over the stages of a pipeline."""
+    """Combine the measurements of all ranks: add over ranks that share layers, collect over pipeline stages."""
     from megatron.core import parallel_state
 
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
@@ -138,7 +138,7 @@ def reduced(mine: dict[Key, Measurement]) -> dict[Key, Measurement]:
 
 
 def _quantized(x: torch.Tensor, role: str, precision: Any, quantizer: Any) -> Measurement:
-    """An operand, quantized once more with statistics, under the scale of its cast."""
+    """Quantize an operand once more, with statistics, under the scale of its cast."""
     operand = operands(precision)[role]
     x = x.detach()
     q = quantize(
@@ -154,14 +154,13 @@ def _quantized(x: torch.Tensor, role: str, precision: Any, quantizer: Any) -> Me
     )
 
 
-# Where a TE linear keeps the quantizer of which operand: list, place in it, and how far the next GEMM's is (experts
+# Operand -> where a TE linear keeps its quantizer: the list, the index, and the step to the next GEMM's (experts
 # have one GEMM each).
 _SLOTS = {"input": ("scaling_fwd", 0, 3), "weight": ("scaling_fwd", 1, 3), "grad": ("scaling_bwd", 0, 2)}
 
 
 def _quantizers(module: Any) -> Iterable[tuple[str, Any]]:
-    """Each quantizer of a linear with the role of what it casts. A weight that is cast again is so by its codes' own
-    quantizer."""
+    """Yield (role, quantizer) for every operand of a linear; for an FP8 weight, the quantizer of its own codes."""
     for codes in getattr(module, "_fp8_workspaces", {}).values():
         yield "weight", codes._quantizer
     for role, (key, first, stride) in _SLOTS.items():
@@ -182,22 +181,22 @@ def _is_primary(weight: Any) -> bool:
 
 
 def _primary(weight: Any, optimizers: Iterable[Any]) -> Measurement:
-    """An FP8 weight against the share of its master weight that lies on this rank."""
+    """Compare an FP8 weight with the share of its master weight that lies on this rank."""
     codes, scale_inv, values = _parts(weight)
     return _against_master(weight, codes, scale_inv, values, optimizers)
 
 
 def _parts(weight: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Codes, scales and values of an FP8 weight, under the names that TE's tensor classes have."""
+    """Return codes, scales and values of an FP8 weight, under the attribute names of TE's tensor classes."""
     codes = next(
         (c for n in ("_data", "_rowwise_data") if isinstance(c := getattr(weight, n, None), torch.Tensor)), None
     )
     scales = (getattr(weight, n, None) for n in ("_scale_inv", "_rowwise_scale_inv"))
     scale_inv = next(s for s in scales if isinstance(s, torch.Tensor))
     rows, columns = weight.shape[0], weight.numel() // weight.shape[0]
-    if scale_inv.dtype == torch.uint8:  # MX: the byte of an exponent
+    if scale_inv.dtype == torch.uint8:  # MX: an exponent byte
         scale_inv = scale_inv.view(torch.float8_e8m0fnu).float()[:rows, : -(-columns // 32)]
-    elif scale_inv.dim() == 2:  # TE pads scales of blocks for its kernels, with whatever lies there
+    elif scale_inv.dim() == 2:  # TE pads block scales for its kernels; the padding is uninitialized
         scale_inv = scale_inv[: -(-rows // 128), : -(-columns // 128)]
     # TE keeps codes as bytes; FP8 weights are E4M3 in every recipe.
     return None if codes is None else codes.view(torch.float8_e4m3fn), scale_inv, weight.dequantize(dtype=torch.float32)
@@ -226,7 +225,7 @@ def _against_master(
 
 
 def _share(weight: Any, optimizers: Iterable[Any]) -> slice | None:
-    """Which stretch of a flattened weight Megatron's distributed optimizer keeps the master of on this rank."""
+    """Return the slice of a flattened weight whose master Megatron's distributed optimizer keeps on this rank."""
     for optimizer in optimizers:
         if weight in getattr(optimizer, "model_param_gbuf_map", ()):
             here = optimizer._get_model_param_range_map(weight)["param"]
@@ -238,8 +237,7 @@ def _share(weight: Any, optimizers: Iterable[Any]) -> slice | None:
 
 
 def _of_te(module: Any) -> dict[str, Measurement]:
-    """What a TE module keeps of its last casts. Of kernels on a GPU it is all there is; written after TE 2.20's
-    sources."""
+    """Read what a TE module keeps of its last casts, the only source for GPU kernels. Written for TE 2.20."""
     if not getattr(module, "fp8", False) and not getattr(module, "fp8_initialized", False):
         return {}
     found = {}

@@ -1,10 +1,10 @@
-"""Megatron and NeMo on a machine without a GPU: the CPU that TransformerEngine stands on, and two names of theirs.
+"""Run Megatron and NeMo on a machine without a GPU: TransformerEngine on its CPU extension, and three patches.
 
-What a run does on a CPU is decided by the code that decides it on a GPU: Megatron's layers of TransformerEngine, TE's
-own Python, and beneath it ``nemo_fp8.te_cpu`` in the place of TE's compiled extension. That stands in for the CUDA
-device too, from the moment TE is imported until the process ends, so nothing of Megatron's is replaced for want of
-CUDA. What is left are two names that gloo or a CPU build of torch cannot serve, and the one of ``first_weights.py``,
-replaced for as long as a run lasts.
+The same code decides what a run does on a CPU and on a GPU: Megatron's layers of TransformerEngine, TE's own Python,
+and below it ``nemo_fp8.te_cpu`` in the place of TE's compiled extension. From TE's import until the process ends,
+``te_cpu`` also stands in for the CUDA device, so nothing of Megatron has to be replaced for lack of CUDA. What remains
+are two names that gloo or a build of torch without CUDA cannot serve, and the one of ``first_weights.py``. They are
+replaced while a run lasts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from nemo_fp8.train.patching import Patch, is_patched, patched
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Megatron takes the CPU for its GPU until the context closes. Entered again inside, it changes nothing."""
+    """Let Megatron run on the CPU until the context closes. A nested context changes nothing.
+
+    Raises PrecisionError if Megatron was imported without TE, or if its version does not fit the table.
+    """
     require_te_on_cpu()
     if is_patched(TABLE):
         yield
@@ -31,8 +34,7 @@ def megatron_on_cpu() -> Iterator[None]:
 
 
 def require_te_on_cpu() -> None:
-    """Refuse a process whose Megatron does not stand on TE's CPU implementation: its layers would know no FP8, and no
-    CUDA device."""
+    """Install TE's CPU extension; raise PrecisionError if Megatron or TE was imported before, without it."""
     if te_cpu.is_installed():
         return
     import sys

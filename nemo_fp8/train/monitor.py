@@ -1,14 +1,14 @@
-"""What FP8 does to every layer of a run, every so many steps: a Lightning callback.
+"""Log what FP8 does to every layer of a run, every so many steps: a Lightning callback.
 
     trainer.callbacks = [run.Config(Fp8Monitor, every_n_steps=50)]
 
-For each FP8 linear and each of its operands (input, weight, grad): amax, scales, underflow, saturation, SNR, in the
-first micro-batch of the step, under the scales that the GEMMs of that step used; summed over the ranks that share the
-layer. And the steps that the optimizer skipped. All of it goes to whatever Lightning logs to. A layer that crosses a
-threshold is told of in one line, with the pattern that keeps it out of FP8.
+For each FP8 linear and each of its operands (input, weight, grad) it logs amax, scales, underflow, saturation and SNR
+of the first micro-batch of the step, under the scales that the GEMMs of that step used, summed over the ranks with
+the same layer; and the number of steps that the optimizer skipped. They go to every logger of the Trainer. If a layer
+crosses a threshold, one line in the log names it and the pattern that keeps it out of FP8.
 
-Hooks hang on the linears in monitored steps only, so that other steps cost nothing. A monitored step quantizes every
-operand a second time (``measure.py``).
+Linears have hooks in monitored steps only, so other steps cost nothing. A monitored step quantizes every operand a
+second time (``measure.py``).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from nemo_fp8.train.measure import Probe, reduced
 logger = logging.getLogger("nemo_fp8")
 
 METRICS = ("amax", "scale_min", "scale_max", "underflow_percent", "saturation_percent", "snr_db")
-# What Megatron, NeMo and Lightning wrap around a model, as it shows in the names of modules.
+# The prefixes that the wrappers of Megatron, NeMo and Lightning add to the names of modules.
 _WRAPPERS = re.compile(r"^(?:(?:module|\d+)\.)+")
 _LAYER = re.compile(r"^(.*?\blayers\.)(\d+)(?=\.|$)")
 
 
 class Fp8Monitor(Callback):
-    """Log per-layer FP8 statistics every ``every_n_steps`` steps, and warn where a layer crosses a threshold.
+    """Log per-layer FP8 statistics every ``every_n_steps`` steps, and warn if a layer crosses a threshold.
 
-    ``underflow_percent`` and ``saturation_percent`` are the most, ``snr_db`` the least that passes without a warning;
-    None never warns. ``rows`` holds everything that was measured, one dictionary for each step, layer and operand;
-    ``skipped`` counts the steps that the optimizer skipped.
+    A warning comes above ``underflow_percent`` or ``saturation_percent``, or below ``snr_db``; None never warns.
+    ``rows`` holds all measurements, one dictionary for each step, layer and operand; ``skipped`` counts the steps that
+    the optimizer skipped.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Fp8Monitor(Callback):
     # ------------------------------------------------------------------ Lightning's hooks
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """Hang the hooks up, if the step that begins is one to monitor."""
+        """Start measuring, if the step that begins is to be monitored."""
         if (trainer.global_step + 1) % self.every_n_steps == 0:
             self._probe = Probe(linear_names(trainer.model), _optimizers(trainer))
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Take them down, and tell what they saw."""
+        """Stop measuring, and log the result."""
         self.skipped += any(
             bool(o.found_inf.item()) for o in _optimizers(trainer) if getattr(o, "found_inf", None) is not None
         )
@@ -95,7 +95,7 @@ class Fp8Monitor(Callback):
             self._probe.close()
             self._probe = None
 
-    # ------------------------------------------------------------------ telling
+    # ------------------------------------------------------------------ logging
 
     def _log(self, trainer: Any, rows: list[dict[str, Any]], step: int) -> None:
         metrics = {
@@ -108,7 +108,7 @@ class Fp8Monitor(Callback):
             to.log_metrics(metrics | {"fp8/skipped_steps": self.skipped}, step=step)
 
     def _warn(self, row: dict[str, Any]) -> None:
-        """One line when a layer crosses a threshold; again only after it has been within it."""
+        """Warn when a layer crosses a threshold, and again only after it was within it in between."""
         layer, operand = row["layer"], row["operand"]
         for name, limit in self.limits.items():
             key = layer, operand, name
@@ -138,8 +138,7 @@ def _beyond(name: str, value: float | None, limit: float) -> bool:
 
 
 def linear_names(model: Any) -> dict[str, torch.nn.Module]:
-    """Every linear that FP8 can run in, by the name that ``keep`` knows it by; layers are counted over all pipeline
-    stages."""
+    """Return every linear that FP8 can run in by the name that ``keep`` matches; layers count over pipeline stages."""
     chunks: Iterable[Any] = model if isinstance(model, torch.nn.ModuleList | list) else [model]
     names: dict[str, torch.nn.Module] = {}
     for chunk in chunks:
@@ -155,6 +154,6 @@ def linear_names(model: Any) -> dict[str, torch.nn.Module]:
 
 
 def _optimizers(trainer: Any) -> list[Any]:
-    """Megatron's optimizers, taken out of NeMo's and out of a chain."""
+    """Return Megatron's optimizers, unwrapped from NeMo's and from a chain."""
     found = [getattr(o, "mcore_optimizer", o) for o in trainer.strategy.optimizers]
     return [part for o in found for part in getattr(o, "chained_optimizers", [o])]

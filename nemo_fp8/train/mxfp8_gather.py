@@ -1,22 +1,19 @@
-"""MXFP8 weights under an overlapped all-gather: written where the gather reads, each time before it reads.
+"""Write MXFP8 weights into the gather buffer before each gather reads it, when gathers overlap with the forward.
 
-Megatron gathers MXFP8 weights in BF16 through the gradient buffer, which it reuses
-(``reuse_grad_buf_for_mxfp8_param_ag``):
+Megatron gathers MXFP8 weights in BF16 through the gradient buffer (``reuse_grad_buf_for_mxfp8_param_ag``):
 
-    optimizer step -> main weights into the buffer -> gather -> quantized into the weights -> buffer zeroed for
-    gradients
+    optimizer step -> main weights into the buffer -> gather -> quantized into the weights -> buffer zeroed
 
-When the gather overlaps with the forward, the second arrow is left to the training loop, and NeMo 2.7.3's has none of
-it:
+If the gather overlaps with the forward, Megatron leaves it to the training loop to write the buffer in time for the
+gather, and NeMo 2.7.3's loop does not do it:
 
-    every step            NeMo zeroes the buffer and gathers zeros: the weights are destroyed
-    a checkpoint is saved NeMo forces a gather of whatever lies there, so the weights that are saved are those of the
-    step
-                          before, and the next step, whose gather counts as done, trains on them
-    validation            its gather counts as the next step's, whose gradients are then added to weights in the buffer
+    every step              NeMo zeroes the buffer and gathers zeros: the weights are destroyed
+    a checkpoint is saved   NeMo forces a gather of whatever the buffer holds: the saved weights are those of the step
+                            before, and the next step, whose gather counts as done, trains on them
+    validation              its gather counts as the next step's, whose gradients are then added to the weights
 
-``Mxfp8Gather`` writes and gathers at the three points where Megatron's own training loop does; ``Mxfp8Start`` once at
-the start.
+``Mxfp8Gather`` writes and gathers at the three points at which Megatron's own training loop does; ``Mxfp8Start`` does
+so once, at the start.
 """
 
 from __future__ import annotations
@@ -29,10 +26,10 @@ from lightning.pytorch.callbacks import Callback
 
 
 class Mxfp8Gather(Callback):
-    """For ``trainer.callbacks``, and for the callbacks of NeMo's ``MegatronParallel`` where that exists already."""
+    """Write the buffer and gather. A callback of the Trainer and, once it exists, of NeMo's ``MegatronParallel``."""
 
     def on_megatron_step_start(self, step: Any) -> Any:
-        """After NeMo has zeroed the buffer: the coming gather is one of its own, and reads the weights."""
+        """Write the weights into the buffer, after NeMo has zeroed it and before this step's gather reads it."""
         for group in _groups(step.trainer):
             group.param_gather_dispatched = False
         _write(step.trainer)
@@ -40,20 +37,20 @@ class Mxfp8Gather(Callback):
 
     @torch.no_grad()
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """The weights of the last optimizer step go into the checkpoint."""
+        """Gather the weights of the last optimizer step, so that the checkpoint holds these."""
         _cast(trainer)
 
 
 class Mxfp8Start(Callback):
-    """A run begins with weights that are cast from its master weights, also where both come from a checkpoint.
+    """Cast the weights of a run from its master weights, also after both were loaded from a checkpoint.
 
     A checkpoint holds the values of the codes along rows. The codes along columns, which backward reads, do not follow
-    from these: a resumed run would go on with others than the run that was saved.
+    from these, so a resumed run would continue with other codes than those of the run that was saved.
     """
 
     @torch.no_grad()
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """After the checkpoint is loaded, before the first step."""
+        """Cast after the checkpoint is loaded, before the first step."""
         _cast(trainer)
 
 

@@ -3,7 +3,7 @@
     source = NemoCheckpoint.open("step=99-last")          # a folder with weights/ and context/, of any layout of ranks
     for name in source.tensors: (matrix,) = source.matrices(name)
 
-It is what ``nemo_fp8.export`` asks of a source. Weights come from ``torch_dist`` (:mod:`nemo_fp8.storage.torch_dist`),
+It is a source for ``nemo_fp8.export``. Weights come from ``torch_dist`` (:mod:`nemo_fp8.storage.torch_dist`),
 so the model is never built, and memory holds one of Megatron's tensors. What the model is stands in
 ``context/model.yaml``, as plain YAML; nothing of the context is unpickled or imported. FP8 primary weights lie in a
 checkpoint as their BF16 values, and are exported as those.
@@ -57,7 +57,7 @@ class NemoCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> NemoCheckpoint:
-        """The checkpoint that a path means: the folder that holds ``weights`` and ``context``, or its weights."""
+        """Open the checkpoint at a path: the folder that holds ``weights`` and ``context``, or its ``weights``."""
         path = Path(path)
         folder = path.parent if path.name == "weights" else path
         description = folder / "context" / MODEL_YAML
@@ -79,11 +79,11 @@ class NemoCheckpoint:
         names = Names.of(str(model.get("_target_", "")).rpartition(".")[2], config, config.get("vocab_size") or size)
         return cls(folder, TorchDist.open(folder / "weights", "module."), names, config, files)
 
-    # ------------------------------------------------------------------ what the exporter asks
+    # ------------------------------------------------------------------ a source for the exporter
 
     @property
     def shards(self) -> Mapping[str, Sequence[str]]:
-        """Files of at most 5 GB, unless one tensor is larger."""
+        """The files to write, name -> tensors: of at most 5 GB each, unless one tensor is larger."""
         groups: list[list[str]] = [[]]
         size = 0
         for name, about in self.tensors.items():
@@ -105,7 +105,7 @@ class NemoCheckpoint:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a person should know about it."""
+        """Sentences about the checkpoint for the person who exports it."""
         if self._tokenizer:
             return ()
         return (
@@ -132,7 +132,7 @@ class NemoCheckpoint:
         yield from self._tokenizer.items()
 
     def identity(self) -> dict[str, Any]:
-        """What changes when the checkpoint does."""
+        """Values that differ between two checkpoints, so that a broken-off export is not continued with another one."""
         weights = [path for path in sorted((self.folder / "weights").iterdir()) if path.is_file()]
         return {
             path.name: [(about := path.stat()).st_size, about.st_mtime_ns]
@@ -156,7 +156,7 @@ class NemoCheckpoint:
 
 
 def _in_order(stored: TorchDist) -> list[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """Megatron's name -> where it is stored; the embedding first, then layer by layer, then what comes after."""
+    """Return Megatron's names with where they are stored: the embedding, then layer by layer, then the rest."""
     found = []
     for key, tensor in stored.tensors.items():
         found += [(name, (key, at)) for name, at in layers_of({key: tensor})]
@@ -175,7 +175,7 @@ def _plain_yaml(path: Path) -> dict[str, Any]:
 
 
 def _tokenizer_of(context: Path, described: Mapping[str, Any]) -> tuple[dict[str, bytes | Path], int | None]:
-    """The tokenizer's files, and how many tokens it has; nothing where only NeMo could build it."""
+    """Return the tokenizer's files and its number of tokens; no files and None if only NeMo could build it."""
     if described.get("_target_") in byte_tokenizer.TARGETS:
         return dict(byte_tokenizer.files()), byte_tokenizer.SIZE
     for name in _TOKENIZERS:
@@ -187,7 +187,7 @@ def _tokenizer_of(context: Path, described: Mapping[str, Any]) -> tuple[dict[str
 
 
 def _tokens(path: Path) -> int | None:
-    """The tokens of a tokenizer.json, added ones included."""
+    """Count the tokens of a tokenizer.json, added ones included."""
     if not path.is_file():
         return None
     found = json.loads(path.read_text())

@@ -1,12 +1,15 @@
-"""Somebody else's names, replaced for as long as a context lasts: a table, checked before it is applied.
+"""Replace names of Megatron and NeMo while a context is open: a table of patches, checked before it is applied.
 
-Megatron has no switch for a machine without CUDA, and none for FP8 without TransformerEngine, so a few of its
-names have to be replaced. Each replacement is one row that says where, what and why. Before the first name is
-touched the whole table is held against the installed version: a name that is gone, or a function whose
-parameters changed, is one clear error that names every row that does not fit. When the context closes, every
-name holds what it held before, in the reverse order, whatever happened in between.
+Three names are replaced in all. Each is one row that says where, what and why:
 
-The trade-off: names are process-wide, so two runs in one process take turns.
+    megatron_cpu.py     two that gloo or a build of torch without CUDA cannot serve; for a run on a CPU
+    first_weights.py    one that loses the first values of FP8 weights; while a model is built
+
+Before the first name is replaced, the whole table is compared with the installed versions. If a name is gone, or the
+parameters of a function differ, one PrecisionError names every row that does not fit. When the context closes, also by
+an exception, every name gets its former value back, in reverse order.
+
+The trade-off: names belong to the process, so two runs in one process cannot overlap.
 """
 
 from __future__ import annotations
@@ -25,17 +28,15 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced name. ``target`` is ``package.module`` or ``package.module:Class``."""
+    """One name to replace. ``target`` is ``package.module`` or ``package.module:Class``."""
 
     target: str
     name: str
     replacement: Any
     why: str
-    optional: bool = False
-    """The name exists only beside TransformerEngine; without it the row adds the name, and takes it away again."""
 
     def owner(self) -> Any:
-        """The module or class that holds the name."""
+        """Import and return the module or class that holds the name."""
         module, _, path = self.target.partition(":")
         owner = importlib.import_module(module)
         for part in filter(None, path.split(".")):
@@ -43,14 +44,14 @@ class Patch:
         return owner
 
     def misfit(self) -> str | None:
-        """What is wrong with this row for the installed version, if anything."""
+        """Say why this row does not fit the installed version; None if it does."""
         try:
             owner = self.owner()
         except (ImportError, AttributeError) as error:
             return f"{self.target} is not there ({error})"
         original = getattr(owner, self.name, _MISSING)
         if original is _MISSING:
-            return None if self.optional else f"{self.target} has no {self.name}"
+            return f"{self.target} has no {self.name}"
         return _signature_misfit(f"{self.target}.{self.name}", original, self.replacement)
 
 
@@ -61,7 +62,10 @@ def is_patched(patches: Iterable[Patch]) -> bool:
 
 @contextmanager
 def patched(patches: Iterable[Patch], purpose: str) -> Iterator[None]:
-    """Every name of the table replaced, until the context closes. ``purpose`` says in an error what it was for."""
+    """Replace every name of the table until the context closes.
+
+    ``purpose`` begins the sentence of an error. Raises PrecisionError if a row does not fit the installed version.
+    """
     patches = tuple(patches)
     misfits = [(patch, misfit) for patch in patches if (misfit := patch.misfit())]
     if misfits:
@@ -77,8 +81,8 @@ def patched(patches: Iterable[Patch], purpose: str) -> Iterator[None]:
     try:
         for patch in patches:
             owner = patch.owner()
-            # Read past descriptors: a class must get back its own function or staticmethod, not what getattr binds,
-            # and a name it only inherits must be inherited again.
+            # Read from vars() and not by getattr: a class must get its function or staticmethod object back, not a
+            # bound one, and a name that it inherits must be inherited again.
             held.append((owner, patch.name, vars(owner).get(patch.name, _MISSING)))
             setattr(owner, patch.name, patch.replacement)
         yield
@@ -91,7 +95,7 @@ def patched(patches: Iterable[Patch], purpose: str) -> Iterator[None]:
 
 
 def _signature_misfit(name: str, original: Any, replacement: Any) -> str | None:
-    """Whether a replacing function could be called in another way than the function it stands for."""
+    """Say how the parameters of two functions differ; None if they do not, or if one takes ``*args``."""
     if not inspect.isfunction(original) or not inspect.isfunction(replacement):
         return None
     theirs, ours = inspect.signature(original).parameters, inspect.signature(replacement).parameters

@@ -1,12 +1,12 @@
-"""``MixedPrecision``: NeMo's precision plugin, holding a contract, and doing what it says.
+"""``MixedPrecision``: NeMo's precision plugin, driven by a contract.
 
-It is a subclass of NeMo's ``MegatronMixedPrecision``, so that NeMo's strategy and every ``isinstance`` check accept it,
-and it takes the same arguments. What it adds, in the order of a run:
+It is a subclass of NeMo's ``MegatronMixedPrecision`` with the same arguments, so that NeMo's strategy and every
+``isinstance`` check accept it. What it adds, in the order of a run:
 
-    construction         the arguments become a contract, which refuses contradictions that NeMo lets pass
-    before the model     this machine is asked whether it can run the contract, and the engine is chosen
-    after the overrides  model, DDP and optimizer configs are checked again: NeMo checks them before, and never after
-    before training      what NeMo 2.7.3 breaks is repaired (``repairs.py``)
+    construction         makes a contract of the arguments, which refuses contradictions that NeMo accepts
+    before the model     checks that this machine can run the contract, and chooses the engine
+    after the overrides  checks model, DDP and optimizer configs again: NeMo checks them only before the overrides
+    before training      repairs what NeMo 2.7.3 breaks (``repairs.py``)
 
 The contract is the only setting; everything else is read from the configs of the run.
 """
@@ -35,18 +35,17 @@ from nemo_fp8.train.loading import require_loadable
 
 
 def plugin_arguments(precision: Precision) -> dict[str, Any]:
-    """The arguments of the plugin that give this contract: NeMo's names first, then fields that NeMo has no name
-    for."""
+    """Return the plugin's arguments for a contract: NeMo's names, and the fields for which NeMo has no name."""
     theirs = to_nemo(precision)
     ours = [
         *precision.diff(from_nemo(theirs)),
         *sorted(precision.said),
-    ]  # what was said is said again, also where it would follow
+    ]  # fields that were given are given again, so that replace() keeps them
     return theirs | {name: getattr(precision, name) for name in ours}
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """Every argument of NeMo's plugin and every further field of the contract, with its type, for the command line."""
+    """Return every argument of NeMo's plugin and every other field of the contract, typed, for the command line."""
     hints = get_type_hints(Precision)
     own = {f.name: hints[f.name] for f in fields(Precision) if f.name != "name"}
     types: dict[str, Any] = {name: str if setting.values else own[setting.field] for name, setting in SETTINGS.items()}
@@ -64,16 +63,15 @@ _OF_NEMO = inspect.signature(MegatronMixedPrecision.__init__).parameters
 
 
 def _as_nemo(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The parameter with NeMo's own default: what a Config answers for a field that nobody has set."""
-    if parameter.name == "precision":  # NeMo asks for it by position, and has no default
+    """Return the parameter with NeMo's default, the value that a Config reports for an argument that was not set."""
+    if parameter.name == "precision":  # NeMo takes it by position, without a default
         return parameter.replace(default="bf16-mixed", kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
     theirs = _OF_NEMO.get(parameter.name, parameter)
     return parameter.replace(default=theirs.default)
 
 
 def takes(parameters: Iterable[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give an ``__init__`` with ``**arguments`` its real signature, which is what fiddle, nemo-run and NeMo's io
-    read."""
+    """Give an ``__init__`` with ``**arguments`` a real signature, for fiddle, nemo-run and NeMo's io."""
 
     def signed(init: Callable[..., None]) -> Callable[..., None]:
         me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -85,11 +83,10 @@ def takes(parameters: Iterable[inspect.Parameter]) -> Callable[[Callable[..., No
 
 @dataclass
 class _LeavesFp8Alone(DtypeConfig):
-    """The dtypes of a contract without FP8. Its FP8 settings are no fields, so NeMo's override does not write over the
-    model's.
+    """The dtypes of a contract without FP8. They have no FP8 fields, so NeMo's overrides leave the model's alone.
 
-    NeMo's own erases ``fp8=`` on the model's config without a word; here it stays, and the check after the overrides
-    sees it.
+    NeMo's own dtypes would erase ``fp8=`` from the model's config without a word. Here it stays, and the check after
+    the overrides reports it.
     """
 
     fp8: ClassVar[None] = None
@@ -101,8 +98,9 @@ class _LeavesFp8Alone(DtypeConfig):
 class MixedPrecision(MegatronMixedPrecision):
     """NeMo's plugin for mixed precision, driven by a contract.
 
-    ``engine`` says who runs FP8 GEMMs beneath TransformerEngine: ``te`` (its kernels, on a GPU), ``emulated``
-    (``nemo_fp8.te_cpu``, on a CPU), or ``auto``: whichever this machine has, said once in the log.
+    ``engine`` is what runs the FP8 GEMMs below TransformerEngine: ``te`` (its kernels, on a GPU), ``emulated``
+    (``nemo_fp8.te_cpu``, on a CPU), or ``auto``, the one that this machine has. Raises PrecisionError if the arguments
+    contradict each other.
     """
 
     @takes(map(_as_nemo, PARAMETERS))
@@ -119,17 +117,16 @@ class MixedPrecision(MegatronMixedPrecision):
             )
 
     def replace(self, **changes: Any) -> MixedPrecision:
-        """The same plugin with some arguments changed, under NeMo's names or the contract's."""
+        """Return the plugin with some arguments changed, under NeMo's names or the contract's."""
         engine = changes.pop("engine", self.engine)
         contract = self.contract.replace(**changes_from_nemo(changes, base=self.contract))
         return type(self)(**resolve_dtypes(plugin_arguments(contract)), engine=engine)
 
-    # ------------------------------------------------------------------ Lightning's and NeMo's hooks, in the order of a
-    # run
+    # ------------------------------------------------------------------ hooks, in the order of a run
 
     @contextmanager
     def module_init_context(self) -> Generator[None, None, None]:
-        """Around the building of the model: the last moment at which a run that cannot be done costs nothing."""
+        """Check the machine and choose the engine before the model is built, when a refusal costs nothing."""
         self._contexts.close()
         choose_engine(self.contract, self.engine)
         hold_cpu(self._contexts, self.contract)
@@ -137,7 +134,7 @@ class MixedPrecision(MegatronMixedPrecision):
             yield
 
     def convert_module(self, module: Any) -> Any:
-        """After NeMo's overrides, before DDP wraps the model."""
+        """Check and repair the configs after NeMo's overrides, before DDP wraps the model."""
         run = checks.Run.of(module)
         repairs.before_ddp(self.contract, run)
         checks.require_agreement(self.contract, run)
@@ -146,7 +143,7 @@ class MixedPrecision(MegatronMixedPrecision):
         return super().convert_module(module)
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """After the optimizer is built, before the first step."""
+        """Repair the model and the optimizer once both are built, before the first step."""
         if optimizers:
             repairs.before_training(self.contract, model, optimizers)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[no-any-return]
@@ -158,12 +155,12 @@ class MixedPrecision(MegatronMixedPrecision):
         return output
 
     def teardown(self) -> None:
-        """When the run is over, an error included: leave nothing behind."""
+        """Close every context at the end of a run, also after an error."""
         self._contexts.close()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a run holds open is not part of a plugin that NeMo copies into its records.
+        # NeMo copies the plugin into its records; open contexts cannot be copied.
         return {name: value for name, value in vars(self).items() if name != "_contexts"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

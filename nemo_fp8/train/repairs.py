@@ -1,6 +1,6 @@
-"""What NeMo 2.7.3 breaks in mixed precision, mended from inside the plugin.
+"""Repair what NeMo 2.7.3 breaks in mixed precision, from inside the plugin.
 
-Each repair is a function that does nothing unless its bug can bite; ``tests/train/test_repairs.py`` shows NeMo failing
+Each repair does nothing unless its bug applies to the run; ``tests/train/test_repairs.py`` shows NeMo failing
 and this plugin not, for every one. They touch configs and hooks only, and replace no code of NeMo's or Megatron's.
 
 FP16 loss is never scaled    NeMo builds Megatron's gradient scaler and divides the gradients by it, but never sets
@@ -10,8 +10,8 @@ FP16 aborts on overflow      ``check_for_nan_in_grad`` ends the run at the first
 Delayed scaling freezes      An overflow writes inf into the amax history, and ``max`` keeps it for a whole history:
                              tensors are cast with stale scales for 1024 steps. Forget what overflowed. FP16 overflows
                              on purpose, while it looks for its loss scale: start it lower.
-Delayed scaling's amaxes       A validation's count as training's, and a resumed run loses those of other ranks. See
-                               ``delayed_amaxes.py``.
+Delayed scaling's amaxes     Those of a validation count as training's, and a resumed run loses those of other ranks.
+                             See ``delayed_amaxes.py``.
 MXFP8 + overlapped gather    The gather reads the gradient buffer, which NeMo has zeroed since the optimizer wrote the
                              weights there: they become zero. See ``mxfp8_gather.py``.
 Optimizer flags              ``OptimizerConfig`` derives flags from ``fp8_recipe`` before the plugin sets it.
@@ -36,7 +36,7 @@ GENTLE_LOSS_SCALE = 65536.0
 
 
 def before_ddp(p: Precision, run: Run) -> None:
-    """Repairs of the configs, before DDP and the optimizer are built from them."""
+    """Repair the configs, before DDP and the optimizer are built from them."""
     if run.optimizer is not None and hasattr(run.optimizer, "use_precision_aware_optimizer_no_fp8_or_ds_fp8"):
         run.optimizer.__post_init__()
     if p.compute != "fp16":
@@ -63,7 +63,7 @@ def before_ddp(p: Precision, run: Run) -> None:
 
 
 def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
-    """Repairs of the built model and optimizer, before the first step."""
+    """Repair the built model and optimizer, before the first step."""
     from megatron.core.utils import get_model_config
 
     megatron_optimizer = getattr(optimizers[0], "mcore_optimizer", None)
@@ -83,7 +83,7 @@ def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
 
 
 def after_step(p: Precision, model: Any, optimizer: Any) -> None:
-    """Repairs after every optimizer step."""
+    """Repair what an optimizer step left wrong."""
     if _overflow_stays(p):
         with torch.no_grad():
             for history in amax_histories(model):
@@ -91,5 +91,5 @@ def after_step(p: Precision, model: Any, optimizer: Any) -> None:
 
 
 def _overflow_stays(p: Precision) -> bool:
-    """Whether one overflow outlives its step: it does where scales come from the largest of several amaxes."""
+    """Whether an overflow affects later steps: it does if scales come from the largest of several amaxes."""
     return p.scaling == "delayed" and p.amax_compute_algo == "max" and p.amax_history_len > 1

@@ -1,20 +1,17 @@
-"""Weights out of training under Hugging Face's names, one tensor at a time: from a checkpoint, or from a model that
-trains.
+"""Read weights out of training under Hugging Face's names, one tensor at a time, from a checkpoint or a live model.
 
-    for name, tensor in named_tensors(trainer.model): ...         # every rank calls it, and every rank gets every
-                                                                  tensor
-    for name, tensor in named_tensors("checkpoints/step=99"): ... # one process, no ranks
+    named_tensors(trainer.model)             every rank calls it and gets every tensor
+    named_tensors("checkpoints/step=99")     one process, no ranks
 
-A live model is spread over ranks. Each tensor is put together when its turn comes and let go of when the next one is
-asked for:
+A live model is spread over ranks. Each tensor is assembled when it is asked for, and released when the next one is:
 
-    tensor parallel    its shards are gathered; gate and up, which every shard holds both, are sorted out
+    tensor parallel    its shards are gathered; of a fused gate and up, every shard holds a part of both, so the parts
+                       are put in order
     expert parallel    the rank that has the expert sends it
     pipeline parallel  the stage that has the layer sends it
 
-So memory holds one whole tensor beside the model, on every rank. FP8 primary weights come as the values that they stand
-for. The order is the model's, the same from every layout. The trade-off: one collective after the other, which a
-network pays for with latency.
+So every rank holds one whole tensor beside the model. FP8 primary weights are decoded. The order is that of the model,
+the same for every layout. The trade-off: one collective after the other, each with the latency of the network.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ from nemo_fp8.train.nemo_checkpoint import NemoCheckpoint
 
 
 def named_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor by its Hugging Face name: of a checkpoint's folder, or of a live NeMo model (all ranks call it
-    together)."""
+    """Yield (Hugging Face name, tensor) from a checkpoint's folder, or from a live NeMo model on all of its ranks."""
     if isinstance(source, (str, Path)):
         checkpoint = NemoCheckpoint.open(source)
         for name in checkpoint.tensors:
@@ -48,7 +44,7 @@ def named_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def config_of(source: Any) -> dict[str, Any]:
-    """The config.json that belongs to a live model's exported weights."""
+    """Return the config.json for the exported weights of a live model."""
     if isinstance(source, (str, Path)):
         return NemoCheckpoint.open(source).config
     live = Live.of(source)
@@ -58,20 +54,20 @@ def config_of(source: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Owner:
-    """Who has a tensor: which ranks of the pipeline's and of the experts' group."""
+    """Which ranks of the pipeline group and of the expert group hold a tensor."""
 
     name: str
     stage: int
     expert_rank: int | None
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of one tensor-parallel shard."""
+    """The shape of one tensor-parallel shard."""
     dimension: int | None
-    """The dimension that tensor parallelism cuts; None where every rank has the whole."""
+    """The dimension that tensor parallelism cuts; None if every rank has the whole."""
 
 
 class Live:
-    """A model that is spread over ranks, as this rank sees it."""
+    """A model that is spread over ranks, seen from this rank."""
 
     def __init__(self, names: Names, config: dict[str, Any], chunks: list[Any]) -> None:
         self.names, self.config = names, config
@@ -84,7 +80,7 @@ class Live:
 
     @classmethod
     def of(cls, model: Any) -> Live:
-        """From a NeMo model, the trainer that has one, or Megatron's own module with NeMo's config."""
+        """Return it for a NeMo model, the trainer that has one, or Megatron's own module with NeMo's config."""
         model = getattr(model, "model", None) if hasattr(model, "strategy") and hasattr(model, "model") else model
         chunks = [
             _unwrapped(chunk)
@@ -109,7 +105,7 @@ class Live:
     # ------------------------------------------------------------------ names
 
     def _named(self, chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters with the numbers that layers and experts have in the whole model."""
+        """Yield the parameters with the numbers that layers and experts have in the whole model."""
         layers = getattr(chunk.decoder, "layers", ())
         for name, parameter in chunk.named_parameters():
             words = name.split(".")
@@ -122,7 +118,7 @@ class Live:
         return total // _expert_groups()[1]
 
     def _owners(self) -> list[_Owner]:
-        """Every tensor of the model once, in order; every rank makes the same list."""
+        """List every tensor of the model once; every rank makes the same list in the same order."""
         mine = [
             _Owner(
                 name,
@@ -143,7 +139,7 @@ class Live:
     # ------------------------------------------------------------------ tensors
 
     def _whole(self, owner: _Owner) -> torch.Tensor:
-        """A tensor of the whole model, from whoever has parts of it."""
+        """Assemble a tensor of the whole model from the ranks that hold parts of it."""
         parameter = self.local.get(owner.name)
         shard = _plain(parameter) if parameter is not None else None
         is_expert = owner.expert_rank is not None
@@ -173,7 +169,7 @@ def _gathered(shard: torch.Tensor, owner: _Owner, ranks: int, group: Any) -> tor
 def _sent(
     whole: torch.Tensor | None, shape: tuple[int, ...], owner: _Owner, source: int, ranks: int, group: Any
 ) -> torch.Tensor:
-    """The tensor, on every rank of the group, from the rank of the group that has it."""
+    """Send the tensor from the rank that has it to every rank of the group, and return it."""
     if ranks == 1:
         assert whole is not None
         return whole
@@ -185,7 +181,7 @@ def _sent(
 
 
 def _plain(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A parameter's values; FP8 weights, ours and TransformerEngine's, are decoded."""
+    """Return a parameter's values; FP8 weights, ours and TransformerEngine's, are decoded."""
     dequantize = getattr(parameter, "dequantize", None)
     held = hasattr(parameter, "_held") or type(parameter).__module__.startswith("transformer_engine")
     return dequantize().to(parameter.dtype) if held and dequantize else parameter.detach()
@@ -195,7 +191,7 @@ def _plain(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _pipeline() -> tuple[int, int, Any]:
-    """This rank's number, how many there are, and their group; 0 of 1 without ranks."""
+    """Return this rank's pipeline stage, the number of stages, and their group; 0 of 1 without ranks."""
     return _group("pipeline_model_parallel")
 
 
@@ -225,7 +221,7 @@ def _is_stage(owner: _Owner) -> bool:
 
 
 def _all(group: Any, mine: Any) -> list[Any]:
-    """What every rank of a group says."""
+    """Gather a value from every rank of a group."""
     if group is None or torch.distributed.get_world_size(group) == 1:
         return [mine]
     said: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -245,7 +241,7 @@ def _device() -> torch.device:
 
 
 def _chunks_of(model: Any) -> list[Any]:
-    """The pieces of a model on this rank: one, or several under virtual pipeline parallelism."""
+    """Return the model's modules on this rank: one, or several under virtual pipeline parallelism."""
     if isinstance(model, torch.nn.Module) and hasattr(model, "decoder"):
         return [model]
     inside = getattr(model, "module", None)
@@ -259,14 +255,14 @@ def _chunks_of(model: Any) -> list[Any]:
 
 
 def _unwrapped(chunk: Any) -> Any:
-    """Megatron's model inside of whatever is around it: Float16Module, DDP, NeMo's."""
+    """Return Megatron's model without its wrappers: Float16Module, DDP, NeMo's."""
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module
     return chunk
 
 
 def _families(name: str) -> Iterator[str]:
-    """NeMo's model class, from its own name or that of a config: Llama31Config8B is LlamaModel's."""
+    """Yield NeMo's model class from its own name or a config's: Llama31Config8B belongs to LlamaModel."""
     if name in nemo_classes():
         yield name
     for family in sorted(nemo_classes(), key=len, reverse=True):
@@ -275,8 +271,7 @@ def _families(name: str) -> Iterator[str]:
 
 
 def _expert(name: str, experts: int, rank: int) -> str:
-    """An expert's tensor under its number in the model: ``local_experts.3`` and ``linear_fc1.weight3`` of a rank's
-    list."""
+    """Return the name of an expert's tensor with its number in the whole model: ``local_experts.3``, ``weight3``."""
     words = name.split(".")
     if "local_experts" in words:
         at = words.index("local_experts")

@@ -1,11 +1,11 @@
-"""``nemo-fp8 rl-compare``: the same GRPO run under several contracts and seeds, and what came of it.
+"""``nemo-fp8 rl-compare``: run the same GRPO under several contracts and seeds, and compare the results.
 
     bf16 / bf16            the baseline
     bf16 / fp8             BF16 training with an FP8 rollout, with and without importance-sampling correction
     fp8 / fp8              blockwise FP8 on both sides, with and without
 
-Runs of one seed share the base model, the problems and the seeds of their samples. They lie in folders of their own, so
-that a comparison that was killed goes on where it was, and one more seed costs one more seed.
+Runs of one seed share the base model, the problems and the seeds of their samples. Each has a folder of its own, so
+that a killed comparison continues where it was, and a further seed reruns no other.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from nemo_fp8.experiments.rl.driver import OnStep, ray_session, run_grpo
 from nemo_fp8.experiments.rl.settings import GrpoSettings
 
 _BF16, _FP8 = preset("bf16_mixed"), preset("bf16_with_fp8_blockwise_mixed")
-# The same scales in the rollout as those of FP8 training.
+# A rollout with the same scales as in FP8 training.
 _ROLLOUT = _BF16.replace(rollout="fp8", weight_scale=_FP8.weight_scale, activation_scale=_FP8.activation_scale)
 _OFF: dict[str, Any] = {"use_importance_sampling_correction": False}
 
-# name -> the contract, and what is said of the correction (None: what the contract asks for).
+# name -> the contract, and the correction (None: as the contract says).
 VARIANTS: dict[str, tuple[Precision, dict[str, Any] | None]] = {
     "bf16-bf16": (_BF16, None),
     "bf16-fp8": (_ROLLOUT, None),
@@ -56,15 +56,15 @@ class RlRun:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The rows of trained steps; behind them is one that only looks at the last weights."""
+        """The rows of training steps, without the last row, which only validates the final weights."""
         return [row for row in self.rows if "loss" in row]
 
     def accuracies(self) -> list[tuple[int, float]]:
-        """Steps and validation accuracies."""
+        """The steps and their validation accuracies."""
         return [(row["step"], row["validation_accuracy"]) for row in self.rows if "validation_accuracy" in row]
 
     def mean_of(self, name: str) -> float:
-        """A mismatch metric over all steps."""
+        """Return the mean of a mismatch metric over all steps."""
         return float(mean(row["mismatch"][name] for row in self.steps))
 
     def largest(self, name: str) -> float:
@@ -77,11 +77,11 @@ class RlRun:
         return sum(bool(row.get("gate", {}).get("fired")) for row in self.steps)
 
     def last(self, name: str) -> float:
-        """The mean over the last tenth of the steps."""
+        """Return the mean over the last tenth of the steps."""
         return float(mean(row[name] for row in self.steps[-max(1, len(self.steps) // 10) :]))
 
     def seconds(self, part: str) -> float:
-        """The median, without the first step, which builds and warms up."""
+        """Return the median time of a part of a step, without the first step, which warms up."""
         return float(median(row["seconds"].get(part, 0.0) for row in self.steps[1:] or self.steps))
 
 
@@ -98,11 +98,11 @@ class RlComparison:
         return list(dict.fromkeys(run.variant for run in self.runs))
 
     def of(self, variant: str) -> list[RlRun]:
-        """The runs of a variant, one for each seed."""
+        """Return the runs of a variant, one for each seed."""
         return [run for run in self.runs if run.variant == variant]
 
     def summary(self, variant: str) -> dict[str, Any]:
-        """A variant's numbers, means over the seeds; times are those of this machine."""
+        """Return a variant's numbers, means over the seeds; times are those of this machine."""
         runs = self.of(variant)
         base = self.of(BASELINE)
         final = mean(run.accuracies()[-1][1] for run in runs)
@@ -148,7 +148,7 @@ class RlComparison:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """All runs as plain values, for JSON."""
+        """Return all runs as plain values, for JSON."""
         return {
             "settings": self.settings.to_dict(),
             "summary": [self.summary(variant) for variant in self.variants],
@@ -165,13 +165,15 @@ def run_rl_comparison(
     address: str | None = None,
     on_run: Callable[[str, int], OnStep] | None = None,
 ) -> RlComparison:
-    """Run every variant with every seed below the template's folder; ``on_run`` is told of each run and gives its
-    ``on_step``."""
+    """Run every variant with every seed in folders below the template's, and return the comparison.
+
+    ``on_run`` is called before each run and returns its ``on_step``.
+    """
     if wrong := [unknown("variant", name, VARIANTS) for name in variants if name not in VARIANTS]:
         raise PrecisionError(wrong)
     runs = []
     with ray_session(template.ranks + template.engines + 1, address):
-        for seed in seeds:  # seed by seed, so that a slow spell of the machine falls on all variants
+        for seed in seeds:  # seed by seed, so that a slow phase of the machine affects all variants
             for variant in variants:
                 s = settings_of(template, variant, seed)
                 rows = run_grpo(s, rollout_python=rollout_python, on_step=on_run(variant, seed) if on_run else None)
@@ -180,7 +182,7 @@ def run_rl_comparison(
 
 
 def settings_of(template: GrpoSettings, variant: str, seed: int) -> GrpoSettings:
-    """One run of a comparison. What differs between variants is the contract and the correction."""
+    """Return the settings of one run; variants differ in the contract and the correction only."""
     precision, loss_fn = VARIANTS[variant]
     here = Path(template.folder, f"seed-{seed}")
     return replace(

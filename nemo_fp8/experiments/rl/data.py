@@ -1,6 +1,6 @@
-"""What NeMo's trainer reads: demonstrations for the base model, and experience for GRPO.
+"""The data that NeMo's trainer reads: demonstrations for the base model, and experience for GRPO.
 
-Both are the stories' data module (:mod:`nemo_fp8.experiments.stories`) with other samples in it.
+Both are the stories' data module (:mod:`nemo_fp8.experiments.stories`) with other samples.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ _Sample = dict[str, torch.Tensor]
 
 @cache
 def tokenizer() -> ByteTokenizer:
-    """One for all samples: NeMo writes down how an object is made, which takes ten times as long as to encode a
-    problem."""
+    """Return one tokenizer for all samples: NeMo records how an object is made, which would take most of the time."""
     return ByteTokenizer()
 
 
 def prompt_ids(problem: str) -> list[int]:
-    """A problem as the policy reads it."""
+    """Return the tokens of a problem, as the policy reads it."""
     return [ByteTokenizer.bos_id, *tokenizer().text_to_ids(problem)]
 
 
 class _Rows(Dataset[_Sample]):
-    """Samples of one length, and batches of them with the one causal mask that Megatron's local attention wants written
-    out."""
+    """Samples of one length, and batches of them with the one causal mask that Megatron's local attention needs."""
 
     def __init__(self, samples: int, seq_length: int) -> None:
         self.samples, self.seq_length = samples, seq_length
@@ -49,7 +47,7 @@ class _Rows(Dataset[_Sample]):
 
 
 class Demonstrations(_Rows):
-    """Problems with their answers; the loss is of the answers."""
+    """Problems with their answers; only the answers count in the loss."""
 
     def __init__(self, task: Sorting, split: str, samples: int, seq_length: int, seed: int) -> None:
         super().__init__(samples, seq_length)
@@ -63,7 +61,7 @@ class Demonstrations(_Rows):
 
 
 class DemonstrationData(StoryData):
-    """Demonstrations of a task in place of the stories."""
+    """The data module with demonstrations of a task in place of the stories."""
 
     def __init__(self, digits: int, seq_length: int, batch: int, steps: int, seed: int) -> None:
         super().__init__(
@@ -72,7 +70,7 @@ class DemonstrationData(StoryData):
         self.digits = digits
 
     def setup(self, stage: str = "") -> None:
-        """Both splits, which share no problem."""
+        """Make both splits, which share no problem."""
         self._stories: dict[str, Any] = {
             split: Demonstrations(Sorting(self.digits), split, self.samples[split], self.seq_length, self.seed)
             for split in ("train", "validation")
@@ -80,7 +78,7 @@ class DemonstrationData(StoryData):
 
 
 class ExperienceRows(_Rows):
-    """The experience of the step that is trained now: sample i of a step is row i of its experience."""
+    """The experience of the current step: sample i of a step is row i of its experience."""
 
     experience: Experience | None = None
 
@@ -90,7 +88,7 @@ class ExperienceRows(_Rows):
 
 
 class ExperienceData(StoryData):
-    """Experience in place of the stories. It has no state: a step's experience is made when the step comes."""
+    """The data module with experience in place of the stories. It has no state: each step makes its own."""
 
     def __init__(self, seq_length: int, micro_batch: int, samples: int, steps: int) -> None:
         super().__init__(seq_length, micro_batch, samples, num_train_samples=samples * steps)
@@ -98,7 +96,7 @@ class ExperienceData(StoryData):
 
     @classmethod
     def of(cls, s: GrpoSettings) -> ExperienceData:
-        """The data module of a run's settings."""
+        """Return the data module for a run's settings."""
         return cls(s.seq_length, s.micro_batch, s.samples, s.steps)
 
     def setup(self, stage: str = "") -> None:

@@ -1,13 +1,12 @@
-"""The driver of a run: it starts the actors on Ray, waits, and starts again what died.
+"""The driver of a run: start the actors on Ray, wait for them, and restart those that die.
 
-    an engine dies       Ray starts it again, and rank 0 fills it (:mod:`nemo_fp8.experiments.rl.engines`); the training
-                         goes on
-    a rank dies          the other ranks are ended, and all of them start again from the last checkpoint; the engines
-                         stay
-    the driver dies      Ray ends everything; the same call goes on from the last checkpoint
+    an engine dies       Ray restarts it, and rank 0 fills it (:mod:`nemo_fp8.experiments.rl.engines`); training
+                         continues
+    a rank dies          the other ranks are ended, and all of them restart from the last checkpoint; the engines stay
+    the driver dies      Ray ends everything; calling again continues from the last checkpoint
 
-An error that a rank *raises* would come again, and is raised here. Each kind of actor has its own Python, with what it
-needs installed; Ray and nemo_fp8 are in both.
+An error that a rank *raises* would come again after a restart, so it is raised here. Each kind of actor has its own
+Python with what it needs; Ray and nemo_fp8 are installed in both.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ from nemo_fp8.preflight.doctor import ALLOW_PICKLE
 from nemo_fp8.rollout import environment
 
 OnStep = Callable[[dict[str, Any]], None]
-# How often Ray starts a dead engine again in a run, and the driver the ranks without a step between; more of it is no
-# good run.
+# How often Ray restarts a dead engine in a run, and the driver the ranks without a step in between, before the run
+# fails.
 RESTARTS = 10
-# How long the other ranks have to say what they saw when one has ended, in seconds.
+# How long to wait for the errors of the other ranks when one has ended, in seconds.
 GRACE = 5.0
 _TRAINER = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 
 
 @contextmanager
 def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
-    """Ray, on this machine for as long as the context lasts, or the cluster of that address."""
+    """Start Ray on this machine for as long as the context lasts, or join the cluster at ``address``."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     if address is not None:
         _require_cluster(address)
@@ -63,12 +62,12 @@ def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=128 * 2**20,
-            # What an actor started ends with it: saving a checkpoint starts a process that outlives a killed rank.
-            # And actors are what this machine is for: Ray would let everything else go first.
+            # Processes that an actor started end with it; one that saves a checkpoint would outlive a killed rank.
+            # Actors get the normal priority; Ray would lower it below everything else on the machine.
             _system_config={"process_group_cleanup_enabled": True, "worker_niceness": 0},
         )
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place, which ends with exit code 15
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own handler, which ends with exit code 15
     try:
         yield
     finally:
@@ -76,7 +75,7 @@ def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
 
 
 def _require_cluster(address: str) -> None:
-    """Fail fast if no Ray head answers at ``address``; Ray itself would try for minutes."""
+    """Raise if no Ray head answers at ``address``; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -96,8 +95,11 @@ def run_grpo(
     on_step: OnStep | None = None,
     engine: type[rollout.RolloutEngine] = rollout.RolloutEngine,
 ) -> list[dict[str, Any]]:
-    """Run to the last step, inside a :func:`ray_session`; gives the record, whose lines ``on_step`` gets as they
-    come."""
+    """Run to the last step, inside of a :func:`ray_session`, and return the record.
+
+    ``on_step`` gets the record's lines while the run writes them. Raises the error that a rank raised, or
+    PrecisionError if actors die too often or the cluster lacks resources.
+    """
     follow = _Follow(settings, on_step or (lambda row: None))
     if not follow.finished:
         run = _Run(settings, engine, rollout_python or find_rollout_python())
@@ -112,7 +114,7 @@ def run_grpo(
 
 
 def find_rollout_python() -> str:
-    """The rollout environment beside this one, where ``make setup`` builds it."""
+    """Return the Python of the rollout environment beside this one, which ``make setup`` builds."""
     python = Path(sys.prefix).parent / ".venv-rollout" / "bin" / "python"
     if not python.exists():
         raise PrecisionError(
@@ -137,7 +139,7 @@ class _Run:
         self.ranks: list[Any] = []
 
     def to_the_end(self, follow: _Follow) -> None:
-        """The base model, then the policy, through whatever dies."""
+        """Train the base model, then the policy, and restart what dies."""
         base = known_base(self.settings)
         if base is None:
             base = self._through_deaths(1, lambda meeting: [self.ranks[0].base.remote(meeting)], follow)[0]
@@ -173,8 +175,7 @@ class _Run:
 
 
 def known_base(s: GrpoSettings) -> str | None:
-    """The base model's checkpoint, if a run has noted that it is done: a file tells in no time what NeMo takes half a
-    minute to find."""
+    """Return the base model's checkpoint if a run has noted it in a file; a search by NeMo takes half a minute."""
     note = _note_of_base(s)
     found = note.read_text() if note.exists() else ""
     return found if found and Path(found).exists() else None
@@ -185,26 +186,26 @@ def _note_of_base(s: GrpoSettings) -> Path:
 
 
 def _environment(python: str, variables: dict[str, str], processes: int) -> dict[str, Any]:
-    """Ray's runtime environment of one kind of actor.
+    """Return Ray's runtime environment for one kind of actor.
 
-    They take turns, so each kind may use the whole machine. But a thread that waits must sleep: OpenMP's wait by
-    spinning, and on a machine with other work one step then takes four to ten times as long.
+    Actors of different kinds run in turns, so each kind may use the whole machine. But a waiting thread must sleep:
+    OpenMP waits by spinning, and on a machine with other work a step then takes four to ten times as long.
     """
     threads = max(1, (os.cpu_count() or 1) // processes)
-    # The checkpoints that a trainer resumes from are its own: TransformerEngine may read the pickles in them.
+    # A trainer resumes from its own checkpoints only, so TransformerEngine may unpickle what is in them.
     ours = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", ALLOW_PICKLE: "1"}
     return {"py_executable": python, "env_vars": ours | variables}
 
 
-# What Ray calls otherwise than any label of a machine.
+# Resources with a meaning of their own in Ray; any other name is a label of a machine.
 _NAMED = {"GPU": "num_gpus", "CPU": "num_cpus"}
 
 
 def _resources(s: GrpoSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What Ray must find for each rank and for each engine, as it wants to be told; refused if no cluster like this one
-    has it.
+    """Return the resources that Ray must find for each rank and for each engine, as arguments for its actors.
 
-    Where nothing is said and there are GPUs, they are dealt out: one for each actor, or one for several.
+    By default the GPUs, if any, are shared out: one for each actor, or one for several. Raises PrecisionError if the
+    cluster does not have them.
     """
     there, actors = ray.cluster_resources(), s.ranks + s.engines  # type: ignore[no-untyped-call]
     gpus = int(there.get("GPU", 0))
@@ -230,7 +231,7 @@ def _options(asked: dict[str, float]) -> dict[str, Any]:
 
 
 def _all_or_error(answers: Sequence[Any], follow: Callable[[], None]) -> list[Any]:
-    """What all ranks answer. Where some fail, a death is the cause of the others' errors, whichever came first."""
+    """Return the answers of all ranks. If some fail, raise: a death counts as the cause of the others' errors."""
     waiting = list(answers)
     while waiting:
         done, waiting = ray.wait(waiting, timeout=0.5)
@@ -251,7 +252,7 @@ def _error(answer: Any) -> Exception | None:
 
 
 def _cause(error: RayTaskError) -> Exception:
-    """What was wrong, from whichever actor said it first."""
+    """Return the original error of the actor that raised it first."""
     found: Exception = error
     while isinstance(found, RayTaskError):
         found = found.cause
@@ -259,15 +260,13 @@ def _cause(error: RayTaskError) -> Exception:
 
 
 class Deaths:
-    """Counts deaths of the ranks since the run last came further: a long run may see many, and one that stands still
-    few."""
+    """Count deaths of the ranks since the last new step: a long run may see many, a run that is stuck only a few."""
 
     def __init__(self) -> None:
         self.deaths, self.steps = 0, 0
 
     def count(self, steps: int, error: BaseException) -> None:
-        """One more death, with ``steps`` of the run recorded; raises where there were too many without a further
-        step."""
+        """Count a death after ``steps`` recorded steps; raise PrecisionError after too many without a new step."""
         self.deaths = 1 if steps > self.steps else self.deaths + 1
         self.steps = max(steps, self.steps)
         if self.deaths > RESTARTS:
@@ -279,7 +278,7 @@ class Deaths:
 
 
 class _Follow:
-    """Hands on the lines of a record as they come."""
+    """Pass on the lines of a record as they are written."""
 
     def __init__(self, settings: GrpoSettings, on_step: OnStep) -> None:
         self.path, self.last, self.on_step = settings.record, settings.steps, on_step

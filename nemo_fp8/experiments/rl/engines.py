@@ -1,11 +1,11 @@
-"""The rollout engines as rank 0 of a training speaks with them: fill them, ask them, and start over when one has died.
+"""The rollout engines, seen from rank 0 of the training: fill them, query them, and start over if one dies.
 
     synchronous     push W_k,  sample from W_k,  train on that                                             -> W_k+1
     one step off    take what W_k-1 sampled,  push W_k,  let W_k sample for step k+1 meanwhile,  train     -> W_k+1
 
-Ray starts a dead engine again; it comes back empty, and refuses to answer until it is filled. So a death in a step
-means: push again, ask again. An engine that dies more often than Ray was told to start it again ends the run. The first
-step after a resume has nothing that was sampled a step ago, and samples anew.
+Ray restarts a dead engine. It comes back empty, and refuses to answer until it is filled, so after a death the step
+pushes and asks again. The run ends if an engine dies more often than Ray may restart it. The first step after a resume
+has no samples of the step before, and samples anew.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from nemo_fp8.rollout.refit import Receipt, Refit
 
 Weights = Mapping[str, torch.Tensor]
 Prompts = list[list[int]]
-# Seeds of two steps never meet: no step has so many answers.
+# The distance between the seeds of two steps: no step has so many answers.
 _SEEDS_A_STEP = 1 << 20
 GREEDY = 0.0
 
 
 @dataclass
 class Taken:
-    """What a step got from the engines."""
+    """What a step gets from the engines."""
 
     answers: list[Answers]
-    """To each of the step's prompts; none after the last step."""
+    """The answers to each of the step's prompts; none after the last step."""
     age: int
-    """How many steps older than the policy the weights are that sampled them."""
+    """By how many steps the weights that sampled them are older than the policy."""
     greedy: list[Answers] | None
-    """To the held-out prompts, where they were asked."""
+    """The answers to the held-out prompts, if this step validates."""
     receipts: list[Receipt]
     restarts: int
     seconds: dict[str, float]
@@ -56,7 +56,7 @@ class Engines:
     settings: GrpoSettings
     actors: Sequence[Any]
     prompts: Callable[[int], Prompts]
-    """The prompts of a step."""
+    """Returns the prompts of a step."""
     held_out: Prompts
     _pending: list[Any] | None = None
     _processes: list[tuple[str, int]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Engines:
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def take(self, step: int, weights: Weights) -> Taken:
-        """This step's answers. The engines then hold this step's weights."""
+        """Return the answers for a step. Afterwards the engines hold this step's weights."""
         self._seconds, self._restarts = {}, 0
         old = None
         while True:
@@ -79,7 +79,7 @@ class Engines:
                 self._pending = None
 
     def held(self) -> list[Mapping[str, Held]]:
-        """What each engine computes with now, by the fingerprints of its tensors."""
+        """Return the fingerprints of the tensors that each engine computes with now."""
         return [read_back(control) for control in self._controls()]
 
     # ------------------------------------------------------------------ the parts of a step
@@ -92,7 +92,7 @@ class Engines:
             return receipts
 
     def _wait(self) -> None:
-        """Until all of them have started. One that died between two steps is another process now."""
+        """Wait until all engines have started. One that died between two steps is another process now."""
         try:
             processes = ray.get([actor.ready.remote() for actor in self.actors])
         except ActorDiedError as error:
@@ -131,7 +131,7 @@ class Engines:
         here = ray.get_runtime_context().get_node_id()
         return [_Control(actor, node == here) for actor, (node, _) in zip(self.actors, self._processes, strict=True)]
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ prompts and answers
 
     def _ask_for(self, step: int, version: int) -> list[Any]:
         s = self.settings
@@ -139,7 +139,7 @@ class Engines:
         return self._ask(self.prompts(step), version, answers=s.answers, temperature=s.temperature, seed=seed)
 
     def _ask(self, prompts: Prompts, version: int, *, answers: int, temperature: float, seed: int) -> list[Any]:
-        """Every engine gets its share of the prompts."""
+        """Give every engine its share of the prompts, and return all answers."""
         share = -(-len(prompts) // len(self.actors))
         return [
             actor.generate.remote(
@@ -165,14 +165,16 @@ class Engines:
 
 
 class _Control:
-    """How a push speaks to an engine that is an actor, here or on another machine:
-    :class:`nemo_fp8.rollout.refit.control.Carrier`."""
+    """The channel of a push to an engine that is an actor, here or on another machine.
+
+    It is a :class:`nemo_fp8.rollout.refit.control.Carrier`.
+    """
 
     def __init__(self, actor: Any, local: bool) -> None:
         self.actor, self.local = actor, local
 
     def carry(self, message: dict[str, Any], body: memoryview) -> list[dict[str, Any]]:
-        import numpy  # whose arrays Ray hands over without a copy
+        import numpy  # Ray passes numpy arrays on without a copy
 
         found: list[dict[str, Any]] = ray.get(self.actor.carry.remote(message, numpy.frombuffer(body, numpy.uint8)))
         return found

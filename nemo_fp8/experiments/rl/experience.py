@@ -1,8 +1,8 @@
-"""What a step learns from: sampled answers as rows of one length, and what was computed about them.
+"""What a step learns from: sampled answers as rows of one length, and what was computed for them.
 
-A row holds problem and answer one token after the other; ``labels[t]`` is the token behind ``tokens[t]``, and every
-other field speaks of the label at its place. ``mask`` is 1 where the label was sampled, the end mark included, and
-nothing else counts. All ranks hold all rows: they are small, and metrics need them whole.
+A row holds a problem and its answer. ``labels[t]`` is the token after ``tokens[t]``, and every other field at ``t`` is
+about that label. ``mask`` is 1 for a sampled label, the end mark included; nothing else counts. All ranks hold all
+rows: they are small, and metrics need them whole.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Experience:
     advantages: torch.Tensor
     """[samples]."""
     trainer: torch.Tensor
-    """The trainer's log-probs, before the step."""
+    """The trainer's log-probs before the step."""
     reference: torch.Tensor
-    """The base model's."""
+    """The base model's log-probs."""
     importance: torch.Tensor
-    """The correction's weights."""
+    """The weights of the importance-sampling correction."""
 
     @classmethod
     def of(
@@ -43,8 +43,7 @@ class Experience:
         advantages: torch.Tensor,
         seq_length: int,
     ) -> Experience:
-        """Rows of prompts and their answers, which are tokens and the engine's log-probs; the trainer has not seen them
-        yet."""
+        """Make rows of prompts and their answers (tokens, the engine's log-probs); other log-probs are still zero."""
         rows = [row(prompt, ids, seq_length) for prompt, (ids, _) in zip(prompts, answers, strict=True)]
         tokens, labels, mask = (torch.stack(column) for column in zip(*rows, strict=True))
         rollout = torch.zeros(tokens.shape)
@@ -58,11 +57,11 @@ class Experience:
 
     @cached_property
     def weights(self) -> torch.Tensor:
-        """What each token counts for in the mean over samples."""
+        """Return the weight of each token in the mean over samples."""
         return token_weights(self.mask)
 
     def sample(self, index: int) -> dict[str, torch.Tensor]:
-        """A row as the trainer's batch wants it."""
+        """Return a row as the trainer's batch needs it."""
         fields = {
             "tokens": self.tokens,
             "labels": self.labels,
@@ -79,7 +78,7 @@ class Experience:
 
 
 def row(prompt: list[int], answer: list[int], seq_length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, labels and mask of one sample, padded with zeros."""
+    """Return tokens, labels and mask of one sample, padded with zeros."""
     whole = prompt + answer
     if len(whole) > seq_length + 1:
         raise PrecisionError(

@@ -1,10 +1,10 @@
-"""The two trainings of a run, each a plain run of NeMo: demonstrations make the base model, GRPO makes the policy.
+"""The two trainings of a run, each a plain NeMo run: demonstrations make the base model, GRPO makes the policy.
 
     llm.train(model, data, trainer, log, resume, optim)
 
 GRPO is a run whose data is made while it runs: the callback :class:`~nemo_fp8.experiments.rl.loop.GrpoLoop` fills the
 data module before each step. So precision plugin, parallelism, distributed optimizer, checkpoints and resume are those
-of every other run of NeMo's.
+of any other NeMo run.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from nemo_fp8.train.accelerator import MegatronCPU
 from nemo_fp8.train.checkpoints import Resume, newest_usable
 from nemo_fp8.train.plugin import MixedPrecision, plugin_arguments
 
-# Kernels that Megatron has for GPUs only.
+# Switches off kernels that Megatron has for GPUs only.
 _CPU_ONLY = {"apply_rope_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
 
 
 def base_checkpoint(s: GrpoSettings) -> Path | None:
-    """The base model, if it is there."""
+    """Return the base model's checkpoint; None if there is none."""
     found = newest_usable(_checkpoints(s.base))
     return found.folder if found and found.step() == s.base_steps else None
 
 
 def fit_base(s: GrpoSettings) -> Path:
-    """Train the base model on demonstrations, in one process, and give its checkpoint."""
+    """Train the base model on demonstrations, in one process, and return its checkpoint."""
     data = DemonstrationData(s.digits, s.seq_length, s.base_batch, s.base_steps, s.seed)
     trainer = _trainer(s, preset("bf16_mixed"), s.base_steps, [], ranks=1, tensor_parallel=1)
     model = llm.LlamaModel(_model_config(s), tokenizer=data.tokenizer)
@@ -54,7 +54,7 @@ def fit_base(s: GrpoSettings) -> Path:
 
 
 def fit_policy(s: GrpoSettings, base: Path, loop: Callback) -> None:
-    """Train the policy from the base model, or from the last step of this folder."""
+    """Train the policy from the base model, or resume from the last step in this folder."""
     data = ExperienceData.of(s)
     trainer = _trainer(s, s.precision, s.steps, [loop], ranks=s.ranks, tensor_parallel=s.tensor_parallel)
     model = GrpoLlama(_model_config(s), tokenizer=data.tokenizer)
@@ -69,7 +69,7 @@ def _checkpoints(folder: str) -> Path:
 def _train(
     s: GrpoSettings, folder: str, model: Any, data: Any, trainer: Any, lr: float, save_every: int, start: Any
 ) -> None:
-    # The newest two: one may be half-written when a run is killed.
+    # Keep the newest two: one may be incomplete when a run is killed.
     ckpt = nl.ModelCheckpoint(
         monitor="global_step",
         mode="max",
@@ -124,7 +124,7 @@ def _trainer(
     )
     return nl.Trainer(
         accelerator="gpu" if gpu else MegatronCPU(),
-        devices=1,  # on as many nodes as ranks: see TrainerRank
+        devices=1,  # each rank has a node of its own: see TrainerRank
         num_nodes=ranks,
         strategy=strategy,
         plugins=MixedPrecision(**plugin_arguments(precision)),

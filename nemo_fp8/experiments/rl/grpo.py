@@ -6,12 +6,12 @@
     KL    = exp(ref - new) - (ref - new) - 1                      to the reference policy, never negative, without bias
 
 ``old`` are the trainer's own log-probs of the sampled tokens before the step. The tokens were drawn by the rollout
-engine, whose policy differs from the trainer's by its precision, and by a step where it runs one step ahead: ``w`` is
-the weight that makes up for that (:mod:`nemo_fp8.mismatch.importance`). A group whose answers are all right or all
-wrong has no advantage to give.
+engine, whose policy differs from the trainer's by its precision, and by a step if it runs one step ahead: ``w`` is the
+weight that corrects for that (:mod:`nemo_fp8.mismatch.importance`). A group whose answers are all right or all wrong
+has advantages of 0.
 
-``token_weights`` makes the mean over the samples of a step the mean over its tokens, whatever micro-batches and ranks
-hold them:
+``token_weights`` turns the mean over the samples of a step into the mean over its tokens, whichever micro-batches and
+ranks hold them:
 
     mean over samples of sum_t(weight_t * loss_t)  =  sum over all tokens of loss_t / number of tokens
 """
@@ -27,12 +27,12 @@ from nemo_fp8.errors import PrecisionError
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoLoss:
-    """What the loss of a token is made of."""
+    """The loss of a token, and its coefficients."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_beta: float = 0.01
-    """How much of the KL to the reference policy is added; 0 leaves it out."""
+    """The factor of the KL to the reference policy; 0 leaves it out."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0 and self.kl_beta >= 0):
@@ -50,7 +50,7 @@ class GrpoLoss:
         advantages: torch.Tensor,
         importance: torch.Tensor,
     ) -> torch.Tensor:
-        """The loss of every token [samples, tokens]; ``advantages`` [samples]. Only ``new`` carries a gradient."""
+        """Return the loss of every token [samples, tokens]; ``advantages`` [samples]. Only ``new`` has a gradient."""
         ratio = (new - old).exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         advantages = advantages[:, None]
@@ -59,13 +59,13 @@ class GrpoLoss:
 
 
 def kl_divergence(new: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """An estimate of KL(new || reference) from each token that ``new`` drew."""
+    """Estimate KL(new || reference) from each token, which ``new`` must have drawn."""
     log_ratio = reference - new
     return log_ratio.exp() - log_ratio - 1
 
 
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Rewards [problems, answers] against the others of their problem; 0 where all are alike."""
+    """Compare rewards [problems, answers] with the others of their problem; return 0 if all are equal."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise PrecisionError(
             f"Rewards of shape {tuple(rewards.shape)}.",
@@ -77,5 +77,5 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def token_weights(mask: torch.Tensor) -> torch.Tensor:
-    """Weights [samples, tokens] with which a mean over samples is the mean over the tokens of the mask."""
+    """Return weights [samples, tokens] that make a mean over samples the mean over the tokens of the mask."""
     return mask * (mask.shape[0] / mask.sum().clamp_min(1))

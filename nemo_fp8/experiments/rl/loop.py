@@ -1,11 +1,11 @@
 """The loop of GRPO: a Lightning callback that makes each step's experience before NeMo trains on it.
 
-    weights -> engines -> answers -> rewards, advantages -> log-probs of policy and reference -> gate, correction ->
-    NeMo's step
+    weights -> engines -> answers -> rewards, advantages -> log-probs of policy and reference -> gate, correction
+            -> NeMo's step
 
-Rank 0 speaks with the engines, and what it learns goes to all ranks; every rank then computes the same. What came of
-the step is one line of the record: reward, KL to the reference, mismatch under NeMo RL's names, the gate's verdict, the
-receipts of the push, and how long each part took.
+Rank 0 communicates with the engines and sends what it gets to all ranks; then every rank computes the same. Each step
+is one line of the record: reward, KL to the reference, mismatch under NeMo RL's names, the gate's verdict, the receipts
+of the push, and the time of each part.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nemo_fp8.train.to_hugging_face import named_tensors
 
 
 class GrpoLoop(Callback):
-    """Turns a NeMo training into GRPO."""
+    """Turn a NeMo training into GRPO."""
 
     def __init__(self, settings: GrpoSettings, base: str, actors: Sequence[Any]) -> None:
         self.settings, self.base, self.actors = settings, base, actors
@@ -47,7 +47,7 @@ class GrpoLoop(Callback):
     # ------------------------------------------------------------------ Lightning's hooks
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """The policy is there, from the base model or from a checkpoint."""
+        """Set up the engines and the reference once the policy is loaded, from the base model or a checkpoint."""
         s = self.settings
         self.held_out = [self.task.problem("validation", 0, i) for i in range(s.validation)]
         self.reference = Reference(trainer, self.base)
@@ -57,7 +57,7 @@ class GrpoLoop(Callback):
             self.record = Record(s.record, trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """All of a step but its training."""
+        """Do everything of a step before its training."""
         taken, weights = self._take(trainer)
         started = time.perf_counter()
         trainer.datamodule.rows.experience = self._experience(trainer, taken)
@@ -67,14 +67,14 @@ class GrpoLoop(Callback):
         self._started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """The step is done, and not yet saved."""
+        """Record the step, before its checkpoint is saved."""
         self._row["seconds"]["train"] = time.perf_counter() - self._started
         self._row["loss"] = float(trainer.callback_metrics["reduced_train_loss"])
         if trainer.global_rank == 0:
             self.record.write(self._row)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Validate the last weights."""
+        """Validate the final weights."""
         self._take(trainer)
         if trainer.global_rank == 0:
             self.record.write(self._row)
@@ -82,7 +82,7 @@ class GrpoLoop(Callback):
     # ------------------------------------------------------------------ a step
 
     def _take(self, trainer: Any) -> tuple[Taken, dict[str, torch.Tensor]]:
-        """What the engines answer to this step's weights, on all ranks, and the weights under Hugging Face's names."""
+        """Return the engines' answers for this step, on all ranks, and the weights under Hugging Face's names."""
         started = time.perf_counter()
         weights = dict(named_tensors(trainer.strategy.megatron_parallel))
         gathered = time.perf_counter() - started
@@ -130,7 +130,7 @@ class GrpoLoop(Callback):
         verdict = self.watch.judge(experience, age, weights)
         if verdict is None:
             return
-        if verdict.fired:  # not to be had for nothing: every worker hashes all that it holds
+        if verdict.fired:  # expensive: every worker hashes all of its tensors
             verdict = self.watch.name_weights(verdict, weights, self.engines.held())
         self._row["gate"] = {
             "fired": verdict.fired,
@@ -154,7 +154,7 @@ class GrpoLoop(Callback):
         return [prompt_ids(p) for p in self._problems(step)]
 
     def _rewards(self, problems: Sequence[str], answers: Sequence[Answers]) -> list[float]:
-        """The reward of every answer, one problem after the other. An answer without its end mark is none."""
+        """Return the reward of every answer, problem by problem; 0 for an answer without its end mark."""
         return [
             self.task.reward(problem, tokenizer().ids_to_text(tokens)) if tokens[-1] == END else 0.0
             for problem, of_one in zip(problems, answers, strict=True)
@@ -163,7 +163,7 @@ class GrpoLoop(Callback):
 
 
 def _short(receipt: Receipt) -> dict[str, Any]:
-    """What a record keeps of a push."""
+    """Return what the record keeps of a push."""
     return {
         "tensors": len(receipt.tensors),
         "fp8": len(receipt.fp8),

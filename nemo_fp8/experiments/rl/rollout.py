@@ -1,11 +1,10 @@
 """A rollout engine: vLLM under the contract, in one Ray actor in the rollout environment.
 
-The actor is one process and nothing else: vLLM runs inside of it, so that whatever ends it, the kill of the actor
-included, leaves no worker and no shared memory behind. It starts without weights, and answers only after a push, and
-only with the weights that the caller believes it to have. An engine that was started again is empty again: a stale
-answer is not to be had.
+The actor is a single process with vLLM inside of it, so that no worker and no shared memory is left when it ends, even
+if it is killed. It starts without weights. It answers only after a push, and only if it holds the version of the
+weights that the caller names; a restarted engine is empty again. So no answer comes from stale weights.
 
-Token ids go in and come out; there is no tokenizer on this side.
+Requests and answers are token ids; there is no tokenizer on this side.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Answers = list[tuple[list[int], list[float]]]
 
 
 class RolloutEngine:
-    """Generates; made into an actor by the driver."""
+    """A vLLM engine that generates; the driver makes it an actor."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
@@ -74,19 +73,18 @@ class RolloutEngine:
 
     @ray.method(max_task_retries=-1)
     def ready(self) -> tuple[str, int]:
-        """Answers when the engine has started, or started again, which its process tells, and on which of Ray's
-        nodes."""
+        """Return the identity of its process, and its Ray node, once the engine has started (again)."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def control(self, what: str, *args: Any) -> Any:
-        """One of the ways in which :class:`nemo_fp8.rollout.refit.Control` speaks to an engine."""
+        """Call the engine, as one of the ways of :class:`nemo_fp8.rollout.refit.Control`."""
         from nemo_fp8.rollout.refit.control import Offline
 
         self.version = None
         return getattr(Offline(self.llm), what)(*args)
 
     def carry(self, message: dict[str, Any], body: NDArray[np.uint8]) -> list[dict[str, Any]]:
-        """Write what came with the message, from another machine."""
+        """Write the bytes that came with a message from another machine."""
         from nemo_fp8.rollout.refit.memory import Shared
 
         with Shared.holding(body) as shared:
@@ -94,13 +92,13 @@ class RolloutEngine:
             return answers
 
     def pushed(self, version: int) -> None:
-        """The weights are those of this step now."""
+        """Note that the weights are those of this step now."""
         self.version = version
 
     def generate(
         self, prompts: Sequence[list[int]], version: int, *, answers: int, temperature: float, seed: int
     ) -> list[Answers]:
-        """So many answers to each prompt. Every prompt has a seed of its own, which follows from its place."""
+        """Return ``answers`` answers to each prompt. The seed of a prompt follows from ``seed`` and its index."""
         from vllm import SamplingParams
 
         if self.version != version:

@@ -1,4 +1,4 @@
-"""Everything that makes a GRPO run: one frozen description, which goes as it is to every process of the run."""
+"""All settings of a GRPO run: one frozen description, which every process of the run gets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from nemo_fp8.errors import PrecisionError, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySize:
-    """A Llama. Its sides are multiples of 128, heads too, on one rank and on each of two: trainer and rollout cut the
-    same blocks."""
+    """A Llama. Its sizes are multiples of 128, on one rank and on two, so trainer and rollout cut the same blocks."""
 
     layers: int = 4
     hidden: int = 128
@@ -28,7 +27,7 @@ class PolicySize:
     norm_eps: float = 1e-5
 
     def hugging_face(self, positions: int) -> dict[str, Any]:
-        """The model's ``config.json``."""
+        """Return the model's ``config.json``."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -55,12 +54,12 @@ class PolicySize:
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoSettings:
-    """A run. The contract says what trains and what generates in FP8; everything else is the same for all contracts."""
+    """A run. The contract says what trains and what generates in FP8; all else is equal for all contracts."""
 
     folder: str
-    """Where checkpoints and the record of steps go. A run that finds its own there goes on from them."""
+    """The folder of checkpoints and record. A run that finds its own there continues from them."""
     base: str
-    """Where the base model lies; it is trained first where there is none. Runs that are compared share it."""
+    """The folder of the base model, which is trained first if there is none. Compared runs share it."""
     precision: Precision = field(default_factory=lambda: preset("bf16_with_fp8_blockwise_mixed"))
     seed: int = 1234
 
@@ -76,15 +75,15 @@ class GrpoSettings:
     problems: int = 32
     """Problems in a step."""
     answers: int = 8
-    """Answers that are sampled for each problem."""
+    """Answers sampled for each problem."""
     temperature: float = 1.0
     lr: float = 1e-4
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_beta: float = 0.005
     loss_fn: dict[str, Any] | None = None
-    """NeMo RL's keys on importance sampling. None: truncated at 2, where the contract asks for a correction or answers
-    are old."""
+    """NeMo RL's keys on importance sampling. None: truncated at 2 if the contract has a correction or answers
+    are one step old."""
     one_step_off: bool = False
     """Generate the next step's answers while this step trains: their weights are one step old."""
 
@@ -93,17 +92,16 @@ class GrpoSettings:
     validate_every: int = 10
     save_every: int = 1
     gate_samples: int = 32
-    """Samples of each step that the mismatch gate judges; 0 switches it off."""
+    """Samples of each step that the mismatch gate checks; 0 switches it off."""
     gate_stops: bool = True
-    """End the run where the gate fires, before anything is learnt; else it is only recorded."""
+    """If the gate fires, end the run before it trains on the samples; else only record it."""
 
     ranks: int = 1
     tensor_parallel: int = 1
     micro_batch: int = 128
     engines: int = 1
     rank_resources: dict[str, float] | None = None
-    """What Ray must find for each rank: ``{"GPU": 0.5}``, or a label that some machines have. None: its share of the
-    GPUs, if any."""
+    """Ray's resources for each rank: ``{"GPU": 0.5}``, or a label of some machines. None: a share of the GPUs."""
     engine_resources: dict[str, float] | None = None
     """The same for each engine."""
 
@@ -114,13 +112,12 @@ class GrpoSettings:
 
     @property
     def samples(self) -> int:
-        """Samples in a step: Megatron's global batch."""
+        """The samples in a step: Megatron's global batch."""
         return self.problems * self.answers
 
     @property
     def seq_length(self) -> int:
-        """Tokens of a sample: a problem, its answer and their marks, without the last token, to a multiple of 16 for
-        FP8."""
+        """The tokens of a sample without the last one: problem, answer and marks, rounded up to 16 for FP8."""
         return -(-(2 * self.digits + 2) // 16) * 16
 
     @property
@@ -138,16 +135,16 @@ class GrpoSettings:
 
     @property
     def record(self) -> Path:
-        """Where the record of steps lies."""
+        """The file with the record of steps."""
         return Path(self.folder, "steps.jsonl")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; ``from_dict`` gives the same settings back."""
+        """Return plain values; ``from_dict`` makes equal settings of them."""
         return asdict(self) | {"precision": self.precision.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GrpoSettings:
-        """Settings from plain values."""
+        """Make settings from plain values."""
         return cls(
             **values | {"precision": Precision.from_dict(values["precision"]), "policy": PolicySize(**values["policy"])}
         )

@@ -2,10 +2,10 @@
 
     problem  "738146="      answer  "134678"      reward 1 if the completion is the answer, else 0
 
-Small enough for a model of a million parameters and wide enough to hold problems out: which digits a problem has
-decides whether it may be trained on, so that no sample of the training split, whatever its seed, is ever one of the
-validation split. Every problem follows from the seed, the split and its index alone: a run that was killed sees the
-same ones again.
+It is small enough for a model of a million parameters, and large enough to hold problems out: the digits of a problem
+decide its split, so that no sample of the training split, whatever its seed, is ever one of the
+validation split. Every problem follows from the seed, the split and its index alone: a resumed run sees the
+same problems.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Sorting:
 
     digits: int = 8
     held_out: int = 8
-    """One problem in so many is kept for validation."""
+    """One problem in this many is held out for validation."""
 
     def problem(self, split: str, seed: int, index: int) -> str:
-        """The digits of problem ``index``."""
+        """Return problem ``index`` of a split."""
         draw = random.Random(f"{split} {seed} {index}")
         while True:
             problem = "".join(draw.choices("0123456789", k=self.digits)) + "="
@@ -34,18 +34,18 @@ class Sorting:
                 return problem
 
     def split_of(self, problem: str) -> str:
-        """The split that a problem belongs to."""
+        """Return the split that a problem belongs to."""
         return SPLITS[zlib.crc32(problem.encode()) % self.held_out == 0]
 
     def answer(self, problem: str) -> str:
-        """The right answer of a problem."""
+        """Return the right answer of a problem."""
         return "".join(sorted(problem[:-1]))
 
     def reward(self, problem: str, completion: str) -> float:
-        """1 for the answer and nothing else, 0 for all that is not."""
+        """Return 1 if the completion is exactly the answer, else 0."""
         return float(completion == self.answer(problem))
 
     @property
     def longest(self) -> int:
-        """Bytes of a problem with its answer, and the marks of beginning and end."""
+        """The length in bytes of a problem with its answer, with the marks of beginning and end."""
         return 2 * self.digits + 3

@@ -1,7 +1,6 @@
-"""A rank of the training: one Ray actor in the training environment, which is to NeMo what a process of torchrun is.
+"""A rank of the training: one Ray actor in the training environment, in the place of a torchrun process.
 
-The actor does one training and ends: Megatron keeps its state in globals, and two runs in one process would not be two
-runs.
+An actor does one training and ends: Megatron keeps its state in globals, which a second run would find changed.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from nemo_fp8.experiments.rl.settings import GrpoSettings
 
 
 class TrainerRank:
-    """A rank; made into an actor by the driver."""
+    """A rank of the training; the driver makes it an actor."""
 
     def __init__(self, settings: dict[str, Any], rank: int, ranks: int) -> None:
         self.settings, self.rank, self.ranks = GrpoSettings.from_dict(settings), rank, ranks
 
     def meeting_point(self) -> tuple[str, int]:
-        """Where the ranks meet, if this is rank 0: an address and a free port of its machine."""
+        """Return an address and a free port of rank 0's machine, for the ranks to meet at."""
         import ray
 
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -31,7 +30,7 @@ class TrainerRank:
             return address, int(free.getsockname()[1])
 
     def base(self, meeting: tuple[str, int]) -> str:
-        """The checkpoint of the base model, which is trained where there is none."""
+        """Return the checkpoint of the base model; train it if there is none."""
         from nemo_fp8.experiments.rl.fit import base_checkpoint, fit_base
 
         self._join(meeting)
@@ -46,8 +45,7 @@ class TrainerRank:
         fit_policy(self.settings, Path(base), GrpoLoop(self.settings, base, engines))
 
     def _join(self, meeting: tuple[str, int]) -> None:
-        """Into the environment that torchrun would give to ranks of which each has a machine to itself: a rank sees its
-        own GPU only."""
+        """Set torchrun's environment variables as if each rank had a machine of its own: it sees its GPU only."""
         rank, ranks = str(self.rank), str(self.ranks)
         os.environ |= {
             "RANK": rank,

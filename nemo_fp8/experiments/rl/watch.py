@@ -1,10 +1,9 @@
-"""The gate at every step: are trainer and rollout as far apart as the contract's FP8 makes them, or is an engine
-broken?
+"""Run the mismatch gate at every step: it tells the contract's FP8 rounding from a broken engine.
 
-Some of the step's samples are emulated with the weights that sampled them, and the log-probs that came back are held
-against that (:mod:`nemo_fp8.mismatch.gate`). Samples that are one step old are judged by the weights of that step, so
-that what the policy has learnt meanwhile is not taken for a fault. Where the gate fires, nothing has been learnt from
-these samples yet, and what the engines hold is read back, to name the weights that are wrong.
+Some of the step's samples are emulated with the weights that sampled them, and their log-probs are compared with the
+engine's (:mod:`nemo_fp8.mismatch.gate`). Samples that are one step old are compared under the weights of that step, so
+that what the policy has learnt since is not taken for a fault. If the gate fires, nothing has been learnt from these
+samples yet, and what the engines hold is read back, to name the weights that are wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from nemo_fp8.mismatch.weights import Held
 
 
 class Watch:
-    """Judges a run's steps one after the other, in rank 0."""
+    """Run the gate on the steps of a run, in rank 0."""
 
     def __init__(self, settings: GrpoSettings) -> None:
         self.settings = settings
@@ -29,7 +28,7 @@ class Watch:
         self._before: Mapping[str, torch.Tensor] | None = None
 
     def judge(self, experience: Experience, age: int, weights: Mapping[str, torch.Tensor]) -> Verdict | None:
-        """The verdict on a step's samples, ``weights`` being the policy's; None where the gate is off."""
+        """Return the verdict on a step's samples under the policy's ``weights``; None if the gate is off."""
         sampled_by = self._before if age else weights
         self._before = (
             {name: tensor.clone() for name, tensor in weights.items()} if self.settings.one_step_off else None
@@ -48,12 +47,11 @@ class Watch:
     def name_weights(
         self, verdict: Verdict, weights: Mapping[str, torch.Tensor], engines: Sequence[Mapping[str, Held]]
     ) -> Verdict:
-        """The verdict with every weight in which one of the engines is not the policy; each engine tells what it
-        holds."""
+        """Add to the verdict every weight that differs between the policy and an engine, by what the engines hold."""
         found = [d for held in engines for d in compare_weights(weights, held, self.settings.precision)]
         return replace(verdict, differences=tuple(dict.fromkeys(found)), told=True)
 
 
 def _behind_the_first(labels: torch.Tensor) -> torch.Tensor:
-    """What is said of labels, as said of tokens: nothing comes before the first one."""
+    """Shift a field of labels to the tokens: nothing comes before the first one."""
     return torch.cat([torch.zeros(len(labels), 1), labels], 1)

@@ -1,12 +1,13 @@
-"""The same casts at memory speed: one seam, one file for each kind of device.
+"""The casts of :mod:`nemo_fp8.numerics.quantize` at memory speed: one interface, one module for each kind of device.
 
-    quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)  ->  (codes, scale_inv,
-    statistics) decode(data, scale_inv, tile, dtype, out)                                          ->  values amax(x)
-    ->  the largest magnitude
+    quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
+                                                    ->  codes, scale_inv, statistics
+    decode(data, scale_inv, tile, dtype, out)       ->  values
+    amax(x)                                         ->  the largest magnitude
 
-Each answers None where it has no fast way for that device, type or tile, and the caller computes in torch. What
-they do answer equals :func:`nemo_fp8.numerics.quantize.quantize_reference` to the bit, in codes and in scales;
-sums of statistics are added up in another order and agree to about six digits.
+Each returns None if it has no kernel for the device, dtype or tile, and the caller computes in torch. Their codes and
+scales equal those of :func:`nemo_fp8.numerics.quantize.quantize_reference` to the bit. Sums in statistics are added in
+another order and agree to about six digits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.kernels.out import check, rows_of
 from nemo_fp8.numerics.statistics import Statistics
 
-PROCESS = os.getpid()  # a fork of it has none of its threads
+PROCESS = os.getpid()  # a forked process has none of the threads
 Tile = tuple[int, int] | None
 Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
@@ -38,9 +39,10 @@ def quantize(
     scale: torch.Tensor | None = None,
     out: Out | None = None,
 ) -> Result | None:
-    """Codes, scale_inv and statistics of ``x``. ``scale`` is given for whole tensors only (``tile`` None).
+    """Quantize ``x``; return codes, scale_inv and statistics, or None if there is no kernel.
 
-    ``out`` are codes and scale_inv to write to: memory that is used again is several times as fast as new.
+    ``scale`` may be given for a whole tensor only (``tile`` None). ``out`` are codes and scale_inv to write to: memory
+    that is reused is several times as fast as new memory. Raises PrecisionError if ``out`` does not fit.
     """
     if out is not None:
         check_out(out, x, tile, format_of(element_format).dtype, scale_kind)
@@ -59,7 +61,10 @@ def decode(
     dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """``code * scale_inv``, computed in FP32 and rounded once to ``dtype``; into ``out``, if given."""
+    """Compute ``code * scale_inv`` in FP32, rounded once to ``dtype``; return it, or None if there is no kernel.
+
+    ``out`` is memory for the values, contiguous. Raises PrecisionError if it does not fit.
+    """
     if out is not None:
         check(out, "out", data.shape, dtype, data)
         if not out.is_contiguous():
@@ -73,13 +78,13 @@ def decode(
 
 
 def amax(x: torch.Tensor) -> torch.Tensor | None:
-    """The largest magnitude of all elements that are not NaN, in FP32."""
+    """Return the largest magnitude of all elements that are not NaN, in FP32; None if there is no kernel."""
     device = _device(x)
     return None if device is None else device.amax(x)
 
 
 class _Kernels(Protocol):
-    """What the module of a device offers."""
+    """The interface of a device's module."""
 
     def quantize(
         self, x: torch.Tensor, tile: Tile, element_format: str, scale_kind: str, convention: str, statistics: bool,
@@ -94,18 +99,18 @@ class _Kernels(Protocol):
 
 
 def _device(x: torch.Tensor) -> _Kernels | None:
-    """The module for the tensor's device, imported when a tensor of that kind first comes."""
+    """Import and return the module for the tensor's device; None if there is none."""
     if x.device.type not in ("cpu", "cuda"):
         return None
     return cast(_Kernels, importlib.import_module(f"{__name__}.{x.device.type}"))
 
 
 def check_out(out: Out, x: torch.Tensor, tile: Tile, dtype: torch.dtype, scale_kind: str) -> None:
-    """Refuse memory that cannot hold the codes and scales of ``x``."""
+    """Raise PrecisionError for memory that cannot hold the codes and scales of ``x``."""
     codes, scale_inv = out
     check(codes, "codes", x.shape, dtype, x)
     rows_of(codes, "codes")
-    shape = tuple(scale_inv.shape) if scale_inv.numel() == 1 else ()  # one scale of a whole tensor may have any shape
+    shape = tuple(scale_inv.shape) if scale_inv.numel() == 1 else ()  # a single scale may have any shape of one element
     if tile is not None:
         shape = (-(-x.shape[:-1].numel() // tile[0]), -(-x.shape[-1] // tile[1]))
     check(scale_inv, "scale_inv", shape, torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32, x)

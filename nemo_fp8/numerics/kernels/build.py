@@ -1,16 +1,15 @@
-"""The compiled CPU kernels: built on the machine that runs them, once, and kept.
+"""Compile the CPU kernels on the machine that runs them, once, and keep the library.
 
-`fp8_quantize.c` and `fp8_decode.c` are plain C that is compiled for the processor at hand (AVX-512, AVX2, NEON:
-detected by the compiler, never assumed) the first time somebody quantizes, in about four seconds, and loaded through
-ctypes. Why not an extension module: the package stays one wheel for every platform and Python, an editable install and
-a fresh clone need no build step, and the compiler may use every instruction the machine has. The trade-off is that a
-machine without a C compiler quantizes with torch: the same bits, more slowly, and said once in the log. (Triton and
-TorchInductor make the same choice.) ``python -m nemo_fp8.numerics.kernels.build`` builds ahead, for an image.
+`fp8_quantize.c` and `fp8_decode.c` are plain C. They are compiled for the processor at hand (AVX-512, AVX2, NEON: as
+the compiler detects) at the first quantization, in about four seconds, and loaded through ctypes. Why not an extension
+module: the package stays one wheel for every platform and Python, an editable install and a fresh clone need no build
+step, and the compiler may use every instruction of the machine. The trade-off: a machine without a C compiler quantizes
+with torch, to the same bits but more slowly, and one line in the log says so. (Triton and TorchInductor make the same
+choice.) ``python -m nemo_fp8.numerics.kernels.build`` builds ahead of time, for a container image.
 
-The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a name that hashes everything it depends on:
-the source, the compiler and its flags, the processor. One of the ranks that start together builds it; it is written
-beside its place and renamed into it, so that nobody ever loads half a file. A folder that others may write to is
-refused.
+The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a hash of everything it depends on: the
+source, the compiler and its flags, the processor. Of ranks that start together one builds it. It is written to a
+temporary name and renamed, so that no process loads half a file. A folder that others may write to is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _BEST = {
 
 
 def flags_for(machine: str) -> tuple[tuple[str, ...], ...]:
-    """From the best down to what every compiler accepts, which is what it does by itself."""
+    """Return compiler flags for a machine, the best first; the last ones are accepted by every compiler."""
     return (*_BEST.get(machine, ()), ())
 
 
@@ -54,19 +53,19 @@ MACHINE_FLAGS = flags_for(platform.machine())
 OTHERS = {
     "avx2": ("-march=haswell",),
     "plain": (),
-}  # what a better x86 processor can be made to do, to test and to measure it
+}  # lesser instruction sets that an x86 processor can be restricted to, for tests and benchmarks
 COMPILERS = ("cc", "gcc", "clang")
 
 log = logging.getLogger(__name__)
 
 
 class CannotBuild(Exception):
-    """Why there are no compiled kernels on this machine."""
+    """The compiled kernels cannot be built on this machine; the message says why."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where they cannot be had, which is said once."""
+    """Load the compiled kernels; return None if they cannot be built, and log why, once."""
     try:
         return ctypes.CDLL(str(build()))
     except (CannotBuild, OSError) as error:
@@ -75,7 +74,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def build() -> Path:
-    """Compile the kernels, unless that has been done for this source, compiler and processor."""
+    """Compile the kernels and return the library's path; do nothing if it exists for this source and processor."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise CannotBuild("there is no C compiler (install gcc to have the fast kernels)")
@@ -92,8 +91,7 @@ def build() -> Path:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Ranks that start together wait for the first, where the file system can lock a folder; elsewhere each
-    compiles."""
+    """Let one of several processes build at a time, if the file system can lock a folder; else each of them builds."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -130,7 +128,7 @@ def _identity(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What tells one kind of processor from another: homes are shared between machines."""
+    """Return what identifies the kind of processor: machines of different kinds may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Quantizing and decoding on a CPU with the compiled kernels of `fp8_quantize.c`.
+"""Quantize and decode on a CPU with the compiled kernels of `fp8_quantize.c`.
 
-One call is one job: pointers, shape, tile, format and scale rule, shared out among torch's own threads
-(ctypes lets go of the GIL). A whole tensor with its own scale is two jobs, its amax and then the cast.
-Tensors that the kernels do not take (odd tiles, strange strides) are answered with None, and torch does them.
+One call is one job: pointers, shape, tile, format and scale rule, divided among torch's own threads (ctypes releases
+the GIL). A whole tensor is two jobs, its amax and then the cast. For tensors that the kernels do not support (odd tiles
+or strides) the functions return None, and the caller computes in torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
 
 STRIP = 2048
-WHOLE = (128, STRIP)  # how a whole tensor is cut up: any tiles do, since all of them have one scale
+WHOLE = (128, STRIP)  # the tiles into which a whole tensor is cut; any will do, since all of them have one scale
 BF16, FP16, FP32, PAIR = range(4)
 SOURCES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 GIVEN = 0
 SCALINGS = {("te", "fp32"): 1, ("te", "pow2"): 2, ("deepgemm", "fp32"): 3, ("deepgemm", "pow2"): 4, ("te", "e8m0"): 5}
-ELEMENTS_FOR_THREADS = 1 << 17  # fewer than this are done before all threads have woken
+ELEMENTS_FOR_THREADS = 1 << 17  # one thread finishes fewer elements than this before the others wake up
 
 _COUNTS = {
     "norm": torch.float32, "error_norm": torch.float32, "amax": torch.float32, "underflow": torch.int32, "saturated":
@@ -74,7 +74,7 @@ def quantize(
     scale: torch.Tensor | None,
     out: Out | None,
 ) -> Result | None:
-    """As :func:`nemo_fp8.numerics.quantize.quantize_reference`, or None."""
+    """Do what :func:`nemo_fp8.numerics.quantize.quantize_reference` does; None if there is no kernel for it."""
     library = build.library()
     scaling = SCALINGS.get((convention, scale_kind))
     if library is None or scaling is None or x.dtype not in SOURCES or x.numel() == 0 or not _takes(tile):
@@ -88,7 +88,7 @@ def quantize(
     codes, scale_inv = out or (torch.empty(x.shape, dtype=format.dtype), torch.empty(grid, dtype=scale_type))
     found = scale_inv if scale_inv.stride(1) == 1 or grid[1] == 1 else torch.empty(grid, dtype=scale_type)
     counts = _empty_counts(grid, tile) if statistics else {}
-    tiny = torch.finfo(x.dtype).max  # what TE takes for the scale of a tile where it overflows
+    tiny = torch.finfo(x.dtype).max  # what TE takes for the scale of a tile if it overflows
     more = {"scale_inv": found, "scale_stride": found.stride(0), **counts}
     _run(library, matrix, tile, format, codes=codes, scaling=scaling, scale_if_tiny=tiny, **more)
     if found is not scale_inv:
@@ -97,7 +97,7 @@ def quantize(
 
 
 def amax(x: torch.Tensor) -> torch.Tensor | None:
-    """The largest magnitude that is not NaN, in FP32 (0-dim), or None."""
+    """Return the largest magnitude that is not NaN, in FP32 (0-dim); None if there is no kernel for it."""
     library = build.library()
     if library is None or x.dtype not in SOURCES or x.numel() == 0:
         return None
@@ -110,7 +110,7 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
 def decode(
     data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype, out: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """``code * scale_inv`` in BF16 or FP32, or None."""
+    """Compute ``code * scale_inv`` in BF16 or FP32; None if there is no kernel for it."""
     library = build.library()
     if library is None or dtype not in (torch.bfloat16, torch.float32) or data.numel() == 0 or not _takes(tile):
         return None
@@ -169,7 +169,7 @@ def _run(
     codes: torch.Tensor | None = None,
     **more: Any,
 ) -> None:
-    """One job. Tensors are passed as their addresses."""
+    """Run one job. Tensors are passed as their addresses."""
     source = SOURCES[matrix.dtype]
     if codes is not None:
         more |= {
@@ -188,23 +188,23 @@ def _run(
 
 
 def _takes(tile: Tile) -> bool:
-    """Tiles that divide a strip, and whose rows a byte can count."""
+    """Whether tiles divide a strip, and a byte can count their rows."""
     return tile is None or (tile[0] <= 255 and tile[1] <= STRIP and tile[1] & (tile[1] - 1) == 0)
 
 
 def _threads(matrix: torch.Tensor) -> int:
-    """All or one: OpenMP ends the workers that a smaller team leaves out, and torch would have to start them anew."""
+    """Return the number of threads: all or one. OpenMP would end those that a smaller team leaves out."""
     return 1 if matrix.numel() < ELEMENTS_FOR_THREADS else torch.get_num_threads()
 
 
 def _parallel() -> int | None:
-    """The address of torch's ``GOMP_parallel``; not in a process that was forked off, where its workers are no more."""
+    """Return the address of torch's ``GOMP_parallel``; None in a forked process, which lacks its threads."""
     return _gomp_parallel() if os.getpid() == PROCESS else None
 
 
 @functools.cache
 def _gomp_parallel() -> int | None:
-    """``GOMP_parallel`` as torch itself finds it: in the process, or among torch's own libraries."""
+    """Return ``GOMP_parallel`` as torch finds it: in the process, or among torch's own libraries."""
     for library in (None, torch._C.__file__):
         with contextlib.suppress(OSError, AttributeError):
             return ctypes.cast(ctypes.CDLL(library).GOMP_parallel, ctypes.c_void_p).value
@@ -212,13 +212,13 @@ def _gomp_parallel() -> int | None:
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as a matrix whose rows lie in one piece each; copied only where it does not lie so already."""
+    """Return the tensor as a matrix with contiguous rows, copied only if need be."""
     matrix = x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def _as_wide_rows(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as a matrix of any shape, the better the closer to a strip its rows are."""
+    """Return the tensor as a matrix whose rows are about a strip long, which is the fastest shape."""
     if x.is_contiguous() and x.numel() % STRIP == 0:
         return x.view(-1, STRIP)
     return _as_rows(x.reshape(-1) if x.dim() == 0 else x).contiguous()
@@ -229,13 +229,12 @@ def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def _counter(tile: tuple[int, int]) -> torch.dtype:
-    """What counts the elements of a tile. Small tiles are many, and new memory costs more than what is written to
-    it."""
+    """Return the dtype that counts a tile's elements, as narrow as it may be: writing counts costs memory bandwidth."""
     return torch.uint8 if tile[0] * tile[1] <= 255 else torch.int32
 
 
 def _empty_counts(grid: tuple[int, int], tile: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """All that is counted for each tile, in one piece of memory, which the allocator is more likely to have at hand."""
+    """Return memory for all counts, in one allocation, which the allocator is more likely to have ready."""
     tiles, counter = grid[0] * grid[1], _counter(tile)
     types = {name: counter if dtype == torch.int32 else dtype for name, dtype in _COUNTS.items()}
     block = torch.empty(tiles * sum(dtype.itemsize for dtype in types.values()), dtype=torch.uint8)

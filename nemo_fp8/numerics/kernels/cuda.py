@@ -1,13 +1,13 @@
-"""Quantizing and decoding on a GPU: what is launched, on rectangles of which size.
+"""Quantize and decode on a GPU: which kernel is launched, on rectangles of which size.
 
 A :class:`Launch` is a kernel with its arguments. Triton compiles one program for each set of compile-time constants and
-argument types, and ``variants`` lists them all, made by the same two functions that launch them: this is what is
-compiled without a GPU in ``tests/numerics/test_kernels_compiled.py``. So that they can be listed, nothing but the
-tables here chooses a program: Triton's own specialization (on arguments that are 1, on multiples of 16) is switched
-off, and ``_aligned`` takes its place.
+argument types. ``variants`` lists them all, through the two functions that also make the launches, so that
+``tests/numerics/test_kernels_compiled.py`` can compile every one without a GPU. For the list to be complete, only the
+tables here may choose a program: Triton's own specialization (on arguments that are 1, on multiples of 16) is switched
+off, and ``_aligned`` replaces it.
 
-Triton is imported when a CUDA tensor comes. Without it, and for tiles that are not in ``TILES``, the answer is None,
-which is said once, and torch does the same in several passes.
+Triton is imported when the first CUDA tensor comes. Without Triton, and for tiles that are not in ``TILES``, the
+functions return None and log it once, and the caller computes in torch, in several passes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 TILES = ((128, 128), (1, 128), (128, 1), (1, 32), (32, 1))
-# What the kernel is told of a rule: E8M0; the quotient is scale_inv; what is added to its bits, and which of them are
+# A scale rule as kernel arguments: is it E8M0; is the quotient scale_inv; what is added to its bits, which of them are
 # kept.
 RULES = {
     ("te", "fp32"): (0, 0, 0, -1),
@@ -41,21 +41,21 @@ RULES = {
     ("deepgemm", "pow2"): (0, 1, 0x7FFFFF, 0x7F800000),
     ("te", "e8m0"): (1, 0, 0, -1),
 }
-WHOLE = (32, 256)  # how a whole tensor is cut up
-# A program's share: enough loads in flight to fill the memory's pipe.
+WHOLE = (32, 256)  # the tiles into which a whole tensor is cut
+# Elements of a program: enough loads in flight to use the memory's bandwidth.
 ELEMENTS, COLUMNS, DECODED = 8192, 256, 4096
-# Values that a thread holds at once, few enough for its registers: statistics keep six sums for each, what is not
-# aligned an address, and what is decoded in columns the address of a scale.
+# Values that a thread holds at once, few enough for its registers: statistics need six sums for each, unaligned rows
+# an address, and decoding by columns the address of a scale.
 VALUES, VALUES_DECODED, VALUES_COUNTED = 64, 32, 16
 FEW = VALUES_COUNTED * 8 * 32  # elements of a program, or of its strip, where a thread has VALUES_COUNTED
-SHARED = 32  # so many columns of a tile have one scale, or each its own
+SHARED = 32  # columns of a tile that share one scale; in other tiles each has its own
 
 log = logging.getLogger(__name__)
 
 
 @functools.cache
 def available() -> bool:
-    """Whether Triton is there; said once if not."""
+    """Whether Triton is installed; logged once if not."""
     found = importlib.util.find_spec("triton") is not None
     if not found:
         log.warning("FP8 casts run in torch on this GPU, with the same bits but more slowly: triton is not installed")
@@ -66,7 +66,7 @@ def quantize(
     x: torch.Tensor, tile: Tile, element_format: str, scale_kind: str, convention: str, statistics: bool,
     scale: torch.Tensor | None, out: Out | None,
 ) -> Result | None:  # fmt: skip
-    """As :func:`nemo_fp8.numerics.quantize.quantize_reference`, or None."""
+    """Do what :func:`nemo_fp8.numerics.quantize.quantize_reference` does; None if there is no kernel for it."""
     rule = RULES.get((convention, scale_kind))
     if rule is None or x.dtype not in SOURCES or x.numel() == 0 or not _takes(tile) or not available():
         return None
@@ -97,7 +97,7 @@ def quantize(
 
 
 def amax(x: torch.Tensor) -> torch.Tensor | None:
-    """The largest magnitude that is not NaN, in FP32 (0-dim), or None."""
+    """Return the largest magnitude that is not NaN, in FP32 (0-dim); None if there is no kernel for it."""
     if x.dtype not in SOURCES or x.numel() == 0 or not available():
         return None
     matrix = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
@@ -110,7 +110,7 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
 def decode(
     data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype, out: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """``code * scale_inv``, or None."""
+    """Compute ``code * scale_inv``; None if there is no kernel for it."""
     if dtype not in SOURCES or data.numel() == 0 or not available():
         return None
     out = torch.empty(data.shape, dtype=dtype, device=data.device) if out is None else out
@@ -124,7 +124,7 @@ def decode(
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of a kernel: by ``programs``, with arguments and compile-time constants."""
+    """One launch of a kernel: the number of programs, its arguments and its compile-time constants."""
 
     kernel: str
     programs: int
@@ -136,8 +136,10 @@ class Launch:
 def cast(
     matrix: torch.Tensor, tile: tuple[int, int], format: Format, rule: tuple[int, ...] | None, **arrays: torch.Tensor
 ) -> Launch:
-    """The cast of a matrix into ``codes``, or without them the search for its ``amax``. ``rule`` is None where no scale
-    is to be found."""
+    """Return the launch that casts a matrix into ``codes`` or, without ``codes``, finds its ``amax``.
+
+    ``rule`` is the row of the scale rule; None if the scale is given.
+    """
     statistics = "counts" in arrays
     (rows, cols), (grid_rows, grid_cols) = matrix.shape, _grid(matrix, tile)
     codes, scale_inv = arrays.get("codes"), arrays.get("scale_inv")
@@ -166,7 +168,7 @@ def cast(
 
 
 def back(codes: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, out: torch.Tensor) -> Launch:
-    """The values of contiguous codes, [rows, columns], into ``out``."""
+    """Return the launch that decodes contiguous codes, [rows, columns], into ``out``."""
     rows, cols = codes.shape
     strides = (0, 0) if tile is None else scale_inv.stride()
     tile = tile or WHOLE
@@ -187,7 +189,7 @@ def back(codes: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, out: torch.Te
 
 
 def variants() -> Iterator[tuple[str, Launch]]:
-    """Every program that this file can ask Triton for, by name, on small tensors of the CPU."""
+    """Yield every program that this file can ask Triton for, with its name, on small tensors of the CPU."""
     formats = [FORMATS[name] for name in ("e4m3", "e5m2")]
     for dtype, aligned in itertools.product(SOURCES, (True, False)):
         x = torch.empty(128, 160, dtype=dtype)[:, : None if aligned else 130]
@@ -218,7 +220,7 @@ def _start(launch: Launch) -> None:
 
 
 def _constants(format: Format, device: torch.device) -> dict[str, Any]:
-    """What a kernel is compiled with for a format on a device."""
+    """Return the compile-time constants of a format on a device."""
     special = format.infinity or format.first_nan
     return {
         "MANTISSA": format.mantissa_bits,
@@ -229,19 +231,18 @@ def _constants(format: Format, device: torch.device) -> dict[str, Any]:
 
 
 def _plain(scale_inv: torch.Tensor | None) -> torch.Tensor | None:
-    """Scales in a type that Triton knows."""
+    """Return scales in a dtype that Triton knows."""
     return scale_inv if scale_inv is None or scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
 
 
 def _aligned(*matrices: torch.Tensor | None) -> bool:
-    """Whether every 16 elements of a row begin at a multiple of 16 bytes and end inside of it: 128 bits are moved at
-    once."""
+    """Whether 16 elements of a row, from any multiple of 16 on, can be moved as 128 bits: addresses and lengths fit."""
     there = [m for m in matrices if m is not None]
     return all(m.shape[1] % 16 == 0 and m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in there)
 
 
 def _rectangle(tile: tuple[int, int], statistics: bool, aligned: bool) -> tuple[int, int, int, int]:
-    """A program's tiles down and across, the strips into which their rows are cut, and its warps."""
+    """Return a program's tiles down and across, the number of strips that their rows are cut into, and its warps."""
     few = statistics or not aligned
     values = VALUES_COUNTED if few else VALUES
     elements, area = FEW if few else ELEMENTS, tile[0] * tile[1]
@@ -257,7 +258,7 @@ def _rectangle(tile: tuple[int, int], statistics: bool, aligned: bool) -> tuple[
 
 
 def _takes(tile: Tile) -> bool:
-    """Whether there is a program for the tile; said once for each if not."""
+    """Whether there is a program for the tile; logged once for each tile if not."""
     if tile is None or tile in TILES:
         return True
     _left_to_torch(tile)

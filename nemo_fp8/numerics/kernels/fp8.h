@@ -1,4 +1,4 @@
-/* What both ways share: floats as bits, how the work is cut up and shared out among threads, and how memory is asked for. */
+/* What the casts and the decoding share: floats as bits, the division of work among threads, and prefetching. */
 
 #pragma once
 
@@ -28,7 +28,7 @@ INLINE float value(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t bytes_of(int type) { return type == FP32 ? 4 : 2; }
 
-/* The processor's own prefetching stays behind a loop that computes; asking past the end is harmless. */
+/* The hardware's own prefetching is too slow for a loop that computes. Prefetching past the end is harmless. */
 INLINE void ask_for(const void *x, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)x + i, 0, 2);
 }
@@ -36,17 +36,17 @@ INLINE void ask_for(const void *x, int64_t bytes) {
 /* An FP8 format as the casts need it: fp8_rows.h says how. */
 typedef struct { uint32_t drop, least, top; float magic, saturates_above; } format;
 
-/* Vectors for tame BF16, where the processor has them; then BLOCK says how many bytes each has. */
+/* Vectors for tame BF16, if the processor has them; BLOCK is then their number of bytes. */
 #if defined(__AVX512BW__)
 #include "fp8_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "fp8_avx2.h"
 #endif
 
-/* ------------------------------------------------------------------------------------------------- sharing out work */
+/* ------------------------------------------------------------------------------------------------- division of work */
 
-/* A unit is some rows of tiles, one strip wide; or as wide as the matrix where there are rows enough for all threads, since
-   memory is read faster from one end to the other. */
+/* A unit of work is some rows of tiles, one strip wide. If there are enough rows for all threads, it is as wide as the matrix,
+   since memory is read faster in order. */
 typedef struct { int64_t strips, height, together, across, pieces, units, threads; } plan;
 
 static inline plan plan_for(int64_t rows, int64_t cols, int64_t tile_rows, int32_t threads) {
@@ -59,9 +59,9 @@ static inline plan plan_for(int64_t rows, int64_t cols, int64_t tile_rows, int32
     return p;
 }
 
-/* A thread's way through the strips. It takes a unit before it has finished the last one, so that it knows one strip ahead
-   where it will read next. Units that follow on each other in time lie far apart, so that threads which find the same new page
-   missing, and would all clear it, are rare. */
+/* A thread's position in the strips. A thread takes its next unit before it has finished the last one, so that it knows one
+   strip ahead what to prefetch. Units that are taken one after the other lie far apart in memory: threads that touch the same
+   new page at the same time would all make the kernel clear it. */
 typedef struct { int64_t row, column; } spot; /* a row of tiles, and a column; at the end the row is -1 */
 typedef struct { plan p; _Atomic int64_t *next; int64_t row, last_row, strip, first_strip, last_strip; } way;
 
@@ -85,9 +85,9 @@ static inline spot go_on(way *w) {
     return (spot){w->row, w->strip * STRIP};
 }
 
-/* The workers of torch's own OpenMP do their share, if Python found it (`parallel` is its GOMP_parallel): after an operation of
-   torch they spin for a while, and threads beside them would have to fight for the processors. Otherwise threads live as long
-   as the call: starting one costs some 20 microseconds. */
+/* Runs the work on the threads of torch's own OpenMP, if Python found it (`parallel` is its GOMP_parallel): these spin for a
+   while after an operation of torch, and other threads would compete with them for the cores. Otherwise threads are started
+   for each call, which costs about 20 microseconds a thread. */
 typedef void parallel_function(void (*)(void *), void *, unsigned threads, unsigned flags);
 typedef struct { void (*function)(void *); void *job; } errand;
 
@@ -105,7 +105,7 @@ static inline void share(void (*function)(void *), void *job, int threads, paral
 
 /* ------------------------------------------------------------------------------------------------------ new memory */
 
-/* New memory costs more than the cast: the kernel hands it out, and clears it, page by page. Large pages halve that. */
+/* New memory costs more than the cast, since the operating system maps and clears it page by page. Large pages halve that. */
 static inline void expect(void *out, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     uintptr_t first = ((uintptr_t)out + 4095) & ~(uintptr_t)4095, end = ((uintptr_t)out + (uintptr_t)bytes) & ~(uintptr_t)4095;
@@ -115,8 +115,9 @@ static inline void expect(void *out, int64_t bytes) {
 #endif
 }
 
-/* Large results go past the caches, which spares reading what is overwritten: a row is made in the first-level cache, and sent
-   from there. Whoever streams ends with `streamed`. Without such a store (ARM) a row is made where it belongs. */
+/* Large results bypass the caches, so that memory which is overwritten is not read first: a row is computed in the first-level
+   cache and streamed from there. Code that streams calls `streamed` at its end. Without streaming stores (ARM) a row is computed
+   in its place. */
 INLINE int large(int64_t bytes) {
 #ifdef __SSE2__
     return bytes >= LARGE;

@@ -1,4 +1,4 @@
-/* The words in which AVX2 differs from AVX-512 (fp8_avx512.h says the same in 64 bytes): vectors of 32, no masks, and shuffles
+/* The operations that differ between AVX2 and AVX-512 (fp8_avx512.h): here vectors of 32 bytes, no masks, and shuffles
    that stay within halves. */
 
 #pragma once
@@ -12,9 +12,9 @@ enum { LANES = 8 };
 typedef __m256 reals;
 typedef __m256i words;
 
-/* Rounds y >= 0 to the format, as fp8_rows.h does. There is no table of 32 floats in registers, but there is a sum that rounds once,
-   and a multiplication that adds the two halves of it: the upper holds the exponent, and the lower counts the steps, from minus
-   the least exponent on, so that code * 2**SPARE comes out with nothing above it. */
+/* Rounds y >= 0 to the format, as fp8_rows.h does. A table of 32 floats does not fit into registers. Instead a fused sum rounds once,
+   and a multiplication adds the two halves of it: the upper half holds the exponent, and the lower half counts the steps, from
+   minus the least exponent on. The result is code * 2**SPARE, with zeros above it. */
 enum { SPARE = 5 }; /* for evens; odds, which become upper bytes, come out as code * 2**8 */
 typedef struct { reals least, infinite, magic; words halves[2]; } steps;
 

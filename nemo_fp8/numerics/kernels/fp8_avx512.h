@@ -1,4 +1,4 @@
-/* The words in which AVX-512 differs from AVX2 (fp8_avx2.h says the same in 32 bytes): vectors of 64. */
+/* The operations that differ between AVX-512 and AVX2 (fp8_avx2.h): here vectors of 64 bytes. */
 
 #pragma once
 

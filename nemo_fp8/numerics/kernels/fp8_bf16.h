@@ -67,7 +67,7 @@ INLINE void cast_block(const uint16_t *x, uint8_t *to, int64_t c, row_options o,
 }
 
 /* Columns c to n of a row of BF16. `scale` is one for each tile of 2**shift >= 32 columns, or one for each column, evens of a group
-   first; and so is `underflow`, which counts values that are not zero and become zero. What `ask` points to will be read next. */
+   first. `underflow` is laid out likewise and counts nonzero values that become zero. `ask` points to what to prefetch. */
 INLINE void cast_bf16(const uint16_t *x, uint8_t *codes, int64_t c, int64_t n, const char *ask, row_options o, steps k, int columns,
                      int count, counts *restrict s) {
     int stream = o.stream && ((uintptr_t)codes & 63) == 0;
@@ -96,7 +96,7 @@ static bf16_function *const CAST_BF16[2][3] = {{bf16_wide, bf16_wide_set, bf16_w
 
 /* ------------------------------------------------------------------------------- from lanes to tiles, several at once */
 
-/* Evens and odds of every group apart, and together again. */
+/* Separates the even and odd columns of every group, and interleaves them again. */
 static void apart(const float *restrict from, float *restrict to, int64_t n, int back) {
     for (int64_t c = 0; c < n; c += GROUP)
         for (int64_t i = 0; i < LANES; i++) {
@@ -106,7 +106,7 @@ static void apart(const float *restrict from, float *restrict to, int64_t n, int
         }
 }
 
-/* The sums of as many vectors as one has lanes: each step adds up halves and leaves half as many vectors. */
+/* Sums up LANES vectors into one: each step adds halves and leaves half as many vectors. */
 INLINE reals sums_of(reals *v) {
 #define ADD_HALVES(A, B, LOW, HIGH) V(add_ps)((reals)LOW(A, B), (reals)HIGH(A, B))
     UNROLLED

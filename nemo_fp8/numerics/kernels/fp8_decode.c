@@ -1,8 +1,8 @@
-/* From FP8 codes back to values: code * scale_inv in FP32, rounded once to BF16 where that is wanted.
+/* From FP8 codes back to values: code * scale_inv in FP32, rounded once to BF16 if that is asked for.
 
    Exponent and mantissa are shifted to where FP32 has them and the bias is corrected by an addition; subnormals, which
-   have no hidden bit, are converted as integers. Two codes make one 32-bit word of two BF16 values (PAIR). Rows without
-   infinities and NaNs, which a glance over the codes shows, take the shorter loop, or vectors where the processor has AVX-512 or AVX2. */
+   have no hidden bit, are converted as integers. Two codes make one 32-bit word of two BF16 values (PAIR). Rows whose
+   codes contain no infinities and NaNs take the shorter loop, or vectors if the processor has AVX-512 or AVX2. */
 
 #include "fp8.h"
 
@@ -73,7 +73,7 @@ static int all_numbers(const uint8_t *codes, int64_t n, uint8_t special) {
 
 #ifdef BLOCK
 /* Tame codes to BF16 on vectors. An E5M2 code is the upper half of an FP16 number, and an E4M3 code, one bit further down, that of one
-   256 times smaller: the processor widens both itself, subnormals among them, and `scale` makes up for the 256. It is one for each tile
+   256 times smaller: the processor converts both, subnormals included, and `scale` contains the 256. There is one scale for each tile
    of 2**shift >= 32 columns, or one for each column, evens of a group first. */
 enum { GROUP = 2 * LANES };
 

@@ -1,12 +1,12 @@
 /* FP8 casts at memory speed: how a job becomes tiles, tiles become scales, and rows of them become codes.
 
    A strip is one row of tiles, at most STRIP columns wide, so that it stays in the core's second-level cache between
-   its two readings: the first finds the largest magnitudes (as integers: the bits of positive floats sort like their
-   values), the second multiplies, rounds and stores. Main memory is read once and written once; while a strip is being
-   cast the next one is asked for, and large results are streamed past the caches, which spares reading what is overwritten.
+   the two times that it is read: the first finds the largest magnitudes (as integers: the bits of positive floats sort like their
+   values), the second multiplies, rounds and stores. Main memory is read once and written once: while a strip is
+   cast the next one is prefetched, and large results are streamed past the caches, which saves reading what is overwritten.
 
-   A strip of which no value is too large for its scale, infinite or NaN is tame. Tame BF16 has rows of its own where the
-   processor has AVX-512 or AVX2 (fp8_bf16.h); everything else takes the rows in plain C (fp8_rows.h).
+   A strip is tame if none of its values is too large for its scale, infinite or NaN. Tame BF16 runs on vectors if the
+   processor has AVX-512 or AVX2 (fp8_bf16.h); everything else runs in plain C (fp8_rows.h).
 
    Python (cpu.py) fills in a job and makes all choices. Compile without -ffast-math and with -ffp-contract=off. */
 
@@ -22,7 +22,7 @@ typedef struct job {
     const void *x;                                /* rows x cols, `stride` elements from row to row */
     uint8_t *codes;                               /* rows x cols, `codes_stride` from row to row */
     void *scale_inv;                              /* one a tile: floats, or bytes for E8M0; `scale_stride` from row to row */
-    float *norm, *error_norm;                     /* one a tile, if wanted, and so all that follow: in one piece of memory */
+    float *norm, *error_norm;                     /* one a tile, NULL if not wanted; these and all that follow lie in one piece of memory */
     float *amax;                                  /* may be wanted alone */
     void *underflow, *saturated, *nonfinite;      /* `count_bytes` each: 1 for tiles of few elements, else 4 */
     uint8_t *least, *largest;
@@ -33,7 +33,7 @@ typedef struct job {
     _Atomic int64_t next;
 } job;
 
-/* What a thread works with: one entry for each column or each tile of a strip. */
+/* The scratch memory of a thread: one entry for each column or each tile of a strip. */
 typedef struct {
     uint32_t tops[STRIP];
     float amax[STRIP], scale[STRIP], scale_inv[STRIP], slots[STRIP];
@@ -45,13 +45,13 @@ typedef struct {
 
 typedef struct { const job *j; scratch *w; int64_t rows, width, tiles; const char *x; } strip; /* x: its first value */
 
-/* The widths of all recipes are constants to the compiler, which makes their loops straight lines. */
+/* The tile widths of all recipes are compile-time constants, so that their loops are unrolled. */
 #define FOR_WIDTH(N, CALL) ((N) == 32 ? CALL(32) : (N) == 128 ? CALL(128) : CALL((N)))
 
 /* ----------------------------------------------------------------------------------------------- largest magnitudes */
 
-/* The row of largest magnitudes. A strip's rows lie pages apart, where the hardware looks ahead only after a few misses:
-   so the beginnings of the next four are asked for early. */
+/* The row of largest magnitudes. A strip's rows lie pages apart, where the hardware prefetches only after a few misses,
+   so the beginnings of the next four rows are prefetched here. */
 static void find_tops(const char *x, int64_t step, int64_t rows, void *tops, int64_t n, int source) {
     memset(tops, 0, (size_t)(n * bytes_of(source)));
     int64_t r = 0, ahead = least_of(1024, n * bytes_of(source));
@@ -181,14 +181,14 @@ static void gather(const strip *s, int tame, int any) {
     }
 }
 
-/* A strip's share of what is kept for each tile. Many tiles have more of it than the caches hold: it goes past them in whole lines. */
+/* Stores what a strip keeps for each tile. With many tiles this is more than the caches hold, so whole lines are streamed. */
 INLINE void put(void *to, const void *from, int64_t bytes, int streams) {
     if (streams && ((uintptr_t)to & 63) == 0) stream(to, from, bytes);
     else memcpy(to, from, (size_t)bytes);
 }
 
-/* A row of n bytes, made in `row` up to a whole number of vectors: what a strip's arrays hold after its last tile means nothing,
-   but a strip has few tiles, and would otherwise be done byte by byte. */
+/* Computes a row of n bytes in `row`, rounded up to whole vectors. What the arrays hold after a strip's last tile is garbage, but
+   a strip has few tiles, and a loop for the rest would go byte by byte. */
 #define WHOLE(N) (((N) + 63) & ~(int64_t)63)
 #define MAKE_BYTES(N, ROW, BYTE) \
     for (int64_t t = 0; t < WHOLE(N); t++) (ROW)[t] = (uint8_t)(BYTE)
@@ -213,20 +213,20 @@ static void unscale_roots(float *restrict sums, const float *restrict scale_inv,
     for (int64_t t = 0; t < n; t++) sums[t] = sqrtf(sums[t]) * scale_inv[t];
 }
 
-/* All that is kept for each tile lies in one piece, from the norms on to the largest codes. */
+/* What is kept for each tile lies in one piece of memory, from the norms to the largest codes. */
 static int64_t bytes_of_counts(const job *j) {
     int64_t high = (j->rows + j->tile_rows - 1) / j->tile_rows, grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
     return (char *)j->largest - (char *)j->norm + high * grid;
 }
 
-/* Stores wait for each other: one whose place has to come from memory first holds up all that follow, once for each kind. */
+/* Stores complete in order: one that waits for its cache line delays all that follow, once for each kind of statistics. */
 static void ask_for_counts(const job *j, int64_t at, int64_t n) {
     const void *floats[] = {j->amax + at, j->norm + at, j->error_norm + at}, *counters[] = {j->underflow, j->saturated, j->nonfinite};
     for (int i = 0; i < 3; i++) ask_for(floats[i], n * 4), ask_for((const char *)counters[i] + at * j->count_bytes, n * j->count_bytes);
     ask_for(j->least + at, n), ask_for(j->largest + at, n);
 }
 
-/* Sums were made of scaled values. Their roots, unscaled, have the range of floats; the sums would need doubles. */
+/* Sums are of scaled values. Their unscaled roots are in the range of floats; unscaled sums would need doubles. */
 static void store_counts(const job *j, scratch *w, int64_t at, int64_t n, int tame, int streams) {
     int64_t bytes = j->count_bytes;
     unscale_roots(w->signal, w->scale_inv, n), unscale_roots(w->noise, w->scale_inv, n);
@@ -263,8 +263,8 @@ static void cast_strip(const strip *s, uint8_t *codes, format f, int tame) {
 }
 
 #ifdef BLOCK
-/* The same for tame BF16, a piece of PIECE columns in each of ABREAST rows at a time: memory answers faster in several places than
-   in one, which AVX-512 has the time to wait for. `ask` is what will be read next. */
+/* The same for tame BF16, a piece of PIECE columns in each of ABREAST rows at a time: memory is faster in several places at once
+   than in one, and with AVX-512 the cast is fast enough to notice. `ask` is what to prefetch. */
 enum { ABREAST = 4, PIECE = BLOCK == 64 ? 512 : STRIP };
 
 static void largest_codes(const float *restrict amax, const float *restrict scale, uint8_t *restrict to, int64_t n, format f) {

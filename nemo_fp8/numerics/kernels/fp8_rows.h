@@ -1,4 +1,4 @@
-/* Rows in plain C, which the compiler turns into whatever vectors the machine has: every source, every input.
+/* Rows in plain C, for every source and every input; the compiler vectorizes them for the machine.
 
    The cast has no branch and no table. To |y| a power of two is added whose last place is the step of the FP8 format
    at that magnitude, so the adder itself rounds to nearest even; below the smallest normal the step stops shrinking:
@@ -7,23 +7,23 @@
        sum  = |y| + e * 2**(23 - m)              the low bits of its mantissa count |y| in steps
        code = low bits of sum + (e's bits >> (23 - m))
 
-   `magic` is 2**(23 - m) with a constant in its own low bits that makes up for the bias. Two neighbouring BF16 values
-   are handled as the halves of one 32-bit word (PAIR), which spares the widening and most of the narrowing. */
+   `magic` is 2**(23 - m) with a constant in its own low bits that corrects the bias. Two neighbouring BF16 values
+   are handled as the halves of one 32-bit word (PAIR), which saves the widening and most of the narrowing. */
 
 #pragma once
 
 #include "fp8.h"
 
-/* Statistics of a strip, of scaled values. A slot is a column, or two in a PAIR. A tile's first row sets them, the others
-   add to them: tiles of one row are common, and clearing as much as is counted would cost as much. */
+/* Statistics of a strip, of scaled values. A slot is a column, or two in a PAIR. A tile's first row sets them, and the
+   others add to them: tiles of one row are common, and for them clearing would cost as much as counting. */
 enum counting { NONE, SET, ADD };
 
 typedef struct {
-    float signal[STRIP]; /* not a multiple of 4 KiB from `noise`: a load must not look like that of what was just stored there */
-    uint8_t lost[STRIP];
+    float signal[STRIP]; /* not a multiple of 4 KiB from `noise`, else loads here seem to depend on stores there */
+    uint8_t lost[STRIP]; /* counts nonzero values that became zero */
     float noise[STRIP];
     int32_t saturated[STRIP], nonfinite[STRIP];
-    uint8_t least[STRIP], largest[STRIP]; /* lost: to zero, though not zero; least: one less, so that zero is most */
+    uint8_t least[STRIP], largest[STRIP]; /* least: stored as code - 1, so that a zero code wraps to the largest value */
 } counts;
 
 /* The code of float x in the low byte, to be XORed with x's sign; the bits above it mean nothing. `tame` means that the
@@ -87,7 +87,7 @@ INLINE void cast_row(const void *x, uint8_t *restrict codes, int64_t n, const fl
     }
 }
 
-/* Every combination becomes a loop of its own, in which the choices are constants. */
+/* Every combination of choices is compiled to a loop of its own, in which they are constants. */
 typedef void row_function(const void *, uint8_t *, int64_t, const float *, format, counts *);
 #define ROW(NAME, SOURCE, TAME, COUNT) \
     static void NAME(const void *x, uint8_t *codes, int64_t n, const float *scale, format f, counts *s) { \
@@ -120,7 +120,7 @@ static int count_row(const void *x, const uint8_t *codes, int64_t n, int source,
     return 1;
 }
 
-/* `tops` raised to the magnitudes of `rows` rows (1 or 4), which lie `step` bytes apart. Four together keep memory busier. */
+/* Raises `tops` to the magnitudes of `rows` rows (1 or 4), `step` bytes apart. Four rows at once use more memory bandwidth. */
 #define HIGHER(A, B) ((A) > (B) ? (A) : (B))
 #define RAISE(TYPE, MASK, ROWS) \
     for (int64_t i = 0; i < n; i++) { \

@@ -1,7 +1,7 @@
-"""Memory that the caller gives for a result: what it must be, checked before anything is written to it.
+"""Check the memory that a caller gives for a result, before anything is written to it.
 
-Codes lie in rows, each in one piece; the rows may lie apart, so that one shard of a fused weight can be written where
-it belongs. Scales may lie anywhere. Neither may overlap the source, of which tiles are read twice.
+Each row of the codes must be contiguous; rows may lie apart, so that one shard of a fused weight can be written in
+place. Scales may have any strides. Neither may overlap the source, whose tiles are read twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from nemo_fp8.errors import PrecisionError
 
 
 def check(out: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, source: torch.Tensor) -> None:
-    """Refuse memory that cannot hold the result, or that it would spoil."""
+    """Raise PrecisionError if memory cannot hold the result, overlaps the source, or overlaps itself."""
     problem = None
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != source.device:
         problem = f"is {out.dtype} of shape {tuple(out.shape)} on {out.device}"
@@ -32,7 +32,7 @@ def check(out: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dty
 
 
 def rows_of(out: torch.Tensor, name: str) -> torch.Tensor:
-    """The memory as a matrix whose rows lie in one piece each."""
+    """Return the memory as a matrix with contiguous rows. Raises PrecisionError if its strides do not allow that."""
     try:
         matrix = out.view(-1, out.shape[-1]) if out.dim() else out.view(1, 1)
     except RuntimeError:
@@ -57,7 +57,7 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
 
 
 def _written_twice(t: torch.Tensor) -> bool:
-    """From the shortest stride to the longest, each dimension must step over all that those before it cover."""
+    """Whether elements share memory: from the shortest stride up, each dimension must step over all shorter ones."""
     covered = 1
     for stride, n in sorted((stride, n) for stride, n in zip(t.stride(), t.shape, strict=True) if n > 1):
         if stride < covered:

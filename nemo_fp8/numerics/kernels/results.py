@@ -1,5 +1,4 @@
-"""From a kernel's arrays to :class:`Statistics`: by tile, or summed up where the tiles were only a way to cut a
-tensor."""
+"""Make :class:`Statistics` of a kernel's counts: by tile, or summed up if the tiles only divided a whole tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ def statistics_of(
     scale_inv: torch.Tensor,
     counted: dict[str, torch.Tensor],
 ) -> Statistics:
-    """The statistics of ``x`` in tiles, from all fields that a kernel counts."""
+    """Return the statistics of ``x`` in tiles, from the fields that a kernel counted."""
     from nemo_fp8.numerics.quantize import _elements
 
     elements = _elements(x, tile)

@@ -1,19 +1,20 @@
 # mypy: ignore-errors
 """The same casts as one Triton kernel: a program loads its tiles into registers once, and writes codes and scales.
 
-A program's rectangle is seen as [tile rows, rows, tile columns, columns]; amaxes are its maxima along two of these,
-so tiles of every shape are one kernel. It moves 3 bytes an element for BF16, against 5 of an amax pass and a cast pass.
+A program works on a rectangle, seen as [tile rows, rows, tile columns, columns]. Amaxes are its maxima along two of
+these dimensions, so one kernel serves tiles of every shape. It moves 3 bytes an element for BF16, where an amax pass
+and a cast pass would move 5.
 
-The rounding is the hardware's own (``cvt.rn.satfinite``, from compute capability 8.9 on), or the integer formula of
-`fp8_quantize.c` where there is none. Scales, which are few, are divided in FP64: Triton's FP32 ``/`` is not correctly
-rounded, and its ``div_rn`` flushes subnormal quotients.
+The rounding is the hardware's (``cvt.rn.satfinite``, from compute capability 8.9 on), or the integer formula of
+`fp8_quantize.c`. Scales, of which there are few, are divided in FP64: Triton's FP32 ``/`` is not correctly rounded, and
+its ``div_rn`` flushes subnormal quotients.
 """
 
 import triton
 import triton.language as tl
 
 INFINITE = tl.constexpr(0x7F800000)
-# One compiled program serves every shape and every scale: none of these is looked at when a variant is chosen.
+# Arguments that Triton must not specialize on, so that one compiled program serves every shape and every scale.
 NUMBERS = [
     "rows",
     "cols",
@@ -27,7 +28,7 @@ NUMBERS = [
     "tile_cols",
 ]
 RULE = ["e8m0", "inverted", "carry", "mask"]
-BYTES = tl.pointer_type(tl.uint8)  # whatever the tensor is: scales are FP32 or bytes
+BYTES = tl.pointer_type(tl.uint8)  # a fixed type: scales are FP32 or bytes
 POINTERS = [
     "x_ptr",
     "codes_ptr",
@@ -53,13 +54,13 @@ def _bits(value):
 
 @triton.jit
 def _divide(a, b):
-    """Correctly rounded: FP64 has more than twice as many bits as FP32, so that rounding twice is rounding once."""
+    """Divide, correctly rounded: FP64 has over twice the bits of FP32, so rounding twice equals rounding once."""
     return (a.to(tl.float64) / b.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def _find_e8m0(amax, reciprocal_max):
-    """Scale and scale_inv of ``amax / max`` rounded up to a power of two, and its byte."""
+    """Compute scale, scale_inv and its byte: ``amax / max`` rounded up to a power of two."""
     ratio = _bits(amax * reciprocal_max)
     exponent, mantissa = ratio >> 23, ratio & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 254) & ((exponent != 0) | (mantissa > 0x400000))
@@ -70,10 +71,10 @@ def _find_e8m0(amax, reciprocal_max):
 
 @triton.jit
 def _find_fp32(amax, inverted, carry, mask, format_max, scale_if_tiny):
-    """Scale and scale_inv of all four rules with FP32 scales: one of them is a quotient, the other its reciprocal.
+    """Compute scale and scale_inv by any of the four FP32 rules: one is a quotient, the other its reciprocal.
 
-    TE divides ``max / amax`` and finds the scale; DeepGEMM ``amax / max``, the ``inverted``, and finds scale_inv.
-    ``carry`` and ``mask`` round the quotient to a power of two, down or up, or leave it alone.
+    TE divides ``max / amax`` and gets the scale; DeepGEMM divides ``amax / max`` (``inverted``) and gets scale_inv.
+    ``carry`` and ``mask`` round the quotient to a power of two, down or up, or leave it as it is.
     """
     most = tl.full(amax.shape, format_max, tl.float32)
     quotient = _divide(tl.where(inverted != 0, tl.maximum(amax, 1e-4), most), tl.where(inverted != 0, most, amax))
@@ -86,7 +87,7 @@ def _find_fp32(amax, inverted, carry, mask, format_max, scale_if_tiny):
 
 @triton.jit
 def _encode(x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, format_max, HARDWARE: tl.constexpr):
-    """The codes of ``x * scale`` as integers of 8 bits; every NaN is 0x7F."""
+    """Compute the codes of ``x * scale`` as 8-bit integers; every NaN is 0x7F."""
     y = x * scale
     if HARDWARE:
         if MANTISSA == 3:
@@ -108,7 +109,7 @@ def _encode(x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, format_max, HA
 
 @triton.jit
 def _decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr, HARDWARE: tl.constexpr):
-    """The FP32 values of codes, exactly."""
+    """Compute the FP32 values of codes, exactly."""
     if HARDWARE:
         if MANTISSA == 3:
             return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -125,15 +126,14 @@ def _decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.conste
 
 @triton.jit
 def _left(size, first, MOST: tl.constexpr, ALIGNED: tl.constexpr):
-    """How many of the rectangle's MOST rows or columns, which begin at ``first``, the tensor has."""
+    """Return how many of the MOST rows or columns from ``first`` on lie inside of the tensor."""
     left = tl.minimum(size - first, MOST).to(tl.int32)
     return tl.multiple_of(left, 16) if ALIGNED else left
 
 
 @triton.jit
 def _pointers(ptr, first, row, col, stride, ALIGNED: tl.constexpr):
-    """Addresses of a strip. ``ALIGNED`` says what the launch has checked: every 16 elements begin at a multiple of 16
-    bytes."""
+    """Return the addresses of a strip. With ``ALIGNED``, every 16 elements begin at a multiple of 16 bytes."""
     at = ptr + first + row[:, None].to(tl.int64) * stride + col[None, :]
     return tl.multiple_of(at, (1, 16)) if ALIGNED else at
 
@@ -144,10 +144,10 @@ def _load_strip(
     HIGH: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, TILE_COLS: tl.constexpr, BF16: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Values of a strip in FP32, as [tile rows, rows, tile columns, columns]; zeros outside of the tensor."""
+    """Load a strip in FP32, as [tile rows, rows, tile columns, columns], with zeros outside of the tensor."""
     inside = (row < rows_left)[:, None] & (col < cols_left)[None, :]
     loaded = tl.load(_pointers(x_ptr, first, row, col, stride, ALIGNED), mask=inside, other=0)
-    # BF16 comes as integers: it is the upper half of FP32, subnormals included, which Triton's interpreter flushes
+    # BF16 is passed as integers: it is the upper half of FP32, also for subnormals, which Triton's interpreter flushes
     loaded = _float(loaded.to(tl.int32) << 16) if BF16 else loaded.to(tl.float32)
     return tl.reshape(loaded, (HIGH, LONG, WIDE, TILE_COLS))
 
@@ -169,7 +169,7 @@ def _per_tile_sum(x):
 
 @triton.jit
 def _spread(value):
-    """A value for each tile, beside the elements of the tiles."""
+    """Broadcast a value for each tile to the shape of the tiles' elements."""
     return tl.expand_dims(tl.expand_dims(value, 1), 3)
 
 
@@ -184,15 +184,14 @@ def quantize_kernel(
     HIGH: tl.constexpr, TILE_ROWS: tl.constexpr, WIDE: tl.constexpr, TILE_COLS: tl.constexpr, STRIPS: tl.constexpr,
     BF16: tl.constexpr, CAST: tl.constexpr, STATISTICS: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """A rectangle of HIGH x WIDE tiles, in STRIPS of LONG rows of every tile.
+    """Quantize a rectangle of HIGH x WIDE tiles, in STRIPS of LONG rows of every tile.
 
-    One strip stays in registers from the search for its amax to its cast. Of several, which are cut from one row of
-    tiles, each is read again from the cache. ``counts`` are five planes: underflow, saturated, nonfinite, least,
-    largest.
+    A single strip stays in registers from its amax to its cast. Several strips, cut from one row of tiles, are loaded
+    twice, the second time from the cache. ``counts`` are five planes: underflow, saturated, nonfinite, least, largest.
     """
     LONG: tl.constexpr = TILE_ROWS // STRIPS
     across = tl.cdiv(cols, WIDE * TILE_COLS).to(tl.int32)
-    # Places in the tensor have 64 bits, and those in the rectangle 32.
+    # Offsets in the tensor have 64 bits, those in the rectangle 32.
     down, right = (tl.program_id(0) // across).to(tl.int64) * HIGH, (tl.program_id(0) % across).to(tl.int64) * WIDE
     first_row, first_col = down * TILE_ROWS, right * TILE_COLS
     rows_left = _left(rows, first_row, HIGH * TILE_ROWS, False)
@@ -287,9 +286,9 @@ def quantize_kernel(
                 underflow += ((magnitude == 0) & (kept != 0)).to(tl.int32)
                 saturated += (tl.abs(x * _spread(scale)) > saturates_above).to(tl.int32)
                 nonfinite += finite.to(tl.int32) ^ 1
-                least = tl.minimum(least, (magnitude - 1) & 0xFF)  # a code of zero is never the least
+                least = tl.minimum(least, (magnitude - 1) & 0xFF)  # a zero code does not count as the least
         if STATISTICS:
-            # Codes grow with magnitudes, so the largest is that of the amax; that of NaN is none.
+            # Codes grow with magnitudes, so the largest is the code of the amax. A NaN code does not count.
             largest = _encode(amax, scale, MANTISSA, BIAS, format_max, HARDWARE).to(tl.int32) & 0x7F
             plane = grid_rows * grid_cols
             tl.store(signal_ptr + at, _per_tile_sum(signal), mask=real)
@@ -308,9 +307,9 @@ def decode_kernel(
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, SPECIAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     SHARED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """A rectangle of codes times the scales of their tiles, of which SHARED columns have the same.
+    """Decode a rectangle of codes with the scales of their tiles, of which SHARED columns have the same.
 
-    ``scale_rows`` and ``scale_cols`` are the scales' strides.
+    ``scale_rows`` and ``scale_cols`` are the strides of the scales.
     """
     across = tl.cdiv(cols, COLS).to(tl.int32)
     first_row, first_col = (
@@ -322,7 +321,7 @@ def decode_kernel(
     inside = (row < rows_left)[:, None] & (col < cols_left)[None, :]
     first = first_row * cols + first_col
     code = tl.load(_pointers(codes_ptr, first, row, col, cols, ALIGNED), mask=inside, other=0)
-    # The place of a tile is counted from the rectangle's first in 32 bits: a division of 64 bits takes a hundred
+    # A tile's index is counted from the rectangle's first, in 32 bits: a division in 64 bits takes a hundred
     # instructions.
     tile_row, tile_col = first_row // tile_rows, first_col // tile_cols
     some = tl.arange(0, COLS // SHARED) * SHARED
