@@ -33,9 +33,8 @@ PLACES = (parts.ROOT, parts.ROOT / "scripts", parts.ROOT / "tests" / "golden")
 
 def measured(part: str, name: str, folder: Path, cpu: bool, limit: float) -> dict[str, Any]:
     """One measure, in a process of its own."""
-    return outcome(
-        [sys.executable, "-u", "-W", "ignore", "-m", "benchmarks.gpu.measuring", part, name, str(folder), *["--cpu"] * cpu], limit
-    )
+    child = [sys.executable, "-u", "-W", "ignore", "-m", "benchmarks.gpu.measuring"]
+    return outcome([*child, part, name, str(folder), *["--cpu"] * cpu], limit)
 
 
 def outcome(command: Sequence[str], limit: float) -> dict[str, Any]:

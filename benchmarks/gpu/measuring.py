@@ -52,7 +52,7 @@ class Run:
         """Write what is found by now: all that is left of a measure that is ended."""
         parts.write(self.file, {"result": self.found})
 
-    def race(self, ways: Ways, seconds: float, *, graphs: bool = False, into: str = "ways") -> dict[str, Any]:
+    def race(self, ways: Ways, seconds: float, *, graphs: bool = False) -> dict[str, Any]:
         """Milliseconds of each way: the median, the first and ninth decile. A way that fails has its error instead."""
         found: dict[str, Any] = {}
         ready: Ways = {}
@@ -64,10 +64,16 @@ class Run:
             except Exception as error:
                 found[name] = {"error": told(error)}
         found |= {name: _summary(times) for name, times in self._turns(ready, seconds).items()}
-        self.found[into] = found
+        self.found["ways"] = found
         self.keep()
         if graphs and not self.small:
-            replays = {name: replay for name, way in ready.items() if (replay := _captured(way)) is not None}
+            replays: Ways = {}
+            for name, way in ready.items():
+                try:
+                    replays |= _captured(name, way)
+                except Exception as error:  # later captures fail, too
+                    found[name]["graph_error"] = told(error)
+                    break
             for name, times in self._turns(replays, seconds).items():
                 found[name]["graph_ms"] = median(times)
         return found
@@ -101,8 +107,8 @@ def _host_ms(way: Callable[[], Any]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def _captured(way: Callable[[], Any]) -> Callable[[], None] | None:
-    """A way as a CUDA graph, or None. One that waits for the device is found out before: a capture that fails breaks later ones."""
+def _captured(name: str, way: Callable[[], Any]) -> Ways:
+    """A way as a CUDA graph; nothing for one that waits for the device, which is found out before: a failed capture breaks later ones."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
@@ -110,16 +116,14 @@ def _captured(way: Callable[[], Any]) -> Callable[[], None] | None:
         with torch.cuda.stream(stream):
             way()
     except RuntimeError:
-        return None
+        return {}
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         way()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph.replay
+    return {name: graph.replay}
 
 
 def _summary(times: list[float]) -> dict[str, float]:

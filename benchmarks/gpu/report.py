@@ -85,31 +85,31 @@ def _without(record: dict[str, Any]) -> str:
 
 def conformance(results: dict[str, Any]) -> str:
     """Golden vectors, our kernels, TE beside us: how much was compared, and how much differs."""
-    rows, notes = [], []
-    for name, found in results.items():
-        if name.startswith("golden "):
-            rows += [
-                [name.removeprefix("golden "), found["cases"], len(found["left_out"]), on, *counts.values()]
-                for on, counts in found["compared"].items()
-            ]
-            notes += [*found["different"].values(), *(f"{case}: {why}" for case, why in found["left_out"].items())]
-    out = ["Golden vectors, and nemo_fp8 held to them:\n"]
-    out += [table(["file", "cases", "left out", "on", "codes", "scales", "histories", "different"], rows)]
-    out += ["", *(f"- {note}" for note in notes[:8])]
-    beside = results.get("TE beside us", {})
-    rows = [
-        [name, *(r.get(key) for key in ("codes", "codes_different", "scales", "scales_different", "left_out"))]
-        for name, r in beside.items()
-    ]
-    out += ["\nTE and nemo_fp8 on the same device:\n", table(["tensor", "codes", "different", "scales", "different", "left out"], rows)]
+    out, rows, notes = [], [], []
+    for name, found in ((name, found) for name, found in results.items() if name.startswith("golden ")):
+        for on, counts in found["compared"].items():
+            rows.append([name.removeprefix("golden "), found["cases"], len(found["left_out"]), on, *counts.values()])
+        notes += [*found["different"].values(), *(f"{case}: {why}" for case, why in found["left_out"].items())]
+    if rows:
+        out += ["Golden vectors, and nemo_fp8 held to them:\n"]
+        out += [table(["file", "cases", "left out", "on", "codes", "scales", "histories", "different"], rows), ""]
+        out += [*(f"- {note}" for note in notes[:8]), ""]
+    if beside := results.get("TE beside us"):
+        keys = ("codes", "codes_different", "scales", "scales_different", "left_out")
+        rows = [[name, *map(found.get, keys)] for name, found in beside.items()]
+        out += [
+            "TE and nemo_fp8 on the same device:\n",
+            table(["tensor", "codes", "different", "scales", "different", "left out"], rows),
+            "",
+        ]
     if own := results.get("our kernels"):
         rows = [[name.replace("_", " "), count] for name, count in own.items() if name != "first"]
-        out += ["\nOur kernels against our specification in torch on the CPU:\n", table(["", "count"], rows), f"\n{own['first']}"]
+        out += ["Our kernels against our specification in torch on the CPU:\n", table(["", "count"], rows), f"\n{own['first']}"]
     return "\n".join(out).strip()
 
 
 def kernels(results: dict[str, Any]) -> str:
-    """Casts as shares of a copy, peers as ratios to ours, GEMMs and layers as ratios to BF16."""
+    """Casts as shares of a copy, GEMMs and layers as ratios to BF16."""
     out = []
     if found := results.get("casts"):
         ways, copy = found["ways"], _ms(found["ways"]["copy"])
@@ -192,16 +192,11 @@ def _ratio(a: float | None, b: float | None) -> str | None:
 
 def _faster(found: dict[str, Any]) -> list[list[Any]]:
     """Of every way: name, ms, TFLOP/s, and how much faster than BF16."""
-    base = found["ways"]["bf16"].get("ms")
-    return [
-        [
-            name,
-            way.get("error") or number(way["ms"]),
-            number(way.get("ms") and found["flops"] / way["ms"] / 1e9),
-            _ratio(base, way.get("ms")),
-        ]
-        for name, way in found["ways"].items()
-    ]
+    rows, base = [], found["ways"]["bf16"].get("ms")
+    for name, way in found["ways"].items():
+        ms = way.get("ms")
+        rows.append([name, way.get("error") or number(ms), number(ms and found["flops"] / ms / 1e9), _ratio(base, ms)])
+    return rows
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
