@@ -7,6 +7,7 @@ of the time that Python takes to launch it.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
 import traceback
@@ -144,6 +145,7 @@ def main() -> None:
 
         te_cpu.install()  # "cuda" is the CPU from here on; refused where there is a GPU
     torch.manual_seed(0)
+    failed = False
     try:
         importlib.import_module(f"benchmarks.gpu.{part}").measure(run, name)
         torch.cuda.synchronize()
@@ -151,9 +153,11 @@ def main() -> None:
     except Skipped as reason:
         parts.write(run.file, {"skipped": str(reason)})
     except Exception as error:
+        failed = True
         traceback.print_exc()
         parts.write(run.file, parts.read(run.file) | {"error": told(error)})
-        sys.exit(1)
+    sys.stderr.flush()
+    os._exit(failed)  # NCCL and CUDA may take long to say goodbye
 
 
 if __name__ == "__main__":

@@ -14,11 +14,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,60 +144,57 @@ def train(run: Run, precision: Precision, shape: Shape) -> None:
         raise Skipped(" ".join(str(refused).split())) from None
     walks = tokens(shape)[: 4 if run.small else STEPS]
     run.found = found = {"engine": engine, "tokens": shape.sequence * shape.batch, "flops": shape.flops, "losses": [], "ms": []}
-    with ExitStack() as contexts:
-        store = contexts.enter_context(tempfile.TemporaryDirectory())
-        torch.distributed.init_process_group("nccl", init_method=f"file://{store}/store", rank=0, world_size=1)
-        contexts.callback(torch.distributed.destroy_process_group)
-        parallel_state.initialize_model_parallel()
-        tensor_parallel.model_parallel_cuda_manual_seed(1234)  # every case draws the same weights
-        experts = shape.model.get("num_moe_experts")
-        config, ddp_config, optimizer_config = configs(precision, shape)
-        checks.require_agreement(precision, checks.Run(config, ddp_config, optimizer_config))
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(experts, bool(experts)),
-            vocab_size=shape.vocabulary,
-            max_sequence_length=shape.sequence,
-            position_embedding_type="rope",
-            rotary_base=500000,
-            share_embeddings_and_output_weights=False,
-        ).to("cuda")
-        ddp = DistributedDataParallel(config=config, ddp_config=ddp_config, module=Float16Module(config, model))
-        optimizer = get_megatron_optimizer(optimizer_config, [ddp])
-        config.finalize_model_grads_func = finalize_model_grads
-        weights = list(model.parameters())
-        found |= {
-            "parameters": sum(p.numel() for p in weights),
-            "fp8_weights": sum(hasattr(p, "_quantizer") for p in weights),
-            "memory_built": torch.cuda.memory_allocated(),
-        }
-        positions = torch.arange(shape.sequence, device="cuda")[None].expand(shape.batch, -1)
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)  # every case draws the same weights
+    experts = shape.model.get("num_moe_experts")
+    config, ddp_config, optimizer_config = configs(precision, shape)
+    checks.require_agreement(precision, checks.Run(config, ddp_config, optimizer_config))
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(experts, bool(experts)),
+        vocab_size=shape.vocabulary,
+        max_sequence_length=shape.sequence,
+        position_embedding_type="rope",
+        rotary_base=500000,
+        share_embeddings_and_output_weights=False,
+    ).to("cuda")
+    ddp = DistributedDataParallel(config=config, ddp_config=ddp_config, module=Float16Module(config, model))
+    optimizer = get_megatron_optimizer(optimizer_config, [ddp])
+    config.finalize_model_grads_func = finalize_model_grads
+    weights = list(model.parameters())
+    found |= {
+        "parameters": sum(p.numel() for p in weights),
+        "fp8_weights": sum(hasattr(p, "_quantizer") for p in weights),
+        "memory_built": torch.cuda.memory_allocated(),
+    }
+    positions = torch.arange(shape.sequence, device="cuda")[None].expand(shape.batch, -1)
 
-        def forward_step(data: Iterator[torch.Tensor], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            walk = next(data)
-            each = chunk(walk[:, :-1].contiguous(), positions, None, labels=walk[:, 1:].contiguous())
-            return each, lambda out: ((mean := out.float().mean()), {"loss": mean.detach().clone()})
+    def forward_step(data: Iterator[torch.Tensor], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        walk = next(data)
+        each = chunk(walk[:, :-1].contiguous(), positions, None, labels=walk[:, 1:].contiguous())
+        return each, lambda out: ((mean := out.float().mean()), {"loss": mean.detach().clone()})
 
-        schedule = get_forward_backward_func()
-        losses: list[torch.Tensor] = []
-        for step, walk in enumerate(walks):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP)
-            batch = walk.to("cuda")
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            ddp.zero_grad_buffer()
-            optimizer.zero_grad()
-            (told,) = schedule(
-                forward_step_func=forward_step, data_iterator=iter([batch]), model=[ddp], num_microbatches=1,
-                seq_length=shape.sequence, micro_batch_size=shape.batch,
-            )  # fmt: skip
-            optimizer.step()
-            repairs.after_step(precision, ddp, optimizer)
-            torch.cuda.synchronize()
-            found["ms"].append((time.perf_counter() - started) * 1e3)
-            losses.append(told["loss"])
-            if step % 20 == 19 or step == len(walks) - 1:
-                found["losses"] = torch.stack(losses).tolist()
-                found["memory_peak"] = torch.cuda.max_memory_allocated()
-                run.keep()
+    schedule = get_forward_backward_func()
+    losses: list[torch.Tensor] = []
+    for step, walk in enumerate(walks):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP)
+        batch = walk.to("cuda")
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        (told,) = schedule(
+            forward_step_func=forward_step, data_iterator=iter([batch]), model=[ddp], num_microbatches=1,
+            seq_length=shape.sequence, micro_batch_size=shape.batch,
+        )  # fmt: skip
+        optimizer.step()
+        repairs.after_step(precision, ddp, optimizer)
+        torch.cuda.synchronize()
+        found["ms"].append((time.perf_counter() - started) * 1e3)
+        losses.append(told["loss"])
+        if step % 20 == 19 or step == len(walks) - 1:
+            found["losses"] = torch.stack(losses).tolist()
+            found["memory_peak"] = torch.cuda.max_memory_allocated()
+            run.keep()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -92,6 +93,7 @@ def _on_ranks(one: Rank, cases: list[dict[str, Any]]) -> list[list[dict[str, tor
 
 
 def _rank(rank: int, one: Rank, cases: list[dict[str, Any]], folder: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Two processes share one GPU, which NCCL refuses; gloo carries tensors of either device.
     store = torch.distributed.FileStore(f"{folder}/store", RANKS)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

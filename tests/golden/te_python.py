@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import itertools
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,5 +101,4 @@ def lift(file: str, *names: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     recorded().save(Path(sys.argv[1]) if len(sys.argv) > 1 else FILE)
