@@ -5,7 +5,7 @@ the real ones. All cases of a shape begin with the same weights and see the same
 has four successors of unequal chances, which a model learns the longer the better.
 
 It is NeMo's path without NeMo and Lightning: the contract is written into Megatron's three configs by the table that renders
-Megatron-LM's command line, and nemo_fp8.train does the rest as the plugin does it. ``FP8 weights`` are FP8 primary weights, which the
+Megatron-LM's command line, and checked as the plugin checks it. ``FP8 weights`` are FP8 primary weights, which the
 distributed optimizer gathers as bytes; on one GPU there is nobody to gather from, so what shows is memory and the cost of casting.
 """
 
@@ -134,7 +134,7 @@ def train(run: Run, precision: Precision, shape: Shape) -> None:
     from megatron.core.transformer.module import Float16Module
 
     from nemo_fp8.preflight.machine import Machine
-    from nemo_fp8.train import checks, repairs
+    from nemo_fp8.train import checks
     from nemo_fp8.train.engine import choose_engine
 
     logging.getLogger("nemo_fp8").setLevel(logging.INFO)
@@ -190,7 +190,6 @@ def train(run: Run, precision: Precision, shape: Shape) -> None:
             seq_length=shape.sequence, micro_batch_size=shape.batch,
         )  # fmt: skip
         optimizer.step()
-        repairs.after_step(precision, ddp, optimizer)
         torch.cuda.synchronize()
         found["ms"].append((time.perf_counter() - started) * 1e3)
         losses.append(told["loss"])
