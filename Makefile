@@ -15,13 +15,14 @@ export OMP_WAIT_POLICY := passive
 # Before a command that must not outlive make, whatever ends make: SIGTERM, Ctrl-C, SIGKILL, the end of a CI job.
 ENDING_WITH_MAKE := exec $(BIN)/python -I -S nemo_fp8/lifetime.py $$PPID 5
 
-.PHONY: help setup demo test test-long check format docs site clean
+.PHONY: help setup demo test test-long gpu check format docs site clean
 
 help:
 	@echo "make setup   build the environments: training in .venv, rollout in .venv-rollout (seconds when nothing changed)"
 	@echo "make demo    see the package at work"
 	@echo "make test    the whole test suite"
 	@echo "make test-long  the matrix that takes too long for every change"
+	@echo "make gpu     measure FP8 on a GPU, with the Python that has TransformerEngine there: PYTHON=python3, PART=kernels for a part"
 	@echo "make check   ruff, mypy, generated documents up to date, and the site with all its links"
 	@echo "make docs    write the generated documents again, and draw the pictures"
 	@echo "make site    build the documents as a site, into site/index.html"
@@ -75,12 +76,17 @@ test-long: setup
 	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest -m long
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest -m long tests/rollout
 
+# No environment of ours: TransformerEngine is compiled for the torch and the CUDA that are there. It says what is missing.
+gpu:
+	exec $(PYTHON) -I -S nemo_fp8/lifetime.py $$PPID 5 $(PYTHON) -m benchmarks.gpu $(PART)
+
 check: setup site
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
 
 docs: setup
 	$(BIN)/python tools/make_docs.py
 	$(BIN)/python tools/make_pictures.py
+	$(BIN)/python -m benchmarks.gpu.report
 
 # Strict: a link that leads nowhere, or a page that is in no menu, ends it with 1.
 site: .site/.installed

@@ -69,7 +69,7 @@ class Gpu:
 
 
 GPUS = (Gpu("H100 SXM", 90, 132, 1.755e9, 3.35e12), Gpu("B200", 100, 148, 1.85e9, 8.0e12))
-SHAPES = ((4096, 4096), (8192, 28672))  # those of bench_quantize.py and of scripts/gpu/kernels.py
+SHAPES = ((4096, 4096), (8192, 28672))  # those of bench_quantize.py and of benchmarks/gpu/kernels.py
 
 
 @dataclass(frozen=True)

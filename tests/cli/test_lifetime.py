@@ -222,7 +222,7 @@ def test_nothing_is_left_of_make(tmp_path, target, number):
     for name in ("Makefile", ".venv", "nemo_fp8/lifetime.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(Path(sys.prefix) if name == ".venv" else ROOT / name)
-    (tmp_path / "scripts").mkdir()
+    (tmp_path / "demo").mkdir()
     shutil.copy(STUBBORN, tmp_path / "demo/run.sh")
     (tmp_path / "test_sleeps.py").write_text(SLEEPS)
     (tmp_path / "pids").mkdir()

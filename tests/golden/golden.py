@@ -12,8 +12,7 @@ A file is safetensors. Its metadata says who made it (``source``), when and how,
                         <name>/<step>/<direction> with .scale [roles] and .history [history_len, roles] after the step
 
 Whoever records brings other people's layouts (transposed data, padded scales) into ours, by moving and never by
-computing. Nothing but :func:`hold` calls nemo_fp8. ``scripts/gpu/conformance.py`` records with this file, and the tests
-read with it.
+computing. Nothing but :func:`hold` calls nemo_fp8. ``recording.py`` records with this file, and the tests read with it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 beside this one.
 
 ``te_python_reference`` is what TE's own Python makes, which runs anywhere. What TE's CUDA kernels make comes from a
-GPU, through ``scripts/gpu/conformance.py``, and is held to in the same way as soon as its files lie here.
+GPU, through ``make gpu PART=conformance``, and is held to in the same way as soon as its files lie here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,232 @@
+"""TransformerEngine's bits: recorded as golden vectors, compared at full size; and our kernels against our
+specification.
+
+Golden vectors go to tests/golden, where the tests hold nemo_fp8.numerics to them on any CPU (the format is in golden.py
+there). TE keeps column-wise data transposed and pads scales for its GEMMs; what is compared is as it lies on the
+source.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+from golden import ROLES, SHAPES, Golden, delayed_inputs, hold, inputs
+from recording import RECIPES, Pair, new, record, record_delayed, usages
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.numerics import kernels
+from nemo_fp8.numerics.formats import FORMATS
+from nemo_fp8.numerics.quantize import quantize, quantize_reference
+from nemo_fp8.numerics.quantized import Quantized
+
+from .measuring import Run, Skipped, told
+
+LIVE = {
+    "activation 8192 x 14336": (8192, 14336),
+    "weight 14336 x 4096": (14336, 4096),
+    "ragged 4104 x 4112": (4104, 4112),
+}
+SMALL = {"activation 256 x 512": (256, 512), "ragged 264 x 272": (264, 272)}
+RULES = [("te", "fp32"), ("te", "pow2"), ("deepgemm", "fp32"), ("deepgemm", "pow2"), ("te", "e8m0")]
+TILES = [(128, 128), (1, 128), (128, 1), (1, 32), (32, 1), None]
+
+
+def measure(run: Run, name: str) -> None:
+    """One measure of this part."""
+    if name.startswith("golden "):
+        golden(run, name.removeprefix("golden "))
+    else:
+        {"our kernels": our_kernels, "TE beside us": beside}[name](run)
+
+
+# ---------------------------------------------------------------------- golden vectors
+
+
+def golden(run: Run, recipe: str) -> None:
+    """Record a file, and hold our numerics to it at once, on the CPU and on this device."""
+    import transformer_engine
+
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+    whose = "te_cpu in the place of its kernels" if run.small else f"its CUDA kernels on {torch.cuda.get_device_name()}"
+    found, left_out = new(f"TransformerEngine {transformer_engine.__version__}, {whose}", versions), {}
+    if recipe == "delayed":
+        record_delayed(found, functools.partial(te_delayed, run.small), zeros=True)
+    else:
+        if recipe == "mxfp8":
+            require_mxfp8()
+        left_out = record(found, te_kernels, recipe, tuple(inputs()), "cuda")
+    if not found.cases:
+        raise RuntimeError(f"nothing was recorded: {next(iter(left_out.values()))}")
+    found.save(run.folder / f"{recipe}.safetensors")
+    found = Golden.load(run.folder / f"{recipe}.safetensors")
+    compared, different = {}, {}
+    for device in ("cpu",) if run.small else ("cpu", "cuda"):
+        held = {case["name"]: hold(found, case, device) for case in found.cases}
+        compared[device] = {
+            what: sum(d.compared.get(what, 0) for d in held.values()) for what in ("codes", "scales", "histories")
+        }
+        compared[device]["different"] = sum(d.total for d in held.values())
+        different |= {f"{case} on {device}": str(d) for case, d in held.items() if d.total}
+    run.found = {"cases": len(found.cases), "compared": compared, "different": different, "left_out": left_out}
+
+
+def require_mxfp8() -> None:
+    """Skip where TE has no kernels for it."""
+    import transformer_engine.pytorch as te
+
+    is_there, reason = te.is_mxfp8_available(return_reason=True)
+    if not is_there:
+        raise Skipped(reason)
+
+
+def te_kernels(x: torch.Tensor, operand: Operand, usage: str) -> Pair:
+    """TE's own codes and scale_inv for an operand, brought into our layout."""
+    import transformer_engine.pytorch as te
+
+    dtype = {"e4m3": te.DType.kFloat8E4M3, "e5m2": te.DType.kFloat8E5M2}[operand.format]
+    row, pow2, (m, k) = usage == "row", operand.scale == "pow2", x.shape
+    if operand.block is None:
+        q = te.Float8CurrentScalingQuantizer(
+            dtype, device=x.device, rowwise=True, columnwise=False, force_pow_2_scales=pow2
+        )(x)
+        return q._data, q._scale_inv.reshape(())
+    if operand.scale == "e8m0":
+        if m % 32 or k % 32:
+            raise ValueError("TE's MXFP8 takes multiples of 32")
+        q = te.MXFP8Quantizer(dtype, rowwise=row, columnwise=not row)(x)
+        if row:
+            return q._rowwise_data, q._rowwise_scale_inv.view(torch.uint8)[:m, : k // 32]
+        return q._columnwise_data, q._columnwise_scale_inv.view(torch.uint8)[: m // 32, :k]
+    square = operand.block == (128, 128)
+    q = te.Float8BlockQuantizer(
+        dtype, rowwise=True, columnwise=not row, force_pow_2_scales=pow2, block_scaling_dim=2 if square else 1
+    )(x)
+    data, scales = (q._rowwise_data, q._rowwise_scale_inv) if row else (q._columnwise_data.t(), q._columnwise_scale_inv)
+    if square:
+        return data, scales[: -(-m // 128), : -(-k // 128)]
+    return data, scales[: -(-k // 128), :m].t() if row else scales[: -(-m // 128), :k]
+
+
+def te_delayed(small: bool, rank: int, group: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A real ``te.Linear`` through several steps, amaxes reduced over the ranks by TE: the codes it makes, the state it
+    keeps."""
+    if small:
+        from nemo_fp8 import te_cpu
+
+        te_cpu.install()
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling, Format
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    recipe = DelayedScaling(
+        fp8_format=Format[case["format"].upper()],
+        amax_history_len=case["history_len"],
+        amax_compute_algo=case["algo"],
+        margin=case["margin"],
+    )
+    rows, columns = SHAPES["weight"]
+    linear = te.Linear(columns, rows, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    grad_type = te.DType.kFloat8E5M2 if case["format"] == "hybrid" else te.DType.kFloat8E4M3
+    keys = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+    kept: dict[str, torch.Tensor] = {}
+    for step, given in delayed_inputs():
+        mine = {role: given[f"{rank}/{role}"].to("cuda") for role in SHAPES}
+        for direction, roles in ROLES.items():
+            for slot, role in enumerate(roles):
+                state = linear.fp8_meta.get(keys[direction])
+                scale = torch.ones(1, device="cuda") if state is None else state.scale[slot : slot + 1].clone()
+                amax = torch.zeros(1, device="cuda")
+                dtype = grad_type if role == "grad" else te.DType.kFloat8E4M3
+                q = te.Float8Quantizer(scale, amax, dtype, rowwise=True, columnwise=False)(mine[role])
+                key = f"{step}/{rank}/{role}"
+                kept |= {
+                    f"{key}.codes": q._data,
+                    f"{key}.scale_inv": q._scale_inv.reshape(()),
+                    f"{key}.amax": amax.reshape(()),
+                }
+        with torch.no_grad():
+            linear.weight.copy_(mine["weight"])
+        with te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group):
+            y = linear(mine["input"].requires_grad_())
+        y.backward(mine["grad"])
+        for direction, roles in ROLES.items():
+            state = linear.fp8_meta[keys[direction]]
+            kept[f"{step}/{direction}.scale"] = state.scale[: len(roles)].clone()
+            kept[f"{step}/{direction}.history"] = state.amax_history[:, : len(roles)].clone()
+    return {name: t.detach().cpu() for name, t in kept.items()}
+
+
+# ---------------------------------------------------------------------- side by side
+
+
+def beside(run: Run) -> None:
+    """TE beside us on the same device, at the sizes of a model: how many codes and scales differ."""
+    for (what, shape), (recipe, kinds) in itertools.product((SMALL if run.small else LIVE).items(), RECIPES.items()):
+        x = torch.randn(shape, device="cuda").mul_(torch.randn(shape[0], 1, device="cuda").exp()).bfloat16()
+        for (block, scale), usage in ((kind, usage) for kind in kinds for usage in usages(kind[0])):
+            name = f"{what}, {recipe} {'tensor' if block is None else 'x'.join(map(str, block))} {scale} {usage}"
+            operand = Operand("e4m3", block, scale)
+            try:
+                if recipe == "mxfp8":
+                    require_mxfp8()
+                codes, scale_inv = te_kernels(x, operand, usage)
+            except (Skipped, ValueError, RuntimeError) as refused:
+                run.found[name] = {"left_out": told(refused)}
+                continue
+            ours = quantize(x, operand, usage=usage)
+            mine = ours.scale_inv if ours.scale_inv.dtype == torch.float32 else ours.scale_inv.view(torch.uint8)
+            run.found[name] = {
+                "codes": codes.numel(),
+                "codes_different": int((ours.data.view(torch.uint8) != codes).sum()),
+                "scales": scale_inv.numel(),
+                "scales_different": int((mine.reshape(scale_inv.shape) != scale_inv).sum()),
+            }
+            run.keep()
+
+
+def our_kernels(run: Run) -> None:
+    """This device's kernels against the specification in torch on the CPU: codes, scales, counts and decoded values to
+    the bit.
+
+    Each kind of case is a program to compile, so that most of the time goes into that.
+    """
+    counts = ("tensors", "codes", "scales", "bytes_different", "counts_different", "values", "values_different")
+    run.found = dict.fromkeys(counts, 0) | {"first": ""}
+    for (kind, x), tile, (convention, scale), element in itertools.product(
+        inputs().items(), TILES, RULES, ("e4m3", "e5m2")
+    ):
+        if (tile is None and (convention, scale) != ("te", "fp32")) or (run.small and element == "e5m2"):
+            continue
+        slow = quantize_reference(x, tile, FORMATS[element], scale, convention, True)
+        fast = kernels.quantize(x.to("cuda"), tile, element, scale, convention, True)
+        if fast is None or slow[2] is None or fast[2] is None:
+            raise Skipped("there is no kernel for this device")
+        wrong = sum(int((_bytes(fast[i]) != _bytes(slow[i])).sum()) for i in (0, 1))
+        uneven = [
+            name for name in ("underflow", "saturated", "nonfinite", "amax") if not _equal(fast[2], slow[2], name)
+        ]
+        decoded = kernels.decode(fast[0], fast[1], tile)
+        assert decoded is not None
+        off = decoded.cpu().view(torch.int16) != Quantized(slow[0], slow[1], tile).dequantize_reference(
+            torch.bfloat16
+        ).view(torch.int16)
+        off &= ~slow[0].float().isnan()
+        here = (1, slow[0].numel(), slow[1].numel(), wrong, len(uneven), off.numel(), int(off.sum()))
+        run.found |= {name: run.found[name] + count for name, count in zip(counts, here, strict=True)}
+        if not run.found["first"] and (wrong or uneven or bool(off.any())):
+            run.found["first"] = (
+                f"{kind} as {element} in {tile} {scale} {convention}: {wrong} bytes, {uneven}, {int(off.sum())} values"
+            )
+        run.keep()
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _equal(fast: Any, slow: Any, name: str) -> bool:
+    return torch.equal(getattr(fast, name).cpu().double(), getattr(slow, name).double())
