@@ -56,7 +56,7 @@ def inspect(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what FP8 would do to each tensor of a checkpoint: SNR, underflow, saturation, and what not to quantize."""
+    """Measure what FP8 does to each tensor of a checkpoint: SNR, underflow, saturation, and what not to quantize."""
     recipes = {label_of(name): _named(name) for name in precision or DEFAULT}
     if html is not None:  # fail before minutes of measuring, not after
         _require_plots(html)

@@ -63,6 +63,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
+        """Whether all log-probabilities are equal bit for bit."""
         return self.differing == 0
 
     def to_dict(self) -> dict[str, Any]:

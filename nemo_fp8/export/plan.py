@@ -74,6 +74,7 @@ class Shard:
 
     @cached_property
     def size(self) -> int:
+        """The bytes of the file."""
         return len(self.header) + sum(output.about.bytes for output in self.outputs)
 
     def _in_order(self) -> list[Output]:
@@ -150,10 +151,12 @@ class Plan:
 
     @property
     def bytes_in(self) -> int:
+        """The bytes of all tensors of the source."""
         return sum(about.bytes for about in self.source.tensors.values())
 
     @property
     def bytes_out(self) -> int:
+        """The bytes of all weight files of the export."""
         return sum(shard.size for shard in self.shards)
 
     @property

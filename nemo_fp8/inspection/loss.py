@@ -105,14 +105,17 @@ class Loss:
 
     @property
     def underflow_percent(self) -> float:
+        """The share of elements that became zero, in per cent."""
         return self.underflow * 100 / max(self.elements, 1)
 
     @property
     def saturation_percent(self) -> float:
+        """The share of elements that were clamped to the format's largest value, in per cent."""
         return self.saturated * 100 / max(self.elements, 1)
 
     @property
     def mse(self) -> float:
+        """The mean squared error."""
         return self.noise / max(self.elements - self.nonfinite, 1)
 
     def to_dict(self) -> dict[str, float | None]:

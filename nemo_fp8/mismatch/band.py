@@ -63,6 +63,7 @@ class Sample:
 
     @property
     def mean(self) -> float:
+        """The mean of sqrt|d| over all tokens."""
         return float(self.sums.sum() / self.counts.sum())
 
     @property

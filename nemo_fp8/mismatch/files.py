@@ -62,6 +62,7 @@ class Recording:
 
     @property
     def sides(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log-probs of trainer and rollout."""
         assert self.trainer is not None
         assert self.rollout is not None
         return self.trainer, self.rollout

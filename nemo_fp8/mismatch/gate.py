@@ -121,6 +121,7 @@ class Check:
 
     @property
     def side(self) -> str:
+        """``below``, ``inside`` or ``above`` the band."""
         return self.band.side(self.observed)
 
 

@@ -144,6 +144,7 @@ class _Search:
         self.operand = precision.operand("weight", "rollout")
 
     def explain(self, name: str, expected: Quantized | torch.Tensor, held: Held) -> Problem:
+        """Return the problem for a tensor that is not as expected, with the accident that explains it."""
         bad = _bad_scales(held)
         if bad:
             return _different(name, "zeroed", bad)

@@ -59,6 +59,7 @@ class Quantizing:
         self.other_blocks: str | None = None
 
     def create_weights(self, layer: RoutedExperts, *arguments: Any, **named: Any) -> None:
+        """Create vLLM's parameters, and find out whether this worker's blocks are those of the unsharded weights."""
         super().create_weights(layer, *arguments, **named)  # type: ignore[misc]
         moe, block = self.moe, self.storage.weight.block
         size, ranks = moe.intermediate_size_per_partition_unpadded, moe.tp_size
@@ -165,6 +166,7 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
         weights = (layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv)
         how = (list(self.storage.grid), self.group, self.storage.activation.scale)
         out: torch.Tensor = ops.decoded_experts(x, *weights, topk_weights, topk_ids.long(), layer.expert_map, *how)

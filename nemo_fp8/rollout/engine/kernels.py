@@ -39,6 +39,7 @@ class DecodeKernel:
         """Leave codes and scales as they are."""
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+        """Return ``x @ weight.T + bias`` in the layer's dtype."""
         out: torch.Tensor = ops.decoded_linear(
             x, layer.weight, layer.weight_scale_inv, bias, self.grid, layer.orig_dtype
         )

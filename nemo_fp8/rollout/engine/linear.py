@@ -54,6 +54,11 @@ class NemoFp8LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        """Register this worker's weight on the meta device, and choose its kernel; vLLM's arguments.
+
+        Hands the layer over to vLLM's BF16 method if its shape is not for FP8; raises PrecisionError if the contract is
+        strict.
+        """
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         spans = self._rows(layer, output_partition_sizes, output_size)
         # First the rule on the unsharded weight, which all sides share; then whether kernels take this worker's shard.
@@ -95,6 +100,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
         )
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
+        """Quantize the loaded weight. vLLM calls this a second time at the end of loading, which changes nothing."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             self.config.loaded(layer)
             return
@@ -112,6 +118,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
         self.fp8_linear.process_weights_after_loading(layer)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x @ weight.T + bias``; ``x`` is quantized by the kernel, or here if activations are emulated."""
         if self.fake_quantizes:
             # The decoding kernel computes in FP32, so activations stay exact; others take them in their own dtype.
             dtype = torch.float32 if isinstance(self.fp8_linear, kernels.DecodeKernel) else x.dtype

@@ -40,15 +40,20 @@ LENGTH = 8  # bytes at the head of a body that say how long the message behind t
 class Control(Protocol):
     """What a push needs of an engine. Any object with these methods will do, such as a handle of a Ray actor."""
 
-    def call(self, method: str, message: Answer) -> list[Answer]: ...
+    def call(self, method: str, message: Answer) -> list[Answer]:
+        """Call ``nemo_fp8_refit_<method>`` of every worker with a message of plain values; return their answers."""
 
-    def hold(self, running: str) -> None: ...
+    def hold(self, running: str) -> None:
+        """Compute no request until ``free``. ``running`` is ``wait``, ``abort`` or ``keep``, as for ``Refit``."""
 
-    def free(self) -> None: ...
+    def free(self) -> None:
+        """Compute requests again."""
 
-    def refuse(self, why: str) -> None: ...
+    def refuse(self, why: str) -> None:
+        """Answer every request with an error that gives the reason ``why``, until ``allow``."""
 
-    def allow(self) -> None: ...
+    def allow(self) -> None:
+        """Take requests again; does nothing if they were not refused."""
 
     def forget(self) -> bool:
         """Drop the prefix cache; return whether vLLM says that it did. If not, the receipt is not ``ok``."""

@@ -50,6 +50,7 @@ class Entry:
 
     @property
     def row_bytes(self) -> int:
+        """The bytes of one row."""
         return math.prod(self.shape[1:]) * self.torch_dtype.itemsize
 
     @property
@@ -59,6 +60,7 @@ class Entry:
 
     @property
     def is_codes(self) -> bool:
+        """Whether the tensor is FP8 codes, whose scales are another entry."""
         return self.dtype == "float8_e4m3fn"
 
     @classmethod

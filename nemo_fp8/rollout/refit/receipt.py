@@ -78,6 +78,7 @@ class Receipt:
 
     @property
     def fp8(self) -> tuple[Written, ...]:
+        """The tensors that lie in the engine as FP8 codes."""
         return tuple(t for t in self.tensors if t.kind == "fp8")
 
     @property
@@ -109,6 +110,7 @@ class Receipt:
 
     @property
     def ok(self) -> bool:
+        """Whether there are no problems."""
         return not self.problems
 
     def require(self) -> Receipt:

@@ -54,6 +54,7 @@ class Target:
 
     @property
     def name(self) -> str:
+        """The parameter's full name in vLLM's model."""
         return f"{self.layer}.{self.parameter}" if self.layer else self.parameter
 
 
@@ -75,6 +76,7 @@ class Route:
 
     @property
     def elements(self) -> int:
+        """The number of elements that are copied."""
         return size_of(self.to)
 
 

@@ -113,6 +113,7 @@ class _Pushing:
     _default_model: Any
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+        """Raise PrecisionError for pickled handles, which may run any code."""
         if "ipc_handles_pickled" in update_dict:
             raise PrecisionError(
                 "A push with pickled handles.",
@@ -122,15 +123,18 @@ class _Pushing:
         return super().parse_update_info(update_dict)  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
+        """Put the receiver in the model's place, and begin."""
         self.model = Receiver(self.model, self.vllm_config)
         super().start_weight_update()  # type: ignore[misc]
 
     def receive_weights(self, update_info: Any) -> None:
+        """Check what will come against the manifest, and receive it."""
         about = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         self.model.announce(Manifest.from_plain([[name, dtype, list(shape)] for name, dtype, shape in about]))
         super().receive_weights(update_info)  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
+        """End the push."""
         super().finish_weight_update()  # type: ignore[misc]
         self.model.finish()
 
