@@ -46,10 +46,10 @@ class Refit:
     """Pushes weights into one engine: a ``vllm.LLM``, an ``AsyncLLM``, or the URL of a server.
 
     ``chunk`` bounds the bytes of all buffers of a push together; a single tensor that cannot be cut may need more.
-    ``transport`` is ``memory`` (the workers map a buffer; same host only), ``http``, or ``auto``, which takes the first
-    of them that can work. ``running`` says what happens to unfinished requests: they end with the old weights first
-    (``wait``), are aborted (``abort``), or go on with the new weights (``keep``). ``token`` is the server's secret; one
-    that ``nemo-fp8 serve`` drew on this machine is found without it.
+    ``transport`` is ``memory`` (the workers map a buffer; same host only), ``http``, or ``auto``: memory if the engine
+    may be on this host, else HTTP. ``running`` says what happens to unfinished requests: they end with the old weights
+    first (``wait``), are aborted (``abort``), or go on with the new weights (``keep``). ``token`` is the server's
+    secret; one that ``nemo-fp8 serve`` drew on this machine is found without it.
 
     Raises PrecisionError if an argument is not one of these, or ``chunk`` is below 1 MiB.
     """
