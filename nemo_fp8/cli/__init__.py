@@ -1,8 +1,8 @@
-"""``nemo-fp8``: the command line. Thin: parse, call, print.
+"""``nemo-fp8``: the command line. Commands only parse, call the library, and print.
 
-Every command takes ``--json``. Exit codes: 0 yes or done, 1 the answer is no (contracts differ, a machine cannot, an
-error was found), 2 the question was wrong, 128 + n ended by signal n. Heavy modules are imported inside the command
-that needs them.
+Every command takes ``--json``. Exit codes: 0 yes or done; 1 the answer is no (contracts differ, a machine cannot, an
+error was found); 2 wrong arguments or any PrecisionError; 128 + n ended by signal n. Heavy modules are imported inside
+the command that needs them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ app.command(context_settings=COMMANDS_WORDS)(run)
 
 def main() -> None:
     """Run the command line; a PrecisionError becomes what, why and remedy on stderr, and exit code 2."""
-    # What torch says of NVIDIA's packages while it is imported is no business of somebody who asked about a checkpoint.
+    # torch warns about NVIDIA's packages when it is imported, which does not concern a user of these commands.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
     with orderly():
         try:

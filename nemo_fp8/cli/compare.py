@@ -1,4 +1,4 @@
-"""``nemo-fp8 compare``: which recipe, under which precisions, and how to show it. Light until it runs."""
+"""``nemo-fp8 compare``. Heavy modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -44,11 +44,10 @@ def compare(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Train a recipe under several precisions from the same seed and data: loss, gap to BF16, step time, memory,
-    statistics."""
+    """Train a recipe under several precisions from the same seed and data, and compare loss, step time and memory."""
     contracts = [load(name.strip()) for name in precisions.split(",")]
     numbers = seeds_of(seeds)
-    if html is not None:  # before minutes are spent on training
+    if html is not None:  # fail before minutes of training, not after
         from nemo_fp8.report.figures import require_matplotlib
 
         require_matplotlib()

@@ -71,7 +71,7 @@ def render(
             {"to": rendering.to, "settings": rendering.data, "notes": rendering.notes, "lost": rendering.lost}
         )
     sys.stdout.write(rendering.text.rstrip() + "\n")
-    # What this side cannot say goes to stderr, so that the text can be piped into a file.
+    # Notes on what the other program cannot express go to stderr, so that the text can be piped into a file.
     return print_notes(rendering.notes)
 
 
@@ -83,8 +83,7 @@ def check(
     nemo_rl: Annotated[bool, typer.Option("--nemo-rl", help="Read both sides from a NeMo RL YAML.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prove that training and rollout multiply with the same values, or say what differs; exit code 1 if something
-    does."""
+    """Prove that training and rollout multiply with the same values, or say what differs; exit code 1 if it does."""
     from nemo_fp8.preflight.agreement import check
 
     notes = []

@@ -1,5 +1,4 @@
-"""``nemo-fp8 export``: which checkpoint, where to, under which precision, and whether to prove it. Light until it
-runs."""
+"""``nemo-fp8 export``. Heavy modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -55,14 +54,14 @@ def export(
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint in FP8 (or BF16) as Hugging Face's: streaming; run again after a kill, it goes on."""
+    """Write a checkpoint in FP8 (or BF16) in Hugging Face's layout, as a stream; run again after a kill, it resumes."""
     contract = load(precision, changes)
 
     from nemo_fp8.export import export as write
     from nemo_fp8.export import verify as certify
     from nemo_fp8.export.logprobs import vllm_python
 
-    engine = vllm_python(python) if verify and vllm else None  # before minutes are spent on writing
+    engine = vllm_python(python) if verify and vllm else None  # fail before minutes of writing, not after
     if engine is not None:
         from nemo_fp8.preflight.doctor import require
         from nemo_fp8.preflight.machine import Machine
@@ -100,8 +99,7 @@ def _open(path: Path, from_nemo: bool) -> Source:
 
 
 def _against_vllm(source: Source, done: Exported, precision: Precision, python: Path) -> Comparison:
-    """The export as vLLM loads it (decoded, where it cannot), against the source in BF16 as vLLM quantizes it on the
-    fly."""
+    """Compare vLLM on the export (decoded, if vLLM cannot load it) with vLLM that quantizes the source itself."""
     from nemo_fp8.export import HuggingFace
     from nemo_fp8.export import export as write
     from nemo_fp8.export.logprobs import as_it_is, compare, log_probs, on_the_fly, reads_codes
@@ -118,7 +116,7 @@ def _against_vllm(source: Source, done: Exported, precision: Precision, python: 
             with waiting("vLLM loads the export"):
                 loaded = log_probs(done.folder, as_it_is(precision), python)
         folder = getattr(source, "bf16_folder", None)
-        if folder is None:  # no engine can load the source as it is
+        if folder is None:  # no engine can load the source directly
             folder = write(source, Path(work, "bf16"), Precision(compute=precision.compute)).folder
         with waiting("vLLM quantizes the source on the fly"):
             quantized = log_probs(folder, on_the_fly(precision), python)

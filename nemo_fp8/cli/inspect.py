@@ -1,4 +1,4 @@
-"""``nemo-fp8 inspect``: which checkpoint, under which precisions, and how to show it. Light until it runs."""
+"""``nemo-fp8 inspect``. Heavy modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nemo_fp8.inspection.advice import Advice
     from nemo_fp8.inspection.measure import Inspection, Row
 
-# Short names for one contract of each scaling: its preset, and what it changes.
+# Short names for one contract of each scaling: a preset, and changes to it.
 SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "delayed": ("bf16_with_fp8_delayed_mixed", {}),
     "tensorwise": ("bf16_with_fp8_tensorwise_mixed", {}),
@@ -29,7 +29,7 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "blockwise-fp32": ("bf16_with_fp8_blockwise_mixed", {"weight_scale": "fp32", "activation_scale": "fp32"}),
     "mxfp8": ("bf16_with_mxfp8_mixed", {}),
 }
-# Delayed scaling is left out: measured on a file, it is the same as tensorwise.
+# Delayed scaling is left out: on a file it equals tensorwise.
 DEFAULT = ("tensorwise", "blockwise", "blockwise-fp32", "mxfp8")
 
 
@@ -56,10 +56,9 @@ def inspect(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what FP8 would do to a checkpoint, tensor by tensor: SNR, underflow, saturation, and what to keep out of
-    it."""
+    """Measure what FP8 does to each tensor of a checkpoint: SNR, underflow, saturation, and what not to quantize."""
     recipes = {label_of(name): _named(name) for name in precision or DEFAULT}
-    if html is not None:  # before minutes are spent on measuring
+    if html is not None:  # fail before minutes of measuring, not after
         _require_plots(html)
 
     from nemo_fp8.inspection.advice import advise
@@ -89,7 +88,7 @@ def _named(name: str) -> Precision:
 
 
 def _require_plots(html: Path) -> None:
-    """Refuse now what would fail after the measuring."""
+    """Raise PrecisionError now if the page could not be drawn or written after the measuring."""
     from nemo_fp8.report.figures import require_matplotlib
 
     require_matplotlib()
@@ -187,5 +186,5 @@ def _print_advice(inspection: Inspection, a: Advice) -> None:
         "FP8:"
     )
     print_pairs([(a.label, found)])
-    sys.stdout.write(f"{a.changes}\n")  # in one piece, to be copied
+    sys.stdout.write(f"{a.changes}\n")  # on one line, to be copied
     return print_pairs([("", whole)] if (whole := a.only_whole_layers(inspection)) else [])

@@ -1,5 +1,4 @@
-"""``nemo-fp8 mismatch``: log-probs from files, the metrics, and the gate where a model is given. Light until it
-runs."""
+"""``nemo-fp8 mismatch``. Heavy modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ def mismatch(
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
-    """Compare trainer's and rollout's log-probs; with --model, tell FP8's noise from broken weights. Exit code 1 if
-    broken."""
+    """Compare log-probs of trainer and rollout; with --model, tell FP8's noise from broken weights (exit code 1)."""
     if (model is None) != (precision is None):
         raise PrecisionError(
             "A band is predicted from --model and --precision, and one of them is missing.",

@@ -32,7 +32,7 @@ Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write
 
 
 def seeds_of(text: str) -> list[int]:
-    """``1,2,3`` as numbers."""
+    """Return the numbers of ``1,2,3``; raise PrecisionError for anything else."""
     try:
         return [int(seed) for seed in text.split(",")]
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Printing for people and for scripts: tables that fit 80 columns, headed sentences, errors, JSON.
+"""Print for people and for scripts: tables that fit 80 columns, sentences with headings, errors, JSON.
 
-Text goes through rich's ``escape``, since names such as ``[128, 128]`` would be read as markup.
+Text is escaped for rich, which would read names such as ``[128, 128]`` as markup.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STYLES = {
 
 
 def word(value: Any) -> str:
-    """A value as a person writes it."""
+    """Return a value as text for people."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None or value == []:
@@ -33,12 +33,12 @@ def word(value: Any) -> str:
 
 
 def print_json(value: Any) -> None:
-    """``value`` as JSON on stdout."""
+    """Print ``value`` as JSON on stdout."""
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> None:
-    """A table with a head line; the first column is the name of the row."""
+    """Print a table with a heading for each column; the first column names the rows."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -60,7 +60,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: 
 
 
 def print_pairs(rows: Iterable[tuple[str, str]]) -> None:
-    """Headings and their sentences, in two columns."""
+    """Print headings and their sentences, in two columns."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -74,7 +74,7 @@ def print_pairs(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def print_answers(rows: Iterable[tuple[str, str, str, str]]) -> None:
-    """Verdicts, each with its reason and its remedy below it."""
+    """Print verdicts, each with its reason and its remedy below it."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -93,12 +93,12 @@ def print_answers(rows: Iterable[tuple[str, str, str, str]]) -> None:
 
 
 def print_findings(findings: Iterable[Problem]) -> None:
-    """Findings with their severity, code, cause and remedy."""
+    """Print findings with their severity, code, cause and remedy."""
     print_answers((f"{f.what} [{f.code}]" if f.code else f.what, f.severity, f.why, f.remedy) for f in findings)
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Notes on stderr, out of the way of what a person pipes into a file."""
+    """Print notes on stderr, so that stdout can be piped into a file."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -108,7 +108,7 @@ def print_notes(notes: Iterable[str]) -> None:
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
-    """Errors on stderr: what, why, remedy."""
+    """Print errors on stderr: what, why, remedy."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -1,11 +1,9 @@
-"""How far long work is, on stderr: bars in a terminal, gone when it is done; elsewhere plain lines, which stay in the
-log.
+"""Show the progress of long work on stderr: bars in a terminal, removed at the end, and plain lines in a log.
 
     bf16_mixed, seed 1234: 30 of 150, loss 4.123, 12:30 left
 
-A line comes when something starts, at every tenth of the way but not more often than each second, at the end, and
-whenever ten seconds went by in silence: a log that stands still is a process that does. Time left is what the pace so
-far makes of the whole.
+A line is printed at the start, at every tenth but at most once a second, at the end, and after ten seconds without a
+line, so that a log that stops means a process that hangs. The time left is estimated from the pace so far.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EVERY, NOT_WITHIN = 10.0, 1.0
-"""Seconds: the longest silence, and the shortest time between two tenths of the way."""
+"""Seconds: the longest time without a line, and the shortest time between two lines for tenths."""
 
 
 @contextmanager
 def byte_bar(heading: str = "") -> Iterator[Callable[[int], Callable[[int, str], None]]]:
-    """Count bytes: ``start(total)`` gives the function that is told of each ``count`` and what it belongs to."""
+    """Count bytes: ``start(total)`` returns a function that is called with each number of bytes and their name."""
     if not _in_terminal():
         with _Lines(lambda done, total: f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB") as lines:
 
@@ -57,8 +55,10 @@ def byte_bar(heading: str = "") -> Iterator[Callable[[int], Callable[[int, str],
 
 @contextmanager
 def run_bars(runs: int, steps: int) -> Iterator[Callable[[str], Callable[[int, str], None]]]:
-    """Count steps, of all runs and of the present one: ``start(name)`` gives the function that is told of a step and
-    what to say of it."""
+    """Count steps of all runs and of the current one.
+
+    ``start(name)`` begins a run, and returns a function that is called with each step and a text about it.
+    """
     begun = -1
     if not _in_terminal():
         with _Lines(lambda done, total: f"{done} of {total}") as lines:
@@ -96,7 +96,7 @@ def run_bars(runs: int, steps: int) -> Iterator[Callable[[str], Callable[[int, s
 
 @contextmanager
 def step_bar(heading: str, steps: int) -> Iterator[Callable[[], None]]:
-    """Count to ``steps``."""
+    """Count to ``steps``; yields a function that is called for each step."""
     if not _in_terminal():
         with _Lines(lambda done, total: f"{done} of {total}") as lines:
             lines.start(heading, steps)
@@ -111,7 +111,7 @@ def step_bar(heading: str, steps: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Something that tells nothing until it is done."""
+    """Show that work is going on which reports no progress until it is done."""
     if not _in_terminal():
         with _Lines(lambda done, total: "") as lines:
             lines.start(what, 1)
@@ -133,7 +133,7 @@ def _in_terminal() -> bool:
 
 
 class _Lines:
-    """Plain lines. ``count`` says how far it is, from what is done and the total."""
+    """Prints progress as plain lines. ``count`` makes a text of what is done and the total."""
 
     def __init__(self, count: Callable[[int, int], str]) -> None:
         self.count = count
@@ -154,7 +154,7 @@ class _Lines:
         self._clock.join()
 
     def start(self, heading: str, total: int, before: int = 0, of: int = 1) -> None:
-        """Begin to count to ``total``. ``before`` equal parts ``of`` the whole are done."""
+        """Begin to count to ``total``: one of ``of`` equal parts of the work, of which ``before`` are done."""
         with self._lock:
             self._heading, self.total, self.before, self.of = heading, total, before, of
             self.done = self._tenth = 0
@@ -162,7 +162,7 @@ class _Lines:
             self._say()
 
     def tell(self, done: int, what: str = "") -> None:
-        """So much is done; what is to be said of it."""
+        """Set how much is done, and the text about it."""
         with self._lock:
             self.done, self._what = done, what
             tenth = 10 * done // self.total if self.total else 10

@@ -1,4 +1,4 @@
-"""``nemo-fp8 rl-compare``: which contracts, which seeds, and how to show it. Light until it runs."""
+"""``nemo-fp8 rl-compare``. Heavy modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -41,18 +41,17 @@ def rl_compare(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """GRPO with BF16 or FP8 in training and rollout: reward, validation accuracy, KL, mismatch, and where the time
-    goes."""
+    """Train by GRPO with BF16 or FP8 in training and rollout: reward, accuracy, KL, mismatch, and the time of steps."""
     from nemo_fp8.experiments.rl.compare import VARIANTS, run_rl_comparison
     from nemo_fp8.experiments.rl.settings import GrpoSettings
 
     numbers = seeds_of(seeds)
     names = [name.strip() for name in variants.split(",")] if variants else list(VARIANTS)
-    if html is not None:  # before minutes are spent on training
+    if html is not None:  # fail before minutes of training, not after
         from nemo_fp8.report.figures import require_matplotlib
 
         require_matplotlib()
-    # A checkpoint every 5 steps: what a killed comparison does again costs less than writing one at each step.
+    # A checkpoint every 5 steps: repeating a few steps after a kill costs less than a checkpoint at each step.
     template = GrpoSettings(
         folder=str(folder.absolute()), base="", steps=steps, save_every=5, one_step_off=one_step_off
     )

@@ -1,4 +1,4 @@
-"""``nemo-fp8 run``: a command whose processes find TransformerEngine at work on a CPU."""
+"""``nemo-fp8 run``: run a command in which TransformerEngine works on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from nemo_fp8.cli.options import Json
 from nemo_fp8.cli.printing import print_json, print_notes
 
-# What follows the first word of the command is the command's.
+# Options after the first word of the command belong to the command.
 COMMANDS_WORDS = {"allow_interspersed_args": False}
 
 

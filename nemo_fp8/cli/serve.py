@@ -13,9 +13,9 @@ from nemo_fp8.cli.options import Json
 from nemo_fp8.cli.printing import print_json, print_notes, print_problems
 from nemo_fp8.errors import PrecisionError, Problem
 
-# What follows our own options is vLLM's.
+# Options that are not ours belong to vLLM.
 VLLM_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}
-# vLLM's words that say who may: a key of its own, a socket with permissions of its own.
+# vLLM's options that restrict access by themselves: its own key, or a socket with permissions of the file system.
 ASK_BY_THEMSELVES = ("--api-key", "--uds")
 ENDED = Problem(
     "The server ended, and nobody had told it to.",

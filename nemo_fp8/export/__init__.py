@@ -1,10 +1,10 @@
-"""FP8 checkpoints in Hugging Face's layout, written as a stream and verified.
+"""Write FP8 checkpoints in Hugging Face's layout as a stream, and verify them.
 
     export(HuggingFace.open("llama-3-8b"), "llama-3-8b-fp8", preset("bf16_with_fp8_blockwise_mixed"))
 
-One tensor is read, quantized and written after the other, so memory holds one of them and its codes, whatever the size
-of the model. A killed export goes on at the shard that it had come to. ``verify`` compares what was written with the
-numerics, to the bit, and ``logprobs`` with what vLLM makes of the source when it quantizes it on the fly.
+Tensors are read, quantized and written one after the other, so memory holds one tensor and its codes, whatever the size
+of the model. An export that was killed resumes at the shard that it was writing. ``verify`` compares the files with the
+numerics, bit for bit, and ``logprobs`` compares vLLM on the export with vLLM that quantizes the source itself.
 """
 
 from __future__ import annotations

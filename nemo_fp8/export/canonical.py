@@ -1,15 +1,15 @@
-"""One way to write down values that two codes could stand for: what makes a quantized weight come back to itself.
+"""Choose one of two equal codings of a tile, so that quantizing a dequantized weight gives the same codes again.
 
-With power-of-two scales a tile whose largest value is rounded down to half of the format's largest (224 of 448) could
-as well be stored with half the scale and twice every code. The values are the same, and it is what quantizing those
-values again gives:
+With power-of-two scales a tile whose largest value was rounded down to half of the format's largest (224 of 448) can
+also be stored with half the scale and twice every code. The values are the same, and quantizing these values gives the
+second form:
 
     code -> 2 * code,   scale_inv -> scale_inv / 2      where the largest code of a tile is exactly half of the format's
 
-Doubling is exact, subnormal codes included. So ``canonical(quantize(x))`` stands for the same values as
-``quantize(x)``, and quantizing those values changes neither a code nor a scale. About one tile in twenty is written
-differently from what the GEMMs of training hold; with FP32 scales none is. The trade-off: codes can be compared with
-those of :func:`quantize` only after this.
+Doubling is exact, also for subnormal codes. So ``canonical(quantize(x))`` has the same values as ``quantize(x)``, and
+quantizing those values changes neither a code nor a scale. About one tile in twenty is stored differently from the
+operands of training's GEMMs; with FP32 scales none is. The trade-off: codes can be compared with those of
+:func:`quantize` only after this step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 
 from nemo_fp8.numerics.quantized import Quantized
 
-# Least scale_inv that can be halved: the scale of anything smaller is capped when it is found.
+# The smallest scale_inv that can be halved: smaller ones do not occur, since scales are capped.
 _LEAST = torch.finfo(torch.float32).tiny
 
 
 def canonical(q: Quantized) -> Quantized:
-    """The same values, in codes and scales that quantizing these values gives again. For FP32 scales of tiles."""
+    """Return the same values with the codes and scales that quantizing them gives. For tiles with FP32 scales."""
     if q.block is None or q.scale_inv.dtype != torch.float32:
         return q
     rows, columns = q.block
@@ -52,7 +52,9 @@ def canonical(q: Quantized) -> Quantized:
 
 
 def _doubled(codes: torch.Tensor, mantissa_bits: int) -> torch.Tensor:
-    """The codes of twice the values: one more in the exponent; a subnormal's mantissa moves up, into the exponent if
-    need be."""
+    """Return the codes of twice the values.
+
+    The exponent grows by one. The mantissa of a subnormal shifts left, and may carry into the exponent.
+    """
     magnitude, sign, one = codes & 0x7F, codes & 0x80, 1 << mantissa_bits
     return torch.where(magnitude < one, magnitude << 1, magnitude + one) | sign

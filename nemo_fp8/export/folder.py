@@ -1,14 +1,13 @@
-"""The folder that an export goes to: nothing in it is half-written under its own name, and a killed export can be gone
-on with.
+"""Write the folder of an export so that no file is incomplete under its own name, and a killed export can resume.
 
-    NAME.part                   a file while it is written; it gets its name when every byte of it is on the disk
-    .nemo_fp8_export.json       what is being exported, from the first moment until the end
-    config.json                 comes after all weights: until then no engine takes the folder for a model
-    nemo_fp8_export.json        the receipt, written last of all: with it, the export is done
+    NAME.part                   a file while it is written; it gets its name when all of its bytes are on the disk
+    .nemo_fp8_export.json       the identity of the export, from the beginning to the end
+    config.json                 written after all weights: until then no engine takes the folder for a model
+    nemo_fp8_export.json        the receipt, written last: with it the export is complete
 
-A file is taken for done if its length and its header are the ones that the plan gives, and the header carries the
-plan's fingerprint: what another source or another contract left behind is never mixed in. One export at a time: the
-folder is locked for as long as the process lives. The trade-off: a killed export begins the file anew that it was at.
+A file counts as complete if its length and its header are those of the plan. The header has the plan's fingerprint, so
+files of another source or contract are never mixed in. The folder is locked while the process lives. The trade-off: a
+killed export writes the file again that it was writing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PART = ".part"
 
 
 class Destination:
-    """The folder that one export writes, and resumes in."""
+    """The folder of one export."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -41,7 +40,10 @@ class Destination:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else exports into this folder until the context closes, or the process ends, however it ends."""
+        """Lock the folder until the context ends or the process dies.
+
+        Raises PrecisionError if it is no folder, or another export holds the lock.
+        """
         if self.folder.exists() and not self.folder.is_dir():
             raise PrecisionError(
                 f"{self.folder} is no folder.", "A checkpoint is several files.", "Give the name of a new folder."
@@ -61,7 +63,11 @@ class Destination:
             os.close(handle)
 
     def begin(self, plan: Plan, *, restart: bool = False) -> bool:
-        """Get ready to write, or to go on. Whether the export is done already."""
+        """Prepare the folder for writing or resuming; return whether the export is complete already.
+
+        ``restart`` deletes the files of an earlier export first. Raises PrecisionError if the folder holds an export of
+        something else, or other files, or the disk has too little space.
+        """
         receipt, state = self._load(RECEIPT), self._load(STATE)
         began = receipt is not None or state is not None
         if restart and began:
@@ -92,13 +98,13 @@ class Destination:
         return False
 
     def finish(self, receipt: dict[str, Any]) -> None:
-        """The export is done, and says so."""
+        """Write the receipt, which marks the export as complete."""
         self.write(RECEIPT, _text(receipt))
         (self.folder / STATE).unlink(missing_ok=True)
 
     @property
     def receipt(self) -> dict[str, Any]:
-        """What a finished export says of itself."""
+        """The receipt of a complete export. Raises PrecisionError if there is none."""
         found = self._load(RECEIPT)
         if found is None:
             raise PrecisionError(
@@ -111,7 +117,7 @@ class Destination:
     # ------------------------------------------------------------------ files
 
     def has(self, shard: Shard) -> bool:
-        """Whether a weights file is there, whole, and this plan's."""
+        """Whether a weights file is complete and belongs to this plan."""
         path = self.folder / shard.file
         if not path.is_file() or path.is_symlink() or path.stat().st_size != shard.size:
             return False
@@ -120,7 +126,10 @@ class Destination:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """A new file, which gets its name when the context closes without an error."""
+        """Open a new file, which gets its name when the context ends without an error.
+
+        Raises PrecisionError if it cannot be written.
+        """
         path = self.folder / PurePosixPath(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + PART)
@@ -142,7 +151,7 @@ class Destination:
             part.unlink(missing_ok=True)
 
     def write(self, name: str, content: bytes | Path) -> None:
-        """A whole file, from bytes or from another file."""
+        """Write a file, from bytes or from another file."""
         with self.writing(name) as file:
             if isinstance(content, Path):
                 with content.open("rb") as source:
@@ -177,7 +186,7 @@ class Destination:
         )
 
     def _clear(self) -> None:
-        """Delete what an export wrote, and nothing else."""
+        """Delete the files that an export wrote, and nothing else."""
         written = {RECEIPT, STATE, "config.json", INDEX}
         for name in (STATE, RECEIPT):
             written |= {str(file) for file in (self._load(name) or {}).get("files", ())}
@@ -214,7 +223,7 @@ def _text(value: Any) -> bytes:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name itself is on the disk."""
+    """Make sure that a file's new name is on the disk, too."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,12 +1,11 @@
-"""The two ways to write an FP8 checkpoint that engines read: what a scale is called, and what config.json says of it
-all.
+"""The two layouts of FP8 checkpoints that engines read: the names of scales, and the entry in config.json.
 
     deepseek              <weight>_scale_inv     quant_method "fp8", weight_block_size [128, 128]
     compressed-tensors    <module>.weight_scale  quant_method "compressed-tensors", format "float-quantized"
 
-Both hold the same codes and the same scales, raw FP32 [ceil(n / 128), ceil(k / 128)]; ``scale_fmt: ue8m0`` says of
-DeepSeek's that every scale is a power of two. The trade-off: compressed-tensors is understood by more tools, and has no
-word for power-of-two activation scales nor for experts in one stack.
+Both hold the same codes and the same scales, FP32 [ceil(n / 128), ceil(k / 128)]. DeepSeek's says with ``scale_fmt:
+ue8m0`` that every scale is a power of two. The trade-off: more tools read compressed-tensors, but it cannot express
+power-of-two activation scales, or experts in one stack.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from nemo_fp8.render.vllm import to_hugging_face
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to write scales and say so."""
+    """A layout of FP8 checkpoints."""
 
     name: str
     scale_name: Callable[[str], str]
-    """From the name of a weight to that of its scale."""
+    """Returns the name of the scale of a weight."""
     config: Callable[[Precision, Sequence[str]], dict[str, Any]]
-    """The ``quantization_config``, from the contract and the modules that are kept."""
+    """Returns the ``quantization_config`` for a contract and the modules that are kept; may raise PrecisionError."""
     stacks: bool
-    """Whether experts may lie in one stack."""
+    """Whether experts may be in one stack."""
 
 
 def _compressed_tensors(precision: Precision, kept: Sequence[str]) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def _compressed_tensors(precision: Precision, kept: Sequence[str]) -> dict[str, 
             "That layout has no word for it, and an engine would scale activations with FP32 factors in silence.",
             "Add --set activation_scale=fp32, or write the deepseek layout.",
         )
-    to_hugging_face(precision.replace(weight_scale="fp32"), kept)  # refuses what neither layout can say
+    to_hugging_face(precision.replace(weight_scale="fp32"), kept)  # raises for what neither layout can express
     one = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
@@ -68,7 +67,7 @@ LAYOUTS = {
 
 
 def layout_of(name: str) -> Layout:
-    """The layout of that name."""
+    """Return the layout of that name; raise PrecisionError if there is none."""
     if name not in LAYOUTS:
         raise PrecisionError([unknown("layout", name, LAYOUTS)])
     return LAYOUTS[name]

@@ -1,17 +1,14 @@
-"""What vLLM makes of a checkpoint, to compare two of them bit by bit: log-probabilities of prompts and of what it
-generates.
+"""Compute vLLM's log-probabilities of prompts and of what it generates, to compare two checkpoints bit by bit.
 
-    right = log_probs(exported, {"dtype": "bfloat16"}, python)                          the checkpoint, as any vLLM
-    loads it fly   = log_probs(source, {"quantization": "nemo_fp8", ...}, python)                the source, quantized
-    when it is loaded
+    log_probs(exported, {"dtype": "bfloat16"}, python)             the export, as any vLLM loads it
+    log_probs(source, {"quantization": "nemo_fp8", ...}, python)   the source, quantized when it is loaded
 
-A CPU without AMX has no kernel of vLLM's for the first (:func:`reads_codes`). The export is then decoded to BF16 and
-goes the second way: its certificate says that quantizing again gives the same codes, and the engine what follows from
-them.
+On a CPU without AMX vLLM has no kernel for the first (:func:`reads_codes`). The export is then decoded to BF16 and
+quantized when it is loaded, too: its certificate proves that this gives the same codes.
 
 vLLM and NeMo cannot share an environment, so each engine runs in a process of vLLM's own Python, on this same file.
-Both get the same prompts in the same order and the same settings, so that a kernel that is deterministic gives the same
-bits for the same values.
+Both get the same prompts in the same order and the same settings, so that a deterministic kernel gives the same bits
+for the same values.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from nemo_fp8.preflight.support import UNSUPPORTED, answer
 from nemo_fp8.render.vllm import PLUGIN, to_plugin, to_vllm
 
 PROMPTS, LENGTH, GENERATED, TOP = 4, 24, 8, 20
-# Small and quick to start; only where nothing else is said.
+# Settings for a small engine that starts quickly; arguments override them.
 SETTINGS: dict[str, Any] = {
     "max_model_len": LENGTH + GENERATED,
     "max_num_seqs": PROMPTS,
@@ -57,16 +54,16 @@ class Comparison:
 
     positions: int
     compared: int
-    """Log-probabilities."""
+    """The number of log-probabilities."""
     differing: int
     largest: float
-    """The largest difference; infinite where the two name different tokens."""
+    """The largest difference; infinite if one side lists a token that the other does not."""
     decoded: bool = False
-    """Whether the first was decoded to BF16 and quantized on the fly again, since this vLLM has no kernel that reads
-    its codes."""
+    """Whether the export was decoded and quantized again, since this vLLM has no kernel that reads its codes."""
 
     @property
     def equal(self) -> bool:
+        """Whether all log-probabilities are equal bit for bit."""
         return self.differing == 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,8 +71,10 @@ class Comparison:
 
 
 def vllm_python(given: str | Path | None = None) -> Path:
-    """A Python that has vLLM and this package: the one given, this one, or ``.venv-rollout`` beside this
-    environment."""
+    """Return a Python that has vLLM and this package: the given one, this one, or that of ``.venv-rollout``.
+
+    Raises PrecisionError if there is none.
+    """
     tried = vllm_pythons(given)
     for python in tried:
         if (
@@ -92,8 +91,7 @@ def vllm_python(given: str | Path | None = None) -> Path:
 
 
 def on_the_fly(precision: Precision) -> dict[str, Any]:
-    """Engine arguments under which vLLM quantizes a BF16 checkpoint as the contract says, with our numerics whatever
-    the scales."""
+    """Return engine arguments under which vLLM quantizes a BF16 checkpoint with our numerics."""
     arguments = to_vllm(precision)
     if precision.rollout != "fp8":
         return arguments
@@ -102,7 +100,7 @@ def on_the_fly(precision: Precision) -> dict[str, Any]:
 
 
 def as_it_is(precision: Precision) -> dict[str, Any]:
-    """Engine arguments for a checkpoint that says itself how it is quantized; everything else the same."""
+    """Return the same engine arguments for a checkpoint whose config.json says how it is quantized."""
     return {
         name: value
         for name, value in to_vllm(precision).items()
@@ -111,8 +109,10 @@ def as_it_is(precision: Precision) -> dict[str, Any]:
 
 
 def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Path) -> list[dict[str, float]]:
-    """For every position of the prompts and of what follows them, the most likely tokens and their
-    log-probabilities."""
+    """Return the most likely tokens and their log-probabilities for every position, of prompts and generated tokens.
+
+    Raises PrecisionError if vLLM does not run the checkpoint.
+    """
     vocabulary = _vocabulary(Path(folder))
     with tempfile.TemporaryDirectory() as work:
         out, log = Path(work, "out.json"), Path(work, "log.txt")
@@ -123,7 +123,7 @@ def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Pa
             "out": str(out),
         }
         command = [str(Path(python).absolute()), "-m", __name__, json.dumps(task)]
-        # From a folder of its own: whatever lies in the current one must not be imported.
+        # In another folder, so that no module of the current one is imported.
         settings: dict[str, Any] = {"env": ENVIRONMENT | os.environ, "cwd": work}
         with (
             log.open("w") as file,
@@ -141,12 +141,12 @@ def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Pa
 
 
 def reads_codes(python: str | Path) -> bool:
-    """Whether that Python's vLLM has a kernel on this machine that reads a checkpoint in FP8 blocks."""
+    """Whether the vLLM of a Python has a kernel on this machine for a checkpoint in FP8 blocks."""
     return answer("rollout-checkpoint", Machine.here(python)).verdict != UNSUPPORTED
 
 
 def compare(a: list[dict[str, float]], b: list[dict[str, float]]) -> Comparison:
-    """How far apart two engines are; tokens that only one of them names are infinitely far."""
+    """Compare the log-probabilities of two engines; a token that only one lists counts as an infinite difference."""
     compared = differing = 0
     largest = 0.0
     for mine, theirs in zip(a, b, strict=True):
@@ -168,7 +168,7 @@ def _vocabulary(folder: Path) -> int:
 
 
 def main(task: Mapping[str, Any]) -> None:
-    """One engine: start, ask, write down."""
+    """Start an engine, compute its log-probabilities, and write them to a file."""
     import random
 
     from vllm import LLM, SamplingParams

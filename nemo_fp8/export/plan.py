@@ -1,12 +1,12 @@
-"""What will be written, before a byte of a weight is read: every file, every tensor in it, and where its bytes go.
+"""Plan an export before a byte of a weight is read: every file, every tensor in it, and the place of its bytes.
 
-Names and shapes decide everything: which weights are quantized (``models/selection.py``), what their scales are called
-(the layout), how long each file becomes. So a plan can be shown, checked against the disk and compared with what an
+Names and shapes decide everything: which weights are quantized (``models/selection.py``), the names of their scales
+(the layout), and the length of each file. So a plan can be shown, checked against the disk, and compared with what an
 earlier, killed export left.
 
-A safetensors file is the length of its header, the header (JSON: name -> dtype, shape, span), and the bytes. Spans
-leave no gap, so tensors of wide elements come first: each one then starts at a multiple of its element's size, as
-readers that map files need.
+A safetensors file is the length of its header, the header (JSON: name -> dtype, shape, span), and the bytes. Spans have
+no gaps, so tensors of wide elements come first: then each one starts at a multiple of its element's size, which readers
+that map files need.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from nemo_fp8.export.source import Source, require_quantizable
 from nemo_fp8.models.selection import Selection, select
 from nemo_fp8.storage.safetensors import DTYPES, Described
 
-# Changes when the same source and contract would be written differently.
+# To be raised when the same source and contract are written differently.
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor of an output file: a copy, or the codes or the scales of a quantized one."""
+    """One tensor of an output file: a copy of a source tensor, or its codes, or its scales."""
 
     name: str
     about: Described
@@ -65,7 +65,7 @@ class Shard:
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """Where in the file each tensor begins."""
+        """The offset of each tensor in the file."""
         at, found = len(self.header), {}
         for output in self._in_order():
             found[output.name] = at
@@ -74,6 +74,7 @@ class Shard:
 
     @cached_property
     def size(self) -> int:
+        """The bytes of the file."""
         return len(self.header) + sum(output.about.bytes for output in self.outputs)
 
     def _in_order(self) -> list[Output]:
@@ -92,15 +93,19 @@ class Plan:
     selection: Selection
     shards: tuple[Shard, ...]
     config: dict[str, Any] | None
-    """The config.json to write; None where the source has none."""
+    """The config.json to write; None if the source has none."""
     quantization: dict[str, Any] | None
     """Its ``quantization_config``."""
     identity: dict[str, Any]
-    """What an unfinished export must agree on with this one, to be gone on with."""
+    """The values in which an unfinished export must equal this one, to be resumed."""
 
     @classmethod
     def of(cls, source: Source, precision: Precision, layout: str = "deepseek") -> Plan:
-        """Decide everything, and refuse what cannot be written."""
+        """Plan the export of a source.
+
+        Raises PrecisionError if the layout is unknown, the contract or the source cannot be written in it, or nothing
+        would be quantized although the contract's rollout is in FP8.
+        """
         how = layout_of(layout)
         _require_writable(precision)
         model = _text_model(source.config)
@@ -141,20 +146,22 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """What the identity comes down to; every file carries it."""
+        """A hash of the identity, which is in the header of every file."""
         return _digest(self.identity)
 
     @property
     def bytes_in(self) -> int:
+        """The bytes of all tensors of the source."""
         return sum(about.bytes for about in self.source.tensors.values())
 
     @property
     def bytes_out(self) -> int:
+        """The bytes of all weight files of the export."""
         return sum(shard.size for shard in self.shards)
 
     @property
     def index(self) -> dict[str, Any] | None:
-        """The model.safetensors.index.json; None where one file is all."""
+        """The model.safetensors.index.json; None if there is only one file."""
         if len(self.shards) == 1 and self.shards[0].file == "model.safetensors":
             return None
         outputs = [(output, shard.file) for shard in self.shards for output in shard.outputs]
@@ -166,7 +173,7 @@ class Plan:
 
 
 def _require_writable(precision: Precision) -> None:
-    """Refuse a rollout that checkpoints have no form for."""
+    """Raise PrecisionError for a rollout that no layout of checkpoints can express."""
     if precision.rollout != "fp8":
         return
     if precision.rollout_block != "128x128":
@@ -186,7 +193,7 @@ def _require_writable(precision: Precision) -> None:
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The scales of a weight, or of a stack of them."""
+    """Return the shape of the scales of a weight, or of a stack of weights."""
     *stack, rows, columns = shape
     return (*stack, -(-rows // 128), -(-columns // 128))
 
@@ -212,7 +219,7 @@ def _require_distinct(shards: Sequence[Shard]) -> None:
 
 
 def _text_model(config: dict[str, Any] | None) -> dict[str, Any]:
-    """The part of a config that is about the decoder."""
+    """Return the part of a config that describes the decoder."""
     config = config or {}
     return next((config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict)), config)
 

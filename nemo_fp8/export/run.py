@@ -1,10 +1,10 @@
-"""The export itself: one tensor after the other, read, quantized, written.
+"""Export a checkpoint: read, quantize and write one tensor after the other.
 
     codes, scales = canonical(quantize(weight in the compute dtype))
 
-The weight is rounded to the compute dtype first, since that is what an engine quantizes when it does so on the fly. A
-stack of experts goes through matrix by matrix. The source is looked at again after every file: one that changes while
-it is read would give a model that never was.
+The weight is rounded to the compute dtype first, since an engine that quantizes at load does so, too. A stack of
+experts is quantized matrix by matrix. The source is checked again after every file: if it changed while it was read,
+the export would be a mixture of two models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.storage.safetensors import INDEX, bytes_of
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Bytes of the source that were dealt with, and the tensor that they belong to.
+# Called with the number of source bytes that are done, and the name of their tensor or file.
 Progress = Callable[[int, str], None]
 
 
@@ -40,12 +40,12 @@ class Exported:
     folder: Path
     seconds: float
     resumed: int
-    """Files that an earlier, killed export had written already."""
+    """The number of files that an earlier, killed export had written."""
     done_before: bool
-    """Whether there was nothing left to do."""
+    """Whether the export was complete already."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the outcome as plain values, for JSON."""
         return {
             "folder": str(self.folder),
             "seconds": self.seconds,
@@ -67,8 +67,13 @@ def export(
     restart: bool = False,
     progress: Callable[[int], Progress] | None = None,
 ) -> Exported:
-    """Write a source as ``precision`` says. Called again after it was killed, it goes on; called again when done, it
-    does nothing."""
+    """Write a checkpoint as ``precision`` says. An export that was killed resumes; a complete one is left as it is.
+
+    ``restart`` deletes an earlier export first. ``progress`` is called with the number of bytes to read, and returns a
+    function that is called as bytes are done.
+
+    Raises PrecisionError if the plan is impossible, the folder cannot be used, or the source changes meanwhile.
+    """
     began = time.monotonic()
     plan = Plan.of(source, precision, layout)
     target = Destination(destination)
@@ -94,7 +99,7 @@ def export(
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """What of the model is in FP8, and what is not and why."""
+    """Return, as plain values, what is in FP8 and what is not, with the reasons."""
     kept: dict[str, list[str]] = {}
     for name, why in plan.selection.kept.items():
         kept.setdefault(f"{why.rule}: {why.reason}", []).append(name)
@@ -110,7 +115,7 @@ def summary(plan: Plan) -> dict[str, Any]:
 
 
 def quantize_weight(matrix: torch.Tensor, operand: Operand, compute: str, name: str) -> Quantized:
-    """A weight as it lies in an export."""
+    """Return a weight as an export stores it; raise PrecisionError if it holds values that are not finite."""
     x = matrix.to(COMPUTE[compute])
     if not bool(torch.isfinite(x).all()):
         raise PrecisionError(
@@ -154,7 +159,7 @@ def _write(file: BinaryIO, shard: Shard, plan: Plan, step: Progress) -> None:
 
 
 def _exactly(output: Output, chunks: Iterator[memoryview]) -> Iterator[memoryview]:
-    """The chunks, which must have as many bytes as planned."""
+    """Yield chunks; raise PrecisionError if they have not as many bytes as planned."""
     count = 0
     for chunk in chunks:
         count += len(chunk)
@@ -168,7 +173,7 @@ def _exactly(output: Output, chunks: Iterator[memoryview]) -> Iterator[memoryvie
 
 
 def _write_the_rest(plan: Plan, target: Destination) -> list[str]:
-    """Everything but weights; config.json at the end. The names of all files."""
+    """Write everything but weights, config.json last; return the names of all files of the export."""
     written = [shard.file for shard in plan.shards]
     for name, content in plan.source.files():
         target.write(name, content)

@@ -1,12 +1,12 @@
-"""Where the weights come from: names, shapes and bytes by name, and the files that belong to them.
+"""The source of an export: names, shapes and bytes of tensors, and the files that belong to the model.
 
-:class:`Source` is all that the exporter asks for; a Hugging Face checkpoint is one, NeMo's is another
-(``nemo_fp8.train``). Tensors come one at a time, whichever one is asked for. A checkpoint that is FP8 already is a
-source as well: its weights come as the values that they stand for, rounded to BF16, and its scales do not come at all.
+:class:`Source` is the interface that the exporter needs. A Hugging Face checkpoint has it here, NeMo's in
+``nemo_fp8.train``. A checkpoint that is FP8 already is a source, too: its weights are dequantized and rounded to BF16,
+and its scales are left out.
 
-Nothing here is trusted for more than it says: an index or a link that leads out of the folder is refused, since what a
-link in a downloaded folder leads to would be copied beside the weights and be published with them. Hugging Face's
-cache, whose folders are made of links to its ``blobs``, is the exception. Weights that are pickled are refused.
+A downloaded folder is not trusted. An index or a link that leads out of the folder is refused, since the link's target
+would be copied into the export and published with it. Links to the ``blobs`` of Hugging Face's cache are the exception,
+as its folders consist of them. Pickled weights are refused.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _OTHER_WEIGHTS = (
 )
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _FOLDERS = ("additional_chat_templates",)
-# Settings in a config.json that are about the quantization which a source has, and the export has not.
+# Settings in a config.json that describe the quantization of the source, and are left out of the export.
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
 class Source(Protocol):
-    """What the exporter asks of a source of weights, whatever holds them."""
+    """What the exporter needs of a source of weights."""
 
     @property
     def name(self) -> str:
@@ -52,31 +52,31 @@ class Source(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Described]:
-        """Every tensor, in the order in which it is best read."""
+        """Every tensor, in the best order for reading."""
 
     @property
     def shards(self) -> Mapping[str, Sequence[str]]:
-        """The files to write, and the tensors of each; together all of them, each one once."""
+        """The files to write, with the names of their tensors; each tensor is in one file."""
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The model's config.json, without a word on quantization."""
+        """The model's config.json without settings of quantization; None if there is none."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a person should know about it."""
+        """Remarks about the source for the user."""
 
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
-        """The matrices of a tensor, one after the other: itself, or each one of a stack."""
+        """Yield a tensor, or each matrix of a stack."""
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a tensor."""
+        """Yield the bytes of a tensor in parts."""
 
     def files(self) -> Iterator[tuple[str, bytes | Path]]:
-        """What belongs to the model besides: the tokenizer, the license."""
+        """Yield names and contents of the other files of the model, such as its tokenizer and license."""
 
     def identity(self) -> dict[str, Any]:
-        """What changes when the source does; asked again while it is read."""
+        """Return plain values that change when the source changes; they are compared again during the export."""
 
 
 class HuggingFace:
@@ -100,7 +100,10 @@ class HuggingFace:
 
     @classmethod
     def open(cls, path: str | Path) -> HuggingFace:
-        """From a safetensors file, a folder of them, or a folder with an index."""
+        """Open a safetensors file, a folder of them, or a folder with an index.
+
+        Raises PrecisionError if weights are pickled, or a file is damaged or lies outside of the folder.
+        """
         path = Path(path)
         folder = path if path.is_dir() else path.parent
         if path.suffix in _PICKLED or (path.is_dir() and not [*path.glob("*.safetensors")] and _pickled(path)):
@@ -167,7 +170,7 @@ class HuggingFace:
         return {path.name: [(about := path.stat()).st_size, about.st_mtime_ns] for path in files}
 
     def _consumed(self) -> set[str]:
-        """The scales that belong to weights which are FP8 already."""
+        """Return the names of the scales of weights that are FP8 already, which are no tensors of the source."""
         stems = {name.removesuffix("_packed") for name in self._codes}
         modules = {name.removesuffix(".weight") for name in stems}
         found = {stem + ending for stem in stems for ending in SCALES}
@@ -186,7 +189,7 @@ class HuggingFace:
 
 
 def require_quantizable(source: Source, names: Sequence[str]) -> None:
-    """Refuse weights that hold no numbers which FP8 could be made from."""
+    """Raise PrecisionError for weights whose elements are no floats, such as packed integers."""
     wrong = [name for name in names if source.tensors[name].dtype not in VALUES]
     if wrong:
         raise PrecisionError(
@@ -199,7 +202,7 @@ def require_quantizable(source: Source, names: Sequence[str]) -> None:
         )
 
 
-# ---------------------------------------------------------------------- what is not trusted
+# ---------------------------------------------------------------------- checks of what is not trusted
 
 
 def _read_config(folder: Path) -> dict[str, Any] | None:
@@ -228,7 +231,7 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _stay_inside(folder: Path, paths: Sequence[Path]) -> None:
-    """Refuse files that are links to somewhere else, but for those of Hugging Face's cache."""
+    """Raise PrecisionError for links that lead out of the folder, other than those of Hugging Face's cache."""
     root = folder.resolve()
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in paths:

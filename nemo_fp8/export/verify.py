@@ -1,15 +1,14 @@
-"""The certificate: what lies in an exported folder is what the contract says of the source, and comes back to itself.
+"""Verify an export: its folder holds what the contract says of the source, and exporting it again changes nothing.
 
-For every quantized weight W with its codes C and scales s, all read from the disk and compared to the bit:
+For every quantized weight W with its codes C and scales s, all read from the disk and compared bit for bit:
 
-    right        (C, s) = Q(W)                           the numerics, on the source
-    idempotent   (C, s) = Q(bf16(C * s))                 whoever dequantizes it to BF16 and exports that gets the same
-                 file
+    right        (C, s) = Q(W)                   the numerics, on the source
+    idempotent   (C, s) = Q(bf16(C * s))         dequantizing to BF16 and exporting again gives the same file
     copied       every tensor that was kept has the source's bytes
 
 Q is ``canonical(quantize(.))``. Without ``canonical`` idempotence holds for values only: with power-of-two scales the
-codes of about one tile in twenty double once while their scale halves (see :mod:`nemo_fp8.export.canonical`); ``moved``
-counts those tiles. With FP32 scales the codes would hold, and the scales through BF16 too.
+codes of about one tile in twenty would double while their scale halves (see :mod:`nemo_fp8.export.canonical`);
+``tiles_moved`` counts these tiles. With FP32 scales both would stay the same without it.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from nemo_fp8.storage.safetensors import Checkpoint
 
 @dataclass
 class Certificate:
-    """The result of a comparison: what was compared, and what differed."""
+    """The result of a verification: how much was compared, and how much differs."""
 
     weights: int = 0
     codes: int = 0
     scales: int = 0
     tiles_moved: int = 0
-    """Tiles that are written with half the scale and twice the codes of the numerics' first cast; no value differs."""
+    """Tiles with half the scale and twice the codes of ``quantize``, without ``canonical``; their values are equal."""
     copied: int = 0
     copied_bytes: int = 0
     codes_wrong: int = 0
@@ -59,7 +58,7 @@ class Certificate:
         return {"holds": self.holds, **asdict(self)}
 
     def problems(self) -> list[Problem]:
-        """Every difference in words."""
+        """Return a problem for each kind of difference."""
         rows = (
             (self.codes_wrong + self.scales_wrong, "codes and scales are not those of the source", _DAMAGED),
             (
@@ -84,7 +83,10 @@ _UNSTABLE = (
 
 
 def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress] | None = None) -> Certificate:
-    """Compare a finished export with its source, tensor by tensor."""
+    """Compare a complete export with its source, tensor by tensor.
+
+    Raises PrecisionError if the folder holds no export of this plan, or its tensors are not the planned ones.
+    """
     target = Destination(folder)
     if target.receipt.get("fingerprint") != plan.fingerprint:
         raise PrecisionError(
@@ -143,7 +145,7 @@ def _compare_weight(found: Certificate, plan: Plan, written: Checkpoint, name: s
 
 
 def _stored(written: Checkpoint, name: str, scale: str) -> Iterator[Quantized]:
-    """The codes and the scales of a weight as they lie in the file, matrix by matrix."""
+    """Yield codes and scales of a weight as they are in the file, matrix by matrix."""
     for codes, scale_inv in zip(written.stored(name), written.stored(scale), strict=True):
         yield Quantized(codes, scale_inv, (128, 128))
 
@@ -157,7 +159,7 @@ def _compare_copy(found: Certificate, plan: Plan, written: Checkpoint, name: str
 
 
 def _require_planned(plan: Plan, written: Checkpoint) -> None:
-    """Refuse a folder whose tensors are not those of the plan, in name, shape or type."""
+    """Raise PrecisionError if a folder's tensors are not those of the plan, in name, shape or dtype."""
     planned = {o.name: (o.about.shape, o.about.dtype) for shard in plan.shards for o in shard.outputs}
     there = {name: (entry.shape, entry.dtype) for name, entry in written.entries.items()}
     wrong = sorted(name for name in planned.keys() | there.keys() if planned.get(name) != there.get(name))

@@ -1,2 +1,1 @@
-"""What FP8 does to tensors, measured: ``measure`` reads, ``loss`` counts, ``advice`` says what to keep. ``report``
-draws it."""
+"""Measure what FP8 does to tensors: ``measure`` reads them, ``loss`` counts, ``advice`` says what to keep."""

@@ -1,13 +1,13 @@
-"""Which linears to keep in the compute dtype, so that everything that stays in FP8 is above a given SNR.
+"""Choose the linears to keep in the compute dtype, so that everything that stays in FP8 is above a given SNR.
 
-What can be kept on its own is a *unit* (see ``models/names.py``): Q, K and V together, gate and up together, all routed
-experts of a layer. A unit is kept if any operand of any part of it is below the threshold, with its own SNR or with
-that of its blocks (see ``loss``). Decoder layers at either end of which nothing remains become ``first_layers`` and
-``last_layers``; the others become patterns, which match the names of Megatron (training) and of the checkpoint
-(rollout). What a contract keeps already stays kept.
+The smallest part that can be kept is a *unit* (see ``models/names.py``): Q, K and V together, gate and up together, all
+routed experts of a layer. A unit is kept if any operand of any part of it is below the threshold, with its own SNR or
+with that of its blocks (see ``loss``). Decoder layers at either end that are kept completely become ``first_layers``
+and ``last_layers``. Other units become patterns that match the names of Megatron (training) and of the checkpoint
+(rollout). What the contract keeps already stays kept.
 
-The trade-off: each recipe gets the fewest linears, not the simplest list. Where only whole layers can be kept
-(TransformerEngine), ``whole_layers`` are the counts that cover them all.
+The trade-off: each recipe keeps the fewest linears, not the simplest list. If only whole layers can be kept
+(TransformerEngine), ``whole_layers`` are the counts that cover all of them.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ Unit = tuple[int | None, str]
 
 @dataclass(frozen=True)
 class Advice:
-    """What one recipe should keep, for one threshold."""
+    """The linears that one recipe should keep, for one threshold."""
 
     label: str
     snr: float
     precision: Precision
-    """The contract with what it should keep."""
+    """The contract with the linears that it should keep."""
     below: tuple[Row, ...]
-    """The tensors in FP8 under the contract as it was that are below the threshold."""
+    """The tensors below the threshold that are in FP8 under the given contract."""
     share: float
-    """The part of all linear weights that is in FP8 after that."""
+    """The share of all linear weights that is still in FP8."""
     lowest: float
-    """The lowest SNR among what is in FP8 after that; infinite where nothing is."""
+    """The lowest SNR of the tensors that are still in FP8; infinite if there are none."""
     whole_layers: tuple[int, int] | None
-    """The smallest first_layers and last_layers that cover everything below; None where a linear lies outside of
-    layers."""
+    """The smallest first_layers and last_layers that cover all of ``below``; None if one is in no layer."""
 
     @property
     def changes(self) -> str:
@@ -57,7 +56,7 @@ class Advice:
         return ", ".join([*counts, f"keep=[{', '.join(map(_literal, p.keep))}]"] if p.keep else counts)
 
     def only_whole_layers(self, inspection: Inspection) -> str:
-        """What to do where names cannot be kept, in a sentence; empty where nothing is kept by name."""
+        """Return a sentence for programs that cannot keep names; empty if nothing is kept by name."""
         before = inspection.recipes[self.label]
         if self.precision.keep == before.keep:
             return ""
@@ -70,7 +69,7 @@ class Advice:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the advice as plain values, for JSON."""
         p = self.precision
         return {
             "below": [row.name for row in self.below],
@@ -84,14 +83,14 @@ class Advice:
 
 
 def advise(inspection: Inspection, label: str, snr: float) -> Advice:
-    """What to keep under one recipe, so that no tensor in FP8 has an SNR below ``snr``."""
+    """Return what to keep under one recipe, so that no tensor in FP8 has an SNR below ``snr`` dB."""
     p, rows, layers = inspection.recipes[label], inspection.measured(), inspection.layers
     running = [row for row in rows if label not in row.kept]
     below = [row for row in running if row.losses[label].floor_db < snr]
     failing, passing = {_unit(row) for row in below}, {_unit(row) for row in running}
     passing -= failing
     first, last = _ends({layer for layer, _ in failing}, {layer for layer, _ in passing}, layers)
-    if p.scaling == "delayed":  # Megatron cannot leave whole layers out of it
+    if p.scaling == "delayed":  # Megatron cannot keep whole layers under delayed scaling
         first = last = 0
     ends = p.replace(first_layers=max(first, p.first_layers), last_layers=max(last, p.last_layers))
     left = [row for row in running if _unit(row) in failing and _runs(ends, row, layers)]
@@ -119,8 +118,10 @@ def _unit(row: Row) -> Unit:
 
 
 def _ends(failing: set[int | None], passing: set[int | None], layers: int) -> tuple[int, int]:
-    """How many layers at either end hold something that fails and nothing that passes, or lie outside of one that
-    does."""
+    """Return how many layers at either end can be kept as a whole.
+
+    None of them has a unit that passes, and the innermost has one that fails.
+    """
 
     def run(order: Iterable[int]) -> int:
         alone = list(itertools.takewhile(lambda layer: layer not in passing, order))
@@ -131,8 +132,7 @@ def _ends(failing: set[int | None], passing: set[int | None], layers: int) -> tu
 
 
 def _whole_layers(p: Precision, failing: Iterable[Unit], layers: int) -> tuple[int, int] | None:
-    """Counts at both ends that cover the layers of these units and what the contract keeps already, as few as
-    possible."""
+    """Return the smallest counts at both ends that cover these units and the layers that the contract keeps."""
     numbers = [layer for layer, _ in failing]
     if None in numbers:
         return None
@@ -146,8 +146,10 @@ def _whole_layers(p: Precision, failing: Iterable[Unit], layers: int) -> tuple[i
 
 
 def _patterns(rows: Iterable[Row]) -> list[str]:
-    """Patterns that match these modules in Megatron and in the checkpoint: one for all layers that keep the same
-    units."""
+    """Return patterns that match these modules in Megatron and in the checkpoint.
+
+    Layers that keep the same units share a pattern.
+    """
     layers: dict[str, set[int]] = defaultdict(set)
     tails: dict[str, set[str]] = defaultdict(set)
     containers, others = {"layers"}, set()
@@ -170,12 +172,12 @@ def _patterns(rows: Iterable[Row]) -> list[str]:
 
 
 def _generic(tail: str) -> str:
-    """A name below a layer as a regular expression, with any number where an expert's stands."""
+    """Return a name below a layer as a regular expression, with any number for that of an expert."""
     return re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(tail))
 
 
 def _in_megatron(unit: str) -> set[str]:
-    """Megatron's names of a unit; experts are one module, or a list of them."""
+    """Return Megatron's names of a unit; experts are one module, or a list of modules."""
     plain = re.escape(unit)
     return (
         {plain, plain.replace(r"experts\.", r"experts\.local_experts\.\d+\.", 1)}
@@ -185,7 +187,7 @@ def _in_megatron(unit: str) -> set[str]:
 
 
 def _either(names: Iterable[str], sort: bool = True) -> str:
-    """One of several, folded around what they begin with."""
+    """Return a regular expression for any one of several."""
     found = sorted(names) if sort else list(names)
     return found[0] if len(found) == 1 else f"({'|'.join(found)})"
 
@@ -195,5 +197,5 @@ def _exactly(module: str) -> str:
 
 
 def _literal(pattern: str) -> str:
-    """As Python source; with a backslash as a raw string."""
+    """Return a string as Python source; a raw string if it has a backslash."""
     return f'r"{pattern}"' if "\\" in pattern else f'"{pattern}"'

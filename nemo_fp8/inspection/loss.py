@@ -1,14 +1,14 @@
-"""What a recipe made of one tensor, or of several together, as plain numbers.
+"""Count what a recipe loses of one tensor, or of several together, in plain numbers.
 
-    SNR = 10 log10( sum x**2 / sum (x - quantized x)**2 )        of several tensors: the sums are added up first
+    SNR = 10 log10( sum x**2 / sum (x - quantized x)**2 )        for several tensors the sums are added first
 
-A tensor's SNR hides what happens to its small values: one outlier that is large enough to push all others below the
-smallest code holds nearly all of the signal, and is stored well (E4M3 with a scale found from the tensor stays near 30
-dB whatever the tensor). So there is a second number, the SNR that 99% of its *blocks* reach, for the same blocks under
-every recipe: 128x128 of a weight, 1x128 of an activation.
+A tensor's SNR does not show what happens to its small values. An outlier so large that all others fall below the
+smallest code holds nearly all of the signal, and is stored well: E4M3 with the tensor's own scale stays near 30 dB for
+any tensor. So there is a second number, the SNR that 99% of the *blocks* reach. The blocks are the same under every
+recipe: 128x128 of a weight, 1x128 of an activation.
 
-The difference to ``numerics.statistics`` is that nothing here is a tensor: a checkpoint of a hundred thousand weights
-leaves a table of numbers behind and none of its bytes.
+Unlike ``numerics.statistics`` this module keeps no tensors, so a checkpoint of a hundred thousand weights becomes a
+table of numbers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from nemo_fp8.numerics.statistics import Statistics
 
 BLOCKS = {"weight": (128, 128), "input": (1, 128), "grad": (1, 128)}
 WORST = 0.01
-"""The part of the blocks that may fall below the SNR of the blocks."""
+"""The share of the blocks that may be below the SNR of the blocks."""
 _BAND = 256
-"""Rows that are compared at once: few enough to stay in the cache."""
+"""The number of rows that are compared at once: few enough to stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Loss:
     scale_min: float
     scale_max: float
     range_used_percent: float
-    """Of the format's dynamic range; of several tensors the widest."""
+    """The share of the format's dynamic range in use; the widest of several tensors."""
     block_snr_db: float
-    """The SNR that 99% of the blocks reach; of several tensors the lowest."""
+    """The SNR that 99% of the blocks reach; the lowest of several tensors."""
 
     @classmethod
     def of(cls, source: torch.Tensor, quantized: Quantized, block: tuple[int, int]) -> Loss:
-        """Of a matrix that was quantized with statistics."""
+        """Return the loss of a matrix that was quantized with statistics; ``block`` is that of the blocks' SNR."""
         assert quantized.statistics is not None
         with _one_thread():
             return cls._of(source, quantized, quantized.statistics, block)
@@ -75,7 +75,7 @@ class Loss:
 
     @classmethod
     def together(cls, losses: Iterable[Loss]) -> Loss:
-        """Several tensors as if they were one."""
+        """Return the loss of several tensors as one."""
         parts = list(losses)
         return cls(
             elements=sum(p.elements for p in parts),
@@ -93,30 +93,33 @@ class Loss:
 
     @property
     def snr_db(self) -> float:
-        """Signal-to-noise ratio in dB; infinite where nothing was lost."""
+        """The signal-to-noise ratio in dB; infinite if nothing was lost."""
         if self.noise == 0:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal > 0 else -math.inf
 
     @property
     def floor_db(self) -> float:
-        """The SNR that a threshold is held against: the tensor's, or that of its blocks where it is lower."""
+        """The SNR that is compared with a threshold: the tensor's or that of its blocks, whichever is lower."""
         return min(self.snr_db, self.block_snr_db)
 
     @property
     def underflow_percent(self) -> float:
+        """The share of elements that became zero, in per cent."""
         return self.underflow * 100 / max(self.elements, 1)
 
     @property
     def saturation_percent(self) -> float:
+        """The share of elements that were clamped to the format's largest value, in per cent."""
         return self.saturated * 100 / max(self.elements, 1)
 
     @property
     def mse(self) -> float:
+        """The mean squared error."""
         return self.noise / max(self.elements - self.nonfinite, 1)
 
     def to_dict(self) -> dict[str, float | None]:
-        """Plain values for JSON, which knows no infinity: an SNR of None is a tensor of which nothing was lost."""
+        """Return plain values for JSON, which has no infinity: the SNR is None if nothing was lost."""
         return {
             "snr_db": _finite(self.snr_db),
             "block_snr_db": _finite(self.block_snr_db),
@@ -140,7 +143,7 @@ def _finite(value: float) -> float | None:
 
 
 def _block_snr(signal: torch.Tensor, noise: torch.Tensor) -> float:
-    """The SNR in dB that 99% of the blocks reach; blocks of zeros count for nothing."""
+    """Return the SNR in dB that 99% of the blocks reach; blocks of zeros do not count."""
     lost = (noise / signal)[(signal > 0) & noise.isfinite()]
     if lost.numel() == 0:
         return math.inf
@@ -151,19 +154,21 @@ def _block_snr(signal: torch.Tensor, noise: torch.Tensor) -> float:
 def _by_block(
     source: torch.Tensor, quantized: Quantized, statistics: Statistics, block: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Signal and noise of each block: gathered from tiles that lie inside of blocks, or measured where the tile is the
-    tensor."""
+    """Return signal and noise of each block.
+
+    They are sums over the tiles inside of a block. If the tile is the whole tensor, they are measured here.
+    """
     tile = quantized.block
     if tile is not None:
         inside = (block[0] // tile[0], block[1] // tile[1])
         return _sums(statistics.signal, inside), _sums(statistics.noise, inside)
-    # In units of the codes, so that no square leaves the range of FP32 whatever the tensor's magnitude.
+    # In units of the codes, so that squares stay in the range of FP32 for any magnitude of the tensor.
     scale, unit = torch.reciprocal(quantized.scale_inv), torch.ones_like(quantized.scale_inv)
     finite, parts = int(statistics.nonfinite) == 0, []
     for i in range(0, source.shape[0], _BAND):
         values = source[i : i + _BAND].to(torch.float32, copy=True).mul_(scale)
         error = Quantized(quantized.data[i : i + _BAND], unit).dequantize().sub_(values)
-        if not finite:  # what is not finite has no part in either sum
+        if not finite:  # values that are not finite count in neither sum
             values, error = (x.nan_to_num_(0.0, 0.0, 0.0) for x in (values, error))
         parts.append((_sums(values.square_(), block), _sums(error.square_(), block)))
     return torch.cat([signal for signal, _ in parts]), torch.cat([noise for _, noise in parts])
@@ -171,8 +176,7 @@ def _by_block(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Short operations one after the other: on a busy machine each would wait longer for a second thread than it
-    takes."""
+    """Use one thread while the context lasts: on a busy machine short operations wait long for a second one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -182,11 +186,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _sums(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Sums over blocks of a matrix; a ragged edge is a smaller block."""
+    """Return the sums over the blocks of a matrix; blocks at its edges may be smaller."""
     rows, columns = values.shape
     if rows % block[0] or columns % block[1]:
         values = torch.nn.functional.pad(values, (0, -columns % block[1], 0, -rows % block[0]))
-    high = values.view(-1, block[0], values.shape[1]).sum(
-        1
-    )  # one dimension after the other: several times as fast as both
+    # One dimension after the other is several times as fast as both at once.
+    high = values.view(-1, block[0], values.shape[1]).sum(1)
     return high.view(high.shape[0], -1, block[1]).sum(2)

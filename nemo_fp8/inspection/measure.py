@@ -1,12 +1,12 @@
-"""What FP8 would do to a checkpoint, and to captured activations, before a run is spent on finding out.
+"""Measure what FP8 would do to a checkpoint, and to captured activations, before a run is spent on it.
 
-Every weight matrix is quantized as each contract says, and measured while that is done: SNR of the whole and of its
-blocks, underflow, saturation, MSE, amax, the range of scales, the dynamic range in use. One matrix is in memory at a
-time, whatever the checkpoint's size; what remains of it is a row of numbers.
+Every weight matrix is quantized as each contract says, and measured: SNR of the whole and of its blocks, underflow,
+saturation, MSE, amax, the range of scales, the dynamic range in use. One matrix is in memory at a time, and becomes a
+row of numbers.
 
-Two things cannot be seen in a file. A delayed scale comes from earlier steps; here it comes from the tensor itself,
-lowered by the contract's margin, which is what a weight that moves slowly gets. And embeddings, norms, routers and the
-output head stay in the compute dtype under every contract; they are listed, and not measured.
+A file does not have the scales of delayed scaling, which come from earlier steps. Here they come from the tensor
+itself, lowered by the contract's margin, which is right for a weight that changes slowly. Embeddings, norms, routers
+and the output head stay in the compute dtype under every contract; they are listed, but not measured.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor: where it sits, why it is not measured or what each recipe makes of it."""
+    """One tensor: its place in the model, and its loss under each recipe or why it is not measured."""
 
     name: str
     operand: str
-    """``weight``, ``input`` or ``grad``: what it is to a GEMM."""
+    """The operand of a GEMM that it is: ``weight``, ``input`` or ``grad``."""
     place: Place
     shape: tuple[int, ...]
     dtype: str
@@ -52,9 +52,9 @@ class Row:
     """Why it is not quantized, under any contract."""
     note: str = ""
     losses: Mapping[str, Loss] = field(default_factory=dict)
-    """By the recipe's label."""
+    """The losses by the recipe's label."""
     kept: Mapping[str, str] = field(default_factory=dict)
-    """Label -> why that contract keeps this linear in the compute dtype although it could be quantized."""
+    """By label, why that contract keeps this linear in the compute dtype, although it could be quantized."""
 
     @property
     def elements(self) -> int:
@@ -82,30 +82,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What several recipes make of every tensor of a checkpoint."""
+    """The losses of every tensor of a checkpoint under several recipes."""
 
     path: Path
     recipes: Mapping[str, Precision]
     rows: tuple[Row, ...]
     layers: int
-    """Decoder layers."""
+    """The number of decoder layers."""
     bytes: int
     seconds: float
 
     def measured(self, *operands: str) -> list[Row]:
-        """The rows that were measured: of these operands, or all of them."""
+        """Return the rows that were measured, of these operands or of all."""
         return [row for row in self.rows if row.losses and (not operands or row.operand in operands)]
 
     def worst(self, count: int = 10) -> list[Row]:
-        """The tensors with the lowest SNR under any of the recipes."""
+        """Return the tensors with the lowest SNR under any of the recipes."""
         return sorted(self.measured(), key=lambda row: row.floor_db)[:count]
 
     def not_finite(self) -> list[Row]:
-        """The tensors that hold a NaN or an infinity."""
+        """Return the tensors that hold a NaN or an infinity."""
         return [row for row in self.measured() if next(iter(row.losses.values())).nonfinite]
 
     def total(self, label: str, rows: Iterable[Row]) -> Loss:
-        """Several tensors under one recipe, as if they were one."""
+        """Return the loss of several tensors under one recipe, as if they were one tensor."""
         return Loss.together(row.losses[label] for row in rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,8 +128,10 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Measure a checkpoint, and a file of captured activations, under each recipe.
 
-    ``progress`` is called once with the number of bytes to read, and gives back what is called after each tensor with
-    its bytes and its name.
+    ``progress`` is called once with the number of bytes to read. It returns a function that is called after each tensor
+    with its bytes and its name.
+
+    Raises PrecisionError if a recipe has no FP8, a file cannot be read, or there is nothing to measure in it.
     """
     _require_fp8(recipes)
     checkpoint = Checkpoint.open(path)
@@ -167,14 +169,14 @@ def inspect_checkpoint(
 
 
 def _weights(checkpoint: Checkpoint) -> list[Row]:
-    """Every tensor of a checkpoint but the scales, the ones that are no linear's with the reason."""
+    """Return every tensor of a checkpoint but the scales, with the reason if it is no linear's weight."""
     scales = {checkpoint.scale_of(name) for name in checkpoint.entries}
     entries = [entry for name, entry in checkpoint.entries.items() if name not in scales]
     return _in_order([Row(e.name, "weight", place(e.name), e.shape, e.dtype, _skipped(e), _note(e)) for e in entries])
 
 
 def _captured(checkpoint: Checkpoint) -> list[Row]:
-    """The inputs and gradients that ``nemo_fp8.capture`` recorded."""
+    """Return the inputs and gradients that ``nemo_fp8.capture`` recorded."""
     rows = [
         Row(e.name, operand, place(e.name), e.shape, e.dtype, "" if e.elements else "empty")
         for e in checkpoint.entries.values()
@@ -190,7 +192,7 @@ def _captured(checkpoint: Checkpoint) -> list[Row]:
 
 
 def _in_order(rows: list[Row]) -> list[Row]:
-    """By layer, with the places of other stacks than the decoder's put right."""
+    """Sort rows by layer. Layers of other stacks than the decoder (a vision tower) do not count as layers."""
     main = decoder((row.place for row in rows if not row.skipped), {row.place.module: row.elements for row in rows})
     rows = [row if row.place.container in ("", main) else replace(row, place=outside(row.place)) for row in rows]
     return sorted(rows, key=lambda row: (row.place.layer is None, row.place.layer or 0))
@@ -213,14 +215,14 @@ def _note(entry: Entry) -> str:
 
 
 def _kept(p: Precision, row: Row, layers: int, experts: int) -> str:
-    """Why a contract keeps a linear in the compute dtype."""
+    """Return why a contract keeps a linear in the compute dtype; empty if it does not."""
     shapes = [((row.shape[-2],), row.shape[-1])] if row.operand == "weight" else []
     held = why_kept(p, (row.place.module,), shapes, layers, side="train", experts=experts, layer=row.place.layer)
     return held.in_short if held else ""
 
 
 def _experts(rows: Iterable[Row]) -> int:
-    """How many routed experts a layer has, by their numbers."""
+    """Return how many routed experts a layer has, by the highest number in a name."""
     return 1 + max((int(found[1]) for row in rows if (found := _EXPERT.search(row.place.module))), default=-1)
 
 
@@ -228,7 +230,7 @@ def _experts(rows: Iterable[Row]) -> int:
 
 
 def _measure(source: Checkpoint, row: Row, recipes: Mapping[str, Precision]) -> dict[str, Loss]:
-    """A tensor under each recipe. Recipes that store this operand alike share one measurement."""
+    """Return the loss of a tensor under each recipe; recipes with the same cast share one measurement."""
     casts = {label: (p.operand(row.operand), p.margin if p.scaling == "delayed" else 0) for label, p in recipes.items()}
     distinct = {(replace(operand, delayed=False), margin) for operand, margin in casts.values() if operand is not None}
     found: dict[tuple[Operand, int], list[Loss]] = {cast: [] for cast in distinct}
@@ -245,7 +247,10 @@ def _measure(source: Checkpoint, row: Row, recipes: Mapping[str, Precision]) -> 
 
 
 def measure(matrix: torch.Tensor, operand: Operand, margin: int, block: tuple[int, int]) -> Loss:
-    """One matrix as one operand, its scale found from itself; ``margin`` lowers it, as delayed scaling does."""
+    """Quantize a matrix as an operand with its own scale, and return the loss.
+
+    ``margin`` lowers the scale, as in delayed scaling. ``block`` is that of the blocks' SNR.
+    """
     scale = None
     if margin:
         format = format_of(operand.format)

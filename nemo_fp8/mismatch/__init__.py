@@ -1,11 +1,11 @@
-"""Trainer against rollout: metrics, importance-sampling weights, and a gate that tells noise from broken weights.
+"""Compare trainer and rollout: metrics, importance-sampling weights, and a gate that tells noise from broken weights.
 
 pair = LogProbs(trainer, rollout, mask)                  the same tokens' log-probs from both sides
 metrics(pair)                                            NeMo RL's names: token_mult_prob_error, gen_kl_error, ...
 ImportanceSampling(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0).weights(pair)
 
-prediction = predict(config, weights, tokens, precision) what rounding alone would do, by emulation
-Gate().judge(prediction, pair).require()                 an error, with the names of the layers, if it is more
+prediction = predict(config, weights, tokens, precision) the difference that rounding alone makes, by emulation
+Gate().judge(prediction, pair).require()                 raises, with the names of the layers, if there is more
 """
 
 from typing import TYPE_CHECKING

@@ -1,25 +1,24 @@
-"""The band in which the typical difference of two sides must lie if nothing but the predicted noise is at work.
+"""Compute the band in which the typical difference of two sides must lie if only the predicted noise is at work.
 
-The typical difference of tokens is (mean sqrt|d|)**2, the size of d that half of a bad batch cannot hide: FP8's noise
-is heavy-tailed (a few tokens are off by ten times the median), and the mean of d**2, or of any metric that grows like
-it, says more about how many of those were drawn than about the weights. On that scale a model-wide fault shows as it
-is.
+The typical difference of tokens is (mean sqrt|d|)**2. FP8's noise is heavy-tailed: a few tokens are off by ten times
+the median. The mean of d**2, or of any metric that grows like it, depends mostly on how many such tokens were drawn.
+The root gives them little weight, so that a fault of the whole model shows.
 
-Two samples of sequences, one predicted (c of them, with sums s of sqrt|d| and counts n of tokens) and one observed (m
-of them), have the means S = sum s / sum n. If they are of one kind, then
+Take a predicted sample of c sequences, with sums s of sqrt|d| and counts n of tokens, and an observed one of m
+sequences. Their means are S = sum s / sum n. If both are of the same kind, then
 
     log(S_observed / S_predicted) ~ t * sd * sqrt(1 / c + 1 / m),      t of Student's distribution with c - 1 degrees
 
-where sd is the deviation of one sequence from the mean, (s - S n) / (S mean n). Sequences are the unit, since tokens of
-one sequence go wrong together; logarithms, since errors multiply and their means lean to the right. Long and short
-sequences count as their effective number, (sum n)**2 / sum n**2, and observed sequences that are shorter than the
-predicted ones are taken to scatter as much more. The band is then widened by a factor on both sides for what emulation
-cannot know of a kernel.
+where sd is the deviation of one sequence from the mean, (s - S n) / (S mean n). Sequences are the unit, since the
+errors of a sequence's tokens depend on each other. Logarithms are taken, since errors multiply and their means are
+skewed to the right. Sequences of different lengths count as their effective number, (sum n)**2 / sum n**2. Observed
+sequences that are shorter than the predicted ones are assumed to scatter more, in proportion. A factor widens the band
+on both sides for what emulation cannot know of a kernel.
 
-``false_positives`` is the chance that sound weights leave the band above; it is an upper bound where both samples are
-the same tokens, whose difficulty cancels. Tests draw thousands of samples, from heavy tails to emulated models, and
-count. The trade-off against resampling (a bootstrap): no random numbers and nothing to tune, for a normal
-approximation on the log scale that eight sequences are enough for, and four are not.
+``false_positives`` is the chance that sound weights lie above the band, and an upper bound of it if both samples are
+the same tokens. Tests draw thousands of samples, from heavy tails to emulated models, and count. The trade-off against
+resampling (a bootstrap): no random numbers and nothing to tune, but a normal approximation on the log scale, for which
+eight sequences are enough and four are not.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LEAST_SEQUENCES = 8
 
 @dataclass(frozen=True)
 class Band:
-    """Where a typical difference is expected, and where it may lie."""
+    """The expected typical difference, and the range in which it may lie."""
 
     expected: float
     low: float
@@ -50,20 +49,21 @@ class Band:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """sqrt|d| of tokens, summed over sequences that are drawn one by one."""
+    """Sums of sqrt|d| over each sequence's tokens, and the counts of these tokens."""
 
     sums: torch.Tensor
     counts: torch.Tensor
 
     @classmethod
     def of(cls, difference: torch.Tensor, mask: torch.Tensor) -> Sample:
-        """From d of tokens, [sequences, tokens]; sequences without a token are left out."""
+        """Sum up d of tokens, [sequences, tokens]; sequences without a token in the mask are left out."""
         some = mask.any(1)
         roots = difference.double().abs().sqrt().masked_fill(~mask, 0.0)
         return cls(roots.sum(1)[some].cpu(), mask.sum(1)[some].double().cpu())
 
     @property
     def mean(self) -> float:
+        """The mean of sqrt|d| over all tokens."""
         return float(self.sums.sum() / self.counts.sum())
 
     @property
@@ -73,7 +73,7 @@ class Sample:
 
     @property
     def effective(self) -> float:
-        """The number of equally long sequences that would scatter as much."""
+        """The number of equally long sequences whose mean would scatter as much."""
         return float(self.counts.sum().square() / self.counts.square().sum())
 
     @property
@@ -84,7 +84,11 @@ class Sample:
 
 
 def band(predicted: Sample, observed: Sample, false_positives: float, factor: float = 1.0) -> Band:
-    """Where the typical difference of ``observed``, of which only the lengths are looked at, must lie."""
+    """Return the band for the typical difference of ``observed``, of which only the lengths are used.
+
+    Raises PrecisionError if there are fewer than LEAST_SEQUENCES predicted sequences, no observed tokens, or no
+    predicted difference.
+    """
     sequences = len(predicted.sums)
     if sequences < LEAST_SEQUENCES:
         raise PrecisionError(
@@ -109,8 +113,7 @@ def band(predicted: Sample, observed: Sample, false_positives: float, factor: fl
 
 
 def student_t(probability: float, degrees: int) -> float:
-    """The quantile of Student's t distribution, by the expansion around the normal one (Abramowitz and Stegun
-    26.7.5)."""
+    """Return the quantile of Student's t distribution, expanded around the normal one (Abramowitz, Stegun 26.7.5)."""
     z = NormalDist().inv_cdf(probability)
     terms: tuple[float, ...] = (
         (z**3 + z) / 4,

@@ -1,4 +1,4 @@
-"""What a running engine holds, asked of its workers: fingerprints of the memory that they compute with."""
+"""Ask the workers of a running engine for fingerprints of the weights that they compute with."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from nemo_fp8.rollout.refit.control import control_of
 
 
 def read_back(engine: Any, token: str | None = None) -> dict[str, Held]:
-    """Every tensor's fingerprints, by the part that a worker holds: what ``Gate.judge(held=...)`` takes.
+    """Return the fingerprints of every tensor, by the part that a worker holds, for ``Gate.judge(held=...)``.
 
-    ``engine`` is what :class:`nemo_fp8.rollout.Refit` takes. Workers that hold the same part must hold the same bits.
+    ``engine`` and ``token`` are those of :class:`nemo_fp8.rollout.Refit`. A part of which workers hold different bits
+    gets ``workers differ``. Raises PrecisionError with the workers' problems.
     """
     answers = control_of(engine, token).call("held", {})
     problems = dict.fromkeys(Problem(*row) for answer in answers for row in answer.get("problems", ()))
@@ -21,7 +22,7 @@ def read_back(engine: Any, token: str | None = None) -> dict[str, Held]:
     held: dict[str, dict[str, str]] = {}
     for answer in answers:
         for name, parts in answer["held"].items():
-            mine = held.setdefault(name, {})  # a tensor of which nothing can be told is there all the same
+            mine = held.setdefault(name, {})  # a tensor that cannot be read is listed, without fingerprints
             for part, told in parts.items():
                 if mine.setdefault(part, told) != told:
                     mine[part] = "workers differ"

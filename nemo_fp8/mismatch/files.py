@@ -1,16 +1,16 @@
-"""What a mismatch is computed from, on disk: log-probs, a model, and what an engine holds.
+"""Read what a mismatch is computed from: log-probs, a model, and the weights that an engine holds.
 
-Log-probs lie in a safetensors file, or in JSON lines with one sequence each, under these names (NeMo RL's own are
-understood, so its ``train_data_step*.jsonl`` can be read as they are):
+Log-probs lie in a safetensors file, or in JSON lines with one sequence each, under these names. NeMo RL's names work,
+too, so its ``train_data_step*.jsonl`` can be read as they are:
 
     trainer       [sequences, tokens]   prev_logprobs         column t is the log-prob of token t
     rollout       [sequences, tokens]   generation_logprobs
-    mask          [sequences, tokens]   token_mask            1 on sampled tokens; all tokens where it is missing
+    mask          [sequences, tokens]   token_mask            1 on sampled tokens; all tokens if it is missing
     sample_mask   [sequences]           sample_mask
     tokens        [sequences, tokens]   input_ids             needed to predict a band
 
-Trainer and rollout may come in two files; then each may call its own ``log_probs``. In JSON lines sequences may differ
-in length, and null (the first token, which nothing predicts) is masked out. Nothing is unpickled.
+Trainer and rollout may come in two files; then each may call its log-probs ``log_probs``. In JSON lines sequences may
+differ in length, and null (for the first token, which nothing predicts) is masked out. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nemo_fp8.mismatch.logprobs import LogProbs
 from nemo_fp8.mismatch.weights import Held, told_by
 from nemo_fp8.storage.safetensors import CODES, Checkpoint
 
-# What it is -> the names under which it may lie in a file.
+# A field of Recording -> the names that it may have in a file.
 NAMES = {
     "trainer": ("trainer", "prev_logprobs"),
     "rollout": ("rollout", "generation_logprobs"),
@@ -41,7 +41,7 @@ _ONE_SIDE = ("log_probs", "logprobs")
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What a file holds; None for what it does not."""
+    """The tensors of a file; None for those that it does not hold."""
 
     trainer: torch.Tensor | None = None
     rollout: torch.Tensor | None = None
@@ -51,7 +51,10 @@ class Recording:
 
     @classmethod
     def read(cls, path: str | Path, other: str | Path | None = None) -> Recording:
-        """From one file with both sides, or from the trainer's and the rollout's."""
+        """Read one file with both sides, or the trainer's file and the rollout's.
+
+        Raises PrecisionError if a file cannot be read, lacks a side, or the two do not belong together.
+        """
         if other is None:
             return _both(cls(**_named(_load(Path(path)), path, "")), path)
         first, second = (cls(**_named(_load(Path(p)), p, side)) for p, side in ((path, "trainer"), (other, "rollout")))
@@ -59,21 +62,22 @@ class Recording:
 
     @property
     def sides(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log-probs of trainer and rollout."""
         assert self.trainer is not None
         assert self.rollout is not None
         return self.trainer, self.rollout
 
     def pair(self, infinite: str = "refuse") -> LogProbs:
-        """Read both sides' log-probs, and refuse files that do not belong together."""
+        """Return both sides as checked log-probs; ``infinite`` is that of :class:`LogProbs`, which may raise."""
         return LogProbs(*self.sides, self.mask, self.sample_mask, infinite=infinite)  # type: ignore[arg-type]
 
     def not_numbers(self) -> int:
-        """How many of the rollout's log-probs are NaN where tokens count: what an engine with broken scales answers."""
+        """Return how many of the rollout's log-probs under the mask are NaN, a sign of broken scales."""
         mask = torch.ones_like(self.sides[1], dtype=torch.bool) if self.mask is None else self.mask.bool()
         return int((self.sides[1].isnan() & mask).sum())
 
     def some(self, sequences: int) -> Recording:
-        """So many sequences, spread evenly over all of them."""
+        """Return at most so many sequences, spread evenly over all of them."""
         count = len(self.sides[0])
         if count <= sequences:
             return self
@@ -132,7 +136,7 @@ def _load_lines(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _stack(rows: list[Any], name: str) -> torch.Tensor:
-    """Lists of different lengths as one tensor; what is missing is 0 in masks and tokens, NaN in log-probs."""
+    """Return lists of different lengths as one tensor, filled with 0 in masks and tokens and NaN in log-probs."""
     whole = name in (*NAMES["mask"], *NAMES["sample_mask"], *NAMES["tokens"])
     if not isinstance(rows[0], list):
         return torch.tensor([float(row) for row in rows]) if name in NAMES["sample_mask"] else torch.tensor(rows)
@@ -143,7 +147,7 @@ def _stack(rows: list[Any], name: str) -> torch.Tensor:
 
 
 def _named(found: Mapping[str, torch.Tensor], path: str | Path, side: str) -> dict[str, torch.Tensor]:
-    """Under our names. In JSON lines, what no token stands for is NaN, and goes out of the mask."""
+    """Return the tensors under our names. In JSON lines, NaN marks places without a token; the mask excludes them."""
     names = NAMES | ({side: (*NAMES[side], *_ONE_SIDE)} if side else {})
     taken = {
         ours: found[theirs]
@@ -159,7 +163,7 @@ def _named(found: Mapping[str, torch.Tensor], path: str | Path, side: str) -> di
 
 
 def _joined(first: Recording, second: Recording, path: str | Path, other: str | Path) -> Recording:
-    """The trainer's file and the rollout's as one."""
+    """Combine the trainer's file and the rollout's; raise PrecisionError if they are of different tokens."""
     if first.tokens is not None and second.tokens is not None and not torch.equal(first.tokens, second.tokens):
         raise PrecisionError(
             f"{path} and {other} are of different tokens.",
@@ -197,11 +201,14 @@ def _both(found: Recording, path: str | Path) -> Recording:
     return replace(found, **tensors)
 
 
-# ---------------------------------------------------------------------- a model, and what an engine holds
+# ---------------------------------------------------------------------- a model, and the weights of an engine
 
 
 class Folder(Mapping[str, torch.Tensor]):
-    """A Hugging Face checkpoint as a mapping of names to tensors, each read when it is asked for."""
+    """A Hugging Face checkpoint as a mapping of names to tensors, each read when it is looked up.
+
+    Raises PrecisionError if the checkpoint holds FP8 codes.
+    """
 
     def __init__(self, path: str | Path, device: str = "cpu") -> None:
         self._checkpoint, self.path, self.device = Checkpoint.open(path), Path(path), device
@@ -227,11 +234,11 @@ class Folder(Mapping[str, torch.Tensor]):
         return name in self._checkpoint.entries
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor, from the files' headers."""
+        """Return the shape of every tensor, from the files' headers."""
         return {name: entry.shape for name, entry in self._checkpoint.entries.items()}
 
     def config(self) -> dict[str, Any]:
-        """The ``config.json`` beside the weights."""
+        """Return the ``config.json`` beside the weights; raise PrecisionError if it cannot be read."""
         path = (self.path if self.path.is_dir() else self.path.parent) / "config.json"
         try:
             found = json.loads(path.read_text())
@@ -247,7 +254,10 @@ class Folder(Mapping[str, torch.Tensor]):
 
 
 def read_held(path: str | Path) -> dict[str, Held]:
-    """What an engine holds: a push's receipt as JSON, or a checkpoint of codes and scales that was read back."""
+    """Return what an engine holds, from a push's receipt in JSON, or from a checkpoint of codes and scales.
+
+    Raises PrecisionError if a JSON file is no receipt.
+    """
     path = Path(path)
     if path.suffix == ".json":
         try:

@@ -1,19 +1,20 @@
-"""A decoder in plain torch, run as the rollout would: log-probs in the compute dtype, or under a contract's FP8.
+"""Run a decoder in plain torch as the rollout would: log-probs in the compute dtype, or under a contract's FP8.
 
     log_probs(config, weights, tokens)                       as a trainer or an engine computes them in BF16
     log_probs(config, weights, tokens, Run(precision))       the same with the rollout side of the contract emulated
 
 ``config`` is a Hugging Face ``config.json`` (Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE), ``weights`` any
-mapping of Hugging Face names to tensors; it is asked for one layer at a time, so it may read a checkpoint as it goes
-and never holds more than one layer. Which linears are in FP8 follows :mod:`nemo_fp8.models.selection`, the rule of the
-engine; each is quantized by :mod:`nemo_fp8.numerics`, so codes and scales are those of the workers, to the bit.
+mapping of Hugging Face names to tensors. Tensors are looked up one layer at a time, so the mapping may read a
+checkpoint, and never more than one layer is in memory. :mod:`nemo_fp8.models.selection`, the rule of the engine,
+decides which linears are in FP8, and :mod:`nemo_fp8.numerics` quantizes them, so codes and scales equal those of the
+workers bit for bit.
 
-    activations=True      both operands quantized, x in 1x128 groups: what FP8 kernels on GPUs do
-    activations=False     weights alone, decoded to BF16: vLLM's kernels on CPUs
+    activations=True      quantize both operands, x in 1x128 groups, as FP8 kernels on GPUs do
+    activations=False     quantize weights alone and decode them to BF16, as vLLM's kernels on CPUs do
 
-What is not emulated: the order of a kernel's sums, and BF16 roundings inside of attention. They shift a log-prob by
-far less than FP8 does, but not by nothing; the gate leaves room for them. It is no fast engine: no cache, the whole
-prompt at once, for a batch of samples and not for a service.
+Not emulated are the order of a kernel's sums, and BF16 roundings inside of attention. They shift a log-prob by far less
+than FP8 does, but not by nothing; the gate leaves room for them. The trade-off is speed: there is no KV cache, and the
+whole prompt is computed at once.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Decoder:
     head_dim: int
     epsilon: float
     frequencies: torch.Tensor = field(repr=False)
-    """Of the rotary embedding, [head_dim / 2]."""
+    """The frequencies of the rotary embedding, [head_dim / 2]."""
     tied: bool
     qk_norm: bool
     mlp: str
@@ -61,7 +62,7 @@ class Decoder:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Decoder:
-        """From a ``config.json``; what is not emulated is refused."""
+        """Read a ``config.json``; raises PrecisionError for a model that is not emulated."""
         kind = config.get("model_type")
         emulated = {name: family for name, family in FAMILIES.items() if family.forward}
         if kind not in emulated:
@@ -98,17 +99,20 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Run:
-    """How a forward is run: in which types, and what of it in FP8."""
+    """How a forward is run: in which dtype, and which operands are in FP8."""
 
     precision: Precision | None = None
     side: str = "rollout"
-    """Whose operands the contract is asked for: the ``rollout``'s or the ``train``er's."""
+    """The side of the contract whose operands are used: ``rollout`` or ``train``."""
     activations: bool = True
     dtype: torch.dtype | None = None
-    """What everything but FP8 is computed in; the type of the weights where it is None."""
+    """The dtype of everything that is not in FP8; None means that of the weights."""
 
     def operand(self, role: str) -> Operand | None:
-        """How ``input`` or ``weight`` is quantized; None where nothing is."""
+        """Return how ``input`` or ``weight`` is quantized; None if it is not.
+
+        Raises PrecisionError for static activation scales, which only the engine knows.
+        """
         if self.precision is None:
             return None
         found = self.precision.operand(role, self.side)
@@ -133,10 +137,12 @@ def log_probs(
     batch: int = 8,
     progress: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """The log-prob of every token given those before it, [sequences, tokens] in FP32; 0 for the first one.
+    """Return the log-prob of every token given those before it, [sequences, tokens] in FP32; 0 for the first one.
 
-    ``tokens`` are padded on the right, with anything. ``batch`` sequences go through a layer at a time, and
+    ``tokens`` are padded on the right, with any token. ``batch`` sequences go through a layer at a time, and
     ``progress`` is called after each layer.
+
+    Raises PrecisionError if the model is not emulated, a weight is missing, or a token is not in the vocabulary.
     """
     model, run = Decoder.of(config), run or Run()
     if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
@@ -173,7 +179,7 @@ def _refuse_strange_tokens(tokens: torch.Tensor, vocabulary: int) -> None:
 
 
 def _gather(hidden: torch.Tensor, head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The log-softmax of the logits at each next token, a few rows at a time."""
+    """Return the log-softmax of the logits at each next token, computed a few rows at a time."""
     rows, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1).long()
     found = [
         linear(part, head).float().log_softmax(-1).gather(1, target[:, None])[:, 0]
@@ -183,7 +189,7 @@ def _gather(hidden: torch.Tensor, head: torch.Tensor, tokens: torch.Tensor) -> t
 
 
 class _Layer:
-    """One decoder layer with its weights, quantized where the contract says so."""
+    """One decoder layer with its weights, quantized as the contract says."""
 
     def __init__(self, model: Decoder, index: int, weights: Weights, run: Run) -> None:
         self.model, self.index, self.run = model, index, run
@@ -255,20 +261,20 @@ class _Layer:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / rms(x) in FP32, rounded, times the weight."""
+    """Return x / rms(x), computed in FP32 and rounded to the dtype of x, times the weight."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
 
 
 def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The rotary embedding on [sequences, tokens, heads, head_dim], halves against halves."""
+    """Apply the rotary embedding to [sequences, tokens, heads, head_dim]; element i is paired with i + head_dim / 2."""
     cos, sin = (t[None, :, None].to(torch.float32) for t in rope)
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 def _cached(x: torch.Tensor) -> torch.Tensor:
-    """Through an FP8 KV cache with scale 1, vLLM's where no scale was calibrated."""
+    """Return values as read from an FP8 KV cache with scale 1, which vLLM uses without calibration."""
     return decode(cast(x.float(), FORMATS["e4m3"]), x.dtype)
 
 
@@ -307,7 +313,10 @@ def _refuse_special(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any], head_dim: int) -> torch.Tensor:
-    """The frequencies of the rotary embedding. transformers 5 writes ``rope_parameters``, older ones two keys."""
+    """Return the frequencies of the rotary embedding.
+
+    transformers 5 writes ``rope_parameters``; older ones write ``rope_theta`` and ``rope_scaling``.
+    """
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -322,7 +331,7 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1: long waves are stretched by a factor, short ones are not, and those between are blended."""
+    """Scale frequencies as Llama 3.1 does: long waves are stretched, short ones not, and those between are blended."""
     names = ("original_max_position_embeddings", "factor", "low_freq_factor", "high_freq_factor")
     old, factor, low, high = (float(given[name]) for name in names)
     turns = old * frequencies / (2 * math.pi)
@@ -331,7 +340,10 @@ def _llama3(frequencies: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor
 
 
 def pad(sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids of different lengths as one tensor, padded on the right, and the mask of what has a log-prob."""
+    """Return token ids of different lengths as one tensor, padded on the right, and the mask of those with a log-prob.
+
+    Raises PrecisionError if a sequence is empty.
+    """
     if not sequences or not all(len(s) for s in sequences):
         raise PrecisionError(
             "There is a sequence without tokens.", "Nothing can be predicted from it.", "Leave empty sequences out."

@@ -1,26 +1,26 @@
-"""The gate: is the mismatch the noise of FP8, or is the engine running other weights than the trainer's?
+"""Decide whether a mismatch is the noise of FP8, or the engine runs other weights than the trainer's.
 
-    prediction = predict(config, weights, tokens, precision)      three forwards of a small emulation, once in a while
+    prediction = predict(config, weights, tokens, precision)      three emulated forwards, now and then
     verdict = Gate().judge(prediction, pair)                      at every step; verdict.fired, print(verdict)
 
-The prediction emulates both sides on some sequences: the trainer, the rollout under the contract, and the rollout once
-more in other arithmetic (FP32 in place of BF16). Two typical differences are held against a band
+The prediction emulates both sides on some sequences: the trainer, the rollout under the contract, and the rollout again
+in other arithmetic (FP32 instead of BF16). Two typical differences are compared with a band
 (:mod:`nemo_fp8.mismatch.band`):
 
-    distance    d = trainer - rollout, observed, against the emulated one. For any tokens of the same kind.
-    residual    d = rollout - emulated rollout, token by token, against what other arithmetic alone changes. It needs
-                the tokens of the prediction, and sees more: the noise of quantized weights is predicted, and so it
+    distance    d = trainer - rollout, observed, against the emulated one. It works for any tokens of the same kind.
+    residual    d = rollout - emulated rollout, token by token, against the change by other arithmetic alone. It needs
+                the tokens of the prediction, and sees smaller faults: the noise of quantized weights is in both and
                 cancels.
 
-Above the band the gate fires. Below it, the engine is closer to the trainer than FP8 can be, which happens where it
-silently runs in BF16: a warning. Where weights are told (``held``: a receipt's fingerprints, or weights read back from
-the workers), the gate names each one that is not the trainer's, and fires for it even inside of the band: a stale
-weight after a small step is less than FP8's noise, and wrong all the same. Other scales than the contract's are a
-warning, since their values are right.
+Above the band the gate fires. Below it the engine is closer to the trainer than FP8 can be, as an engine is that
+silently runs in BF16; that is a warning. If the gate is given the engine's weights (``held``: a receipt's fingerprints,
+or weights read back from the workers), it names each one that is not the trainer's, and fires even inside of the band:
+a weight that is stale after a small step changes less than FP8's noise, and is still wrong. Scales other than the
+contract's are a warning, since their values are right.
 
-Sound weights make the gate fire with a chance of at most ``false_positives``, shared by its checks. ``factor`` and
-``residual_factor`` are what emulation may be off by; docs/mismatch.md has what was measured on vLLM, and which faults a
-band can and cannot see.
+On sound weights the gate fires with a chance of at most ``false_positives``, shared by its checks. ``factor`` and
+``residual_factor`` are the errors that emulation may have. docs/mismatch.md has the measurements on vLLM, and the
+faults that a band can and cannot see.
 """
 
 from __future__ import annotations
@@ -46,38 +46,37 @@ DISTANCE, RESIDUAL = "distance", "residual"
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What emulation says of some sequences. Each is [sequences, tokens]."""
+    """The emulated log-probs of some sequences. Tensors are [sequences, tokens]."""
 
     precision: Precision
     tokens: torch.Tensor
     trainer: torch.Tensor
     rollout: torch.Tensor
     again: torch.Tensor
-    """The rollout in other arithmetic."""
+    """The rollout again, in other arithmetic."""
     mask: torch.Tensor
 
     @property
     def pair(self) -> LogProbs:
-        """Trainer and rollout, as :func:`metrics` takes them. The rollout in other arithmetic, as a real engine's
-        is."""
+        """Trainer and rollout for :func:`metrics`; the rollout in other arithmetic, like that of a real engine."""
         return LogProbs(self.trainer, self.again, self.mask)
 
     def cpu(self) -> Prediction:
-        """The same, in the memory of this machine."""
+        """Return the prediction with its tensors on the CPU."""
         tensors = ("tokens", "trainer", "rollout", "again", "mask")
         return replace(self, **{name: getattr(self, name).cpu() for name in tensors})
 
     def distance(self) -> Sample:
-        """How far the rollout is from the trainer."""
+        """Return the predicted differences between trainer and rollout."""
         return Sample.of(self.trainer - self.again, self.mask)
 
     def residual(self) -> Sample:
-        """How far two sound rollouts are from each other."""
+        """Return the predicted differences between two sound rollouts."""
         return Sample.of(self.rollout - self.again, self.mask)
 
     @property
     def quantized(self) -> bool:
-        """Whether the two sides are quantized differently; else arithmetic is all that keeps them apart."""
+        """Whether the two sides are quantized differently. If not, they differ by arithmetic alone."""
         return not torch.equal(self.trainer[self.mask], self.rollout[self.mask])
 
 
@@ -94,9 +93,9 @@ def predict(
 ) -> Prediction:
     """Emulate trainer and rollout of a Hugging Face model on these tokens, padded on the right.
 
-    ``mask`` says which tokens count (all but the first where not given). ``activations`` says whether the engine's
-    kernels quantize activations: True for FP8 kernels on GPUs, False for vLLM's on CPUs. ``progress`` is called three
-    times for each layer.
+    ``mask`` says which tokens count; by default all but the first. ``activations`` says whether the engine's kernels
+    quantize activations: True for FP8 kernels on GPUs, False for vLLM's on CPUs. ``progress`` is called three times for
+    each layer. Raises PrecisionError if :func:`log_probs` cannot emulate the model.
     """
     if mask is None:
         mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -122,6 +121,7 @@ class Check:
 
     @property
     def side(self) -> str:
+        """``below``, ``inside`` or ``above`` the band."""
         return self.band.side(self.observed)
 
 
@@ -146,17 +146,16 @@ class Verdict:
 
     @property
     def only_scales(self) -> bool:
-        """Whether all weights are known, and other scales than the contract's are all that is strange about them."""
+        """Whether scales other than the contract's are the only difference between the weights."""
         return bool(self.differences) and not self.layers
 
     def severity(self, check: Check) -> str:
-        """How grave it is that a check left its band: a residual that other scales explain is a warning, as they
-        are."""
+        """Return the severity of a check above its band: a warning for a residual that other scales explain."""
         return "warning" if check.name == RESIDUAL and self.only_scales else "error"
 
     @property
     def fired(self) -> bool:
-        """Whether something is broken."""
+        """Whether weights are wrong, or a check lies above its band with the severity of an error."""
         return bool(self.layers) or any(
             check.side == "above" and self.severity(check) == "error" for check in self.checks
         )
@@ -168,11 +167,11 @@ class Verdict:
 
     @property
     def findings(self) -> tuple[Problem, ...]:
-        """Everything to be said: of the checks, then of the weights."""
+        """All findings: first those of the checks, then those of the weights."""
         return (*_of_checks(self), *self.differences)
 
     def problems(self) -> list[tuple[str, Problem]]:
-        """The findings as pairs, for those who read them so; goes with the next release."""
+        """Return (severity, finding) pairs. Deprecated: ``findings`` has both."""
         warnings.warn(
             "Verdict.problems() is Verdict.findings now, whose rows hold their severity.",
             DeprecationWarning,
@@ -181,13 +180,13 @@ class Verdict:
         return [(found.severity, found) for found in self.findings]
 
     def require(self) -> Verdict:
-        """The same verdict, or an error with everything that is broken."""
+        """Return the verdict; raise PrecisionError with all findings that are errors if the gate fired."""
         if self.fired:
             raise PrecisionError(found for found in self.findings if found.severity == "error")
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The verdict as plain values, for JSON."""
+        """Return the verdict as plain values, for JSON."""
         return {
             "fired": self.fired,
             "false_positives": self.false_positives,
@@ -209,14 +208,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gate:
-    """Thresholds of the mismatch gate."""
+    """Thresholds of the mismatch gate. Raises PrecisionError if they make no sense."""
 
     false_positives: float = 1e-3
     """The chance to fire on sound weights, at most."""
     factor: float = 1.15
-    """By how much the distance may be off its prediction."""
+    """The factor by which the distance may differ from its prediction, beyond its scatter."""
     residual_factor: float = 1.5
-    """By how much the residual may be."""
+    """The factor by which the residual may differ from its prediction, beyond its scatter."""
 
     def __post_init__(self) -> None:
         if not 1e-9 <= self.false_positives <= 0.1 or self.factor < 1 or self.residual_factor < 1:
@@ -237,10 +236,12 @@ class Gate:
         held: Mapping[str, Held] | None = None,
         previous: Weights | None = None,
     ) -> Verdict:
-        """Hold observed log-probs against the prediction.
+        """Compare observed log-probs with the prediction.
 
-        With ``tokens``, those of ``pair``, the residual is checked where they are the prediction's. With ``weights``
-        (the trainer's) and ``held`` (the engine's), the weights are compared by name; see :func:`compare_weights`.
+        ``tokens`` are those of ``pair``; if they are the prediction's, the residual is checked, too. ``weights`` (the
+        trainer's), ``held`` (the engine's) and ``previous`` are compared by :func:`compare_weights`.
+
+        Raises PrecisionError for ``held`` without ``weights``, or if no band can be drawn.
         """
         same = (
             tokens is not None
@@ -274,7 +275,7 @@ class Gate:
         )
 
 
-# ---------------------------------------------------------------------- in words
+# ---------------------------------------------------------------------- findings
 
 _NAME_THEM = (
     "Pass held=, fingerprints or weights read back from the engine, and the gate names the layers; push again with "

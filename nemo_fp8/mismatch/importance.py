@@ -1,18 +1,19 @@
-"""Importance-sampling weights: what makes a policy loss on rollout's tokens one of the trainer's policy.
+"""Compute importance-sampling weights, which correct a policy loss on the rollout's tokens for the trainer's policy.
 
     w = p_trainer / p_rollout = exp(t - g)
 
-of each token, or of each sequence as exp(sum (t - g)) (``sequence_level_importance_ratios``, GSPO). Three ways, under
-NeMo RL's names, to keep a few wild ratios from deciding the step:
+for each token, or exp(sum (t - g)) for each sequence (``sequence_level_importance_ratios``, GSPO). Three methods, under
+NeMo RL's names, keep a few very large ratios from deciding the step:
 
-    tis            w clamped to [ratio_min, ratio], ratio_min being 0 where not given
-    icepop         w where it lies in [ratio_min, ratio], else 0                          usual bounds 0.5 and 5
-    seq-mask-tis   w of each token, untruncated, where the sequence's geometric mean
+    tis            w clamped to [ratio_min, ratio]; ratio_min is 0 if not given
+    icepop         w if it lies in [ratio_min, ratio], else 0                             usual bounds 0.5 and 5
+    seq-mask-tis   w of each token, not truncated, if the sequence's geometric mean
                    exp(mean (t - g)) lies in [ratio_min, ratio], else 0 for all of it     usual bounds 0.999 and 1.002
 
-Clamping keeps every token and biases the loss a little; filtering is free of wild tokens and blind to them; masking
-whole sequences is the strictest, and FP8 noise alone throws many away at its usual bounds (``is_oob_ratio`` says how
-many). A ratio that FP32 cannot hold counts as 0. Weights carry no gradient; outside of the mask they are 0.
+Clamping keeps every token, and biases the loss a little. Filtering removes the tokens with large ratios, which then
+teach nothing. Masking whole sequences is the strictest: at its usual bounds FP8 noise alone removes many
+(``is_oob_ratio`` says how many). A ratio that FP32 cannot hold counts as 0. Weights carry no gradient, and are 0
+outside of the mask.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ TYPES = ("tis", "icepop", "seq-mask-tis")
 
 @dataclass(frozen=True)
 class Weights:
-    """One factor for each token's loss, and which ratios were out of bounds."""
+    """A factor for the loss of each token, and which ratios were out of bounds."""
 
     values: torch.Tensor
     """[sequences, tokens] in FP32, 0 outside of the mask."""
     out_of_bounds: torch.Tensor | None
-    """[sequences, tokens], or [sequences] where whole sequences are judged; None without truncation."""
+    """[sequences, tokens], or [sequences] if whole sequences are masked; None without truncation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSampling:
-    """The correction, under the keys of NeMo RL's ``loss_fn``; ``ImportanceSampling.of(loss_fn)`` takes them from
-    there."""
+    """The settings of the correction, under the keys of NeMo RL's ``loss_fn``.
+
+    Raises PrecisionError if they contradict each other.
+    """
 
     use_importance_sampling_correction: bool = True
     """False leaves every weight at 1."""
@@ -60,14 +63,13 @@ class ImportanceSampling:
 
     @classmethod
     def of(cls, loss_fn: Mapping[str, Any]) -> ImportanceSampling:
-        """From NeMo RL's ``loss_fn`` section, whose other keys say nothing about this; its correction is off unless
-        asked for."""
+        """Return the settings in NeMo RL's ``loss_fn`` section, where the correction is off by default."""
         mine = {f.name: loss_fn[f.name] for f in fields(cls) if f.name in loss_fn}
         return cls(**{"use_importance_sampling_correction": False, **mine})
 
     @torch.no_grad()
     def weights(self, pair: LogProbs) -> Weights:
-        """The factor of each token's loss."""
+        """Return the weights for these log-probs."""
         if not self.use_importance_sampling_correction:
             return Weights(pair.mask.float(), None)
         w = ratios(pair, sequence_level=self.sequence_level_importance_ratios)
@@ -94,7 +96,7 @@ def ratios(pair: LogProbs, *, sequence_level: bool = False) -> torch.Tensor:
 
 
 def geometric_mean(pair: LogProbs) -> torch.Tensor:
-    """``exp(mean (t - g))`` of each sequence; 1 where it holds no token."""
+    """Return ``exp(mean (t - g))`` of each sequence; 1 for a sequence without tokens."""
     return (pair.log_ratio.sum(1) / pair.mask.sum(1).clamp_min(1)).exp()
 
 

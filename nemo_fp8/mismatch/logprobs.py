@@ -1,15 +1,15 @@
-"""The log-probs of the same sampled tokens as the trainer and as the rollout sees them: checked once, then trusted.
+"""Hold the log-probs of the same sampled tokens from trainer and rollout, checked once.
 
     pair = LogProbs(trainer, rollout, mask)        each [sequences, tokens]; mask is 1 on sampled tokens
 
 Column t of both sides is the log-prob of token t. (NeMo RL keeps a first column for the token that nothing predicts,
-and cuts it off before it computes anything; do the same, or leave it out of the mask.) Everything is kept in FP64:
-a sum over a long sequence loses nothing, and a ratio overflows only where FP32 has long been infinite.
+and cuts it off before it computes anything; do the same, or leave it out of the mask.) Everything is kept in FP64, so
+that a sum over a long sequence loses nothing, and a ratio overflows much later than in FP32.
 
-What is not a log-prob under the mask is refused: NaN, +inf, anything above zero, types narrower than FP32 (a BF16
-log-prob of -10 is off by up to 0.03, more than what is measured here). -inf is a log-prob: a token that top-k or
-top-p filtering took away on one side. It is refused too, unless ``infinite="drop"`` takes such tokens out of the
-mask and counts them. NeMo RL puts 0 in their place, which its own comments call unclean, since 0 means probability 1.
+Values under the mask that are no log-probs are refused: NaN, +inf, and anything above zero. So are types narrower than
+FP32: a BF16 log-prob of -10 is off by up to 0.03, more than the differences measured here. -inf is a log-prob: a token
+that top-k or top-p filtering removed on one side. It is refused, too, unless ``infinite="drop"``, which takes such
+tokens out of the mask and counts them. NeMo RL replaces them by 0, which means probability 1.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ import torch
 from nemo_fp8.errors import PrecisionError, unknown
 
 INFINITE = ("refuse", "drop")
-# Rounding may lift the log-prob of a certain token above zero by this much.
+# Rounding may put the log-prob of a token of probability 1 above zero, by at most this much.
 _ABOVE_ZERO = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:
-    """Both sides of the same tokens; a single sequence may be given without its first dimension."""
+    """The log-probs of both sides. A single sequence may be given without its first dimension.
+
+    Raises PrecisionError if shapes, types or values are not as the module says.
+    """
 
     trainer: torch.Tensor
     """[sequences, tokens] in FP64; 0 outside of the mask."""
     rollout: torch.Tensor
     mask: torch.Tensor = None  # type: ignore[assignment]
-    """[sequences, tokens] of booleans, all True where not given: the sampled tokens of samples that count."""
+    """[sequences, tokens] of booleans: the sampled tokens of samples that count. All True if not given."""
     sample_mask: torch.Tensor = None  # type: ignore[assignment]
-    """[sequences] of booleans: which samples count; those that hold any token where not given."""
+    """[sequences] of booleans: which samples count. If not given, those with any token in the mask."""
     infinite: str = field(default="refuse", kw_only=True)
     dropped: int = field(default=0, init=False)
-    """How many tokens were taken out of the mask, for a log-prob of -inf."""
+    """The number of tokens that were taken out of the mask since their log-prob is -inf."""
 
     def __post_init__(self) -> None:
         if self.infinite not in INFINITE:
@@ -85,12 +88,12 @@ class LogProbs:
 
     @property
     def tokens(self) -> int:
-        """How many tokens count."""
+        """The number of tokens that count."""
         return int(self.mask.sum())
 
     @property
     def sequences(self) -> int:
-        """How many samples count."""
+        """The number of samples that count."""
         return int(self.sample_mask.sum())
 
 

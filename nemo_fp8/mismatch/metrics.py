@@ -1,4 +1,4 @@
-"""How far trainer and rollout are apart, under NeMo RL's names and by NeMo RL's formulas.
+"""Measure how far trainer and rollout are apart, under NeMo RL's names and by NeMo RL's formulas.
 
 With t and g the trainer's and the rollout's (generation's) log-prob of a sampled token, d = t - g, and means over the
 tokens of the mask (``ClippedPGLossFn`` of NVIDIA-NeMo/RL, ``nemo_rl/algorithms/loss/loss_functions.py``):
@@ -7,17 +7,17 @@ tokens of the mask (``ClippedPGLossFn`` of NVIDIA-NeMo/RL, ``nemo_rl/algorithms/
     gen_kl_error               mean KL(g || t):  k1 -d,  k2 d**2 / 2,  k3 exp(d) - 1 - d
     policy_kl_error            mean KL(t || g):  the same of -d
     js_divergence_error        mean (k3(t || m) + k3(g || m)) / 2,  m = log((exp(t) + exp(g)) / 2)
-    sampling_importance_ratio  mean exp(d); of sequences, exp(sum d), where the correction is one of sequences
-    is_oob_ratio               the share of tokens or sequences whose ratio lies out of the correction's bounds
+    sampling_importance_ratio  mean exp(d), or mean exp(sum d) of sequences if the correction is one of sequences
+    is_oob_ratio               the share of tokens or sequences whose ratio is out of the correction's bounds
 
 ``kl_type`` is ``reference_policy_kl_type`` in NeMo RL, k3 by default. The terms of the JS divergence add up to
-log cosh(d / 2), the form used here: it neither underflows for improbable tokens (NeMo RL's FP32 mixture is log 0 below
--104) nor loses its digits near d = 0. It is a sampled estimate, so a single token may exceed log 2; it is at most
-|d| / 2. The ratio is the raw one, whatever the correction truncates, as NeMo RL documents it now; older releases
+log cosh(d / 2), which is used here: it does not underflow for improbable tokens (NeMo RL's FP32 mixture is log 0 below
+-104), and does not lose digits near d = 0. It is a sampled estimate, so a single token may exceed log 2; it is at most
+|d| / 2. The ratio is the raw one, even if the correction truncates, as NeMo RL documents it now; older releases
 averaged the truncated weights. A ratio that FP32 cannot hold counts as 0, as in NeMo RL.
 
-NeMo RL divides by the count plus 1e-8, which FP32 rounds away from one token on. Its zero for no tokens at all is
-refused here, unless a global count says that this is one micro-batch of several, whose results add up.
+NeMo RL divides by the count plus 1e-8, which FP32 rounds away if there is any token. For no tokens NeMo RL returns
+zero; here that is an error, unless a global count says that this is one micro-batch of several, whose results add up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.mismatch.importance import ImportanceSampling, ratios
 from nemo_fp8.mismatch.logprobs import LogProbs
 
-# The estimators of KL(p || q) from samples of p, of r = log q - log p (Schulman 2020).
+# Estimators of KL(p || q) from samples of p, as functions of r = log q - log p (Schulman 2020).
 KL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda r: -r,
     "k2": lambda r: r.square() / 2,
@@ -40,7 +40,7 @@ _LOG2 = 0.6931471805599453
 
 
 def js_divergence(d: torch.Tensor) -> torch.Tensor:
-    """log cosh(d / 2), without overflow."""
+    """Return log cosh(d / 2), without overflow."""
     half = d.abs() / 2
     # Near zero, half**2 / 2 - half**4 / 12; elsewhere the logarithms do not cancel.
     return torch.where(
@@ -49,7 +49,10 @@ def js_divergence(d: torch.Tensor) -> torch.Tensor:
 
 
 def token_errors(pair: LogProbs, kl_type: str = "k3") -> dict[str, torch.Tensor]:
-    """What each token adds to the four error metrics, [sequences, tokens]; meaningless outside of the mask."""
+    """Return each token's part of the four error metrics, [sequences, tokens]; meaningless outside of the mask.
+
+    Raises PrecisionError if ``kl_type`` is not k1, k2 or k3.
+    """
     if kl_type not in KL:
         raise PrecisionError([unknown("kl_type", kl_type, KL)])
     d = pair.log_ratio
@@ -69,10 +72,12 @@ def metrics(
     global_tokens: int | None = None,
     global_sequences: int | None = None,
 ) -> dict[str, float]:
-    """The metrics as plain numbers, under the names that NeMo RL logs.
+    """Return the metrics as plain numbers, under the names that NeMo RL logs.
 
-    ``is_oob_ratio`` is there where ``importance`` truncates. ``global_tokens`` and ``global_sequences`` are the counts
-    of the whole batch, where ``pair`` is a part of it: the parts' metrics add up to those of the whole.
+    ``is_oob_ratio`` is among them only if ``importance`` truncates. If ``pair`` is a part of a batch, give
+    ``global_tokens`` and ``global_sequences``, the counts of the whole: the metrics of the parts then add up.
+
+    Raises PrecisionError if there are no tokens, or a global count is less than that of the part.
     """
     importance = importance or ImportanceSampling()
     if pair.tokens == 0 and global_tokens is None:

@@ -1,21 +1,21 @@
-"""Which weights of an engine are not those of the trainer, and what happened to each: told by their fingerprints.
+"""Find the weights of an engine that are not the trainer's, and what happened to each.
 
 Given are the trainer's weights and what the engine holds, both by Hugging Face name. The reference is what
-:mod:`nemo_fp8.numerics` makes of the trainer's weights under the contract. Where the engine holds something else, the
-accidents that are known are tried one after the other, each being what the engine would hold after it:
+:mod:`nemo_fp8.numerics` makes of the trainer's weights under the contract. If the engine holds something else, it is
+compared with what it would hold after each of the known accidents:
 
-    missing          nothing is known of the tensor
+    missing          the engine reports nothing about the tensor
     zeroed           codes of the reference with scales of zero; scales that are zero, infinite or NaN
-    swapped          the reference of another tensor of the same shape, say gate for up
+    swapped          the reference of another tensor of the same shape, such as gate for up
     stale            the reference of the weights before the last push
     scales           the reference under the other scale convention (FP32 or powers of two): right to FP8's precision
     differs          none of these
 
 Each is a row of :data:`nemo_fp8.findings.RULES`, ``weight-missing`` to ``weight-scales``.
 
-What the engine holds may be told as codes and scales, as values where it is not in FP8, or as a fingerprint, whole or
-by the parts that tensor-parallel workers hold, as in the receipt of a push. So a name costs sixteen digits, and the
-answer is the same.
+What the engine holds may be given as codes and scales, as values if it is not in FP8, or as fingerprints, of the whole
+tensor or of the parts that tensor-parallel workers hold, as in the receipt of a push. Sixteen digits for a tensor give
+the same answer as its bytes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
 def reference(
     weights: Weights, precision: Precision, layers: int | None = None, *, side: str = "rollout"
 ) -> Iterator[tuple[str, Quantized]]:
-    """What is held in FP8 under the contract, tensor by tensor: the codes and scales that every worker must have.
+    """Yield the name, codes and scales of every tensor that the contract stores in FP8, as workers must have them.
 
-    ``side="train"`` gives the trainer's own FP8 weights where the contract trains in FP8.
+    ``layers`` is the number of decoder layers, found from the names if not given. ``side="train"`` yields the trainer's
+    own FP8 weights; nothing, if the contract does not train in FP8.
     """
     operand = precision.operand("weight", side)
     if operand is None:
@@ -62,9 +63,9 @@ def reference(
 def sides_apart(
     weights: Weights, precision: Precision, layers: int | None = None
 ) -> Iterator[tuple[str, float, float]]:
-    """Tensor by tensor, the shares of codes and of values in which the trainer's FP8 copy and the rollout's differ.
+    """Yield for each tensor the shares of codes and of values in which the trainer's FP8 copy and the rollout's differ.
 
-    Where :func:`nemo_fp8.check` says that the values are equal but for underflow, the second share is that underflow.
+    If :func:`nemo_fp8.check` says that the values are equal but for underflow, the second share is that underflow.
     """
     both = (reference(weights, precision, layers, side=side) for side in ("train", "rollout"))
     for (name, ours), (_, theirs) in zip(*both, strict=False):  # a side without FP8 has no copy
@@ -74,7 +75,7 @@ def sides_apart(
 
 
 def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor; a checkpoint on disk knows them without reading one."""
+    """Return the shape of every tensor; from a checkpoint on disk without reading any."""
     known = getattr(weights, "shapes", None)
     return known() if callable(known) else {name: tuple(t.shape) for name, t in weights.items()}
 
@@ -87,10 +88,10 @@ def compare_weights(
     layers: int | None = None,
     previous: Weights | None = None,
 ) -> list[Problem]:
-    """Every tensor in which the engine differs from the trainer's ``weights``, in their order; ``where`` is its name.
+    """Return a problem for every tensor in which the engine differs from ``weights``; ``where`` is its name.
 
-    Tensors outside of FP8 are compared where ``held`` tells of them. ``previous`` are the weights of the push before,
-    by which what is stale is known.
+    ``held`` is what the engine holds. Tensors that are not in FP8 are compared only if they are in it. ``previous`` are
+    the weights of the push before, which stale tensors are compared with.
     """
     found = []
     quantized = set()
@@ -108,7 +109,7 @@ def compare_weights(
 
 
 def kind_of(different: Problem) -> str:
-    """What happened to a weight, in one word: ``zeroed`` of a ``weight-zeroed``."""
+    """Return what happened to a weight, in one word: ``zeroed`` for the code ``weight-zeroed``."""
     return different.code.removeprefix("weight-")
 
 
@@ -120,10 +121,10 @@ Candidate = tuple[str, str, Callable[[], "Quantized | torch.Tensor"]]
 
 
 def told_by(receipt: Any) -> dict[str, Held]:
-    """What a push's receipt, or its ``to_dict()``, tells of the weights in the engine.
+    """Return what the engine holds according to a push's receipt, or its ``to_dict()``.
 
-    KV-cache scales are no weights of a checkpoint. A tensor whose blocks straddle a cut has codes of its own in every
-    layout: it is there, and nothing can be said of it.
+    KV-cache scales are left out, since they are no weights. A tensor whose blocks straddle a cut has other codes than
+    the reference; it has no fingerprints here, so it is not compared.
     """
     if not isinstance(receipt, Mapping):
         receipt = receipt.to_dict()
@@ -135,7 +136,7 @@ def told_by(receipt: Any) -> dict[str, Held]:
 
 
 class _Search:
-    """Finds the accident after which a tensor would look as it does."""
+    """Finds the accident that explains what the engine holds of a tensor."""
 
     def __init__(self, weights: Weights, precision: Precision, previous: Weights | None) -> None:
         self.weights, self.previous = weights, previous or {}
@@ -143,6 +144,7 @@ class _Search:
         self.operand = precision.operand("weight", "rollout")
 
     def explain(self, name: str, expected: Quantized | torch.Tensor, held: Held) -> Problem:
+        """Return the problem for a tensor that is not as expected, with the accident that explains it."""
         bad = _bad_scales(held)
         if bad:
             return _different(name, "zeroed", bad)
@@ -168,7 +170,7 @@ class _Search:
             yield "swapped", f"it holds {twin}", lambda twin=twin: self._like(expected, self.weights[twin])  # type: ignore[misc]
 
     def _twins(self, name: str) -> list[str]:
-        """Tensors that could be taken for this one: of its shape, in its layer or at its place in another one."""
+        """Return the tensors that may have been swapped with this one: of its shape, in its layer or of its name."""
         mine = place(name)
         same = [other for other, shape in self.shapes.items() if other != name and shape == self.shapes[name]]
         near = [other for other in same if place(other).layer == mine.layer]
@@ -188,7 +190,7 @@ _OTHER = {"fp32": "pow2", "pow2": "fp32"}
 
 
 def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
-    """Whether what is held is the same bytes, told as tensors or as fingerprints."""
+    """Whether the engine holds the expected bytes; ``held`` is tensors or fingerprints."""
     mine = _tensors(expected)
     if isinstance(held, str):
         return held == fingerprint(*mine)
@@ -201,9 +203,8 @@ def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    mine, theirs = (
-        t.to(a.device).contiguous().view(-1).view(torch.uint8) for t in (a, b)
-    )  # a scalar has no bytes to view
+    # A scalar cannot be viewed as bytes, a vector can.
+    mine, theirs = (t.to(a.device).contiguous().view(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(mine, theirs)
 
 
@@ -214,7 +215,10 @@ def _tensors(held: Quantized | tuple[torch.Tensor, torch.Tensor] | torch.Tensor)
 
 
 def _cut(whole: Quantized | torch.Tensor, part: str) -> tuple[torch.Tensor, ...]:
-    """The part of a tensor, and of its scales, that a worker holds; ``0:128,0:256``, or ``whole``."""
+    """Return the part of a tensor, and of its scales, that a worker holds.
+
+    ``part`` is a name as receipts have it: ``0:128,0:256``, ``whole``, or the sizes, strides and offset of a view.
+    """
     tensors = _tensors(whole)
     if part == "whole":
         return tensors
@@ -236,12 +240,12 @@ def _cut(whole: Quantized | torch.Tensor, part: str) -> tuple[torch.Tensor, ...]
         return (cut,)
     if whole.block is None:
         return cut, whole.scale_inv
-    tile = (*(1 for _ in whole.shape[:-2]), *whole.block)  # of a stack of matrices each one has blocks of its own
+    tile = (*(1 for _ in whole.shape[:-2]), *whole.block)  # blocks do not extend over two matrices of a stack
     scales = whole.scale_inv.reshape(*whole.shape[:-2], -1, whole.scale_inv.shape[-1])
     return cut, scales[tuple(slice(start // n, -(-stop // n)) for (start, stop), n in zip(box, tile, strict=True))]
 
 
-# ---------------------------------------------------------------------- in words
+# ---------------------------------------------------------------------- details of a problem
 
 
 def _bad_scales(held: Held) -> str:

@@ -1,5 +1,5 @@
-"""Proof that a person can look at: tables, plots, and one HTML file that needs nothing but itself.
+"""Show results to people: tables and plots in one HTML file that loads nothing from elsewhere.
 
-``page`` writes the file, ``figures`` draws for it, ``inspect`` measures what FP8 does to a checkpoint. The package
-itself imports nothing heavy, so that the command line stays light.
+``page`` writes the file and ``figures`` draws for it; each ``*_page`` lays out one kind of result. The package itself
+imports nothing heavy, so that the command line stays light.
 """

@@ -1,11 +1,10 @@
-"""``nemo-fp8 compare``: one recipe trained under several precisions from the same seeds on the same data, and what came
-of it.
+"""``nemo-fp8 compare``: train a recipe under several precisions with the same seeds and data, and compare the results.
 
     gap = (loss - loss of BF16) / loss of BF16        loss: mean over the last tenth of the steps
 
-Each run has processes of its own (:mod:`nemo_fp8.experiments.trial`), one after the other, so that step times can be
-compared. The gap is taken seed by seed against the first precision without FP8, and the noise of the gap is shown
-beside it: its extremes over the seeds.
+Runs are trained one after the other, each in its own processes (:mod:`nemo_fp8.experiments.trial`), so that step times
+can be compared. The gap is taken for each seed against the first precision without FP8. Its extremes over the seeds are
+shown as its noise.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """The mean over the last tenth of the steps, at least one."""
+        """The mean loss over the last tenth of the steps, at least one."""
         return mean(self.outcome.losses[-max(1, len(self.outcome.losses) // 10) :])
 
     @property
     def step_seconds(self) -> float:
-        """The median step, the first tenth left out: it builds and warms up."""
+        """The median seconds of a step, without the first tenth of the steps, in which things are built."""
         return median(self.outcome.seconds[len(self.outcome.seconds) // 10 :])
 
 
@@ -52,20 +51,20 @@ class Comparison:
 
     @property
     def precisions(self) -> list[Precision]:
-        """Each once, in the order in which they were given."""
+        """The precisions of the runs, each once, in the order of the runs."""
         return list({run.precision.name: run.precision for run in self.runs}.values())
 
     @property
     def baseline(self) -> Precision | None:
-        """What the others are compared with: the first precision without FP8."""
+        """The first precision without FP8, with which the others are compared; None if all have FP8."""
         return next((p for p in self.precisions if not p.is_fp8), None)
 
     def of(self, precision: Precision) -> list[Run]:
-        """The runs of one precision, one for each seed."""
+        """Return the runs of a precision, one for each seed."""
         return [run for run in self.runs if run.precision.name == precision.name]
 
     def gaps(self, precision: Precision) -> list[float]:
-        """The gap to the baseline in % for each seed; empty without a baseline."""
+        """Return the gap to the baseline in % for each seed; empty without a baseline."""
         if self.baseline is None:
             return []
         return [
@@ -74,7 +73,7 @@ class Comparison:
         ]
 
     def summary(self, precision: Precision) -> dict[str, Any]:
-        """One precision's numbers over all seeds."""
+        """Return a precision's numbers over all seeds."""
         runs, gaps = self.of(precision), self.gaps(precision)
         seconds = mean(run.step_seconds for run in runs)
         base = None if self.baseline is None else mean(run.step_seconds for run in self.of(self.baseline))
@@ -90,7 +89,7 @@ class Comparison:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as plain values, for JSON."""
+        """Return the comparison as plain values, for JSON."""
         return {
             "recipe": self.recipe,
             "steps": self.steps,
@@ -110,9 +109,10 @@ def run_comparison(
     keep: Path | None = None,
     on_run: Callable[[Precision, int], OnStep] | None = None,
 ) -> Comparison:
-    """Train every precision with every seed; ``on_run`` is told of each run, and what it gives is told of each step.
+    """Train every precision with every seed.
 
-    ``keep`` is a folder: the last checkpoint of each run goes into it, as ``PRECISION-seedSEED``.
+    ``on_run`` is called for each run, and returns a function that is called for each step. ``keep`` is a folder for the
+    last checkpoint of each run, as ``PRECISION-seedSEED``.
     """
     names = [precision.name for precision in precisions]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -122,7 +122,7 @@ def run_comparison(
             "Give each a name=.",
         )
     runs = []
-    for seed in seeds:  # seed by seed, so that a slow spell of the machine falls on all precisions
+    for seed in seeds:  # seeds outside, so that a time in which the machine is slow hits all precisions
         for precision in precisions:
             kept = None if keep is None else str(keep / f"{precision.name}-seed{seed}")
             trial = Trial(recipe, precision, steps=steps, seed=seed, ranks=ranks, every=every, keep=kept)

@@ -15,7 +15,7 @@ METRICS = (("snr_db", "SNR in dB"), ("underflow_percent", "underflow in %"), ("s
 
 
 def comparison_page(comparison: Comparison) -> Page:
-    """The page; ``comparison_page(c).write("report.html")`` writes it."""
+    """Return the page of a comparison; ``comparison_page(c).write("report.html")`` writes it."""
     seeds = list(dict.fromkeys(run.seed for run in comparison.runs))
     page = Page(f"FP8 compare: {comparison.recipe}", f"{comparison.steps} steps, seeds {', '.join(map(str, seeds))}")
     _overview(page, comparison)
@@ -99,7 +99,7 @@ def _gaps(page: Page, comparison: Comparison, seeds: list[int]) -> None:
 
 
 def _statistics(page: Page, comparison: Comparison) -> None:
-    """What the monitor measured last, of the first seed."""
+    """Add the monitor's last measurements of the runs with the first seed."""
     watched = [p for p in comparison.precisions if comparison.of(p)[0].outcome.statistics]
     if not watched:
         return

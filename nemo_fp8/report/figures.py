@@ -1,4 +1,4 @@
-"""Plots for a page: one look, one colour for each recipe, readable on a light and on a dark page.
+"""Draw plots for a page: one style, one colour for each recipe, readable on a light and on a dark page.
 
     with drawing(8, 3) as (figure, axes):
         for line in lines([("bf16", "bf16"), ("blockwise fp32", "blockwise")]):
@@ -6,10 +6,10 @@
         legend(figure, axes)
     page.figure(figure, "What it shows.")
 
-A figure becomes inline SVG. Its text and frames are drawn in placeholder colours that are then replaced by the CSS
-variables of the page, so that they follow the reader's light or dark setting; a recipe's colour has enough contrast
-on both. The colours are Okabe and Ito's, which colour-blind people tell apart; two variants of one recipe have its
-colour and differ in dash and marker, so nothing hangs on hue alone.
+A figure becomes inline SVG. Its text and frames are drawn in placeholder colours, which are then replaced by the CSS
+variables of the page, so that they follow the reader's light or dark setting. A recipe's colour has enough contrast on
+both. The colours are Okabe and Ito's, which colour-blind people can tell apart. Two variants of a recipe have the same
+colour and differ in dash and marker, so no information is in the hue alone.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ COLORS = {
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D")
 
-# What a figure is drawn in -> the CSS variable of the page that takes its place.
+# Placeholder colours, and below the CSS variables of the page that replace them.
 INK, MUTED, RULE, PAPER = "#010203", "#040506", "#070809", "#0a0b0c"
 _VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", RULE: "var(--rule)", PAPER: "var(--paper)"}
 _POINTS_TO_PIXELS = 4 / 3
 
 _LOOK = {
-    "svg.fonttype": "none",  # text stays text: small, sharp, and found by the browser's search
+    "svg.fonttype": "none",  # text stays text, which is small and sharp, and which the browser's search finds
     "font.family": "sans-serif",
     "font.size": 9,
     "text.color": INK,
@@ -74,12 +74,12 @@ _LOOK = {
 
 
 def recipe_of(precision: Precision) -> str:
-    """The name under which a contract has its colour: its scaling, or ``bf16`` where nothing runs in FP8."""
+    """Return the name by which :func:`color` finds a contract's colour: its scaling, or ``bf16`` without FP8."""
     return precision.scaling or "bf16"
 
 
 def color(recipe: str) -> str:
-    """The colour of a recipe, everywhere the same."""
+    """Return the colour of a recipe; raise PrecisionError if it has none."""
     if recipe not in COLORS:
         raise PrecisionError([unknown("recipe", recipe, COLORS)])
     return COLORS[recipe]
@@ -87,15 +87,14 @@ def color(recipe: str) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """How one line of a plot looks; ``style`` are keywords of ``axes.plot``."""
+    """The label and the style of a line; ``style`` are keywords of ``axes.plot``."""
 
     label: str
     style: dict[str, Any]
 
 
 def lines(series: Iterable[tuple[str, str]]) -> list[Line]:
-    """Styles for (label, recipe) pairs: the recipe's colour, and another dash and marker for each further line of
-    it."""
+    """Return styles for (label, recipe) pairs: a recipe's lines share a colour, and differ in dash and marker."""
     seen: Counter[str] = Counter()
     styled = []
     for label, recipe in series:
@@ -108,8 +107,10 @@ def lines(series: Iterable[tuple[str, str]]) -> list[Line]:
 
 @contextmanager
 def drawing(width: float, height: float, rows: int = 1, columns: int = 1, **subplots: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure of so many inches and its axes (always a 2-D array); draw inside of the block. No global figure is
-    made."""
+    """Make a figure of so many inches, and yield it with its axes (a 2-D array); draw while the context lasts.
+
+    The figure is not one of pyplot's, which are global.
+    """
     matplotlib = require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -119,15 +120,15 @@ def drawing(width: float, height: float, rows: int = 1, columns: int = 1, **subp
 
 
 def legend(figure: Any, axes: Any) -> None:
-    """One legend above all axes of a figure, each label once."""
+    """Add one legend above all axes of a figure, with each label once."""
     found = {label: handle for a in axes.flat for handle, label in zip(*a.get_legend_handles_labels(), strict=True)}
     figure.legend(found.values(), found.keys(), loc="outside upper left", ncols=min(len(found), 6), handlelength=2.4)
 
 
 def to_svg(figure: Any, name: str = "") -> str:
-    """A figure as inline SVG in the colours of the page, as wide as the page allows.
+    """Return a figure as inline SVG in the colours of the page, as wide as the page allows.
 
-    Figures of one page have different names, since their clip paths must not share theirs.
+    Give figures of one page different names: their clip paths are named after them.
     """
     matplotlib = require_matplotlib()
     text = io.StringIO()
@@ -139,7 +140,7 @@ def to_svg(figure: Any, name: str = "") -> str:
         svg = svg.replace(placeholder, variable)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     width = figure.get_figwidth() * 72 * _POINTS_TO_PIXELS
-    # Never smaller than text can be read: a narrow screen scrolls the figure sideways.
+    # Never so small that text cannot be read: a narrow screen scrolls the figure sideways.
     style = f'style="width:100%;max-width:{width:.0f}px;min-width:{min(width, 860):.0f}px"'
     return re.sub(
         r'(<svg [^>]*?)width="[^"]*pt"',
@@ -150,7 +151,7 @@ def to_svg(figure: Any, name: str = "") -> str:
 
 
 def require_matplotlib() -> Any:
-    """The module, or the error that says how to get it."""
+    """Return the module matplotlib; raise an error that says how to install it if it is missing."""
     require("report")
     import matplotlib
 

@@ -1,8 +1,8 @@
-"""An inspection as one HTML page: what each recipe costs, where, and what to keep in the compute dtype.
+"""Lay out an inspection as an HTML page: the loss under each recipe by layer and role, and what to keep.
 
-Grids show one number by layer and role, the recipes side by side on one scale of colours; the worst tensors are drawn
-as dots in the recipes' own colours. Cells that a contract keeps in the compute dtype are hatched, cells below the
-threshold are marked, and a cell without anything to show stays empty.
+Grids show one number by layer and role, with the recipes side by side on one scale of colours. The worst tensors are
+dots in the recipes' colours. Cells that a contract keeps in the compute dtype are hatched, cells below the threshold
+are marked, and cells without a number are empty.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from nemo_fp8.report.page import Cell, Column, Page
 
 OPERANDS = {"weight": "Weights", "input": "Inputs", "grad": "Output gradients"}
 MOST_ROWS = 4000
-"""Rows of the table with every number; a browser is slow to sort more."""
+"""The most rows of the table with all numbers; a browser is slow to sort more."""
 MOST_DB = 45.0
-"""Where the colours of an SNR end."""
+"""The SNR at the end of the scale of colours."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One number by layer and role."""
+    """A grid of one number by layer and role."""
 
     title: str
     value: Callable[[Loss], float]
@@ -71,7 +71,7 @@ GRIDS = (
 
 
 def inspection_page(inspection: Inspection, advice: list[Advice], snr: float) -> Page:
-    """The page, ready to be written."""
+    """Return the page of an inspection."""
     rows = inspection.measured()
     operands = [operand for operand in OPERANDS if inspection.measured(operand)]
     weights = inspection.measured("weight")
@@ -191,7 +191,7 @@ def _db(value: float) -> str:
 
 
 def _cells(inspection: Inspection, operand: str) -> tuple[list[str], dict[tuple[str, int | None], list[Row]]]:
-    """The roles there are, and the tensors of each role and layer."""
+    """Return the roles of an operand's tensors, and the tensors of each role and layer."""
     cells: dict[tuple[str, int | None], list[Row]] = defaultdict(list)
     for row in inspection.measured(operand):
         cells[row.place.role, row.place.layer].append(row)
@@ -212,10 +212,10 @@ def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, snr: flo
     shown = [v for v in values.values() if math.isfinite(v) and (v > 0 or not grid.percent)]
     norm: Normalize
     if grid.percent:
-        # Below a thousandth of a percent nobody cares which; the palest colour is enough.
+        # All values below a thousandth of a percent have the palest colour: their differences do not matter.
         norm = LogNorm(1e-3, max([1.0, *shown]), clip=True)
     else:
-        # Nothing is gained above MOST_DB, and one lossless tensor would take all the colours.
+        # Differences above MOST_DB do not matter, and one lossless tensor would take all the colours.
         norm = Normalize(min([snr, *shown]), min(max([snr + 1, *shown]), max(MOST_DB, snr + 1)), clip=True)
     columns = min(len(inspection.recipes), 4 if len(layers) <= 16 else 2 if len(layers) <= 48 else 1)
     lines = -(-len(inspection.recipes) // columns)
@@ -253,7 +253,7 @@ def _panel(
     norm: Any,
     snr: float,
 ) -> Any:
-    """One recipe: a cell for each layer and role."""
+    """Draw the grid of one recipe: a cell for each layer and role."""
     from matplotlib.patches import Rectangle
 
     def value(role: str, layer: int | None) -> float:
@@ -265,7 +265,7 @@ def _panel(
     picture = ax.pcolormesh(table, cmap=colors, norm=norm, edgecolor=figures.PAPER, linewidth=0.8)
     for (role, layer), rows in cells.items():
         x, y = layers.index(layer), roles.index(role)
-        if math.isnan(value(role, layer)):  # nothing to show is not the same as no such tensor
+        if math.isnan(value(role, layer)):  # a tensor without a number, which is not the same as no tensor
             ax.add_patch(
                 Rectangle((x + 0.1, y + 0.1), 0.8, 0.8, facecolor="none", edgecolor=figures.RULE, linewidth=0.7)
             )

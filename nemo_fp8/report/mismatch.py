@@ -1,5 +1,4 @@
-"""What a mismatch looks like, as numbers to be printed and drawn: by metric, by position, in the tail, the worst
-tokens."""
+"""Compute the numbers of a mismatch report: metrics, means by position, the tail, and the worst tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import torch
 from nemo_fp8.mismatch import ImportanceSampling, LogProbs, Prediction, Verdict, metrics
 from nemo_fp8.mismatch.files import Recording
 
-# metric -> what it says, in a line.
+# metric -> its meaning in a line.
 MEANING = {
     "token_mult_prob_error": "mean exp|t - g|",
     "gen_kl_error": "KL(g || t)",
@@ -29,7 +28,7 @@ MEANING = {
 
 @dataclass(frozen=True, eq=False)
 class Mismatch:
-    """One recording, measured; with a verdict where a band was predicted."""
+    """A recording with its metrics, and with the gate's verdict if there is a prediction."""
 
     source: str
     recording: Recording
@@ -52,17 +51,17 @@ class Mismatch:
 
     @property
     def over(self) -> list[tuple[str, float, float]]:
-        """Metrics above the limit that was set for them: name, value, limit."""
+        """The metrics above their limits: name, value, limit."""
         found = self.metrics
         return [(name, found[name], limit) for name, limit in self.limits if not found[name] <= limit]
 
     @property
     def fired(self) -> bool:
-        """Whether the answer is no."""
+        """Whether a metric is above its limit, or the gate fired."""
         return bool(self.over) or (self.verdict is not None and self.verdict.fired)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
+        """Return the report as plain values, for JSON."""
         return {
             "source": self.source,
             "sequences": self.pair.sequences,
@@ -79,7 +78,7 @@ class Mismatch:
 
 
 def quantiles(pair: LogProbs, points: tuple[float, ...] = (0.5, 0.9, 0.99, 0.999, 1.0)) -> dict[str, float]:
-    """Quantiles of |t - g| over all recorded tokens."""
+    """Return quantiles of |t - g| over all recorded tokens."""
     size = torch.sort(pair.log_ratio[pair.mask].abs())[0]
     return (
         {f"{100 * p:g}%": float(size[min(len(size) - 1, math.ceil(p * len(size)) - 1)]) for p in points}
@@ -90,7 +89,7 @@ def quantiles(pair: LogProbs, points: tuple[float, ...] = (0.5, 0.9, 0.99, 0.999
 
 @dataclass(frozen=True)
 class Token:
-    """One token that both sides see otherwise."""
+    """A token with different log-probs on the two sides."""
 
     sequence: int
     position: int
@@ -104,7 +103,7 @@ class Token:
 
 
 def worst(mismatch: Mismatch, count: int = 20) -> list[Token]:
-    """The tokens with the largest |t - g|."""
+    """Return the tokens with the largest |t - g|."""
     pair, tokens = mismatch.pair, mismatch.recording.tokens
     size = pair.log_ratio.abs().masked_fill(~pair.mask, -1.0)
     chosen = size.flatten().topk(min(count, pair.tokens)).indices
@@ -122,7 +121,7 @@ def worst(mismatch: Mismatch, count: int = 20) -> list[Token]:
 
 
 def by_position(pair: LogProbs, bins: int = 60) -> list[tuple[float, float, float]]:
-    """Mean |t - g| by position, with its standard error over sequences; positions in at most so many bins."""
+    """Return the mean |t - g| by position, in at most ``bins`` bins, with its standard error over sequences."""
     found = []
     width = max(1, -(-pair.mask.shape[1] // bins))
     for start in range(0, pair.mask.shape[1], width):
@@ -137,14 +136,14 @@ def by_position(pair: LogProbs, bins: int = 60) -> list[tuple[float, float, floa
 
 
 def tail(pair: LogProbs, most: int = 400) -> tuple[list[float], list[float]]:
-    """The share of tokens with a larger |t - g|, at sizes spread evenly over ranks: (sizes, shares)."""
+    """Return sizes of |t - g| and the shares of tokens with a larger one, at ranks that are spread on a log scale."""
     size = torch.sort(pair.log_ratio[pair.mask].abs(), descending=True)[0]
     ranks = torch.unique(torch.logspace(0, math.log10(max(1, len(size))), most).long().clamp(1, len(size))) - 1
     return size[ranks].tolist(), [(int(rank) + 1) / len(size) for rank in ranks]
 
 
 def sample(pair: LogProbs, most: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens to be drawn one by one: an eighth of them the furthest apart, the others drawn without a choice."""
+    """Return at most ``most`` tokens for a scatter plot: one eighth with the largest |t - g|, the others a sample."""
     t, g = pair.trainer[pair.mask], pair.rollout[pair.mask]
     if len(t) <= most:
         return t, g

@@ -1,5 +1,4 @@
-"""The HTML report of a mismatch: both sides against each other, the ratios, where in a sequence they differ, and the
-tail."""
+"""The HTML report of a mismatch: both sides against each other, ratios, differences by position, and the tail."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from nemo_fp8.report.figures import color, drawing, legend
 from nemo_fp8.report.mismatch import MEANING, Mismatch, by_position, quantiles, sample, tail, worst
 from nemo_fp8.report.page import Cell, Column, Page
 
-# Observed and predicted, in colours that stand for something else on no other page of this kind.
+# The styles of observed and predicted values. No recipe is drawn on this page, so two recipes' colours are free.
 OBSERVED: dict[str, Any] = {"color": color("tensorwise"), "label": "observed"}
 PREDICTED: dict[str, Any] = {"color": color("blockwise"), "label": "predicted", "linestyle": "--"}
 BROKEN, CALM = color("tensorwise"), color("mxfp8")
@@ -20,7 +19,7 @@ SIDES = {"below": "below it", "inside": "inside", "above": "above it"}
 
 
 def mismatch_page(mismatch: Mismatch) -> Page:
-    """The page; ``mismatch_page(m).write("report.html")`` writes it."""
+    """Return the page of a mismatch; ``mismatch_page(m).write("report.html")`` writes it."""
     pair = mismatch.pair
     page = Page("Trainer against rollout", f"{mismatch.source}: {pair.tokens:,} tokens in {pair.sequences:,} sequences")
     _overview(page, mismatch)
@@ -148,7 +147,7 @@ def _tail(page: Page, mismatch: Mismatch, predicted: LogProbs | None) -> None:
     with drawing(9, 3) as (figure, axes):
         for side, style in [(mismatch.pair, OBSERVED), *([(predicted, PREDICTED)] if predicted is not None else [])]:
             sizes, shares = tail(side)
-            least = 1e-3 * max(sizes)  # further left there is nothing but 100%
+            least = 1e-3 * max(sizes)  # further left the share is 100% everywhere
             kept = [(size, 100 * share) for size, share in zip(sizes, shares, strict=True) if size > least]
             if kept:
                 axes[0, 0].plot(*zip(*kept, strict=True), **style)

@@ -1,12 +1,12 @@
-"""One HTML file that holds everything it shows: no style sheet, script, font or image from elsewhere.
+"""Write an HTML file that contains everything it shows: no style sheet, script, font or image from elsewhere.
 
     page = Page("FP8 inspect", "llama-3-8b")
     page.section("Overview").text("Four recipes.").table(("recipe", Column("SNR dB", ".1f")), [("blockwise", 31.6)])
     page.figure(figure, "SNR by layer.").code("keep=['*.router']").write("report.html")
 
-Every call appends and returns the page. All text is escaped; a table can be sorted by a click on a heading; the page
-follows the reader's light or dark setting, prints, and scrolls wide things sideways on a narrow screen. A content
-security policy in the file itself forbids it to load anything.
+Every call appends to the page and returns it. All text is escaped. A click on a heading sorts a table. The page follows
+the reader's light or dark setting, can be printed, and scrolls wide tables and figures sideways on a narrow screen. A
+content security policy in the file forbids it to load anything.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its heading, the format of its numbers, and a sentence that appears over the heading."""
+    """A column of a table: its heading, the format of its numbers, and a tooltip for the heading."""
 
     title: str
     format: str = "g"
@@ -83,7 +83,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell that is more than a text or a number: with a colour's chip before it, or with a text of its own."""
+    """A cell of a table with a patch of colour, or with a text other than its number."""
 
     text: str
     color: str = ""
@@ -91,7 +91,7 @@ class Cell:
 
 
 class Page:
-    """The page as it grows. Sections are listed at its top once there are more than two."""
+    """A page. If it has more than two sections, they are listed at its top."""
 
     def __init__(self, title: str, subtitle: str = "") -> None:
         self.title, self.subtitle = title, subtitle
@@ -118,8 +118,10 @@ class Page:
     def table(
         self, columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], caption: str = "", fold: str = ""
     ) -> Page:
-        """A table that sorts by a click. Cells are texts, numbers, ``Cell`` or None; ``fold`` is the line to unfold it
-        by."""
+        """Append a table that a click on a heading sorts.
+
+        Cells are texts, numbers, ``Cell`` or None. With ``fold`` the table is folded behind a line of that text.
+        """
         heads = [c if isinstance(c, Column) else Column(c) for c in columns]
         body = [list(row) for row in rows]
         numeric = [any(_number(row[i]) is not None for row in body) for i in range(len(heads))]
@@ -137,7 +139,7 @@ class Page:
         return self._add(f"<details><summary>{escape(fold)}</summary>{table}</details>" if fold else table)
 
     def figure(self, figure: Any, caption: str = "") -> Page:
-        """A matplotlib figure (see :func:`nemo_fp8.report.figures.drawing`) as inline SVG."""
+        """Append a matplotlib figure (see :func:`nemo_fp8.report.figures.drawing`) as inline SVG."""
         from nemo_fp8.report.figures import to_svg
 
         label = f'<div class="wide" role="img" aria-label="{escape(caption)}">' if caption else '<div class="wide">'
@@ -145,7 +147,7 @@ class Page:
         return self._add(f"<figure>{label}{to_svg(figure, str(len(self._body)))}</div>{under}</figure>")
 
     def html(self) -> str:
-        """The page as one HTML text."""
+        """Return the page as HTML."""
         links = "".join(f'<a href="#s{i}">{escape(title)}</a> ' for i, title in enumerate(self._sections, 1))
         return "\n".join(
             (
@@ -163,7 +165,7 @@ class Page:
         )
 
     def write(self, path: str | Path) -> Path:
-        """Write the file, and give its path back."""
+        """Write the page to a file; return its path. Raises PrecisionError if it cannot be written."""
         try:
             Path(path).write_text(self.html(), encoding="utf-8")
         except OSError as error:
@@ -200,10 +202,10 @@ def _cell(value: Any, column: Column, numeric: bool) -> str:
 
 
 def _plain(number: str) -> str:
-    """A number that was rounded to zero has no sign."""
+    """Remove the sign of a number that was rounded to zero."""
     return number.removeprefix("-") if not number.strip("-0.") else number
 
 
 def _breakable(text: str) -> str:
-    """A name may go on in the next line after a dot."""
+    """Return a name, escaped, that browsers may break after a dot."""
     return escape(text).replace(".", ".<wbr>")

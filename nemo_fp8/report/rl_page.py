@@ -1,5 +1,4 @@
-"""The HTML report of an RL comparison: accuracy, reward, KL, mismatch of trainer and rollout, and where a step's time
-goes."""
+"""The HTML report of an RL comparison: accuracy, reward, KL, mismatch of trainer and rollout, and the time of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _GATES = {"token_mult_prob_error": 1.05, "gen_kl_error": 0.004}
 
 
 def rl_page(comparison: RlComparison) -> Page:
-    """The page; ``rl_page(c).write("report.html")`` writes it."""
+    """Return the page of an RL comparison; ``rl_page(c).write("report.html")`` writes it."""
     s = comparison.settings
     seeds = list(dict.fromkeys(run.seed for run in comparison.runs))
     way = "one step off-policy" if s.one_step_off else "synchronous"
@@ -133,7 +132,7 @@ def _width(comparison: RlComparison) -> int:
 
 
 def _plot(axis: Any, comparison: RlComparison, value: Callable[[dict[str, Any]], float]) -> None:
-    """One smoothed line for each variant."""
+    """Draw one smoothed line for each variant."""
     for variant, style in _styles(comparison).items():
         runs = comparison.of(variant)
         values = [mean(value(run.steps[i]) for run in runs) for i in range(_common(runs))]

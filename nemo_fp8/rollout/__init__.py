@@ -1,4 +1,4 @@
-"""FP8 rollout on vLLM: the contract carried out in every worker process.
+"""FP8 rollout on vLLM: quantize weights in every worker process as the contract says.
 
 ``engine_args`` turns a contract into arguments for ``vllm.LLM``; the plugin, which vLLM loads in each of its
 processes, quantizes BF16 weights into 128x128 blocks at load and at every push, with the casts of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:  # a type checker that saw this would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
-        """What needs torch, loaded when it is first used."""
+        """Import what needs torch when it is first used."""
         if name in ("Receipt", "Refit"):
             from nemo_fp8.rollout import refit
 

@@ -1,12 +1,13 @@
-"""Who may reach a server: this machine alone, unless there is a token.
+"""Decide who may reach a server: callers on this machine alone, unless there is a token.
 
-Two variables hold one. ``VLLM_API_KEY`` is vLLM's own, for generating and for pushing; ``NEMO_FP8_REFIT_TOKEN`` is for
-pushing alone. What is said of a request here is read from its ASGI scope, with the standard library alone.
+Two environment variables hold a token. ``VLLM_API_KEY`` is vLLM's own, for generating and for pushing;
+``NEMO_FP8_REFIT_TOKEN`` is for pushing alone. The functions here read a request's ASGI scope, with the standard
+library alone.
 
-vLLM's own key guards ``/v1`` and three other paths; ``/invocations``, ``/tokenize`` and whatever a plugin adds stay
-open beside it. :class:`TokenGuard` stands in front of all of them, ``/health`` excepted. It is named on vLLM's command
-line (``--middleware``), which makes it where the server runs; the token comes through ``VLLM_API_KEY``, where no
-process list shows it.
+vLLM's own key guards ``/v1`` and three other paths, and leaves ``/invocations``, ``/tokenize`` and the paths of plugins
+open. :class:`TokenGuard` guards all paths but ``/health`` and ``/ping``. vLLM makes it in the server's process, by its
+name on the command line (``--middleware``). It reads the token from ``VLLM_API_KEY``, since everybody can read a
+process's command line.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ Channel = Callable[..., Awaitable[Any]]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name that is no number is trusted to be none, but for
-    localhost."""
+    """Whether an address is reached from this machine alone. Of names only ``localhost`` counts; none is looked up."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -41,13 +41,13 @@ def is_loopback(host: str) -> bool:
 
 
 def path_of(scope: Mapping[str, Any]) -> str:
-    """The path that was asked for, without the prefix (``--root-path``) that a proxy puts before all of them."""
+    """Return a request's path without the prefix (``--root-path``) that a proxy puts before every path."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def brings(scope: Mapping[str, Any], token: str) -> bool:
-    """Whether a request has ``Authorization: Bearer <token>``. How the scheme is written says nothing, as in HTTP."""
+    """Whether a request has ``Authorization: Bearer <token>``. The case of the scheme does not matter, as in HTTP."""
     scheme, _, brought = _headers(scope).get(b"authorization", b"").partition(b" ")
     return (
         bool(token) and scheme.lower() == b"bearer" and hmac.compare_digest(_digest(brought), _digest(token.encode()))
@@ -55,30 +55,31 @@ def brings(scope: Mapping[str, Any], token: str) -> bool:
 
 
 def is_local(scope: Mapping[str, Any]) -> bool:
-    """Whether a request was made on this machine, and came straight from there.
+    """Whether a request was made on this machine, and did not come through a proxy.
 
-    uvicorn puts what a proxy's header says in the place of the connection's address, and told to trust everybody
-    (``FORWARDED_ALLOW_IPS=*``) it takes anybody's word: so whatever has such a header comes from elsewhere. A page in a
-    browser can reach this machine under a name of its own (DNS rebinding): so Host must be a name of this machine.
+    uvicorn replaces the connection's address by the one in a proxy's header, and believes any sender if
+    ``FORWARDED_ALLOW_IPS=*``. So a request with such a header counts as one from elsewhere. A page in a browser can
+    reach this machine under a name of the page's site (DNS rebinding). So Host must be a name of this machine.
     """
     headers, client = _headers(scope), scope.get("client")
     if any(name in PROXIED or name.startswith(b"x-forwarded-") for name in headers):
         return False
-    if (
-        client is None
-    ):  # a socket in the file system, which has permissions of its own; or a connection that is gone already
+    if client is None:  # a socket in the file system, guarded by its permissions; or a connection that is gone
         server = scope.get("server")
         return server is not None and server[1] is None
     return is_loopback(client[0]) and _is_here(headers.get(b"host", LOOPBACK.encode()))
 
 
 def comes_from_a_page(scope: Mapping[str, Any]) -> bool:
-    """Whether a page in somebody's browser asks: browsers say of which site it is."""
+    """Whether a page in a browser made the request: browsers then send its site as Origin."""
     return b"origin" in _headers(scope)
 
 
 class TokenGuard:
-    """Lets a request through that brings ``Authorization: Bearer <token>``."""
+    """ASGI middleware that answers 401 to requests without ``Authorization: Bearer <token>``.
+
+    The token is that of ``VLLM_API_KEY`` when vLLM makes the object; a KeyError then, if it is not set.
+    """
 
     def __init__(self, app: Callable[[Scope, Channel, Channel], Awaitable[None]]) -> None:
         self.app = app
@@ -100,6 +101,7 @@ class TokenGuard:
 
 
 def _is_here(host: bytes) -> bool:
+    """Whether a Host header names this machine."""
     try:
         name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""
     except ValueError:
@@ -112,5 +114,5 @@ def _headers(scope: Mapping[str, Any]) -> dict[bytes, bytes]:
 
 
 def _digest(token: bytes) -> bytes:
-    """Of one length whatever the token's, so that comparing tells nothing."""
+    """Hash a token to a fixed length, so that the time of a comparison does not tell the token's length."""
     return hashlib.sha256(token).digest()

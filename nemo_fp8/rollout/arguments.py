@@ -1,10 +1,10 @@
-"""The arguments that start an engine under a contract, and the environment that must be there before it.
+"""Make the arguments that start an engine under a contract, and the environment that it needs.
 
     os.environ.update(environment(precision))
     llm = vllm.LLM(model, **engine_args(precision))
 
-:func:`init_fp8` is the same for those who come from NeMo RL: its signature and its keys, without its patches. It
-returns arguments and changes nothing, neither in vLLM nor in this process.
+:func:`init_fp8` does the same for NeMo RL, with the signature and the keys of NeMo RL's function and without its
+patches. It returns arguments and changes nothing, neither in vLLM nor in this process.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ def engine_args(
     kernel: str = "auto",
     machine: Machine | str | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments for ``vllm.LLM`` on a BF16 checkpoint: a contract, or the name of a preset or of a YAML file.
+    """Return keyword arguments for ``vllm.LLM`` on a BF16 checkpoint.
 
-    ``activations="emulated"`` quantizes activations before a kernel that takes BF16 (a CPU's), so that
-    log-probabilities show W8A8; ``kernel="decode"`` multiplies with decoded weights, as a CPU without AMX does by
-    itself.
+    ``precision`` is a contract, or the name of a preset or of a YAML file. ``activations="emulated"`` quantizes
+    activations before a kernel that takes BF16 (a CPU's), so that log-probabilities are those of W8A8.
+    ``kernel="decode"`` multiplies with decoded weights, as a CPU without AMX does anyway. ``machine`` is where the
+    engine will run, a :class:`Machine` or its words; if not given, :func:`engine_machine` finds it if it can.
 
-    What vLLM cannot do on ``machine`` (a :class:`Machine`, or its words) is refused; without it :func:`engine_machine`
-    says where the engine runs, as far as that is known.
+    Raises PrecisionError if vLLM cannot do this on ``machine``, or the environment contradicts the contract.
     """
     p = load(precision) if isinstance(precision, str) else precision
     where = Machine.parse(machine) if isinstance(machine, str) else machine or engine_machine()
     if where is not None:
-        require(
-            p.replace(deep_gemm=False), where, sides=("rollout",)
-        )  # vLLM takes another kernel where it has no DeepGEMM, and says so
+        # Without DeepGEMM vLLM takes another kernel, and logs it: no reason to refuse.
+        require(p.replace(deep_gemm=False), where, sides=("rollout",))
     options = options_of_plugin({"activations": activations, "kernel": kernel})
     arguments = to_vllm(p, plugin=True) | {"worker_extension_cls": WORKER}
     if p.rollout == "fp8":
@@ -63,15 +62,16 @@ def engine_args(
 
 
 def engine_machine() -> Machine | None:
-    """This machine where vLLM's CPU build is installed beside us; None where an engine may well run on another, with a
-    GPU."""
+    """Return this machine if vLLM's CPU build is installed here; else None, as the engine may run elsewhere."""
     here = Machine.here(sys.executable)
     return here.without_gpu() if here.vllm_cpu else None
 
 
 def environment(precision: Precision | str) -> dict[str, str]:
-    """vLLM's variables for this contract, to be set before an engine starts: workers read them when they choose
-    kernels."""
+    """Return vLLM's environment variables for a contract. Set them before an engine starts.
+
+    Workers read them when they choose kernels.
+    """
     p = load(precision) if isinstance(precision, str) else precision
     if p.rollout != "fp8":
         return {}
@@ -81,11 +81,12 @@ def environment(precision: Precision | str) -> dict[str, str]:
 
 
 def init_fp8(vllm_cfg: Mapping[str, Any], model_name: str, model_parallel_size: int) -> dict[str, Any]:
-    """NeMo RL's ``init_fp8``: its ``vllm_cfg`` as engine arguments. Unknown keys are errors, its older ones are read.
+    """Return engine arguments for NeMo RL's ``vllm_cfg``, its older keys included.
 
-    ``model_name`` is looked at where it is a folder: a checkpoint in FP8 already, or fewer layers than are to stay in
-    BF16, are refused here and not minutes later. ``model_parallel_size`` is NeMo RL's; blocks under tensor parallelism
-    need no setting, since each worker cuts its own.
+    ``model_name`` is checked if it is a folder, so that a wrong checkpoint fails here and not minutes later.
+    ``model_parallel_size`` is there for NeMo RL's signature; no setting depends on it.
+
+    Raises PrecisionError for unknown keys, a precision other than FP8, or what :func:`check_model` refuses.
     """
     import yaml
 
@@ -112,6 +113,7 @@ def init_fp8(vllm_cfg: Mapping[str, Any], model_name: str, model_parallel_size: 
 
 
 def _contradicted(wanted: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for every variable that the environment sets to another value."""
     return [
         Problem(
             f"{name}={os.environ[name]} in the environment.",
@@ -124,10 +126,13 @@ def _contradicted(wanted: Mapping[str, str]) -> list[Problem]:
 
 
 def check_model(folder: Path, p: Precision) -> None:
-    """Refuse a checkpoint that cannot run under this contract, or on this machine, as far as its config.json says."""
+    """Raise PrecisionError if the config.json of a checkpoint shows that it cannot run under a contract, or here.
+
+    It is quantized already, vLLM has no kernel for its FP8 on this machine, or all its layers would stay in BF16.
+    """
     config = folder / "config.json"
     if not config.is_file():
-        return  # a name on the Hub: vLLM will fetch it
+        return  # a name on the Hub, which vLLM will download
     said = json.loads(config.read_text())
     quantized = said.get("quantization_config")
     if quantized and p.rollout == "fp8":
@@ -149,7 +154,7 @@ def check_model(folder: Path, p: Precision) -> None:
 
 
 def instead_of_codes() -> str:
-    """What to do with a checkpoint that holds FP8 codes, where BF16 weights are wanted."""
+    """Return the remedy for a checkpoint with FP8 codes where BF16 weights are wanted."""
     unread = _unread()
     return (
         unread[1]
@@ -159,15 +164,17 @@ def instead_of_codes() -> str:
 
 
 def _unread() -> tuple[str, str] | None:
-    """Why vLLM here cannot read a checkpoint in FP8 blocks, and what to do; None where it can, or where that is not
-    known."""
+    """Return why vLLM cannot run a checkpoint in FP8 blocks on this machine, and the remedy.
+
+    None if it can, or if nobody knows where the engine will run.
+    """
     machine = engine_machine()
     found = answer("rollout-checkpoint", machine) if machine else None
     return (found.reason, found.remedy) if found and found.verdict == UNSUPPORTED else None
 
 
 def _in_fp8_blocks(said: Mapping[str, Any]) -> bool:
-    """Whether a ``quantization_config`` is one of FP8 in blocks: DeepSeek's, or compressed-tensors'."""
+    """Whether a ``quantization_config`` says FP8 in blocks, as DeepSeek or compressed-tensors write it."""
     groups = (said.get("config_groups") or {}).values()
     weights = [group.get("weights") or {} for group in groups]
     return bool(said.get("weight_block_size")) or any(
@@ -176,7 +183,7 @@ def _in_fp8_blocks(said: Mapping[str, Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and lists of any kind (OmegaConf's) as dict and list, which YAML can write."""
+    """Return mappings and lists of any kind (OmegaConf's) as dicts and lists, which YAML can write."""
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     listed = isinstance(value, Sequence) and not isinstance(value, str)

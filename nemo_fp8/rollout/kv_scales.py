@@ -1,15 +1,15 @@
-"""Scales of the FP8 KV cache, calibrated by the engine itself: ``scale = margin * percentile(|x|) / 448``.
+"""Calibrate the scales of an FP8 KV cache on a running engine: ``scale = margin * percentile(|x|) / 448``.
 
     scales = calibrate(llm.collective_rpc, lambda: llm.generate(prompts, SamplingParams(max_tokens=1)))
     refit.push(itertools.chain(weights, named_tensors(scales)))
 
-NeMo RL's numbers, percentile 99.9 and margin 1.05, with one difference: it takes the largest percentile of all ranks
-and micro-batches, this takes the percentile of all values, so the answer does not depend on how many workers there
-are. A percentile is the least value that so many per cent of all values do not exceed: one that occurred.
+The numbers are NeMo RL's, percentile 99.9 and margin 1.05, with one difference: NeMo RL takes the largest percentile of
+all ranks and micro-batches, this module takes the percentile of all values, so the result does not depend on the number
+of workers. The percentile is the smallest value in the data that so many per cent of all values do not exceed.
 
-Scales belong to weights: keys of new weights have other magnitudes. Calibrate after a push and :func:`apply` the
-scales at once, or send those of the weights before along with a push, as NeMo RL does; either way vLLM's cached
-prefixes were written with other scales and must be forgotten, which a push does and :func:`apply` leaves to you.
+Scales belong to weights, since keys of new weights have other magnitudes. Either calibrate after a push and
+:func:`apply` the scales at once, or send the scales of the weights before with a push, as NeMo RL does. Prefixes that
+vLLM has cached were written with the old scales. A push drops them; after :func:`apply` the caller must.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PERCENTILE, MARGIN = 99.9, 1.05
 E4M3_MAX = 448.0
 
 Rpc = Callable[..., Any]
-"""``llm.collective_rpc``: a method's name, ``args=``; a list with each worker's answer."""
+"""A function like ``llm.collective_rpc``: takes a method's name and ``args=``, returns a list of workers' answers."""
 
 
 def calibrate(
     rpc: Rpc, generate: Callable[[], Any], *, percentile: float = PERCENTILE, margin: float = MARGIN
 ) -> dict[str, float]:
-    """The k and v scales of every attention layer, from what the engine writes to its cache while ``generate`` runs.
+    """Return the k and v scales of every attention layer, from what is written to the cache while ``generate`` runs.
 
-    ``generate`` should run prompts like those to come. The prefix cache is no hindrance to correctness, but prompts
-    that are cached already are not counted, since nothing is written for them.
+    ``generate`` should run prompts like those to come. Prompts that are cached already do not count, since nothing is
+    written for them. Raises PrecisionError if nothing was written, or the attention backend cannot be listened to.
     """
     if not 0 < percentile <= 100 or not margin > 0:
         raise PrecisionError(
@@ -55,7 +55,10 @@ def calibrate(
 def scales_of(
     answers: Iterable[Mapping[str, Sequence[Mapping[Any, int]]]], percentile: float, margin: float
 ) -> dict[str, float]:
-    """Scales from the counts of all workers: those of one layer are added up, whoever holds which heads."""
+    """Return scales from the counts of all workers, which hold different heads: the counts of a layer are added.
+
+    Raises PrecisionError if a layer has no counts.
+    """
     counts: dict[str, Counter[int]] = {}
     for answer in answers:
         for layer, both in answer.items():
@@ -74,9 +77,11 @@ def scales_of(
 
 
 def percentile_of(counts: Mapping[int, int], percentile: float) -> float:
-    """The least magnitude that ``percentile`` of all do not exceed, from counts by BF16 bits (which order like
-    values)."""
-    left = math.ceil(sum(counts.values()) * percentile / 100 - 1e-6)  # 99.9 is no binary number
+    """Return the smallest magnitude that ``percentile`` per cent of all do not exceed.
+
+    ``counts`` are by the bits of a magnitude in BF16, which have the order of the magnitudes.
+    """
+    left = math.ceil(sum(counts.values()) * percentile / 100 - 1e-6)  # 99.9 is rounded in binary
     for bits in sorted(counts):
         left -= counts[bits]
         if left <= 0:
@@ -85,11 +90,11 @@ def percentile_of(counts: Mapping[int, int], percentile: float) -> float:
 
 
 def apply(rpc: Rpc, scales: Mapping[str, float]) -> None:
-    """Put scales into every worker, now. Reset the prefix cache afterwards: what lies there was written with others."""
+    """Set scales in every worker. Reset the prefix cache afterwards: it was written with the old ones."""
     rpc("nemo_fp8_set_kv_scales", args=(dict(scales),))
 
 
 def named_tensors(scales: Mapping[str, float]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Scales as a refit pushes them, beside the weights."""
+    """Yield scales as (name, tensor), to be pushed together with weights."""
     for name, scale in scales.items():
         yield name, torch.tensor(scale)

@@ -1,8 +1,8 @@
-"""vLLM's way in: the entry point ``vllm.general_plugins`` calls :func:`register` in each of vLLM's processes.
+"""The plugin for vLLM: the entry point ``vllm.general_plugins`` calls :func:`register` in each of vLLM's processes.
 
 The main process, EngineCore and every worker of every executor load plugins before they build anything, so the
-quantization method ``nemo_fp8`` is there wherever a model is. Nothing is patched: vLLM has a register for this.
-A vLLM whose internals are not what we know is left alone, and refused when an engine asks for ``nemo_fp8``.
+quantization method ``nemo_fp8`` is known wherever a model is. Nothing is patched: vLLM has a registry of methods. If
+vLLM's internals are not what we know, vLLM works as without us, and an engine that asks for ``nemo_fp8`` gets an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nemo_fp8.render.vllm import PLUGIN
 
 
 def register() -> None:
-    """Make ``quantization="nemo_fp8"`` known to this process. Called again, it changes nothing."""
+    """Register ``quantization="nemo_fp8"`` with vLLM, in this process. A second call changes nothing."""
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from nemo_fp8.rollout.engine import compatibility
@@ -22,9 +22,9 @@ def register() -> None:
     wrong = compatibility.misfits()
     register_quantization_config(PLUGIN)(_refusing(compatibility.error_of(wrong)) if wrong else _config())
     if not wrong:
-        from nemo_fp8.rollout.refit.worker import transfer as reload_transfer
+        from nemo_fp8.rollout.refit.worker import transfer
 
-        reload_transfer.register()
+        transfer.register()
 
 
 def _config() -> type:
@@ -34,7 +34,7 @@ def _config() -> type:
 
 
 def _refusing(error: PrecisionError) -> type:
-    """A method that only says why it is none."""
+    """Return a quantization method that raises ``error`` when it is made."""
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     class NemoFp8DoesNotFit(QuantizationConfig):

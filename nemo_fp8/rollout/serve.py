@@ -1,12 +1,12 @@
-"""vLLM's OpenAI server under a contract: its command line and environment, and a process that leaves nothing behind.
+"""Run vLLM's OpenAI server under a contract: its command line, its environment, and a process that ends completely.
 
     server = server_for("Qwen/Qwen3-8B", precision)      # what would run; prints as a command to paste
     with running(server): ...                            # runs it, and ends every process that it started
 
-It listens on loopback. Told to listen elsewhere it wants a token first, and then guards every path with it, where
-vLLM's own key guards some (:mod:`nemo_fp8.rollout.access`). Other users of the machine reach loopback too: a
-``push_token`` is asked for by pushes alone, and the command draws one (:mod:`nemo_fp8.rollout.token_file`).
-vLLM is started as a module and not as the ``vllm`` command, which CPU builds do not have.
+The server listens on loopback. To listen elsewhere it needs a token, which then guards every path, while vLLM's own key
+guards only some (:mod:`nemo_fp8.rollout.access`). Other users of the machine reach loopback, too, so ``nemo-fp8 serve``
+draws a ``push_token`` (:mod:`nemo_fp8.rollout.token_file`), without which nobody may push. vLLM is started as a module,
+since CPU builds do not have the ``vllm`` command.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATIENCE = 20.0  # seconds that a server has to end by itself
 
 @dataclass(frozen=True)
 class Server:
-    """What runs, and with which variables. The token is in none of its words."""
+    """A server's command line and environment. The secrets are apart, and are never printed."""
 
     words: tuple[str, ...]
     variables: Mapping[str, str]
@@ -48,7 +48,7 @@ class Server:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        """The server's command line, quoted for a shell."""
+        """Return the command line with its variables, quoted for a shell."""
         said = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         return " ".join([*said, "python", *map(shlex.quote, self.words[1:])])
 
@@ -65,7 +65,14 @@ def server_for(
     kernel: str = "auto",
     more: Sequence[str] = (),
 ) -> Server:
-    """The server of this model under this contract. ``more`` are words for vLLM, such as ``--max-model-len 4096``."""
+    """Return the server of a model under a contract; nothing is started.
+
+    ``token`` guards all paths, ``push_token`` pushes. ``activations`` and ``kernel`` are those of :func:`engine_args`.
+    ``more`` are words for vLLM, such as ``--max-model-len 4096``.
+
+    Raises PrecisionError if other machines could reach the server without a token, or the contract, the model and this
+    machine do not fit together.
+    """
     if token is None and not is_loopback(host):
         raise PrecisionError(
             f"A server on {host} without a token.",
@@ -99,21 +106,21 @@ def server_for(
 
 
 def run(server: Server) -> int:
-    """Run a server until it ends; its exit code."""
+    """Run a server until it ends; return its exit code."""
     with running(server) as process:
         return process.wait()
 
 
 @contextmanager
 def running(server: Server) -> Iterator[subprocess.Popen[bytes]]:
-    """A server while the block lasts, and no longer than this process."""
+    """Run a server while the context lasts; it also ends if this process dies."""
     environment = {**os.environ, **server.variables, **server.secrets}
     with lifetime.running(server.words, patience=PATIENCE, env=environment) as process:
         yield process
 
 
 def wait_until_ready(server: Server, process: subprocess.Popen[bytes], patience: float = 600.0) -> None:
-    """Return when the server answers; an error when it ended, or took too long."""
+    """Wait until the server answers. Raises PrecisionError if it ends, or needs more than ``patience`` seconds."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if process.poll() is not None:

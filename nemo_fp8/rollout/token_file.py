@@ -1,13 +1,12 @@
-"""The token that ``nemo-fp8 serve`` draws for the door of its server, in a file that only its user can read.
+"""Keep the token that ``nemo-fp8 serve`` draws for pushes in a file that only its user can read.
 
     ~/.cache/nemo_fp8/servers/<machine>-<address>-<port>
 
-The process that serves holds a lock on the file as long as it lives, however it dies. So a file without a lock is a
-leaving: nobody takes a token from it, and the next server writes it anew. ``Refit(url)`` looks there, which is why only
-the same user on the same machine pushes without being told the token. The machine is in the name because several may
-share a home.
+The process that serves holds a lock on the file, which the kernel drops when the process dies. So a file without a lock
+is stale: nobody takes a token from it, and the next server writes it anew. ``Refit(url)`` reads the file, so the same
+user on the same machine can push without giving the token. The machine is in the name because several may share a home.
 
-What is opened is checked before it is read or written: a file and no link, of this user, closed to others.
+A file is checked before it is read or written: a regular file and no link, of this user, closed to others.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ LONGEST = 100
 
 @contextmanager
 def drawn_token(host: str, port: int) -> Iterator[tuple[str, Path]]:
-    """A new token for a server at this address, and the file that holds it while the block lasts."""
+    """Draw a token for a server at this address; yields it with the file that holds it while the context lasts.
+
+    Raises PrecisionError if the file cannot be made, is not private, or belongs to another running server.
+    """
     try:
         path = _path(host, port)
         file = _locked(path)
@@ -50,12 +52,12 @@ def drawn_token(host: str, port: int) -> Iterator[tuple[str, Path]]:
         yield token, path
     finally:
         with suppress(OSError):
-            path.unlink()  # before the lock is gone, so that it is this one
+            path.unlink()  # while it is locked: afterwards it may be another server's
         os.close(file)
 
 
 def token_of(url: str) -> str | None:
-    """The token of a server of this user's on this machine; None where there is none."""
+    """Return the token of a server that this user runs on this machine; None if there is none."""
     try:
         address = urlsplit(url)
         if not is_loopback(address.hostname or ""):
@@ -75,7 +77,7 @@ def _path(host: str, port: int) -> Path:
 
 
 def _locked(path: Path) -> int:
-    """The file, open and locked; of two that begin together one has it."""
+    """Open the file and lock it; of two processes that try at once only one succeeds."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -89,11 +91,11 @@ def _locked(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # its server took it away meanwhile
+        os.close(file)  # its server has removed it meanwhile: try again
 
 
 def _lock(file: int) -> bool:
-    for _ in range(5):  # who looks at a leaving holds it for a moment
+    for _ in range(5):  # a process that checks a stale file locks it for a moment
         with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True

@@ -1,2 +1,1 @@
-"""Tensors in files: ``safetensors``, Megatron's ``torch_dist``, and TransformerEngine's tensors in the latter, read
-without TE."""
+"""Read tensors from files: ``safetensors``, and Megatron's ``torch_dist`` with TransformerEngine's FP8 weights."""

@@ -1,11 +1,11 @@
-"""Safetensors read as a stream: one file, or a folder of shards; one matrix in memory at a time.
+"""Read safetensors as a stream: one file or a folder of shards, one matrix in memory at a time.
 
     for matrix in Checkpoint.open("llama-3-8b").matrices("model.layers.0.mlp.down_proj.weight"): ...
 
-The safetensors library checks a file's header (sizes, overlaps, gaps, the file's length); the bytes are then read from
-where the header says they lie, and not mapped: pages of a mapped file count as the process's until the file is closed.
-A stack of experts is read matrix by matrix. Weights that are FP8 already come back as the values that they stand for:
-code times the scale that lies beside them, of a tensor, a row, or a block.
+The safetensors library checks a file's header (sizes, overlaps, gaps, the file's length). The bytes are then read at
+the place that the header gives. They are not mapped, since pages of a mapped file count as the process's memory until
+the file is closed. A stack of experts is read matrix by matrix. Weights that are FP8 already are dequantized: code
+times the scale in the checkpoint, which may be that of a tensor, a row, or a block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.quantized import Quantized
 
 INDEX = "model.safetensors.index.json"
-# safetensors' words for types -> torch's. Those of VALUES can be measured, those of CODES with their scales.
+# safetensors' names of dtypes -> torch's. Tensors of VALUES can be quantized, those of CODES dequantized first.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -49,16 +49,16 @@ _SOUND = "Copy or download the file again; its size and checksum are on the page
 
 @dataclass(frozen=True)
 class Described:
-    """Type, shape and size in bytes of a tensor."""
+    """Dtype, shape and size in bytes of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
-    """In safetensors' words."""
+    """The dtype by safetensors' name."""
     bytes: int
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: str) -> Described:
-        """With the bytes that such a tensor has."""
+        """Describe a tensor of this shape and dtype."""
         return cls(tuple(shape), dtype, math.prod(shape) * DTYPES[dtype].itemsize)
 
 
@@ -71,7 +71,7 @@ class Entry:
     dtype: str
     file: Path
     start: int
-    """Where its bytes begin in the file."""
+    """The offset of its first byte in the file."""
     bytes: int
 
     @property
@@ -80,7 +80,7 @@ class Entry:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name, in the order of the model; nothing is read before it is asked for."""
+    """The tensors of a checkpoint by name, in the order of the files. A tensor is read only by a method for it."""
 
     def __init__(self, path: Path, entries: dict[str, Entry]) -> None:
         self.path, self.entries = path, entries
@@ -88,7 +88,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """From a safetensors file, a folder of them, or a folder with an index."""
+        """Open a safetensors file, a folder of them, or a folder with an index; only headers are read.
+
+        Raises PrecisionError if files are missing or damaged, or a tensor is in two of them.
+        """
         path = Path(path)
         entries: dict[str, Entry] = {}
         for file, names in _files(path).items():
@@ -113,13 +116,15 @@ class Checkpoint:
         return cls(path, entries)
 
     def scale_of(self, name: str) -> str | None:
-        """The name of the scale that lies beside an FP8 weight."""
+        """Return the name of the scale of an FP8 weight; None if there is none."""
         stem = name.removesuffix("_packed")
         return next((stem + ending for ending in SCALES if stem + ending in self.entries), None)
 
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
-        """The matrices of a tensor, one after the other: itself, or each one of a stack. FP8 comes dequantized, as
-        FP32."""
+        """Yield a tensor, or each matrix of a stack; FP8 is dequantized to FP32.
+
+        Raises PrecisionError if FP8 codes have no scale, or one of an unknown shape.
+        """
         entry = self.entries[name]
         stacked = len(entry.shape) > 2
         scale = self._scale(entry) if entry.dtype in CODES else None
@@ -131,13 +136,13 @@ class Checkpoint:
             del matrix  # before the next one is read
 
     def stored(self, name: str) -> Iterator[torch.Tensor]:
-        """The matrices of a tensor as they are stored: FP8 as codes, without their scales."""
+        """Yield a tensor, or each matrix of a stack, as it is stored: FP8 as codes, without their scales."""
         entry = self.entries[name]
         for i in range(entry.shape[0]) if len(entry.shape) > 2 else (None,):
             yield self._read(entry, i)
 
     def chunks(self, name: str, size: int = 16 * 2**20) -> Iterator[memoryview]:
-        """The bytes of a tensor as they are; each chunk is good until the next one is asked for."""
+        """Yield the bytes of a tensor as they are stored. Each chunk is overwritten by the next one."""
         entry, buffer = self.entries[name], bytearray(min(size, self.entries[name].bytes))
         for at in range(0, entry.bytes, size):
             part = memoryview(buffer)[: min(size, entry.bytes - at)]
@@ -145,7 +150,7 @@ class Checkpoint:
             yield part
 
     def close(self) -> None:
-        """Let go of the file that was read last."""
+        """Close the file that was read last."""
         if self._file is not None:
             self._file.close()
         self._file = None
@@ -163,7 +168,7 @@ class Checkpoint:
         return scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
 
     def _read(self, entry: Entry, index: int | None) -> torch.Tensor:
-        """A whole tensor, or one of a stack."""
+        """Read a whole tensor, or one matrix of a stack."""
         if entry.dtype not in DTYPES:
             raise PrecisionError(
                 f"{entry.name} has elements of type {entry.dtype}.",
@@ -192,15 +197,15 @@ class Checkpoint:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, without a copy where it is contiguous."""
+    """Return the bytes of a tensor on the CPU; without a copy if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-# ---------------------------------------------------------------------- FP8 that is there already
+# ---------------------------------------------------------------------- dequantization
 
 
 def _dequantize(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The values that codes and scales stand for. The tile follows from both shapes."""
+    """Return the values of codes and scales; the tile follows from both shapes."""
     tile = _tile(codes.shape, scale.shape)
     if tile == (0, 0):
         raise PrecisionError(
@@ -215,7 +220,7 @@ def _dequantize(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Te
 
 
 def _tile(codes: torch.Size, scale: torch.Size) -> tuple[int, int] | None:
-    """The tile that shares a scale; None for the whole tensor, (0, 0) where no known one fits."""
+    """Return the tile that shares a scale; None for the whole tensor, (0, 0) if no known tile fits."""
     rows, columns = codes
     if math.prod(scale) == 1:
         return None
@@ -229,7 +234,7 @@ def _tile(codes: torch.Size, scale: torch.Size) -> tuple[int, int] | None:
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
-    """The files of a checkpoint, each with the tensors that an index expects in it (None without an index)."""
+    """Return the files of a checkpoint, each with the tensors that an index expects in it (None without an index)."""
     if path.is_file():
         return _indexed(path) if path.suffix == ".json" else {path: None}
     if not path.is_dir():
@@ -278,10 +283,10 @@ def _indexed(index: Path) -> dict[Path, set[str] | None]:
 
 
 def _entries(file: Path) -> list[Entry]:
-    """The tensors that a file says it holds."""
+    """Return the tensors in a file's header."""
     with _readable(file):
         with safe_open(str(file), framework="pt"):
-            pass  # it has checked that the tensors fill the file, without a gap and without an overlap
+            pass  # opening checks that the tensors fill the file without gaps and overlaps
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))

@@ -1,14 +1,13 @@
-"""Tensors in a checkpoint's records, TransformerEngine's FP8 weights among them, read without TransformerEngine and
-without its code.
+"""Read tensors from the records of a checkpoint, TransformerEngine's FP8 weights included, without TransformerEngine.
 
-Megatron writes an FP8 primary weight as it is: TE's class, its codes along rows and along columns, and their scales. A
-reader wants
+Megatron writes an FP8 primary weight as an object of TE: its codes along rows and along columns, and their scales. It
+is read as
 
-    values = codes along rows * scales        rounded to the dtype that the weight goes under
+    values = codes along rows * scales        rounded to the dtype that the weight has in the model
 
-A record is a pickle, which may name any function. This unpickler knows the few that a tensor is made with
-(:data:`_TORCH`) and those of TE's weights (:data:`_TE`), for which it has its own; whatever else is named becomes an
-empty bag, and nothing is imported. The trade-off: a new class of TE's is refused until it has a row.
+A record is a pickle, which may call any function. This unpickler has a table of the few that make a tensor
+(:data:`_TORCH`), and its own functions in place of TE's (:data:`_TE`). Any other name becomes an empty class, and
+nothing is imported. The trade-off: a new class of TE is refused until it has a row.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from nemo_fp8.numerics.quantized import Quantized
 
 
 def load_tensor(content: bytes) -> torch.Tensor:
-    """The tensor of a record. Raises whatever a damaged record raises."""
+    """Return the tensor of a record. A damaged record may raise anything."""
     found: Any = torch.load(io.BytesIO(content), map_location="cpu", weights_only=False, pickle_module=_PICKLE)
     if not isinstance(found, torch.Tensor):
         raise pickle.UnpicklingError(f"a {type(found).__name__} and no tensor")
     return found
 
 
-# ---------------------------------------------------------------------- TE's weights: what their pickles call, and with
-# what
+# ---------------------------------------------------------------------- the functions that pickles of TE's weights call
 
 
 def _codes(data: torch.Tensor) -> torch.Tensor:
@@ -58,7 +56,7 @@ def _blockwise(
     dtype: torch.dtype,
     *rest: Any,
 ) -> torch.Tensor:
-    if data is None:  # the copy along columns is the same blocks, turned round
+    if data is None:  # then there is only the copy along columns: the same blocks, transposed
         data, scale_inv = columns.view(shape[-1], -1).t().contiguous(), column_scales.t()
     return _tiled(data, scale_inv, (128, 128), shape, dtype)
 
@@ -108,7 +106,7 @@ _TORCH = {
 
 
 class _Bag:
-    """Whatever else was pickled: what it is made with, and its state."""
+    """Stands in for every other class: takes any arguments and any state, and keeps nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -116,8 +114,10 @@ class _Bag:
 
 
 def _getattr(owner: Any, name: str) -> Any:
-    """Of our own stand-ins alone: how Python 3.11 pickles a member of an enumeration, and how older TEs name their
-    functions."""
+    """Stand in for ``getattr``, and look only into our own objects.
+
+    Python 3.11 pickles members of an enumeration by it, and TE before 2.15 its functions.
+    """
     return vars(owner)[name] if isinstance(owner, SimpleNamespace) else _Bag()
 
 
@@ -134,7 +134,7 @@ class _Unpickler(pickle.Unpickler):
         return type(name, (_Bag,), {})
 
 
-class _PICKLE:  # what torch asks of a module of that name
+class _PICKLE:  # the part of the module pickle that torch.load uses
     Unpickler = _Unpickler
     UnpicklingError = pickle.UnpicklingError
     load = staticmethod(pickle.load)

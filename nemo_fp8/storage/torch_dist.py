@@ -1,15 +1,12 @@
-"""Tensors out of Megatron's ``torch_dist`` checkpoints, one at a time, without Megatron, without ranks, without running
-a pickle.
+"""Read tensors from Megatron's ``torch_dist`` checkpoints, one at a time, without Megatron, ranks or trusted pickles.
 
-A checkpoint is shards ``*.distcp`` and an index ``.metadata``, which says for every tensor how it was cut into chunks,
-and for every chunk in which file its bytes lie. So a tensor of any layout of ranks is put together from its chunks. All
-layers of a kind are one tensor with a dimension in front; ``read(name, (3,))`` gives that of layer 3, and touches no
-other.
+A checkpoint is shards ``*.distcp`` and an index ``.metadata``. The index has the chunks of every tensor, and the place
+of every chunk in the files. So a tensor is put together from its chunks, whatever the layout of ranks was. The layers
+of a model are one tensor with a leading dimension: ``read(name, (3,))`` returns that of layer 3, and reads no other.
 
-``.metadata`` is a pickle of torch's and Megatron's classes. It is read with an unpickler to which every class is an
-empty bag: names are never looked up, so nothing that lies in the file can run, and none of these classes has to be
-there. Where it sends us is checked: files inside of the folder, spans inside of the files, chunks of the size that they
-claim.
+``.metadata`` is a pickle of torch's and Megatron's classes. The unpickler here makes an empty class for every name and
+never looks one up, so nothing in the file can run, and none of the classes must be installed. What the index says is
+checked: files lie inside of the folder, spans inside of the files, and chunks have the size that they claim.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, and where its bytes lie."""
+    """A part of a tensor, and the place of its bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -47,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor of a checkpoint lies, and what type and shape it has."""
+    """Shape, dtype and chunks of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,7 +59,10 @@ class TorchDist:
 
     @classmethod
     def open(cls, folder: str | Path, prefix: str = "") -> TorchDist:
-        """Those whose names begin with ``prefix``, which they lose."""
+        """Open a checkpoint's tensors whose names begin with ``prefix``, which is removed from the names.
+
+        Raises PrecisionError if the index cannot be read, or is wrong about the files.
+        """
         folder = Path(folder)
         try:
             index = _Bags((folder / INDEX).open("rb")).load()
@@ -82,7 +82,10 @@ class TorchDist:
         return cls(folder, found)
 
     def read(self, name: str, at: tuple[int, ...] = ()) -> torch.Tensor:
-        """A tensor, or the part of it at these first indices."""
+        """Return a tensor, or its part at the first indices ``at``.
+
+        Raises PrecisionError if chunks are missing or damaged.
+        """
         stored = self.tensors[name]
         depth = len(at)
         out = torch.empty(stored.shape[depth:], dtype=stored.dtype)
@@ -115,7 +118,7 @@ class TorchDist:
                 _AGAIN,
             ) from error
         if found.numel() == math.prod(chunk.sizes):
-            found = found.view(chunk.sizes)  # an FP8 weight is a matrix, whatever it is a part of
+            found = found.view(chunk.sizes)  # TE keeps a part of a stack as a plain matrix
         if tuple(found.shape) != chunk.sizes:
             raise PrecisionError(
                 f"{chunk.file}: what lies at {chunk.start:,} is not the part of {name} that the index says.",
@@ -129,7 +132,7 @@ class TorchDist:
 
 
 class _Bag:
-    """Whatever was pickled: what it was called with, and its attributes."""
+    """Stands in for every pickled object; keeps its arguments and attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
@@ -139,13 +142,13 @@ class _Bag:
 
 
 class _Named(_Bag):
-    """A global that is a value and not a class, such as ``torch.bfloat16``; it carries its name."""
+    """Stands in for every global name, also for values such as ``torch.bfloat16``; keeps the name."""
 
     name = ""
 
 
 class _Bags(pickle.Unpickler):
-    """An unpickler that imports nothing: every class is a bag of its own."""
+    """An unpickler that imports nothing: every global name becomes a class of its own, made here."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -175,7 +178,7 @@ def _stored(folder: Path, name: str, about: Any, places: Mapping[tuple[str, Any]
 
 
 def _dtype_name(properties: Any) -> str:
-    """``torch.bfloat16``, from a bag that has it as an attribute or as the first of its state."""
+    """Return ``torch.bfloat16``, for instance, from an object that has it as an attribute or first in its state."""
     dtype = getattr(properties, "dtype", None)
     if dtype is None:
         state = getattr(properties, "state", ())
@@ -204,14 +207,12 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _check(name: str, chunk: Chunk, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    """Refuse a chunk that lies outside of its tensor or its file, or is larger than its bytes."""
+    """Raise PrecisionError if a chunk lies outside of its tensor or its file, or has fewer bytes than elements."""
     fits = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
         min(o, s) >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)
     )
     there = chunk.file.stat().st_size if chunk.file.is_file() else -1
-    size = math.prod(
-        chunk.sizes
-    )  # a byte an element at least: a weight in FP8 goes under the name of its compute dtype
+    size = math.prod(chunk.sizes)  # at least a byte an element: the index gives FP8 weights their compute dtype
     if not fits or chunk.start < 0 or not size <= chunk.length <= there - chunk.start:
         raise PrecisionError(
             f"{chunk.file.name} does not hold the part of {name} that {INDEX} says.",
@@ -222,7 +223,7 @@ def _check(name: str, chunk: Chunk, shape: tuple[int, ...], dtype: torch.dtype |
 
 
 def layers_of(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor by the name that it has in a model, and the indices at which a stack holds it.
+    """Yield for every tensor of a model its name there, and its indices in the stored stack.
 
     ``decoder.layers.mlp.linear_fc2.weight`` [layers, ...] gives ``decoder.layers.0.mlp...`` and so on; experts, which
     are a second dimension, get their numbers below ``mlp.experts``.

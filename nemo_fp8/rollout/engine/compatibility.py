@@ -1,9 +1,9 @@
-"""Every internal of vLLM that this package touches, in one table, checked against the installed vLLM before it is used.
+"""A table of all internals of vLLM that this package uses, checked against the installed vLLM before they are used.
 
-vLLM promises little about its internals, and a rollout that goes wrong in silence is the worst there is. So the
-plugin looks first: is each name there, and does it take the arguments that we give it? If not, vLLM starts as ever
-without us, and an engine that asks for ``nemo_fp8`` ends with one error that names all that does not fit. A test holds
-the table to the imports of this folder.
+vLLM promises little about its internals, and a silent error in a rollout is the worst kind. So the plugin checks first
+that each name exists and takes the arguments that we give it. If not, vLLM works as without us, and an engine that asks
+for ``nemo_fp8`` ends with one error that lists everything that does not fit. A test compares the table with the imports
+of this folder.
 
 Stable since long: plugins, ``register_quantization_config``, ``worker_extension_cls``, ``collective_rpc``. Since 0.20
 ``online.fp8``; since 0.24 ``RoutedExperts`` and ``linear_backend``.
@@ -30,7 +30,7 @@ class Internal:
     takes: tuple[str, ...] = ()
 
     def misfit(self) -> str | None:
-        """What is wrong with it in the installed vLLM."""
+        """Return what is wrong with it in the installed vLLM; None if it fits."""
         try:
             found = importlib.import_module(self.module)
         except ImportError as error:
@@ -104,7 +104,7 @@ INTERNALS = (
     Internal(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls",
     "class_name")), )  # fmt: skip
 
-# Asked for only by who pushes with these backends: their modules import what only GPUs have.
+# Checked only if one of these backends is used: their modules import what only GPUs have.
 GPU_TRANSFER = (
     Internal(f"{_TRANSFER}.nccl_engine", "NCCLWeightTransferEngine"),
     Internal(f"{_TRANSFER}.ipc_engine", "IPCWeightTransferEngine"),
@@ -112,12 +112,12 @@ GPU_TRANSFER = (
 
 
 def misfits(internals: Iterable[Internal] | None = None) -> list[str]:
-    """What does not fit, a line each; nothing with a vLLM that does."""
+    """Return a line for each internal (of INTERNALS, if none are given) that the installed vLLM does not fit."""
     return [wrong for internal in (INTERNALS if internals is None else internals) if (wrong := internal.misfit())]
 
 
 def error_of(wrong: list[str]) -> PrecisionError:
-    """One error for all that does not fit."""
+    """Return one error for all misfits."""
     import vllm
 
     return PrecisionError(
@@ -128,6 +128,7 @@ def error_of(wrong: list[str]) -> PrecisionError:
 
 
 def _takes(function: object, name: str) -> bool:
+    """Whether a function has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):

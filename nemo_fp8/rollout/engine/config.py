@@ -1,8 +1,8 @@
-"""The quantization method ``nemo_fp8``: which layer of vLLM's model is stored how.
+"""The quantization method ``nemo_fp8``: it decides how each layer of vLLM's model is stored.
 
-vLLM asks this object once for every layer while it builds a model, in every worker. The contract comes through
-``hf_overrides={"quantization_config": {"quant_method": "nemo_fp8", ...}}``, so it travels inside vLLM's own
-configuration to wherever a worker starts; ``quantization="nemo_fp8"`` alone takes the defaults.
+vLLM asks this object for every layer while it builds a model, in every worker. The contract comes through
+``hf_overrides={"quantization_config": {"quant_method": "nemo_fp8", ...}}``, so vLLM's own configuration takes it to
+every worker. ``quantization="nemo_fp8"`` alone means the default contract.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nemo_fp8.rollout.refit.worker.checkpoint import warn_if_unpushable
 
 
 class NemoFp8Config(QuantizationConfig):
-    """A contract's rollout side, as vLLM asks for it."""
+    """The rollout side of a contract as a quantization config of vLLM; ``options`` are those of the plugin."""
 
     def __init__(self, precision: Precision | None = None, options: dict[str, str] | None = None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class NemoFp8Config(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> NemoFp8Config:
-        """From a ``quantization_config``; an unknown key is an error."""
+        """Make the object from a ``quantization_config``; raises PrecisionError for an unknown key."""
         return cls(Precision(rollout="fp8", **from_plugin(config)), options_of_plugin(config))
 
     @classmethod
@@ -58,7 +58,10 @@ class NemoFp8Config(QuantizationConfig):
         return []
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How this layer is stored; None leaves embeddings, the head and everything unknown as they are."""
+        """Return the method that stores this layer; None for embeddings, the head and layers that we do not know.
+
+        Raises PrecisionError if this machine has no FP8 KV cache and one was asked for.
+        """
         if isinstance(layer, LinearBase):
             reason = reason_to_keep(self.precision, prefix, self._layers(), self.packed_modules_mapping)
             return NemoFp8LinearMethod(self, prefix) if reason is None else self.unquantized(reason)
@@ -79,20 +82,19 @@ class NemoFp8Config(QuantizationConfig):
         return None
 
     def loaded(self, layer: torch.nn.Module) -> None:
-        """Say, once, if no push can follow. The model of this layer is whole: this is vLLM's last pass over all
-        layers."""
+        """Log a warning, once, if the model takes no pushes. vLLM calls this in its last pass over a complete model."""
         if not self._loaded:
             self._loaded = True
             warn_if_unpushable(layer)
 
     def unquantized(self, reason: str) -> UnquantizedLinearMethod:
-        """vLLM's method for the compute dtype, which remembers why it was taken."""
+        """Return vLLM's method for the compute dtype, with the reason why the layer is not in FP8."""
         method = UnquantizedLinearMethod()
         method.nemo_fp8_reason = reason
         return method
 
     def parts(self, prefix: str, count: int) -> list[str]:
-        """The names of the weights that were fused into a layer; numbers where vLLM's model does not say."""
+        """Return the names of the ``count`` weights that are fused into a layer, or ``part 0``, ``part 1``, ... ."""
         names = self.packed_modules_mapping.get(prefix.rsplit(".", 1)[-1], ())
         if len(names) == count:
             return [*names]

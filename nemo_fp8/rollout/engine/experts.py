@@ -1,7 +1,8 @@
-"""The experts of a MoE layer, stacked: gate and up in one weight (``w13``), down in the other (``w2``).
+"""Store and multiply the experts of a MoE layer in FP8: gate and up stacked in ``w13``, down in ``w2``.
 
-On vLLM's fused kernel where this machine has one; else each expert's tokens at a time on decoded weights, which is also
-how activations are quantized by emulation: the fused kernel of a CPU keeps what is between its two GEMMs to itself.
+vLLM's fused kernel multiplies them where the machine has one. Elsewhere weights are decoded, and each expert's tokens
+are multiplied in turn. So they are for emulated activations, too: what lies between the two GEMMs of the fused CPU
+kernel cannot be quantized from outside.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase:
-    """How the experts of this layer are stored and multiplied."""
+    """Return the method for the experts of a layer: on the fused kernel, or on decoded weights."""
     emulated = config.options["activations"] == "emulated" and current_platform.is_cpu()
     if kernels.has_experts_kernel(config.storage, config.options["kernel"]) and not emulated:
         return NemoFp8MoEMethod(config, layer, prefix)
@@ -38,7 +39,7 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
 
 
 def _not_decoded(layer: RoutedExperts) -> Iterator[str]:
-    """What experts of this layer have that decoded weights do not know."""
+    """Yield the features of a layer that the decoded method does not have."""
     if layer.apply_router_weight_on_input:
         yield "the router's weight on their input (as Llama 4 has it)"
     if layer.moe_config.has_bias:
@@ -48,7 +49,7 @@ def _not_decoded(layer: RoutedExperts) -> Iterator[str]:
 
 
 class Quantizing:
-    """What both methods have in common: weights to codes, and where the blocks lie."""
+    """The part that both methods share: quantize weights, and find where the blocks lie."""
 
     moe: Any
     _zero_padding: Any
@@ -58,6 +59,7 @@ class Quantizing:
         self.other_blocks: str | None = None
 
     def create_weights(self, layer: RoutedExperts, *arguments: Any, **named: Any) -> None:
+        """Create vLLM's parameters, and find out whether this worker's blocks are those of the unsharded weights."""
         super().create_weights(layer, *arguments, **named)  # type: ignore[misc]
         moe, block = self.moe, self.storage.weight.block
         size, ranks = moe.intermediate_size_per_partition_unpadded, moe.tp_size
@@ -74,7 +76,7 @@ class Quantizing:
             )
 
     def _quantized(self, layer: RoutedExperts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes of both weights, then scales of both."""
+        """Quantize both weights; return the codes of both, then the scales of both."""
         self._zero_padding(layer)
         layer.weight_block_size = list(self.storage.grid)
         both = (layer.w13_weight.data, layer.w2_weight.data)
@@ -103,12 +105,15 @@ class NemoFp8MoEMethod(Quantizing, Fp8PerBlockOnlineMoEMethod):
     def lay_out(
         self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor
     ) -> None:
-        """Codes and scales as parameters of the layer, in the order in which the kernel reads them."""
+        """Set codes and scales as parameters of the layer, in the layout of the kernel."""
         self._setup_kernel(layer, w13, w2, s13, s2, layer.w13_input_scale, layer.w2_input_scale)
 
 
 class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
-    """On weights that are decoded when an expert has tokens."""
+    """Routed experts of a layer in FP8, multiplied after an expert's weights were decoded.
+
+    Raises PrecisionError for experts with biases, with another activation than SiLU, or with weights on their input.
+    """
 
     def __init__(self, config: NemoFp8Config, layer: RoutedExperts, prefix: str, fake_quantizes: bool) -> None:
         super().__init__(layer.moe_config)
@@ -128,7 +133,7 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """Padded to whole blocks, as for the fused kernel, so that both have the same codes."""
+        """Pad sizes to whole blocks, as for the fused kernel, so that both methods have the same codes."""
         sizes = super().maybe_roundup_sizes(
             hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
         )
@@ -144,7 +149,7 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
     def lay_out(
         self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor
     ) -> None:
-        """Codes and scales as parameters of the layer."""
+        """Set codes and scales as parameters of the layer."""
         named = {"w13_weight": w13, "w2_weight": w2, "w13_weight_scale_inv": s13, "w2_weight_scale_inv": s2}
         for name, tensor in named.items():
             replace_parameter(layer, name, tensor)
@@ -161,6 +166,7 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
         weights = (layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv)
         how = (list(self.storage.grid), self.group, self.storage.activation.scale)
         out: torch.Tensor = ops.decoded_experts(x, *weights, topk_weights, topk_ids.long(), layer.expert_map, *how)

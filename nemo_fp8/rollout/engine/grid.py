@@ -1,5 +1,4 @@
-"""Are the blocks that a worker quantizes the blocks of the whole weight? A question of where its rows and columns
-begin.
+"""Find out whether the blocks that a worker quantizes are those of the unsharded weight.
 
 Training scales the blocks of an unsharded weight. vLLM fuses weights (q, k and v in one matrix) and gives each worker
 a shard of the result, and the worker's blocks begin where its matrix begins. They are the same blocks if every part
@@ -9,8 +8,8 @@ begins at a block edge on both sides, and ends at one or at the weight's own end
     k_proj, rows   64..127 of  128, at row 512                           starts inside a block of the whole k_proj
     v_proj, rows    0..127 of  128, at row 576                           straddles blocks of the worker's matrix
 
-Where they are not the same, codes and scales are still those of the worker's own blocks, exactly; they are just other
-blocks than training's, and a trainer cannot send its own codes for such a layer.
+If they are not the same, codes and scales are still correct for the worker's own blocks. But training has other blocks,
+so a trainer cannot push its own codes for such a layer.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """What one worker has of one dimension of a weight: ``start`` to ``stop`` of ``whole``, lying at ``at`` in its own
-    matrix."""
+    """One worker's part of a dimension of a weight: ``start:stop`` of ``whole``, at ``at`` in the worker's matrix."""
 
     name: str
     start: int
@@ -32,8 +30,10 @@ class Span:
 
 
 def other_blocks(rows: Sequence[Span], columns: Span, block: tuple[int, int] | None) -> str | None:
-    """Why the worker's blocks are not those of the unsharded weights; None if they are. ``block`` None is one scale for
-    all."""
+    """Return why the worker's blocks are not those of the unsharded weights; None if they are.
+
+    ``rows`` are the spans of all fused parts. ``block`` None means one scale for a weight, which has no blocks.
+    """
     if block is None:
         return None  # the amax is taken over all shards
     for span in rows:
@@ -55,7 +55,7 @@ def _off_grid(span: Span, side: int, what: str) -> str | None:
 
 
 def fused_rows(names: Sequence[str], sizes: Sequence[int], starts: Sequence[int], wholes: Sequence[int]) -> list[Span]:
-    """The spans of parts that lie one below the other in a worker's matrix."""
+    """Return the spans of parts that lie one below the other in a worker's matrix."""
     spans, at = [], 0
     for name, size, start, whole in zip(names, sizes, starts, wholes, strict=True):
         spans.append(Span(name, start, start + size, whole, at))

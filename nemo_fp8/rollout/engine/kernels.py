@@ -1,9 +1,9 @@
-"""Which kernel multiplies: vLLM's own for this machine, or decoded weights where vLLM has none.
+"""Choose the kernel that multiplies: vLLM's own for this machine, or decoded weights if vLLM has none.
 
-A kernel here is what vLLM calls one: ``process_weights_after_loading`` lays codes and scales out as it wants them, and
-``apply_weights`` multiplies. On a CPU with AMX, vLLM's takes FP8 weights and BF16 activations; on GPUs they quantize
-the activations too. A CPU without AMX has none, and :class:`DecodeKernel` takes its place, which is said once in the
-log.
+A kernel has vLLM's interface: ``process_weights_after_loading`` arranges codes and scales as the kernel wants them, and
+``apply_weights`` multiplies. On a CPU with AMX vLLM's kernel takes FP8 weights and BF16 activations; on GPUs kernels
+quantize the activations, too. For a CPU without AMX vLLM has no kernel. :class:`DecodeKernel` takes its place, with a
+warning in the log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCKS = (128, 128)
 
 
 class DecodeKernel:
-    """Multiplies with weights that are decoded on each call: the same codes and scales on any machine."""
+    """Multiplies with weights that it decodes on each call. It works on any machine, with the same codes and scales."""
 
     apply_input_quant = False
 
@@ -36,9 +36,10 @@ class DecodeKernel:
         self.grid = list(storage.grid)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Codes and scales stay as they are."""
+        """Leave codes and scales as they are."""
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+        """Return ``x @ weight.T + bias`` in the layer's dtype."""
         out: torch.Tensor = ops.decoded_linear(
             x, layer.weight, layer.weight_scale_inv, bias, self.grid, layer.orig_dtype
         )
@@ -46,10 +47,13 @@ class DecodeKernel:
 
 
 def choose(storage: Storage, wanted: str, shape: tuple[int, int], out_dtype: torch.dtype) -> Any:
-    """The kernel for a weight of this shape. ``wanted`` is the plugin's option ``kernel``."""
+    """Return the kernel for a weight of this shape. ``wanted`` is the plugin's option ``kernel``.
+
+    Raises PrecisionError if a GPU has no kernel for the contract's blocks, or its kernel would quantize codes again.
+    """
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
-        # Linux grants AMX to a process that asks, and vLLM 0.31.0 does not: a server's first prompt of four tokens
-        # would end its worker with an illegal instruction in attention.
+        # Linux allows AMX only to a process that asks for it, and vLLM 0.31.0 does not ask: a server's first prompt of
+        # four tokens would end its worker with an illegal instruction in attention.
         torch.cpu._init_amx()
     if wanted == "decode":
         return DecodeKernel(storage)
@@ -68,13 +72,12 @@ def choose(storage: Storage, wanted: str, shape: tuple[int, int], out_dtype: tor
         return _without_kernel(storage, str(error).splitlines()[-1])
     refuse_second_quantization(type(kernel).__name__, storage.weight, e8m0=is_deep_gemm_e8m0_used())
     if storage.activation.scale == "pow2" and hasattr(kernel, "quant_fp8"):
-        kernel.quant_fp8.use_ue8m0 = True  # this kernel's own quantizer of activations; others keep theirs
+        kernel.quant_fp8.use_ue8m0 = True  # the quantizer of this one kernel
     return kernel
 
 
 def refuse_second_quantization(kernel: str, weight: Operand, e8m0: bool) -> None:
-    """DeepGEMM with E8M0 scales turns codes with FP32 scales into others, after they were proven to be the right
-    ones."""
+    """Raise PrecisionError if DeepGEMM with E8M0 scales would quantize codes with FP32 scales a second time."""
     if "DeepGemm" in kernel.replace("DeepGEMM", "DeepGemm") and e8m0 and weight.scale == "fp32":
         raise PrecisionError(
             f"{kernel} with E8M0 scales, under a contract of FP32 weight scales.",
@@ -86,12 +89,12 @@ def refuse_second_quantization(kernel: str, weight: Operand, e8m0: bool) -> None
 
 
 def quantizes_activations(kernel: Any) -> bool:
-    """Whether a kernel takes FP8 activations; one that does not is a weight-only one (W8A16)."""
+    """Whether a kernel quantizes activations (W8A8); the others are weight-only (W8A16)."""
     return bool(getattr(kernel, "apply_input_quant", False))
 
 
 def has_experts_kernel(storage: Storage, wanted: str) -> bool:
-    """Whether vLLM has a fused kernel for FP8 experts on this machine."""
+    """Whether vLLM has a fused kernel for FP8 experts on this machine; logs a warning or raises if it has none."""
     if wanted == "decode":
         return False
     if storage.grid != BLOCKS:
@@ -104,6 +107,7 @@ def has_experts_kernel(storage: Storage, wanted: str) -> bool:
 
 
 def _without_kernel(storage: Storage, why: str) -> DecodeKernel:
+    """Return the kernel for decoded weights with a warning, on a CPU; raise PrecisionError on a GPU."""
     if not current_platform.is_cpu():
         rows, columns = storage.grid
         remedy = (

@@ -1,8 +1,8 @@
-"""Calibrating the FP8 KV cache inside a worker: what keys and values really are, while the engine generates.
+"""Calibrate the FP8 KV cache inside a worker: count the magnitudes of keys and values while the engine generates.
 
-Each attention layer's cache writer is listened to for a while, and the magnitudes of what it writes are counted by
-their BF16 bits: 32768 counters hold every value exactly, so percentiles are exact and the counts of workers, who hold
-different heads, simply add up. The listener sits on one object of one layer and is taken off again.
+A listener wraps the method of every attention layer that writes to the cache, and counts the magnitudes by their BF16
+bits. There are only 32768 magnitudes, so percentiles are exact, and the counts of workers, which hold different heads,
+can be added. The wrappers sit on objects, not on vLLM's classes, and are removed at the end.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ MAGNITUDES = 1 << 15  # the bits of a BF16 number without its sign
 
 
 def require_cache(dtype: str) -> None:
-    """Refuse an FP8 cache on a CPU for which vLLM has none, before vLLM ends its worker for it: whoever asked for it
-    did not ask us."""
+    """Raise PrecisionError for an FP8 cache on a CPU without one.
+
+    vLLM would end its worker. The cache may come from vLLM's own arguments, so ``engine_args`` did not check it.
+    """
     if dtype.startswith("fp8") and current_platform.is_cpu():
         found = answer("kv-cache-fp8", Machine.here(sys.executable).without_gpu(), by=(GPU, VLLM_CHECK))
         if found.verdict == UNSUPPORTED:
@@ -33,7 +35,10 @@ def require_cache(dtype: str) -> None:
 
 
 class KvListener:
-    """Counts the magnitudes of keys and values of every attention layer of a model."""
+    """Counts the magnitudes of keys and values of every attention layer of a model, until ``stop``.
+
+    Raises PrecisionError if an attention backend writes its cache inside of its kernel.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.counts = {name: torch.zeros(2, MAGNITUDES, dtype=torch.int64) for name, _ in attention_layers(model)}
@@ -51,16 +56,16 @@ class KvListener:
             self.writers.append(layer.impl)
 
     def stop(self) -> dict[str, list[dict[int, int]]]:
-        """Take the listener off: for each layer the counts of keys and of values, by BF16 bits, without the zeros."""
+        """Stop counting; return for each layer the counts of keys and of values, by BF16 bits, without the zeros."""
         for impl in self.writers:
-            del impl.do_kv_cache_update  # the class's own is there again
+            del impl.do_kv_cache_update  # uncovers the method of the class
         self.writers = []
         return {name: [_sparse(row) for row in counts] for name, counts in self.counts.items()}
 
     def _write(
         self, name: str, write: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: torch.Tensor
     ) -> Any:
-        real = slots[: len(key)] >= 0  # tokens that only fill up a batch go nowhere
+        real = slots[: len(key)] >= 0  # tokens that pad a batch are not written
         for row, tensor in zip(self.counts[name], (key, value), strict=True):
             bits = tensor[: len(real)][real].to(torch.bfloat16).view(torch.int16) & 0x7FFF
             row += torch.bincount(bits.flatten().int(), minlength=MAGNITUDES).cpu()
@@ -68,8 +73,7 @@ class KvListener:
 
 
 def set_scales(model: torch.nn.Module, scales: dict[str, float]) -> None:
-    """Put scales in place: ``{"model.layers.0.self_attn.attn.k_scale": 0.02, ...}``. What is cached was written with
-    others."""
+    """Set scales, such as ``{"model.layers.0.self_attn.attn.k_scale": 0.02, ...}``. The cache is left as it is."""
     layers = dict(attention_layers(model))
     for name, scale in scales.items():
         path, _, kind = name.rpartition(".")
@@ -82,7 +86,7 @@ def set_scales(model: torch.nn.Module, scales: dict[str, float]) -> None:
 
 
 def scales_of(model: torch.nn.Module) -> dict[str, float]:
-    """The scales that attention layers write and read their cache with."""
+    """Return the scales with which attention layers write and read their cache."""
     return {
         f"{name}.{which}_scale": float(getattr(layer, f"_{which}_scale"))
         for name, layer in attention_layers(model)
@@ -91,7 +95,7 @@ def scales_of(model: torch.nn.Module) -> dict[str, float]:
 
 
 def attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, Attention]]:
-    """The attention layers of a decoder with a cache of their own, by vLLM's name."""
+    """Yield vLLM's name and the attention layer, for all layers that do not share another one's cache."""
     for name, layer in model.named_modules():
         if isinstance(layer, Attention) and getattr(layer, "kv_sharing_target_layer_name", None) is None:
             yield name, layer

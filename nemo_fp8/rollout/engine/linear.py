@@ -1,9 +1,9 @@
-"""A linear layer: BF16 weights come in, FP8 codes and scales stay.
+"""Store a linear layer in FP8: BF16 weights come in, codes and scales stay.
 
-vLLM hands the weights of one layer to :meth:`process_weights_after_loading` when all of them are there, at load
-and at every push, and keeps only what is left on the layer: no more than one layer of BF16 lies in memory.
-A shape that kernels do not take is known only here, where vLLM says what this worker's shard is; such a layer is
-handed over to vLLM's BF16 method, with a line in the log, or refused if the contract is strict.
+vLLM calls :meth:`process_weights_after_loading` for each layer when all of its weights have come, and keeps only what
+is left on the layer, so no more than one layer of BF16 lies in memory. The shape of a worker's shard is known only
+here. If no kernel takes it, the layer is handed over to vLLM's BF16 method with a warning, or refused if the contract
+is strict.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ logger = init_logger("vllm.nemo_fp8")
 
 
 class NemoFp8LinearMethod(LinearMethodBase):
-    """Quantizes a layer's weight when it is whole, and multiplies with the kernel for this machine."""
+    """Quantizes a layer's weight once it is complete, and multiplies with the kernel for this machine."""
 
-    uses_meta_device = True  # vLLM allocates a weight when it loads it, and processes it at once
+    uses_meta_device = True  # vLLM then allocates a weight only when it loads it, and processes it at once
 
     def __init__(self, config: NemoFp8Config, prefix: str) -> None:
         self.config, self.prefix, self.storage, self.operand = config, prefix, config.storage, config.storage.weight
         self.out_dtype = torch.get_default_dtype()
         self.other_blocks: str | None = None
-        """Where this worker's blocks are not those of the unsharded weight; None where they are."""
+        """Why this worker's blocks are not those of the unsharded weight; None if they are."""
 
     def create_weights(
         self,
@@ -54,9 +54,14 @@ class NemoFp8LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        """Register this worker's weight on the meta device, and choose its kernel; vLLM's arguments.
+
+        Hands the layer over to vLLM's BF16 method if its shape is not for FP8; raises PrecisionError if the contract is
+        strict.
+        """
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         spans = self._rows(layer, output_partition_sizes, output_size)
-        # The rule of every side, on the unsharded weight; then what kernels take of this worker's share of it.
+        # First the rule on the unsharded weight, which all sides share; then whether kernels take this worker's shard.
         precision = self.config.precision
         reason = misfit(precision, [span.whole for span in spans], input_size) or share_misfit(precision, rows, columns)
         if reason:
@@ -95,6 +100,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
         )
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
+        """Quantize the loaded weight. vLLM calls this a second time at the end of loading, which changes nothing."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             self.config.loaded(layer)
             return
@@ -106,14 +112,15 @@ class NemoFp8LinearMethod(LinearMethodBase):
         layer._already_called_process_weights_after_loading = True
 
     def lay_out(self, layer: LinearBase, codes: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        """Codes and scales as parameters of the layer, in the order in which the kernel reads them."""
+        """Set codes and scales as parameters of the layer, in the layout of the kernel."""
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale_inv", scale_inv)
         self.fp8_linear.process_weights_after_loading(layer)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x @ weight.T + bias``; ``x`` is quantized by the kernel, or here if activations are emulated."""
         if self.fake_quantizes:
-            # A kernel that decodes computes in FP32 anyway; the others round the decoded activations to their dtype.
+            # The decoding kernel computes in FP32, so activations stay exact; others take them in their own dtype.
             dtype = torch.float32 if isinstance(self.fp8_linear, kernels.DecodeKernel) else x.dtype
             x = ops.fake_quantize(x, self.storage.group, self.storage.activation.scale, dtype)
         out: torch.Tensor = self.fp8_linear.apply_weights(layer, x, bias)
@@ -122,6 +129,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
     # ------------------------------------------------------------------ shapes
 
     def _unquantized(self, rows: int, columns: int, reason: str) -> UnquantizedLinearMethod:
+        """Return vLLM's BF16 method with a warning; raise PrecisionError if the contract is strict."""
         if self.config.precision.strict:
             raise PrecisionError(
                 f"{self.prefix}: a weight of {rows}x{columns} on this worker cannot be in FP8.",
@@ -132,14 +140,12 @@ class NemoFp8LinearMethod(LinearMethodBase):
         return self.config.unquantized(reason)
 
     def _rows(self, layer: LinearBase, sizes: list[int], output_size: int) -> list[Span]:
-        """Where each part of this worker's rows lies in the unsharded weight that it comes from."""
+        """Return where each part of this worker's rows lies in its unsharded weight."""
         names = self.config.parts(self.prefix, len(sizes))
         if sum(sizes) == output_size:
             return fused_rows(names, sizes, [0] * len(sizes), sizes)
         rank, ranks = layer.tp_rank, layer.tp_size
-        copies = [1] * len(
-            sizes
-        )  # workers with the same rows: heads of k and v where there are fewer heads than workers
+        copies = [1] * len(sizes)  # workers with the same rows: of k and v, if there are fewer heads than workers
         if isinstance(layer, QKVParallelLinear):
             copies[1:] = [layer.num_kv_head_replicas] * (len(sizes) - 1)
         starts = [rank // n * size for n, size in zip(copies, sizes, strict=True)]
@@ -151,7 +157,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
 
 
 def _refusing_codes(loader: MethodType, name: str) -> MethodType:
-    """A layer's weight loader that refuses FP8 codes: copied into BF16 they would be values without their scales."""
+    """Return a weight loader that raises PrecisionError for FP8 codes: cast to BF16 they would lack their scales."""
 
     def load(layer: LinearBase, param: torch.Tensor, loaded_weight: torch.Tensor, *rest: Any, **more: Any) -> Any:
         if loaded_weight.dtype in (torch.float8_e4m3fn, torch.uint8):
@@ -162,6 +168,5 @@ def _refusing_codes(loader: MethodType, name: str) -> MethodType:
             )
         return loader.__func__(layer, param, loaded_weight, *rest, **more)
 
-    return MethodType(
-        load, loader.__self__
-    )  # vLLM looks for methods, to take layers out of what it remembers of a weight
+    # A method like the loader itself: vLLM finds the layer of a recorded weight by its loader's __self__.
+    return MethodType(load, loader.__self__)

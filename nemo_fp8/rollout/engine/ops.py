@@ -1,13 +1,13 @@
-"""FP8 arithmetic as torch operators, so that vLLM's compiled graphs can hold it.
+"""FP8 arithmetic as torch operators, which vLLM's compiled graphs can contain.
 
-    fake_quantize    x -> code * scale_inv of x, in groups along the last dimension: what an FP8 GEMM would have seen
+    fake_quantize    x -> code * scale_inv of x, in groups along the last dimension: the operand of an FP8 GEMM
     decoded_linear   x @ (code * scale_inv).T, rounded once: an FP8 GEMM for a machine that has none
-    decoded_experts  the same for the experts of a MoE layer, each expert's tokens at a time
+    decoded_experts  the same for the experts of a MoE layer, one expert's tokens after the other
 
-Codes are decoded on every call. Decoding once would make batches of one several times as fast on such a machine, and
-would keep five bytes a weight instead of one, and a copy that a push of new weights could leave behind. Values are
-FP32, or BF16 where they are exact in it (scales that are powers of two) and the processor has units for BF16 products;
-nothing is rounded between the codes and the product.
+Codes are decoded on every call. Decoding them once would make batches of one several times as fast on such a machine,
+but would keep five bytes a weight instead of one, and a copy that might stay old after a push. Decoded values are FP32,
+or BF16 if they are exact in it (scales that are powers of two) and the processor multiplies BF16 in hardware. Nothing
+is rounded between the codes and the product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nemo_fp8.numerics.quantized import Quantized
 
 @torch.library.custom_op("nemo_fp8::fake_quantize", mutates_args=())
 def fake_quantize(x: torch.Tensor, group: int, scale: str, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` quantized to E4M3 in groups of 1 x ``group`` and decoded again."""
+    """Quantize ``x`` to E4M3 in groups of 1 x ``group``, and decode it to ``dtype``."""
     return quantize(x, activation_of(group, scale)).dequantize(dtype)
 
 
@@ -41,7 +41,7 @@ def decoded_linear(
     block: list[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` with the weight decoded, rounded once to ``dtype``."""
+    """Return ``x @ weight.T + bias`` with the decoded weight, rounded once to ``dtype``."""
     weight = Quantized(codes, scale_inv, (block[0], block[1]))
     on_units = x.dtype == dtype == torch.bfloat16 and multiplies_bf16() and is_exact_in_bf16(weight)
     wide = torch.bfloat16 if on_units else torch.float32
@@ -76,10 +76,10 @@ def decoded_experts(
     group: int,
     scale: str,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, gate and up in one matrix with SiLU between them.
+    """Return for each token the weighted sum of its experts' outputs; ``w13`` holds gate and up, with SiLU.
 
-    ``experts`` names each token's experts, ``local`` maps such a name to a row of the weights (-1: another worker has
-    it). ``group`` 0 leaves activations as they are; else both GEMMs see them quantized in groups of 1 x ``group``.
+    ``experts`` are the numbers of each token's experts; ``local`` maps them to rows of the weights (-1: on another
+    worker). With ``group`` 0 activations are not quantized; else both GEMMs take them in groups of 1 x ``group``.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     chosen = experts if local is None else local[experts]
@@ -101,7 +101,7 @@ def _(x: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: list[int]) -> torch.Tensor:
-    """Codes as FP32 values."""
+    """Return the FP32 values of codes."""
     return Quantized(codes, scale_inv, (block[0], block[1])).dequantize()
 
 
@@ -110,5 +110,5 @@ def _activations(x: torch.Tensor, group: int, scale: str) -> torch.Tensor:
 
 
 def activation_of(group: int, scale: str) -> Operand:
-    """The activations' operand of a ``Storage``, put together again: a torch operator takes numbers and texts only."""
+    """Return the operand of activations again: a torch operator takes only numbers and strings, no ``Storage``."""
     return Operand("e4m3", (1, group), scale)

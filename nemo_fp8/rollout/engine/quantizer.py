@@ -1,7 +1,6 @@
-"""From a layer's BF16 weights to what its kernel multiplies with: the casts of :mod:`nemo_fp8.numerics`, and nothing of
-our own.
+"""Quantize a layer's BF16 weights for its kernel, with the casts of :mod:`nemo_fp8.numerics`.
 
-One scale for a whole weight is the scale of the unsharded one: its amax goes over all workers that hold a shard.
+A weight with one scale has that of the unsharded weight: its amax is reduced over all workers that hold a shard.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ ReduceAmax = Callable[[torch.Tensor], torch.Tensor]
 def quantize_weight(
     weight: torch.Tensor, storage: Storage, reduce_amax: ReduceAmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and ``scale_inv`` on the kernel's grid, of one weight or of a stack of them (the experts of a layer).
+    """Return codes and ``scale_inv`` on the kernel's grid, for a weight or a stack of weights (a layer's experts).
 
-    A stack is quantized as one tall matrix: its weights have whole blocks of rows, so no block lies in two of them.
+    ``reduce_amax`` reduces amaxes over workers. A stack is quantized as one tall matrix: the rows of each weight are
+    whole blocks, so no block lies in two weights.
     """
     stack = weight.view(-1, *weight.shape[-2:])
     if storage.weight.block is not None:

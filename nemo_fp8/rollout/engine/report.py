@@ -1,5 +1,4 @@
-"""What a worker can say about its layers: which are in FP8, on which kernel, in whose blocks, and why the others are
-not."""
+"""Report on the layers of a worker: which are in FP8, on which kernel and in which blocks, and why others are not."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear, or the experts of one layer."""
+    """How one linear is stored, or the experts of one layer."""
 
     stored: str
     """``fp8``, or the compute dtype."""
@@ -22,13 +21,13 @@ class LayerReport:
     """Why it is not in FP8."""
     kernel: str | None = None
     block: tuple[int, int] | None = None
-    """The block that shares a scale; None where a whole weight does, or where there is no FP8."""
+    """The block that shares a scale; None if the weight has one scale, or is not in FP8."""
     other_blocks: str | None = None
-    """Where this worker's blocks are not those of the unsharded weight: a trainer's own codes do not fit there."""
+    """Why this worker's blocks are not those of the unsharded weight. A trainer's own codes do not fit then."""
 
 
 def grid_report(model: torch.nn.Module) -> dict[str, LayerReport]:
-    """A report for every layer of a model that the contract decides about, by vLLM's name."""
+    """Return a report for every layer of a model that the contract decides about, by vLLM's name."""
     found = {}
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
@@ -40,7 +39,7 @@ def grid_report(model: torch.nn.Module) -> dict[str, LayerReport]:
 
 
 def plain_report(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """The same as plain values, which every executor can send."""
+    """Return :func:`grid_report` as plain values, which every executor can send."""
     return {name: asdict(report) for name, report in grid_report(model).items()}
 
 

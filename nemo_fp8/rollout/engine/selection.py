@@ -1,9 +1,7 @@
-"""Which of vLLM's layers stay in the compute dtype: the rule of :mod:`nemo_fp8.models.selection`, asked in vLLM's
-words.
+"""Decide which of vLLM's layers stay in the compute dtype, by the rule of :mod:`nemo_fp8.models.selection`.
 
-vLLM fuses ``q_proj``, ``k_proj``, ``v_proj`` into one ``qkv_proj`` and all experts of a layer into one module; the rule
-decides about such units as a whole, and knows the names of their parts. A checkpoint that the exporter wrote was chosen
-by the same rule.
+vLLM fuses ``q_proj``, ``k_proj``, ``v_proj`` into one ``qkv_proj``, and all experts of a layer into one module. The
+rule knows the names of their parts, and decides about the unit as a whole. The exporter uses the same rule.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from nemo_fp8.models.selection import SHAPE, part_names, why_kept, why_kept_by_n
 
 
 def reason_to_keep(precision: Precision, name: str, layers: int, packed: Mapping[str, Sequence[str]]) -> str | None:
-    """Why the linear ``name`` stays in the compute dtype; None if it goes to FP8, as far as names can say.
+    """Return why the linear ``name`` stays in the compute dtype; None if no rule about names keeps it.
 
     ``layers`` counts the decoder layers of the model, ``packed`` maps a fused name to its parts (``qkv_proj`` to
     ``q_proj, k_proj, v_proj``).
@@ -29,8 +27,11 @@ def reason_to_keep(precision: Precision, name: str, layers: int, packed: Mapping
 def reason_to_keep_experts(
     precision: Precision, name: str, layers: int, experts: int, inner: int, hidden: int
 ) -> str | None:
-    """The same for all ``experts`` of a layer, and for their sizes before any split; refused where the contract is
-    strict."""
+    """Return why all ``experts`` of a layer stay in the compute dtype, by names or shapes; None if they go to FP8.
+
+    ``inner`` and ``hidden`` are their sizes before any split. Raises PrecisionError if the shape is the reason and the
+    contract is strict.
+    """
     shapes = [((inner, inner), hidden), ((hidden,), inner)]
     kept = why_kept(precision, part_names(name, experts=experts), shapes, layers, experts=experts)
     if kept is not None and kept.rule == SHAPE and precision.strict:
@@ -43,5 +44,5 @@ def reason_to_keep_experts(
 
 
 def in_every_layer(name: str) -> str:
-    """``model.layers.3.mlp`` as ``model.layers.*.mlp``: one line in a log for what is so in every layer."""
+    """Return ``model.layers.*.mlp`` for ``model.layers.3.mlp``, so that a log has one line for all layers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

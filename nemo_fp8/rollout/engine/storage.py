@@ -1,13 +1,13 @@
-"""How a rollout stores weights and activations: the contract's operands, and the grid that kernels take them in.
+"""How a rollout stores weights and activations: the contract's operands, and the grid of scales that kernels take.
 
     rollout_block  weights                         activations    grid of a kernel
     128x128        one scale a block of 128x128    1x128          128x128
     1x32           one E8M0 exponent a row of 32   1x32           1x32
     tensor         one scale a weight              1x128          128x128
 
-A whole-tensor scale runs on the kernels for blocks, with one value in every block: the same codes, the same product.
-What the operands are is the contract's to say (``Precision.operand``); the table repeats it beside what is decided
-here. Which shapes kernels take is :mod:`nemo_fp8.models.selection`' to say.
+A weight with one scale runs on the kernels for blocks, with the same value in every block: the same codes, the same
+product. The contract decides the operands (``Precision.operand``), and the table repeats them; only the grid is decided
+here. :mod:`nemo_fp8.models.selection` decides which shapes kernels take.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ class Storage:
 
     @property
     def group(self) -> int:
-        """How many activations along the contracted dimension share a scale."""
+        """The number of activations along the contracted dimension that share a scale."""
         assert self.activation.block is not None
         return self.activation.block[1]
 
 
 def storage_of(precision: Precision) -> Storage:
-    """The storage that a contract's rollout asks for."""
+    """Return the storage of a contract's rollout.
+
+    Raises PrecisionError if activation scales are static, or the rollout is not in FP8.
+    """
     p = precision
     if p.activation_scheme == "static":
         raise PrecisionError(

@@ -1,6 +1,6 @@
-"""What a vLLM worker can be asked from outside: ``llm.collective_rpc("nemo_fp8_...")``.
+"""The methods of a vLLM worker that can be called from outside: ``llm.collective_rpc("nemo_fp8_...")``.
 
-vLLM mixes this class into its worker (``worker_extension_cls``), whatever the executor; ``engine_args`` names it. All
+vLLM mixes this class into its worker under every executor; ``engine_args`` names it (``worker_extension_cls``). All
 methods begin with ``nemo_fp8_``, so that none hides one of vLLM's, and return plain values, which every executor can
 send.
 """
@@ -19,12 +19,12 @@ from nemo_fp8.rollout.refit.worker.held import NemoFp8Held
 
 
 class NemoFp8Worker(NemoFp8Held):
-    """The methods that this package adds to a worker; those of a push are in ``reload``."""
+    """Everything that this package adds to a worker. The methods of a push are inherited from ``refit.worker``."""
 
     model_runner: Any
 
     def nemo_fp8_report(self) -> dict[str, dict[str, Any]]:
-        """How every layer is stored, and why: see :class:`nemo_fp8.rollout.engine.report.LayerReport`."""
+        """Return how every layer is stored, and why: see :class:`nemo_fp8.rollout.engine.report.LayerReport`."""
         return plain_report(self.model_runner.model)
 
     # ------------------------------------------------------------------ the KV cache
@@ -35,12 +35,12 @@ class NemoFp8Worker(NemoFp8Held):
         self.nemo_fp8_kv_listener = kv.KvListener(self.model_runner.model)
 
     def nemo_fp8_stop_listening(self) -> dict[str, list[dict[int, int]]]:
-        """End it, and say what was counted."""
+        """Stop counting; return the counts of every attention layer."""
         listener = self.__dict__.pop("nemo_fp8_kv_listener", None)
         return {} if listener is None else listener.stop()
 
     def nemo_fp8_kv_scales(self) -> dict[str, float]:
-        """The scales of the KV cache, by the name under which a push sets them."""
+        """Return the scales of the KV cache, by the names under which a push sets them."""
         return kv.scales_of(self.model_runner.model)
 
     def nemo_fp8_set_kv_scales(self, scales: dict[str, float]) -> None:

@@ -1,11 +1,18 @@
-"""Refit: a trainer's weights into a running engine, with a receipt.
+"""Refit: push a trainer's weights into a running engine, and get a receipt.
 
     receipt = Refit(llm).push(model.state_dict())
     print(receipt)
 
-``push`` streams, ``manifest`` says what will come, ``stream`` cuts it to buffers, ``memory`` and ``transports`` carry
-it, ``control`` speaks to the engine, ``endpoints`` answers for a server, ``receipt`` tells what happened. What runs in
-the workers is :mod:`nemo_fp8.rollout.refit.worker.session`.
+Read ``push`` first, which is the whole of it on one page, and then ``worker.routes``, which finds where tensors go.
+
+    push          the order of things, on the trainer's side
+    manifest      what a push will bring
+    wire, memory  tensors cut into buffers, and the way of a buffer to the workers
+    control       calls to an engine: in this process, on an asyncio loop, or over HTTP; alive ends those to a dead one
+    door          the server's side of HTTP
+    fingerprint   a short name for the bytes of a tensor
+    receipt       what a push did
+    worker        the workers' side: session, plan, routes, sinks, layouts
 """
 
 from nemo_fp8.extras import require

@@ -1,8 +1,7 @@
-"""Waits for an engine's answers that end when the engine dies.
+"""Wait for an engine's answer, and raise an error if the engine dies before it comes.
 
-vLLM learns within a second that EngineCore ended, or that one of its workers did, and says so to whoever asks next; but
-a call that is under way waits for ever for the answer. So who waits here looks once a second whether vLLM has seen its
-engine die.
+vLLM notices within a second that EngineCore or one of its workers ended, and the next call raises. A call that is under
+way waits for ever, though. So the functions here check once a second whether vLLM has noticed.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from typing import Any
 
 from nemo_fp8.errors import PrecisionError
 
-LOOK = 1.0  # seconds between two looks
-GRACE = 10.0  # seconds
+LOOK = 1.0  # seconds between two checks
+GRACE = 10.0  # seconds that an engine may take to die after an error of EngineCore
 
 
 def in_thread(ask: Callable[[], Any]) -> Future[Any]:
-    """What ``ask()`` returns, asked in a thread that a wait without end may keep: Python's exit does not wait for
-    it."""
+    """Call ``ask()`` in a daemon thread, and return its future. A call that never ends does not keep Python alive."""
     answer: Future[Any] = Future()
 
     def run() -> None:
@@ -36,7 +34,7 @@ def in_thread(ask: Callable[[], Any]) -> Future[Any]:
 
 
 def answered(answer: Future[Any], is_dead: Callable[[], bool]) -> Any:
-    """The answer, or an error if the engine dies before it comes."""
+    """Wait for an answer, and return it. Raises what the call raised, or PrecisionError if the engine is dead."""
     while not answer.done():
         wait([answer], LOOK)
         if is_dead() and not answer.done():
@@ -53,7 +51,7 @@ def answered(answer: Future[Any], is_dead: Callable[[], bool]) -> Any:
 
 
 async def answered_on_loop(ask: Awaitable[Any], is_dead: Callable[[], bool]) -> Any:
-    """The same, for who waits on the engine's loop."""
+    """Do as :func:`answered` does, in a coroutine on the engine's loop."""
     answer = asyncio.ensure_future(ask)
     try:
         while not answer.done():
@@ -61,7 +59,7 @@ async def answered_on_loop(ask: Awaitable[Any], is_dead: Callable[[], bool]) -> 
             if is_dead() and not answer.done():
                 raise dead_engine()
     finally:
-        answer.cancel()  # of no effect on one that is done
+        answer.cancel()  # does nothing to an answer that has come
     try:
         return answer.result()
     except Exception as error:
@@ -74,16 +72,16 @@ async def answered_on_loop(ask: Awaitable[Any], is_dead: Callable[[], bool]) -> 
 
 
 def _grace(error: Exception) -> float:
-    """How long an engine may take to be dead after an error: vLLM gives up what a worker was doing before it ends the
-    engine.
+    """Return for how many seconds an error may be the first sign of a dying engine.
 
-    What fails in EngineCore comes as a bare Exception, and any other error is none of a worker's.
+    When a worker dies, vLLM first fails its calls, and ends the engine some seconds later. These errors come from
+    EngineCore as bare Exceptions; any other type means something else.
     """
     return GRACE if type(error) is Exception else 0.0
 
 
 def dead_engine() -> PrecisionError:
-    """What a push to an engine without EngineCore, or without one of its workers, is answered with."""
+    """Return the error for a push to an engine whose EngineCore, or one of whose workers, ended."""
     return PrecisionError(
         "The engine is dead.",
         "Its EngineCore or one of its workers ended; vLLM's output above says which, and often why (killed, out of "

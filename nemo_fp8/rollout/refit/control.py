@@ -1,17 +1,16 @@
-"""How a push speaks to an engine: in this process, on a loop, or over HTTP. One small interface, three ways.
+"""Control an engine during a push: in this process, on an asyncio loop, or over HTTP, by one small interface.
 
-    call(method, message)    ask every worker, and have all their answers
-    hold(running) / free()   no request is computed while weights change; ``running`` says what becomes of unfinished
-                             ones
-    refuse(why) / allow()    after a push that died: requests are refused, with the reason, until one ends well
-    forget()                 drop what was computed with the old weights (the prefix cache); whether vLLM really did
+    call(method, message)    call a method of every worker; return all answers
+    hold(running) / free()   compute no request while weights change; ``running`` says what happens to unfinished ones
+    refuse(why) / allow()    refuse requests, with the reason, after a push that died, until a push ends well
+    forget()                 drop what was computed with old weights (the prefix cache); return whether vLLM did
 
-An ``LLM`` has unfinished requests, too: those of a ``generate`` that was interrupted, of a loop around ``step()``, of
-another thread. Its EngineCore, a process of its own, goes on computing them whether anybody waits or not. Requests of a
-server wait at its door.
+An ``LLM`` can have unfinished requests, too: of a ``generate`` that was interrupted, of a loop around ``step()``, of
+another thread. Its EngineCore is another process, which computes them whether or not anybody waits. A server holds its
+requests itself (:mod:`nemo_fp8.rollout.refit.door`).
 
-A way that leads to another host is a :class:`Carrier`: bytes go along with a message, since memory cannot be mapped
-there. An engine that dies ends every wait for its answer with an error (:mod:`nemo_fp8.rollout.refit.alive`).
+A control that can reach another host is a :class:`Carrier`: it sends the bytes with the message, since memory cannot be
+mapped there. If an engine dies, every call that waits for it raises (:mod:`nemo_fp8.rollout.refit.alive`).
 """
 
 from __future__ import annotations
@@ -35,40 +34,47 @@ Answer = dict[str, Any]
 PREFIX = "nemo_fp8_refit_"
 log = logging.getLogger(__name__)
 ROUTE = "/nemo_fp8/refit"
-LENGTH = 8  # bytes of the number before a message in a body
+LENGTH = 8  # bytes at the head of a body that say how long the message behind them is
 
 
 class Control(Protocol):
-    """What a push needs of an engine. Anything with these methods will do, such as a handle of a Ray actor."""
+    """What a push needs of an engine. Any object with these methods will do, such as a handle of a Ray actor."""
 
-    def call(self, method: str, message: Answer) -> list[Answer]: ...
+    def call(self, method: str, message: Answer) -> list[Answer]:
+        """Call ``nemo_fp8_refit_<method>`` of every worker with a message of plain values; return their answers."""
 
-    def hold(self, running: str) -> None: ...
+    def hold(self, running: str) -> None:
+        """Compute no request until ``free``. ``running`` is ``wait``, ``abort`` or ``keep``, as for ``Refit``."""
 
-    def free(self) -> None: ...
+    def free(self) -> None:
+        """Compute requests again."""
 
-    def refuse(self, why: str) -> None: ...
+    def refuse(self, why: str) -> None:
+        """Answer every request with an error that gives the reason ``why``, until ``allow``."""
 
-    def allow(self) -> None: ...
+    def allow(self) -> None:
+        """Take requests again; does nothing if they were not refused."""
 
     def forget(self) -> bool:
-        """Drop the prefix cache. Whether vLLM says that it has: a push after which it has not is not ``ok``."""
+        """Drop the prefix cache; return whether vLLM says that it did. If not, the receipt is not ``ok``."""
 
 
 @runtime_checkable
 class Carrier(Protocol):
-    """A :class:`Control` that can take bytes along."""
+    """A :class:`Control` that can send bytes with a message."""
 
     local: bool
     """Whether the workers may be on this host, and map this process's memory."""
 
     def carry(self, message: Answer, body: memoryview) -> list[Answer]:
-        """Have every worker write what ``message`` says of ``body``."""
+        """Send the bytes of a buffer, and have every worker write the pieces that ``message`` lists."""
 
 
 def control_of(engine: Any, token: str | None = None) -> Control:
-    """The way to an engine: a ``vllm.LLM``, an ``AsyncLLM``, the URL of a server, or something that is a way
-    already."""
+    """Return the control of an engine: a ``vllm.LLM``, an ``AsyncLLM``, a server's URL, or a control itself.
+
+    Raises PrecisionError for anything else.
+    """
     if isinstance(engine, str):
         return Server(engine, token)
     if hasattr(engine, "llm_engine"):
@@ -104,7 +110,7 @@ class Offline:
             self._answered(lambda: core.call_utility("pause_scheduler", running, False))
         elif running == "wait":
             _Finished(core)
-        if running == "abort":  # vLLM would give them back, aborted, among the answers of the next generate
+        if running == "abort":  # else vLLM returns them, aborted, among the answers of the next generate
             engine.abort_request(unfinished, internal=True)
 
     def free(self) -> None:
@@ -113,8 +119,9 @@ class Offline:
             self._answered(lambda: core.call_utility("resume_scheduler"))
 
     def refuse(self, why: str) -> None:
-        # On this one object, and gone with the next push: vLLM has no switch for it, and a mixed model must not answer.
-        if not self._is_dead():  # a dead engine answers nobody, and says so itself
+        # vLLM has no switch for this, and a mixed model must not answer: so the methods of this one object are
+        # covered by others, until ``allow`` removes them.
+        if not self._is_dead():  # a dead engine refuses requests by itself
             vars(self.llm.llm_engine).update(dict.fromkeys(_ANSWERING, _Refusal(why)))
 
     def allow(self) -> None:
@@ -122,11 +129,11 @@ class Offline:
             vars(self.llm.llm_engine).pop(name, None)
 
     def forget(self) -> bool:
-        # Without the argument vLLM keeps its whole cache wherever a request is unfinished.
+        # Without the argument vLLM keeps its whole cache if any request is unfinished.
         return bool(self._answered(lambda: self.llm.reset_prefix_cache(reset_running_requests=True)))
 
     def _answered(self, ask: Callable[[], Any]) -> Any:
-        if not hasattr(self.llm.llm_engine.engine_core, "resources"):  # an engine inside of this process
+        if not hasattr(self.llm.llm_engine.engine_core, "resources"):  # EngineCore is in this process
             return ask()
         return answered(in_thread(ask), self._is_dead)
 
@@ -136,7 +143,7 @@ class Offline:
 
 
 _ANSWERING = ("add_request", "step")
-"""The methods of an ``LLMEngine`` that compute, or wait for what is computed."""
+"""The methods of an ``LLMEngine`` that take requests and return answers."""
 _UNFINISHED = {
     "wait": "They end with the old weights first, and vLLM gives their answers back with the next ones; "
     "running='abort' drops them.",
@@ -147,14 +154,16 @@ _UNFINISHED = {
 
 
 class _Finished:
-    """What an EngineCore in this process answered to its unfinished requests, given out step by step as if it came just
-    now."""
+    """Runs an EngineCore in this process until no request is unfinished, and keeps its outputs.
+
+    It then stands in for ``get_output`` and returns the kept outputs step by step, as if they came just now. When all
+    are returned it removes itself.
+    """
 
     def __init__(self, core: Any) -> None:
         self.core = core
-        self.outputs: deque[Any] = getattr(
-            vars(core).get("get_output"), "outputs", deque()
-        )  # those of a push before, not asked for yet
+        # An earlier push may have left outputs that nobody has asked for yet.
+        self.outputs: deque[Any] = getattr(vars(core).get("get_output"), "outputs", deque())
         core.get_output = self
         while core.engine_core.scheduler.has_unfinished_requests():
             self.outputs.append(type(core).get_output(core))
@@ -167,6 +176,8 @@ class _Finished:
 
 
 class _Refusal:
+    """Stands in for a method of an engine, and raises."""
+
     def __init__(self, why: str) -> None:
         self.why = why
 
@@ -175,7 +186,7 @@ class _Refusal:
 
 
 def refusal(why: str) -> PrecisionError:
-    """What a request is answered with while an engine holds old and new weights."""
+    """Return the error for a request to an engine that holds old and new weights; ``why`` is the push's end."""
     return PrecisionError(
         "The engine holds old and new weights, and answers no request.",
         f"A push of weights died half-way: {why.removesuffix('.')}.",
@@ -184,7 +195,10 @@ def refusal(why: str) -> PrecisionError:
 
 
 class OnLoop:
-    """An ``AsyncLLM``, from another thread than its loop's: ``await asyncio.to_thread(refit.push, tensors)``."""
+    """Controls an ``AsyncLLM`` from another thread than its loop's.
+
+    Make it in a coroutine, and push with ``await asyncio.to_thread(refit.push, tensors)``.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -208,8 +222,8 @@ class OnLoop:
 
     def refuse(self, why: str) -> None:
         if self.engine.errored:
-            return  # a dead engine answers nobody, and says so itself
-        # vLLM's own generate and encode would give any error of add_request as one without words.
+            return  # a dead engine refuses requests by itself
+        # vLLM's own generate and encode replace any error of add_request by one without its message.
         answers = _AsyncRefusal(why)
         vars(self.engine).update(add_request=answers, generate=answers.stream, encode=answers.stream)
 
@@ -225,16 +239,21 @@ class OnLoop:
 
 
 class _AsyncRefusal(_Refusal):
+    """Stands in for a coroutine (``add_request``), or with ``stream`` for an async generator, and raises."""
+
     async def __call__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         raise refusal(self.why)
 
     async def stream(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         raise refusal(self.why)
-        yield  # what makes it a generator
+        yield  # makes it a generator
 
 
 class Server:
-    """An OpenAI server with our endpoints (:mod:`nemo_fp8.rollout.refit.door`). It holds and refuses by itself."""
+    """Controls an OpenAI server with our endpoints (:mod:`nemo_fp8.rollout.refit.door`).
+
+    The server holds and refuses requests by itself, so those methods have nothing to do here.
+    """
 
     def __init__(self, url: str, token: str | None = None, timeout: float = 600.0) -> None:
         self.url, self.token, self.timeout = url.rstrip("/"), token, timeout
@@ -259,8 +278,10 @@ class Server:
         return json.dumps(message | {"running": self.running}).encode()
 
     def _post(self, method: str, parts: list[Any], kind: str) -> Answer:
-        """Send a body, which may lie in several places, and have what the server says: the workers' ``answers``, and
-        what it did itself."""
+        """Post a body, given in parts, and return the server's reply, with the workers' answers in ``answers``.
+
+        Raises PrecisionError with the server's problems, or if it does not reply as our endpoints do.
+        """
         headers = {"Content-Type": kind, "Content-Length": str(sum(map(len, parts)))}
         token = self.token or token_of(self.url)
         if token:
@@ -292,11 +313,11 @@ class Server:
         pass
 
     def forget(self) -> bool:
-        return self.forgotten  # the server did it before it let the first request in again
+        return self.forgotten  # the server dropped its cache before it let the first request in again
 
 
 def _from_server(error: urllib.error.HTTPError) -> PrecisionError:
-    """What the server said, in its own words if they are ours."""
+    """Return the error for a reply that is not 200: the problems in it, or else its text."""
     text = error.read(1 << 20)
     try:
         return PrecisionError([Problem(*row) for row in json.loads(text)["problems"]])

@@ -1,16 +1,20 @@
-"""The door of a server: pushes come in here, and requests wait here while weights change.
+"""The door of a vLLM server, as ASGI middleware: it takes pushes, and makes requests wait while weights change.
 
     vllm serve ... --worker-extension-cls nemo_fp8.rollout.engine.worker.NemoFp8Worker \\
                    --middleware nemo_fp8.rollout.refit.door.RefitEndpoints
 
-``--middleware`` is vLLM's own way to add such a door, so the server needs no developer mode, whose endpoints let
-anybody call any method of a worker. Who may push: whoever brings the server's key (``--api-key``, ``VLLM_API_KEY``), or
-the token of this door alone (``NEMO_FP8_REFIT_TOKEN``, which ``nemo-fp8 serve`` draws) where there is no key; without
-either callers from this machine, whichever user's, as the log says at start. Browsers may never.
+``--middleware`` is an option of vLLM. The server needs no developer mode, whose endpoints let anybody call any method
+of a worker. Who may push:
 
-A request that comes during a push waits for its end. After a push that died with weights half written requests are
-answered with 503 and the reason, until a push ends well. A sender that fell silent counts as dead; where it had written
-nothing, the engine goes on.
+    a key (``--api-key``, ``VLLM_API_KEY``)      callers that send this key
+    no key, but ``NEMO_FP8_REFIT_TOKEN``         callers that send this token (``nemo-fp8 serve`` draws one)
+    neither                                      callers on this machine, of any user; the log warns at start
+
+Browsers may never push.
+
+A request that comes during a push waits for its end. After a push that died with weights half written, requests get 503
+and the reason until a push ends well. A sender that is silent for a minute counts as dead; if it had written nothing,
+the engine serves on.
 """
 
 from __future__ import annotations
@@ -37,12 +41,12 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 METHODS = ("begin", "write", "bytes", "finish", "abandon", "expected", "held")
 MODES = ("wait", "abort", "keep")
-# A message is parsed while the server answers nobody: half a second for the largest. 128 bytes for each tensor of the
-# longest manifest.
+# 128 bytes for each tensor of the longest manifest. The server answers nobody while it parses a message, which takes
+# half a second for the largest.
 LARGEST_MESSAGE, LARGEST_BODY = MOST_ENTRIES << 7, 1 << 31
 DEEPEST = 8  # lists in lists of a message; a push needs four
-SILENCE = 60.0  # seconds without a word from the sender, after which a push counts as dead, and a body as given up
-SLOWEST = 1 << 20  # bytes that a body has to bring each second, beyond so much time for its beginning
+SILENCE = 60.0  # seconds without a sign of the sender after which a push counts as dead, and a body as given up
+SLOWEST = 1 << 20  # bytes per second that a body must bring on average, once the first SILENCE seconds are over
 NOT_ALLOWED = (
     "Not allowed. Give the server's token as Refit(url, token=). One that nemo-fp8 serve drew is found by itself, by "
     "the same user "
@@ -53,14 +57,18 @@ log = logging.getLogger("vllm.nemo_fp8")
 
 
 class RefitEndpoints:
-    """ASGI middleware: the routes of a push, and the door at which requests wait meanwhile."""
+    """ASGI middleware with the endpoints of a push. Reads the server's key and token from the environment."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self.app, self.key, self.token = app, os.environ.get(TOKEN, ""), os.environ.get(PUSH_TOKEN, "")
-        self.begun = self.push = self.died = ""  # accepted by the workers; writing; why the engine answers nobody
-        self.heard, self.tasks = 0.0, 0  # when the sender last had an answer; what the engine is doing for it now
-        self.free, self.asking = asyncio.Event(), asyncio.Lock()
+        self.begun = ""  # the push that the workers accepted last
+        self.push = ""  # the push that is writing
+        self.died = ""  # why requests are refused, if they are
+        self.heard = 0.0  # when the engine last finished work for the push that is writing
+        self.tasks = 0  # how many calls the engine is working on for it
+        self.free = asyncio.Event()  # set unless a push is writing: requests wait for it
         self.free.set()
+        self.asking = asyncio.Lock()  # one request at a time asks the workers about a silent sender
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -81,7 +89,7 @@ class RefitEndpoints:
                 await self.app(scope, receive, send)
 
     async def _wait_for_end(self, engine: Any) -> None:
-        """Return when no push is writing, or when none will end well. A dead engine says so itself to who asks it."""
+        """Wait until no push is writing, or it died, or the engine did (which then refuses requests by itself)."""
         while self.push and not self.died and not engine.errored:
             left = LOOK if self.tasks else self.heard + SILENCE - time.monotonic()
             if left > 0:
@@ -92,14 +100,16 @@ class RefitEndpoints:
                     await self._give_up(engine)
 
     async def _give_up(self, engine: Any) -> None:
-        """A sender that has been silent for too long: only the workers know whether it had written anything."""
+        """End the push of a sender that was silent for too long.
+
+        Serve on if the workers say that nothing was written; else refuse requests.
+        """
         push, heard = self.push, self.heard
         if not push or self.died or self.tasks or heard + SILENCE > time.monotonic():
-            return  # another request has seen to it
+            return  # another request has done this, or the sender is back
         try:
-            mixed = _mixed(
-                await self._call(engine, "abandon", {"push": None})
-            )  # abandons nothing: no push has this number
+            # No push has the number None: this abandons nothing, and asks whether the model is mixed.
+            mixed = _mixed(await self._call(engine, "abandon", {"push": None}))
         except PrecisionError:  # the engine died
             return
         if self.tasks or (push, heard) != (self.push, self.heard):
@@ -142,8 +152,7 @@ class RefitEndpoints:
         )
 
     def _tokens(self, scope: Scope) -> list[str]:
-        """Any of these opens the door: the server's keys, by the option or the variable; without them, the token of the
-        door alone."""
+        """Return the secrets of which any one allows a push: the server's keys, or, without keys, the push token."""
         told = getattr(getattr(scope["app"].state, "args", None), "api_key", None)
         return [key for key in told or [self.key] if key] or [token for token in [self.token] if token]
 
@@ -183,9 +192,10 @@ class RefitEndpoints:
         return {"answers": answers}
 
     async def _write(self, engine: Any, message: Answer) -> list[Answer]:
+        """Have the workers write pieces; with the first pieces of a push, make requests wait."""
         push = str(message.get("push"))
-        # A message without pieces writes nothing (it has the workers open memory); any other push is refused by the
-        # workers. Neither holds anybody up.
+        # Requests need not wait for a message without pieces, which only has the workers open memory, nor for a push
+        # that was not accepted, which the workers will refuse.
         if message.get("pieces") and push == self.begun != self.push:
             self.push = push
             self.free.clear()
@@ -194,20 +204,21 @@ class RefitEndpoints:
         return await self._call(engine, "write", message)
 
     async def _finish(self, engine: Any, message: Answer) -> Answer:
+        """End a push: drop the prefix cache, and let requests in again."""
         answers, forgotten = await self._call(engine, "finish", message), False
         if not any(answer.get("problems") for answer in answers):
             try:
                 forgotten = bool(await self._at_work(engine, engine.reset_prefix_cache(reset_running_requests=True)))
             except PrecisionError:
                 raise
-            except Exception:  # the weights are right; the receipt says that the cache is not
+            except Exception:  # the weights are right; the receipt reports the cache
                 log.exception("the prefix cache could not be reset")
             await self._open(engine)
         return {"answers": answers, "forgotten": forgotten}
 
     async def _open(self, engine: Any) -> None:
         self.push, self.died = "", ""
-        # whoever comes now is held by the engine, until it resumes; and a push that begins now by the door
+        # Requests that come now are held by the paused engine until it resumes. A push that begins now closes the door.
         self.free.set()
         await self._at_work(engine, engine.resume_generation())
 
@@ -218,7 +229,7 @@ class RefitEndpoints:
         )
 
     async def _at_work(self, engine: Any, task: Awaitable[Any]) -> Any:
-        """What the engine takes its time for, in the push that is writing, is no silence of the sender's."""
+        """Wait for the engine's work for the push that is writing; the time does not count as the sender's silence."""
         self.tasks += 1
         try:
             return await _answered(engine, task)
@@ -232,7 +243,7 @@ async def _answered(engine: Any, task: Awaitable[Any]) -> Any:
 
 
 def _mixed(answers: list[Answer]) -> str:
-    """Why the engine holds weights of two pushes, if any worker does."""
+    """Return why the engine holds weights of two pushes, or ``""`` if it does not."""
     return next((str(answer["mixed"]) for answer in answers if answer.get("mixed")), "")
 
 
@@ -240,10 +251,11 @@ def _problems(error: PrecisionError) -> Answer:
     return {"problems": [[p.what, p.why, p.remedy] for p in error.problems]}
 
 
-# ---------------------------------------------------------------------- bodies, of no trusted size
+# ---------------------------------------------------------------------- bodies: nothing in them is trusted
 
 
 def _length(scope: Scope, most: int) -> int:
+    """Return the announced length of a body; raise PrecisionError if there is none, or it is beyond ``most``."""
     told = next((value for name, value in scope["headers"] if name.lower() == b"content-length"), b"")
     if not told.isdigit() or not 0 < int(told) <= most:
         raise PrecisionError(
@@ -255,6 +267,7 @@ def _length(scope: Scope, most: int) -> int:
 
 
 async def _message(scope: Scope, receive: Receive) -> Answer:
+    """Read a body that is a JSON message."""
     length, body = _length(scope, LARGEST_MESSAGE), bytearray()
     async for part in _parts(receive):
         body += part
@@ -264,7 +277,7 @@ async def _message(scope: Scope, receive: Receive) -> Answer:
 
 
 async def _body(scope: Scope, receive: Receive) -> tuple[Answer, Shared]:
-    """The message at the head of a body, and the bytes behind it in memory that workers can open."""
+    """Read a body of a message's length, the message, and bytes; return the message, and the bytes in shared memory."""
     shared = Shared(_length(scope, LARGEST_BODY))
     try:
         head, at = bytearray(), 0
@@ -292,6 +305,7 @@ async def _body(scope: Scope, receive: Receive) -> tuple[Answer, Shared]:
 
 
 async def _parts(receive: Receive) -> Any:
+    """Yield the parts of a body; raise PrecisionError if its sender goes away, falls silent or is too slow."""
     begun, came = time.monotonic(), 0
     while True:
         left = begun + SILENCE + came / SLOWEST - time.monotonic()
@@ -312,6 +326,7 @@ async def _parts(receive: Receive) -> Any:
 
 
 def _object(text: bytes) -> Answer:
+    """Parse a JSON object; raise PrecisionError if it is none, or is nested too deeply."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -341,6 +356,6 @@ async def _reply(send: Send, status: int, answer: Any, kind: str = "http") -> No
     body = json.dumps(answer).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status != 200:
-        headers.append((b"connection", b"close"))  # whatever is left of the request's body is not read
+        headers.append((b"connection", b"close"))  # the rest of the request's body is not read
     await send({"type": f"{kind}.response.start", "status": status, "headers": headers})
     await send({"type": f"{kind}.response.body", "body": body})

@@ -1,11 +1,11 @@
-"""A short name for the bytes of a tensor, at memory speed and for a tensor that comes in pieces.
+"""Fingerprint the bytes of a tensor: at memory speed, and for a tensor that comes in pieces.
 
     rows of bytes, as 64-bit words w[i, j];   fingerprint = BLAKE2b( shape, all sum_j w[i, j], all sum_i w[i, j] )
 
-Both sums wrap. One changed element changes its row's and its column's sum, and rows or columns that changed places show
-in the other sum, so it finds what goes wrong between memories: a tensor that was not written, or written elsewhere,
-torn, stale, off by one. It is no defence against somebody who wants two tensors to look alike. The trade-off: a
-cryptographic hash of every byte would cost several times what the push itself does.
+Both sums wrap. One changed element changes the sums of its row and its column. Rows that changed places change the
+order of the row sums, and columns that of the column sums. So a fingerprint finds what goes wrong between memories: a
+tensor that was not written, or is torn, stale, or off by one. The trade-off: it does not protect against somebody who
+makes two tensors look alike; a cryptographic hash of every byte would take several times as long as the push itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DIGITS = 16
 
 
 class Fingerprint:
-    """Of a tensor whose rows come piece by piece, in order."""
+    """Fingerprints a tensor whose rows come piece by piece, in order."""
 
     def __init__(self) -> None:
         self._rows: list[torch.Tensor] = []
@@ -26,7 +26,7 @@ class Fingerprint:
         self._width = 0
 
     def add(self, rows: torch.Tensor) -> None:
-        """The next rows. All but the last dimension count them; of a vector, every element is one."""
+        """Add the next rows. All dimensions but the last count rows; every element of a vector is a row."""
         matrix = rows.detach().contiguous().view(-1, rows.shape[-1] if rows.dim() > 1 else 1)
         raw = matrix.view(torch.uint8)
         self._width = raw.shape[1]
@@ -40,7 +40,7 @@ class Fingerprint:
         self._columns = columns if self._columns is None else self._columns + columns
 
     def digest(self) -> str:
-        """Sixteen hexadecimal digits. The sums lie where the tensor lies, and are fetched here, once."""
+        """Return sixteen hexadecimal digits. The sums stay on the tensor's device until here."""
         rows = sum(map(len, self._rows))
         whole = hashlib.blake2b(f"{rows}x{self._width}".encode(), digest_size=DIGITS // 2)
         if self._columns is not None:
@@ -49,12 +49,12 @@ class Fingerprint:
 
 
 def fingerprint(*tensors: torch.Tensor) -> str:
-    """Of a tensor, or of codes and their scales as one."""
+    """Return the fingerprint of a tensor, or of several (codes and their scales) as one."""
     return together([_of(tensor) for tensor in tensors])
 
 
 def together(digests: list[str]) -> str:
-    """The fingerprint of several tensors that belong together, from their own."""
+    """Return the fingerprint of tensors that belong together, made of their own fingerprints."""
     return (
         digests[0]
         if len(digests) == 1

@@ -1,11 +1,11 @@
-"""What a push will bring: every tensor's name, type and shape, known before its first byte.
+"""Announce what a push will bring: the name, dtype and shape of every tensor, before the first byte.
 
-An engine that has begun to take weights cannot go back, so everything that can be wrong is asked before: the manifest
-goes ahead, and every worker holds it against its model. The same list then says where each tensor lies on the wire, and
-nothing that comes later is trusted beyond it.
+An engine that has begun to take weights cannot go back, so everything is checked before: the manifest is sent first,
+and every worker compares it with its model. Afterwards tensors are called by their number in the manifest, and a piece
+that does not fit its entry is refused.
 
-A tensor that the trainer quantized already is two entries, as in a DeepSeek checkpoint: codes under the tensor's name,
-and FP32 scales of 128x128 blocks under that name with ``_scale_inv`` behind it.
+A tensor that the trainer has quantized is two entries, as in a DeepSeek checkpoint: codes under the tensor's name, and
+FP32 scales of 128x128 blocks under that name with ``_scale_inv`` appended.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from nemo_fp8.errors import PrecisionError, Problem
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)}
 BLOCK = 128
 SCALES = "_scale_inv"
-# What a manifest from outside may hold at most: beyond every model (the largest, of 384 experts in 60 layers, has
-# 138,000 tensors where each comes with its scales), and small enough to refuse what would fill a machine or keep a
-# server from answering.
+# Limits of a manifest from outside: more than any model needs (the largest, of 384 experts in 60 layers, has 138,000
+# tensors if each comes with its scales), and few enough that no manifest fills a machine or blocks a server.
 MOST_ENTRIES, LONGEST_NAME, MOST_DIMENSIONS, MOST_BYTES = 1 << 18, 1 << 10, 8, 1 << 44
 
 
@@ -46,25 +45,30 @@ class Entry:
 
     @property
     def rows(self) -> int:
-        """The first dimension, along which a tensor is cut; a scalar is one row."""
+        """The first dimension, along which a tensor is cut. A scalar has one row."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
+        """The bytes of one row."""
         return math.prod(self.shape[1:]) * self.torch_dtype.itemsize
 
     @property
     def step(self) -> int:
-        """Where it may be cut: between blocks of a matrix, between the slabs of anything else."""
+        """A tensor may be cut after a multiple of so many rows: a matrix between blocks, others anywhere."""
         return BLOCK if len(self.shape) == 2 else 1
 
     @property
     def is_codes(self) -> bool:
+        """Whether the tensor is FP8 codes, whose scales are another entry."""
         return self.dtype == "float8_e4m3fn"
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Entry:
-        """The entry of a tensor; only its description is looked at, so it may be on the meta device."""
+        """Return the entry of a tensor, which may be on the meta device.
+
+        Raises PrecisionError if it is no tensor, is nested, or has a dtype that a push does not take.
+        """
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise PrecisionError(
                 f"{str(name)[:LONGEST_NAME]} is {_kind(tensor)}.",
@@ -79,8 +83,8 @@ class Entry:
 
 
 def not_sendable(name: str, tensor: torch.Tensor) -> Problem | None:
-    """Why the bytes of a tensor cannot be sent, if they cannot."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # others keep their memory in ways of their own
+    """Return why the bytes of a tensor cannot be sent; None if they can."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a subclass may keep its memory elsewhere
     if tensor.is_meta:
         what, why, remedy = (
             "on the meta device",
@@ -111,7 +115,7 @@ def not_sendable(name: str, tensor: torch.Tensor) -> Problem | None:
 
 
 class Manifest(Sequence[Entry]):
-    """All tensors of a push, in order."""
+    """The entries of all tensors of a push, in order. Raises PrecisionError if a name is given twice."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = tuple(entries)
@@ -145,7 +149,7 @@ class Manifest(Sequence[Entry]):
         return sum(entry.bytes for entry in self)
 
     def scales_of(self, entry: Entry) -> Entry | None:
-        """The entry of the scales that belong to a tensor of FP8 codes; None where it has none."""
+        """Return the entry of the scales that belong to FP8 codes; None if there is none."""
         i = self.places.get(entry.name + SCALES)
         return None if i is None else self.entries[i]
 
@@ -154,16 +158,17 @@ class Manifest(Sequence[Entry]):
         i = self.places.get(entry.name.removesuffix(SCALES)) if entry.name.endswith(SCALES) else None
         return i is not None and self.entries[i].is_codes
 
-    # ------------------------------------------------------------------ where it comes from
+    # ------------------------------------------------------------------ from tensors
 
     @classmethod
     def of(cls, tensors: Any, *, to_send: bool = False) -> Manifest | None:
-        """The manifest of anything that can tell without giving up its tensors; None for an iterator, which cannot.
+        """Return the manifest of tensors; None for an iterator, which can be gone through only once.
 
-        A mapping or a sequence of pairs is looked at; something with ``metadata()``, as vLLM's weight sources have, is
-        asked; what can be iterated again and again is gone through once, tensor by tensor, and nothing is kept.
-        ``to_send`` says that these are the tensors themselves: those without bytes that can be sent are refused, all by
-        name.
+        ``tensors`` is a manifest, a mapping, an iterable of (name, tensor) that can be iterated again, or an object
+        with ``metadata()``, as vLLM's weight sources have. No tensor is kept. ``to_send`` says that these are the
+        tensors that will be sent, and not only their shapes.
+
+        Raises PrecisionError with all tensors that have no entry or, with ``to_send``, cannot be sent.
         """
         if isinstance(tensors, Manifest):
             return tensors
@@ -185,15 +190,18 @@ class Manifest(Sequence[Entry]):
             raise PrecisionError(problems)
         return cls(entries)
 
-    # ------------------------------------------------------------------ in and out
+    # ------------------------------------------------------------------ to and from JSON
 
     def to_plain(self) -> list[list[Any]]:
-        """The manifest as plain values, for JSON."""
+        """Return the manifest as plain values, for JSON."""
         return [[e.name, e.dtype, list(e.shape)] for e in self]
 
     @classmethod
     def from_plain(cls, rows: Any) -> Manifest:
-        """From outside: nothing is believed before it has been checked."""
+        """Return the manifest of plain values that came from outside, after checking all of them.
+
+        Raises PrecisionError if they are no list of (name, dtype, shape) within the limits of this module.
+        """
         if not isinstance(rows, list) or not 0 < len(rows) <= MOST_ENTRIES:
             told = f"{len(rows):,} tensors" if isinstance(rows, list) else "no list"
             raise _unreadable(f"It is {told}; a push takes 1 to {MOST_ENTRIES:,} of them.")
@@ -215,6 +223,7 @@ def _entry(row: Any) -> Entry:
 
 
 def _known(name: str, dtype: str) -> str:
+    """Return ``dtype`` if a push takes it; raise PrecisionError if not."""
     if dtype in DTYPES:
         return dtype
     raise PrecisionError(
@@ -225,6 +234,7 @@ def _known(name: str, dtype: str) -> str:
 
 
 def _kind(value: object) -> str:
+    """Return what a value is, in words: ``None``, ``a list``, ``a numpy.ndarray``."""
     return (
         "None"
         if value is None

@@ -1,13 +1,13 @@
-"""Memory that two processes of one user share, with no name that could outlive them.
+"""Share memory between two processes of one user, without a file that could outlive them.
 
 The sender makes an anonymous file in memory (``memfd``), and receivers open it through ``/proc/PID/fd/N``. The kernel
-lets only the same user (or root) do that, and frees the memory when the last process lets go of it or dies, however it
-dies: there is no file in ``/dev/shm`` to remove, and no cleaning up after a killed trainer. The trade-off: sender and
-receivers must see each other's process ids, so two containers that share only ``/dev/shm`` push over HTTP instead.
+allows that to the same user (and root) only. It frees the memory when the last process closes it or dies, so nothing is
+left in ``/dev/shm`` after a trainer was killed. The trade-off: sender and receivers must see each other's process ids,
+so two containers that share only ``/dev/shm`` have to push over HTTP.
 
-A receiver checks what it opens: it must be such a file, sealed so that it cannot shrink under the reader (a read beyond
-the end would kill the process), and as large as it says. Its name is random, since numbers of files are used again: a
-handle never means other memory than the one it was made for.
+A receiver checks what it opens: such a file, of the announced size, and sealed, so that it cannot shrink under the
+reader (a read beyond its end would kill the process). The file's name is random: the kernel uses file descriptors
+again, and the name makes sure that a handle never opens other memory than its own.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from nemo_fp8.errors import PrecisionError
 
 NAME = "nemo_fp8-refit"
 BUFFERS = 2
-"""Of a push: one is filled while the other is read."""
+"""How many buffers a push has: one is filled while the workers read the other."""
 # Linux' numbers, which Python's fcntl has only since 3.13.
 _ADD_SEALS, _GET_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1034, 1, 2, 4
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 
 
 class Shared:
-    """The sender's side: ``size`` bytes that others can open by ``handle``."""
+    """The sender's side: ``size`` bytes, as ``tensor``, that other processes can open by ``handle``."""
 
     def __init__(self, size: int) -> None:
         self.size, self.name = size, f"{NAME}-{secrets.token_hex(16)}"
@@ -52,7 +52,7 @@ class Shared:
     @classmethod
     @contextmanager
     def holding(cls, body: Any) -> Iterator[Shared]:
-        """These bytes (anything with a buffer), as long as the context lasts."""
+        """Copy bytes (anything with a buffer) into shared memory that is closed at the end of the context."""
         with memoryview(body).cast("B") as raw:
             shared = cls(max(1, len(raw)))
             try:
@@ -63,11 +63,11 @@ class Shared:
 
     @property
     def handle(self) -> dict[str, Any]:
-        """What a receiver needs to know, as plain values."""
+        """What a receiver needs to open the memory, as plain values."""
         return {"pid": os.getpid(), "fd": self._fd, "size": self.size, "name": self.name}
 
     def close(self) -> None:
-        """Let go of it; the memory is free when the receivers have done so too."""
+        """Unmap the memory. The kernel frees it when the receivers have done so, too."""
         if self._fd >= 0:
             del self.tensor, self._map
             os.close(self._fd)
@@ -75,7 +75,10 @@ class Shared:
 
 
 class Opened:
-    """The receiver's side: the same bytes, to be read."""
+    """The receiver's side: the sender's bytes, to be read only.
+
+    Raises PrecisionError if ``handle``, which came from outside, is not that of a ``Shared`` of this user.
+    """
 
     def __init__(self, handle: Any) -> None:
         try:
@@ -107,7 +110,10 @@ class Opened:
         self.size = size
 
     def read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor that lies in it, without a copy. Nobody may write to it."""
+        """Return a tensor that lies in the memory, without a copy. It must not be written to.
+
+        Raises PrecisionError if it would not lie inside.
+        """
         count = 1
         for n in shape:
             count *= n
@@ -118,7 +124,7 @@ class Opened:
                 "Push with nemo_fp8.rollout.Refit; if that did it, report it.",
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "not writable": that is what we want
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that it is not writable, as intended
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
 

@@ -1,15 +1,22 @@
-"""``Refit(engine).push(named_tensors)``: a trainer's weights into a running engine, and a receipt.
+"""Push a trainer's weights into a running engine, and return a receipt: ``Refit(engine).push(named_tensors)``.
 
-    manifest -> every worker checks it -> requests are held -> chunks, written as they come -> finish -> old caches
-    forgotten
+    check    every worker compares the manifest (all names, shapes and dtypes) with its model
+    hold     the engine stops computing requests
+    stream   tensors are cut into buffers, and the workers write every buffer as it comes
+    finish   every worker makes sure that all tensors came, and packs what had to wait for others
+    forget   the engine drops its prefix cache, which holds keys and values of the old weights, and serves again
 
-A push that is refused by the check has changed nothing. One that dies later leaves the engine refusing requests with
-the reason, since it holds weights of two pushes, and the next push restores it exactly: every push writes every weight.
-Two buffers are all that it needs beside the model; one is filled while the workers read the other.
+A push that the check refuses has changed nothing. A push that dies later leaves old and new weights in the engine, so
+the engine refuses requests, with the reason, until the next push ends well. That one repairs it completely, since every
+push writes every weight.
+
+A push needs two buffers beside the model, whatever the model's size: one is filled while the workers read the other.
+The trade-off: it cannot be rolled back. Keeping the old weights until the end would need memory for a second model.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,19 +35,23 @@ from nemo_fp8.rollout.refit.wire import Piece, Transport, capacity, cut, pairs, 
 
 RUNNING = ("wait", "abort", "keep")
 TRANSPORTS = ("auto", "memory", "http")
-CHUNK = 256 * 2**20
-# Of a buffer, within the chunk. A larger one costs more pages, which are new memory in every push, than it spares
-# messages: a push of 323 MB took 0.28 to 0.30 s with buffers of 16 to 64 MiB, 0.69 s with 128 and 0.42 s with 4
-# (medians).
+CHUNK = 256 * 2**20  # bytes of all buffers of a push together, at most
+# Bytes of one buffer, at most. The pages of a buffer are new memory in every push: beyond this size they cost more time
+# than fewer messages save. A push of 323 MB took 0.28 to 0.30 s with buffers of 16 to 64 MiB, 0.69 s with 128 and
+# 0.42 s with 4 (medians).
 BUFFER = 32 * 2**20
 
 
 class Refit:
-    """The way of weights into one engine: a ``vllm.LLM``, an ``AsyncLLM``, or the URL of a server.
+    """Pushes weights into one engine: a ``vllm.LLM``, an ``AsyncLLM``, or the URL of a server.
 
-    ``chunk`` bounds the memory of a push, buffers of all kinds together. ``running`` says what becomes of requests that
-    are unfinished: they end with the old weights first (``wait``), are aborted (``abort``), or go on with the new ones
-    (``keep``). ``token`` is the server's, where it asks for one.
+    ``chunk`` bounds the bytes of all buffers of a push together; a single tensor that cannot be cut may need more.
+    ``transport`` is ``memory`` (the workers map a buffer; same host only), ``http``, or ``auto``: memory if the engine
+    may be on this host, else HTTP. ``running`` says what happens to unfinished requests: they end with the old weights
+    first (``wait``), are aborted (``abort``), or go on with the new weights (``keep``). ``token`` is the server's
+    secret; one that ``nemo-fp8 serve`` drew on this machine is found without it.
+
+    Raises PrecisionError if an argument is not one of these, or ``chunk`` is below 1 MiB.
     """
 
     def __init__(
@@ -63,32 +74,32 @@ class Refit:
         self.chunk, self.transport, self.running = chunk, transport, running
 
     def push(self, named_tensors: Any, *, manifest: Any = None, verify: bool = False) -> Receipt:
-        """Write these tensors, by their Hugging Face names, into the engine.
+        """Write tensors into the engine, and return the receipt.
 
-        ``named_tensors`` is a mapping, or anything that gives pairs of a name and a tensor, in any order. An iterator
-        cannot tell what it will bring: give ``manifest`` (a mapping of names to tensors, which may be on the meta
-        device, or a :class:`Manifest`), or it is taken to bring what the engine's own checkpoint holds.
-        ``verify`` compares every code and scale with the reference, and reads the engine's memory back.
+        ``named_tensors`` is a mapping of Hugging Face names to tensors, or an iterable of such pairs, in any order.
+        ``manifest`` announces the tensors of an iterator, which cannot be looked at in advance: a mapping of names to
+        tensors (on the meta device, too) or a :class:`Manifest`. Without it an iterator must bring what the engine's
+        own checkpoint holds. ``verify`` compares every code and scale with the reference cast, and reads the engine's
+        memory back.
+
+        Raises PrecisionError if the engine refuses the manifest, a tensor is not as announced, or the push dies.
         """
         start = time.perf_counter()
-        if manifest is None or isinstance(
-            named_tensors, dict
-        ):  # a dict costs nothing to look at, whatever its manifest says
-            known = Manifest.of(named_tensors, to_send=True)
-        announced = (known if manifest is None else Manifest.of(manifest)) or self.expected()
+        announced = self._announced(named_tensors, manifest)
         push = uuid.uuid4().hex[:12]
         begun = self._ask("begin", {"push": push, "tensors": announced.to_plain(), "verify": verify})
         passed_over = _accepted(announced, begun)
-        twins = _Twins(announced, passed_over, begun, named_tensors)
+        heads = _TiedHeads(announced, passed_over, named_tensors)
         skipped = {announced[i].name for i in passed_over}
         whole = {i for answer in begun for i in answer["whole"]}
-        mixed = next((a["mixed"] for a in begun if a["mixed"]), "")
+        mixed = _mixed(begun)
         checked = time.perf_counter()
         try:
-            self.control.hold("keep" if mixed else self.running)  # a mixed engine ends no request
-            wanted = (pair for pair in twins.watch(pairs(named_tensors)) if pair[0] not in skipped)
+            # After a push that died the engine computes no request, so waiting for the last one would never end.
+            self.control.hold("keep" if mixed else self.running)
+            to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
             size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), whole)
-            chunks, sent = self._stream(push, wanted, announced, size, whole)
+            chunks, sent = self._stream(push, to_send, announced, size, whole)
             streamed = time.perf_counter()
             done = self._ask("finish", {"push": push})
         except BaseException as error:
@@ -96,17 +107,29 @@ class Refit:
             raise
         try:
             reset = self.control.forget()
-        finally:  # the weights are whole, whatever became of the cache
+        finally:  # all weights are the new ones, even if dropping the cache failed
             self.control.allow()
             self.control.free()
         end = time.perf_counter()
         return receipt(
-            announced, done, push=push, passed_over=tuple(sorted(skipped)), bytes=sent, chunks=chunks, chunk_bytes=size
-            * BUFFERS, seconds=end - start, prefix_cache_reset=reset, after_failure=mixed, parts={"check": checked -
-            start, "stream": streamed - checked, "finish": end - streamed}, )  # fmt: skip
+            announced,
+            done,
+            push=push,
+            passed_over=tuple(sorted(skipped)),
+            bytes=sent,
+            chunks=chunks,
+            chunk_bytes=size * BUFFERS,
+            seconds=end - start,
+            prefix_cache_reset=reset,
+            after_failure=mixed,
+            parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
+        )
 
     def expected(self) -> Manifest:
-        """What the engine takes for a checkpoint's worth of weights: that of the checkpoint it was started from."""
+        """Return the manifest of the checkpoint that the engine was started from, in the dtypes that the engine keeps.
+
+        Raises PrecisionError if the engine was started without one.
+        """
         answers = self._ask("expected", {})
         rows = {row[0]: row for answer in answers for row in answer["tensors"] or ()}
         if not rows:
@@ -118,37 +141,50 @@ class Refit:
             )
         return Manifest.from_plain(list(rows.values()))
 
+    def _announced(self, named_tensors: Any, manifest: Any) -> Manifest:
+        """Return what the push will bring: the given manifest, else that of the tensors, else that of the engine."""
+        if manifest is None:
+            return Manifest.of(named_tensors, to_send=True) or self.expected()
+        if isinstance(named_tensors, dict):  # looking at it costs nothing, and raises if a tensor cannot be sent
+            Manifest.of(named_tensors, to_send=True)
+        return Manifest.of(manifest) or self.expected()
+
     def _stream(
         self, push: str, tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, size: int, whole: set[int]
     ) -> tuple[int, int]:
-        """Fill, deliver, and fill the other one meanwhile. How many chunks, and how many bytes."""
+        """Send all tensors through buffers of ``size`` bytes; return the number of buffers sent, and their bytes."""
         transport = transport_of(self.transport, self.control, size)
         try:
-            _good(transport.open(push))
-            return self._deliver(push, cut(tensors, manifest, _turns(transport), whole), transport)
+            _raise_problems(transport.open(push))
+            return self._deliver(push, cut(tensors, manifest, _in_turn(transport), whole), transport)
         finally:
             transport.close()
 
     def _deliver(self, push: str, chunks: Iterator[tuple[list[Piece], int]], transport: Transport) -> tuple[int, int]:
-        count, sent, on_its_way = 0, 0, None
+        """Deliver each buffer in a second thread, while ``chunks`` fills the other one in this thread.
+
+        At most one delivery is under way, so a buffer is filled again only after the workers have read it.
+        """
+        count, sent, under_way = 0, 0, None
         with ThreadPoolExecutor(1, "nemo_fp8-refit") as courier:
             try:
                 for pieces, used in chunks:
-                    _arrived(on_its_way)
-                    on_its_way = courier.submit(transport.deliver, count % BUFFERS, pieces, used, push)
+                    _wait_for(under_way)
+                    under_way = courier.submit(transport.deliver, count % BUFFERS, pieces, used, push)
                     count, sent = count + 1, sent + used
             finally:
-                _arrived(on_its_way)
+                _wait_for(under_way)
         return count, sent
 
     def _ask(self, method: str, message: Answer) -> list[Answer]:
-        return _good(self.control.call(method, message))
+        """Call a method of every worker; return their answers, or raise what they found wrong."""
+        return _raise_problems(self.control.call(method, message))
 
     def _abandon(self, push: str, error: BaseException) -> None:
-        """The push has died: the engine answers again if nothing was written, and refuses if something was."""
+        """End a push that died: serve requests if nothing was written yet, else refuse them with the reason."""
         try:
-            mixed = next((a["mixed"] for a in self.control.call("abandon", {"push": push}) if a["mixed"]), "")
-        except Exception as more:
+            mixed = _mixed(self.control.call("abandon", {"push": push}))
+        except Exception as more:  # nobody can say what was written, so the worst is assumed
             mixed = f"push {push} died, and so did asking the engine about it ({more})"
         if mixed:
             self.control.refuse(f"{mixed} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
@@ -156,39 +192,45 @@ class Refit:
             self.control.free()
 
 
-def _turns(transport: Transport) -> Callable[[], torch.Tensor]:
-    turn = -1
-
-    def give() -> torch.Tensor:
-        nonlocal turn
-        turn += 1
-        return transport.buffer(turn % BUFFERS)
-
-    return give
+def _in_turn(transport: Transport) -> Callable[[], torch.Tensor]:
+    """Return a function that gives the transport's buffers one after the other, round and round."""
+    numbers = itertools.cycle(range(BUFFERS))
+    return lambda: transport.buffer(next(numbers))
 
 
-def _arrived(delivery: Future[list[Answer]] | None) -> None:
+def _wait_for(delivery: Future[list[Answer]] | None) -> None:
+    """Wait until a buffer is written by all workers; raise what they found wrong."""
     if delivery is not None:
-        _good(delivery.result())
+        _raise_problems(delivery.result())
 
 
-def _good(answers: list[Answer]) -> list[Answer]:
-    """The answers, or everything that workers found wrong, once."""
+def _raise_problems(answers: list[Answer]) -> list[Answer]:
+    """Return the answers, or raise all problems in them, each once: workers often find the same."""
     problems = dict.fromkeys(Problem(*row) for answer in answers for row in answer.get("problems", ()))
     if problems:
         raise PrecisionError(problems)
     return answers
 
 
-# ---------------------------------------------------------------------- what the workers say to a manifest
+def _mixed(answers: Sequence[Answer]) -> str:
+    """Return why the engine holds weights of two pushes, or ``""`` if it does not."""
+    return next((answer["mixed"] for answer in answers if answer["mixed"]), "")
+
+
+# ---------------------------------------------------------------------- the workers' answers to a manifest
 
 
 def _accepted(manifest: Manifest, begun: Sequence[Answer]) -> set[int]:
-    """The tensors that are not sent, since the engine's loader passes over them; or an error with all that is wrong."""
+    """Return the numbers of the tensors that need not be sent, since vLLM's loader passes over them at load, too.
+
+    These are tensors of the engine's own checkpoint that its loader skips, and the second name of a tied weight.
+    Raises PrecisionError with everything that any worker refuses, does not know or lacks.
+    """
+    # One worker alone may lack a place for a tensor, such as an expert of another worker.
     unrouted = set.intersection(*(set(answer["unrouted"]) for answer in begun))
     known = {i for answer in begun for i in answer["known"]}
     tied = {name for answer in begun for name in answer["tied"]}
-    passed_over = {i for i in unrouted if i in known or _is_one_of(manifest[i].name, tied)}
+    passed_over = {i for i in unrouted if i in known or _names_one_of(manifest[i].name, tied)}
     problems = list({row[0]: Problem(*row) for answer in begun for row in answer["refused"]}.values())
     strange = [manifest[i].name for i in sorted(unrouted - passed_over)]
     if strange:
@@ -211,8 +253,8 @@ def _accepted(manifest: Manifest, begun: Sequence[Answer]) -> set[int]:
     return passed_over
 
 
-def _is_one_of(name: str, parameters: set[str]) -> bool:
-    """Whether a pushed name is that of a parameter, which vLLM may have put below another module."""
+def _names_one_of(name: str, parameters: set[str]) -> bool:
+    """Whether a pushed name is that of a parameter; vLLM may keep it below one more module (``language_model.``)."""
     return any(name == parameter or parameter.endswith(f".{name}") for parameter in parameters)
 
 
@@ -220,31 +262,33 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
-class _Twins:
-    """Tensors that the engine has tied: the one that is passed over must be the one that is written."""
+class _TiedHeads:
+    """Makes sure that an output head that is not sent equals the embedding that is.
 
-    def __init__(self, manifest: Manifest, passed_over: set[int], begun: Sequence[Answer], tensors: Any) -> None:
-        heads = {manifest[i].name for i in passed_over} & {
-            e.name for e in manifest if e.name.endswith("lm_head.weight")
-        }
-        self.names = {name: twin for name in heads for twin in _embeddings(manifest, manifest[manifest.places[name]])}
+    An engine with tied embeddings keeps one weight for both and passes over ``lm_head.weight``. A trainer that has
+    untied them would lose its head without a word, so both tensors are compared, by fingerprint.
+    """
+
+    def __init__(self, manifest: Manifest, passed_over: set[int], tensors: Any) -> None:
+        heads = [manifest[i] for i in passed_over if manifest[i].name.endswith("lm_head.weight")]
+        self.twin_of = {head.name: twin for head in heads for twin in _embeddings(manifest, head)}
+        self.compared = {*self.twin_of, *self.twin_of.values()}
         self.prints: dict[str, str] = {}
-        if isinstance(tensors, Mapping):
-            for name in {*self.names, *self.names.values()}:
+        if isinstance(tensors, Mapping):  # then a difference is found before the first byte is written
+            for name in self.compared:
                 self._see(name, tensors[name])
 
-    def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same tensors; an error where two that must be one are not."""
-        watched = {*self.names, *self.names.values()}
+    def compare(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors unchanged; raise PrecisionError at the second of two that differ."""
         for name, tensor in tensors:
-            if name in watched and name not in self.prints:
+            if name in self.compared and name not in self.prints:
                 self._see(name, tensor)
             yield name, tensor
 
     def _see(self, name: str, tensor: torch.Tensor) -> None:
         self.prints[name] = fingerprint(tensor)
-        for head, twin in self.names.items():
-            if self.prints.get(head, "") != self.prints.get(twin, "") and head in self.prints and twin in self.prints:
+        for head, twin in self.twin_of.items():
+            if {head, twin} <= self.prints.keys() and self.prints[head] != self.prints[twin]:
                 raise PrecisionError(
                     f"{head} is not {twin}.",
                     "The engine has tied them into one weight, as its configuration says; the trainer has two.",
@@ -253,8 +297,6 @@ class _Twins:
 
 
 def _embeddings(manifest: Manifest, head: Entry) -> list[str]:
-    return [
-        e.name
-        for e in manifest
-        if e.name.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight")) and e.shape == head.shape
-    ]
+    """Return the names of the input embeddings that a head can be tied to."""
+    endings = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+    return [e.name for e in manifest if e.name.endswith(endings) and e.shape == head.shape]

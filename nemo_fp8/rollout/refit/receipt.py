@@ -1,8 +1,8 @@
-"""The receipt of a push: what came, where it went, and how good it is. Every worker tells; this puts it together.
+"""Make the receipt of a push from the facts of all workers: what was written, and how good it is.
 
-A number of quality (SNR, bad scales) is that of the quantization the weights went through on their way. A fingerprint
-names the bytes that lie in the engine: codes and scales of an FP8 tensor, values of another. Under tensor parallelism
-every worker fingerprints the part that it holds.
+The numbers of quality (SNR, bad scales) are those of the quantization in the engine. A fingerprint is that of the bytes
+that lie in the engine: codes and scales of an FP8 tensor, values of any other. Under tensor parallelism every worker
+fingerprints the part that it holds.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from nemo_fp8.rollout.refit.fingerprint import together
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 
 TOO_LARGE = 2.0**64
-"""The root of FP32's range: a norm squares what a layer gives it."""
+"""The root of FP32's largest value, nearly: a norm squares what a layer gives it, which would overflow."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a push wrote of one tensor, as its workers report it."""
+    """What all workers together wrote of one tensor."""
 
     name: str
     shape: tuple[int, ...]
     kind: str
-    """``fp8``, the dtype that it is kept in, or ``kv scale``."""
+    """``fp8``, ``kv scale``, or the dtype in which the tensor is kept."""
     largest: float
-    """The largest magnitude of its values; of codes that came with scales, no magnitude is larger."""
+    """The largest magnitude of its values; an upper bound for codes that came with scales."""
     snr_db: float | None
-    """Of its quantization; None where nothing was quantized in the engine."""
+    """The SNR of its quantization; None if nothing was quantized in the engine."""
     saturated: int
     underflow: int
     nonfinite: int
@@ -41,9 +41,9 @@ class Written:
     aligned: bool
     """Whether its blocks are those of the unsharded tensor."""
     verified: bool | None
-    """Read back from the engine's memory and found right; None where that was not asked for, or cannot be done."""
+    """Whether it was read back from the engine's memory and is right; None if not asked for, or impossible."""
     fingerprints: Mapping[str, str]
-    """By the part of the tensor that a worker holds."""
+    """Fingerprints by the part of the tensor that a worker holds."""
 
     @property
     def fingerprint(self) -> str:
@@ -53,32 +53,32 @@ class Written:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a push did. ``print`` it, keep ``to_dict()`` of it, ``require()`` it to be good."""
+    """What a push did. ``print`` it, keep its ``to_dict()``, or ``require()`` that it has no problems."""
 
     push: str
     tensors: tuple[Written, ...]
     passed_over: tuple[str, ...]
-    """Names that the engine's own loader passes over, as it does when it starts: they were not sent."""
+    """Names that were not sent, since the engine's loader passes over them, as it does at start."""
     never_written: tuple[str, ...]
-    """Parameters of vLLM's model that no tensor of any checkpoint is for."""
+    """Parameters of vLLM's model that no tensor of a checkpoint belongs to."""
     workers: int
     bytes: int
     chunks: int
     chunk_bytes: int
     held_bytes: int
-    """The most that a worker held beside the model at once: layers that a kernel packs whole, and blocks that lie in
-    two tensors."""
+    """The most bytes that a worker held beside the model: layers that are packed whole, and blocks of two tensors."""
     seconds: float
     prefix_cache_reset: bool
     after_failure: str = ""
-    """What the engine said of the push before, if that one did not end."""
+    """How the push before this one died, if it did."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by what they were spent on."""
+    """Seconds of the steps: ``check``, ``stream`` and ``finish``."""
 
-    # ------------------------------------------------------------------ what it comes to
+    # ------------------------------------------------------------------ results
 
     @property
     def fp8(self) -> tuple[Written, ...]:
+        """The tensors that lie in the engine as FP8 codes."""
         return tuple(t for t in self.tensors if t.kind == "fp8")
 
     @property
@@ -88,7 +88,7 @@ class Receipt:
 
     @property
     def verified(self) -> bool | None:
-        """Whether all that can be read back is right; None where that was not asked for."""
+        """Whether all tensors that can be read back are right; None if that was not asked for."""
         answers = [t.verified for t in self.tensors if t.verified is not None]
         return all(answers) if answers else None
 
@@ -100,26 +100,27 @@ class Receipt:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of all weights: two engines that hold the same ones, cut the same way, have the same."""
+        """The fingerprint of all weights: equal for engines that hold the same weights, sharded the same way."""
         return together([f"{t.name}:{t.fingerprint}" for t in sorted(self.tensors, key=lambda t: t.name)])
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What a training loop should stop for. The engine holds exactly what was pushed, all the same."""
+        """Reasons for a training loop to stop. The engine holds exactly what was pushed even then."""
         return tuple(_problems(self))
 
     @property
     def ok(self) -> bool:
+        """Whether there are no problems."""
         return not self.problems
 
     def require(self) -> Receipt:
-        """The receipt, or an error with everything that is wrong."""
+        """Return the receipt; raise PrecisionError with all its problems if it has any."""
         if self.problems:
             raise PrecisionError(self.problems)
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: all of it, and what it comes to."""
+        """Return all fields and results as plain values, for JSON."""
         lowest = self.snr_db
         return asdict(self) | {
             "ok": self.ok,
@@ -130,10 +131,10 @@ class Receipt:
             "problems": [p.to_dict() for p in self.problems],
         }
 
-    # ------------------------------------------------------------------ for people
+    # ------------------------------------------------------------------ as text
 
     def __str__(self) -> str:
-        """At most 80 columns."""
+        """Return a summary in lines of at most 80 columns."""
         rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
         took = f"{_size(self.bytes)} in {self.seconds:.2f} s ({rate:.1f} GB/s)"
         head = (
@@ -183,7 +184,7 @@ class Receipt:
 
 
 def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: Any) -> Receipt:
-    """From the workers' answers to the end of a push."""
+    """Return the receipt made of the workers' answers to ``finish``; ``about`` are its other fields."""
     written = []
     for i, entry in enumerate(manifest):
         told = [answer["facts"][str(i)] for answer in answers if str(i) in answer["facts"]]
@@ -197,6 +198,7 @@ def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: A
 
 
 def _written(entry: Entry, told: Sequence[Mapping[str, Any]]) -> Written:
+    """Combine the facts of all workers about one tensor."""
     signal, noise = (sum(one[key] for one in told) for key in ("signal", "noise"))
     checks = [one["verified"] for one in told if one["verified"] is not None]
     fingerprints: dict[str, str] = {}
@@ -221,6 +223,7 @@ def _written(entry: Entry, told: Sequence[Mapping[str, Any]]) -> Written:
 
 
 def _problems(r: Receipt) -> list[Problem]:
+    """Return one problem for each kind of finding, with the first tensor that has it and the number of others."""
     rows = (
         (
             [t.name for t in r.tensors if t.bad_scales],
@@ -275,6 +278,7 @@ _NOT_FORGOTTEN = Problem(
 
 
 def _some(names: Sequence[str], none: str = "", lead: str = "") -> str:
+    """Return the first name and the number of others, after ``lead``; ``none`` if there are no names."""
     if not names:
         return none
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

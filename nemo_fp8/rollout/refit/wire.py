@@ -1,18 +1,16 @@
-"""The bytes of a push: named tensors, cut into pieces that fit a buffer of a fixed size, and the way of a buffer to the
-workers.
+"""Cut tensors into pieces that fit a buffer of a fixed size, and deliver buffers to the workers.
 
     piece = (number of its tensor in the manifest, first row, rows, offset in the buffer)
 
-Matrices are cut between rows of blocks, so that a worker can quantize every piece as it comes; everything else between
-the slabs of its first dimension. A tensor that some worker needs in one piece is not cut at all. Pieces of one tensor
-come in order. So the memory a push takes does not depend on the size of the model, nor on that of its largest tensor.
+Matrices are cut between rows of blocks, so that a worker can quantize every piece as it comes; other tensors between
+any two rows. A tensor that some worker needs in one piece is not cut. The pieces of a tensor come in order. So the
+memory of a push depends neither on the size of the model nor on that of its largest tensor, unless that is not cut.
 
     memory   the workers map the sender's buffer (:mod:`nemo_fp8.rollout.refit.memory`): same host, no copy on the way
-    http     the buffer goes along with the message, as the body of a request; whoever takes it hands it to the workers
-             through such memory of its own
+    http     the buffer is the body of a request; the server hands it to its workers through shared memory of its own
 
-Two buffers take turns: one is filled while the workers read the other. NCCL and CUDA IPC are not here: vLLM runs those
-itself, and :mod:`nemo_fp8.rollout.refit.worker.transfer` joins its engines to the same receiver.
+NCCL and CUDA IPC are not here: vLLM runs them itself, and :mod:`nemo_fp8.rollout.refit.worker.transfer` takes what they
+bring.
 """
 
 from __future__ import annotations
@@ -29,13 +27,16 @@ from nemo_fp8.rollout.refit.manifest import Entry, Manifest, not_sendable
 from nemo_fp8.rollout.refit.memory import BUFFERS, Shared
 from nemo_fp8.storage.safetensors import bytes_of
 
-ALIGNMENT = 64
+ALIGNMENT = 64  # bytes; each piece begins at a multiple
 Piece = tuple[int, int, int, int]
+"""(number of the tensor, first row, rows, offset in the buffer)"""
 
 
 def capacity(manifest: Manifest, wanted: int, whole: Collection[int] = ()) -> int:
-    """The size of buffer that a push needs: what is wanted, or less for a small model, or what cannot be cut
-    smaller."""
+    """Return the bytes of a buffer: ``wanted``, or less if the model is smaller, or more if a piece needs more.
+
+    ``whole`` are the numbers of tensors that are not cut.
+    """
     parts = (e.bytes if i in whole else min(e.step, e.rows) * e.row_bytes for i, e in enumerate(manifest))
     everything = sum(_aligned(e.bytes) for e in manifest)
     return max(ALIGNMENT, min(wanted, everything), max(map(_aligned, parts), default=0))
@@ -47,9 +48,12 @@ def cut(
     buffer: Callable[[], torch.Tensor],
     whole: Collection[int] = (),
 ) -> Iterator[tuple[list[Piece], int]]:
-    """Fill buffers with the tensors' bytes; yields what lies in each and how many bytes that is.
+    """Copy tensors into buffers; yield for each full buffer the pieces in it and the bytes used.
 
-    ``buffer()`` gives the next one to fill (uint8, as large as :func:`capacity` says), after the last was yielded.
+    ``buffer()`` gives the next buffer to fill (uint8, as large as :func:`capacity` says). It is called only after the
+    last one was yielded. ``whole`` are the numbers of tensors that are not cut.
+
+    Raises PrecisionError if a tensor is not as announced, or comes twice.
     """
     pieces: list[Piece] = []
     room, used = buffer(), 0
@@ -77,31 +81,35 @@ def cut(
 
 
 def pairs(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """A mapping or an iterator of pairs, as an iterator of pairs."""
+    """Return the (name, tensor) pairs of a mapping, or of an iterable of pairs."""
     return tensors.items() if isinstance(tensors, Mapping) else tensors
 
 
 class Transport(Protocol):
-    """Buffers of a push, and the way from them to the workers."""
+    """The buffers of a push, and the way from them to the workers."""
 
-    def open(self, push: str) -> list[Answer]: ...
+    def open(self, push: str) -> list[Answer]:
+        """Make sure, before the first byte, that the workers can be reached; return their answers."""
 
-    def buffer(self, i: int) -> torch.Tensor: ...
+    def buffer(self, i: int) -> torch.Tensor:
+        """Return buffer ``i`` of ``BUFFERS``, to be filled."""
 
-    def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]: ...
+    def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]:
+        """Have all workers write the pieces in the first ``used`` bytes of buffer ``i``; return their answers."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the buffers."""
 
 
 class SharedMemory:
-    """Hands weights over in shared memory of the sender, which workers read."""
+    """Delivers buffers as shared memory of the sender, which the workers read."""
 
     def __init__(self, control: Control, size: int) -> None:
         self.control = control
         self.shared = [Shared(size) for _ in range(BUFFERS)]
 
     def open(self, push: str) -> list[Answer]:
-        """Have every worker map a buffer, before the first byte: not all of them need be on this host."""
+        """Have every worker map a buffer: it fails if one of them is on another host."""
         return self.deliver(0, [], 0, push)
 
     def buffer(self, i: int) -> torch.Tensor:
@@ -117,7 +125,10 @@ class SharedMemory:
 
 
 class Body:
-    """The bytes go along with the message that says what they are."""
+    """Delivers buffers as the bodies of requests.
+
+    Raises PrecisionError if the engine is not reached by requests.
+    """
 
     def __init__(self, control: Control, size: int) -> None:
         if not isinstance(control, Carrier):
@@ -130,7 +141,7 @@ class Body:
         self.buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(BUFFERS)]
 
     def open(self, push: str) -> list[Answer]:
-        return []  # who takes the bytes makes the memory, on the host of the workers
+        return []  # the server makes the shared memory, on the workers' host
 
     def buffer(self, i: int) -> torch.Tensor:
         return self.buffers[i]
@@ -145,7 +156,7 @@ class Body:
 
 
 def transport_of(name: str, control: Control, size: int) -> Transport:
-    """By name; ``auto`` takes shared memory wherever an engine may be on this host."""
+    """Return the transport of that name; ``auto`` is shared memory if the engine may be on this host, else HTTP."""
     local = not isinstance(control, Carrier) or control.local
     ways: dict[str, Callable[[Control, int], Transport]] = {"memory": SharedMemory, "http": Body}
     if name == "auto":
@@ -155,12 +166,13 @@ def transport_of(name: str, control: Control, size: int) -> Transport:
 
 @torch.no_grad()
 def _copy(source: torch.Tensor, room: torch.Tensor, offset: int) -> None:
+    """Copy a tensor of any strides and device into a buffer, contiguously."""
     size = source.numel() * source.itemsize
     room[offset : offset + size].view(source.dtype).view(source.shape).copy_(source)
 
 
 def _same(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
-    """The entry of a tensor that came, which must be what was announced."""
+    """Return the entry of a tensor that came; raise PrecisionError if it is not the announced ``entry``."""
     found = Entry.of(name, tensor)
     if problem := not_sendable(name, tensor):
         raise PrecisionError([problem])

@@ -1,10 +1,9 @@
-"""The checkpoint that an engine was started from: what a push must bring, and, at the start, whether this model takes
-pushes at all.
+"""Read from an engine's own checkpoint what a push must bring, and, at start, whether the model takes pushes at all.
 
-A loader that computes with a tensor on the way cannot be followed (:mod:`nemo_fp8.rollout.refit.worker.routes`). Who
-trains wants to know that when the engine starts, and not at the first push. So once the model is loaded its loader is
-asked about one tensor of each kind: names that differ in their numbers only (layers, experts) are one kind, which keeps
-it to milliseconds. The trade-off: an engine started from dummy weights is told at its first push.
+A loader that computes with a tensor on the way cannot be followed (:mod:`nemo_fp8.rollout.refit.worker.routes`), and a
+user wants to know that when the engine starts, not at the first push. So once the model is loaded, its loader is run
+with one tensor of each kind. Names that differ in their numbers only (layers, experts) are one kind, so that this takes
+milliseconds. The trade-off: with dummy weights there is no checkpoint, and the first push has to find out.
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ logger = init_logger("vllm.nemo_fp8")
 
 
 def of_checkpoint(model: str, revision: str | None = None) -> Manifest | None:
-    """What the checkpoint that an engine was started from holds; None where its files are not on this machine."""
+    """Return the manifest of a checkpoint; None if its files are not on this machine, or are not safetensors.
+
+    ``model`` is a folder or a name on the Hugging Face hub; nothing is downloaded.
+    """
     folder = Path(model)
     try:
         if not folder.is_dir():
@@ -35,16 +37,16 @@ def of_checkpoint(model: str, revision: str | None = None) -> Manifest | None:
 
             folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
         found = Checkpoint.open(folder).entries.values()
-    except (OSError, ValueError):  # an engine may start from dummy weights, and then there is none
+    except (OSError, ValueError):  # an engine that starts from dummy weights has no checkpoint
         return None
     return Manifest(Entry(e.name, _torch_word(e.dtype), e.shape) for e in found if _torch_word(e.dtype) in DTYPES)
 
 
 def warn_if_unpushable(layer: torch.nn.Module) -> None:
-    """Say so where the model of this layer, which was loaded just now, takes no push."""
+    """Log a warning, once, if the model that this layer belongs to takes no push. The model must be loaded."""
     config: Any = get_current_vllm_config()
     if not config.parallel_config.worker_extension_cls:
-        return  # nobody can push
+        return  # the worker has no methods of a push
     own = of_checkpoint(config.model_config.model, config.model_config.revision)
     if own is None:
         return
@@ -54,7 +56,7 @@ def warn_if_unpushable(layer: torch.nn.Module) -> None:
 
 
 def _model_of(layer: torch.nn.Module) -> torch.nn.Module:
-    """The model that a layer belongs to. vLLM remembers every module of a model as it was before it was loaded."""
+    """Return the model that a layer belongs to: its topmost parent among the modules that vLLM has recorded."""
     parents = {id(child): module for module in [*LAYERWISE_INFO] for child in module.children()}
     while id(layer) in parents:
         layer = parents[id(layer)]

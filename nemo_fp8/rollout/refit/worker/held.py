@@ -1,8 +1,8 @@
-"""What a worker holds now, told by fingerprints: read from the memory that the next token is computed with.
+"""Fingerprint the weights that a worker holds now, read from the memory that the next token is computed with.
 
-The routes of a push (:mod:`nemo_fp8.rollout.refit.worker.plan`) say where each Hugging Face tensor lies in vLLM's
-model, and they serve both ways. Nothing is written. What a kernel has packed in a way of its own cannot be read, and is
-not told.
+The routes of a push (:mod:`nemo_fp8.rollout.refit.worker.routes`) say where each Hugging Face tensor lies in vLLM's
+model, so they serve to read it, too. Nothing is written. A weight that a kernel packed in a layout that we do not know
+cannot be read and has no fingerprint.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from nemo_fp8.rollout.refit.worker.sinks import Blocks, name_of
 
 
 class NemoFp8Held(NemoFp8Refit):
-    """One more method for vLLM's worker, beside those of a push."""
+    """Adds a method that reads weights to those that push them."""
 
     model_runner: Any
 
     @answering
     def nemo_fp8_refit_held(self, message: Answer) -> Answer:
-        """The fingerprint of every tensor, by the parts of it that this worker holds, as a receipt has them."""
+        """Answer with the fingerprints of every tensor, by the parts that this worker holds, as in a receipt.
+
+        Raises PrecisionError if nothing was pushed and the engine was not started from a checkpoint.
+        """
         plan = self._refit_plan
         if plan is None:
             own = self._refit_checkpoint()
@@ -42,7 +45,7 @@ class NemoFp8Held(NemoFp8Refit):
             name, sink = plan.manifest[route.entry].name, sinks[route.target]
             own_blocks = isinstance(sink, Blocks) and not sink.same_grid(route)
             told = None if own_blocks or name.endswith(SCALES) else sink.read(route)
-            parts = held.setdefault(name, {})  # empty where nothing can be said: the tensor is there all the same
+            parts = held.setdefault(name, {})  # a tensor that cannot be read is listed, without fingerprints
             if told is not None:
                 parts[name_of(route)] = told
         return {"held": held}

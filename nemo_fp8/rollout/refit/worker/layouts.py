@@ -1,8 +1,8 @@
-"""How vLLM's kernels keep FP8 codes, and what a worker can tell of the tensors that it wrote there.
+"""How vLLM's kernels keep FP8 codes in memory, and the facts that a worker collects about the tensors it writes there.
 
-A layout is two functions, one each way, so that what was written can be read again: a push is verified from the memory
-that the next token is computed with. Only layouts that a test covers are rows of LAYOUTS; a layer whose kernel is not
-there is processed by its own method, as at load, which is right on every kernel and needs one layer of memory.
+A layout is a pair of functions, one to store codes and one to load them again, so that a push is verified from the
+memory that the next token is computed with. LAYOUTS has only layouts that a test covers. A layer whose kernel is not
+there is processed by its own method, as at load: that is right on every kernel, and needs memory for one layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from nemo_fp8.rollout.engine.experts import Quantizing
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a matrix of codes [rows, columns] lies in memory of the same shape; rows move in groups of ``group``."""
+    """How a matrix of codes [rows, columns] is arranged in memory of the same shape.
+
+    ``store(live, row, codes)`` writes rows from ``row`` on; ``load(live, row, rows)`` returns them in plain order.
+    ``row`` and the number of rows are multiples of ``group``.
+    """
 
     store: Callable[[torch.Tensor, int, torch.Tensor], None]
     load: Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -39,7 +43,11 @@ def _load_rows(live: torch.Tensor, row: int, rows: int) -> torch.Tensor:
 
 
 def _pairs(live: torch.Tensor, row: int, rows: int) -> torch.Tensor:
-    """AMX reads 32 rows at a time, two neighbours of a row as one: [rows / 32, columns / 2, 32] of pairs."""
+    """View rows of AMX memory as [rows / 32, columns / 2, 32] of 16-bit pairs.
+
+    AMX reads 32 rows at a time, and two neighbours of a row as one unit: the pair (c, c + 1) of row 32 g + r lies at
+    [g, c / 2, r].
+    """
     return live.view(torch.int16).view(len(live) // 32, -1, 32)[row // 32 : (row + rows) // 32]
 
 
@@ -52,20 +60,20 @@ def _load_amx(live: torch.Tensor, row: int, rows: int) -> torch.Tensor:
 
 
 ROWS, AMX = Layout(_store_rows, _load_rows), Layout(_store_amx, _load_amx, 32)
-# By the class of the kernel of a linear, or the method of experts; vLLM's fused kernels for those by their backend's
-# name.
+# Keys are class names: of a linear's kernel, or of the method of experts. vLLM's fused kernels for experts have one
+# class for all, so their key is the name of their backend.
 LAYOUTS = {"CPUFp8BlockScaledMMKernel": AMX, "CPU": AMX, "DecodeKernel": ROWS, "DecodedMoEMethod": ROWS}
 
 
 def layout_of(layer: Any) -> Layout | None:
-    """The layout of an FP8 layer's codes, if it is known and every scale is that of a block."""
+    """Return the layout of an FP8 layer's codes; None if it is unknown, or if the weight has one scale."""
     method = layer.quant_method
-    if method.operand.block is None:  # a whole weight's scale waits for all shards of all workers
+    if method.operand.block is None:  # one scale for the weight depends on all shards of all workers
         return None
     if isinstance(method, Quantizing):
         backend = getattr(method, "fp8_backend", None)
         return LAYOUTS.get(type(method).__name__ if backend is None else str(backend.value))
-    if getattr(layer, "_cpu_skip_gemm_dispatch", False):  # MLA takes this weight apart, and vLLM leaves it in rows
+    if getattr(layer, "_cpu_skip_gemm_dispatch", False):  # MLA splits this weight up, so vLLM leaves it unpacked
         return ROWS
     return LAYOUTS.get(type(method.fp8_linear).__name__)
 
@@ -75,33 +83,34 @@ Count = float | torch.Tensor
 
 @dataclass
 class Facts:
-    """What one worker can tell of one pushed tensor.
+    """What one worker knows about one pushed tensor.
 
-    What is counted is counted where the tensor lies: to ask a GPU for a number is to wait for it. :meth:`Ledger.settle`
-    asks once.
+    Counts stay on the tensor's device, since reading a number from a GPU waits for all of its work.
+    :meth:`Ledger.settle` reads all of them at once.
     """
 
     kind: str = ""
-    """``fp8``, or the dtype that it is kept in."""
+    """``fp8``, ``kv scale``, or the dtype in which the tensor is kept."""
     signal: Count = 0.0
     noise: Count = 0.0
     largest: Count = 0.0
-    """The largest magnitude; of codes that came with scales, no magnitude is larger. Infinite or NaN if such values
-    came."""
+    """The largest magnitude, infinite or NaN if such values came. Of codes with scales it is an upper bound."""
     saturated: Count = 0
     underflow: Count = 0
     nonfinite: Count = 0
     """Source values that are infinite or NaN."""
     scales: int = 0
     bad_scales: Count = 0
-    """Scales that are zero, negative, infinite or NaN; under a contract of powers of two, those that are none."""
+    """Scales that are zero, negative, infinite or NaN, or no power of two where the contract wants one."""
     aligned: bool = True
     """Whether the blocks are those of the unsharded tensor."""
     verified: bool | torch.Tensor | None = None
+    """Whether all comparisons so far found the right bits; None if there was none."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """By the part of the tensor that this worker holds."""
+    """Fingerprints by the part of the tensor that this worker holds."""
 
     def count(self, statistics: Statistics) -> None:
+        """Add the statistics of a quantization in this worker."""
         whole = statistics.total()
         self.signal, self.noise = self.signal + whole.signal, self.noise + whole.noise
         self.saturated, self.underflow = self.saturated + whole.saturated, self.underflow + whole.underflow
@@ -109,6 +118,7 @@ class Facts:
         self._see(whole.amax)
 
     def count_scales(self, scales: torch.Tensor, kind: str) -> None:
+        """Count scales, and the bad ones among them. ``kind`` is the contract's ``scale`` (``pow2`` or ``fp32``)."""
         scales = _decoded(scales)
         good = scales.isfinite() & (scales > 0)
         if kind == "pow2":
@@ -117,12 +127,12 @@ class Facts:
         self.bad_scales = self.bad_scales + (scales.numel() - good.sum())
 
     def see(self, values: torch.Tensor) -> None:
-        """Of values that are kept as they are, the largest; it tells whether :meth:`count_nonfinite` is needed."""
+        """Note the largest magnitude of values that are not quantized."""
         low, high = torch.aminmax(values)
         self._see(torch.maximum(-low, high))
 
     def see_codes(self, largest: torch.Tensor, scales: torch.Tensor) -> None:
-        """The same of codes, given the largest of them."""
+        """Note an upper bound for codes that came with scales: the largest code times the largest scale."""
         self._see(largest.float() * _decoded(scales).amax())
 
     def _see(self, magnitude: torch.Tensor) -> None:
@@ -130,34 +140,38 @@ class Facts:
         self.largest = magnitude if isinstance(self.largest, float) else torch.maximum(self.largest, magnitude)
 
     def count_nonfinite(self, values: torch.Tensor) -> None:
-        """Of values that have all been seen. It is a slow pass over them, made only where the largest is no finite
-        number."""
+        """Count infinite values and NaNs, after ``see``: a slow pass, made only if the largest is not finite."""
         if not math.isfinite(float(self.largest)):
             self.nonfinite = self.nonfinite + (~values.isfinite()).sum()
 
     def count_nan_codes(self, codes: torch.Tensor) -> None:
+        """Count the NaNs among E4M3 codes: 0x7F, with either sign."""
         self.nonfinite = self.nonfinite + (codes.view(torch.uint8) & 0x7F == 0x7F).sum()
 
     def check(self, good: torch.Tensor | bool) -> None:
+        """Add the outcome of a comparison."""
         self.verified = good if self.verified is None else self.verified & good
 
     def to_plain(self) -> dict[str, Any]:
+        """Return the facts as plain values, after they were settled."""
         return dict(vars(self))
 
 
 def _decoded(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales in FP32; some kernels keep exponents (E8M0)."""
     return scales if scales.dtype == torch.float32 else decode_e8m0(scales)
 
 
 @dataclass
 class Ledger:
-    """What one worker can tell of one push."""
+    """What one worker knows about one push."""
 
     facts: dict[int, Facts] = field(default_factory=lambda: defaultdict(Facts))
-    """By the number of the tensor."""
+    """The facts of every tensor, by its number in the manifest."""
     held: int = 0
+    """Bytes that wait beside the model now, for the rest of their layer or of their blocks."""
     most_held: int = 0
-    """Bytes that wait beside the model for the rest of their layer or of their blocks."""
+    """The peak of ``held``."""
 
     def hold(self, size: int) -> None:
         """Add ``size`` bytes (negative: release) to what is staged, and keep the peak."""
@@ -165,7 +179,7 @@ class Ledger:
         self.most_held = max(self.most_held, self.held)
 
     def settle(self) -> None:
-        """Fetch everything that was counted, as plain numbers: once from each device."""
+        """Replace every count on a device by a plain number, with one transfer from each device."""
         counted = [
             (facts, name, value)
             for facts in self.facts.values()

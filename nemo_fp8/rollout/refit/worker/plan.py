@@ -1,8 +1,7 @@
-"""The plan of a push in one worker: is the manifest what the model needs, and which way does each tensor go?
+"""Plan a push in one worker: is the manifest what the model needs, and by which way does each tensor go?
 
-Everything is asked before the first byte, and every answer names tensors as the trainer does. What is missing is told
-by its Hugging Face name where the engine's own checkpoint gives it, else as the part of vLLM's parameter that nothing
-would write.
+All checks are made before the first byte. Their problems name tensors as the trainer does. A missing tensor has its
+Hugging Face name if the engine's own checkpoint tells it; else the problem names vLLM's parameter that would stay old.
 """
 
 from __future__ import annotations
@@ -26,11 +25,15 @@ from nemo_fp8.rollout.refit.worker.layouts import Ledger, layout_of
 from nemo_fp8.rollout.refit.worker.routes import Box, Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, KvScales, Sink, Staged
 
-WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}  # exact, and vLLM keeps some biases so
+# Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
+WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 
 
 class Plan:
-    """Of one manifest, for one model. It stays good for as long as the model lives."""
+    """The plan for one manifest and one model. Later pushes with the same manifest use it again.
+
+    ``routes`` say where tensors go, ``problems`` why the manifest is refused; ``missing`` finds what it lacks.
+    """
 
     def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
         self.model, self.manifest = model, manifest
@@ -42,15 +45,19 @@ class Plan:
             self.to[route.target].append(route)
         codes = {manifest.places[manifest[i].name.removesuffix(SCALES)]: i for i in self.scales}
         self.needed = set(self.routes.by_entry) | {codes[i] for i in self.routes.by_entry if i in codes}
-        """What this worker holds a part of."""
+        """Numbers of the tensors that this worker holds a part of, and of their scales."""
         self.whole = {route.entry for route in self.routes if route.source is None} | self.scales
-        """What cannot be cut."""
+        """Numbers of the tensors that must come in one piece."""
         self.problems = [*self._refused()]
 
     # ------------------------------------------------------------------ ways
 
     def way(self, target: Target) -> str:
-        """How a parameter is written; empty if it cannot be."""
+        """Return by which way of sinks.py a parameter is written; ``""`` if it cannot be.
+
+        A parameter is written in place if it lies in memory as it was loaded. That holds for layers whose method does
+        not change weights, and for parameters of which vLLM recorded no state before loading.
+        """
         layer = self.layers[target.layer]
         method = getattr(layer, "quant_method", None)
         if isinstance(method, BaseKVCacheMethod) and target.parameter.endswith("_scale"):
@@ -65,11 +72,14 @@ class Plan:
         ):
             return "in place"
         if same and live is not None and target.parameter not in _before(layer):
-            return "in place"  # biases, which are made after the weights and left as they are
+            return "in place"  # biases, which vLLM makes after the weights and does not process
         return "staged" if isinstance(method, QuantizeMethodBase) else ""
 
     def sinks(self, ledger: Ledger, verify: bool) -> dict[Target, Sink]:
-        """Where everything goes, and what it is told to."""
+        """Return the sink of every target that the push writes. Parameters of one staged layer share a sink.
+
+        The sinks report to ``ledger``; ``verify`` has every cast compared with the reference.
+        """
         staged: dict[str, list[Target]] = defaultdict(list)
         sinks: dict[Target, Sink] = {}
         attention: dict[str, KvScales] = {}
@@ -99,8 +109,10 @@ class Plan:
         return sinks
 
     def packed_beside(self) -> list[Any]:
-        """Layers that keep a weight as it was loaded, and maybe packed a copy of it beside: a head, and one tied to
-        another's weight."""
+        """Return the layers whose weight is written in place and may have a packed copy that must be packed again.
+
+        On a CPU vLLM packs a copy of an output head. The weight itself may belong to the embedding that it is tied to.
+        """
         unpacked = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
         written = set()
         for target in self.to:
@@ -116,6 +128,7 @@ class Plan:
     # ------------------------------------------------------------------ checks
 
     def _refused(self) -> Iterator[Problem]:
+        """Yield everything for which this worker refuses the manifest, but for missing tensors."""
         if problem := unpushable(self.routes):
             yield problem
         for name, why in self.routes.problems:
@@ -135,7 +148,10 @@ class Plan:
         yield from self._lone_scales()
 
     def _lone_scales(self) -> Iterator[Problem]:
-        """vLLM would give the scale of the keys to the values, or the other way round, without a word."""
+        """Yield a problem for each k_scale without its v_scale, or v_scale without its k_scale.
+
+        vLLM would use the one for both, without a word.
+        """
         pushed = {target.name for target in self.to if self.way(target) == "scales"}
         for name in sorted(pushed):
             for one, other in (("k_scale", "v_scale"), ("v_scale", "k_scale")):
@@ -143,6 +159,7 @@ class Plan:
                     yield Problem(f"{name} comes without {twin}.", "vLLM would use one scale for both.", "Push both.")
 
     def _wrong_type(self, entry: Entry, route: Route) -> Iterator[Problem]:
+        """Yield a problem if a tensor's dtype is not one in which its parameter can be written."""
         target, layer = route.target, self.layers[route.target.layer]
         way = self.way(target)
         if way == "":
@@ -170,6 +187,10 @@ class Plan:
             yield Problem(f"{entry.name} comes in {entry.dtype}.", why, f"Push tensor.to(torch.{kept}).")
 
     def _wrong_codes(self, entry: Entry, route: Route, way: str) -> Iterator[Problem]:
+        """Yield a problem if FP8 codes cannot be copied to their parameter as they are.
+
+        The engine must keep the same blocks of 128x128, and cut the tensor only between them.
+        """
         scales, rows = self.manifest.scales_of(entry), len(entry.shape)
         grid = (*entry.shape[:-2], *(-(-n // BLOCK) for n in entry.shape[-2:]))
         what, remedy = f"{entry.name} comes as FP8 codes.", "Push it in BF16; the engine quantizes it."
@@ -197,7 +218,11 @@ class Plan:
             yield Problem(what, why, remedy)
 
     def missing(self, baseline: Routes | None) -> list[tuple[Target, int]]:
-        """Parameters of which some elements would keep their old values, and how many."""
+        """Return the parameters that would keep old values in some elements, and in how many.
+
+        ``baseline`` are the routes of the engine's own checkpoint: what that one leaves out a push may leave out, too.
+        None if there is no checkpoint; then every element must be written.
+        """
         covered = self.routes.covered()
         wanted = None if baseline is None else baseline.covered()
         found = []
@@ -218,6 +243,7 @@ def scale_name(target: Target) -> str:
 
 
 def _at_blocks(route: Route) -> bool:
+    """Whether a route begins and ends at blocks (or at an end) both in the pushed tensor and in the parameter."""
     if route.source is None or len(route.source) < 2:
         return False
     ends = [
@@ -228,11 +254,13 @@ def _at_blocks(route: Route) -> bool:
 
 
 def _live(layer: torch.nn.Module, target: Target) -> torch.Tensor | None:
+    """Return the parameter or buffer that the running model computes with, if it has one of this name."""
     live = layer._parameters.get(target.parameter)
     return layer._buffers.get(target.parameter) if live is None else live
 
 
 def _before(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a layer as vLLM recorded them before loading, as meta tensors."""
     parameters: dict[str, torch.Tensor] = get_layerwise_info(layer).restore_metadata[0]
     return parameters
 

@@ -1,12 +1,12 @@
-"""A push, inside a worker: begin, write and write again, finish. vLLM calls these methods through ``collective_rpc``.
+"""Take part in a push as a worker: begin, write (many times), finish. vLLM calls these through ``collective_rpc``.
 
-    begin     the manifest is held against the model (reload_plan); nothing has changed yet
-    write     pieces of tensors, in shared memory: each goes to where it lives (reload_layers)
-    finish    everything came? then the last weights are packed, and every tensor is told of
+    begin     compare the manifest with the model (plan.py); nothing changes
+    write     write pieces of tensors from shared memory into the model (sinks.py)
+    finish    make sure that all tensors came, pack what waited for others, and report on every tensor
 
-From the first piece to the end of ``finish`` the model is *mixed*, and stays so if a push dies. Every push writes every
-weight, so the next one that ends well leaves nothing of it behind. No method lets an exception out: what an executor
-makes of one differs, and an engine must not die of a bad push.
+From the first piece to the end of ``finish`` the model is *mixed*: it holds weights of two pushes. It stays mixed if
+the push dies, and the next push that ends well repairs it, since every push writes every weight. The methods return
+errors as answers and raise none: vLLM's executors treat exceptions differently, and a bad push must not end the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def answering(method: Callable[[Any, Answer], Answer]) -> Callable[[Any, Answer], Answer]:
-    """Every answer says whose it is, and an error is an answer."""
+    """Decorate a method of a worker: its answer names the worker's rank, and an error becomes an answer."""
 
     @functools.wraps(method)
     def run(self: Any, message: Answer) -> Answer:
@@ -57,25 +57,29 @@ def answering(method: Callable[[Any, Answer], Answer]) -> Callable[[Any, Answer]
 
 
 class Session:
-    """One push. What comes from outside is checked against its manifest, piece by piece."""
+    """One push that is under way in this worker. Every piece is checked against the manifest before it is written."""
 
     def __init__(self, plan: Plan, number: str, verify: bool) -> None:
         self.plan, self.number, self.verify = plan, number, verify
         self.ledger = Ledger()
         self.sinks = plan.sinks(self.ledger, verify)
         self.rows = [0] * len(plan.manifest)
+        """How many rows of each tensor have come."""
         self.written = False
-        """Whether anything has been; before that, the engine is what it was."""
+        """Whether any weight was written. Until then the engine is unchanged."""
         self.staged = [sink for sink in dict.fromkeys(self.sinks.values()) if isinstance(sink, Staged)]
         self.memory: dict[str, Opened] = {}
 
     def write(self, handle: Any, pieces: Any) -> None:
-        """Pieces of tensors, each (number, first row, rows, offset in the memory behind ``handle``)."""
+        """Write pieces, each (number of the tensor, first row, rows, offset in the memory behind ``handle``).
+
+        Raises PrecisionError if the memory cannot be opened, or a piece is not the next one of its tensor.
+        """
         if not isinstance(pieces, list):
             raise _bad_piece(pieces, "It is no list of pieces")
         memory = self.memory.get(repr(handle))
         if memory is None:
-            while len(self.memory) >= BUFFERS:  # a server makes new memory for every body
+            while len(self.memory) >= BUFFERS:  # a server makes new memory for every body; let go of the oldest
                 del self.memory[next(iter(self.memory))]
             memory = self.memory[repr(handle)] = Opened(handle)
         for piece in pieces:
@@ -85,6 +89,7 @@ class Session:
             self.write_rows(i, row, tensor)
 
     def _checked(self, piece: Any) -> tuple[int, int, int, int]:
+        """Return a piece that came from outside; raise PrecisionError if it does not fit the manifest."""
         if not isinstance(piece, (list, tuple)) or len(piece) != 4 or not all(type(n) is int for n in piece):
             raise _bad_piece(piece, "It is no four whole numbers")
         i, row, rows, offset = piece
@@ -105,12 +110,12 @@ class Session:
         self.rows[i] += len(tensor) if tensor.dim() else 1
         for route in self.plan.routes.by_entry.get(i, ()):
             sink = self.sinks[route.target]
-            if route.source is None:
+            if route.source is None:  # no box, so the tensor was sent whole
                 sizes, strides, offset = route.view
                 sink.write(route, 0, tensor.as_strided(sizes, strides, tensor.storage_offset() + offset))
-            elif not route.source:
+            elif not route.source:  # a scalar
                 sink.write(route, 0, tensor)
-            else:
+            else:  # of rows 128:256, say, that come as 0:192 and 192:384: first 128:192 and then 192:256
                 (start, stop), *rest = route.source
                 first, last = max(start, row), min(stop, row + len(tensor))
                 if first < last:
@@ -120,11 +125,13 @@ class Session:
         if i in self.plan.scales:
             self._write_scales(i, tensor)
         if self.rows[i] == self.plan.manifest[i].rows:
+            # Only now, even if this worker's part came earlier: all workers must process a layer at the same time.
             for staged in self.staged:
                 if i in staged.awaited:
                     staged.complete(i)
 
     def _write_scales(self, i: int, scales: torch.Tensor) -> None:
+        """Write the scales of tensor ``i``: they take the routes of their codes, in units of blocks."""
         codes = self.plan.manifest.places[self.plan.manifest[i].name.removesuffix(SCALES)]
         for route in self.plan.routes.by_entry.get(codes, ()):
             sink = self.sinks[route.target]
@@ -136,7 +143,10 @@ class Session:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Pack what waited for the end, and tell of every tensor that this worker holds a part of."""
+        """Pack what waited for the end, and complete the facts of every tensor that this worker holds a part of.
+
+        Raises PrecisionError if a tensor that this worker needs did not come.
+        """
         manifest = self.plan.manifest
         left = [manifest[i].name for i in sorted(self.plan.needed) if self.rows[i] < manifest[i].rows]
         if left:
@@ -162,7 +172,7 @@ class Session:
 
 
 class NemoFp8Refit:
-    """The methods of a push, mixed into vLLM's worker. Each takes one message of plain values and gives one back."""
+    """The methods of a push, mixed into vLLM's worker. Each takes a message of plain values and returns another."""
 
     vllm_config: Any
     model_runner: Any
@@ -173,13 +183,13 @@ class NemoFp8Refit:
 
     @answering
     def nemo_fp8_refit_begin(self, message: Answer) -> Answer:
-        """Hold a manifest against the model. Nothing is written; what is wrong is in the answer."""
+        """Compare a manifest with the model, and open a session if all is right. The answer says what is wrong."""
         _refuse_replicas(self.vllm_config.parallel_config)
         manifest = Manifest.from_plain(message.get("tensors"))
         plan = self._refit_plan
         if plan is None or plan.manifest != manifest:
             plan = self._refit_plan = Plan(self.model_runner.get_model(), manifest)
-        if problem := unpushable(plan.routes):  # nothing else that is wrong could be mended
+        if problem := unpushable(plan.routes):  # other problems do not matter where no push can work
             raise PrecisionError([problem])
         refused = {name for name, _ in plan.routes.problems}
         unrouted = [i for i, entry in enumerate(manifest) if i not in plan.needed and entry.name not in refused]
@@ -212,7 +222,7 @@ class NemoFp8Refit:
 
     @answering
     def nemo_fp8_refit_finish(self, message: Answer) -> Answer:
-        """End a push; only now are all weights the new ones."""
+        """End a push. Only now are all weights the new ones; the answer holds the facts for the receipt."""
         session = self._refit_open(message)
         session.finish()
         process_attention(session.plan.model, self.vllm_config)
@@ -228,7 +238,7 @@ class NemoFp8Refit:
 
     @answering
     def nemo_fp8_refit_abandon(self, message: Answer) -> Answer:
-        """A push has died; what it wrote stays until the next."""
+        """Close the session of a push that died. What it wrote stays until the next push."""
         session = self._refit_session
         if session is not None and session.number == message.get("push"):
             session.memory.clear()  # the kernel frees a sender's buffers when nobody maps them any longer
@@ -239,7 +249,7 @@ class NemoFp8Refit:
 
     @answering
     def nemo_fp8_refit_expected(self, message: Answer) -> Answer:
-        """The manifest that this worker expects, from the checkpoint that the engine was started from."""
+        """Answer with the tensors of the engine's own checkpoint that this worker holds, in its dtypes; or None."""
         found = self._refit_checkpoint()
         if found is None:
             return {"tensors": None}
@@ -264,7 +274,7 @@ class NemoFp8Refit:
 
 
 def process_attention(model: torch.nn.Module, config: Any) -> None:
-    """What attention derives from weights at load, it derives again."""
+    """Have attention layers derive again what they derive from weights at load, such as MLA's absorbed matrices."""
     layers: list[Any] = [*model.modules()]
     for layer in layers:
         if is_deferred_attention_layer(layer):
@@ -274,19 +284,18 @@ def process_attention(model: torch.nn.Module, config: Any) -> None:
 def names_of(
     missing: list[tuple[Target, int]], own: tuple[Manifest, Routes] | None, manifest: Manifest
 ) -> Iterator[str]:
-    """What a push lacks, as the trainer calls it where that is known."""
+    """Yield the Hugging Face names of what a push lacks, or, without the engine's checkpoint, vLLM's names."""
     for target, elements in missing:
         if own is None:
             yield f"{elements} elements of vLLM's {target.name}"
         else:
             names = (own[0][route.entry].name for route in own[1] if route.target == target)
-            yield from (
-                name for name in names if name not in manifest.places
-            )  # what is there, and refused, does not lack
+            # A tensor that came and was refused is reported as refused.
+            yield from (name for name in names if name not in manifest.places)
 
 
 def _refuse_replicas(parallel: Any) -> None:
-    """Where one push would reach a part of an engine only, or hold up a part of its requests only."""
+    """Raise PrecisionError if a push would reach only some replicas of an engine, or hold only some requests."""
     if parallel.data_parallel_size > 1:
         raise PrecisionError(
             "A push to an engine with data parallelism.",
@@ -302,7 +311,7 @@ def _refuse_replicas(parallel: Any) -> None:
 
 
 def _in_blocks(box: Box) -> Box:
-    """The scales of a box of codes, in its last two dimensions."""
+    """Return the box of scales for a box of codes: its last two dimensions, in units of blocks."""
     return (*box[:-2], *((start // BLOCK, -(-stop // BLOCK)) for start, stop in box[-2:]))
 
 

@@ -1,13 +1,13 @@
-"""How a piece of a pushed tensor gets into a layer that is alive: four ways, the first that fits.
+"""Write pieces of pushed tensors into the layers of a running model: four ways, and ``Plan.way`` chooses.
 
-    blocks     FP8 weights in a layout that is known: quantized strip by strip into the live codes and scales
+    blocks     FP8 weights in a known layout: quantized strip by strip into the live codes and scales
     scales     the scales of an FP8 KV cache: kept until the end, then set as vLLM sets them at load
-    in place   what lies in memory as it was loaded (norms, embeddings, biases): copied
-    staged     all else: gathered until the layer is whole, processed by its own method as at load, and copied
+    in place   parameters that lie in memory as they were loaded (norms, embeddings, biases): copied
+    staged     all others: gathered until the layer is complete, processed by its own method as at load, and copied
 
-The first and the third need no memory and keep every address, so CUDA graphs and tied weights stay good. The fourth
-holds one layer beside the model: it is what a kernel needs that packs a whole weight in a way of its own, as oneDNN
-does with BF16 on a CPU. vLLM's method for BF16 experts packs at its first call only, and is made to do so again.
+``blocks`` and ``in place`` need no memory beside the model and keep every address, so CUDA graphs and tied weights stay
+valid. ``staged`` holds one layer beside the model. A kernel needs it that packs a whole weight in a layout of its own,
+as oneDNN does with BF16 on a CPU.
 """
 
 from __future__ import annotations
@@ -30,30 +30,33 @@ from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.worker.layouts import Layout, Ledger
 from nemo_fp8.rollout.refit.worker.routes import Box, Route, Target, before_loading
 
-ROWS = 128  # of every block, and of every group that a layout moves, a multiple
-STRIP = 1 << 22  # codes that are quantized, counted and packed while they lie in the cache
+ROWS = 128  # a strip has a multiple of so many rows, hence whole blocks, and whole groups of every layout
+STRIP = 1 << 22  # codes of a strip: few enough to be quantized, counted and packed while they lie in the cache
 
 
 class Sink:
-    """Where the pieces of some routes go."""
+    """Takes the pieces of some routes, writes them into the model, and keeps their facts.
+
+    ``write`` is called for pieces in the order of their rows, then ``finish``, then, if asked for, ``verify``.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.facts = ledger, ledger.facts
         self.prints: dict[Route, Fingerprint] = defaultdict(Fingerprint)
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
-        """``values`` are the rows of the route's source from ``row`` on."""
+        """Write ``values``, the rows of the route's source from ``row`` on. They must not be kept by reference."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """End the tensor: all of its pieces have come."""
+        """Write what waited for the end, and complete the facts: all pieces of all routes have come."""
 
     def read(self, route: Route) -> str | None:
-        """The fingerprint of what lies in the model now; None where it cannot be read."""
+        """Return the fingerprint of what lies in the model now; None if it cannot be read."""
         return None
 
     def verify(self) -> None:
-        """Compare what lies in the model with what was written."""
+        """Compare what lies in the model now with what was written, by fingerprints."""
         for route in self.prints:
             there = self.read(route)
             if there is not None:
@@ -61,17 +64,21 @@ class Sink:
                 facts.check(there == facts.fingerprints[name_of(route)])
 
     def _note(self, route: Route, values: torch.Tensor) -> None:
-        """Values that go where they go as they are."""
+        """Fingerprint values that are written unchanged, and note the largest."""
         self.prints[route].add(values)
         self.facts[route.entry].see(values)
 
     def _tell(self, route: Route, kind: str, fingerprint: str) -> None:
+        """Record how a route's part is kept, and its fingerprint."""
         self.facts[route.entry].kind = kind
         self.facts[route.entry].fingerprints[name_of(route)] = fingerprint
 
 
 class InPlace(Sink):
-    """Copies pieces of a tensor straight into the engine's live parameter."""
+    """Copies pieces into a live parameter that lies in memory as it was loaded.
+
+    ``constants`` are the boxes that vLLM's loader fills with a number, such as the padding of a vocabulary.
+    """
 
     def __init__(
         self, ledger: Ledger, live: torch.Tensor, constants: Iterable[tuple[Box, float]], manifest: Manifest
@@ -98,7 +105,14 @@ class InPlace(Sink):
 
 
 class Blocks(Sink):
-    """Quantizes into live codes and scales: of one matrix, or of one for each expert."""
+    """Quantizes pieces into the live codes and scales of one matrix, or of one for each expert.
+
+    A matrix whose routes all begin and end at blocks is written strip by strip, since no block needs a second piece. If
+    any route does not (a cut of tensor parallelism, or of a fused weight, in the middle of a block), the matrix is
+    *straddling*: it is gathered in its source dtype, and quantized when the last of its elements has come.
+
+    ``routes`` are all that lead to this parameter. ``against_reference`` compares each cast with the reference's bits.
+    """
 
     def __init__(
         self,
@@ -120,20 +134,25 @@ class Blocks(Sink):
         self.routes = list(routes)
         self.straddling = {m for route in self.routes if not self._aligned(route) for m in self._matrices(route)}
         self.gathered: dict[int, torch.Tensor] = {}
+        # Elements that each straddling matrix still waits for. A route to several experts has as many for each.
         self.awaited = {
             m: sum(r.elements // len(self._matrices(r)) for r in self.routes if m in self._matrices(r))
             for m in self.straddling
         }
         self.scratch: torch.Tensor | None = None
         self.largest_code: dict[Route, torch.Tensor] = {}
-        """Of codes that came with scales, without its sign."""
+        """The bits of the largest code without its sign, for codes that came with scales."""
 
     def _matrices(self, route: Route) -> range:
+        """Return the numbers of the matrices (experts) that a route leads to; 0 where there is only one."""
         return range(*route.to[0]) if len(route.to) == 3 else range(1)
 
     def _aligned(self, route: Route) -> bool:
-        """Whether its rows are whole blocks, here and in the tensor that they come from, and the columns all there
-        are."""
+        """Whether a route can be quantized strip by strip.
+
+        Its rows are whole blocks and its columns all columns of the matrix. In the pushed tensor, too, it begins at a
+        block, so pieces, which are cut between blocks of that tensor, are whole blocks here.
+        """
         (start, stop), columns = route.to[-2:]
         if (
             route.source is None
@@ -147,7 +166,7 @@ class Blocks(Sink):
         )
 
     def same_grid(self, route: Route) -> bool:
-        """Whether its blocks are those of the whole tensor: cut at blocks, or where the tensor itself ends."""
+        """Whether a route's blocks are those of the unsharded tensor: each end is at a block or the tensor's end."""
         if route.source is None or not self._aligned(route):
             return False
         ends = zip(route.source[-2:], route.shape[-2:], (self.high, self.wide), strict=True)
@@ -170,13 +189,14 @@ class Blocks(Sink):
                 self._quantize(route, m, start, matrix)
 
     def write_scales(self, route: Route, to: Box, scales: torch.Tensor) -> None:
-        """Scales that came with codes; ``route`` is that of the codes."""
+        """Write scales that came with codes. ``route`` is that of the codes; ``to`` is in units of blocks."""
         place = self.scales[0 if len(to) == 2 else slice(*to[0])]
         (start, stop), (left, right) = to[-2:]
         place = place[..., start:stop, left:right]
         place.copy_(scales.reshape(place.shape))
 
     def _quantize(self, route: Route, m: int, row: int, values: torch.Tensor) -> None:
+        """Quantize whole blocks of matrix ``m``, from ``row`` on, in strips that fit the cache."""
         step = max(ROWS, STRIP // self.matrix[1] // ROWS * ROWS)
         for first in range(0, len(values), step):
             strip = values[first : first + step]
@@ -188,6 +208,7 @@ class Blocks(Sink):
             self.prints[route].add(codes)
 
     def _cast(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, routes: Iterable[Route]) -> None:
+        """Quantize ``values`` into ``codes`` and ``scales``, and add the statistics to the facts of ``routes``."""
         quantized = quantize_into(values, self.operand, codes, scales, statistics=True)
         assert quantized.statistics is not None
         good = self._as_reference(values, codes, scales) if self.against_reference else None
@@ -198,13 +219,14 @@ class Blocks(Sink):
                 facts.check(good)
 
     def _as_reference(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Whether codes and scales are bit for bit those of the reference cast."""
         expected, inverse, _ = quantize_reference(
             values, self.operand.block, format_of(self.operand.format), self.operand.scale
         )
         return (codes.view(torch.uint8) == expected.view(torch.uint8)).all() & (scales == inverse).all()
 
     def _gather(self, m: int, to: Box, values: torch.Tensor) -> None:
-        """Blocks that lie in two tensors wait for both."""
+        """Add values to straddling matrix ``m``, and quantize it when it is complete."""
         if m not in self.gathered:
             self.gathered[m] = torch.zeros(self.matrix, dtype=values.dtype, device=values.device)
             self.ledger.hold(self.gathered[m].nbytes)
@@ -221,6 +243,7 @@ class Blocks(Sink):
                 self.prints[route].add(_at(codes, route.to[-2:]))
 
     def _scratch(self, rows: int) -> torch.Tensor:
+        """Return memory for the codes of so many rows, in plain order; it is used again for every strip."""
         if self.scratch is None or len(self.scratch) < rows:
             self.scratch = torch.empty((rows, self.matrix[1]), dtype=self.codes.dtype, device=self.codes.device)
         return self.scratch[:rows]
@@ -237,7 +260,7 @@ class Blocks(Sink):
                 facts.see_codes(self.largest_code[route].view(self.codes.dtype), scales)
 
     def _scales(self, route: Route) -> torch.Tensor:
-        """The live scales of the blocks that a tensor's rows lie in."""
+        """Return the live scales of all blocks that a route touches."""
         (start, stop), (left, right) = route.to[-2:]
         above, below, left, right = start // self.high, -(-stop // self.high), left // self.wide, -(-right // self.wide)
         return self.scales[list(self._matrices(route)), above:below, left:right]
@@ -250,14 +273,14 @@ class Blocks(Sink):
         return together([codes.digest(), fingerprint(self._scales(route))])
 
     def _read(self, m: int, start: int, stop: int) -> torch.Tensor:
-        """The codes of these rows, from the memory that the kernel reads."""
+        """Return the codes of rows start:stop in plain order, from the memory that the kernel reads."""
         group = self.layout.group
-        first, last = start // group * group, -(-stop // group) * group
+        first, last = start // group * group, -(-stop // group) * group  # a layout loads whole groups
         return self.layout.load(self.codes[m], first, last - first)[start - first : stop - first]
 
 
 class KvScales(Sink):
-    """Sets the scales of a KV cache, all of a layer at once."""
+    """Sets the scales of a layer's KV cache, all at once, by vLLM's own method for it."""
 
     def __init__(self, ledger: Ledger, layer: Any) -> None:
         super().__init__(ledger)
@@ -275,7 +298,7 @@ class KvScales(Sink):
         self.prints[route].add(values)
 
     def finish(self) -> None:
-        self.layer.quant_method.create_weights(self.layer)
+        self.layer.quant_method.create_weights(self.layer)  # vLLM deletes the parameters once it has read them
         for route, value in self.values.items():
             getattr(self.layer, route.target.parameter).data.copy_(value)
             self._tell(route, "kv scale", self.prints[route].digest())
@@ -283,7 +306,10 @@ class KvScales(Sink):
 
 
 class Staged(Sink):
-    """Gathers a layer's tensors, and has its own method process them as at load."""
+    """Gathers all tensors of a layer, and has the layer's own method process them as at load.
+
+    ``routes`` are all that lead to the layer; ``constants`` are the boxes that vLLM's loader fills with a number.
+    """
 
     def __init__(
         self,
@@ -306,9 +332,10 @@ class Staged(Sink):
         self._note(route, values)
 
     def complete(self, entry: int) -> None:
-        """All of a tensor has come, to every worker: with the last one, all of them process the layer at once.
+        """Note that all rows of a tensor have come; process the layer if it was the last one.
 
-        They must, since a method may ask the others (for the amax of a weight that has one scale).
+        Every worker gets the same rows in the same order, so all process a layer at the same time. They must: a method
+        may talk to the other workers, for the amax of a weight that has one scale.
         """
         self.awaited.discard(entry)
         if not self.awaited and self.values:
@@ -319,6 +346,7 @@ class Staged(Sink):
             self.ledger.hold(-size)
 
     def _empty(self, name: str) -> torch.Tensor:
+        """Return memory for a parameter as it is before loading: with its shape, type and loader."""
         before, _ = get_layerwise_info(self.layer).restore_metadata
         with get_layerwise_info(self.layer).restore_device:
             made: torch.Tensor = materialize_meta_tensor(before_loading(before[name], self.layer))
@@ -326,6 +354,10 @@ class Staged(Sink):
         return made
 
     def _process(self) -> None:
+        """Put the gathered parameters into the layer, process them as at load, and copy the results to the live ones.
+
+        The live parameters, and the kernels that hold them, are put back in the end, so every address stays the same.
+        """
         layer, method = self.layer, self.layer.quant_method
         for target, filled in self.constants:
             for box, value in filled:
@@ -339,7 +371,7 @@ class Staged(Sink):
             )
             layer.__dict__.pop("_already_called_process_weights_after_loading", None)
             if "moe_kernel" in kernel:
-                method.moe_kernel = None  # with a kernel there, the method takes the weights for packed
+                method.moe_kernel = None  # where there is a kernel, the method believes the weights to be packed
             release(layer)
             method.process_weights_after_loading(layer)
             if hasattr(layer, "update_param_tp_status"):
@@ -364,12 +396,16 @@ class Staged(Sink):
 
 
 def _at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the view of a tensor that a box describes."""
     return tensor[tuple(slice(*one) for one in box)]
 
 
 def part_of(route: Route, row: int, rows: int) -> Box:
-    """Where some rows of a route's source go: its first dimension is the first of the target's that is longer than
-    one."""
+    """Return the part of ``route.to`` that rows [row, row + rows) of the route's source go to.
+
+    The first dimension of the source is the first of ``to`` with as many elements. For an expert's matrix of 256 rows
+    that goes to ((3, 4), (0, 256), (0, 512)), rows 128:256 go to ((3, 4), (128, 256), (0, 512)).
+    """
     whole = rows_of(route)
     if rows == whole:
         return route.to
@@ -379,15 +415,17 @@ def part_of(route: Route, row: int, rows: int) -> Box:
 
 
 def rows_of(route: Route) -> int:
-    """Count the rows of the tensor that a parameter's rows come from."""
+    """Return the number of rows of a route's source; a scalar has one."""
     if route.source is None:
         return route.view[0][0]
     return route.source[0][1] - route.source[0][0] if route.source else 1
 
 
 def name_of(route: Route) -> str:
-    """The part of its tensor, as :mod:`nemo_fp8.mismatch.weights` reads it: a box, or a view that is none (a
-    transpose)."""
+    """Return the name of a route's source, such as ``0:128,0:512``; ``whole`` for a scalar, a view if it is no box.
+
+    :mod:`nemo_fp8.mismatch.weights` reads these names.
+    """
     if route.source is None:
         sizes, strides, offset = route.view
         return f"{'x'.join(map(str, sizes))} by {'x'.join(map(str, strides))} from {offset}"
@@ -395,17 +433,21 @@ def name_of(route: Route) -> str:
 
 
 def word(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def _narrowed(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is held, in the type in which it was pushed; as it is if it has bits that this type has not."""
+    """Return values in the dtype in which they were pushed, or unchanged if that would change any of them.
+
+    vLLM keeps some BF16 biases in FP32; both sides fingerprint the BF16 bits.
+    """
     narrow = held.to(dtype)
     exact = narrow.dtype == held.dtype or bool(((narrow.to(held.dtype) == held) | held.isnan()).all())
     return narrow if exact else held
 
 
 def release(layer: Any) -> None:
-    """Let go of the weight that a CPU kernel packed into memory of its own, before another is packed."""
+    """Free the copy of a weight that a CPU kernel packed, so that two copies never exist at once."""
     if "cpu_linear" in vars(layer) and isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
         layer.cpu_linear = None

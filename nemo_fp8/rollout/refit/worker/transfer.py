@@ -1,15 +1,16 @@
-"""NCCL and CUDA IPC: vLLM's own weight transfer brings the tensors, a push takes them in.
+"""Take weights that arrive by vLLM's own weight transfer, NCCL or CUDA IPC, into the engine as a push does.
 
     LLM(..., weight_transfer_config={"backend": "nemo_fp8_nccl"})      # or "nemo_fp8_ipc"
 
 vLLM's backends know how bytes travel between GPUs, and end in one call: ``self.model.load_weights(pairs)``. Here that
-model is a :class:`Receiver`, whose ``load_weights`` writes into a :class:`Session` as any other push does, checked
-against the same plan. The trainer's side is vLLM's own (``NCCLTrainerWeightTransferEngine`` and its like), unchanged.
-The trade-off: an error here is an exception in the worker, as vLLM's protocol has it, and its caller must pause the
-engine and reset the prefix cache, as vLLM's endpoints have it too.
+model is a :class:`Receiver`. Its ``load_weights`` writes into a :class:`Session`, as every push does, checked against
+the same plan. The trainer's side is vLLM's own (``NCCLTrainerWeightTransferEngine`` and its like), unchanged.
+The trade-off is vLLM's protocol: an error is an exception in the worker, and the caller must pause the engine and reset
+the prefix cache.
 
-The door was run on a CPU, behind a backend that brings tensors from files (``tests/rollout/refit_door.py``), and a
-transfer through it is bitwise a fresh engine. vLLM's two backends need GPUs and have not been run.
+The receiver was run on a CPU, behind a backend that brings tensors from files
+(``tests/support/rollout/refit_door.py``); the engine then equals a fresh one bit for bit. vLLM's two backends need GPUs
+and have not been run.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ BACKENDS = {"nemo_fp8_nccl": "NemoFp8NCCL", "nemo_fp8_ipc": "NemoFp8IPC"}
 
 
 def register() -> None:
-    """Make the backends known to this process. Called again, it changes nothing."""
+    """Register the backends with vLLM, in this process. A second call changes nothing."""
     for name, class_name in BACKENDS.items():
         with suppress(ValueError):  # it is known already
             WeightTransferEngineFactory.register_engine(name, __name__, class_name)
 
 
 class Receiver:
-    """What a backend takes for the model while weights come."""
+    """Stands in for the model while a backend delivers weights."""
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
         self.real, self.config = model, config
         self.session: Session | None = None
 
     def modules(self) -> tuple[torch.nn.Module, ...]:
-        """None: vLLM's layerwise reload, which a backend begins and ends, finds nothing to take apart."""
+        """Return none, so that vLLM's own layerwise reload, which a backend begins and ends, has nothing to do."""
         return ()
 
     def announce(self, manifest: Manifest) -> None:
-        """What the next call brings. The first one opens the push: with the engine's own manifest, where there is one.
+        """Check what the next ``load_weights`` will bring. The first announcement opens the push.
 
-        So a trainer may send in one call or in many; what is unknown or of another shape is refused before it is
-        received.
+        The push has the manifest of the engine's own checkpoint, if there is one, so that a trainer may send all
+        tensors in one call or in many. Raises PrecisionError if a tensor is unknown or not as in that manifest.
         """
         if self.session is None:
             own = of_checkpoint(self.config.model_config.model, self.config.model_config.revision)
@@ -81,7 +82,10 @@ class Receiver:
                 )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write whole tensors. Nothing of them is kept, so the backend may use its buffer again."""
+        """Write whole tensors. None of them is kept, so the backend may use its buffer again.
+
+        Raises PrecisionError if a tensor comes a second time.
+        """
         assert self.session is not None
         for name, tensor in weights:
             place = self.session.plan.manifest.places[name]
@@ -90,7 +94,7 @@ class Receiver:
             self.session.write_rows(place, 0, tensor)
 
     def finish(self) -> None:
-        """End the push; raise if a tensor is missing."""
+        """End the push. Raises PrecisionError if a tensor is missing, or none came."""
         if self.session is None:
             raise PrecisionError(
                 "A push without a tensor.",
@@ -102,13 +106,14 @@ class Receiver:
 
 
 class _Pushing:
-    """What both backends do otherwise than vLLM's."""
+    """Changes a backend of vLLM so that its weights go to a :class:`Receiver`."""
 
     model: Any
     vllm_config: Any
     _default_model: Any
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+        """Raise PrecisionError for pickled handles, which may run any code."""
         if "ipc_handles_pickled" in update_dict:
             raise PrecisionError(
                 "A push with pickled handles.",
@@ -118,21 +123,24 @@ class _Pushing:
         return super().parse_update_info(update_dict)  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
+        """Put the receiver in the model's place, and begin."""
         self.model = Receiver(self.model, self.vllm_config)
         super().start_weight_update()  # type: ignore[misc]
 
     def receive_weights(self, update_info: Any) -> None:
+        """Check what will come against the manifest, and receive it."""
         about = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         self.model.announce(Manifest.from_plain([[name, dtype, list(shape)] for name, dtype, shape in about]))
         super().receive_weights(update_info)  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
+        """End the push."""
         super().finish_weight_update()  # type: ignore[misc]
         self.model.finish()
 
 
 def __getattr__(name: str) -> type:
-    """The backends, made when vLLM asks for one: their modules import what only GPUs have."""
+    """Make a backend's class when vLLM asks for it: importing vLLM's own earlier would fail without GPUs."""
     if name in BACKENDS.values() and (wrong := misfits(GPU_TRANSFER)):
         raise error_of(wrong)
     if name == "NemoFp8NCCL":
@@ -147,7 +155,7 @@ def __getattr__(name: str) -> type:
 
 
 def _as_announced(own: tuple[Manifest, Routes], manifest: Manifest) -> Manifest:
-    """The engine's own manifest in the dtypes that it keeps, and what is announced beyond it."""
+    """Return the engine's own manifest, in the dtypes that it keeps, with what is announced beyond it."""
     entries = {}
     for i, routes in own[1].by_entry.items():
         dtype = str(routes[0].target.dtype).removeprefix("torch.")
@@ -157,6 +165,7 @@ def _as_announced(own: tuple[Manifest, Routes], manifest: Manifest) -> Manifest:
 
 
 def _refuse(plan: Plan, own: tuple[Manifest, Routes] | None) -> None:
+    """Raise PrecisionError with everything that is wrong with the plan's manifest, if anything is."""
     missing = list(names_of(plan.missing(own[1] if own else None), own, plan.manifest))
     strange = [entry.name for i, entry in enumerate(plan.manifest) if i not in plan.needed]
     problems = list(plan.problems)
