@@ -28,7 +28,10 @@ NEEDED = {
     "torch": None, "triton": None, "numpy": None, "safetensors": None, "packaging": None, "pyyaml": None,
     "transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2", "megatron-core": "0.15.3",
 }  # fmt: skip
-PIP = "-m pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2' megatron-core==0.15.3 safetensors packaging pyyaml"
+PIP = (
+    "-m pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2' megatron-core==0.15.3 "
+    "safetensors packaging pyyaml"
+)
 ABOUT = ("torch", "triton", "transformer-engine", "megatron-core", "numpy")
 
 
@@ -98,7 +101,8 @@ def about(command: str, dry_run: bool) -> dict[str, Any]:
         import torch
 
         p = torch.cuda.get_device_properties(0)
-        machine = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, {p.multi_processor_count} multiprocessors"
+        machine = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, "
+        machine += f"{p.multi_processor_count} multiprocessors"
         versions |= {
             "CUDA": torch.version.cuda,
             "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),

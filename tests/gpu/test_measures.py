@@ -36,7 +36,8 @@ def test_a_measure_that_dies_keeps_what_it_had_found():
 
 def test_a_measure_that_hangs_is_ended_with_all_below_it(tmp_path):
     file = tmp_path / "pid"
-    sleeper = f"import subprocess; p = subprocess.Popen(['sleep', '600']); open({str(file)!r}, 'w').write(str(p.pid)); time.sleep(600)"
+    sleeper = "import subprocess; p = subprocess.Popen(['sleep', '600']); "
+    sleeper += f"open({str(file)!r}, 'w').write(str(p.pid)); time.sleep(600)"
     assert outcome(KEEP + sleeper, 3.0) == {"result": 1, "error": "ended after 3 s"}
     with pytest.raises(ProcessLookupError):
         os.kill(int(file.read_text()), 0)
