@@ -1,11 +1,12 @@
 """The compiled CPU kernels: built on the machine that runs them, once, and kept.
 
-`fp8_quantize.c` and `fp8_decode.c` are plain C that is compiled for the processor at hand (AVX-512, AVX2, NEON: detected by the
-compiler, never assumed) the first time somebody quantizes, in about four seconds, and loaded through ctypes. Why
-not an extension module: the package stays one wheel for every platform and Python, an editable install and a
-fresh clone need no build step, and the compiler may use every instruction the machine has. The trade-off is that
-a machine without a C compiler quantizes with torch: the same bits, more slowly, and said once in the log. (Triton
-and TorchInductor make the same choice.) ``python -m nemo_fp8.numerics.kernels.build`` builds ahead, for an image.
+`fp8_quantize.c`, `fp8_decode.c` and `fp8_accumulate.c` are plain C that is compiled for the processor at hand
+(AVX-512, AVX2, NEON: detected by the compiler, never assumed) the first time somebody quantizes, in about four
+seconds, and loaded through ctypes. Why not an extension module: the package stays one wheel for every platform and
+Python, an editable install and a fresh clone need no build step, and the compiler may use every instruction the
+machine has. The trade-off is that a machine without a C compiler quantizes with torch: the same bits, more slowly,
+and said once in the log. (Triton and TorchInductor make the same choice.) ``python -m nemo_fp8.numerics.kernels.build``
+builds ahead, for an image.
 
 The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a name that hashes everything it
 depends on: the source, the compiler and its flags, the processor. One of the ranks that start together builds it; it is written
@@ -30,7 +31,7 @@ from pathlib import Path
 
 from nemo_fp8.own_folder import own_folder
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("fp8_quantize.c", "fp8_decode.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("fp8_quantize.c", "fp8_decode.c", "fp8_accumulate.c"))
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("fp8.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h"))
 FLAGS = (
     "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fopenmp-simd",
