@@ -75,10 +75,22 @@ class Checkpoint:
             named = re.search(r"step=(\d+)", self.folder.name)
             return int(named[1]) + 1 if named else inf  # NeMo counts from 0 in names
 
-    def names(self) -> frozenset[str]:
-        """What lies in it; nothing where there is no index of ``torch_dist``, or none that can be read: :meth:`problems` says why."""
+    def objects(self, pattern: str) -> list[Any]:
+        """The objects, no tensors of parameters, under the first name that ``pattern`` finds; none where ``torch_dist`` has none of it, or
+        they cannot be read: :meth:`problems` says why."""
         index, _ = _read(self.weights / INDEX, lambda path: FileSystemReader(path.parent).read_metadata())
-        return frozenset(index.state_dict_metadata if index else ())
+        places = {item.fqn: place for item, place in index.storage_data.items() if re.search(pattern, item.fqn)} if index else {}
+        if not places:
+            return []
+        place = places[min(places)]
+
+        def read(path: Path) -> Any:
+            with path.open("rb") as file:
+                file.seek(place.offset)
+                return torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+
+        found, _ = _read(self.weights / place.relative_path, read)
+        return found if isinstance(found, list) else []
 
     def problems(self, *, contents: bool = False) -> list[Problem]:
         """All that is wrong with it; ``contents`` reads every byte, too."""
