@@ -1,7 +1,8 @@
 """The results of ``te_suite`` as data and as a page: counts of every file, and every failure with its cause.
 
-A cause is a row of :data:`CAUSES`: words of the file and test, words of the error, and what it is. A failure that no row explains is
-listed as unexplained, with its error. So a row says only what was found out; ``ours`` marks those that are the implementation's to mend.
+A cause is a row of :data:`CAUSES`: words of the file and test, words of the error, and what it is. A failure that no
+row explains is listed as unexplained, with its error. So a row says only what was found out; ``ours`` marks those that
+are the implementation's to mend.
 """
 
 from __future__ import annotations
@@ -27,37 +28,66 @@ class Cause:
 
 
 _SUMS = "asks equal bits of a GEMM, whose sums depend on their order"
-_DIVIDES = (
-    "compares with a reference that divides by a number, which torch does by its reciprocal on a GPU, as TE's kernel, and not on a CPU"
-)
+_DIVIDES = "compares with a reference that divides by a number, which torch does by its reciprocal on a GPU, as TE's kernel, and not on a CPU"
 _FURTHER = "which on a CPU is further from FP64 than this implementation"
 CAUSES: tuple[Cause, ...] = (
     Cause("", r"CUDAGraph", "needs CUDA graphs"),
-    Cause("", r"No dot product attention backend is available", "needs cuDNN's fused attention, which alone computes in FP8"),
-    Cause("", r"libcuda.so cannot found", "runs a Triton kernel, which needs a GPU", ours=True),
-    Cause("", r"transformer_engine_torch\.([\w.]+) has no CPU implementation", "calls `{0}`, which has no CPU implementation", ours=True),
-    Cause("", r"(\w+) with context parallelism \S+ has no CPU", "calls `{0}` with context parallelism", ours=True),
-    Cause("", r"assert 'cpu' == 'cuda'", "compares the name of a device with cuda, and that of the CPU that stands for it is cpu"),
     Cause(
-        "distributed/test_sanity.*test_current_device", r"assert -1 == 1", "asks on which of two devices a tensor lies, and the CPU is one"
+        "",
+        r"No dot product attention backend is available",
+        "needs cuDNN's fused attention, which alone computes in FP8",
+    ),
+    Cause("", r"libcuda.so cannot found", "runs a Triton kernel, which needs a GPU", ours=True),
+    Cause(
+        "",
+        r"transformer_engine_torch\.([\w.]+) has no CPU implementation",
+        "calls `{0}`, which has no CPU implementation",
+        ours=True,
+    ),
+    Cause("", r"(\w+) with context parallelism \S+ has no CPU", "calls `{0}` with context parallelism", ours=True),
+    Cause(
+        "",
+        r"assert 'cpu' == 'cuda'",
+        "compares the name of a device with cuda, and that of the CPU that stands for it is cpu",
+    ),
+    Cause(
+        "distributed/test_sanity.*test_current_device",
+        r"assert -1 == 1",
+        "asks on which of two devices a tensor lies, and the CPU is one",
     ),
     Cause("test_record_stream", r"isValidDeviceType", "hands a CUDA stream to an operator of torch itself"),
-    Cause("current_scaling_gemm_versus_reference", r"Mismatched", f"asks equal bits of torch's own product of FP8 numbers, {_FURTHER}"),
-    Cause("test_mha_accuracy", r"Outputs not close enough", f"holds BF16 gradients to those of torch's own attention, {_FURTHER}"),
-    Cause("cross_entropy.*test_bfloat16_input", r"not close", f"holds a loss to torch's own of BF16 logits, {_FURTHER}"),
-    Cause("test_bfloat16_unreduced_external_grad", r"assert 3 == 1", "expects of another version of TE what 2.20.2's own Python saves"),
+    Cause(
+        "current_scaling_gemm_versus_reference",
+        r"Mismatched",
+        f"asks equal bits of torch's own product of FP8 numbers, {_FURTHER}",
+    ),
+    Cause(
+        "test_mha_accuracy",
+        r"Outputs not close enough",
+        f"holds BF16 gradients to those of torch's own attention, {_FURTHER}",
+    ),
+    Cause(
+        "cross_entropy.*test_bfloat16_input", r"not close", f"holds a loss to torch's own of BF16 logits, {_FURTHER}"
+    ),
+    Cause(
+        "test_bfloat16_unreduced_external_grad",
+        r"assert 3 == 1",
+        "expects of another version of TE what 2.20.2's own Python saves",
+    ),
     Cause("nvfp4_module_exact.*multi_step", r"mismatch at step [12]", _DIVIDES),
     Cause("distributed/test_numerics_exact.*nvfp4", r"(?:Output|Dgrad|Wgrad) mismatch", _DIVIDES),
     Cause("test_fused_linear_paths_match_backward_override_reference.*scale_add", r"Mismatched elements: \d /", _SUMS),
     Cause(
         r"distributed/test_numerics.*\[nvfp4\]",
         r"AssertionError",
-        "bounds by one draw of random numbers what NVFP4 shards of a weight, each with an amax of its own, differ from the whole",
+        "bounds by one draw of random numbers what NVFP4 shards of a weight, each with an amax of its own, differ "
+        "from the whole",
     ),
     Cause(
         "hybrid_quantization.*TestHybridAllModules::test_transformer_layer",
         r"fc2_weight' differs",
-        "bounds by one draw of random numbers what two scales of GELU's output differ by, one of its amax before rounding and one after",
+        "bounds by one draw of random numbers what two scales of GELU's output differ by, one of its amax before "
+        "rounding and one after",
     ),
     Cause("nvfp4_gemm_exact.*row_scaled_gemm_matches_emulated", r"Mismatched elements: \d+ /", _SUMS),
     Cause("", r"Timeout \(>|did not answer within", "takes longer than a test's limit on one thread of this machine"),
@@ -80,7 +110,9 @@ def join(folder: Path, arch: int, file: str, found: dict[str, Any]) -> None:
     path = folder / DATA
     results = json.loads(path.read_text()) if path.exists() else {}
     results.setdefault(str(arch), {})[file] = found
-    path.write_text(json.dumps({a: dict(sorted(results[a].items())) for a in sorted(results, reverse=True)}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({a: dict(sorted(results[a].items())) for a in sorted(results, reverse=True)}, indent=1) + "\n"
+    )
     folder.joinpath(PAGE).write_text(page(results))
 
 
@@ -105,7 +137,10 @@ CHECKOUT is a copy of TransformerEngine's public repository; of it only `tests/p
 
 
 def _counts(results: dict[str, dict[str, Any]]) -> list[str]:
-    lines = ["| file | GPU | passed | failed | skipped | not reached | sample | limits |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| file | GPU | passed | failed | skipped | not reached | sample | limits |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     totals = {arch: [0, 0, 0] for arch in results}
     for file in sorted({file for files in results.values() for file in files}):
         for arch, files in results.items():

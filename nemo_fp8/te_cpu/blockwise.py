@@ -1,13 +1,16 @@
 """One scale for 128x128 values or for 128 in a row: TE's blockwise FP8 tensors.
 
     2D (weights)        codes [M, K], scales [M/128, K/128]                 columns: both turned round
-    1D (activations)    codes [M, K], scales [K/128, M], turned round       columns: codes [K, M] of 128x1 blocks, scales [M/128, K]
+    1D (activations)    codes [M, K], scales [K/128, M], turned round       columns: codes [K, M] of 128x1 blocks,
+                        scales [M/128, K]
 
-What a GEMM contracts lies in one piece, so columns are held transposed; the last dimension of scales is padded to a multiple of 4.
+What a GEMM contracts lies in one piece, so columns are held transposed; the last dimension of scales is padded to a
+multiple of 4.
 
     product     y = 0;   y = fma(sum over 128 of (code b * code a) * scale b, scale a, y), block after block
 
-is Hopper's: partial sums are scaled in FP32, and no value is rounded before it is multiplied. So its FP32 scales cost nothing in accuracy.
+is Hopper's: partial sums are scaled in FP32, and no value is rounded before it is multiplied. So its FP32 scales cost
+nothing in accuracy.
 """
 
 from __future__ import annotations
@@ -43,7 +46,11 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
         out._rowwise_data.view(rows, columns).copy_(by_rows.data.view(torch.uint8))
         _put(out._rowwise_scale_inv, by_rows.scale_inv if square else by_rows.scale_inv.t())
     if out._columnwise_data is not None:
-        by_columns = by_rows if by_rows is not None and square else quantize(x, operand, usage="col", epsilon=quantizer.amax_epsilon)
+        by_columns = (
+            by_rows
+            if by_rows is not None and square
+            else quantize(x, operand, usage="col", epsilon=quantizer.amax_epsilon)
+        )
         out._columnwise_data.view(columns, rows).copy_(by_columns.data.view(torch.uint8).t())
         _put(out._columnwise_scale_inv, by_columns.scale_inv.t() if square else by_columns.scale_inv)
 
@@ -57,7 +64,9 @@ def operand(tensor: Any, by_rows: bool) -> Quantized:
     side = "row" if by_rows else "column"
     data, scales = getattr(tensor, f"_{side}wise_data"), getattr(tensor, f"_{side}wise_scale_inv")
     if data is None:
-        raise RuntimeError(f"A GEMM contracts the {'columns' if by_rows else 'rows'} of a blockwise tensor without {side}wise data.")
+        raise RuntimeError(
+            f"A GEMM contracts the {'columns' if by_rows else 'rows'} of a blockwise tensor without {side}wise data."
+        )
     data = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
     data = data.view(torch_dtype(tensor._fp8_dtype))
     if tensor._is_2D_scaled:
@@ -65,22 +74,28 @@ def operand(tensor: Any, by_rows: bool) -> Quantized:
     return Quantized(data, scales[:, : data.shape[0]].t().contiguous(), (1, BLOCK), "row")
 
 
-def refuse(a: Any, b: Any, inner: int, outer: tuple[int, int], split_accumulator: bool, epilogue: str, dtype: torch.dtype) -> None:
-    """Raise where Hopper's GEMM of blockwise operands does, in its words: what runs here and fails on the GPU would help nobody.
+def refuse(
+    a: Any, b: Any, inner: int, outer: tuple[int, int], split_accumulator: bool, epilogue: str, dtype: torch.dtype
+) -> None:
+    """Raise where Hopper's GEMM of blockwise operands does, in its words: what runs here and fails on the GPU would
+    help nobody.
 
-    ``outer`` are the dimensions that A and B do not contract, and ``epilogue`` what follows the product ("bgrad", "gelu", "dgelu").
+    ``outer`` are the dimensions that A and B do not contract, and ``epilogue`` what follows the product ("bgrad",
+    "gelu", "dgelu").
     """
     reasons = {
         "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported": a._is_2D_scaled and b._is_2D_scaled,
         "Inner dimension requirement on NVTE_BLOCK_SCALING GEMM. Caller must pad.": inner % 16,
         "Outer dimension requirement on A for NVTE_BLOCK_SCALING GEMM. Caller must pad.": outer[0] % 8,
-        "Outer dimension requirement on B for NVTE_BLOCK_SCALING GEMM. Caller must pad.": outer[1] % 8 and not b._is_2D_scaled,
+        "Outer dimension requirement on B for NVTE_BLOCK_SCALING GEMM. Caller must pad.": outer[1] % 8
+        and not b._is_2D_scaled,
         "CUBLAS_STATUS_NOT_SUPPORTED: one of the operands must be E4M3.": all(
             torch_dtype(t._fp8_dtype) == torch.float8_e5m2 for t in (a, b)
         ),
         "CUBLAS_STATUS_NOT_SUPPORTED: blockwise operands need the split accumulator.": not split_accumulator,
         "Epilogue requested outside of the available ones for blockwise operands.": epilogue not in ("", "dgelu"),
-        "CUBLAS_STATUS_NOT_SUPPORTED: an unsupported value or parameter was passed (GELU's gradient needs BF16).": epilogue == "dgelu"
+        "CUBLAS_STATUS_NOT_SUPPORTED: an unsupported value or parameter was passed (GELU's gradient needs BF16).": epilogue
+        == "dgelu"
         and dtype != torch.bfloat16,
     }
     for reason, holds in reasons.items():
@@ -89,7 +104,8 @@ def refuse(a: Any, b: Any, inner: int, outer: tuple[int, int], split_accumulator
 
 
 def product(a: Quantized, b: Quantized) -> torch.Tensor:
-    """``b @ a.T`` in FP32, as Hopper's GEMM adds it up. The scales of rows are multiplied first, B's where both are scaled by rows."""
+    """``b @ a.T`` in FP32, as Hopper's GEMM adds it up. The scales of rows are multiplied first, B's where both are
+    scaled by rows."""
     columns_first = a.block == (1, BLOCK) != b.block
     out = torch.zeros(len(b.data), len(a.data))
     partial = torch.empty_like(out)
@@ -100,8 +116,11 @@ def product(a: Quantized, b: Quantized) -> torch.Tensor:
     return out
 
 
-def accumulate(out: torch.Tensor, partial: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, columns_first: bool) -> None:
-    """Add a partial sum, times the scales of one side, in FP32, and those of the other, with one rounding for these and the addition."""
+def accumulate(
+    out: torch.Tensor, partial: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, columns_first: bool
+) -> None:
+    """Add a partial sum, times the scales of one side, in FP32, and those of the other, with one rounding for these and
+    the addition."""
     last = of_rows if columns_first else of_columns
     exact = is_pow2(last)
     if cpu.accumulate(out, partial, of_rows, of_columns, columns_first=columns_first, exact=exact):
@@ -110,7 +129,12 @@ def accumulate(out: torch.Tensor, partial: torch.Tensor, of_rows: torch.Tensor, 
 
 
 def accumulate_reference(
-    out: torch.Tensor, partial: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, columns_first: bool, exact: bool
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    of_rows: torch.Tensor,
+    of_columns: torch.Tensor,
+    columns_first: bool,
+    exact: bool,
 ) -> None:
     """The same in plain torch."""
     first, last = (of_columns, of_rows[:, None]) if columns_first else (of_rows[:, None], of_columns)

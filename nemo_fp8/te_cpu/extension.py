@@ -1,8 +1,8 @@
 """``transformer_engine_torch`` as a module made of the functions of this package, under TE's names.
 
-TE's ``cpp_extensions`` imports ``*`` from it, so every name has to be there when TE is imported, whether anybody calls it or not. A
-function that has no CPU implementation is there too, and raises under its own name when it is called: the list :data:`MISSING`.
-A test holds names and list to what TE's sources ask for.
+TE's ``cpp_extensions`` imports ``*`` from it, so every name has to be there when TE is imported, whether anybody calls
+it or not. A function that has no CPU implementation is there too, and raises under its own name when it is called: the
+list :data:`MISSING`. A test holds names and list to what TE's sources ask for.
 """
 
 from __future__ import annotations
@@ -39,36 +39,50 @@ NAME = "transformer_engine_torch"
 _MODULES: dict[types.ModuleType, str] = {
     quantized: "quantize dequantize",
     nvfp4: "nvfp4_quantize_with_amax",
-    grouped: "group_quantize nvfp4_group_quantize_with_amax bgrad_group_quantize group_dequantize group_requantize_inplace "
+    grouped: "group_quantize nvfp4_group_quantize_with_amax bgrad_group_quantize group_dequantize "
+    "group_requantize_inplace "
     "grouped_swizzle_for_gemm te_general_grouped_gemm_for_grouped_tensor te_general_grouped_gemm_for_discrete_in "
     "te_general_grouped_gemm_for_discrete_out copy_data_ptrs_to_device",
-    swizzle: "swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_unchecked_",
+    swizzle: "swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_ "
+    "multi_tensor_swizzle_scales_for_gemm_unchecked_",
     gemm: "generic_gemm te_general_grouped_gemm",
     activations: "bgrad_quantize",
     norms: "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add",
-    attention: "scaled_softmax_forward scaled_softmax_backward scaled_masked_softmax_forward scaled_masked_softmax_backward "
+    attention: "scaled_softmax_forward scaled_softmax_backward scaled_masked_softmax_forward "
+    "scaled_masked_softmax_backward "
     "scaled_upper_triang_masked_softmax_forward scaled_upper_triang_masked_softmax_backward "
-    "scaled_aligned_causal_masked_softmax_forward scaled_aligned_causal_masked_softmax_backward fused_rope_forward fused_rope_backward "
+    "scaled_aligned_causal_masked_softmax_forward scaled_aligned_causal_masked_softmax_backward fused_rope_forward "
+    "fused_rope_backward "
     "fused_qkv_rope_forward fused_qkv_rope_backward",
-    rows: "split_quantize multi_tensor_quantize create_empty_quantized_tensor bulk_allocate fp8_transpose nvfp4_data_transpose "
-    "nvfp4_2d_scale_transpose swap_first_dims fused_multi_row_padding fused_multi_row_unpadding dropout_fwd dropout_bwd splits_to_offsets "
+    rows: "split_quantize multi_tensor_quantize create_empty_quantized_tensor bulk_allocate fp8_transpose "
+    "nvfp4_data_transpose "
+    "nvfp4_2d_scale_transpose swap_first_dims fused_multi_row_padding fused_multi_row_unpadding dropout_fwd "
+    "dropout_bwd splits_to_offsets "
     "splits_to_offsets_multi",
     permutation: "moe_permute_fwd moe_permute_bwd moe_unpermute_fwd moe_unpermute_bwd",
-    router: "fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd fused_topk_with_score_function_qb_fwd "
-    "fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd fused_moe_aux_loss_fwd_graph_safe "
+    router: "fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd "
+    "fused_topk_with_score_function_qb_fwd "
+    "fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd "
+    "fused_moe_aux_loss_fwd_graph_safe "
     "fused_moe_aux_loss_bwd",
-    sequences: "convert_thd_to_bshd convert_bshd_to_thd copy_to_kv_cache fa_prepare_fwd fa_prepare_bwd multi_tensor_transpose_to_bhsd "
+    sequences: "convert_thd_to_bshd convert_bshd_to_thd copy_to_kv_cache fa_prepare_fwd fa_prepare_bwd "
+    "multi_tensor_transpose_to_bhsd "
     "multi_tensor_pad_last_dim",
-    context_parallel: "thd_get_partitioned_indices thd_sequence_order_to_cp_rank_order thd_cp_rank_order_to_sequence_order "
-    "thd_copy_valid_tokens_from_per_split_to_rank_local thd_read_half_tensor thd_grad_correction thd_read_second_half_lse "
+    context_parallel: "thd_get_partitioned_indices thd_sequence_order_to_cp_rank_order "
+    "thd_cp_rank_order_to_sequence_order "
+    "thd_copy_valid_tokens_from_per_split_to_rank_local thd_read_half_tensor thd_grad_correction "
+    "thd_read_second_half_lse "
     "thd_second_half_lse_correction thd_out_correction",
     scaling: "fused_amax_and_scale_update_after_reduction compute_amax multi_tensor_compute_scale_and_scale_inv "
     "multi_tensor_compute_scale_inv_e8m0",
     shards: "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast mxfp8_scaling_compute_partial_amax "
-    "mxfp8_scaling_partial_cast nvfp4_multi_tensor_compute_partial_amax nvfp4_compute_global_scale nvfp4_multi_tensor_fused_scale "
+    "mxfp8_scaling_partial_cast nvfp4_multi_tensor_compute_partial_amax nvfp4_compute_global_scale "
+    "nvfp4_multi_tensor_fused_scale "
     "nvfp4_multi_tensor_2d_partial_cast nvfp4_2d_multi_tensor_transpose",
-    optimizer: "multi_tensor_scale multi_tensor_scale_tensor multi_tensor_l2norm multi_tensor_unscale_l2norm multi_tensor_adam "
-    "multi_tensor_adam_param_remainder multi_tensor_adam_fp8 multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
+    optimizer: "multi_tensor_scale multi_tensor_scale_tensor multi_tensor_l2norm multi_tensor_unscale_l2norm "
+    "multi_tensor_adam "
+    "multi_tensor_adam_param_remainder multi_tensor_adam_fp8 multi_tensor_adam_capturable "
+    "multi_tensor_adam_capturable_master "
     "multi_tensor_sgd",
 }
 """Where each function is, under TE's name for it."""
@@ -82,10 +96,14 @@ _CLASSES = "FP8TensorMeta CommOverlapCore CommOverlapHelper CommOverlapBase Comm
 """Named in annotations and ``isinstance``; none is ever made."""
 
 _FACTS: dict[str, Any] = {
-    "get_cublasLt_version": 120900,  # decides which GEMMs TE asks for: one that has MXFP8's and NVFP4's, and no grouped tensors
+    # decides which GEMMs TE asks for: one that has MXFP8's and NVFP4's, and no grouped tensors
+    "get_cublasLt_version": 120900,
     "get_cudnn_version": 91200,
     "get_num_cublas_streams": 4,
-    "get_fused_attn_backend": (ENUMERATIONS["NVTE_Fused_Attn_Backend"]["NVTE_No_Backend"], "there is no fused attention on a CPU"),
+    "get_fused_attn_backend": (
+        ENUMERATIONS["NVTE_Fused_Attn_Backend"]["NVTE_No_Backend"],
+        "there is no fused attention on a CPU",
+    ),
     "device_supports_multicast": False,
     "get_stream_priority_range": (0, 0),
     "ubuf_built_with_mpi": False,
@@ -95,7 +113,9 @@ _FACTS: dict[str, Any] = {
 """What the extension says of the GPU and its libraries, whatever it is asked with."""
 
 _FACTS_BEFORE: dict[tuple[int, int], dict[str, Any]] = {
-    (2, 20): {"get_fused_attn_backend": ENUMERATIONS["NVTE_Fused_Attn_Backend"]["NVTE_No_Backend"]},  # without the reason
+    (2, 20): {
+        "get_fused_attn_backend": ENUMERATIONS["NVTE_Fused_Attn_Backend"]["NVTE_No_Backend"]
+    },  # without the reason
 }
 """What it said otherwise before a version of TE."""
 
@@ -131,7 +151,8 @@ def _functions(homes: dict[types.ModuleType, str]) -> dict[str, Callable[..., An
 
 
 def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function without ``torch.autocast``, which casts what torch's operators multiply, and knows nothing of a compiled extension."""
+    """The function without ``torch.autocast``, which casts what torch's operators multiply, and knows nothing of a
+    compiled extension."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +177,8 @@ def missing(name: str, module: str = NAME) -> Callable[..., Any]:
 
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{module}.{name} has no CPU implementation. Choose what TransformerEngine runs without it, or run on a GPU; "
+            f"{module}.{name} has no CPU implementation. Choose what TransformerEngine runs without it, or run on a "
+            "GPU; "
             "docs/te_cpu.md lists every such function."
         )
 

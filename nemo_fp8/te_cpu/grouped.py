@@ -3,9 +3,10 @@
     data [sum of elements]        members one after the other, each of its own rows or columns
     scales, amaxes                theirs in the same order, each padded as it is alone
 
-A GPU casts a group in one kernel, and multiplies two in one call, which learn the members' sizes on the device. Here TE's own Python
-lays the buffers out and cuts them into views, and a member is what the same quantizer makes of it alone, to the bit. TE asks for grouped
-tensors where cuBLAS multiplies them, from 13.3 on, which is not stood for; whoever calls these functions gets them all the same.
+A GPU casts a group in one kernel, and multiplies two in one call, which learn the members' sizes on the device. Here
+TE's own Python lays the buffers out and cuts them into views, and a member is what the same quantizer makes of it
+alone, to the bit. TE asks for grouped tensors where cuBLAS multiplies them, from 13.3 on, which is not stood for;
+whoever calls these functions gets them all the same.
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ _BUFFERS = "rowwise_data columnwise_data scale_inv columnwise_scale_inv amax col
 
 
 def _make(
-    quantizer: Any, dtype: torch.dtype, num_tensors: int, shape: Any, first_dims: Any, last_dims: Any, tensor_offsets: Any
+    quantizer: Any,
+    dtype: torch.dtype,
+    num_tensors: int,
+    shape: Any,
+    first_dims: Any,
+    last_dims: Any,
+    tensor_offsets: Any,
 ) -> tuple[Any, list[Any]]:
     """An empty group and its members, views of its buffers. Padding is compared: everything begins as zeros."""
     from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
 
-    group = GroupedTensorStorage.make_grouped_tensor(num_tensors, first_dims, last_dims, *shape, quantizer=quantizer, dtype=dtype)
+    group = GroupedTensorStorage.make_grouped_tensor(
+        num_tensors, first_dims, last_dims, *shape, quantizer=quantizer, dtype=dtype
+    )
     for name in _BUFFERS:
         if getattr(group, name) is not None:
             getattr(group, name).zero_()
@@ -57,9 +66,13 @@ def _check(tensor: torch.Tensor, quantizer: Any, first_dims: Any, last_dims: Any
     if tensor.dim() != 2:
         raise RuntimeError("Tensor must be 2D")
     if name not in ("MXFP8Quantizer", "NVFP4Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer"):
-        raise RuntimeError("group_quantize: only supports MXFP8, NVFP4, Float8CurrentScalingQuantizer, or Float8Blockwise quantizer.")
+        raise RuntimeError(
+            "group_quantize: only supports MXFP8, NVFP4, Float8CurrentScalingQuantizer, or Float8Blockwise quantizer."
+        )
     if name == "Float8CurrentScalingQuantizer" and first_dims is not None and last_dims is not None:
-        raise RuntimeError("FP8 current-scaling grouped quantization does not support varying both first and last dimensions.")
+        raise RuntimeError(
+            "FP8 current-scaling grouped quantization does not support varying both first and last dimensions."
+        )
     if name == "NVFP4Quantizer":
         if last_dims is not None:
             raise RuntimeError("group_quantize: varying last dim is not supported with NVFP4.")
@@ -85,13 +98,20 @@ def group_quantize(
     tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: torch.Tensor | None, last_dims: torch.Tensor | None = None,
     tensor_offsets: torch.Tensor | None = None, noop_flag: torch.Tensor | None = None, output: Any = None,
 ) -> Any:  # fmt: skip
-    """A group of the members of ``tensor``, or ``output`` written again; nothing is written where ``noop_flag`` holds a 1."""
+    """A group of the members of ``tensor``, or ``output`` written again; nothing is written where ``noop_flag`` holds a
+    1."""
     _check(tensor, quantizer, first_dims, last_dims)
     if output is None:
-        group, members = _make(quantizer, tensor.dtype, num_tensors, tensor.shape, first_dims, last_dims, tensor_offsets)
+        group, members = _make(
+            quantizer, tensor.dtype, num_tensors, tensor.shape, first_dims, last_dims, tensor_offsets
+        )
     else:
         group, members = output, _members(output)
-        if group.num_tensors != num_tensors or tuple(group.logical_shape) != tuple(tensor.shape) or group.quantizer is not quantizer:
+        if (
+            group.num_tensors != num_tensors
+            or tuple(group.logical_shape) != tuple(tensor.shape)
+            or group.quantizer is not quantizer
+        ):
             raise RuntimeError("group_quantize: output has another number of tensors, shape or quantizer.")
     if noop_flag is not None and noop_flag.item() == 1:
         return group
@@ -113,7 +133,8 @@ def nvfp4_group_quantize_with_amax(
     tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: torch.Tensor | None, last_dims: torch.Tensor | None = None, *,
     rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor, tensor_offsets: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """A group whose members' amaxes are known, in the caller's own memory: reduced over the quantizer's group where it has one."""
+    """A group whose members' amaxes are known, in the caller's own memory: reduced over the quantizer's group where it
+    has one."""
     if last_dims is not None:
         raise RuntimeError("nvfp4_group_quantize_with_amax: varying last dim is not supported with NVFP4.")
     nvfp4.check_amaxes("nvfp4_group_quantize_with_amax", quantizer, (rowwise_amax, columnwise_amax), num_tensors)
@@ -159,17 +180,22 @@ def group_dequantize(input: Any, otype: Any) -> Any:
 
 @torch.no_grad()
 def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
-    """Bring MXFP8 scales into the order of the tensor cores, in new buffers; a side that is not asked for loses its scales."""
+    """Bring MXFP8 scales into the order of the tensor cores, in new buffers; a side that is not asked for loses its
+    scales."""
     if type(tensor.quantizer).__name__ != "MXFP8Quantizer" or tensor._with_gemm_swizzled_scales:
         return
     sides = {"scale_inv": rowwise, "columnwise_scale_inv": columnwise}
-    held = {name: getattr(tensor, name) for name, wanted in sides.items() if wanted and getattr(tensor, name) is not None}
+    held = {
+        name: getattr(tensor, name) for name, wanted in sides.items() if wanted and getattr(tensor, name) is not None
+    }
     if not any(scales.numel() for scales in held.values()):
         return
     for name in sides:
         setattr(tensor, name, held[name].clone() if name in held else None)
     tensor.quantized_tensors = None  # views of what was
-    swizzle.multi_tensor_swizzle_scales_for_gemm_unchecked_([m for m in _members(tensor) if m.numel()], rowwise, columnwise)
+    swizzle.multi_tensor_swizzle_scales_for_gemm_unchecked_(
+        [m for m in _members(tensor) if m.numel()], rowwise, columnwise
+    )
     tensor._with_gemm_swizzled_scales = True
 
 
@@ -178,7 +204,8 @@ def group_requantize_inplace(
     grouped_x: Any, quantizer: Any, num_tensors: int, first_dims: torch.Tensor | None, otype: Any,
     tensor_offsets: torch.Tensor | None = None, return_dequantized: bool = False,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Make a group that came with rows only, in MXFP8, ready for both GEMMs: columns from its values, and scales swizzled."""
+    """Make a group that came with rows only, in MXFP8, ready for both GEMMs: columns from its values, and scales
+    swizzled."""
     columns_wanted, has_columns = quantizer.columnwise_usage, grouped_x.columnwise_data is not None
     swizzled = grouped_x._with_gemm_swizzled_scales
     of_input = grouped_x.quantizer
@@ -191,7 +218,8 @@ def group_requantize_inplace(
         and not has_columns,
         "Only scales in compact format are dequantized, and these are swizzled.": swizzled and return_dequantized,
         "Grouped input already has columnwise data but unswizzled scales.": has_columns and not swizzled,
-        "Requantizing a grouped input is only supported for MXFP8.": type(quantizer).__name__ != "MXFP8Quantizer" and not swizzled,
+        "Requantizing a grouped input is only supported for MXFP8.": type(quantizer).__name__ != "MXFP8Quantizer"
+        and not swizzled,
         "Requantizing a grouped input requires dims that are multiples of 128.": not swizzled
         and any(n % 128 for n in grouped_x.logical_shape),
     }
@@ -206,7 +234,10 @@ def group_requantize_inplace(
         of_columns = quantizer.copy()
         of_columns.set_usage(rowwise=False, columnwise=True)
         columns = group_quantize(values, of_columns, num_tensors, first_dims, None, tensor_offsets)
-        grouped_x.columnwise_data, grouped_x.columnwise_scale_inv = columns.columnwise_data, columns.columnwise_scale_inv
+        grouped_x.columnwise_data, grouped_x.columnwise_scale_inv = (
+            columns.columnwise_data,
+            columns.columnwise_scale_inv,
+        )
     return values if return_dequantized else None
 
 
@@ -218,7 +249,8 @@ def te_general_grouped_gemm_for_grouped_tensor(
     A: Any, transA: bool, B: Any, transB: bool, D: Any, bias: Any, bias_scale: torch.Tensor | None, alpha: torch.Tensor,
     beta: torch.Tensor, workspace_setup: Any, workspace_cublas: Any, use_split_accumulator: bool, math_sm_count: int,
 ) -> Any:  # fmt: skip
-    """``D = alpha op(B) @ op(A) + beta D`` of each member, rounded, and then a bias, times a weight of each row where there are some."""
+    """``D = alpha op(B) @ op(A) + beta D`` of each member, rounded, and then a bias, times a weight of each row where
+    there are some."""
     members = [_members(group) for group in (A, B, D)]
     if not members[0] or len({len(found) for found in members}) != 1:
         raise RuntimeError("Grouped GEMM requires A, B and D to have the same num_tensors, and some.")
@@ -243,7 +275,8 @@ te_general_grouped_gemm_for_discrete_in = te_general_grouped_gemm_for_grouped_te
 te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_tensor
 
 
-# ---------------------------------------------------------------------- addresses, for kernels that are given a list of them
+# ---------------------------------------------------------------------- addresses, for kernels that are given a list of
+# them
 
 _SWIZZLES = {"mxfp8_rowwise": (1, 32), "mxfp8_columnwise": (32, 1), "nvfp4": (1, 16)}
 """The block that one scale stands for, by the extension's name of the layout."""

@@ -7,10 +7,11 @@
     by rows       two codes a byte [M, K/2], scales [M, K/16] padded to [128 m, 4 n]
     by columns    turned round: [K, M/2] and [K, M/16]
 
-A block is 16 in a row, or 16x16 for weights, whose scale is repeated for each of its rows. With the random Hadamard transform the
-columns are quantized after ``x @ (H * signs) / 4``, which spreads an outlier over its block. A code is rounded to the nearest even, or,
-for gradients, to one of its two neighbours with the probability that keeps the mean (stochastic rounding, from torch's generator).
-``4over6`` blocks, which choose between two scales by their error, are cast by TE's own Python reference.
+A block is 16 in a row, or 16x16 for weights, whose scale is repeated for each of its rows. With the random Hadamard
+transform the columns are quantized after ``x @ (H * signs) / 4``, which spreads an outlier over its block. A code is
+rounded to the nearest even, or, for gradients, to one of its two neighbours with the probability that keeps the mean
+(stochastic rounding, from torch's generator). ``4over6`` blocks, which choose between two scales by their error, are
+cast by TE's own Python reference.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
         if quantizer.row_scaled_nvfp4:
             found = matrix.abs().amax(1).float()
         else:
-            given = None if side == "column" and quantizer.with_rht else amax  # the transform's values have an amax of their own
+            given = (
+                None if side == "column" and quantizer.with_rht else amax
+            )  # the transform's values have an amax of their own
             found = reduced(quantizer, (amax_of(matrix) if given is None else given).reshape(1).clone())
         _write_side(quantizer, matrix, out, side, found)
 
@@ -66,13 +69,18 @@ def _sides(quantizer: Any, x: torch.Tensor, out: Any) -> Iterator[tuple[str, tor
 
 
 def swizzles(quantizer: Any, rows: int, columns: int) -> bool:
-    """Whether the kernel for this shape writes swizzled scales: one does with the Hadamard transform, one with square blocks."""
-    return columns % 128 == 0 and (rows % 64 == 0 if quantizer.with_rht else quantizer.with_2d_quantization and rows % 128 == 0)
+    """Whether the kernel for this shape writes swizzled scales: one does with the Hadamard transform, one with square
+    blocks."""
+    return columns % 128 == 0 and (
+        rows % 64 == 0 if quantizer.with_rht else quantizer.with_2d_quantization and rows % 128 == 0
+    )
 
 
 def _write_side(quantizer: Any, x: torch.Tensor, out: Any, side: str, amax: torch.Tensor) -> None:
     codes, scales = (_four_over_six if quantizer.nvfp4_use_4over6 else _blocks)(quantizer, x, amax)
-    if getattr(out, f"_amax_{side}wise").shape != amax.shape:  # TE describes one amax for all columns where each row has its own
+    if (
+        getattr(out, f"_amax_{side}wise").shape != amax.shape
+    ):  # TE describes one amax for all columns where each row has its own
         setattr(out, f"_amax_{side}wise", torch.empty_like(amax))
     getattr(out, f"_amax_{side}wise").copy_(amax)
     getattr(out, f"_{side}wise_data").view(codes.shape).copy_(codes)
@@ -170,7 +178,8 @@ def _four_over_six(quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> tuple
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a tensor: FP32 ``codes`` [outer, contracted], a scale for 16 of them, and the amax that ``largest`` encodes."""
+    """One side of a tensor: FP32 ``codes`` [outer, contracted], a scale for 16 of them, and the amax that ``largest``
+    encodes."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -182,7 +191,8 @@ class Side:
         return self._times(self.scales)
 
     def dequantize(self) -> torch.Tensor:
-        """The values in FP32. A GPU multiplies the scale with the amax first, and with the reciprocal of ``largest``."""
+        """The values in FP32. A GPU multiplies the scale with the amax first, and with the reciprocal of
+        ``largest``."""
         return self._times(self.scales * self.amax.reshape(-1, 1) * _reciprocal(self.largest))
 
     def _times(self, scales: torch.Tensor) -> torch.Tensor:
@@ -199,7 +209,9 @@ def operand(tensor: Any, by_rows: bool) -> Side:
     side = "row" if by_rows else "column"
     data = getattr(tensor, f"_{side}wise_data")
     if data is None:
-        raise RuntimeError(f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an NVFP4 tensor without {side}wise data.")
+        raise RuntimeError(
+            f"A GEMM contracts the {'columns' if by_rows else 'rows'} of an NVFP4 tensor without {side}wise data."
+        )
     packed = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
     codes = _VALUES[unpack(packed).long()]
     rows, columns = codes.shape
@@ -208,7 +220,8 @@ def operand(tensor: Any, by_rows: bool) -> Side:
 
 
 def product(a: Side, b: Side) -> torch.Tensor:
-    """``b @ a.T`` in FP32: sums of ``code * scale``, and both amaxes last. On numbers of like size the sums are exact, in any order."""
+    """``b @ a.T`` in FP32: sums of ``code * scale``, and both amaxes last. On numbers of like size the sums are exact,
+    in any order."""
     with fp32_matmul("bf16" if multiplies_bf16() else "ieee"):
         out = torch.mm(b.scaled(), a.scaled().t())
     return out.mul_(b.amax.reshape(-1, 1) * a.amax.reshape(1, -1) * _reciprocal(a.largest * b.largest))
@@ -225,12 +238,17 @@ def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_amaxes(function: str, quantizer: Any, amaxes: Iterable[torch.Tensor], count: int) -> None:
-    """Refuse what the extension refuses, in its words, and one amax where there are as many as rows, which it does not look at."""
+    """Refuse what the extension refuses, in its words, and one amax where there are as many as rows, which it does not
+    look at."""
     reasons = {
         f"{function} only supports NVFP4 quantizers.": type(quantizer).__name__ != "NVFP4Quantizer",
         "Precomputed amax tensors must be float32.": any(amax.dtype != torch.float32 for amax in amaxes),
-        f"{function} expects as many rowwise and columnwise amaxes as tensors ({count}).": any(amax.numel() != count for amax in amaxes),
-        "quantize_with_amax is not supported for row-scaled NVFP4 quantization.": getattr(quantizer, "row_scaled_nvfp4", False),
+        f"{function} expects as many rowwise and columnwise amaxes as tensors ({count}).": any(
+            amax.numel() != count for amax in amaxes
+        ),
+        "quantize_with_amax is not supported for row-scaled NVFP4 quantization.": getattr(
+            quantizer, "row_scaled_nvfp4", False
+        ),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -238,7 +256,9 @@ def check_amaxes(function: str, quantizer: Any, amaxes: Iterable[torch.Tensor], 
 
 
 @torch.no_grad()
-def nvfp4_quantize_with_amax(tensor: torch.Tensor, quantizer: Any, rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor) -> Any:
+def nvfp4_quantize_with_amax(
+    tensor: torch.Tensor, quantizer: Any, rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor
+) -> Any:
     """A new tensor with these amaxes, the caller's own memory: reduced over the quantizer's group where it has one."""
     if tensor.dim() < 2:
         raise RuntimeError("Tensor must be at least 2D")

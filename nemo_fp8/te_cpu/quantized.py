@@ -1,13 +1,15 @@
 """TE's quantized tensors: made, kept in shape and written as the extension does, whichever kind they are.
 
     create(quantizer, shape, dtype)       an empty tensor with the buffers that the quantizer asks for
-    conform(quantizer, tensor)            the same of a tensor that is there: missing buffers made, unwanted ones dropped
+    conform(quantizer, tensor)            the same of a tensor that is there: missing buffers made, unwanted ones
+                                          dropped
     quantize(x, quantizer, output, noop)  codes, scales and amaxes of ``x``
     finish(y, quantizer, dtype, output)   the FP32 result of a fused kernel, rounded or quantized as that kernel does
 
-TE's Python says itself which buffers a quantizer keeps (``inner_tensor_specs``): a transposed copy on Hopper and none on Blackwell,
-scales padded for a GEMM, rows and columns or one of both. So nothing of the layouts is said here a second time. How values become
-codes and where they lie is the kind's own affair (``float8``, ``blockwise``, ``mxfp8``, ``nvfp4``), one row of :func:`kinds` each.
+TE's Python says itself which buffers a quantizer keeps (``inner_tensor_specs``): a transposed copy on Hopper and none
+on Blackwell, scales padded for a GEMM, rows and columns or one of both. So nothing of the layouts is said here a second
+time. How values become codes and where they lie is the kind's own affair (``float8``, ``blockwise``, ``mxfp8``,
+``nvfp4``), one row of :func:`kinds` each.
 
 Where TE asks for scales in the order that a GPU's tensor cores read, they are brought into it last (``swizzle``).
 """
@@ -26,7 +28,8 @@ from nemo_fp8.te_cpu import swizzle
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 
 Write = Callable[[Any, torch.Tensor, Any, torch.Tensor | None], None]
-"""``write(quantizer, x, tensor, amax)``: fill the tensor's buffers from ``x``; ``amax`` where a fused kernel has found it already."""
+"""``write(quantizer, x, tensor, amax)``: fill the tensor's buffers from ``x``; ``amax`` where a fused kernel has found
+it already."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,9 @@ def kinds() -> dict[type, Kind]:
         Float8CurrentScalingQuantizer: Kind(float8.write_current, amax_of_wide=lambda q: True),
         Float8BlockQuantizer: Kind(blockwise.write),
         MXFP8Quantizer: Kind(mxfp8.write),
-        NVFP4Quantizer: Kind(nvfp4.write, amax_of_wide=lambda q: not q.row_scaled_nvfp4 and not q.with_rht, swizzles=nvfp4.swizzles),
+        NVFP4Quantizer: Kind(
+            nvfp4.write, amax_of_wide=lambda q: not q.row_scaled_nvfp4 and not q.with_rht, swizzles=nvfp4.swizzles
+        ),
     }
 
 
@@ -67,7 +72,8 @@ def kind_of(quantizer: Any) -> Kind:
         if base in kinds():
             return kinds()[base]
     raise NotImplementedError(
-        f"{type(quantizer).__name__} has no cast on a CPU. A quantizer of your own has to write its tensors in Python, as those of "
+        f"{type(quantizer).__name__} has no cast on a CPU. A quantizer of your own has to write its tensors in "
+        "Python, as those of "
         "CustomRecipe do."
     )
 
@@ -86,11 +92,15 @@ def _specs(quantizer: Any, shape: tuple[int, ...]) -> Specs:
     """The buffers that this quantizer writes, by name: shape and type, as TE's Python says."""
     specs: Specs = _describer(quantizer).inner_tensor_specs(quantizer, shape or (1,))
     if type(quantizer).__name__ == "NVFP4Quantizer" and "_columnwise_data" in specs:
-        rows, columns = as_matrix_shape(shape)  # two codes a byte along all rows, where TE's Python halves the last of their dimensions
+        rows, columns = as_matrix_shape(
+            shape
+        )  # two codes a byte along all rows, where TE's Python halves the last of their dimensions
         specs = specs | {"_columnwise_data": ((columns, rows // 2), torch.uint8)}
     if shape:
         return specs
-    return {name: (size if "scale" in name or "amax" in name else (), dtype) for name, (size, dtype) in specs.items()}  # a scalar
+    return {
+        name: (size if "scale" in name or "amax" in name else (), dtype) for name, (size, dtype) in specs.items()
+    }  # a scalar
 
 
 @functools.cache
@@ -101,14 +111,18 @@ def _float8() -> Any:
 
 
 def _describer(quantizer: Any) -> Any:
-    """The class that describes the quantizer's tensors: delayed scaling's are those of current scaling, and TE describes them once."""
+    """The class that describes the quantizer's tensors: delayed scaling's are those of current scaling, and TE
+    describes them once."""
     if isinstance(quantizer, _float8().Float8Quantizer):
         return _float8().Float8CurrentScalingQuantizer
     return type(quantizer)
 
 
-def create(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None, pin_memory: bool = False) -> Any:
-    """An empty tensor as ``quantizer`` makes them, or a plain one where there is none. Scales begin as zeros: padding is compared."""
+def create(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None, pin_memory: bool = False
+) -> Any:
+    """An empty tensor as ``quantizer`` makes them, or a plain one where there is none. Scales begin as zeros: padding
+    is compared."""
     shape = tuple(int(n) for n in shape)
     if quantizer is None:
         return torch.empty(shape, dtype=dtype)
@@ -171,7 +185,8 @@ def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 @torch.no_grad()
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """Codes and scales of ``tensor`` in a new quantized tensor, or in ``output``; nothing is written where ``noop`` holds a 1."""
+    """Codes and scales of ``tensor`` in a new quantized tensor, or in ``output``; nothing is written where ``noop``
+    holds a 1."""
     x = tensor.detach().contiguous()
     if quantizer is None:
         return x
@@ -182,8 +197,11 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
 
 
 @torch.no_grad()
-def fill(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None = None, *, write: Write | None = None) -> None:
-    """Write ``x`` into the buffers of ``out``, as they are, with ``write`` instead of the kind's own where it is given."""
+def fill(
+    quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None = None, *, write: Write | None = None
+) -> None:
+    """Write ``x`` into the buffers of ``out``, as they are, with ``write`` instead of the kind's own where it is
+    given."""
     if x.numel():
         swizzle.clear(out)
         (write or kind_of(quantizer).write)(quantizer, x, out, amax)
@@ -208,11 +226,14 @@ def watching_casts(see: See) -> Iterator[None]:
 
 
 @torch.no_grad()
-def finish(y: torch.Tensor, quantizer: Any, dtype: torch.dtype, out: Any = None, *, amax_of_rounded: bool = False) -> Any:
+def finish(
+    y: torch.Tensor, quantizer: Any, dtype: torch.dtype, out: Any = None, *, amax_of_rounded: bool = False
+) -> Any:
     """What a kernel leaves of its FP32 result ``y``: rounded to ``dtype``, or quantized.
 
-    A cast with a scale that is known reads the FP32 result itself. Where the scale is still to be found the result is rounded first;
-    its amax is that of the FP32 values after an activation, and that of the rounded ones after a norm (``amax_of_rounded``).
+    A cast with a scale that is known reads the FP32 result itself. Where the scale is still to be found the result is
+    rounded first; its amax is that of the FP32 values after an activation, and that of the rounded ones after a norm
+    (``amax_of_rounded``).
     """
     if quantizer is None:
         return y.to(dtype) if out is None else out.copy_(y)
@@ -236,7 +257,8 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def reduced(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
-    """The amax over the quantizer's process group, where it asks for one (sequence parallelism gathers shards of one tensor)."""
+    """The amax over the quantizer's process group, where it asks for one (sequence parallelism gathers shards of one
+    tensor)."""
     if getattr(quantizer, "with_amax_reduction", False):
         group = quantizer._canonicalized_amax_reduction_group()
         torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
@@ -248,7 +270,8 @@ def reduced(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _readers() -> dict[type, Any]:
-    """The module of each kind, by the class that holds its buffers: ``operand(t, by_rows)`` and ``values(t, dtype)``."""
+    """The module of each kind, by the class that holds its buffers: ``operand(t, by_rows)`` and ``values(t,
+    dtype)``."""
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
     from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage

@@ -1,9 +1,9 @@
 """Put the CPU implementation where TE looks for its extension, in a process that has no GPU, before TE is imported.
 
-TE finds its extension as a file and loads CUDA's libraries beside it. Here both are skipped with TE's own switch for builds
-(``NVTE_PROJECT_BUILDING``), and the extension lies in ``sys.modules`` before TE is imported. A few names of TE itself cannot do
-without a CUDA build of torch; each is a row of :data:`_AMENDMENTS`, replaced when its module has been loaded and before anything
-imports it from there. TE's files are not touched.
+TE finds its extension as a file and loads CUDA's libraries beside it. Here both are skipped with TE's own switch for
+builds (``NVTE_PROJECT_BUILDING``), and the extension lies in ``sys.modules`` before TE is imported. A few names of TE
+itself cannot do without a CUDA build of torch; each is a row of :data:`_AMENDMENTS`, replaced when its module has been
+loaded and before anything imports it from there. TE's files are not touched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from nemo_fp8.te_cpu import triton_kernels
 from nemo_fp8_hook import ARCHITECTURES, OFF, VARIABLE
 
 _PACKAGES = {"triton": "triton", "onnxscript": "onnxscript", "onnx_ir": "onnx-ir"}
-"""What TE imports besides torch, by module. Where one is missing TE swallows the ImportError, and has no ``pytorch`` part."""
+"""What TE imports besides torch, by module. Where one is missing TE swallows the ImportError, and has no ``pytorch``
+part."""
 
 _BUILDING = "NVTE_PROJECT_BUILDING"
 
@@ -52,9 +53,9 @@ def has_gpu() -> bool:
 def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> None:
     """Let TE run on this CPU, which stands for a GPU of ``arch`` (90 Hopper, 100 Blackwell), until the process ends.
 
-    Where no architecture is given it is the one that NEMO_FP8_TE_CPU names, or Blackwell. Raises PrecisionError where a GPU or TE's
-    compiled extension is there, where TE was imported before, where it is none of ``versions``, or where TE, or what it imports, is
-    missing. Called again, with the same architecture or with none, it does nothing.
+    Where no architecture is given it is the one that NEMO_FP8_TE_CPU names, or Blackwell. Raises PrecisionError where a
+    GPU or TE's compiled extension is there, where TE was imported before, where it is none of ``versions``, or where
+    TE, or what it imports, is missing. Called again, with the same architecture or with none, it does nothing.
     """
     import torch
 
@@ -73,7 +74,9 @@ def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> 
     version = _check(arch, versions)
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
     device.stand_in(arch)
-    torch.compiler.set_stance("force_eager")  # torch.compile knows torch's functions by their identity, and the stand-in's are others
+    torch.compiler.set_stance(
+        "force_eager"
+    )  # torch.compile knows torch's functions by their identity, and the stand-in's are others
     collectives.take_nccls_place()
     _FOR_THE_PROCESS.enter_context(bf16_products())
     atexit.register(_FOR_THE_PROCESS.close)  # left to the interpreter it may close after torch's own modules are gone
@@ -92,7 +95,9 @@ def install_for_import() -> None:
     except PrecisionError as error:
         asked = "nemo_fp8_hook asks for it, since TransformerEngine was imported where there is neither a GPU nor its extension."
         off = f"or set {VARIABLE}={OFF}, which leaves TransformerEngine to itself"
-        raise PrecisionError(Problem(p.what, f"{p.why} {asked}", f"{p.remedy.rstrip('.')}; {off}.") for p in error.problems) from None
+        raise PrecisionError(
+            Problem(p.what, f"{p.why} {asked}", f"{p.remedy.rstrip('.')}; {off}.") for p in error.problems
+        ) from None
 
 
 def _named() -> int:
@@ -102,7 +107,9 @@ def _named() -> int:
         return next(iter(ARCHITECTURES))
     if name not in map(str, ARCHITECTURES):
         raise PrecisionError(
-            f"{VARIABLE}={name!r}.", "It names the GPU that the CPU stands for.", f"Give one of {KNOWN}, or {OFF} for none."
+            f"{VARIABLE}={name!r}.",
+            "It names the GPU that the CPU stands for.",
+            f"Give one of {KNOWN}, or {OFF} for none.",
         )
     return int(name)
 
@@ -117,15 +124,20 @@ def _check(arch: int, versions: Sequence[str]) -> str:
     from nemo_fp8.te_cpu import extension
 
     if arch not in ARCHITECTURES:
-        raise PrecisionError(f"te_cpu.install(arch={arch!r}).", "No GPU of that architecture can be stood for.", f"Give one of {KNOWN}.")
+        raise PrecisionError(
+            f"te_cpu.install(arch={arch!r}).", "No GPU of that architecture can be stood for.", f"Give one of {KNOWN}."
+        )
     if torch.cuda.is_available():
         raise PrecisionError(
-            "te_cpu.install() on a machine with a GPU.", "TransformerEngine's own kernels run here.", "Leave it out: nothing is needed."
+            "te_cpu.install() on a machine with a GPU.",
+            "TransformerEngine's own kernels run here.",
+            "Leave it out: nothing is needed.",
         )
     if "transformer_engine" in sys.modules or extension.NAME in sys.modules:
         raise PrecisionError(
             "te_cpu.install() after TransformerEngine was imported.",
-            "TE binds the functions of its extension when it is imported, and Megatron decides then whether TE is there.",
+            "TE binds the functions of its extension when it is imported, and Megatron decides then whether TE is "
+            "there.",
             "Call it first, before anything imports transformer_engine, megatron or nemo.",
         )
     missing = [name for module, name in _PACKAGES.items() if importlib.util.find_spec(module) is None]
@@ -143,7 +155,8 @@ def _check(arch: int, versions: Sequence[str]) -> str:
     if missing:
         raise PrecisionError(
             f"te_cpu.install() without {', '.join(missing)}.",
-            "It runs TransformerEngine's own Python, and TE imports these; without one it comes up without its PyTorch part, in silence.",
+            "It runs TransformerEngine's own Python, and TE imports these; without one it comes up without its "
+            "PyTorch part, in silence.",
             f"pip install --no-deps {' '.join(missing)}",
         )
     return found
@@ -202,21 +215,28 @@ _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
         _picklable_dtype,
         "Python 3.11 pickles a member of DType as getattr(DType, name), which torch.load(weights_only=True) refuses",
     ),
-    "transformer_engine.pytorch.utils": (_canonical_cpu, "canonicalize_device makes torch.device(0), which a CPU build of torch refuses"),
+    "transformer_engine.pytorch.utils": (
+        _canonical_cpu,
+        "canonicalize_device makes torch.device(0), which a CPU build of torch refuses",
+    ),
     _STORAGE + "float8_tensor_storage": (
         _dequantize_in_place("_FromFloat8Func", "_data"),
         "what lies on a CPU it dequantizes without the extension, and makes a vector of a scalar",
     ),
     _STORAGE + "mxfp8_tensor_storage": (_dequantize_in_place("_FromMXFP8Func", *_TWO_SIDES), _MOVED),
     _STORAGE + "nvfp4_tensor_storage": (_dequantize_in_place("_FromNVFP4Func", *_TWO_SIDES), _MOVED),
-    "transformer_engine.pytorch.attention.custom_ops": (_cache_on_cpu, "its operators are registered for tensors of type cuda alone"),
+    "transformer_engine.pytorch.attention.custom_ops": (
+        _cache_on_cpu,
+        "its operators are registered for tensors of type cuda alone",
+    ),
     **dict.fromkeys(triton_kernels.MODULES, (triton_kernels.replace, "its functions launch Triton kernels")),
 }
 
 
 @contextmanager
 def _as_in_a_build() -> Iterator[None]:
-    """Set TE's switch for builds while a module of it loads, and not longer: other processes inherit the environment."""
+    """Set TE's switch for builds while a module of it loads, and not longer: other processes inherit the
+    environment."""
     before = os.environ.get(_BUILDING)
     os.environ[_BUILDING] = "1"
     try:

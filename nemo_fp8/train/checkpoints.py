@@ -1,15 +1,18 @@
-"""Which checkpoints of a run can be resumed from, what is wrong with the others, and a resume that knows the difference.
+"""Which checkpoints of a run can be resumed from, what is wrong with the others, and a resume that knows the
+difference.
 
-NeMo puts a file ``NAME-unfinished`` beside a checkpoint while it writes one. Megatron writes ``common.pt`` first, then the
-shards ``*.distcp``, then ``.metadata``, which says where in which shard every tensor lies, and ``metadata.json`` last. So
+NeMo puts a file ``NAME-unfinished`` beside a checkpoint while it writes one. Megatron writes ``common.pt`` first, then
+the shards ``*.distcp``, then ``.metadata``, which says where in which shard every tensor lies, and ``metadata.json``
+last. So
 
     complete  =  no marker,  all three index files can be read,  every shard is as long as .metadata says
 
-Nothing of a shard is read for that. A byte that changed on the disk shows only when it is: each tensor lies in a zip record with
-a CRC, which torch writes and never compares when it loads. ``contents=True`` compares it, and reads the whole checkpoint.
+Nothing of a shard is read for that. A byte that changed on the disk shows only when it is: each tensor lies in a zip
+record with a CRC, which torch writes and never compares when it loads. ``contents=True`` compares it, and reads the
+whole checkpoint.
 
-What a run wants from a checkpoint is its step, so the newest one is that of the highest step and not of the latest date: copies
-have the date of the copy.
+What a run wants from a checkpoint is its step, so the newest one is that of the highest step and not of the latest
+date: copies have the date of the copy.
 """
 
 from __future__ import annotations
@@ -76,10 +79,14 @@ class Checkpoint:
             return int(named[1]) + 1 if named else inf  # NeMo counts from 0 in names
 
     def objects(self, pattern: str) -> list[Any]:
-        """The objects, no tensors of parameters, under the first name that ``pattern`` finds; none where ``torch_dist`` has none of it, or
-        they cannot be read: :meth:`problems` says why."""
+        """The objects, no tensors of parameters, under the first name that ``pattern`` finds; none where ``torch_dist``
+        has none of it, or they cannot be read: :meth:`problems` says why."""
         index, _ = _read(self.weights / INDEX, lambda path: FileSystemReader(path.parent).read_metadata())
-        places = {item.fqn: place for item, place in index.storage_data.items() if re.search(pattern, item.fqn)} if index else {}
+        places = (
+            {item.fqn: place for item, place in index.storage_data.items() if re.search(pattern, item.fqn)}
+            if index
+            else {}
+        )
         if not places:
             return []
         place = places[min(places)]
@@ -102,7 +109,9 @@ class Checkpoint:
         elif self.unfinished:
             marker = ModelCheckpoint.format_checkpoint_unfinished_marker_path(self.folder)
             yield _damaged(
-                marker, "this marker says that the checkpoint is half-written", "NeMo removes it when a save has come to its end."
+                marker,
+                "this marker says that the checkpoint is half-written",
+                "NeMo removes it when a save has come to its end.",
             )
         elif not (self.weights / CONFIG).exists():
             why = "Megatron writes this file last, so the save did not come to its end, or a copy lacks it."
@@ -132,7 +141,9 @@ def _torch_dist(weights: Path, contents: bool) -> Iterator[Problem]:
         if not path.exists():
             yield _damaged(path, "the file is missing", f"{INDEX} says that {len(items)} tensors lie in it.")
         elif (size := path.stat().st_size) < needed:
-            yield _damaged(path, f"the file has {size:,} of {needed:,} bytes", f"It was cut short: {INDEX} says how long it was.")
+            yield _damaged(
+                path, f"the file has {size:,} of {needed:,} bytes", f"It was cut short: {INDEX} says how long it was."
+            )
         elif contents:
             yield from _changed(path, items)
 
@@ -163,11 +174,15 @@ def _read(path: Path, read: Any) -> tuple[Any, Problem | None]:
     try:
         return read(path), None
     except Exception as error:  # a damaged pickle may raise anything
-        return None, _damaged(path, f"the file of {path.stat().st_size:,} bytes cannot be read", f"{type(error).__name__}: {error}")
+        return None, _damaged(
+            path, f"the file of {path.stat().st_size:,} bytes cannot be read", f"{type(error).__name__}: {error}"
+        )
 
 
 def _damaged(path: Path, what: str, why: str) -> Problem:
-    return Problem(f"{path}: {what}.", why, "Resume from another checkpoint; delete this one or write it again from its source.")
+    return Problem(
+        f"{path}: {what}.", why, "Resume from another checkpoint; delete this one or write it again from its source."
+    )
 
 
 # ---------------------------------------------------------------------- many of them
@@ -175,7 +190,11 @@ def _damaged(path: Path, what: str, why: str) -> Problem:
 
 def checkpoints_in(folder: str | Path) -> list[Checkpoint]:
     """All checkpoints in a folder, the one of the highest step first, complete or not."""
-    found = [Checkpoint(path) for path in Path(folder).glob("*") if (path / WEIGHTS_PATH).is_dir() or (path / CONFIG).exists()]
+    found = [
+        Checkpoint(path)
+        for path in Path(folder).glob("*")
+        if (path / WEIGHTS_PATH).is_dir() or (path / CONFIG).exists()
+    ]
     # Of two of the same step NeMo's "last" is the one that was written last.
     return sorted(found, key=lambda c: (c.step(), c.folder.name.endswith("last"), c.folder.name), reverse=True)
 
@@ -209,8 +228,9 @@ def _refusal(problems: Iterable[Problem], usable: Checkpoint | None) -> Precisio
 class Resume(AutoResume):
     """NeMo's ``AutoResume`` that looks at a checkpoint before it takes it.
 
-    What a killed save left half-written is passed over, with a line in the log, for the newest complete checkpoint, "last" or
-    not. A checkpoint that claims to be complete and is damaged is refused: a disk that loses bytes is something to look at.
+    What a killed save left half-written is passed over, with a line in the log, for the newest complete checkpoint,
+    "last" or not. A checkpoint that claims to be complete and is damaged is refused: a disk that loses bytes is
+    something to look at.
     """
 
     fall_back: bool = False
@@ -230,7 +250,9 @@ class Resume(AutoResume):
         found = checkpoints_in(folder) if folder else []
         finished_run = any(c.folder.match("*end") and not c.unfinished for c in found)
         if not found or (finished_run and not self.resume_past_end):
-            theirs: Path | None = super()._find_trainer_ckpt_path()  # nothing to choose from: NeMo's own rules and words
+            theirs: Path | None = (
+                super()._find_trainer_ckpt_path()
+            )  # nothing to choose from: NeMo's own rules and words
             return theirs
         passed: list[tuple[Checkpoint, list[Problem]]] = []
         for checkpoint in found:
@@ -239,7 +261,10 @@ class Resume(AutoResume):
                 return self._take(checkpoint, passed)
             passed.append((checkpoint, problems))
         if self.resume_ignore_no_checkpoint and all(c.unfinished for c, _ in passed):
-            logger.warning("No save into %s came to its end, so there is nothing to resume from: training from the beginning.", folder)
+            logger.warning(
+                "No save into %s came to its end, so there is nothing to resume from: training from the beginning.",
+                folder,
+            )
             return None
         raise _refusal([problem for _, problems in passed for problem in problems], None)
 

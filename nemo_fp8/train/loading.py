@@ -1,10 +1,11 @@
 """Checkpoints that would be loaded wrongly, refused before anything of them is read.
 
-    layers of Megatron's own     their optimizer state lies in the order of their parameters, which is another than that of
-                                 TransformerEngine's layers, and their linears' FP8 state is no TransformerEngine's. Weights have the same
-                                 names in both, so a run can start from these.
-    ckpt_load_optimizer=False    NeMo loads the weights, finds the optimizer's settings beside them, and leaves the FP32 master weights as
-                                 they were initialized. The first step writes those over the weights. ``RestoreConfig`` does what is meant.
+    layers of Megatron's own     their optimizer state lies in the order of their parameters, which is another than that
+                                 of TransformerEngine's layers, and their linears' FP8 state is no TransformerEngine's.
+                                 Weights have the same names in both, so a run can start from these.
+    ckpt_load_optimizer=False    NeMo loads the weights, finds the optimizer's settings beside them, and leaves the FP32
+                                 master weights as they were initialized. The first step writes those over the weights.
+                                 ``RestoreConfig`` does what is meant.
 
 Nothing is converted: a new run from the same weights loses Adam's moments and the place in the data, and is right.
 """
@@ -23,20 +24,24 @@ from nemo_fp8.train.checkpoints import Checkpoint
 _START = "Start a run from its weights: nl.AutoResume(restore_config=nl.RestoreConfig(path={path!r}))"
 _OLD_LAYERS = Problem(
     "{path} was written by Megatron's own layers, and this model has TransformerEngine's.",
-    "So it was where TransformerEngine was not installed, where a local layer spec was asked for, and where nemo_fp8 emulated FP8 without "
-    "it. The weights have the same names, but the optimizer's state lies in another order, and the state of FP8 has another form.",
+    "So it was where TransformerEngine was not installed, where a local layer spec was asked for, and where nemo_fp8 "
+    "emulated FP8 without "
+    "it. The weights have the same names, but the optimizer's state lies in another order, and the state of FP8 has "
+    "another form.",
     f"{_START} with MegatronStrategy(ckpt_load_strictness=False).",
 )
 _FIRST_MASTERS = Problem(
     "Resuming from {path} with ckpt_load_optimizer=False.",
-    "NeMo 2.7.3 loads the weights and keeps the master weights that the model was initialized with, and the first step writes these over "
+    "NeMo 2.7.3 loads the weights and keeps the master weights that the model was initialized with, and the first "
+    "step writes these over "
     "the weights.",
     f"{_START}, or leave ckpt_load_optimizer=True.",
 )
 
 
 def require_loadable(model: Any) -> None:
-    """Raise if the run of a model that is built, and has loaded nothing yet, is about to load its checkpoint wrongly."""
+    """Raise if the run of a model that is built, and has loaded nothing yet, is about to load its checkpoint
+    wrongly."""
     try:
         trainer = model.trainer
         strategy, resumed = trainer.strategy, trainer.ckpt_path
@@ -49,7 +54,9 @@ def require_loadable(model: Any) -> None:
     problems = []
     if resumed and not strategy.ckpt_load_optimizer:
         problems.append(_FIRST_MASTERS)
-    weights_alone = restore is not None and not restore.load_optim_state and strategy.ckpt_load_strictness not in (None, True)
+    weights_alone = (
+        restore is not None and not restore.load_optim_state and strategy.ckpt_load_strictness not in (None, True)
+    )
     if not weights_alone and _has_te_layers(model) and _is_of_local_layers(Checkpoint.at(path)):
         problems.append(_OLD_LAYERS)
     if problems:
@@ -66,5 +73,6 @@ def _has_te_layers(model: torch.nn.Module) -> bool:
 
 
 def _is_of_local_layers(checkpoint: Checkpoint) -> bool:
-    """The extra state of a linear is a tensor in TransformerEngine's, empty without FP8; None in Megatron's; a dict where we emulated."""
+    """The extra state of a linear is a tensor in TransformerEngine's, empty without FP8; None in Megatron's; a dict
+    where we emulated."""
     return any(state is None or isinstance(state, dict) for state in checkpoint.objects(r"\.linear_\w+\._extra_state"))

@@ -20,7 +20,8 @@ def _bytes(tensor):
 
 
 def _held(name, workspace):
-    """(codes by rows, scales by rows, codes by columns or None, scales by columns) of TE's copy, as numerics lays them out."""
+    """(codes by rows, scales by rows, codes by columns or None, scales by columns) of TE's copy, as numerics lays them
+    out."""
     if name in ("delayed", "tensorwise"):
         turned = None if workspace._transpose is None or workspace._transpose_invalid else workspace._transpose.t()
         return workspace._data, workspace._scale_inv.reshape(()), turned, workspace._scale_inv.reshape(())
@@ -30,7 +31,12 @@ def _held(name, workspace):
         turned = workspace._columnwise_scale_inv[:, : -(-rows // 128)].t()
         return workspace._rowwise_data, scales, workspace._columnwise_data.t(), turned
     scales, turned = swizzle.scales_of(workspace, "row"), swizzle.scales_of(workspace, "column")
-    return workspace._rowwise_data, scales[:rows, : columns // 32], workspace._columnwise_data, turned[: rows // 32, :columns]
+    return (
+        workspace._rowwise_data,
+        scales[:rows, : columns // 32],
+        workspace._columnwise_data,
+        turned[: rows // 32, :columns],
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.precision])
@@ -68,7 +74,8 @@ def test_three_steps_of_a_linear_are_those_of_numerics(name, arch):
         assert torch.equal(y, expected)
         assert torch.equal(theirs.grad, ours.grad)
         assert torch.equal(module.bias.grad, bias.grad)
-        # Blockwise: TE holds the columns of both operands turned round, and the matmul may add its sums up in another order.
+        # Blockwise: TE holds the columns of both operands turned round, and the matmul may add its sums up in another
+        # order.
         torch.testing.assert_close(module.weight.grad, weight.grad, rtol=0 if name != "blockwise" else 2**-7, atol=1e-6)
     if state is not None:
         meta = module.fp8_meta
@@ -98,10 +105,16 @@ def test_a_scalar_stays_one(shape):
     assert torch.equal(quantizer(torch.full(shape, 0.25)).dequantize(), torch.full(shape, 0.25))
 
 
-@pytest.mark.skipif(os.environ.get("NEMO_FP8_TE_TESTS_ARCH") is not None, reason="this is the run on the other architecture")
+@pytest.mark.skipif(
+    os.environ.get("NEMO_FP8_TE_TESTS_ARCH") is not None, reason="this is the run on the other architecture"
+)
 def test_the_same_on_hopper():
-    """Hopper keeps transposed copies of FP8 tensors, has no MXFP8, and other rules of GEMMs: again, in a process that stands for it."""
-    files = [__file__, *(str(Path(__file__).with_name(f"test_{name}.py")) for name in ("extension", "grouped", "context_parallel"))]
+    """Hopper keeps transposed copies of FP8 tensors, has no MXFP8, and other rules of GEMMs: again, in a process that
+    stands for it."""
+    files = [
+        __file__,
+        *(str(Path(__file__).with_name(f"test_{name}.py")) for name in ("extension", "grouped", "context_parallel")),
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=os.environ | {"NEMO_FP8_TE_TESTS_ARCH": "90"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

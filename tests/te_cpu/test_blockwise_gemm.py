@@ -17,7 +17,8 @@ def _formula(a, b):
     for k in range(-(-a.data.shape[1] // 128)):
         block = slice(128 * k, 128 * k + 128)
         of_b, of_a = (
-            (q.scale_inv[:, k] if q.block == (1, 128) else q.scale_inv[:, k].repeat_interleave(128)[: len(q.data)]) for q in (b, a)
+            (q.scale_inv[:, k] if q.block == (1, 128) else q.scale_inv[:, k].repeat_interleave(128)[: len(q.data)])
+            for q in (b, a)
         )
         partial = b.data[:, block].float() @ a.data[:, block].float().t()
         first, last = (of_a, of_b[:, None]) if (a.block, b.block) == ((1, 128), (128, 128)) else (of_b[:, None], of_a)
@@ -39,7 +40,9 @@ def test_the_bits_of_the_formula(shape, square, scales, compiled, monkeypatch):
     torch.manual_seed(0)
     rows, columns, inner = shape
     a, b = (
-        quantize(torch.randn(n, inner) * torch.logspace(-6, 6, inner), Operand("e4m3", (128 if two else 1, 128), scales))
+        quantize(
+            torch.randn(n, inner) * torch.logspace(-6, 6, inner), Operand("e4m3", (128 if two else 1, 128), scales)
+        )
         for n, two in zip((columns, rows), square, strict=True)
     )
     assert torch.equal(blockwise.product(a, b), _formula(a, b))
@@ -49,7 +52,8 @@ def test_the_bits_of_the_formula(shape, square, scales, compiled, monkeypatch):
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_compiled_sum_is_torchs_at_every_magnitude(exact, columns_first):
-    """Subnormals, overflows, cancellations, infinities and NaNs. An exact product is one that FP32 holds: none of it overflows."""
+    """Subnormals, overflows, cancellations, infinities and NaNs. An exact product is one that FP32 holds: none of it
+    overflows."""
     torch.manual_seed(0)
     size, bits = (130, 1037), torch.iinfo(torch.int32)
     numbers = [torch.randint(bits.min, bits.max, size, dtype=torch.int32).view(torch.float32) for _ in range(2)]

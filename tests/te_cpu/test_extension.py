@@ -46,12 +46,20 @@ def test_every_function_of_a_submodule_that_te_asks_for_is_there():
 
 def test_each_name_has_one_home():
     names = [name for functions in extension._MODULES.values() for name in functions.split()]
-    names += [*extension.MISSING, *extension._SUBMODULES, *extension._FACTS, *extension._CLASSES, *extension.ENUMERATIONS]
+    names += [
+        *extension.MISSING,
+        *extension._SUBMODULES,
+        *extension._FACTS,
+        *extension._CLASSES,
+        *extension.ENUMERATIONS,
+    ]
     assert len(names) == len(set(names))
 
 
 def test_every_function_is_documented():
-    for module, names in (row for homes in (extension._MODULES, *extension._SUBMODULES.values()) for row in homes.items()):
+    for module, names in (
+        row for homes in (extension._MODULES, *extension._SUBMODULES.values()) for row in homes.items()
+    ):
         for name in names.split():
             assert inspect.getdoc(getattr(module, name)), f"{module.__name__}.{name}"
 
@@ -84,14 +92,21 @@ def test_another_architecture_is_refused():
         (((256, 128), (255, 128)), (True, False), {}, "Outer dimension requirement on B"),
         (((256, 128), (256, 128)), (True, False), {"split": False}, "split accumulator"),
         (((256, 128), (256, 128)), (True, False), {"gelu": True}, "Epilogue requested outside of the available"),
-        (((256, 128), (256, 128)), (True, False), {"bias": True, "grad": True}, "Epilogue requested outside of the available"),
+        (
+            ((256, 128), (256, 128)),
+            (True, False),
+            {"bias": True, "grad": True},
+            "Epilogue requested outside of the available",
+        ),
     ],
 )
 def test_hopper_multiplies_blockwise_operands_only_as_its_gemm_can(shapes, square, arguments, words):
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
     a, b = (
-        Float8BlockQuantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=2 if two else 1)(torch.randn(shape))
+        Float8BlockQuantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=2 if two else 1)(
+            torch.randn(shape)
+        )
         for shape, two in zip(shapes, square, strict=True)
     )
     bias = torch.zeros(shapes[0][0], dtype=torch.bfloat16) if arguments.get("bias") else None
@@ -114,13 +129,18 @@ def test_hopper_multiplies_blockwise_operands_only_as_its_gemm_can(shapes, squar
 @pytest.mark.parametrize("pow2", [False, True])
 @pytest.mark.parametrize("square", [(True, False), (False, True), (False, False)])
 def test_hopper_scales_the_partial_sums_of_blockwise_operands(square, pow2, accumulate):
-    """Of 128 products each, in FP32, with one rounding for a scale and the addition; BF16 results are rounded before they accumulate."""
+    """Of 128 products each, in FP32, with one rounding for a scale and the addition; BF16 results are rounded before
+    they accumulate."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
     torch.manual_seed(0)
     a, b = (
         Float8BlockQuantizer(
-            tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=2 if two else 1, force_pow_2_scales=pow2
+            tex.DType.kFloat8E4M3,
+            rowwise=True,
+            columnwise=True,
+            block_scaling_dim=2 if two else 1,
+            force_pow_2_scales=pow2,
         )(torch.randn(rows, 512))
         for rows, two in zip((256, 128), square, strict=True)
     )
@@ -129,7 +149,11 @@ def test_hopper_scales_the_partial_sums_of_blockwise_operands(square, pow2, accu
     for k in range(4):
         block = slice(128 * k, 128 * k + 128)
         partial = codes_b[:, block] @ codes_a[:, block].t()
-        first, last = (scales_b[:, k, None], scales_a[:, k]) if square != (False, True) else (scales_a[:, k], scales_b[:, k, None])
+        first, last = (
+            (scales_b[:, k, None], scales_a[:, k])
+            if square != (False, True)
+            else (scales_a[:, k], scales_b[:, k, None])
+        )
         expected = ((partial * first).double() * last.double() + expected.double()).float()
     before = torch.randn(128, 256).bfloat16()
     found = tex.generic_gemm(
@@ -154,7 +178,24 @@ def test_operands_of_two_kinds_are_refused():
     x = torch.randn(32, 32).bfloat16()
     a, b = NVFP4Quantizer()(x), Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device="cuda")(x)
     for left, right in ((a, b), (b, a), (a, x)):
-        with pytest.raises(RuntimeError, match=r"compatible scaling modes, but got A.scaling_mode = \w+, B.scaling_mode = \w+"):
+        with pytest.raises(
+            RuntimeError, match=r"compatible scaling modes, but got A.scaling_mode = \w+, B.scaling_mode = \w+"
+        ):
             tex.generic_gemm(
-                left, True, right, False, None, None, tex.DType.kBFloat16, None, None, False, None, False, None, 0, False, False
+                left,
+                True,
+                right,
+                False,
+                None,
+                None,
+                tex.DType.kBFloat16,
+                None,
+                None,
+                False,
+                None,
+                False,
+                None,
+                0,
+                False,
+                False,
             )

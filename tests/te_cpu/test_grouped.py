@@ -1,4 +1,5 @@
-"""Grouped tensors: each member is what its quantizer makes of it alone, to the bit, in buffers that the group shares."""
+"""Grouped tensors: each member is what its quantizer makes of it alone, to the bit, in buffers that the group
+shares."""
 
 import pytest
 import torch
@@ -111,7 +112,13 @@ def _group(parts, dtype=torch.bfloat16):
     first = torch.tensor([len(part) for part in parts])
     arguments = {"logical_first_dim": int(first.sum()), "logical_last_dim": parts[0].shape[1]}
     group = GroupedTensor.make_grouped_tensor(
-        num_tensors=len(parts), first_dims=first, last_dims=None, quantizer=None, device=torch.device("cuda"), dtype=dtype, **arguments
+        num_tensors=len(parts),
+        first_dims=first,
+        last_dims=None,
+        quantizer=None,
+        device=torch.device("cuda"),
+        dtype=dtype,
+        **arguments,
     )
     for member, part in zip(group.split_into_quantized_tensors(), parts, strict=True):
         member.copy_(part)
@@ -135,7 +142,9 @@ def test_members_are_multiplied_as_they_are_alone(name, layout, accumulate):
     for i in range(3):
         mine = [quantizer(part[i]) if quantizer is not None and part[i].numel() else part[i] for part in (a, b)]
         arguments = (None, None, None, False, None, False, None, 0, accumulate, True)
-        tex.generic_gemm(mine[0], layout[0] == "T", mine[1], layout[1] == "T", expected[i], None, *arguments, alpha=1.0, beta=1.0)
+        tex.generic_gemm(
+            mine[0], layout[0] == "T", mine[1], layout[1] == "T", expected[i], None, *arguments, alpha=1.0, beta=1.0
+        )
     of_a = [len(part) for part in a]
     if layout == "TN" and quantizer is not None:
         left = [quantizer(part) for part in a]
@@ -143,7 +152,11 @@ def test_members_are_multiplied_as_they_are_alone(name, layout, accumulate):
         left = a
     else:
         left = _group(a) if quantizer is None else tex.group_quantize(torch.cat(a), quantizer, 3, torch.tensor(of_a))
-    right = _group(b) if quantizer is None else tex.group_quantize(torch.cat(b), quantizer, 3, torch.tensor([len(part) for part in b]))
+    right = (
+        _group(b)
+        if quantizer is None
+        else tex.group_quantize(torch.cat(b), quantizer, 3, torch.tensor([len(part) for part in b]))
+    )
     target = [part.clone() for part in out] if layout == "NT" else _group(out)
     general_grouped_gemm_for_grouped_tensor(left, right, target, layout=layout, accumulate=accumulate)
     found = target if layout == "NT" else target.split_into_quantized_tensors()
@@ -160,7 +173,9 @@ def test_a_bias_is_added_to_the_rounded_products(weighted):
     general_grouped_gemm_for_grouped_tensor(
         weights, _group(x), target, bias=_group([row[None] for row in biases]), bias_scale=scales if weighted else None
     )
-    for part, weight, bias, scale, found in zip(x, weights, biases, scales.split(ROWS), target.split_into_quantized_tensors(), strict=True):
+    for part, weight, bias, scale, found in zip(
+        x, weights, biases, scales.split(ROWS), target.split_into_quantized_tensors(), strict=True
+    ):
         times = scale[:, None] if weighted else 1.0
         assert torch.equal(found, ((part @ weight.t()).float() + bias.float() * times).bfloat16())
 
@@ -208,7 +223,9 @@ def test_a_group_that_came_with_rows_gets_columns_of_their_values():
     columns = tex.group_quantize(values, _mxfp8(False, True, True), 3, rows)
     ready, swizzled = wire.copy(), wire.copy()
     tex.grouped_swizzle_for_gemm(swizzled, True, False)
-    found = tex.group_requantize_inplace(ready, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16, return_dequantized=True)
+    found = tex.group_requantize_inplace(
+        ready, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16, return_dequantized=True
+    )
     assert torch.equal(found, values)
     assert torch.equal(ready.rowwise_data, wire.rowwise_data)
     assert torch.equal(ready.scale_inv, swizzled.scale_inv)
@@ -216,7 +233,9 @@ def test_a_group_that_came_with_rows_gets_columns_of_their_values():
     assert torch.equal(ready.columnwise_scale_inv, columns.columnwise_scale_inv)
     assert tex.group_requantize_inplace(ready, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16) is None
     with pytest.raises(RuntimeError, match="compact format"):
-        tex.group_requantize_inplace(ready, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16, return_dequantized=True)
+        tex.group_requantize_inplace(
+            ready, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16, return_dequantized=True
+        )
     with pytest.raises(RuntimeError, match="cannot be rebuilt"):
         tex.group_requantize_inplace(swizzled, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16)
 
@@ -225,7 +244,11 @@ def test_a_group_that_came_with_rows_gets_columns_of_their_values():
 @pytest.mark.parametrize("layout", ["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"])
 def test_addresses_of_weights_and_of_their_swizzled_scales(layout):
     torch.manual_seed(0)
-    side, filled = {"mxfp8_rowwise": ("row", (160, 3)), "mxfp8_columnwise": ("column", (5, 96)), "nvfp4": ("row", (160, 6))}[layout]
+    side, filled = {
+        "mxfp8_rowwise": ("row", (160, 3)),
+        "mxfp8_columnwise": ("column", (5, 96)),
+        "nvfp4": ("row", (160, 6)),
+    }[layout]
     by_rows = side == "row"
     quantizer = NVFP4Quantizer(columnwise=False) if layout == "nvfp4" else _mxfp8(by_rows, not by_rows, False)
     x = [torch.randn(160, 96).bfloat16() for _ in range(3)]

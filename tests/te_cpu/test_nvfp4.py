@@ -10,7 +10,9 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 from nemo_fp8.te_cpu import swizzle
 
 pytestmark = pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
-EDGES = torch.tensor([0.0, -0.0, 0.25, -0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, 1e-30, -1e-30, 7.0, -0.2500001])
+EDGES = torch.tensor(
+    [0.0, -0.0, 0.25, -0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, 1e-30, -1e-30, 7.0, -0.2500001]
+)
 
 
 @pytest.mark.parametrize("square", [False, True])
@@ -27,7 +29,9 @@ def test_codes_scales_and_amax_are_those_of_the_reference(source, square, dtype)
     found = NVFP4Quantizer(with_2d_quantization=square)(x)
     for side, matrix in (("row", x), ("column", x.t().contiguous())):
         amax = matrix.float().abs().amax()
-        codes, scales = NVFP4QuantizerRef._quantize_blockwise_reference(matrix, amax, 16, 16 if square else 1, pow_2_scales=False, eps=0.0)
+        codes, scales = NVFP4QuantizerRef._quantize_blockwise_reference(
+            matrix, amax, 16, 16 if square else 1, pow_2_scales=False, eps=0.0
+        )
         assert torch.equal(getattr(found, f"_amax_{side}wise").reshape(()), amax)
         assert torch.equal(getattr(found, f"_{side}wise_data").view(codes.shape), codes.view(torch.uint8))
         held = getattr(found, f"_{side}wise_scale_inv")[: scales.shape[0], : scales.shape[1]]
@@ -43,7 +47,8 @@ def test_columns_run_along_all_leading_dimensions(shape):
 
 
 def test_an_amax_for_every_row_on_both_sides():
-    """Row-scaled: the columns, turned round, have an amax for each of their rows too, although TE describes one for them all."""
+    """Row-scaled: the columns, turned round, have an amax for each of their rows too, although TE describes one for
+    them all."""
     torch.manual_seed(0)
     x = (torch.randn(64, 96) * torch.logspace(-3, 3, 96)).bfloat16()
     found = NVFP4Quantizer(row_scaled_nvfp4=True)(x)
@@ -59,7 +64,8 @@ def test_an_amax_for_every_row_on_both_sides():
 
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_amaxes_that_are_known_are_taken(hadamard):
-    """What found them has seen more than this tensor, here twice its largest value; they stay the caller's own memory."""
+    """What found them has seen more than this tensor, here twice its largest value; they stay the caller's own
+    memory."""
     torch.manual_seed(0)
     x = torch.randn(64, 128).bfloat16()
     quantizer = NVFP4Quantizer(with_rht=hadamard, with_post_rht_amax=hadamard)
@@ -72,9 +78,15 @@ def test_amaxes_that_are_known_are_taken(hadamard):
     assert found._amax_rowwise is rows
     assert found._amax_columnwise is columns
     turned = x.t().contiguous()
-    turned = (turned.view(-1, 16).float() @ quantizer.rht_matrix.float()).bfloat16().view(turned.shape) if hadamard else turned
+    turned = (
+        (turned.view(-1, 16).float() @ quantizer.rht_matrix.float()).bfloat16().view(turned.shape)
+        if hadamard
+        else turned
+    )
     for side, matrix, amax in (("row", x, rows), ("column", turned, columns)):
-        codes, scales = NVFP4QuantizerRef._quantize_blockwise_reference(matrix, amax, 16, 1, pow_2_scales=False, eps=0.0)
+        codes, scales = NVFP4QuantizerRef._quantize_blockwise_reference(
+            matrix, amax, 16, 1, pow_2_scales=False, eps=0.0
+        )
         assert torch.equal(getattr(found, f"_{side}wise_data").view(codes.shape), codes.view(torch.uint8))
         held = getattr(found, f"_{side}wise_scale_inv")[: scales.shape[0], : scales.shape[1]]
         assert torch.equal(held, scales.view(torch.uint8))
@@ -124,11 +136,15 @@ def test_values_are_those_of_the_kernel_to_the_bit():
 def _plain(tensor):
     """The codes of the rows as numbers, and their scales."""
     codes = cast_from_fp4x2(tensor._rowwise_data, torch.float32)
-    return codes, swizzle.scales_of(tensor, "row")[: codes.shape[0], : codes.shape[1] // 16].view(torch.float8_e4m3fn).float()
+    return codes, swizzle.scales_of(tensor, "row")[: codes.shape[0], : codes.shape[1] // 16].view(
+        torch.float8_e4m3fn
+    ).float()
 
 
 def _multiplied(a, b, dtype):
-    return tex.generic_gemm(a, True, b, False, None, None, dtype, None, dtype, False, None, False, None, 0, False, False)[0]
+    return tex.generic_gemm(
+        a, True, b, False, None, None, dtype, None, dtype, False, None, False, None, 0, False, False
+    )[0]
 
 
 def test_stochastic_rounding_keeps_the_mean_and_takes_only_neighbours():

@@ -15,7 +15,8 @@ def _run(code, path=None):
 
 
 def test_importing_nemo_fp8_changes_nothing():
-    done = _run("import torch, nemo_fp8, nemo_fp8.numerics, nemo_fp8.te_cpu; assert not torch.empty(1).is_cuda; import sys; "
+    done = _run("import torch, nemo_fp8, nemo_fp8.numerics, nemo_fp8.te_cpu; assert not torch.empty(1).is_cuda; "
+                "import sys; "
                 "assert 'transformer_engine_torch' not in sys.modules")  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -80,11 +81,16 @@ def test_a_version_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_compiled_functions_run_uncompiled():
-    """Megatron's fusions are torch.compile's; a graph would be taken from a cache that other processors have written to."""
+    """Megatron's fusions are torch.compile's; a graph would be taken from a cache that other processors have written
+    to."""
     never = "def never(graph, inputs): raise AssertionError('compiled')"
     code = f"from nemo_fp8 import te_cpu; te_cpu.install()\nimport torch\n{never}\n"
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}print(torch.compile(lambda x: x.cuda() + 1, backend=never)(torch.ones(2)).tolist())"],
+        [
+            sys.executable,
+            "-c",
+            f"{code}print(torch.compile(lambda x: x.cuda() + 1, backend=never)(torch.ones(2)).tolist())",
+        ],
         capture_output=True,
         text=True,
     )
@@ -95,5 +101,7 @@ def test_a_process_ends_without_a_word():
     """Whoever still holds the switch then, as a plugin of pytest's may: threading is taken down after torch."""
     code = "import threading; from nemo_fp8.te_cpu import switch; switch.install(); threading.held = switch"
     on_avx2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # where products of BF16 are replaced
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=os.environ | on_avx2, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=os.environ | on_avx2, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -20,7 +20,8 @@ def saved(folder, **settings):
 
 
 def local_layers(trainer, tiny):
-    """Megatron's own layers as where there is no TransformerEngine, with the state that an emulation of delayed scaling had."""
+    """Megatron's own layers as where there is no TransformerEngine, with the state that an emulation of delayed scaling
+    had."""
     import nemo.collections.llm.gpt.model.base as nemo
     import torch
     from megatron.core.models.backends import LocalSpecProvider
@@ -37,7 +38,8 @@ def local_layers(trainer, tiny):
 
 
 def local_layers_beside_te(trainer, tiny):
-    """Megatron's own layers where TransformerEngine is installed: the norm after the last layer is TransformerEngine's all the same."""
+    """Megatron's own layers where TransformerEngine is installed: the norm after the last layer is TransformerEngine's
+    all the same."""
     import nemo.collections.llm.gpt.model.base as nemo
 
     nemo.HAVE_TE = False

@@ -8,9 +8,10 @@ machine has. The trade-off is that a machine without a C compiler quantizes with
 and said once in the log. (Triton and TorchInductor make the same choice.) ``python -m nemo_fp8.numerics.kernels.build``
 builds ahead, for an image.
 
-The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a name that hashes everything it
-depends on: the source, the compiler and its flags, the processor. One of the ranks that start together builds it; it is written
-beside its place and renamed into it, so that nobody ever loads half a file. A folder that others may write to is refused.
+The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a name that hashes everything it depends on:
+the source, the compiler and its flags, the processor. One of the ranks that start together builds it; it is written
+beside its place and renamed into it, so that nobody ever loads half a file. A folder that others may write to is
+refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from pathlib import Path
 from nemo_fp8.own_folder import own_folder
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("fp8_quantize.c", "fp8_decode.c", "fp8_accumulate.c"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("fp8.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h"))
+HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("fp8.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h")
+)
 FLAGS = (
     "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fopenmp-simd",
     "-shared", "-fPIC", "-pthread",
@@ -49,7 +52,10 @@ def flags_for(machine: str) -> tuple[tuple[str, ...], ...]:
 
 
 MACHINE_FLAGS = flags_for(platform.machine())
-OTHERS = {"avx2": ("-march=haswell",), "plain": ()}  # what a better x86 processor can be made to do, to test and to measure it
+OTHERS = {
+    "avx2": ("-march=haswell",),
+    "plain": (),
+}  # what a better x86 processor can be made to do, to test and to measure it
 COMPILERS = ("cc", "gcc", "clang")
 
 log = logging.getLogger(__name__)
@@ -87,7 +93,8 @@ def build() -> Path:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Ranks that start together wait for the first, where the file system can lock a folder; elsewhere each compiles."""
+    """Ranks that start together wait for the first, where the file system can lock a folder; elsewhere each
+    compiles."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -129,7 +136,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,10 @@ class _Job(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "codes", "scale_inv", *_COUNTS, "parallel")),
-        *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "codes_stride", "scale_stride", "tile_rows", "tile_cols")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("rows", "cols", "stride", "codes_stride", "scale_stride", "tile_rows", "tile_cols")
+        ),
         *((name, ctypes.c_int32) for name in ("source", "scaling", "mantissa_bits", "bias", "count_bytes", "threads")),
         *((name, ctypes.c_float) for name in ("format_max", "saturates_above", "given", "scale_if_tiny")),
         ("next", ctypes.c_int64),
@@ -116,7 +119,9 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
     return found.amax()
 
 
-def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor | None:
+def decode(
+    data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor | None:
     """``code * scale_inv`` in BF16 or FP32, or None."""
     library = build.library()
     if library is None or dtype not in (torch.bfloat16, torch.float32) or data.numel() == 0 or not _takes(tile):
@@ -138,14 +143,26 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: Tile, dtype: torch
 
 
 def accumulate(
-    y: torch.Tensor, partial: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, *, columns_first: bool, exact: bool
+    y: torch.Tensor,
+    partial: torch.Tensor,
+    of_rows: torch.Tensor,
+    of_columns: torch.Tensor,
+    *,
+    columns_first: bool,
+    exact: bool,
 ) -> bool:
-    """``y += (partial * first) * last`` in place, as `fp8_accumulate.c` says, of FP32 tensors that lie in one piece; False is no answer."""
+    """``y += (partial * first) * last`` in place, as `fp8_accumulate.c` says, of FP32 tensors that lie in one piece;
+    False is no answer."""
     library = build.library()
-    if library is None or not all(t.dtype == torch.float32 and t.is_contiguous() for t in (y, partial, of_rows, of_columns)):
+    if library is None or not all(
+        t.dtype == torch.float32 and t.is_contiguous() for t in (y, partial, of_rows, of_columns)
+    ):
         return False
     if not (y.shape == partial.shape == (len(of_rows), len(of_columns))):
-        raise ValueError(f"Factors of {len(of_rows)} rows and {len(of_columns)} columns for {tuple(partial.shape)} onto {tuple(y.shape)}.")
+        raise ValueError(
+            f"Factors of {len(of_rows)} rows and {len(of_columns)} columns for {tuple(partial.shape)} onto "
+            f"{tuple(y.shape)}."
+        )
     job = _AccumulateJob(
         y=y.data_ptr(), partial=partial.data_ptr(), of_rows=of_rows.data_ptr(), of_columns=of_columns.data_ptr(), rows=y.shape[0],
         cols=y.shape[1], columns_first=columns_first, exact=exact, threads=_threads(y), parallel=_parallel(),
@@ -185,12 +202,20 @@ def _quantize_whole(
 
 
 def _run(
-    library: ctypes.CDLL, matrix: torch.Tensor, tile: tuple[int, int], format: Format, codes: torch.Tensor | None = None, **more: Any
+    library: ctypes.CDLL,
+    matrix: torch.Tensor,
+    tile: tuple[int, int],
+    format: Format,
+    codes: torch.Tensor | None = None,
+    **more: Any,
 ) -> None:
     """One job. Tensors are passed as their addresses."""
     source = SOURCES[matrix.dtype]
     if codes is not None:
-        more |= {"codes": codes, "codes_stride": matrix.shape[1] if codes.is_contiguous() else rows_of(codes, "codes").stride(0)}
+        more |= {
+            "codes": codes,
+            "codes_stride": matrix.shape[1] if codes.is_contiguous() else rows_of(codes, "codes").stride(0),
+        }
     job = _Job(
         x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0], tile_cols=tile[1],
         source=PAIR if source == BF16 and tile[1] > 1 else source, mantissa_bits=format.mantissa_bits, bias=format.bias,
@@ -243,7 +268,8 @@ def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def _counter(tile: tuple[int, int]) -> torch.dtype:
-    """What counts the elements of a tile. Small tiles are many, and new memory costs more than what is written to it."""
+    """What counts the elements of a tile. Small tiles are many, and new memory costs more than what is written to
+    it."""
     return torch.uint8 if tile[0] * tile[1] <= 255 else torch.int32
 
 
@@ -256,6 +282,8 @@ def _empty_counts(grid: tuple[int, int], tile: tuple[int, int]) -> dict[str, tor
     return {name: piece.view(dtype).view(grid) for (name, dtype), piece in zip(types.items(), pieces, strict=True)}
 
 
-def _statistics(x: torch.Tensor, tile: Tile, format: Format, counts: dict[str, torch.Tensor], scale_inv: torch.Tensor) -> Statistics:
+def _statistics(
+    x: torch.Tensor, tile: Tile, format: Format, counts: dict[str, torch.Tensor], scale_inv: torch.Tensor
+) -> Statistics:
     renamed = {"least": "least_code", "largest": "largest_code"}
     return statistics_of(x, tile, format, scale_inv, {renamed.get(name, name): found for name, found in counts.items()})
