@@ -28,6 +28,7 @@ class Cause:
 
 
 _SUMS = "asks equal bits of a GEMM, whose sums depend on their order"
+_DIVIDES = "compares with a reference that divides by a number, which torch does by its reciprocal on a GPU, as TE's kernel, and not on a CPU"
 _FURTHER = "which on a CPU is further from FP64 than this implementation"
 CAUSES: tuple[Cause, ...] = (
     Cause("", r"CUDAGraph", "needs CUDA graphs"),
@@ -73,18 +74,20 @@ CAUSES: tuple[Cause, ...] = (
         r"assert 3 == 1",
         "expects of another version of TE what 2.20.2's own Python saves",
     ),
-    Cause(
-        "nvfp4_module_exact.*multi_step",
-        r"mismatch at step [12]",
-        "compares with a reference that divides by a number, which torch does by its reciprocal on a GPU, as TE's "
-        "kernel, and not on a CPU",
-    ),
+    Cause("nvfp4_module_exact.*multi_step", r"mismatch at step [12]", _DIVIDES),
+    Cause("distributed/test_numerics_exact.*nvfp4", r"(?:Output|Dgrad|Wgrad) mismatch", _DIVIDES),
     Cause("test_fused_linear_paths_match_backward_override_reference.*scale_add", r"Mismatched elements: \d /", _SUMS),
     Cause(
         r"distributed/test_numerics.*\[nvfp4\]",
         r"AssertionError",
         "bounds by one draw of random numbers what NVFP4 shards of a weight, each with an amax of its own, differ "
         "from the whole",
+    ),
+    Cause(
+        "hybrid_quantization.*TestHybridAllModules::test_transformer_layer",
+        r"fc2_weight' differs",
+        "bounds by one draw of random numbers what two scales of GELU's output differ by, one of its amax before "
+        "rounding and one after",
     ),
     Cause("nvfp4_gemm_exact.*row_scaled_gemm_matches_emulated", r"Mismatched elements: \d+ /", _SUMS),
     Cause("", r"Timeout \(>|did not answer within", "takes longer than a test's limit on one thread of this machine"),

@@ -15,6 +15,7 @@ nothing in accuracy.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics.bf16 import fp32_matmul
 from nemo_fp8.numerics.formats import format_of
+from nemo_fp8.numerics.kernels import cpu
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.scales import is_pow2
@@ -104,28 +106,55 @@ def refuse(
 def product(a: Quantized, b: Quantized) -> torch.Tensor:
     """``b @ a.T`` in FP32, as Hopper's GEMM adds it up. The scales of rows are multiplied first, B's where both are
     scaled by rows."""
-    a_scales, b_scales = _of_rows(a), _of_rows(b)
-    a_first = a.block == (1, BLOCK) != b.block
+    columns_first = a.block == (1, BLOCK) != b.block
     out = torch.zeros(len(b.data), len(a.data))
+    partial = torch.empty_like(out)
     with fp32_matmul("ieee"):
-        for i, (x, w) in enumerate(zip(_slices(b), _slices(a), strict=True)):
-            scales = (a_scales[:, i], b_scales[:, i, None]) if a_first else (b_scales[:, i, None], a_scales[:, i])
-            partial = torch.mm(x, w.t()).mul_(scales[0])
-            if is_pow2(scales[1]):  # an exact product, so that adding it is one rounding
-                out.addcmul_(partial, scales[1])
-            else:  # FP64 holds the product of two FP32 numbers
-                out.copy_(torch.addcmul(out.double(), partial.double(), scales[1].double()))
+        for x, w, of_rows, of_columns in zip(_slices(b), _slices(a), _of_rows(b), _of_rows(a), strict=True):
+            torch.mm(x, w.t(), out=partial)
+            accumulate(out, partial, of_rows, of_columns, columns_first)
     return out
 
 
+def accumulate(
+    out: torch.Tensor, partial: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, columns_first: bool
+) -> None:
+    """Add a partial sum, times the scales of one side, in FP32, and those of the other, with one rounding for these and
+    the addition."""
+    last = of_rows if columns_first else of_columns
+    exact = is_pow2(last)
+    if cpu.accumulate(out, partial, of_rows, of_columns, columns_first=columns_first, exact=exact):
+        return
+    accumulate_reference(out, partial, of_rows, of_columns, columns_first, exact)
+
+
+def accumulate_reference(
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    of_rows: torch.Tensor,
+    of_columns: torch.Tensor,
+    columns_first: bool,
+    exact: bool,
+) -> None:
+    """The same in plain torch."""
+    first, last = (of_columns, of_rows[:, None]) if columns_first else (of_rows[:, None], of_columns)
+    scaled = partial * first
+    if exact:  # the product is, so that adding it is one rounding
+        out.addcmul_(scaled, last)
+    else:  # FP64 holds the product of two FP32 numbers
+        out.copy_(torch.addcmul(out.double(), scaled.double(), last.double()))
+
+
 def _slices(q: Quantized) -> tuple[torch.Tensor, ...]:
-    """The codes, 128 columns at a time."""
-    return torch.split(q.data.float(), BLOCK, 1)
+    """The codes as numbers, 128 columns at a time."""
+    codes = replace(q, scale_inv=torch.ones(()), block=None).dequantize(torch.float32)
+    return torch.split(codes, BLOCK, 1)
 
 
 def _of_rows(q: Quantized) -> torch.Tensor:
-    """The scales of every row: those of a square block are its 128 rows'."""
-    return q.scale_inv if q.block == (1, BLOCK) else q.scale_inv.repeat_interleave(BLOCK, 0)[: len(q.data)]
+    """The scales of every row, block after block: those of a square block are its 128 rows'."""
+    scales = q.scale_inv if q.block == (1, BLOCK) else q.scale_inv.repeat_interleave(BLOCK, 0)[: len(q.data)]
+    return scales.t().contiguous()
 
 
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:

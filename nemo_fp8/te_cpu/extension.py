@@ -21,6 +21,7 @@ from nemo_fp8.te_cpu import (
     gemm,
     grouped,
     norms,
+    nvfp4,
     optimizer,
     permutation,
     quantized,
@@ -37,9 +38,11 @@ NAME = "transformer_engine_torch"
 
 _MODULES: dict[types.ModuleType, str] = {
     quantized: "quantize dequantize",
-    grouped: "group_quantize bgrad_group_quantize group_dequantize group_requantize_inplace grouped_swizzle_for_gemm "
-    "te_general_grouped_gemm_for_grouped_tensor te_general_grouped_gemm_for_discrete_in "
-    "te_general_grouped_gemm_for_discrete_out",
+    nvfp4: "nvfp4_quantize_with_amax",
+    grouped: "group_quantize nvfp4_group_quantize_with_amax bgrad_group_quantize group_dequantize "
+    "group_requantize_inplace "
+    "grouped_swizzle_for_gemm te_general_grouped_gemm_for_grouped_tensor te_general_grouped_gemm_for_discrete_in "
+    "te_general_grouped_gemm_for_discrete_out copy_data_ptrs_to_device",
     swizzle: "swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_ "
     "multi_tensor_swizzle_scales_for_gemm_unchecked_",
     gemm: "generic_gemm te_general_grouped_gemm",
@@ -84,6 +87,11 @@ _MODULES: dict[types.ModuleType, str] = {
 }
 """Where each function is, under TE's name for it."""
 
+_SUBMODULES: dict[str, dict[types.ModuleType, str]] = {
+    "grouped_mlp_experimental": {grouped: "swizzle_scales_and_pack_ptrs_for_discrete_weights"}
+}
+"""The same of the extension's submodules."""
+
 _CLASSES = """FP8TensorMeta CommOverlapCore CommOverlapHelper CommOverlapBase CommOverlapP2PBase CommOverlap
 CommOverlapP2P""".split()
 """Named in annotations and ``isinstance``; none is ever made."""
@@ -113,24 +121,19 @@ _FACTS_BEFORE: dict[tuple[int, int], dict[str, Any]] = {
 """What it said otherwise before a version of TE."""
 
 MISSING = """
-bulk_overlap_ag_with_external_gemm copy_data_ptrs_to_device cusolvermp_ctx_create cusolvermp_ctx_destroy ep_combine
-ep_combine_bwd
+bulk_overlap_ag_with_external_gemm cusolvermp_ctx_create cusolvermp_ctx_destroy ep_combine ep_combine_bwd
 ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy ep_handle_mem_size ep_initialize ep_prepare
 ep_prepare_and_dispatch
-fused_attn_bwd fused_attn_fwd newton_schulz nvfp4_group_quantize_with_amax nvfp4_quantize_with_amax
+fused_attn_bwd fused_attn_fwd newton_schulz
 """.split()
 """Functions of the extension that have no CPU implementation."""
-
-MISSING_OF_SUBMODULES = {"grouped_mlp_experimental": "swizzle_scales_and_pack_ptrs_for_discrete_weights"}
-"""The same of its submodules: addresses of weights, for a kernel of cuDNN's."""
 
 
 def build(version: str) -> types.ModuleType:
     """The extension, as that version of TE knows it."""
     module = types.ModuleType(NAME, __doc__)
     names: dict[str, Any] = dict(ENUMERATIONS)
-    for home, functions in _MODULES.items():
-        names |= {name: _as_written(getattr(home, name)) for name in functions.split()}
+    names |= _functions(_MODULES)
     names |= {name: _as_written(kernel) for name, kernel in activations.kernels().items()}
     facts = dict(_FACTS)
     for since, earlier in _FACTS_BEFORE.items():
@@ -138,11 +141,15 @@ def build(version: str) -> types.ModuleType:
     names |= {name: _constant(name, value) for name, value in facts.items()}
     names |= {name: type(name, (), {}) for name in _CLASSES}
     names |= {name: missing(name) for name in MISSING}
-    for name, functions in MISSING_OF_SUBMODULES.items():
+    for name, homes in _SUBMODULES.items():
         names[name] = types.ModuleType(f"{NAME}.{name}")
-        vars(names[name]).update({function: missing(function, f"{NAME}.{name}") for function in functions.split()})
+        vars(names[name]).update(_functions(homes))
     vars(module).update(names)
     return module
+
+
+def _functions(homes: dict[types.ModuleType, str]) -> dict[str, Callable[..., Any]]:
+    return {name: _as_written(getattr(home, name)) for home, names in homes.items() for name in names.split()}
 
 
 def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:

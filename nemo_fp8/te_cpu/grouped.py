@@ -11,13 +11,14 @@ whoever calls these functions gets them all the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.scales import scale_from_amax
-from nemo_fp8.te_cpu import quantized, swizzle
+from nemo_fp8.te_cpu import nvfp4, quantized, swizzle
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.gemm import generic_gemm
 
@@ -124,6 +125,30 @@ def group_quantize(
             group.amax[i], group.scale[i] = amax[0], scale[0]
             member._scale_inv.copy_(torch.reciprocal(scale).view(member._scale_inv.shape))
         quantized.fill(quantizer, x, member, amax)
+    group._with_gemm_swizzled_scales = all(map(swizzle.is_swizzled, members))
+    return group
+
+
+@torch.no_grad()
+def nvfp4_group_quantize_with_amax(
+    tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: torch.Tensor | None,
+    last_dims: torch.Tensor | None = None, *,
+    rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor, tensor_offsets: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
+    """A group whose members' amaxes are known, in the caller's own memory: reduced over the quantizer's group where it
+    has one."""
+    if last_dims is not None:
+        raise RuntimeError("nvfp4_group_quantize_with_amax: varying last dim is not supported with NVFP4.")
+    nvfp4.check_amaxes("nvfp4_group_quantize_with_amax", quantizer, (rowwise_amax, columnwise_amax), num_tensors)
+    _check(tensor, quantizer, first_dims, None)
+    group, _ = _make(quantizer, tensor.dtype, num_tensors, tensor.shape, first_dims, None, tensor_offsets)
+    for name, amax in (("amax", rowwise_amax), ("columnwise_amax", columnwise_amax)):
+        if getattr(group, name) is not None:
+            setattr(group, name, quantized.reduced(quantizer, amax))
+    group.quantized_tensors = None  # views of what was
+    members = _members(group)
+    for x, member in zip(_values(tensor, members), members, strict=True):
+        quantized.fill(quantizer, x, member, write=nvfp4.write_with_its_amaxes)
     group._with_gemm_swizzled_scales = all(map(swizzle.is_swizzled, members))
     return group
 
@@ -251,3 +276,46 @@ def te_general_grouped_gemm_for_grouped_tensor(
 
 te_general_grouped_gemm_for_discrete_in = te_general_grouped_gemm_for_grouped_tensor
 te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_tensor
+
+
+# ---------------------------------------------------------------------- addresses, for kernels that are given a list of
+# them
+
+_SWIZZLES = {"mxfp8_rowwise": (1, 32), "mxfp8_columnwise": (32, 1), "nvfp4": (1, 16)}
+"""The block that one scale stands for, by the extension's name of the layout."""
+
+
+def copy_data_ptrs_to_device(tensors: Sequence[torch.Tensor], device: Any) -> torch.Tensor:
+    """Where the tensors' values lie."""
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+
+
+@torch.no_grad()
+def swizzle_scales_and_pack_ptrs_for_discrete_weights(
+    data_tensors: Sequence[torch.Tensor], scale_tensors: Sequence[torch.Tensor], swizzle_type: str, device: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the weights' codes lie, where their swizzled scales lie, and the buffer of these, whose padding is zeros.
+
+    All weights have the shape of the first.
+    """
+    if len(data_tensors) != len(scale_tensors):
+        sizes = f"{len(data_tensors)} and {len(scale_tensors)}"
+        raise RuntimeError(f"Expected data_tensors and scale_tensors to have matching sizes, but got {sizes}.")
+    if swizzle_type not in _SWIZZLES:
+        raise RuntimeError(f"Unsupported swizzle type ({swizzle_type}). Expected one of: {', '.join(_SWIZZLES)}.")
+    if not data_tensors:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
+    if scale_tensors[0].dim() != 2:
+        raise RuntimeError(f"Expected 2D scale tensor, but got shape={tuple(scale_tensors[0].shape)}.")
+    rows, columns = quantized.as_matrix_shape(data_tensors[0].shape)
+    high, wide = _SWIZZLES[swizzle_type]
+    filled = rows // high, columns * (2 if swizzle_type == "nvfp4" else 1) // wide  # NVFP4 packs two codes a byte
+    buffer = torch.stack([_swizzled(scales.view(torch.uint8), filled, high > 1) for scales in scale_tensors])
+    return copy_data_ptrs_to_device(data_tensors, device), copy_data_ptrs_to_device([*buffer], device), buffer.view(-1)
+
+
+def _swizzled(scales: torch.Tensor, filled: tuple[int, int], turned: bool) -> torch.Tensor:
+    """Padded scales in the order of the tensor cores, which contract MXFP8's columns turned round, in one row."""
+    clean = torch.zeros_like(scales)
+    clean[: filled[0], : filled[1]] = scales[: filled[0], : filled[1]]
+    return swizzle.swizzled(clean.t().contiguous() if turned else clean).reshape(-1)

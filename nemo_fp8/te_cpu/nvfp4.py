@@ -17,6 +17,7 @@ cast by TE's own Python reference.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 
 from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16
 from nemo_fp8.numerics.formats import FP32_MAX, cast, format_of
-from nemo_fp8.te_cpu import swizzle
+from nemo_fp8.te_cpu import quantized, swizzle
 from nemo_fp8.te_cpu.quantized import amax_of, as_matrix_shape, reduced
 
 BLOCK = 16
@@ -39,15 +40,32 @@ _TIE_GOES_UP = torch.arange(7) % 2 == 1
 
 def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
     """Codes, scales and amaxes of ``x`` by rows, by columns, or both."""
+    for side, matrix in _sides(quantizer, x, out):
+        if quantizer.row_scaled_nvfp4:
+            found = matrix.abs().amax(1).float()
+        else:
+            given = (
+                None if side == "column" and quantizer.with_rht else amax
+            )  # the transform's values have an amax of their own
+            found = reduced(quantizer, (amax_of(matrix) if given is None else given).reshape(1).clone())
+        _write_side(quantizer, matrix, out, side, found)
+
+
+def write_with_its_amaxes(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
+    """Codes and scales alone, for the amaxes that ``out`` holds: what found them has looked at ``x`` already."""
+    for side, matrix in _sides(quantizer, x, out):
+        _write_side(quantizer, matrix, out, side, getattr(out, f"_amax_{side}wise"))
+
+
+def _sides(quantizer: Any, x: torch.Tensor, out: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The matrix that each side of ``out`` holds, row by row."""
     rows, columns = as_matrix_shape(x.shape)
     x = x.reshape(rows, columns)
     if out._rowwise_data is not None:
-        _write_side(quantizer, x, out, "row", amax)
+        yield "row", x
     if out._columnwise_data is not None:
         turned = x.t().contiguous()
-        if quantizer.with_rht:
-            turned, amax = _hadamard(turned, quantizer.rht_matrix), None
-        _write_side(quantizer, turned, out, "column", amax)
+        yield "column", _hadamard(turned, quantizer.rht_matrix) if quantizer.with_rht else turned
 
 
 def swizzles(quantizer: Any, rows: int, columns: int) -> bool:
@@ -58,11 +76,7 @@ def swizzles(quantizer: Any, rows: int, columns: int) -> bool:
     )
 
 
-def _write_side(quantizer: Any, x: torch.Tensor, out: Any, side: str, amax: torch.Tensor | None) -> None:
-    if quantizer.row_scaled_nvfp4:
-        amax = x.abs().amax(1).float()
-    else:
-        amax = reduced(quantizer, (amax_of(x) if amax is None else amax).reshape(1).clone())
+def _write_side(quantizer: Any, x: torch.Tensor, out: Any, side: str, amax: torch.Tensor) -> None:
     codes, scales = (_four_over_six if quantizer.nvfp4_use_4over6 else _blocks)(quantizer, x, amax)
     if (
         getattr(out, f"_amax_{side}wise").shape != amax.shape
@@ -218,6 +232,44 @@ def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     by_rows = tensor._rowwise_data is not None
     found = operand(tensor, by_rows).dequantize()
     return (found if by_rows else found.t()).to(dtype).reshape(tuple(tensor.size()))
+
+
+# ---------------------------------------------------------------------- amaxes that are known
+
+
+def check_amaxes(function: str, quantizer: Any, amaxes: Iterable[torch.Tensor], count: int) -> None:
+    """Refuse what the extension refuses, in its words, and one amax where there are as many as rows, which it does not
+    look at."""
+    reasons = {
+        f"{function} only supports NVFP4 quantizers.": type(quantizer).__name__ != "NVFP4Quantizer",
+        "Precomputed amax tensors must be float32.": any(amax.dtype != torch.float32 for amax in amaxes),
+        f"{function} expects as many rowwise and columnwise amaxes as tensors ({count}).": any(
+            amax.numel() != count for amax in amaxes
+        ),
+        "quantize_with_amax is not supported for row-scaled NVFP4 quantization.": getattr(
+            quantizer, "row_scaled_nvfp4", False
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise RuntimeError(reason)
+
+
+@torch.no_grad()
+def nvfp4_quantize_with_amax(
+    tensor: torch.Tensor, quantizer: Any, rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor
+) -> Any:
+    """A new tensor with these amaxes, the caller's own memory: reduced over the quantizer's group where it has one."""
+    if tensor.dim() < 2:
+        raise RuntimeError("Tensor must be at least 2D")
+    check_amaxes("nvfp4_quantize_with_amax", quantizer, (rowwise_amax, columnwise_amax), 1)
+    x = tensor.detach().contiguous()
+    out = quantized.create(quantizer, x.shape, x.dtype)
+    for name, amax in (("_amax_rowwise", rowwise_amax), ("_amax_columnwise", columnwise_amax)):
+        if getattr(out, name) is not None:
+            setattr(out, name, reduced(quantizer, amax))
+    quantized.fill(quantizer, x, out, write=write_with_its_amaxes)
+    return out
 
 
 # ---------------------------------------------------------------------- turned round

@@ -197,11 +197,14 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
 
 
 @torch.no_grad()
-def fill(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None = None) -> None:
-    """Write ``x`` into the buffers of ``out``, as they are."""
+def fill(
+    quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None = None, *, write: Write | None = None
+) -> None:
+    """Write ``x`` into the buffers of ``out``, as they are, with ``write`` instead of the kind's own where it is
+    given."""
     if x.numel():
         swizzle.clear(out)
-        kind_of(quantizer).write(quantizer, x, out, amax)
+        (write or kind_of(quantizer).write)(quantizer, x, out, amax)
     if quantizer.optimize_for_gemm:
         swizzle.swizzle(out)
     for see in _watchers if x.numel() else ():

@@ -8,6 +8,7 @@ loaded and before anything imports it from there. TE's files are not touched.
 
 from __future__ import annotations
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import os
@@ -32,7 +33,7 @@ KNOWN = ", ".join(f"{number} ({name})" for number, name in ARCHITECTURES.items()
 
 
 _FOR_THE_PROCESS = ExitStack()
-"""Contexts that stay open until the process ends."""
+"""Contexts that stay open until the process ends, and close while torch is still whole."""
 
 
 def is_installed() -> bool:
@@ -78,6 +79,7 @@ def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> 
     )  # torch.compile knows torch's functions by their identity, and the stand-in's are others
     collectives.take_nccls_place()
     _FOR_THE_PROCESS.enter_context(bf16_products())
+    atexit.register(_FOR_THE_PROCESS.close)  # left to the interpreter it may close after torch's own modules are gone
     sys.modules[extension.NAME] = extension.build(version)
     sys.meta_path.insert(0, _Amend())
 

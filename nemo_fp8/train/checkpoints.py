@@ -77,10 +77,28 @@ class Checkpoint:
             named = re.search(r"step=(\d+)", self.folder.name)
             return int(named[1]) + 1 if named else inf  # NeMo counts from 0 in names
 
-    def names(self) -> frozenset[str]:
-        """The names of its tensors; empty if it has no readable ``torch_dist`` index (:meth:`problems` says why)."""
+    def objects(self, pattern: str) -> list[Any]:
+        """Read the objects (no tensors of parameters) under the first name that ``pattern`` matches.
+
+        The list is empty if ``torch_dist`` has no such name or cannot be read; :meth:`problems` says why.
+        """
         index, _ = _read(self.weights / INDEX, lambda path: FileSystemReader(path.parent).read_metadata())
-        return frozenset(index.state_dict_metadata if index else ())
+        places = (
+            {item.fqn: place for item, place in index.storage_data.items() if re.search(pattern, item.fqn)}
+            if index
+            else {}
+        )
+        if not places:
+            return []
+        place = places[min(places)]
+
+        def read(path: Path) -> Any:
+            with path.open("rb") as file:
+                file.seek(place.offset)
+                return torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+
+        found, _ = _read(self.weights / place.relative_path, read)
+        return found if isinstance(found, list) else []
 
     def problems(self, *, contents: bool = False) -> list[Problem]:
         """Return everything that is wrong with it; ``contents`` also reads and compares every byte."""

@@ -12,7 +12,7 @@ Nothing is converted: a new run from the same weights loses Adam's moments and t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from nemo_fp8.train.checkpoints import Checkpoint
 _START = "Start a run from its weights: nl.AutoResume(restore_config=nl.RestoreConfig(path={path!r}))"
 _OLD_LAYERS = Problem(
     "{path} was written by Megatron's own layers, and this model has TransformerEngine's.",
-    "So it was where TransformerEngine was not installed, and where nemo_fp8 emulated FP8 without it. The weights "
-    "have the same names, but "
-    "the optimizer's state lies in another order, and the state of FP8 has another form.",
+    "So it was where TransformerEngine was not installed, where a local layer spec was asked for, and where nemo_fp8 "
+    "emulated FP8 without it. The weights have the same names, but the optimizer's state lies in another order, and "
+    "the state of FP8 has another form.",
     f"{_START} with MegatronStrategy(ckpt_load_strictness=False).",
 )
 _FIRST_MASTERS = Problem(
@@ -55,7 +55,7 @@ def require_loadable(model: Any) -> None:
     weights_alone = (
         restore is not None and not restore.load_optim_state and strategy.ckpt_load_strictness not in (None, True)
     )
-    if not weights_alone and _has_te_layers(model) and _is_of_local_layers(Checkpoint.at(path).names()):
+    if not weights_alone and _has_te_layers(model) and _is_of_local_layers(Checkpoint.at(path)):
         problems.append(_OLD_LAYERS)
     if problems:
         raise PrecisionError(_at(problems, path))
@@ -70,7 +70,9 @@ def _has_te_layers(model: torch.nn.Module) -> bool:
     return any(isinstance(getattr(module, "fp8_meta", None), dict) for module in model.modules())
 
 
-def _is_of_local_layers(names: Collection[str]) -> bool:
-    """Whether no norm or attention has an extra state, as TransformerEngine's have (empty in newer versions)."""
-    theirs = any("norm._extra_state" in name or "core_attention._extra_state" in name for name in names)
-    return not theirs and any(name.endswith("decoder.final_layernorm.weight") for name in names)
+def _is_of_local_layers(checkpoint: Checkpoint) -> bool:
+    """Whether its linears were Megatron's own, by their extra state.
+
+    TransformerEngine's is a tensor, empty without FP8; Megatron's is None; that of the earlier emulation is a dict.
+    """
+    return any(state is None or isinstance(state, dict) for state in checkpoint.objects(r"\.linear_\w+\._extra_state"))

@@ -52,6 +52,28 @@ def test_members_are_quantized_as_they_are_alone(name):
     assert torch.equal(back.rowwise_data[: 384 * 256], torch.cat(values))
 
 
+@BLACKWELL
+def test_members_whose_amaxes_are_known():
+    torch.manual_seed(0)
+    rows = [128, 0, 256]
+    x, quantizer = torch.randn(384, 256).bfloat16(), QUANTIZERS["nvfp4"]()
+    of_rows, of_columns = torch.tensor([8.0, 0.0, 16.0]), torch.tensor([24.0, 0.0, 12.0])
+    amaxes = {"rowwise_amax": of_rows, "columnwise_amax": of_columns}
+    group = tex.nvfp4_group_quantize_with_amax(x, quantizer, 3, torch.tensor(rows), **amaxes)
+    assert (group.amax is of_rows, group.columnwise_amax is of_columns) == (True, True)
+    for i, (part, member) in enumerate(zip(x.split(rows), group.split_into_quantized_tensors(), strict=True)):
+        if not part.numel():
+            continue
+        alone = _held(tex.nvfp4_quantize_with_amax(part, quantizer, of_rows[i : i + 1], of_columns[i : i + 1]))
+        assert set(alone) == set(_held(member))
+        for buffer, values in alone.items():
+            assert torch.equal(getattr(member, buffer).view(-1), values.view(-1)), buffer
+    with pytest.raises(RuntimeError, match="only supports NVFP4"):
+        tex.nvfp4_group_quantize_with_amax(x, QUANTIZERS["blockwise"](), 3, torch.tensor(rows), **amaxes)
+    with pytest.raises(RuntimeError, match=r"as tensors \(2\)"):
+        tex.nvfp4_group_quantize_with_amax(x, quantizer, 2, torch.tensor(rows[:2]), **amaxes)
+
+
 def test_a_group_is_written_again_unless_told_not_to_be():
     torch.manual_seed(0)
     quantizer = QUANTIZERS["blockwise"]()
@@ -216,3 +238,33 @@ def test_a_group_that_came_with_rows_gets_columns_of_their_values():
         )
     with pytest.raises(RuntimeError, match="cannot be rebuilt"):
         tex.group_requantize_inplace(swizzled, _mxfp8(True, True, True), 3, rows, tex.DType.kBFloat16)
+
+
+@BLACKWELL
+@pytest.mark.parametrize("layout", ["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"])
+def test_addresses_of_weights_and_of_their_swizzled_scales(layout):
+    torch.manual_seed(0)
+    side, filled = {
+        "mxfp8_rowwise": ("row", (160, 3)),
+        "mxfp8_columnwise": ("column", (5, 96)),
+        "nvfp4": ("row", (160, 6)),
+    }[layout]
+    by_rows = side == "row"
+    quantizer = NVFP4Quantizer(columnwise=False) if layout == "nvfp4" else _mxfp8(by_rows, not by_rows, False)
+    x = [torch.randn(160, 96).bfloat16() for _ in range(3)]
+    data, scales = ([getattr(quantizer(part), f"_{side}wise_{name}") for part in x] for name in ("data", "scale_inv"))
+    quantizer.optimize_for_gemm = True
+    expected = torch.cat([getattr(quantizer(part), f"_{side}wise_scale_inv").view(-1) for part in x])
+    for padded in scales:
+        padded[filled[0] :], padded[:, filled[1] :] = 255, 255  # nobody reads what lies in the padding
+    pack = tex.grouped_mlp_experimental.swizzle_scales_and_pack_ptrs_for_discrete_weights
+    of_data, of_scales, buffer = pack(data, scales, layout, torch.device("cuda"))
+    assert torch.equal(buffer, expected)
+    assert of_data.tolist() == [part.data_ptr() for part in data]
+    assert torch.equal(of_data, tex.copy_data_ptrs_to_device(data, torch.device("cuda")))
+    assert of_scales.tolist() == [buffer.data_ptr() + i * scales[0].numel() for i in range(3)]
+    assert [part.tolist() for part in pack([], [], layout, torch.device("cuda"))] == [[], [], []]
+    with pytest.raises(RuntimeError, match="Expected one of: mxfp8_rowwise, mxfp8_columnwise, nvfp4"):
+        pack(data, scales, "fp8", torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="matching sizes, but got 3 and 2"):
+        pack(data, scales[:2], layout, torch.device("cuda"))

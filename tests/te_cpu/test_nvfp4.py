@@ -62,6 +62,53 @@ def test_an_amax_for_every_row_on_both_sides():
         assert torch.equal(held, scales.view(torch.uint8))
 
 
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_amaxes_that_are_known_are_taken(hadamard):
+    """What found them has seen more than this tensor, here twice its largest value; they stay the caller's own
+    memory."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 128).bfloat16()
+    quantizer = NVFP4Quantizer(with_rht=hadamard, with_post_rht_amax=hadamard)
+    plain = quantizer(x)
+    same = tex.nvfp4_quantize_with_amax(x, quantizer, plain._amax_rowwise, plain._amax_columnwise)
+    for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"):
+        assert torch.equal(getattr(same, f"_{name}"), getattr(plain, f"_{name}")), name
+    rows, columns = 2 * plain._amax_rowwise, 4 * plain._amax_columnwise
+    found = tex.nvfp4_quantize_with_amax(x, quantizer, rows, columns)
+    assert found._amax_rowwise is rows
+    assert found._amax_columnwise is columns
+    turned = x.t().contiguous()
+    turned = (
+        (turned.view(-1, 16).float() @ quantizer.rht_matrix.float()).bfloat16().view(turned.shape)
+        if hadamard
+        else turned
+    )
+    for side, matrix, amax in (("row", x, rows), ("column", turned, columns)):
+        codes, scales = NVFP4QuantizerRef._quantize_blockwise_reference(
+            matrix, amax, 16, 1, pow_2_scales=False, eps=0.0
+        )
+        assert torch.equal(getattr(found, f"_{side}wise_data").view(codes.shape), codes.view(torch.uint8))
+        held = getattr(found, f"_{side}wise_scale_inv")[: scales.shape[0], : scales.shape[1]]
+        assert torch.equal(held, scales.view(torch.uint8))
+    quantizer.optimize_for_gemm = True
+    swizzled = tex.nvfp4_quantize_with_amax(x, quantizer, rows, columns)
+    assert swizzled._with_gemm_swizzled_scales
+    assert torch.equal(swizzle.scales_of(swizzled, "column"), found._columnwise_scale_inv)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "amax", "words"),
+    [
+        ({"row_scaled_nvfp4": True}, torch.ones(1), "not supported for row-scaled"),
+        ({}, torch.ones(2), r"as many rowwise and columnwise amaxes as tensors \(1\)"),
+        ({}, torch.ones(1).bfloat16(), "must be float32"),
+    ],
+)
+def test_amaxes_that_do_not_fit_are_refused(arguments, amax, words):
+    with pytest.raises(RuntimeError, match=words):
+        tex.nvfp4_quantize_with_amax(torch.randn(32, 32).bfloat16(), NVFP4Quantizer(**arguments), amax, amax)
+
+
 def test_a_product_is_that_of_the_reference_to_the_bit():
     """Sums of 16 at a time, of code times scale, which are exact; both amaxes last, and one rounding."""
     torch.manual_seed(0)

@@ -95,3 +95,13 @@ def test_compiled_functions_run_uncompiled():
         text=True,
     )
     assert done.stdout == "[2.0, 2.0]\n", done.stderr
+
+
+def test_a_process_ends_without_a_word():
+    """Whoever still holds the switch then, as a plugin of pytest's may: threading is taken down after torch."""
+    code = "import threading; from nemo_fp8.te_cpu import switch; switch.install(); threading.held = switch"
+    on_avx2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # where products of BF16 are replaced
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=os.environ | on_avx2, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

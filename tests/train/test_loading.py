@@ -37,6 +37,14 @@ def local_layers(trainer, tiny):
         setattr(LocalSpecProvider, f"{kind}_parallel_linear", lambda self, emulated=emulated: emulated)
 
 
+def local_layers_beside_te(trainer, tiny):
+    """Megatron's own layers where TransformerEngine is installed: the norm after the last layer is TransformerEngine's
+    all the same."""
+    import nemo.collections.llm.gpt.model.base as nemo
+
+    nemo.HAVE_TE = False
+
+
 @pytest.fixture(scope="module")
 def of_local_layers(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("local"), **LOCAL)
@@ -51,6 +59,12 @@ def of_te(tmp_path_factory):
 def test_a_checkpoint_of_megatrons_own_layers_is_refused_with_the_remedy(of_local_layers, precision):
     with pytest.raises(RunFailed, match=f"written by Megatron's own layers(.|\n)*{REMEDY}"):
         train_tiny(stock=False, steps=STEPS, resume=of_local_layers[1], **precision)
+
+
+def test_so_is_one_that_was_written_beside_transformer_engine(tmp_path):
+    _, checkpoint = saved(tmp_path, **LOCAL | {"before": "test_loading:local_layers_beside_te"})
+    with pytest.raises(RunFailed, match=f"written by Megatron's own layers(.|\n)*{REMEDY}"):
+        train_tiny(stock=False, steps=STEPS, resume=checkpoint)
 
 
 def test_nor_does_nemos_advice_load_it(of_local_layers):

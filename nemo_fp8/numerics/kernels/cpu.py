@@ -64,6 +64,17 @@ class _DecodeJob(ctypes.Structure):
     )
 
 
+class _AccumulateJob(ctypes.Structure):
+    """`struct accumulate_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("y", "partial", "of_rows", "of_columns", "parallel")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols")),
+        *((name, ctypes.c_int32) for name in ("columns_first", "exact", "threads")),
+        ("next", ctypes.c_int64),
+    )
+
+
 def quantize(
     x: torch.Tensor,
     tile: Tile,
@@ -129,6 +140,36 @@ def decode(
     )  # fmt: skip
     library.nemo_fp8_decode(ctypes.byref(job))
     return out
+
+
+def accumulate(
+    y: torch.Tensor,
+    partial: torch.Tensor,
+    of_rows: torch.Tensor,
+    of_columns: torch.Tensor,
+    *,
+    columns_first: bool,
+    exact: bool,
+) -> bool:
+    """``y += (partial * first) * last`` in place, as `fp8_accumulate.c` says, of FP32 tensors that lie in one piece;
+    False is no answer."""
+    library = build.library()
+    if library is None or not all(
+        t.dtype == torch.float32 and t.is_contiguous() for t in (y, partial, of_rows, of_columns)
+    ):
+        return False
+    if not (y.shape == partial.shape == (len(of_rows), len(of_columns))):
+        raise ValueError(
+            f"Factors of {len(of_rows)} rows and {len(of_columns)} columns for {tuple(partial.shape)} onto "
+            f"{tuple(y.shape)}."
+        )
+    job = _AccumulateJob(
+        y=y.data_ptr(), partial=partial.data_ptr(), of_rows=of_rows.data_ptr(), of_columns=of_columns.data_ptr(),
+        rows=y.shape[0],
+        cols=y.shape[1], columns_first=columns_first, exact=exact, threads=_threads(y), parallel=_parallel(),
+    )  # fmt: skip
+    library.nemo_fp8_accumulate(ctypes.byref(job))
+    return True
 
 
 def _quantize_whole(
