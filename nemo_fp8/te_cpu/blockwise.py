@@ -28,7 +28,7 @@ from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.scales import is_pow2
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.quantized import as_matrix_shape
+from nemo_fp8.te_cpu.tensors import as_matrix_shape
 
 BLOCK = 128
 

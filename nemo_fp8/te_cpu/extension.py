@@ -21,7 +21,6 @@ from nemo_fp8.te_cpu import (
     gemm,
     grouped,
     norms,
-    nvfp4,
     optimizer,
     permutation,
     quantized,
@@ -38,8 +37,8 @@ NAME = "transformer_engine_torch"
 
 _MODULES: dict[types.ModuleType, str] = {
     quantized: "quantize dequantize",
-    nvfp4: "nvfp4_quantize_with_amax",
-    grouped: "group_quantize nvfp4_group_quantize_with_amax bgrad_group_quantize group_dequantize "
+    grouped: "group_quantize nvfp4_quantize_with_amax nvfp4_group_quantize_with_amax bgrad_group_quantize "
+    "group_dequantize "
     "group_requantize_inplace "
     "grouped_swizzle_for_gemm te_general_grouped_gemm_for_grouped_tensor te_general_grouped_gemm_for_discrete_in "
     "te_general_grouped_gemm_for_discrete_out copy_data_ptrs_to_device",

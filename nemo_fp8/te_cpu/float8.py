@@ -19,7 +19,7 @@ from nemo_fp8.numerics.quantize import quantize_into
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.scales import scale_from_amax
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.quantized import amax_of, as_matrix_shape, reduced
+from nemo_fp8.te_cpu.tensors import amax_of, as_matrix_shape, reduced
 
 
 def write_delayed(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:

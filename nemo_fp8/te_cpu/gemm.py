@@ -23,7 +23,8 @@ from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.te_cpu import blockwise, device, float8, nvfp4, quantized
 from nemo_fp8.te_cpu.activations import ACTIVATIONS
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.quantized import as_matrix_shape, is_quantized
+from nemo_fp8.te_cpu.quantized import is_quantized
+from nemo_fp8.te_cpu.tensors import as_matrix_shape
 
 HOPPER = 90
 """Whose cuBLAS multiplies blockwise operands themselves; Blackwell's takes them for MXFP8 ones, with other rules."""

@@ -18,7 +18,7 @@ import torch
 
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.scales import scale_from_amax
-from nemo_fp8.te_cpu import nvfp4, quantized, swizzle
+from nemo_fp8.te_cpu import nvfp4, quantized, swizzle, tensors
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.gemm import generic_gemm
 
@@ -87,7 +87,7 @@ def _check(tensor: torch.Tensor, quantizer: Any, first_dims: Any, last_dims: Any
 def _values(tensor: torch.Tensor, members: list[Any]) -> list[torch.Tensor]:
     """The members' values: each lies in one piece, one after the other, whatever their shapes are."""
     shapes = [tuple(member.size()) for member in members]
-    sizes = [quantized.as_matrix_shape(shape)[0] * shape[-1] for shape in shapes]
+    sizes = [tensors.as_matrix_shape(shape)[0] * shape[-1] for shape in shapes]
     flat = tensor.detach().contiguous().view(-1)
     parts = torch.split(flat[: sum(sizes)], sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -119,7 +119,7 @@ def group_quantize(
     for i, (x, member) in enumerate(zip(_values(tensor, members), members, strict=True)):
         amax = None
         if group.scale is not None:  # one scale a member, kept beside its reciprocal, 1 where a member is empty
-            amax = quantized.reduced(quantizer, quantized.amax_of(x).reshape(1))
+            amax = tensors.reduced(quantizer, tensors.amax_of(x).reshape(1))
             format = format_of(torch_dtype(quantizer.dtype))
             scale = scale_from_amax(amax, format, epsilon=quantizer.amax_epsilon, pow2=quantizer.force_pow_2_scales)
             group.amax[i], group.scale[i] = amax[0], scale[0]
@@ -127,6 +127,23 @@ def group_quantize(
         quantized.fill(quantizer, x, member, amax)
     group._with_gemm_swizzled_scales = all(map(swizzle.is_swizzled, members))
     return group
+
+
+@torch.no_grad()
+def nvfp4_quantize_with_amax(
+    tensor: torch.Tensor, quantizer: Any, rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor
+) -> Any:
+    """A new tensor with these amaxes, the caller's own memory: reduced over the quantizer's group where it has one."""
+    if tensor.dim() < 2:
+        raise RuntimeError("Tensor must be at least 2D")
+    nvfp4.check_amaxes("nvfp4_quantize_with_amax", quantizer, (rowwise_amax, columnwise_amax), 1)
+    x = tensor.detach().contiguous()
+    out = quantized.create(quantizer, x.shape, x.dtype)
+    for name, amax in (("_amax_rowwise", rowwise_amax), ("_amax_columnwise", columnwise_amax)):
+        if getattr(out, name) is not None:
+            setattr(out, name, tensors.reduced(quantizer, amax))
+    quantized.fill(quantizer, x, out, write=nvfp4.write_with_its_amaxes)
+    return out
 
 
 @torch.no_grad()
@@ -144,7 +161,7 @@ def nvfp4_group_quantize_with_amax(
     group, _ = _make(quantizer, tensor.dtype, num_tensors, tensor.shape, first_dims, None, tensor_offsets)
     for name, amax in (("amax", rowwise_amax), ("columnwise_amax", columnwise_amax)):
         if getattr(group, name) is not None:
-            setattr(group, name, quantized.reduced(quantizer, amax))
+            setattr(group, name, tensors.reduced(quantizer, amax))
     group.quantized_tensors = None  # views of what was
     members = _members(group)
     for x, member in zip(_values(tensor, members), members, strict=True):
@@ -307,7 +324,7 @@ def swizzle_scales_and_pack_ptrs_for_discrete_weights(
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
     if scale_tensors[0].dim() != 2:
         raise RuntimeError(f"Expected 2D scale tensor, but got shape={tuple(scale_tensors[0].shape)}.")
-    rows, columns = quantized.as_matrix_shape(data_tensors[0].shape)
+    rows, columns = tensors.as_matrix_shape(data_tensors[0].shape)
     high, wide = _SWIZZLES[swizzle_type]
     filled = rows // high, columns * (2 if swizzle_type == "nvfp4" else 1) // wide  # NVFP4 packs two codes a byte
     buffer = torch.stack([_swizzled(scales.view(torch.uint8), filled, high > 1) for scales in scale_tensors])

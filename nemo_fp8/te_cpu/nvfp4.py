@@ -25,8 +25,8 @@ import torch
 
 from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16
 from nemo_fp8.numerics.formats import FP32_MAX, cast, format_of
-from nemo_fp8.te_cpu import quantized, swizzle
-from nemo_fp8.te_cpu.quantized import amax_of, as_matrix_shape, reduced
+from nemo_fp8.te_cpu import swizzle
+from nemo_fp8.te_cpu.tensors import amax_of, as_matrix_shape, reduced
 
 BLOCK = 16
 LARGEST = 6.0
@@ -253,23 +253,6 @@ def check_amaxes(function: str, quantizer: Any, amaxes: Iterable[torch.Tensor], 
     for reason, holds in reasons.items():
         if holds:
             raise RuntimeError(reason)
-
-
-@torch.no_grad()
-def nvfp4_quantize_with_amax(
-    tensor: torch.Tensor, quantizer: Any, rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor
-) -> Any:
-    """A new tensor with these amaxes, the caller's own memory: reduced over the quantizer's group where it has one."""
-    if tensor.dim() < 2:
-        raise RuntimeError("Tensor must be at least 2D")
-    check_amaxes("nvfp4_quantize_with_amax", quantizer, (rowwise_amax, columnwise_amax), 1)
-    x = tensor.detach().contiguous()
-    out = quantized.create(quantizer, x.shape, x.dtype)
-    for name, amax in (("_amax_rowwise", rowwise_amax), ("_amax_columnwise", columnwise_amax)):
-        if getattr(out, name) is not None:
-            setattr(out, name, reduced(quantizer, amax))
-    quantized.fill(quantizer, x, out, write=write_with_its_amaxes)
-    return out
 
 
 # ---------------------------------------------------------------------- turned round

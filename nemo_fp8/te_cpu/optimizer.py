@@ -16,7 +16,7 @@ import torch
 
 from nemo_fp8.numerics.formats import cast, format_of
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.quantized import amax_of
+from nemo_fp8.te_cpu.tensors import amax_of
 
 Lists = list[list[torch.Tensor]]
 

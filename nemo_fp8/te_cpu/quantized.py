@@ -26,6 +26,7 @@ import torch
 
 from nemo_fp8.te_cpu import swizzle
 from nemo_fp8.te_cpu.enumerations import torch_dtype
+from nemo_fp8.te_cpu.tensors import amax_of, as_matrix_shape
 
 Write = Callable[[Any, torch.Tensor, Any, torch.Tensor | None], None]
 """``write(quantizer, x, tensor, amax)``: fill the tensor's buffers from ``x``; ``amax`` where a fused kernel has found
@@ -172,14 +173,6 @@ def _check_shape(quantizer: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} requires tensor dims that are divisible by {side} (got shape={shape})")
 
 
-def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns, leading dimensions flattened; a scalar is one by one."""
-    rows = 1
-    for n in shape[:-1]:
-        rows *= n
-    return rows, (shape[-1] if len(shape) else 1)
-
-
 # ---------------------------------------------------------------------- casts
 
 
@@ -246,23 +239,6 @@ def finish(
     else:
         fill(quantizer, y.to(dtype), out)
     return out
-
-
-def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of all elements in FP32, NaNs passed over."""
-    from nemo_fp8.numerics import kernels, scales
-
-    found = kernels.amax(x)
-    return scales.amax_of(x) if found is None else found
-
-
-def reduced(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
-    """The amax over the quantizer's process group, where it asks for one (sequence parallelism gathers shards of one
-    tensor)."""
-    if getattr(quantizer, "with_amax_reduction", False):
-        group = quantizer._canonicalized_amax_reduction_group()
-        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
-    return amax
 
 
 # ---------------------------------------------------------------------- back

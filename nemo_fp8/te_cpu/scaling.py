@@ -10,7 +10,7 @@ import torch
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.scales import delayed_scale, e8m0_from_amax, scale_from_amax
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.quantized import amax_of
+from nemo_fp8.te_cpu.tensors import amax_of
 
 
 @torch.no_grad()

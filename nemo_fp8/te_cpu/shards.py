@@ -19,7 +19,7 @@ import torch
 from nemo_fp8.numerics.formats import cast, decode_e8m0, format_of
 from nemo_fp8.te_cpu import nvfp4
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.quantized import amax_of
+from nemo_fp8.te_cpu.tensors import amax_of
 
 _MX = 32
 

@@ -1,0 +1,35 @@
+"""What every cast asks of a tensor: the matrix that it is, and its amax, over the ranks that share a scale.
+
+Quantizers of a group (sequence parallelism gathers shards of one tensor) take one amax for all shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nemo_fp8.numerics import kernels, scales
+
+
+def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns, leading dimensions flattened; a scalar is one by one."""
+    rows = 1
+    for n in shape[:-1]:
+        rows *= n
+    return rows, (shape[-1] if len(shape) else 1)
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of all elements in FP32, NaNs passed over."""
+    found = kernels.amax(x)
+    return scales.amax_of(x) if found is None else found
+
+
+def reduced(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
+    """The amax over the quantizer's process group, where it asks for one; ``amax`` itself is overwritten."""
+    if getattr(quantizer, "with_amax_reduction", False):
+        group = quantizer._canonicalized_amax_reduction_group()
+        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+    return amax
