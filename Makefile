@@ -59,7 +59,9 @@ $(ROLLOUT)/.installed: pyproject.toml setup.py constraints/rollout.txt
 	$(PYTHON) -m pip install -qq --no-compile --root-user-action=ignore --no-deps --target .megatron megatron-core==0.16.1
 	@touch $@
 
-demo: setup
+# The demo needs no more than the two environments.
+demo:
+	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.installed $(ROLLOUT)/.installed
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; $(ENDING_WITH_MAKE) bash demo/run.sh
 
 # Two workers: much of the suite is Python starting up and importing NeMo, on one core. They take files in the order of tests/conftest.py.

@@ -18,7 +18,7 @@ python demo/recipe.py 2> >(grep -v -i -E 'warn|pynvml|OneLogger|exporters|zarr|e
 step "nemo-fp8 compare: NeMo and Megatron train a small Llama in BF16 and in FP8, on two ranks with the distributed optimizer"
 rm -rf out/runs out/tiny_llama out/tiny_llama_fp8 && mkdir -p out
 precision=bf16_with_fp8_blockwise_mixed
-nemo-fp8 compare --recipe tiny_llama --precisions bf16_mixed,$precision --steps 150 --keep out/runs --html out/compare.html
+nemo-fp8 compare --recipe tiny_llama --precisions bf16_mixed,$precision --steps 80 --keep out/runs --html out/compare.html
 trained=out/runs/$precision-seed1234
 step "nemo-fp8 export: the trained model for Hugging Face and vLLM, in BF16, and in FP8 with a certificate"
 nemo-fp8 export --from-nemo "$trained" out/tiny_llama --precision bf16_mixed
