@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := passive
 # Before a command that must not outlive make, whatever ends make: SIGTERM, Ctrl-C, SIGKILL, the end of a CI job.
 ENDING_WITH_MAKE := exec $(BIN)/python -I -S nemo_fp8/lifetime.py $$PPID 5
 
-.PHONY: help setup demo test test-long gpu check format docs site clean
+.PHONY: help setup environments demo test test-long gpu check format docs site clean
 
 help:
 	@echo "make setup   build the environments: training in .venv, rollout in .venv-rollout (seconds when nothing changed)"
@@ -59,9 +59,11 @@ $(ROLLOUT)/.installed: pyproject.toml setup.py constraints/rollout.txt
 	$(PYTHON) -m pip install -qq --no-compile --root-user-action=ignore --no-deps --target .megatron megatron-core==0.16.1
 	@touch $@
 
-# The demo needs no more than the two environments.
-demo:
+# The demo needs no more than these.
+environments:
 	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.installed $(ROLLOUT)/.installed
+
+demo: environments
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; $(ENDING_WITH_MAKE) bash demo/run.sh
 
 # Two workers: much of the suite is Python starting up and importing NeMo, on one core. They take files in the order of tests/conftest.py.

@@ -228,7 +228,11 @@ def test_nothing_is_left_of_make(tmp_path, target, number):
     (tmp_path / "pids").mkdir()
     env = os.environ | {"PIDS": str(tmp_path / "pids")}
     make = subprocess.Popen(
-        ["make", "-o", "setup", target], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, start_new_session=True
+        ["make", "-o", "setup", "-o", "environments", target],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
     found = []
     try:
