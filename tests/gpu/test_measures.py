@@ -170,7 +170,10 @@ def test_the_page_is_up_to_date_and_says_what_is_missing():
 
 def test_make_gpu_takes_the_python_that_is_given_and_sets_nothing_up():
     done = subprocess.run(
-        ["make", "-n", "gpu", "PYTHON=some-python", "PART=kernels"], capture_output=True, text=True, cwd=ROOT
+        ["make", "--no-print-directory", "-n", "gpu", "PYTHON=some-python", "PART=kernels"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert done.stdout.strip().endswith("some-python -m benchmarks.gpu kernels")
     assert "venv" not in done.stdout
