@@ -133,7 +133,7 @@ def test_a_model_that_takes_no_push_says_so_at_its_start_and_why(family, name, s
 
 def test_nobody_is_told_where_nobody_can_push(family, said, monkeypatch):
     """An engine without our worker's methods takes no pushes of any model."""
-    monkeypatch.setattr("rollout.in_process.fp8", lambda **contract: _without_worker(contract))
+    monkeypatch.setattr("support.rollout.in_process.fp8", lambda **contract: _without_worker(contract))
     build(family("mamba2"))
     assert not [line for line in said if "cannot be pushed" in line]
 
