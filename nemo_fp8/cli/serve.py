@@ -43,7 +43,7 @@ def serve(
         ),
     ] = "kernel",
     kernel: Annotated[
-        str, typer.Option("--kernel", metavar="WORD", help="auto, or decode: multiply with decoded weights.")
+        str, typer.Option("--kernel", metavar="WORD", help="auto; codes or decode: FP32 products on any CPU.")
     ] = "auto",
     no_token: Annotated[bool, typer.Option("--no-token", help="Let every user of this machine push weights.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,

@@ -35,8 +35,9 @@ PLUGIN_FIELDS = (
 PLUGIN_OPTIONS = {
     # Activations as the kernel takes them, or quantized in 1x128 groups before a kernel for BF16 (CPUs).
     "activations": ("kernel", "emulated"),
-    # vLLM's FP8 kernel if it has one for this machine, or weights that are decoded before an ordinary GEMM.
-    "kernel": ("auto", "decode"),
+    # vLLM's FP8 kernel if it has one for this machine, else "codes": FP32 products that take the codes themselves for a
+    # few tokens, and decode a weight for more. "decode" decodes it for any number of tokens.
+    "kernel": ("auto", "codes", "decode"),
 }
 # Stock vLLM's online quantization by weight block, and its scales. One scale a weight is not among them:
 # there vLLM scales activations by token or by tensor, as the machine's kernel takes them.

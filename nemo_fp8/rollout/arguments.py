@@ -41,8 +41,9 @@ def engine_args(
 
     ``precision`` is a contract, or the name of a preset or of a YAML file. ``activations="emulated"`` quantizes
     activations before a kernel that takes BF16 (a CPU's), so that log-probabilities are those of W8A8.
-    ``kernel="decode"`` multiplies with decoded weights, as a CPU without AMX does anyway. ``machine`` is where the
-    engine will run, a :class:`Machine` or its words; if not given, :func:`engine_machine` finds it if it can.
+    ``kernel="codes"`` multiplies in FP32, with the codes themselves for a few tokens, as a CPU without AMX does anyway;
+    ``"decode"`` decodes a weight for any number of tokens. ``machine`` is where the engine will run, a :class:`Machine`
+    or its words; if not given, :func:`engine_machine` finds it if it can.
 
     Raises PrecisionError if vLLM cannot do this on ``machine``, or the environment contradicts the contract.
     """

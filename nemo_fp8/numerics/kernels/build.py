@@ -1,6 +1,6 @@
 """Compile the CPU kernels on the machine that runs them, once, and keep the library.
 
-`fp8_quantize.c`, `fp8_decode.c` and `fp8_accumulate.c` are plain C. They are compiled for the processor at hand
+`fp8_quantize.c`, `fp8_decode.c`, `fp8_multiply.c` and `fp8_accumulate.c` are plain C. They are compiled for the processor at hand
 (AVX-512, AVX2, NEON: as the compiler detects) at the first quantization, in about four seconds, and loaded through
 ctypes. Why not an extension module: the package stays one wheel for every platform and Python, an editable install and
 a fresh clone need no build step, and the compiler may use every instruction of the machine. The trade-off: a machine
@@ -31,7 +31,8 @@ from pathlib import Path
 
 from nemo_fp8.own_folder import own_folder
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("fp8_quantize.c", "fp8_decode.c", "fp8_accumulate.c"))
+_NAMES = ("fp8_quantize.c", "fp8_decode.c", "fp8_multiply.c", "fp8_accumulate.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 HEADERS = tuple(
     Path(__file__).with_name(name) for name in ("fp8.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h")
 )

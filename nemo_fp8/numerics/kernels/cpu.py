@@ -64,6 +64,17 @@ class _DecodeJob(ctypes.Structure):
     )
 
 
+class _MultiplyJob(ctypes.Structure):
+    """`struct multiply_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "room", "codes", "scale_inv", "y", "parallel")),
+        *((name, ctypes.c_int64) for name in ("tokens", "rows", "cols", "tile_rows", "tile_cols")),
+        *((name, ctypes.c_int32) for name in ("e8m0", "threads")),
+        ("next", ctypes.c_int64),
+    )
+
+
 class _AccumulateJob(ctypes.Structure):
     """`struct accumulate_job` of the C source."""
 
@@ -140,6 +151,28 @@ def decode(
     )  # fmt: skip
     library.nemo_fp8_decode(ctypes.byref(job))
     return out
+
+
+def multiply(
+    x: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, tile: tuple[int, int]
+) -> torch.Tensor | None:
+    """Compute ``x @ (code * scale_inv).T`` in FP32 from E4M3 codes, as `fp8_multiply.c` says; ``x`` is a matrix.
+
+    None if there is no kernel for it. It is meant for a few rows of ``x``, and correct for any number of them.
+    """
+    library = build.library()
+    if library is None or codes.dtype != torch.float8_e4m3fn or not codes.is_contiguous() or not codes.numel():
+        return None
+    if x.dim() != 2 or x.shape[1] != codes.shape[1] or scale_inv.shape != _grid(codes, tile):
+        raise ValueError(f"{tuple(x.shape)} times {tuple(codes.shape)} codes, {tuple(scale_inv.shape)} scales.")
+    x, scale_inv = x.to(torch.float32).contiguous(), scale_inv.contiguous()
+    y, room = torch.empty((len(x), len(codes)), dtype=torch.float32), torch.empty_like(x)
+    job = _MultiplyJob(
+        x=x.data_ptr(), room=room.data_ptr(), codes=codes.data_ptr(), scale_inv=scale_inv.data_ptr(), y=y.data_ptr(),
+        tokens=len(x), rows=codes.shape[0], cols=codes.shape[1], tile_rows=tile[0], tile_cols=tile[1],
+        e8m0=scale_inv.dtype != torch.float32, threads=_threads(codes), parallel=_parallel(),
+    )  # fmt: skip
+    return y if library.nemo_fp8_multiply(ctypes.byref(job)) else None
 
 
 def accumulate(

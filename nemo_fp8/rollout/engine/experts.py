@@ -1,7 +1,7 @@
 """Store and multiply the experts of a MoE layer in FP8: gate and up stacked in ``w13``, down in ``w2``.
 
-vLLM's fused kernel multiplies them where the machine has one. Elsewhere weights are decoded, and each expert's tokens
-are multiplied in turn. So they are for emulated activations, too: what lies between the two GEMMs of the fused CPU
+vLLM's fused kernel multiplies them where the machine has one. Elsewhere each expert's tokens are multiplied in
+FP32, one expert after the other. So they are for emulated activations, too: what lies between the two GEMMs of the fused CPU
 kernel cannot be quantized from outside.
 """
 
@@ -110,7 +110,7 @@ class NemoFp8MoEMethod(Quantizing, Fp8PerBlockOnlineMoEMethod):
 
 
 class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
-    """Routed experts of a layer in FP8, multiplied after an expert's weights were decoded.
+    """Routed experts of a layer in FP8, multiplied in FP32: from an expert's codes for few tokens, or decoded.
 
     Raises PrecisionError for experts with biases, with another activation than SiLU, or with weights on their input.
     """
@@ -119,6 +119,7 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
         super().__init__(layer.moe_config)
         self._remember(config, prefix)
         self.group = self.storage.group if fake_quantizes else 0
+        self.direct = kernels.direct(config.options["kernel"])
         unknown = list(_not_decoded(layer))
         if unknown:
             raise PrecisionError(
@@ -168,6 +169,6 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
     ) -> torch.Tensor:
         """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
         weights = (layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv)
-        how = (list(self.storage.grid), self.group, self.storage.activation.scale)
+        how = (list(self.storage.grid), self.group, self.storage.activation.scale, self.direct)
         out: torch.Tensor = ops.decoded_experts(x, *weights, topk_weights, topk_ids.long(), layer.expert_map, *how)
         return out

@@ -1,4 +1,4 @@
-"""Choose the kernel that multiplies: vLLM's own for this machine, or decoded weights if vLLM has none.
+"""Choose the kernel that multiplies: vLLM's own for this machine, or ours in FP32 if vLLM has none.
 
 A kernel has vLLM's interface: ``process_weights_after_loading`` arranges codes and scales as the kernel wants them, and
 ``apply_weights`` multiplies. On a CPU with AMX vLLM's kernel takes FP8 weights and BF16 activations; on GPUs kernels
@@ -28,12 +28,15 @@ BLOCKS = (128, 128)
 
 
 class DecodeKernel:
-    """Multiplies with weights that it decodes on each call. It works on any machine, with the same codes and scales."""
+    """Multiplies in FP32, on any machine, with the codes and scales that other kernels have.
+
+    With up to ``direct`` tokens it multiplies with the codes themselves; with more it decodes the weight, on each call.
+    """
 
     apply_input_quant = False
 
-    def __init__(self, storage: Storage) -> None:
-        self.grid = list(storage.grid)
+    def __init__(self, storage: Storage, direct: int) -> None:
+        self.grid, self.direct = list(storage.grid), direct
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Leave codes and scales as they are."""
@@ -41,7 +44,7 @@ class DecodeKernel:
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
         """Return ``x @ weight.T + bias`` in the layer's dtype."""
         out: torch.Tensor = ops.decoded_linear(
-            x, layer.weight, layer.weight_scale_inv, bias, self.grid, layer.orig_dtype
+            x, layer.weight, layer.weight_scale_inv, bias, self.grid, layer.orig_dtype, self.direct
         )
         return out
 
@@ -55,8 +58,8 @@ def choose(storage: Storage, wanted: str, shape: tuple[int, int], out_dtype: tor
         # Linux allows AMX only to a process that asks for it, and vLLM 0.31.0 does not ask: a server's first prompt of
         # four tokens would end its worker with an illegal instruction in attention.
         torch.cpu._init_amx()
-    if wanted == "decode":
-        return DecodeKernel(storage)
+    if wanted != "auto":
+        return DecodeKernel(storage, direct(wanted))
     if storage.grid != BLOCKS:
         return _without_kernel(storage, f"no kernel with weight blocks of {storage.grid[0]}x{storage.grid[1]}")
     try:
@@ -74,6 +77,11 @@ def choose(storage: Storage, wanted: str, shape: tuple[int, int], out_dtype: tor
     if storage.activation.scale == "pow2" and hasattr(kernel, "quant_fp8"):
         kernel.quant_fp8.use_ue8m0 = True  # the quantizer of this one kernel
     return kernel
+
+
+def direct(wanted: str) -> int:
+    """Return up to how many tokens are multiplied with codes; ``wanted`` is the plugin's option ``kernel``."""
+    return 0 if wanted == "decode" else ops.DIRECT
 
 
 def refuse_second_quantization(kernel: str, weight: Operand, e8m0: bool) -> None:
@@ -95,7 +103,7 @@ def quantizes_activations(kernel: Any) -> bool:
 
 def has_experts_kernel(storage: Storage, wanted: str) -> bool:
     """Whether vLLM has a fused kernel for FP8 experts on this machine; logs a warning or raises if it has none."""
-    if wanted == "decode":
+    if wanted != "auto":
         return False
     if storage.grid != BLOCKS:
         _without_kernel(storage, f"no kernel with weight blocks of {storage.grid[0]}x{storage.grid[1]}")
@@ -107,7 +115,7 @@ def has_experts_kernel(storage: Storage, wanted: str) -> bool:
 
 
 def _without_kernel(storage: Storage, why: str) -> DecodeKernel:
-    """Return the kernel for decoded weights with a warning, on a CPU; raise PrecisionError on a GPU."""
+    """Return the kernel of our own with a warning, on a CPU; raise PrecisionError on a GPU."""
     if not current_platform.is_cpu():
         rows, columns = storage.grid
         remedy = (
@@ -117,7 +125,9 @@ def _without_kernel(storage: Storage, why: str) -> DecodeKernel:
         )
         raise PrecisionError(f"vLLM has no FP8 kernel for weight blocks of {rows}x{columns} here.", f"{why}.", remedy)
     logger.warning_once(
-        "nemo_fp8: weights are decoded before each GEMM on this CPU, with the same codes and scales, but slowly (%s)",
+        "nemo_fp8: this CPU multiplies with FP8 weights in FP32: from their codes for up to %d tokens, decoded on each "
+        "call for more (%s)",
+        ops.DIRECT,
         why,
     )
-    return DecodeKernel(storage)
+    return DecodeKernel(storage, ops.DIRECT)

@@ -4,10 +4,12 @@
     decoded_linear   x @ (code * scale_inv).T, rounded once: an FP8 GEMM for a machine that has none
     decoded_experts  the same for the experts of a MoE layer, one expert's tokens after the other
 
-Codes are decoded on every call. Decoding them once would make batches of one several times as fast on such a machine,
-but would keep five bytes a weight instead of one, and a copy that might stay old after a push. Decoded values are FP32,
-or BF16 if they are exact in it (scales that are powers of two) and the processor multiplies BF16 in hardware. Nothing
-is rounded between the codes and the product.
+For up to ``DIRECT`` tokens a product takes the codes themselves (:func:`nemo_fp8.numerics.kernels.cpu.multiply`), so
+that a weight is read once, at one byte. For more tokens it decodes the weight first, on each call. Decoding it once for
+all calls would keep five bytes a weight instead of one, and a copy that might stay old after a push. Decoded values are
+FP32, or BF16 if they are exact in it (scales that are powers of two) and the processor multiplies BF16 in hardware.
+Nothing is rounded between the codes and the product. Only the order of the FP32 operations differs: from codes, a scale
+multiplies the sum of its block.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ import torch
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16
 from nemo_fp8.numerics.gemm import is_exact_in_bf16
+from nemo_fp8.numerics.kernels import cpu
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
+
+DIRECT = 32
+"""With so many tokens, and fewer, a product from codes is faster than one from decoded weights."""
 
 
 @torch.library.custom_op("nemo_fp8::fake_quantize", mutates_args=())
@@ -40,14 +46,20 @@ def decoded_linear(
     bias: torch.Tensor | None,
     block: list[int],
     dtype: torch.dtype,
+    direct: int = 0,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` with the decoded weight, rounded once to ``dtype``."""
+    """Return ``x @ weight.T + bias``, rounded once to ``dtype``; up to ``direct`` tokens from the codes themselves."""
+    out = _from_codes(x, codes, scale_inv, block, direct)
+    if out is not None:
+        return (out if bias is None else out + bias.float()).to(dtype)
     weight = Quantized(codes, scale_inv, (block[0], block[1]))
     on_units = x.dtype == dtype == torch.bfloat16 and multiplies_bf16() and is_exact_in_bf16(weight)
     wide = torch.bfloat16 if on_units else torch.float32
     with fp32_matmul("ieee"):
-        out = torch.nn.functional.linear(x.to(wide), weight.dequantize(wide), None if bias is None else bias.to(wide))
-    return out.to(dtype)
+        product = torch.nn.functional.linear(
+            x.to(wide), weight.dequantize(wide), None if bias is None else bias.to(wide)
+        )
+    return product.to(dtype)
 
 
 @decoded_linear.register_fake
@@ -58,6 +70,7 @@ def _(
     bias: torch.Tensor | None,
     block: list[int],
     dtype: torch.dtype,
+    direct: int = 0,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=dtype)
 
@@ -75,11 +88,13 @@ def decoded_experts(
     block: list[int],
     group: int,
     scale: str,
+    direct: int = 0,
 ) -> torch.Tensor:
     """Return for each token the weighted sum of its experts' outputs; ``w13`` holds gate and up, with SiLU.
 
     ``experts`` are the numbers of each token's experts; ``local`` maps them to rows of the weights (-1: on another
     worker). With ``group`` 0 activations are not quantized; else both GEMMs take them in groups of 1 x ``group``.
+    An expert with up to ``direct`` tokens multiplies with its codes.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     chosen = experts if local is None else local[experts]
@@ -87,10 +102,10 @@ def decoded_experts(
         if expert < 0:
             continue
         token, place = (chosen == expert).nonzero(as_tuple=True)
-        hidden = _activations(x[token], group, scale) @ decode(w13[expert], s13[expert], block).t()
+        hidden = _product(_activations(x[token], group, scale), w13[expert], s13[expert], block, direct)
         gate, up = hidden.chunk(2, dim=-1)
         inner = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-        result = _activations(inner, group, scale) @ decode(w2[expert], s2[expert], block).t()
+        result = _product(_activations(inner, group, scale), w2[expert], s2[expert], block, direct)
         out.index_add_(0, token, result * weights[token, place, None].float())
     return out.to(x.dtype)
 
@@ -100,9 +115,23 @@ def _(x: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: list[int]) -> torch.Tensor:
-    """Return the FP32 values of codes."""
-    return Quantized(codes, scale_inv, (block[0], block[1])).dequantize()
+def _product(
+    x: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, block: list[int], direct: int
+) -> torch.Tensor:
+    """Return the FP32 product of FP32 activations and a weight."""
+    out = _from_codes(x, codes, scale_inv, block, direct)
+    return x @ Quantized(codes, scale_inv, (block[0], block[1])).dequantize().t() if out is None else out
+
+
+def _from_codes(
+    x: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, block: list[int], direct: int
+) -> torch.Tensor | None:
+    """Return the FP32 product that takes codes; None for more than ``direct`` tokens, or if there is no kernel."""
+    tokens = x.reshape(-1, x.shape[-1])
+    if not 0 < len(tokens) <= direct or x.device.type != "cpu":
+        return None
+    out = cpu.multiply(tokens, codes, scale_inv, (block[0], block[1]))
+    return None if out is None else out.view(*x.shape[:-1], codes.shape[0])
 
 
 def _activations(x: torch.Tensor, group: int, scale: str) -> torch.Tensor:
