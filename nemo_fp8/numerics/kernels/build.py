@@ -1,10 +1,10 @@
 """Compile the CPU kernels on the machine that runs them, once, and keep the library.
 
-`fp8_quantize.c`, `fp8_decode.c`, `fp8_multiply.c` and `fp8_accumulate.c` are plain C. They are compiled for the processor at hand
-(AVX-512, AVX2, NEON: as the compiler detects) at the first quantization, in about four seconds, and loaded through
-ctypes. Why not an extension module: the package stays one wheel for every platform and Python, an editable install and
-a fresh clone need no build step, and the compiler may use every instruction of the machine. The trade-off: a machine
-without a C compiler quantizes with torch, to the same bits but more slowly, and one line in the log says so. (Triton
+`fp8_quantize.c`, `fp8_decode.c`, `fp8_multiply.c` and `fp8_accumulate.c` are plain C. They are compiled for the
+processor at hand (AVX-512, AVX2, NEON: as the compiler detects) at the first quantization, in about four seconds, and
+loaded through ctypes. Why not an extension module: the package stays one wheel for every platform and Python, an
+editable install and a fresh clone need no build step, and the compiler may use every instruction of the machine. The
+trade-off: a machine without a C compiler quantizes with torch, to the same bits but more slowly, and one line in the log says so. (Triton
 and TorchInductor make the same choice.) ``python -m nemo_fp8.numerics.kernels.build`` builds ahead of time, for a
 container image.
 

@@ -54,6 +54,7 @@ _CREATE_LINEAR = (
 )  # fmt: skip
 _KERNEL = ("activation_quant_key", "weight_quant_key", "weight_shape", "input_dtype", "out_dtype", "module_name")
 _APPLY_EXPERTS = ("layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input")
+_ENGINE = ("config", "vllm_config", "device", "model")
 _SETUP = ("layer", "w13", "w2", "w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale")
 
 INTERNALS = (
@@ -102,13 +103,29 @@ INTERNALS = (
     Internal(f"{_LAYERS}.attention", "is_deferred_attention_layer"),
     Internal(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
     Internal(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls",
-    "class_name")), )  # fmt: skip
+    "class_name")), Internal(f"{_TRANSFER}.factory", "WeightTransferTrainerFactory.register_engine", ("name",
+    "module_path_or_cls", "class_name")), Internal(f"{_TRANSFER}.base", "WeightTransferEngine", _ENGINE),
+    Internal(f"{_TRANSFER}.base", "WeightTransferInitInfo"), Internal(f"{_TRANSFER}.base", "WeightTransferUpdateInfo"),
+    Internal(f"{_TRANSFER}.base", "TrainerInitInfo", ("rank",)), Internal(f"{_TRANSFER}.base",
+    "TrainerWeightTransferEngine", ("client", "source", "is_sender")), )  # fmt: skip
 
 # Checked only if one of these backends is used: their modules import what only GPUs have.
 GPU_TRANSFER = (
     Internal(f"{_TRANSFER}.nccl_engine", "NCCLWeightTransferEngine"),
     Internal(f"{_TRANSFER}.ipc_engine", "IPCWeightTransferEngine"),
 )
+
+# What some versions have and others lack: the first version that has it, and where it is. Nothing here depends on it.
+FEATURES = {
+    "weight_version": ("0.28", Internal("vllm.v1.engine.llm_engine", "LLMEngine.set_weight_version")),
+    "weight_versions": ("0.32", Internal("vllm.outputs", "CompletionOutput.weight_versions")),
+    "weight_checker": ("0.32", Internal("vllm.v1.engine.async_llm", "AsyncLLM.compute_weight_checksums")),
+    "pause and resume": ("0.28", Internal("vllm.v1.engine.async_llm", "AsyncLLM.pause_generation", ("mode",))),
+    "shutdown of a transfer": (
+        "0.32",
+        Internal("vllm.v1.engine.async_llm", "AsyncLLM.shutdown_weight_transfer_engine"),
+    ),
+}
 
 
 def misfits(internals: Iterable[Internal] | None = None) -> list[str]:

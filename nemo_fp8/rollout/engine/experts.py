@@ -1,8 +1,8 @@
 """Store and multiply the experts of a MoE layer in FP8: gate and up stacked in ``w13``, down in ``w2``.
 
-vLLM's fused kernel multiplies them where the machine has one. Elsewhere each expert's tokens are multiplied in
-FP32, one expert after the other. So they are for emulated activations, too: what lies between the two GEMMs of the fused CPU
-kernel cannot be quantized from outside.
+vLLM's fused kernel multiplies them where the machine has one. Elsewhere each expert's tokens are multiplied in FP32,
+one expert after the other. So they are for emulated activations, too: what lies between the two GEMMs of the fused
+CPU kernel cannot be quantized from outside.
 """
 
 from __future__ import annotations

@@ -23,6 +23,17 @@ class NemoFp8Worker(NemoFp8Held):
 
     model_runner: Any
 
+    @property
+    def weight_transfer_engine(self) -> Any:
+        """vLLM's weight-transfer engine of this worker; ours then pushes by this worker's methods, as all others do."""
+        return self.__dict__.get("weight_transfer_engine")
+
+    @weight_transfer_engine.setter
+    def weight_transfer_engine(self, engine: Any) -> None:
+        self.__dict__["weight_transfer_engine"] = engine
+        if hasattr(engine, "pushes"):
+            engine.pushes = self
+
     def nemo_fp8_report(self) -> dict[str, dict[str, Any]]:
         """Return how every layer is stored, and why: see :class:`nemo_fp8.rollout.engine.report.LayerReport`."""
         return plain_report(self.model_runner.model)

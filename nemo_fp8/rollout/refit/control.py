@@ -90,6 +90,17 @@ def control_of(engine: Any, token: str | None = None) -> Control:
     )
 
 
+def version_to_set(method: str, message: Answer, answers: list[Answer]) -> str | None:
+    """Return what the engine shall call its weights after a call: those of a push that ended well. None: as before."""
+    ended = method == "finish" and not any(answer.get("problems") for answer in answers)
+    return message.get("weight_version") if ended else None
+
+
+def _tell(answers: list[Answer], version: Any) -> None:
+    for answer in answers:
+        answer["weight_version"] = version
+
+
 class Offline:
     """Controls a ``vllm.LLM`` that lives in this process."""
 
@@ -97,7 +108,12 @@ class Offline:
         self.llm = llm
 
     def call(self, method: str, message: Answer) -> list[Answer]:
-        return list(self._answered(lambda: self.llm.llm_engine.collective_rpc(PREFIX + method, args=(message,))))
+        engine = self.llm.llm_engine
+        answers = list(self.answered(lambda: engine.collective_rpc(PREFIX + method, args=(message,))))
+        if version := version_to_set(method, message, answers):
+            self.answered(lambda: engine.set_weight_version(version))
+            _tell(answers, self.answered(engine.get_weight_version))
+        return answers
 
     def hold(self, running: str) -> None:
         engine, core = self.llm.llm_engine, self.llm.llm_engine.engine_core
@@ -107,7 +123,7 @@ class Offline:
                 "A push finds unfinished requests in this engine: %d. %s", len(unfinished), _UNFINISHED[running]
             )
         if hasattr(core, "call_utility"):
-            self._answered(lambda: core.call_utility("pause_scheduler", running, False))
+            self.answered(lambda: core.call_utility("pause_scheduler", running, False))
         elif running == "wait":
             _Finished(core)
         if running == "abort":  # else vLLM returns them, aborted, among the answers of the next generate
@@ -116,7 +132,7 @@ class Offline:
     def free(self) -> None:
         core = self.llm.llm_engine.engine_core
         if hasattr(core, "call_utility"):
-            self._answered(lambda: core.call_utility("resume_scheduler"))
+            self.answered(lambda: core.call_utility("resume_scheduler"))
 
     def refuse(self, why: str) -> None:
         # vLLM has no switch for this, and a mixed model must not answer: so the methods of this one object are
@@ -130,9 +146,10 @@ class Offline:
 
     def forget(self) -> bool:
         # Without the argument vLLM keeps its whole cache if any request is unfinished.
-        return bool(self._answered(lambda: self.llm.reset_prefix_cache(reset_running_requests=True)))
+        return bool(self.answered(lambda: self.llm.reset_prefix_cache(reset_running_requests=True)))
 
-    def _answered(self, ask: Callable[[], Any]) -> Any:
+    def answered(self, ask: Callable[[], Any]) -> Any:
+        """Return what ``ask()`` does; raise PrecisionError if the engine dies meanwhile."""
         if not hasattr(self.llm.llm_engine.engine_core, "resources"):  # EngineCore is in this process
             return ask()
         return answered(in_thread(ask), self._is_dead)
@@ -212,7 +229,11 @@ class OnLoop:
             ) from None
 
     def call(self, method: str, message: Answer) -> list[Answer]:
-        return list(self._wait(self.engine.collective_rpc(PREFIX + method, args=(message,))))
+        answers = list(self._wait(self.engine.collective_rpc(PREFIX + method, args=(message,))))
+        if version := version_to_set(method, message, answers):
+            self._wait(self.engine.update_weight_version(version))
+            _tell(answers, self._wait(self.engine.get_weight_version()))
+        return answers
 
     def hold(self, running: str) -> None:
         self._wait(self.engine.pause_generation(mode=running))
@@ -262,9 +283,11 @@ class Server:
 
     def call(self, method: str, message: Answer) -> list[Answer]:
         said = self._post(method, [self._text(message)], "application/json")
+        answers = list(said["answers"])
         if method == "finish":
             self.forgotten = said.get("forgotten") is True
-        return list(said["answers"])
+            _tell(answers, said.get("weight_version"))
+        return answers
 
     def carry(self, message: Answer, body: memoryview) -> list[Answer]:
         head = self._text(message)

@@ -12,9 +12,12 @@ of a worker. Who may push:
 
 Browsers may never push.
 
-A request that comes during a push waits for its end. After a push that died with weights half written, requests get 503
-and the reason until a push ends well. A sender that is silent for a minute counts as dead; if it had written nothing,
-the engine serves on.
+The same rules hold for the orders of vLLM's own developer mode (``VLLM_SERVER_DEV_MODE=1``), if it is on: its calls for
+weight transfer, to pause, to reset, and to any method of a worker. Their bodies have the limits of ours.
+
+A request that comes during a push waits for its end, and so does a message on a websocket that is open. After a push
+that died with weights half written, requests get 503 and the reason until a push ends well, and such a websocket is
+closed with it. A sender that is silent for a minute counts as dead; if it had written nothing, the engine serves on.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from typing import Any
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, brings, comes_from_a_page, is_local, path_of
 from nemo_fp8.rollout.refit.alive import LOOK, answered_on_loop
-from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, Answer, refusal
-from nemo_fp8.rollout.refit.manifest import MOST_ENTRIES
+from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, Answer, refusal, version_to_set
+from nemo_fp8.rollout.refit.manifest import LONGEST_NAME, MOST_ENTRIES
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.storage.safetensors import bytes_of
 
@@ -41,6 +44,18 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 METHODS = ("begin", "write", "bytes", "finish", "abandon", "expected", "held")
 MODES = ("wait", "abort", "keep")
+# What vLLM's developer mode lets whoever reaches it do to the engine.
+ORDERS = frozenset(
+    f"/{name}"
+    for name in (
+        "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update",
+        "start_draft_weight_update", "update_weights", "finish_weight_update", "update_weight_version",
+        "weight_checker", "pause", "resume", "abort_requests", "collective_rpc", "reset_prefix_cache",
+        "reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "release_kv_cache_memory",
+    )
+)  # fmt: skip
+PICKLED = "ipc_handles_pickled"
+TRY_AGAIN_LATER = 1013  # a code with which a websocket is closed
 # 128 bytes for each tensor of the longest manifest. The server answers nobody while it parses a message, which takes
 # half a second for the largest.
 LARGEST_MESSAGE, LARGEST_BODY = MOST_ENTRIES << 7, 1 << 31
@@ -76,17 +91,61 @@ class RefitEndpoints:
             await self.app(scope, receive, send)
         elif scope["type"] == "http" and path_of(scope).startswith(f"{ROUTE}/"):
             await self._control(scope, receive, send)
+        elif scope["type"] == "http" and path_of(scope) in ORDERS:
+            await self._order(scope, receive, send)
         elif scope["type"] == "http" and scope["method"] != "POST":
             await self.app(scope, receive, send)  # health, metrics, lists: nothing that computes
         else:
             await self._wait_for_end(scope["app"].state.engine_client)
             if self.died:
-                problem = refusal(self.died).problems[0]
-                text = f"{problem.what} {problem.why} {problem.remedy}"
-                error = {"error": {"message": text, "type": "ServiceUnavailable", "code": 503}}
+                error = {"error": {"message": self._refusal(), "type": "ServiceUnavailable", "code": 503}}
                 await _reply(send, 503, error, "http" if scope["type"] == "http" else "websocket.http")
+            elif scope["type"] == "websocket":
+                await self.app(scope, self._holding(scope, receive, send), send)
             else:
                 await self.app(scope, receive, send)
+
+    def _refusal(self) -> str:
+        problem = refusal(self.died).problems[0]
+        return f"{problem.what} {problem.why} {problem.remedy}"
+
+    def _holding(self, scope: Scope, receive: Receive, send: Send) -> Receive:
+        """Return a ``receive`` for an open websocket: its messages wait as requests do, or close it."""
+
+        async def held() -> MutableMapping[str, Any]:
+            event = await receive()
+            if event["type"] == "websocket.receive":
+                await self._wait_for_end(scope["app"].state.engine_client)
+                if self.died:
+                    reason = self._refusal()[:120]  # 123 bytes are the most
+                    await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason})
+                    return {"type": "websocket.disconnect", "code": TRY_AGAIN_LATER, "reason": reason}
+            return event
+
+        return held
+
+    async def _order(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let an order of vLLM's developer mode through if its sender may push, its body is sane and no push writes."""
+        if not self._may(scope):
+            await _reply(send, 403, {"error": NOT_ALLOWED})
+            return
+        try:
+            body = await _order_body(scope, receive)
+        except PrecisionError as error:
+            await _reply(send, 400, _problems(error))
+            return
+        engine = scope["app"].state.engine_client
+        await self._wait_for_end(engine)
+        whole = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> MutableMapping[str, Any]:
+            return whole.pop() if whole else await receive()
+
+        await self.app(scope, again, send)
+        if self.died and path_of(scope) == "/finish_weight_update":
+            answers = await self._call(engine, "abandon", {"push": None})
+            if not _mixed(answers):  # a weight transfer has repaired what a push left behind
+                await self._open(engine)
 
     async def _wait_for_end(self, engine: Any) -> None:
         """Wait until no push is writing, or it died, or the engine did (which then refuses requests by itself)."""
@@ -205,7 +264,10 @@ class RefitEndpoints:
 
     async def _finish(self, engine: Any, message: Answer) -> Answer:
         """End a push: drop the prefix cache, and let requests in again."""
+        if not _is_version(message.get("weight_version", "")):
+            raise _unreadable("its weight_version is no short text")
         answers, forgotten = await self._call(engine, "finish", message), False
+        named = None
         if not any(answer.get("problems") for answer in answers):
             try:
                 forgotten = bool(await self._at_work(engine, engine.reset_prefix_cache(reset_running_requests=True)))
@@ -213,8 +275,11 @@ class RefitEndpoints:
                 raise
             except Exception:  # the weights are right; the receipt reports the cache
                 log.exception("the prefix cache could not be reset")
+            if version := version_to_set("finish", message, answers):
+                await self._at_work(engine, engine.update_weight_version(version))
+                named = await self._at_work(engine, engine.get_weight_version())
             await self._open(engine)
-        return {"answers": answers, "forgotten": forgotten}
+        return {"answers": answers, "forgotten": forgotten, "weight_version": named}
 
     async def _open(self, engine: Any) -> None:
         self.push, self.died = "", ""
@@ -268,12 +333,33 @@ def _length(scope: Scope, most: int) -> int:
 
 async def _message(scope: Scope, receive: Receive) -> Answer:
     """Read a body that is a JSON message."""
+    return _object(await _text(scope, receive))
+
+
+async def _text(scope: Scope, receive: Receive) -> bytes:
+    """Read a body that is not larger than the largest message, and not longer than it says."""
     length, body = _length(scope, LARGEST_MESSAGE), bytearray()
     async for part in _parts(receive):
         body += part
         if len(body) > length:
             raise _unreadable("it is longer than it says")
-    return _object(bytes(body))
+    return bytes(body)
+
+
+async def _order_body(scope: Scope, receive: Receive) -> bytes:
+    """Read the body of an order; raise PrecisionError if it is too large, no JSON object, or holds pickled handles."""
+    names = {name.lower() for name, _ in scope["headers"]}
+    lengths = [value for name, value in scope["headers"] if name.lower() == b"content-length"]
+    if b"transfer-encoding" not in names and lengths in ([], [b"0"]):
+        return b""
+    body = await _text(scope, receive)
+    if _has_key(_object(body), PICKLED):
+        raise PrecisionError(
+            "Weights with pickled handles.",
+            "To unpickle what comes over HTTP is to run whatever the sender put there.",
+            "Push with Refit(url), or by the backend nemo_fp8, which send no pickles.",
+        )
+    return body
 
 
 async def _body(scope: Scope, receive: Receive) -> tuple[Answer, Shared]:
@@ -344,6 +430,16 @@ def _is_deeper(value: Any, most: int) -> bool:
         inside = (one.values() if isinstance(one, dict) else one for one in level)
         level = [one for several in inside for one in several if isinstance(one, (list, dict))]
     return bool(level)
+
+
+def _has_key(value: Any, key: str) -> bool:
+    if isinstance(value, dict):
+        return key in value or any(_has_key(one, key) for one in value.values())
+    return isinstance(value, list) and any(_has_key(one, key) for one in value)
+
+
+def _is_version(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
 
 
 def _unreadable(why: str) -> PrecisionError:

@@ -73,14 +73,17 @@ class Refit:
         self.control = control_of(engine, token)
         self.chunk, self.transport, self.running = chunk, transport, running
 
-    def push(self, named_tensors: Any, *, manifest: Any = None, verify: bool = False) -> Receipt:
+    def push(
+        self, named_tensors: Any, *, manifest: Any = None, verify: bool = False, weight_version: str | None = None
+    ) -> Receipt:
         """Write tensors into the engine, and return the receipt.
 
         ``named_tensors`` is a mapping of Hugging Face names to tensors, or an iterable of such pairs, in any order.
         ``manifest`` announces the tensors of an iterator, which cannot be looked at in advance: a mapping of names to
         tensors (on the meta device, too) or a :class:`Manifest`. Without it an iterator must bring what the engine's
         own checkpoint holds. ``verify`` compares every code and scale with the reference cast, and reads the engine's
-        memory back.
+        memory back. ``weight_version`` is what vLLM calls the weights from now on, in ``get_weight_version()`` and in
+        the ``weight_versions`` of completions; without it the push's number.
 
         Raises PrecisionError if the engine refuses the manifest, a tensor is not as announced, or the push dies.
         """
@@ -101,7 +104,7 @@ class Refit:
             size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), whole)
             chunks, sent = self._stream(push, to_send, announced, size, whole)
             streamed = time.perf_counter()
-            done = self._ask("finish", {"push": push})
+            done = self._ask("finish", {"push": push, "weight_version": weight_version or push})
         except BaseException as error:
             self._abandon(push, error)
             raise
@@ -121,6 +124,7 @@ class Refit:
             chunk_bytes=size * BUFFERS,
             seconds=end - start,
             prefix_cache_reset=reset,
+            weight_version=str(done[0].get("weight_version") or ""),
             after_failure=mixed,
             parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
         )

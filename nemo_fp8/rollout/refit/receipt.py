@@ -71,6 +71,8 @@ class Receipt:
     prefix_cache_reset: bool
     after_failure: str = ""
     """How the push before this one died, if it did."""
+    weight_version: str = ""
+    """What vLLM says that it calls these weights; empty if the engine was reached by a way that does not tell."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the steps: ``check``, ``stream`` and ``finish``."""
 
@@ -177,6 +179,8 @@ class Receipt:
             ("memory", memory + (f", {_size(self.held_bytes)} held for whole layers" if self.held_bytes else ""))
         )
         rows.append(("prefix cache", "reset" if self.prefix_cache_reset else "NOT reset"))
+        if self.weight_version not in ("", self.push):
+            rows.append(("weight version", self.weight_version))
         if self.after_failure:
             rows.append(("repairs", self.after_failure))
         rows.append(("fingerprint", self.fingerprint))

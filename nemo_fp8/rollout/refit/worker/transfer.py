@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.rollout.engine.compatibility import GPU_TRANSFER, error_of, misfits
@@ -36,11 +36,19 @@ if TYPE_CHECKING:
 BACKENDS = {"nemo_fp8_nccl": "NemoFp8NCCL", "nemo_fp8_ipc": "NemoFp8IPC"}
 
 
+BY_NAME = "nemo_fp8"
+"""The backend of our own, which ends with a receipt: its sides are in ``transfer_engine`` and ``refit.transfer``."""
+
+
 def register() -> None:
     """Register the backends with vLLM, in this process. A second call changes nothing."""
-    for name, class_name in BACKENDS.items():
+    workers = {name: (__name__, class_name) for name, class_name in BACKENDS.items()}
+    workers[BY_NAME] = (f"{__package__}.transfer_engine", "NemoFp8WeightTransferEngine")
+    for name, (module, class_name) in workers.items():
         with suppress(ValueError):  # it is known already
-            WeightTransferEngineFactory.register_engine(name, __name__, class_name)
+            WeightTransferEngineFactory.register_engine(name, module, class_name)
+    with suppress(ValueError):
+        WeightTransferTrainerFactory.register_engine(BY_NAME, "nemo_fp8.rollout.refit.transfer", "NemoFp8TrainerEngine")
 
 
 class Receiver:

@@ -1,0 +1,286 @@
+"""Push through vLLM's weight-transfer API, as its own trainers do; the engine takes it by the name ``nemo_fp8``.
+
+    llm = LLM(model, **engine_args(precision), weight_transfer_config={"backend": "nemo_fp8"})
+
+    about, source = NemoFp8TrainerInit(rank=0), ModuleSource(model)
+    trainer = WeightTransferTrainerFactory.trainer_init(about, client=llm, source=source)
+    receipt = trainer.send_weights()             # every step; the receipt of Refit.push, made by the same calls
+
+``client`` is what vLLM's trainers take: an object with ``init_weight_transfer_engine``, ``start_weight_update``,
+``update_weights`` and ``finish_weight_update``, such as vLLM's own for HTTP and a framework's for its actors. A
+``vllm.LLM`` and a server's URL will do, too. These calls neither pause an engine nor drop its prefix cache:
+
+    client                              who does that
+    a ``vllm.LLM``                      the push, as for ``Refit(llm)``
+    a URL, vLLM's client for HTTP       the push, by the server's ``/pause``, ``/resume`` and ``/reset_prefix_cache``
+    any other                           its methods ``pause_generation(mode)``, ``resume_generation()`` and
+                                        ``reset_prefix_cache()`` if it has them; else you, and ``caller_pauses`` says so
+
+Weights and answers travel through the trainer's memory, so trainer and workers share a host and a user. To another host
+push with ``Refit(url)``.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit.control import Answer, Offline, version_to_set
+from nemo_fp8.rollout.refit.mailbox import Mailbox
+from nemo_fp8.rollout.refit.manifest import Manifest
+from nemo_fp8.rollout.refit.push import CHUNK, Refit
+from nemo_fp8.rollout.refit.receipt import Receipt
+from nemo_fp8.rollout.token_file import token_of
+
+LONGEST_REPLY = 1 << 20
+
+
+@dataclass
+class NemoFp8TrainerInit(TrainerInitInfo):
+    """What ``trainer_init`` takes: ``rank`` of vLLM, and arguments of :class:`Refit` and its ``push``."""
+
+    backend: ClassVar[str] = "nemo_fp8"
+
+    running: str = "wait"
+    verify: bool = False
+    chunk: int = CHUNK
+    token: str | None = None
+    """The secret of a server that is given by its URL."""
+    caller_pauses: bool = False
+    """Whether the caller pauses the engine before a push, and drops its prefix cache before it resumes. The receipt
+    takes its word for the cache."""
+
+
+class NemoFp8TrainerEngine(TrainerWeightTransferEngine[NemoFp8TrainerInit]):
+    """vLLM's backend ``nemo_fp8``, in the trainer. All ranks go through the source; rank 0 sends."""
+
+    init_info_cls = NemoFp8TrainerInit
+
+    def __init__(self, about: NemoFp8TrainerInit, client: Any, source: Any) -> None:
+        super().__init__(client=client, source=source, is_sender=about.is_sender)
+        self.about, self.control = about, Calls(client, about) if about.is_sender else None
+
+    @classmethod
+    def trainer_init(cls, init_info: NemoFp8TrainerInit, *, client: Any, source: Any = None) -> NemoFp8TrainerEngine:
+        """Return a trainer whose workers have answered. Raises PrecisionError without a source, or if they cannot."""
+        if source is None:
+            raise PrecisionError(
+                "A trainer without a source of weights.",
+                "Every push sends all of them.",
+                "Give source=, such as vLLM's ModuleSource(model).",
+            )
+        trainer = cls(init_info, client, source)
+        if trainer.control is not None:
+            trainer.control.meet()
+        return trainer
+
+    def send_weights(self, weight_version: str | None = None) -> Receipt | None:
+        """Push the source's weights; return the receipt, or None on a rank that does not send.
+
+        ``weight_version`` is what the engine calls them from now on; the push's number, if it is not given.
+        """
+        tensors = iter(self.source)
+        try:
+            if self.control is None:
+                return None
+            refit = Refit(self.control, chunk=self.about.chunk, running=self.about.running)
+            return refit.push(
+                tensors,
+                manifest=Manifest.of(self.source),
+                verify=self.about.verify,
+                weight_version=weight_version,
+            )
+        finally:
+            for _ in tensors:  # which other ranks gather together with this one
+                pass
+
+    def shutdown(self) -> None:
+        """Free the memory that the workers answer in."""
+        if self.control is not None:
+            self.control.mailbox.close()
+
+
+class Calls:
+    """A :class:`~nemo_fp8.rollout.refit.control.Control` of an engine that is reached by vLLM's four calls."""
+
+    def __init__(self, client: Any, about: NemoFp8TrainerInit) -> None:
+        self.client, self.mailbox = _client_of(client, about.token), Mailbox()
+        self.scheduler = _Caller() if about.caller_pauses else _scheduler_of(self.client)
+        for name in ("hold", "free", "refuse", "allow", "forget"):
+            setattr(self, name, getattr(self.scheduler, name))
+
+    def meet(self) -> None:
+        """Have every worker answer once. Raises PrecisionError if one does not."""
+        self.client.init_weight_transfer_engine({"mailbox": self.mailbox.address()})
+        self.mailbox.answers()
+
+    def call(self, method: str, message: Answer) -> list[Answer]:
+        """Have every worker do one call of a push; return their answers."""
+        if method == "begin":
+            self._start()
+        self.client.update_weights({"call": method, "message": message, "mailbox": self.mailbox.address()})
+        answers = self.mailbox.answers()
+        version = version_to_set(method, message, answers)
+        if version is not None:
+            self.client.finish_weight_update(version)
+            for answer in answers:
+                answer["weight_version"] = self._version()
+        elif method == "abandon":
+            self.client.finish_weight_update()
+        return answers
+
+    def _start(self) -> None:
+        try:
+            self.client.start_weight_update()
+        except Exception:  # an update that nobody finished, of a trainer that died
+            self.client.finish_weight_update()
+            self.client.start_weight_update()
+
+    def _version(self) -> str:
+        ask = getattr(self.client, "get_weight_version", None)
+        return "" if ask is None else str(ask())
+
+
+class _Llm:
+    """The calls of an ``LLM``, whose own take a request around their argument, and wait for ever if the engine dies."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm, self.control = llm, Offline(llm)
+
+    def init_weight_transfer_engine(self, init_info: Answer) -> None:
+        self.control.answered(lambda: self.llm.init_weight_transfer_engine({"init_info": init_info}))
+
+    def start_weight_update(self) -> None:
+        self.control.answered(self.llm.start_weight_update)
+
+    def update_weights(self, update_info: Answer) -> None:
+        self.control.answered(lambda: self.llm.update_weights({"update_info": update_info}))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.control.answered(lambda: self.llm.finish_weight_update(weight_version))
+
+    def get_weight_version(self) -> str:
+        return str(self.control.answered(self.llm.get_weight_version))
+
+
+class _Http:
+    """The calls of a server in developer mode, with a token; vLLM's own client sends none."""
+
+    def __init__(self, url: str, token: str | None = None, timeout: float = 600.0) -> None:
+        self.url, self.token, self.timeout = url.rstrip("/"), token, timeout
+
+    def init_weight_transfer_engine(self, init_info: Answer) -> None:
+        self._ask("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._ask("start_weight_update", {})
+
+    def update_weights(self, update_info: Answer) -> None:
+        self._ask("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._ask("finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
+
+    def get_weight_version(self) -> str:
+        return str(self._ask("weight_info").get("weight_version", ""))
+
+    def pause_generation(self, mode: str) -> None:
+        self._ask(f"pause?mode={mode}", {})
+
+    def resume_generation(self) -> None:
+        self._ask("resume", {})
+
+    def reset_prefix_cache(self) -> bool:
+        return self._ask("reset_prefix_cache?reset_running_requests=true", {}).get("success", True) is True
+
+    def _ask(self, path: str, body: Answer | None = None) -> Answer:
+        """Return a server's reply. Raises PrecisionError if it does not reply with 200 and, at most, a JSON object."""
+        token = self.token or token_of(self.url)
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/{path}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                said = json.loads(reply.read(LONGEST_REPLY) or b"{}")
+                return said if isinstance(said, dict) else {}
+        except (OSError, ValueError) as error:
+            with suppress(AttributeError, OSError):
+                told = error.read(LONGEST_REPLY).decode(errors="replace")[:300]  # type: ignore[union-attr]
+                error = OSError(f"{error}: {told}")
+            raise PrecisionError(
+                f"{self.url} does not answer {path.partition('?')[0]!r}.",
+                f"{type(error).__name__}: {error}",
+                'Start vLLM with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nemo_fp8"}\', or '
+                "push with Refit(url), which needs neither.",
+            ) from None
+
+
+class _OwnMethods:
+    """Pauses an engine by methods of its client, if it has them."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def hold(self, running: str) -> None:
+        self._call("pause_generation", running)
+
+    def free(self) -> None:
+        self._call("resume_generation")
+
+    def refuse(self, why: str) -> None:
+        """Leave the engine paused: it holds old and new weights."""
+
+    def allow(self) -> None:
+        """Do nothing: ``free`` resumes."""
+
+    def forget(self) -> bool:
+        return bool(self._call("reset_prefix_cache"))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        method = getattr(self.client, name, None)
+        return None if method is None else method(*arguments)
+
+
+class _Caller(_OwnMethods):
+    """Leaves all of it to the caller, who said so."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def forget(self) -> bool:
+        return True
+
+
+def _client_of(client: Any, token: str | None) -> Any:
+    if isinstance(client, str):
+        return _Http(client, token)
+    if hasattr(client, "llm_engine"):
+        return _Llm(client)
+    missing = [
+        name
+        for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+        if not callable(getattr(client, name, None))
+    ]
+    if missing:
+        raise PrecisionError(
+            f"{type(client).__name__} is no client of a weight transfer.",
+            f"It has no {', '.join(missing)}.",
+            "Give a vllm.LLM, a server's URL, or what vLLM calls a VLLMWeightSyncClient.",
+        )
+    return client
+
+
+def _scheduler_of(client: Any) -> Any:
+    """Return who pauses the engine of a client."""
+    if isinstance(client, _Llm):
+        return client.control
+    url = getattr(client, "base_url", None)  # vLLM's own client for HTTP
+    return _OwnMethods(_Http(url) if isinstance(url, str) and not isinstance(client, Mapping) else client)

@@ -1,0 +1,268 @@
+"""A push through vLLM's weight-transfer API, by the name ``nemo_fp8``: the same receipt and the same bits as any push."""
+
+import os
+import struct
+
+import pytest
+import torch
+from support.rollout.engines import fp8, log_probs, prompts
+from support.rollout.models import tensors_of
+from support.rollout.servers import Served, ask
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout import Refit
+from nemo_fp8.rollout.engine.compatibility import FEATURES
+from nemo_fp8.rollout.refit import mailbox
+from nemo_fp8.rollout.refit.memory import Shared
+
+BACKEND = {"weight_transfer_config": {"backend": "nemo_fp8"}}
+
+
+class Weights:
+    """What a trainer gives vLLM: its parameters, as often as they are wanted."""
+
+    def __init__(self, folder):
+        self.tensors = dict(tensors_of(folder))
+        self.ends_after = None
+
+    def metadata(self):
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+
+    def __iter__(self):
+        for i, pair in enumerate(self.tensors.items()):
+            if i == self.ends_after:
+                raise OSError("the trainer fell over")
+            yield pair
+
+
+class FourCalls:
+    """A framework's own client: vLLM's protocol and nothing else."""
+
+    def __init__(self, llm):
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info):
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self):
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info):
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version=None):
+        self.llm.finish_weight_update(weight_version)
+
+
+def trainer_of(client, source, **about):
+    """By vLLM's own factory, which knows the name since it loaded our plugin."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+    from vllm.plugins import load_general_plugins
+
+    from nemo_fp8.rollout.refit.transfer import NemoFp8TrainerInit
+
+    load_general_plugins()
+    return WeightTransferTrainerFactory.trainer_init(NemoFp8TrainerInit(rank=0, **about), client=client, source=source)
+
+
+def versions_of(llm):
+    """The weight versions of an answer's tokens; None where vLLM does not tell."""
+    from vllm import SamplingParams
+
+    (answer,) = llm.generate(prompts(1), SamplingParams(max_tokens=3, temperature=0.0), use_tqdm=False)
+    spans = getattr(answer.outputs[0], "weight_versions", None)
+    return None if spans is None else {getattr(span, "weight_version", None) or span[0] for span in spans}
+
+
+def test_what_this_vllm_has_is_what_the_table_says():
+    import vllm
+
+    def number(version):
+        return tuple(int(part) for part in version.split(".")[:2])
+
+    has = {name: internal.misfit() is None for name, (_, internal) in FEATURES.items()}
+    assert has == {name: number(vllm.__version__) >= number(since) for name, (since, _) in FEATURES.items()}
+
+
+@pytest.fixture
+def llm(engine, checkpoint):
+    llm = engine(checkpoint("qwen3", 0), **fp8(), **BACKEND)
+    Refit(llm).push(dict(tensors_of(checkpoint("qwen3", 0)))).require()
+    return llm
+
+
+def test_a_push_by_name_is_any_push(llm, engine, checkpoint):
+    old, source = log_probs(llm, 1, 200), Weights(checkpoint("qwen3", 1))
+    trainer = trainer_of(llm, source, verify=True)
+    receipt = trainer.send_weights().require()
+    new = log_probs(llm, 1, 200)
+    assert receipt.verified
+    assert receipt.prefix_cache_reset
+    assert receipt.weight_version == receipt.push == llm.get_weight_version()
+    assert versions_of(llm) == ({receipt.push} if FEATURES["weight_versions"][1].misfit() is None else None)
+    plain = Refit(llm).push(source.tensors, verify=True, weight_version="step 7")
+    assert llm.get_weight_version() == plain.weight_version == "step 7"
+    assert (plain.fingerprint, plain.tensors) == (receipt.fingerprint, receipt.tensors)
+    assert trainer.send_weights("step 8").weight_version == llm.get_weight_version() == "step 8"
+    fresh = engine(checkpoint("qwen3", 1), **fp8())
+    assert torch.equal(new, log_probs(fresh, 1, 200))
+    assert not torch.equal(new, old)
+    trainer.shutdown()
+
+
+def test_a_push_that_is_refused_or_dies_is_told_and_repaired(llm, checkpoint):
+    old, version = log_probs(llm, 1, 200), llm.get_weight_version()
+    source = Weights(checkpoint("qwen3", 1))
+    trainer = trainer_of(llm, source)
+    left_out = source.tensors.pop("model.layers.2.mlp.up_proj.weight")
+    with pytest.raises(PrecisionError, match="lacks model.layers.2.mlp.up_proj"):
+        trainer.send_weights()
+    assert torch.equal(log_probs(llm, 1, 200), old)
+    source.tensors["model.layers.2.mlp.up_proj.weight"] = left_out
+    source.ends_after = 40
+    refit = Refit(llm)
+    trainer.about.chunk = 1 << 20  # so that much is written before the end
+    with pytest.raises(OSError, match="fell over"):
+        trainer.send_weights()
+    with pytest.raises(PrecisionError, match="old and new weights"):
+        log_probs(llm, 1, 200)
+    assert llm.get_weight_version() == version
+    source.ends_after = None
+    after = refit.push(source.tensors)  # the other way: both know of the push that died
+    assert "died half-way" in after.after_failure
+    new = log_probs(llm, 1, 200)
+    llm.start_weight_update()  # of a trainer that was killed then
+    assert trainer.send_weights().require().fingerprint == after.fingerprint
+    assert torch.equal(log_probs(llm, 1, 200), new)
+
+
+def test_no_update_from_outside_is_believed(llm, checkpoint):
+    old = log_probs(llm, 1, 200)
+    strange = Shared(4096)
+    good = {"pid": os.getpid(), "fd": 0, "size": mailbox.MOST_WORKERS * mailbox.SLOT, "name": "x", "number": 1}
+    for address in (None, {}, good, strange.handle | {"number": 1}, good | {"fd": strange.handle["fd"]}):
+        llm.start_weight_update()
+        with pytest.raises(Exception, match=r"[Mm]ailbox|memory|refused"):
+            llm.update_weights({"update_info": {"call": "begin", "message": {}, "mailbox": address}})
+    assert not strange.tensor.any()  # nothing was written to memory that is no mailbox
+    box = mailbox.Mailbox()
+    for call in ("__class__", "../begin", 7, "shutdown"):
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"call": call, "message": {}, "mailbox": box.address()}})
+        assert "is no call of a push" in box.answers()[0]["problems"][0][0]
+        llm.finish_weight_update()
+    with pytest.raises(Exception, match="Invalid update_info"):
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"ipc_handles_pickled": "gASVAAAA"}})
+    assert torch.equal(log_probs(llm, 1, 200), old)
+    box.close()
+
+
+@pytest.mark.long
+def test_an_engine_without_our_extension_and_a_client_of_a_framework(engine, checkpoint):
+    arguments = {name: value for name, value in fp8().items() if name != "worker_extension_cls"}
+    llm = engine(checkpoint("qwen3", 0), **arguments, **BACKEND)
+    source = Weights(checkpoint("qwen3", 1))
+    told = trainer_of(FourCalls(llm), source, verify=True).send_weights()
+    assert told.verified
+    assert told.weight_version == ""
+    assert [p.what for p in told.problems] == ["The prefix cache was not reset."]  # nobody said that it was
+    llm.reset_prefix_cache()
+    assert (
+        trainer_of(FourCalls(llm), source, caller_pauses=True).send_weights().require().fingerprint == told.fingerprint
+    )
+    fresh = engine(checkpoint("qwen3", 1), **fp8())
+    assert torch.equal(log_probs(llm, 1, 200), log_probs(fresh, 1, 200))
+
+
+@pytest.mark.long
+def test_through_a_server_and_its_door(engine, checkpoint, monkeypatch):
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    served = Served(checkpoint("qwen3", 0), "bf16_with_fp8_blockwise_mixed", "--weight-transfer-config",
+                    '{"backend": "nemo_fp8"}')  # fmt: skip
+    try:
+        old, source = served.log_probs(1, 200), Weights(checkpoint("qwen3", 1))
+        for path, body in (
+            ("/update_weights", {"update_info": {}}),
+            ("/pause", {}),
+            ("/collective_rpc", {"method": "nemo_fp8_refit_held"}),
+        ):
+            assert ask(served.url, path, body, Origin="http://127.0.0.1")[0] == 403
+        pickled = {"update_info": {"ipc_handles_pickled": "gASVAAAA"}}
+        assert "pickled" in ask(served.url, "/update_weights", pickled)[1]["problems"][0][0]
+        checksums = FEATURES["weight_checker"][1].misfit() is None
+        before = ask(served.url, "/weight_checker", {"action": "checksum"})
+        assert before[0] == (200 if checksums else 404)
+        receipt = trainer_of(served.url, source, verify=True).send_weights().require()
+        assert receipt.verified
+        new = served.log_probs(1, 200)
+        assert not torch.equal(new, old)
+        if checksums:  # vLLM's own word that other weights lie there
+            told = ask(served.url, "/weight_checker", {"action": "compare", "baseline": before[1]["checksums"]})[1]
+            assert not told["match"]
+        by_theirs = trainer_of(HTTPVLLMWeightSyncClient(served.url), Weights(checkpoint("qwen3", 0))).send_weights()
+        assert by_theirs.require().prefix_cache_reset
+        assert torch.equal(served.log_probs(1, 200), old)
+        if checksums:
+            told = ask(served.url, "/weight_checker", {"action": "compare", "baseline": before[1]["checksums"]})[1]
+            assert told["match"], told
+        own = Refit(served.url).push(source.tensors, weight_version="seventh")
+        assert (own.weight_version, own.fingerprint) == ("seventh", receipt.fingerprint)
+        assert torch.equal(served.log_probs(1, 200), new)
+    finally:
+        served.stop()
+
+
+# ---------------------------------------------------------------------- the mailbox
+
+
+def test_letters_are_not_believed():
+    box = mailbox.Mailbox()
+
+    def put(head, text, rank=0):
+        raw = head + text
+        box._shared.tensor[rank * mailbox.SLOT : rank * mailbox.SLOT + len(raw)] = torch.tensor(
+            [*raw], dtype=torch.uint8
+        )
+
+    def head(number, length):
+        return struct.pack("<QQ", number, length)
+
+    box.number = 3
+    for letter, words in (
+        ((head(2, 2), b"{}"), "wrote nothing"),
+        ((head(3, 2**63), b"{}"), "more than there is room for"),
+        ((head(3, 2), b"[]"), "no JSON object"),
+        ((head(3, 2), b"\xff{"), "did not answer"),
+        ((head(3, 200_000), b"[" * 200_000), "did not answer"),
+        ((head(3, 16), b'{"workers": 999}'), "one of 999 workers"),
+        ((head(3, 14), b'{"workers": 2}'), "Worker 1 did not answer"),
+    ):
+        put(*letter)
+        with pytest.raises(PrecisionError, match=words):
+            box.answers()
+    address = box.address()
+    mailbox.write(address, 1, {"workers": 2})
+    mailbox.write(address, 0, {"workers": 2, "first": True})
+    assert box.answers() == [{"workers": 2, "first": True}, {"workers": 2}]
+    for change in ({"number": -1}, {"number": "1"}, {"size": 4096}, {"name": "nemo_fp8-refit-other"}, {"pid": 1 << 30}):
+        with pytest.raises(PrecisionError):
+            mailbox.write(address | change, 0, {})
+    with pytest.raises(PrecisionError, match="no mailbox for worker 256"):
+        mailbox.write(address, mailbox.MOST_WORKERS, {})
+    resident = int(open("/proc/self/statm").read().split()[1]) * 4096
+    assert resident < 8 << 30  # 32 GiB of slots, of which a few pages exist
+    box.close()
+
+
+def test_what_is_no_client_is_refused():
+    with pytest.raises(PrecisionError, match="object is no client of a weight transfer"):
+        trainer_of(object(), [])
+    with pytest.raises(PrecisionError, match="without a source"):
+        trainer_of(object(), None)
+    with pytest.raises(PrecisionError, match="does not answer 'init_weight_transfer_engine'"):
+        trainer_of("http://127.0.0.1:1", [])
