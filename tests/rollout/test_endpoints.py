@@ -11,8 +11,10 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 
 import pytest
+from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from support.rollout.servers import ask, beyond_loopback, free_port
 
 from nemo_fp8.errors import PrecisionError
@@ -48,6 +50,12 @@ class Engine:
     async def reset_prefix_cache(self, reset_running_requests):
         self.asked.append("forget")
         return self.forgets
+
+    async def update_weight_version(self, version):
+        self.version = version
+
+    async def get_weight_version(self):
+        return self.version
 
 
 class Door:
@@ -413,7 +421,6 @@ def test_a_silent_sender_counts_as_dead_and_a_busy_engine_does_not(monkeypatch):
 def listening():
     """``listening(engine)`` is the port of a door on every address, behind a uvicorn that believes every proxy."""
     import uvicorn
-    from fastapi import FastAPI
 
     servers = []
 
@@ -425,6 +432,13 @@ def listening():
         @app.get("/busy")
         async def busy():
             time.sleep(1)  # and nobody is looked at meanwhile
+
+        @app.websocket("/echo")
+        async def echo(socket: WebSocket):
+            await socket.accept()
+            with suppress(WebSocketDisconnect):
+                while True:
+                    await socket.send_text(await socket.receive_text())
 
         port = free_port()
         server = uvicorn.Server(
@@ -493,6 +507,150 @@ def test_a_websocket_is_told_why(listening):
     )
     text = f"GET /v1/realtime HTTP/1.1\r\n{upgrade}dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     assert said_to(("127.0.0.1", port), text) == "HTTP/1.1 503 Service Unavailable"
+
+
+def test_messages_on_an_open_websocket_wait_and_a_dead_push_closes_it(listening):
+    """With uvicorn and a client of its own on both sides: vLLM's realtime endpoint keeps connections open."""
+    from websockets.exceptions import ConnectionClosed
+    from websockets.sync.client import connect
+
+    port = listening(Engine(abandon={"mixed": "push a died half-way"}))
+
+    def push(method, number):
+        assert ask(f"http://127.0.0.1:{port}", f"{ROUTE}/{method}", {"push": number, "pieces": [1]})[0] == 200
+
+    with connect(f"ws://127.0.0.1:{port}/echo") as first, connect(f"ws://127.0.0.1:{port}/echo") as second:
+        first.send("before")
+        assert first.recv(5) == "before"
+        push("begin", "b")
+        push("write", "b")
+        first.send("during")
+        with pytest.raises(TimeoutError):
+            first.recv(0.5)
+        push("finish", "b")
+        assert first.recv(5) == "during"
+        for method in ("begin", "write", "abandon"):
+            push(method, "a")
+        second.send("after")
+        with pytest.raises(ConnectionClosed) as closed:
+            second.recv(5)
+        assert closed.value.rcvd.code == endpoints.TRY_AGAIN_LATER
+        assert closed.value.rcvd.reason.startswith("The engine holds old and new weights")
+
+
+# ---------------------------------------------------------------------- the orders of vLLM's developer mode
+
+
+def test_every_order_of_this_vllm_is_known():
+    """A new one would pass as a request does, for whoever may generate."""
+    import importlib
+    import pkgutil
+
+    import vllm.entrypoints
+
+    found = set()
+    for module in pkgutil.walk_packages(vllm.entrypoints.__path__, "vllm.entrypoints.", onerror=lambda name: None):
+        if ".serve.dev." in module.name or ".entrypoints.rl." in module.name:
+            router = getattr(importlib.import_module(module.name), "router", None)
+            for route in getattr(router, "routes", ()):
+                found |= {route.path} if "POST" in route.methods else set()
+    assert "/update_weights" in found
+    assert "/collective_rpc" in found
+    assert found <= endpoints.ORDERS
+
+
+@pytest.mark.parametrize("path", sorted(endpoints.ORDERS))
+def test_who_may_give_orders(path):
+    engine = Engine()
+    door = Door(engine)
+
+    def knock(**about):
+        return asyncio.run(door.knock(path, **about))[0]
+
+    assert knock(client="10.0.0.7") == knock(origin="http://127.0.0.1:8000") == 403
+    assert knock(host="evil.example") == knock(**{"x-forwarded-for": "127.0.0.1"}) == 403
+    assert knock(root_path="/behind") == 200
+    door.door.token = "secret"
+    assert knock() == knock(authorization="Bearer wrong") == 403
+    assert door.passed == [path]
+    assert knock(authorization="Bearer secret", client="10.0.0.7") == 200
+    assert asyncio.run(door.knock("/v1/completions", client="10.0.0.7"))[0] == 200  # generating is not ours to guard
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "words"),
+    [
+        (b"{}", {"content-length": str(2**40)}, "At most"),
+        (b"{}", {"content-length": "1"}, "longer than it says"),
+        (b"{}", {"content-length": "0", "transfer-encoding": "chunked"}, "A body of 0 bytes"),
+        (b"[]", {}, "no JSON object"),
+        (b"\xff{", {}, "cannot be read"),
+        (b'{"a":' + b"[" * 9 + b"]" * 9 + b"}", {}, "more than 8 lists in one another"),
+        (b'{"update_info": {"ipc_handles_pickled": ""}}', {}, "pickled handles"),
+        (b'{"update_info": [{"ipc_handles_\\u0070ickled": "gAS"}]}', {}, "pickled handles"),
+    ],
+)
+def test_no_body_of_an_order_is_believed(body, headers, words):
+    door = Door(Engine())
+    status, answer = asyncio.run(door.knock("/update_weights", body, **headers))
+    assert status == 400
+    assert words in str(PrecisionError([*map(_problem, answer["problems"])]))
+    assert door.passed == []
+
+
+def test_an_order_comes_through_as_it_was_sent():
+    seen = []
+
+    class Reading(Door):
+        async def _app(self, scope, receive, send):
+            seen.append(await receive())
+            await super()._app(scope, receive, send)
+
+    door = Reading(Engine())
+    assert asyncio.run(door.knock("/update_weights", b'{"update_info": {"a": [1]}}'))[0] == 200
+    assert asyncio.run(door.knock("/resume", b""))[0] == 200
+    assert [event["body"] for event in seen] == [b'{"update_info": {"a": [1]}}', b""]
+
+
+def test_orders_wait_for_a_push_and_a_transfer_repairs_what_one_left():
+    async def scenario():
+        engine = Engine(abandon={"mixed": "push a died half-way"})
+        door = Door(engine)
+        await door.push("begin")
+        await door.push("write", pieces=[1])
+        waiting = asyncio.create_task(door.knock("/resume"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()  # it would let requests in among weights of two pushes
+        await door.push("abandon")
+        assert (await waiting)[0] == 503
+        assert (await door.knock("/finish_weight_update"))[0] == 200
+        assert (await door.knock("/v1/completions"))[0] == 503
+        engine.answers["abandon"] = {"mixed": ""}
+        assert (await door.knock("/finish_weight_update"))[0] == 200
+        assert (await door.knock("/v1/completions"))[0] == 200
+        engine.answers["abandon"] = {"mixed": "push b has begun and has not ended"}  # a weight transfer, and died
+        assert (await door.knock("/resume"))[0] == 503
+        assert (await door.knock("/v1/completions"))[0] == 503
+        assert "/resume" not in door.passed
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("version", ["step 7", None, 7, "x" * 2000, "a\nb"])
+def test_a_push_names_its_weights(version):
+    door = Door(Engine())
+
+    async def scenario():
+        await door.push("begin")
+        await door.push("write", pieces=[1])
+        return await door.push("finish", weight_version=version)
+
+    status, answer = asyncio.run(scenario())
+    if version == "step 7":
+        assert (status, answer["weight_version"], door.engine.version) == (200, version, version)
+    else:
+        assert status == 400
+        assert "weight_version is no short text" in str(answer)
 
 
 # ---------------------------------------------------------------------- bodies

@@ -162,8 +162,8 @@ def _apart(a, b):
 @pytest.mark.long
 def test_an_engine_without_amx_s_kernel_falls_back_and_says_so_once(checkpoint, monkeypatch, capfd):
     """vLLM's own switch takes the kernel away in every process; then the same engine runs, is pushed to, and answers as
-    ``decode`` does."""
-    wanted = engines.start(checkpoint("qwen3"), **engine_args(Precision(rollout="fp8"), kernel="decode"))
+    ``codes`` does."""
+    wanted = engines.start(checkpoint("qwen3"), **engine_args(Precision(rollout="fp8"), kernel="codes"))
     right = engines.log_probs(wanted)
     engines.stop(wanted)
     capfd.readouterr()
@@ -176,12 +176,12 @@ def test_an_engine_without_amx_s_kernel_falls_back_and_says_so_once(checkpoint, 
     assert {row["kernel"] for row in report.values()} == {"DecodeKernel"}
     assert torch.equal(found, right)
     said = "".join(capfd.readouterr())
-    assert said.count("weights are decoded before each GEMM on this CPU") == 1
+    assert said.count("this CPU multiplies with FP8 weights in FP32") == 1
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen3_moe"])
-@pytest.mark.parametrize("options", [{}, {"activations": "emulated"}, {"kernel": "decode"}])
+@pytest.mark.parametrize("options", [{}, {"activations": "emulated"}, {"kernel": "codes"}, {"kernel": "decode"}])
 def test_every_model_generates_on_every_path(checkpoint, kind, options):
     llm = engines.start(checkpoint(kind), **engine_args(Precision(rollout="fp8"), **options))
     assert engines.log_probs(llm).isfinite().all()

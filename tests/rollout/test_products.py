@@ -45,3 +45,115 @@ def test_emulated_activations_in_fp32_are_not_rounded():
     with Multiplied() as multiplied:
         ops.decoded_linear._init_fn(x, q.data, q.scale_inv, None, [128, 128], torch.bfloat16)
     assert multiplied.dtype is torch.float32
+
+
+# ---------------------------------------------------------------------- from the codes themselves
+
+TILES = {"fp32": ((128, 128), "fp32"), "pow2": ((128, 128), "pow2"), "mx": ((1, 32), "e8m0")}
+
+
+def _weight(rows, columns, tile, seed=0):
+    block, scale = TILES[tile]
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * columns**-0.5
+    return quantize(weight.bfloat16(), Operand("e4m3", block, scale))
+
+
+def _from_codes(x, q):
+    return ops._from_codes(x, q.data, q.scale_inv, list(q.block), 1000)
+
+
+needs_kernel = pytest.mark.skipif(
+    _from_codes(torch.ones(1, 128), _weight(8, 128, "fp32")) is None, reason="no kernel of codes for this processor"
+)
+
+
+@needs_kernel
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 33])
+@pytest.mark.parametrize("rows", [1, 128, 259])
+def test_a_product_from_codes_is_that_of_decoded_weights(tile, tokens, rows):
+    q = _weight(rows, 512, tile)
+    x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = x.double() @ q.dequantize_reference().double().t()
+    found, plain = _from_codes(x, q), x.float() @ q.dequantize_reference().t()
+    sizes = x.double().abs() @ q.dequantize_reference().double().abs().t()
+    assert found.dtype is torch.float32
+    assert ((found.double() - exact).abs() <= 2.0**-22 * sizes).all()
+    assert (found.double() - exact).norm() <= 2 * (plain.double() - exact).norm()
+
+
+@needs_kernel
+def test_every_code_has_its_value():
+    codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(128).view(256, 128).view(torch.float8_e4m3fn)
+    scale = torch.full((2, 1), 2.0**-3)
+    for column in (0, 1, 15, 16, 31, 127):
+        x = torch.zeros(1, 128)
+        x[0, column] = 1
+        found = ops._from_codes(x, codes, scale, [128, 128], 1)[0]
+        assert torch.equal(found.nan_to_num(7.5), (codes[:, column].float() * 2.0**-3).nan_to_num(7.5))
+
+
+@needs_kernel
+def test_a_code_that_is_no_number_is_seen_wherever_it_lies():
+    q, x = _weight(128, 256, "fp32"), torch.zeros(3, 256)
+    clean = _from_codes(x, q)
+    for row, column, code in ((0, 0, 0x7F), (5, 255, 0xFF), (127, 130, 0x7F)):
+        codes = q.data.view(torch.uint8).clone()
+        codes[row, column] = code
+        found = ops._from_codes(x, codes.view(torch.float8_e4m3fn), q.scale_inv, [128, 128], 3)
+        assert found[:, row].isnan().all()
+        found[:, row] = clean[:, row]
+        assert torch.equal(found, clean)
+
+
+@needs_kernel
+def test_sums_that_are_exact_are_the_same_from_codes():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(-4, 5, (6, 256), generator=g).bfloat16()
+    q = quantize(torch.randint(-4, 5, (128, 256), generator=g).bfloat16(), Operand("e4m3", (128, 128), "pow2"))
+    bias = torch.randint(-4, 5, (128,), generator=g).bfloat16()
+    both = [ops.decoded_linear._init_fn(x, q.data, q.scale_inv, bias, [128, 128], torch.bfloat16, n) for n in (0, 6)]
+    assert torch.equal(*both)
+
+
+@needs_kernel
+def test_few_tokens_take_codes_and_many_decode(monkeypatch):
+    q, decoded = _weight(256, 512, "fp32"), []
+    plain = ops.Quantized.dequantize
+    monkeypatch.setattr(ops.Quantized, "dequantize", lambda self, *a: decoded.append(1) or plain(self, *a))
+    for tokens, direct, decodes in ((4, 4, 0), (5, 4, 1), (1, 0, 1)):
+        decoded.clear()
+        x = torch.randn(tokens, 512).bfloat16()
+        out = ops.decoded_linear._init_fn(
+            x.view(1, tokens, 512), q.data, q.scale_inv, None, [128, 128], x.dtype, direct
+        )
+        assert out.shape == (1, tokens, 256)
+        assert len(decoded) == decodes
+
+
+@needs_kernel
+@pytest.mark.parametrize("group", [0, 128])
+def test_experts_take_codes_too(monkeypatch, group):
+    stack = [_weight(512, 256, "fp32", seed) for seed in range(4)], [_weight(256, 256, "fp32", 9 + i) for i in range(4)]
+    w13, w2 = (torch.stack([q.data.view(torch.uint8) for q in part]).view(torch.float8_e4m3fn) for part in stack)
+    s13, s2 = (torch.stack([q.scale_inv for q in part]) for part in stack)
+    x, share = torch.randn(6, 256, generator=torch.Generator().manual_seed(2)).bfloat16(), torch.rand(6, 2)
+    ids = torch.tensor([[0, 1], [1, 3], [3, 0], [0, 3], [1, 0], [3, 1]])
+    few, many = (
+        ops.decoded_experts._init_fn(x, w13, s13, w2, s2, share, ids, None, [128, 128], group, "fp32", direct)
+        for direct in (32, 0)
+    )
+    assert (
+        few.float() - many.float()
+    ).norm() < 2e-3 * many.float().norm()  # BF16 between the GEMMs, rounded the other way
+    assert few.any()
+
+
+def test_what_does_not_fit_is_refused():
+    q = _weight(128, 256, "fp32")
+    with pytest.raises(ValueError, match="scales"):
+        ops._from_codes(torch.ones(1, 256), q.data, q.scale_inv[:, :1], [128, 128], 1)
+    with pytest.raises(ValueError, match="times"):
+        ops._from_codes(torch.ones(1, 128), q.data, q.scale_inv, [128, 128], 1)
+    odd = _weight(128, 200, "fp32")  # no whole tiles: decoded instead
+    assert _from_codes(torch.ones(1, 200), odd) is None

@@ -1,7 +1,8 @@
-"""A push through vLLM's weight-transfer API, by the name ``nemo_fp8``: the same receipt and the same bits as any push."""
+"""A push through vLLM's weight-transfer API, by the name ``nemo_fp8``: the receipt and the bits of any other push."""
 
 import os
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_a_push_that_is_refused_or_dies_is_told_and_repaired(llm, checkpoint):
     source = Weights(checkpoint("qwen3", 1))
     trainer = trainer_of(llm, source)
     left_out = source.tensors.pop("model.layers.2.mlp.up_proj.weight")
-    with pytest.raises(PrecisionError, match="lacks model.layers.2.mlp.up_proj"):
+    with pytest.raises(PrecisionError, match=r"lacks model\.layers\.2\.mlp\.up_proj"):
         trainer.send_weights()
     assert torch.equal(log_probs(llm, 1, 200), old)
     source.tensors["model.layers.2.mlp.up_proj.weight"] = left_out
@@ -153,8 +154,8 @@ def test_no_update_from_outside_is_believed(llm, checkpoint):
         llm.update_weights({"update_info": {"call": call, "message": {}, "mailbox": box.address()}})
         assert "is no call of a push" in box.answers()[0]["problems"][0][0]
         llm.finish_weight_update()
+    llm.start_weight_update()
     with pytest.raises(Exception, match="Invalid update_info"):
-        llm.start_weight_update()
         llm.update_weights({"update_info": {"ipc_handles_pickled": "gASVAAAA"}})
     assert torch.equal(log_probs(llm, 1, 200), old)
     box.close()
@@ -254,7 +255,7 @@ def test_letters_are_not_believed():
             mailbox.write(address | change, 0, {})
     with pytest.raises(PrecisionError, match="no mailbox for worker 256"):
         mailbox.write(address, mailbox.MOST_WORKERS, {})
-    resident = int(open("/proc/self/statm").read().split()[1]) * 4096
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     assert resident < 8 << 30  # 32 GiB of slots, of which a few pages exist
     box.close()
 

@@ -54,6 +54,7 @@ ORDERS = frozenset(
         "reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "release_kv_cache_memory",
     )
 )  # fmt: skip
+RESUMING = ("/resume", "/wake_up")
 PICKLED = "ipc_handles_pickled"
 TRY_AGAIN_LATER = 1013  # a code with which a websocket is closed
 # 128 bytes for each tensor of the longest manifest. The server answers nobody while it parses a message, which takes
@@ -136,16 +137,24 @@ class RefitEndpoints:
             return
         engine = scope["app"].state.engine_client
         await self._wait_for_end(engine)
+        if path_of(scope) in RESUMING and await self._is_mixed(engine):
+            await _reply(send, 503, {"error": self._refusal()})
+            return
         whole = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> MutableMapping[str, Any]:
             return whole.pop() if whole else await receive()
 
         await self.app(scope, again, send)
-        if self.died and path_of(scope) == "/finish_weight_update":
-            answers = await self._call(engine, "abandon", {"push": None})
-            if not _mixed(answers):  # a weight transfer has repaired what a push left behind
-                await self._open(engine)
+        if self.died and path_of(scope) == "/finish_weight_update" and not await self._is_mixed(engine):
+            await self._open(engine)  # a weight transfer has repaired what a push left behind
+
+    async def _is_mixed(self, engine: Any) -> bool:
+        """Ask the workers whether they hold weights of two pushes, and refuse requests if they do."""
+        mixed = _mixed(await self._call(engine, "abandon", {"push": None}))  # which is the number of no push
+        if mixed and not self.died:
+            self._die(mixed)
+        return bool(mixed)
 
     async def _wait_for_end(self, engine: Any) -> None:
         """Wait until no push is writing, or it died, or the engine did (which then refuses requests by itself)."""

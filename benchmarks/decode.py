@@ -1,0 +1,95 @@
+"""What tokens cost on a CPU: engines in BF16, in FP8 that multiply from codes, and in FP8 that decode on each call.
+
+    .venv-rollout/bin/python benchmarks/decode.py            a table
+    .venv-rollout/bin/python benchmarks/decode.py --json     one JSON object
+
+Only ratios within one run mean anything. All engines hold the same model (203 M parameters), live in one process and
+take turns; the best turn of each counts. Decoding is timed by generating two lengths after the same short prompt: the
+difference in time, over the difference in tokens, so that the prompt is in neither. A prompt is timed by one token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))  # whose engines and models it takes
+
+SHAPE = {"hidden": 2048, "layers": 4, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128}
+BATCHES, PROMPT = (1, 8), (8, 256)
+SHORT, LONG = 2, 14
+
+
+def seconds(llm: Any, prompts: list[dict[str, Any]], tokens: int) -> float:
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    asked = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=0.0, detokenize=False)
+    start = time.perf_counter()
+    llm.generate(prompts, asked, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def decode_rate(llm: Any, batch: int) -> float:
+    """Tokens that a batch generates in a second, without its prompt."""
+    from support.rollout.engines import prompts
+
+    asked = prompts(batch, 8)
+    return batch * (LONG - SHORT) / (seconds(llm, asked, LONG) - seconds(llm, asked, SHORT))
+
+
+def prompt_rate(llm: Any) -> float:
+    """Tokens of prompts that are read in a second."""
+    from support.rollout.engines import prompts
+
+    return PROMPT[0] * PROMPT[1] / seconds(llm, prompts(*PROMPT), 1)
+
+
+def main() -> None:
+    from support.rollout import settings
+
+    settings.put_in_place()
+    from support.rollout import engines, models
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--prompts", action="store_true", help="time prompts, too, which takes minutes in BF16")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    kinds = {"bf16": {}, "codes": engines.fp8(kernel="codes"), "decode": engines.fp8(kernel="decode")}
+    best: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = models.write(Path(folder) / "model", "qwen3", 0, **SHAPE)
+        running = {
+            kind: engines.start(path, **arguments, max_num_batched_tokens=4096, max_model_len=512)
+            for kind, arguments in kinds.items()
+        }
+        jobs = {f"decode_{batch}": lambda llm, batch=batch: decode_rate(llm, batch) for batch in BATCHES}
+        if options.prompts:
+            jobs["prompt"] = prompt_rate
+        for _ in range(options.turns):
+            for job, rate in jobs.items():
+                for kind, llm in running.items():
+                    name = f"{kind}_{job}_tokens_s"
+                    best[name] = max(best.get(name, 0.0), rate(llm))
+        for llm in running.values():
+            engines.stop(llm)
+    for job in jobs:
+        for kind in ("codes", "decode"):
+            best[f"{kind}_{job}_of_bf16"] = best[f"{kind}_{job}_tokens_s"] / best[f"bf16_{job}_tokens_s"]
+    if options.json:
+        print(json.dumps({name: round(value, 3) for name, value in best.items()}))
+        return
+    for job in jobs:
+        rates = "  ".join(f"{kind} {best[f'{kind}_{job}_tokens_s']:8.1f}" for kind in kinds)
+        print(f"{job:<10}{rates}   tokens/s;  codes / BF16 {best[f'codes_{job}_of_bf16']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
