@@ -6,8 +6,9 @@
 Each version is laid over the rollout environment in a folder of its own (``pip install --no-deps --target``), which
 takes a minute and half a gigabyte under ``--folder``. Then, in a process that sees it first: the table of internals is
 checked, a dense and a MoE model are quantized at load, every code and scale is compared with the reference inside the
-worker, then and after a push of other weights; a push of the first weights brings back what the engine answered when it
-was fresh, bit by bit; and text is generated. `--json` for scripts; exit code 1 if a version does not work.
+worker, then and after a push of other weights; a push of the first weights, through vLLM's weight-transfer API, brings
+back what the engine answered when it was fresh, bit by bit; and text is generated. What only some versions have
+(``compatibility.FEATURES``) is looked for, and used where it is. `--json` for scripts; exit code 1 if a version does not work.
 """
 
 from __future__ import annotations
@@ -93,17 +94,24 @@ def smoke(answer: Path) -> int:
 def steps() -> Any:
     import torch
     import vllm
-    from support.rollout import engines, models
+    from support.rollout import engines, models, trainers
 
     from nemo_fp8.rollout.engine import compatibility
     from nemo_fp8.rollout.refit import Refit
 
     yield "vllm", vllm.__version__
     yield "internals that do not fit", compatibility.misfits()
+    has = {name: internal.misfit() is None for name, (_, internal) in compatibility.FEATURES.items()}
+    yield "has", [name for name in has if has[name]]
+    number = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    assert has == {
+        name: number >= tuple(map(int, since.split("."))) for name, (since, _) in compatibility.FEATURES.items()
+    }
     with tempfile.TemporaryDirectory() as place:
         for kind in ("qwen3", "qwen3_moe"):
             old, new = (models.write(Path(place) / f"{kind}-{seed}", kind, seed) for seed in (0, 1))
             arguments = engines.fp8() | {"worker_extension_cls": "support.rollout.worker_check.CheckedWorker"}
+            arguments["weight_transfer_config"] = {"backend": "nemo_fp8"}
             llm = engines.start(old, **arguments)
             (checked,) = llm.collective_rpc("nemo_fp8_check", args=(str(old),))
             yield f"{kind}: codes and scales compared, different", [checked["compared"], len(checked["differ"])]
@@ -114,8 +122,10 @@ def steps() -> Any:
             (checked,) = llm.collective_rpc("nemo_fp8_check", args=(str(new),))
             yield f"{kind}: after a push, different", len(checked["differ"])
             other = engines.log_probs(llm)
-            Refit(llm).push(dict(models.tensors_of(old)), verify=True).require()
+            receipt = trainers.trainer_of(llm, trainers.Weights(old), verify=True).send_weights().require()
+            assert llm.get_weight_version() == receipt.weight_version == receipt.push
             same = torch.equal(engines.log_probs(llm), fresh)
+            assert trainers.versions_of(llm) == ({receipt.push} if has["weight_versions"] else None)
             text = llm.generate(engines.prompts(1), use_tqdm=False)[0].outputs[0].text
             engines.stop(llm)
             yield f"{kind}: push bitwise as a fresh engine", same

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.rollout.engines import fp8, log_probs, prompts
+from support.rollout.engines import fp8, log_probs
 from support.rollout.models import tensors_of
 from support.rollout.servers import Served, ask
+from support.rollout.trainers import Weights, trainer_of, versions_of
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout import Refit
@@ -17,25 +18,6 @@ from nemo_fp8.rollout.refit import mailbox
 from nemo_fp8.rollout.refit.memory import Shared
 
 BACKEND = {"weight_transfer_config": {"backend": "nemo_fp8"}}
-
-
-class Weights:
-    """What a trainer gives vLLM: its parameters, as often as they are wanted."""
-
-    def __init__(self, folder):
-        self.tensors = dict(tensors_of(folder))
-        self.ends_after = None
-
-    def metadata(self):
-        from vllm.distributed.weight_transfer.base import ParamMeta
-
-        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
-
-    def __iter__(self):
-        for i, pair in enumerate(self.tensors.items()):
-            if i == self.ends_after:
-                raise OSError("the trainer fell over")
-            yield pair
 
 
 class FourCalls:
@@ -55,26 +37,6 @@ class FourCalls:
 
     def finish_weight_update(self, weight_version=None):
         self.llm.finish_weight_update(weight_version)
-
-
-def trainer_of(client, source, **about):
-    """By vLLM's own factory, which knows the name since it loaded our plugin."""
-    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-    from vllm.plugins import load_general_plugins
-
-    from nemo_fp8.rollout.refit.transfer import NemoFp8TrainerInit
-
-    load_general_plugins()
-    return WeightTransferTrainerFactory.trainer_init(NemoFp8TrainerInit(rank=0, **about), client=client, source=source)
-
-
-def versions_of(llm):
-    """The weight versions of an answer's tokens; None where vLLM does not tell."""
-    from vllm import SamplingParams
-
-    (answer,) = llm.generate(prompts(1), SamplingParams(max_tokens=3, temperature=0.0), use_tqdm=False)
-    spans = getattr(answer.outputs[0], "weight_versions", None)
-    return None if spans is None else {getattr(span, "weight_version", None) or span[0] for span in spans}
 
 
 def test_what_this_vllm_has_is_what_the_table_says():
