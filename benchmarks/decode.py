@@ -1,7 +1,8 @@
-"""What tokens cost on a CPU: engines in BF16, in FP8 that multiply from codes, and in FP8 that decode on each call.
+"""What tokens cost on a CPU: engines in BF16 and in FP8, whose products take the codes or decode them on each call.
 
-    .venv-rollout/bin/python benchmarks/decode.py            a table
-    .venv-rollout/bin/python benchmarks/decode.py --json     one JSON object
+    .venv-rollout/bin/python benchmarks/decode.py                        a table
+    .venv-rollout/bin/python benchmarks/decode.py --json                 one JSON object
+    .venv-rollout/bin/python benchmarks/decode.py --kernels codes        without the engine that decodes
 
 Only ratios within one run mean anything. All engines hold the same model (203 M parameters), live in one process and
 take turns; the best turn of each counts. Decoding is timed by generating two lengths after the same short prompt: the
@@ -60,9 +61,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prompts", action="store_true", help="time prompts, too, which takes minutes in BF16")
+    parser.add_argument("--kernels", nargs="*", default=["codes", "decode"], choices=["auto", "codes", "decode"])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    kinds = {"bf16": {}, "codes": engines.fp8(kernel="codes"), "decode": engines.fp8(kernel="decode")}
+    kinds = {"bf16": {}} | {kernel: engines.fp8(kernel=kernel) for kernel in options.kernels}
     best: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = models.write(Path(folder) / "model", "qwen3", 0, **SHAPE)
@@ -81,14 +83,15 @@ def main() -> None:
         for llm in running.values():
             engines.stop(llm)
     for job in jobs:
-        for kind in ("codes", "decode"):
+        for kind in options.kernels:
             best[f"{kind}_{job}_of_bf16"] = best[f"{kind}_{job}_tokens_s"] / best[f"bf16_{job}_tokens_s"]
     if options.json:
         print(json.dumps({name: round(value, 3) for name, value in best.items()}))
         return
     for job in jobs:
         rates = "  ".join(f"{kind} {best[f'{kind}_{job}_tokens_s']:8.1f}" for kind in kinds)
-        print(f"{job:<10}{rates}   tokens/s;  codes / BF16 {best[f'codes_{job}_of_bf16']:.2f}")
+        ratios = "  ".join(f"{kind} / bf16 {best[f'{kind}_{job}_of_bf16']:.2f}" for kind in options.kernels)
+        print(f"{job:<10}{rates}   tokens/s;  {ratios}")
 
 
 if __name__ == "__main__":
