@@ -116,9 +116,9 @@ WAYS = (
         DECODED,
         ("rollout-fp8", "rollout-tensor", "rollout-mxfp8"),
         EMULATED,
-        "Weights are kept in FP8 and decoded before each product, with the same codes and scales. "
-        "Without BF16 units in the CPU, prompts are read several times faster than in BF16; one token at a time is "
-        "several times slower.",
+        "Weights are kept in FP8, with the same codes and scales, and multiplied in FP32: from their codes for a few "
+        "tokens, decoded for more. Without BF16 units in the CPU, prompts are read several times faster than in BF16, "
+        "and tokens are generated at least as fast.",
     ),
     Way(CPU, ("kv-cache-fp8",), NATIVE, "vLLM keeps keys and values in FP8 on a CPU too."),
     Way(
