@@ -3,10 +3,12 @@
     .venv-rollout/bin/python benchmarks/decode.py                        a table
     .venv-rollout/bin/python benchmarks/decode.py --json                 one JSON object
     .venv-rollout/bin/python benchmarks/decode.py --kernels codes        without the engine that decodes
+    .venv-rollout/bin/python benchmarks/decode.py --products             the products of one layer, without an engine
 
 Only ratios within one run mean anything. All engines hold the same model (203 M parameters), live in one process and
 take turns; the best turn of each counts. Decoding is timed by generating two lengths after the same short prompt: the
 difference in time, over the difference in tokens, so that the prompt is in neither. A prompt is timed by one token.
+Products are told in processor time of one thread, which a busy machine changes less.
 """
 
 from __future__ import annotations
@@ -52,6 +54,45 @@ def prompt_rate(llm: Any) -> float:
     return PROMPT[0] * PROMPT[1] / seconds(llm, prompts(*PROMPT), 1)
 
 
+def products(turns: int) -> dict[str, float]:
+    """Milliseconds of the four products of one layer, for some numbers of tokens, and how BF16's compare."""
+    import torch
+
+    from nemo_fp8.contract import Operand
+    from nemo_fp8.numerics import quantize
+    from nemo_fp8.rollout.engine import ops
+
+    torch.set_num_threads(1)
+    hidden, inner = SHAPE["hidden"], SHAPE["intermediate"]
+    attention, draws = SHAPE["heads"] * SHAPE["head_dim"], torch.Generator().manual_seed(0)
+    shapes = [(2 * attention, hidden), (hidden, attention), (2 * inner, hidden), (hidden, inner)]
+    weights = [(torch.randn(shape, generator=draws) * shape[1] ** -0.5).bfloat16() for shape in shapes]
+    codes = [quantize(weight, Operand("e4m3", (128, 128), "fp32")) for weight in weights]
+    best: dict[str, float] = {}
+    for tokens in (1, 8, 64):
+        x = {width: torch.randn(tokens, width, generator=draws).bfloat16() for width in (hidden, attention, inner)}
+
+        def ours(direct: int, x: dict[int, torch.Tensor] = x) -> None:
+            for q in codes:
+                ops.decoded_linear(x[q.data.shape[1]], q.data, q.scale_inv, None, [128, 128], torch.bfloat16, direct)
+
+        def bf16(_: int, x: dict[int, torch.Tensor] = x) -> None:
+            for weight in weights:
+                torch.nn.functional.linear(x[weight.shape[1]], weight)
+
+        for _ in range(turns):
+            for kind, run, direct in (("bf16", bf16, 0), ("codes", ours, tokens), ("decode", ours, 0)):
+                start = time.thread_time()
+                run(direct)
+                spent, name = time.thread_time() - start, f"{kind}_{tokens}_tokens_ms"
+                best[name] = min(best.get(name, spent * 1e3), spent * 1e3)
+        for kind in ("codes", "decode"):
+            best[f"{kind}_{tokens}_tokens_of_bf16"] = (
+                best[f"bf16_{tokens}_tokens_ms"] / best[f"{kind}_{tokens}_tokens_ms"]
+            )
+    return best
+
+
 def main() -> None:
     from support.rollout import settings
 
@@ -62,8 +103,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prompts", action="store_true", help="time prompts, too, which takes minutes in BF16")
     parser.add_argument("--kernels", nargs="*", default=["codes", "decode"], choices=["auto", "codes", "decode"])
+    parser.add_argument("--products", action="store_true", help="the products of one layer only, without an engine")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.products:
+        print(json.dumps({name: round(value, 2) for name, value in products(options.turns).items()}, indent=1))
+        return
     kinds = {"bf16": {}} | {kernel: engines.fp8(kernel=kernel) for kernel in options.kernels}
     best: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:

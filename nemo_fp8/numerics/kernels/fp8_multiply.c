@@ -64,7 +64,10 @@ INLINE void multiply_block(const multiply_job *j, int64_t row, int64_t token, in
     }
     for (int64_t b = 0; b < tiles; b++) {
         reals sum[ROWS_AT_ONCE][TOKENS_AT_ONCE];
-        for (int r = 0; r < rows; r++) for (int t = 0; t < tokens; t++) sum[r][t] = V(setzero_ps)();
+        for (int r = 0; r < rows; r++) {
+            ask_for(j->codes + (row + r + rows) * j->cols + b * j->tile_cols, j->tile_cols);
+            for (int t = 0; t < tokens; t++) sum[r][t] = V(setzero_ps)();
+        }
         for (int64_t c = b * j->tile_cols; c < (b + 1) * j->tile_cols; c += GROUP) {
             for (int r = 0; r < rows; r++) {
                 words codes = widen_codes(j->codes + (row + r) * j->cols + c);

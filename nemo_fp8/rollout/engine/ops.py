@@ -23,7 +23,7 @@ from nemo_fp8.numerics.kernels import cpu
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
 
-DIRECT = 32
+DIRECT = 64
 """With so many tokens, and fewer, a product from codes is faster than one from decoded weights."""
 
 
