@@ -1,12 +1,11 @@
 """What tokens cost on a CPU: engines in BF16 and in FP8, whose products take the codes or decode them on each call.
 
-    .venv-rollout/bin/python benchmarks/decode.py                        a table
-    .venv-rollout/bin/python benchmarks/decode.py --json                 one JSON object
+    .venv-rollout/bin/python benchmarks/decode.py                        both kernels; --json prints one line
     .venv-rollout/bin/python benchmarks/decode.py --kernels codes        without the engine that decodes
     .venv-rollout/bin/python benchmarks/decode.py --products             the products of one layer, without an engine
 
 Only ratios within one run mean anything. All engines hold the same model (203 M parameters), live in one process and
-take turns; the best turn of each counts. Decoding is timed by generating two lengths after the same short prompt: the
+take turns; the least time of each counts. Decoding is timed by generating two lengths after the same short prompt: the
 difference in time, over the difference in tokens, so that the prompt is in neither. A prompt is timed by one token.
 Products are told in processor time of one thread, which a busy machine changes less.
 """
@@ -39,19 +38,13 @@ def seconds(llm: Any, prompts: list[dict[str, Any]], tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def decode_rate(llm: Any, batch: int) -> float:
-    """Tokens that a batch generates in a second, without its prompt."""
-    from support.rollout.engines import prompts
-
-    asked = prompts(batch, 8)
-    return batch * (LONG - SHORT) / (seconds(llm, asked, LONG) - seconds(llm, asked, SHORT))
-
-
-def prompt_rate(llm: Any) -> float:
-    """Tokens of prompts that are read in a second."""
-    from support.rollout.engines import prompts
-
-    return PROMPT[0] * PROMPT[1] / seconds(llm, prompts(*PROMPT), 1)
+def rates(took: dict[tuple[int, int, int], float]) -> dict[str, float]:
+    """Tokens in a second, from the least seconds of each job: (prompts, their length, tokens that are generated)."""
+    found = {
+        f"decode_{batch}": batch * (LONG - SHORT) / (took[batch, 8, LONG] - took[batch, 8, SHORT]) for batch in BATCHES
+    }
+    read = took.get((*PROMPT, 1))
+    return found | ({} if read is None else {"prompt": PROMPT[0] * PROMPT[1] / read})
 
 
 def products(turns: int) -> dict[str, float]:
@@ -110,33 +103,29 @@ def main() -> None:
         print(json.dumps({name: round(value, 2) for name, value in products(options.turns).items()}, indent=1))
         return
     kinds = {"bf16": {}} | {kernel: engines.fp8(kernel=kernel) for kernel in options.kernels}
-    best: dict[str, float] = {}
+    from support.rollout.engines import prompts
+
+    jobs = [(batch, 8, tokens) for batch in BATCHES for tokens in (SHORT, LONG)]
+    jobs += [(*PROMPT, 1)] if options.prompts else []
+    took: dict[str, dict[tuple[int, int, int], float]] = {kind: {} for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
         path = models.write(Path(folder) / "model", "qwen3", 0, **SHAPE)
         running = {
             kind: engines.start(path, **arguments, max_num_batched_tokens=4096, max_model_len=512)
             for kind, arguments in kinds.items()
         }
-        jobs = {f"decode_{batch}": lambda llm, batch=batch: decode_rate(llm, batch) for batch in BATCHES}
-        if options.prompts:
-            jobs["prompt"] = prompt_rate
         for _ in range(options.turns):
-            for job, rate in jobs.items():
+            for job in jobs:
                 for kind, llm in running.items():
-                    name = f"{kind}_{job}_tokens_s"
-                    best[name] = max(best.get(name, 0.0), rate(llm))
+                    spent = seconds(llm, prompts(*job[:2]), job[2])
+                    took[kind][job] = min(took[kind].get(job, spent), spent)
         for llm in running.values():
             engines.stop(llm)
-    for job in jobs:
-        for kind in options.kernels:
-            best[f"{kind}_{job}_of_bf16"] = best[f"{kind}_{job}_tokens_s"] / best[f"bf16_{job}_tokens_s"]
-    if options.json:
-        print(json.dumps({name: round(value, 3) for name, value in best.items()}))
-        return
-    for job in jobs:
-        rates = "  ".join(f"{kind} {best[f'{kind}_{job}_tokens_s']:8.1f}" for kind in kinds)
-        ratios = "  ".join(f"{kind} / bf16 {best[f'{kind}_{job}_of_bf16']:.2f}" for kind in options.kernels)
-        print(f"{job:<10}{rates}   tokens/s;  {ratios}")
+    found = {kind: rates(of_kind) for kind, of_kind in took.items()}
+    best = {f"{kind}_{job}_tokens_s": rate for kind in kinds for job, rate in found[kind].items()}
+    for kind in options.kernels:
+        best |= {f"{kind}_{job}_of_bf16": found[kind][job] / found["bf16"][job] for job in found[kind]}
+    print(json.dumps({name: round(value, 3) for name, value in best.items()}, indent=None if options.json else 1))
 
 
 if __name__ == "__main__":

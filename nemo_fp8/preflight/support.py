@@ -118,7 +118,7 @@ WAYS = (
         EMULATED,
         "Weights are kept in FP8, with the same codes and scales, and multiplied in FP32: from their codes for a few "
         "tokens, decoded for more. Without BF16 units in the CPU, prompts are read several times faster than in BF16, "
-        "and tokens are generated at least as fast.",
+        "and products of a few tokens are faster, too.",
     ),
     Way(CPU, ("kv-cache-fp8",), NATIVE, "vLLM keeps keys and values in FP8 on a CPU too."),
     Way(
