@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
@@ -71,11 +71,7 @@ class NemoFp8Config(QuantizationConfig):
             reason = reason_to_keep_experts(
                 self.precision, prefix, self._layers(), moe.num_logical_experts, inner, moe.hidden_dim_unpadded
             )
-            if reason is None:
-                return experts.method_for(self, layer, prefix)
-            method = UnquantizedFusedMoEMethod(layer.moe_config)
-            method.nemo_fp8_reason = reason
-            return method
+            return experts.method_for(self, layer, prefix) if reason is None else experts.unquantized(layer, reason)
         if isinstance(layer, Attention):
             kv.require_cache(layer.kv_cache_dtype)
             return BaseKVCacheMethod(self)

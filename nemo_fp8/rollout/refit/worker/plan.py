@@ -46,7 +46,7 @@ class Plan:
         codes = {manifest.places[manifest[i].name.removesuffix(SCALES)]: i for i in self.scales}
         self.needed = set(self.routes.by_entry) | {codes[i] for i in self.routes.by_entry if i in codes}
         """Numbers of the tensors that this worker holds a part of, and of their scales."""
-        self.whole = {route.entry for route in self.routes if route.source is None} | self.scales
+        self.whole = {i for route in self.routes if route.source is None for i in route.entries} | self.scales
         """Numbers of the tensors that must come in one piece."""
         self.problems = [*self._refused()]
 
