@@ -139,9 +139,10 @@ FAMILIES = {
     "kimi_linear": ("KimiLinearConfig", COMMON | LATENT | EXPERTS | {
         "num_shared_experts": 1, "first_k_dense_replace": 1, "linear_attn_config": {
             "kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 64, "short_conv_kernel_size": 4}}),
-    "lfm2": ("Lfm2Config", DENSE | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "lfm2": ("Lfm2Config", DENSE | {
+        "conv_dim": 256, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": ("Lfm2MoeConfig", DENSE | EXPERTS | {
-        "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+        "conv_dim": 256, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "mamba": ("MambaConfig", MAMBA | {"state_size": 16, "intermediate_size": 512}),
     "mamba2": ("Mamba2Config", MAMBA | {"num_heads": 8, "head_dim": 64, "state_size": 64, "n_groups": 1,
                "chunk_size": 64}),
