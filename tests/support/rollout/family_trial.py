@@ -33,12 +33,24 @@ def folders(root, family):
     ]
 
 
-def in_memory(root, family):
+def tried(root, family, trial):
+    """What a trial found; why vLLM itself does not start the family's model here, if it does not."""
+    known = {"config": families.FAMILIES[family][0]}
+    try:
+        return known | {"architecture": architecture(root, family), trial.__name__: trial(root, family)}
+    except Exception:
+        why = not_in_bf16(root, family)
+        if not why:
+            raise
+        return known | {"not in BF16": why}
+
+
+def in_memory(root, family, **contract):
     """What a model of this family holds in FP8, what its loader computes, and what a push left unlike a load."""
     from rollout.test_reload import differing, held
 
     old, new = folders(root, family)
-    worker = HeldWorker(build(old))
+    worker = HeldWorker(build(old, **contract))
     model = worker.model_runner.get_model()
     receipt = Refit(worker, chunk=2**20).push(weights_of(new), verify=True)
     prints = {tensor.name: dict(tensor.fingerprints) for tensor in receipt.tensors}
@@ -52,7 +64,7 @@ def in_memory(root, family):
         "problems": [str(problem) for problem in receipt.problems],
         "verified": receipt.verified,
         "read back otherwise": told,
-        "differing": differing(held(model), held(build(new))),
+        "differing": differing(held(model), held(build(new, **contract))),
     }
 
 
