@@ -75,7 +75,8 @@ def _row(name: str, found: dict[str, Any]) -> str:
 
 def _last(names: list[str]) -> str:
     """Return the last words of modules' or tensors' names, each once."""
-    short = (name.removesuffix(".weight").rsplit(".", 2 if name.endswith(".bias") else 1)[1:] for name in names)
+    whole = (name.removesuffix(".weight").removesuffix(".*") for name in names)
+    short = (name.rsplit(".", 2 if name.endswith(".bias") else 1)[1:] for name in whole)
     return ", ".join(dict.fromkeys(".".join(words) for words in short))
 
 

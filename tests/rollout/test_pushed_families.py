@@ -93,7 +93,7 @@ def test_verify_says_no_where_a_bit_is_wrong(family, name, parameter, place):
 
 
 @pytest.mark.parametrize(("name", "tensor", "made"), [
-    ("mamba2", "backbone.layers.0.mixer.A_log", "a cast, exp, neg"),
+    ("mamba2", "backbone.layers.0.mixer.A_log", "exp, neg"),
     ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.weight", "a copy in another order"),
     ("llama4", "model.layers.0.self_attn.q_proj.weight", "a copy in another order"),
     ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj", "a copy in another order"),
@@ -107,7 +107,8 @@ def test_what_a_loader_computes_is_in_the_receipt(family, name, tensor, made):
     (told,) = [dict(one.fingerprints) for one in receipt.tensors if one.name == tensor]
     whole = ",".join(f"0:{n}" for n in weights[tensor].shape)
     assert told.pop(whole) == fingerprint(weights[tensor])
-    assert told == read_back(worker)[tensor]
+    back = read_back(worker)[tensor]  # of blocks that are not the trainer's, and of packed weights, nothing
+    assert back == (told if name == "mamba2" else {})
     assert all(f" by {made} (" in part for part in told)
     kept = {one.name for one in receipt.tensors if one.kind != "fp8"}
     expected = {key: held for key, held in told_by(receipt).items() if key in kept}

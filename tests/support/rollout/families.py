@@ -95,7 +95,7 @@ FAMILIES = {
     "ernie4_5_moe": ("Ernie4_5_MoeConfig", DENSE | {
         "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 128, "moe_num_shared_experts": 1,
         "moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_layer_interval": 1}),
-    "exaone_moe": ("ExaoneMoeConfig", DENSE | EXPERTS | {
+    "exaone_moe": ("ExaoneMoeConfig", DENSE | EXPERTS | {"sliding_windows": None,
         "num_shared_experts": 1, "n_group": 1, "topk_group": 1, "sliding_window": 64,
         "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]}),
     "flex_olmo": ("FlexOlmoConfig", DENSE | EXPERTS | {"intermediate_size": 128}),
@@ -106,7 +106,8 @@ FAMILIES = {
     "granitemoeshared": ("GraniteMoeSharedConfig", LOCAL | {"shared_intermediate_size": 256}),
     "granitemoe_swa": ("GraniteMoeSWAConfig", LOCAL | {"shared_intermediate_size": 256, "sliding_window": 64}),
     "hunyuan_moe": ("HunYuanMoEV1Config", DENSE | EXPERTS | {"moe_topk": 2, "moe_intermediate_size": 512}),
-    "hy_v3": ("HYV3Config", DENSE | EXPERTS | {"num_shared_experts": 1, "first_k_dense_replace": 1,
+    "hy_v3": ("HYV3Config", DENSE | EXPERTS | {"expert_hidden_dim": 128, "num_shared_experts": 1,
+                                               "first_k_dense_replace": 1,
                                                "mlp_layer_types": ["dense", "sparse"]}),
     "laguna": ("LagunaConfig", DENSE | EXPERTS | {"shared_expert_intermediate_size": 128, "sliding_window": 64,
                "num_attention_heads_per_layer": [4, 4], "mlp_layer_types": ["dense", "sparse"],

@@ -4,8 +4,8 @@ A few of vLLM's loaders do not copy a tensor, but write what they made of it: Ma
 rows of q, k and v in another order, Llama 4's permuted heads. While :mod:`nemo_fp8.rollout.refit.worker.routes` runs a
 loader without weights, every operation on a pushed tensor becomes a step on a tape:
 
-    what Mamba's loader does      copy_(A, A_log)   x = _to_copy(A)   y = exp(x)   z = neg(y)   copy_(A, z)
-    what is repeated for A        the same five, with the pushed A_log, and with memory beside the model in place of A
+    what Mamba2's loader does     copy_(A, A_log)   x = exp(A)   y = neg(x)   copy_(A, y)
+    what is repeated for A        the same four, with the pushed A_log, and with memory beside the model in place of A
 
 The steps that lead to one write are a :class:`Computation`. Its tensors are views of storages, since views made by
 ``.data`` or ``narrow`` are all of one storage and the tape needs no step for them. So a loader that computes needs no
