@@ -23,9 +23,11 @@ sys.path.insert(0, str(ROOT / "tests"))  # whose families it tries
 
 
 def main() -> int:
-    from support.rollout import families, family_trial, settings
+    from support.rollout import settings
 
-    settings.put_in_place()
+    settings.put_in_place()  # before vLLM is imported
+    from support.rollout import families, family_trial
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[*families.FAMILIES])
     parser.add_argument("--engines", action="store_true", help="start engines, too, and compare log-probabilities")

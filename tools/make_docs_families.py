@@ -28,7 +28,8 @@ were read back. {versions}; {count} architectures.
 NOT = """
 ## Not started
 
-vLLM itself does not start these here in BF16, so nothing was tried:
+vLLM itself did not start these here in BF16 from the configuration that transformers makes (a checkpoint's own has keys that some of
+vLLM's models ask for), or without torchvision, so nothing was tried:
 
 | family | what vLLM says |
 |---|---|

@@ -7,7 +7,8 @@ take turns), hidden size 256, a vocabulary of 512.
 
 import torch
 
-VOCABULARY = 512
+from support.rollout.models import VOCABULARY, write_tokenizer
+
 COMMON = {
     "hidden_size": 256, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 512,
     "intermediate_size": 512, "num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -122,7 +123,8 @@ FAMILIES = {
         "max_position_embeddings": 512, **LATENT}),
     "mimo_v2_flash": ("MiMoV2FlashConfig", DENSE | ROUTED | {"n_group": 1, "n_shared_experts": None,
         "v_head_dim": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 64,
-        "swa_v_head_dim": 64, "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"],
+        "swa_v_head_dim": 64, "sliding_window": 64,
+        "hybrid_layer_pattern": [0, 1], "layer_types": ["full_attention", "sliding_attention"],
         "mlp_layer_types": ["dense", "sparse"]}),
     "minimax_m2": ("MiniMaxM2Config", LOCAL | {"intermediate_size": 128, "rotary_dim": 32, "scoring_func": "sigmoid"}),
     "mixtral": ("MixtralConfig", LOCAL),
@@ -178,4 +180,5 @@ def write(folder, family, seed=0):
         elif tensor.is_floating_point() and tensor.numel() > 1 and tensor.min() == tensor.max():
             tensor += torch.randn(tensor.shape).to(tensor.dtype) / 16
     model.save_pretrained(folder)
+    write_tokenizer(folder)
     return folder
