@@ -43,7 +43,8 @@ def main() -> int:
             found = family_trial.tried(options.folder, name, trial)
         except Exception as error:
             found, good = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}, False
-        record["families"][name] = record["families"].get(name, {}) | found
+        known = record["families"].get(name, {})
+        record["families"][name] = {key: known[key] for key in known if key not in ("error", "not in BF16")} | found
         record["families"] = {
             name: record["families"][name] for name in families.FAMILIES if name in record["families"]
         }
