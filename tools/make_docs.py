@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from make_docs_families import families
 from make_docs_support import lint, support
 from make_docs_types import front_door
 
@@ -61,6 +62,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "docs/recipes.md": recipes,
     "docs/support.md": support,
     "docs/lint.md": lint,
+    "docs/families.md": families,
     "nemo_fp8/__init__.pyi": front_door,
 }
 

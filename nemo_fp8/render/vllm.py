@@ -38,6 +38,8 @@ PLUGIN_OPTIONS = {
     # vLLM's FP8 kernel if it has one for this machine, else "codes": FP32 products that take the codes themselves for a
     # few tokens, and decode a weight for more. "decode" decodes it for any number of tokens.
     "kernel": ("auto", "codes", "decode"),
+    # vLLM's cache, of the type that its own argument says; or keys and values rounded to FP8 in one of BF16 (CPUs).
+    "cache": ("auto", "rounded"),
 }
 # Stock vLLM's online quantization by weight block, and its scales. One scale a weight is not among them:
 # there vLLM scales activations by token or by tensor, as the machine's kernel takes them.
@@ -115,7 +117,8 @@ def from_vllm(arguments: Mapping[str, Any]) -> Precision:
     if quantization is not None:
         fields |= {"rollout": "fp8", "deep_gemm": arguments.get("linear_backend") == "deep_gemm"}
     if quantization == PLUGIN:
-        fields |= from_plugin(arguments.get("hf_overrides", {}).get("quantization_config", {"quant_method": PLUGIN}))
+        config = arguments.get("hf_overrides", {}).get("quantization_config", {"quant_method": PLUGIN})
+        fields |= from_plugin(config) | ({"kv_cache": "fp8"} if config.get("cache") == "rounded" else {})
     elif quantization is not None:
         block = next(block for block, name in STOCK.items() if name == quantization)
         fields |= {"rollout_block": block, "weight_scale": STOCK_SCALES[block], "activation_scale": STOCK_SCALES[block]}

@@ -22,7 +22,7 @@ from nemo_fp8.contract.naming import load
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.preflight.doctor import require
 from nemo_fp8.preflight.machine import Machine
-from nemo_fp8.preflight.support import UNSUPPORTED, answer
+from nemo_fp8.preflight.support import ROUNDED, UNSUPPORTED, answer
 from nemo_fp8.render.vllm import options_of_plugin, to_vllm
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ def engine_args(
     ``"decode"`` decodes a weight for any number of tokens. ``machine`` is where the engine will run, a :class:`Machine`
     or its words; if not given, :func:`engine_machine` finds it if it can.
 
+    A CPU for which vLLM has no FP8 KV cache gets one in BF16, with keys and values rounded to FP8.
+
     Raises PrecisionError if vLLM cannot do this on ``machine``, or the environment contradicts the contract.
     """
     p = load(precision) if isinstance(precision, str) else precision
@@ -52,8 +54,17 @@ def engine_args(
     if where is not None:
         # Without DeepGEMM vLLM takes another kernel, and logs it: no reason to refuse.
         require(p.replace(deep_gemm=False), where, sides=("rollout",))
-    options = options_of_plugin({"activations": activations, "kernel": kernel})
-    arguments = to_vllm(p, plugin=True) | {"worker_extension_cls": WORKER}
+    rounded = p.kv_cache == "fp8" and where is not None and answer("kv-cache-fp8", where).way == ROUNDED
+    if rounded and p.rollout != "fp8":
+        raise PrecisionError(
+            "kv_cache='fp8' with generation in the compute dtype, on a CPU without AVX-512.",
+            "vLLM has no FP8 cache there, and it is nemo_fp8's quantization that rounds keys and values instead.",
+            "Set kv_cache='auto', or rollout='fp8'.",
+        )
+    options = options_of_plugin(
+        {"activations": activations, "kernel": kernel, "cache": "rounded" if rounded else "auto"}
+    )
+    arguments = to_vllm(p.replace(kv_cache="auto") if rounded else p, plugin=True) | {"worker_extension_cls": WORKER}
     if p.rollout == "fp8":
         contradictions = [*_contradicted(environment(p))]
         if contradictions:

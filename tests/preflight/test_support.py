@@ -20,6 +20,7 @@ from nemo_fp8.preflight.support import (
     NATIVE,
     NEEDS,
     RECIPES,
+    ROUNDED,
     TE,
     TE_CHECK,
     UNKNOWN,
@@ -143,7 +144,7 @@ def test_the_whole_verdict_is_te_s_or_names_why_it_is_stricter() -> None:
         ("cpu", "kv-cache-fp8", UNKNOWN),
         ("cpu,amx", "kv-cache-fp8", NATIVE),
         ("cpu,avx512", "kv-cache-fp8", NATIVE),
-        ("cpu,avx2", "kv-cache-fp8", UNSUPPORTED),
+        ("cpu,avx2", "kv-cache-fp8", EMULATED),
         ("a100", "kv-cache-fp8", UNKNOWN),
         ("h100", "rollout-deepgemm", NATIVE),
         ("b200", "rollout-deepgemm", NATIVE),
@@ -169,8 +170,10 @@ def test_a_cpu_without_amx_is_told_what_happens_at_which_price_and_what_does_not
     ):
         assert words in decoded.reason
     cache, checkpoint = answer("kv-cache-fp8", machine), answer("rollout-checkpoint", machine)
-    assert "AVX-512 or AMX" in cache.reason
-    assert "kv_cache='auto'" in cache.remedy
+    assert cache.way == ROUNDED
+    assert "rounded to FP8" in cache.reason
+    assert "no memory is saved" in cache.reason
+    assert "stay in BF16" in decoded.reason
     assert "needs AMX" in checkpoint.reason
     assert "Give the BF16 checkpoint" in checkpoint.remedy
 

@@ -32,10 +32,12 @@ class Here:
 
     def __init__(self):
         from nemo_fp8.preflight.machine import Machine
-        from nemo_fp8.preflight.support import AMX, answer
+        from nemo_fp8.preflight.support import AMX, CPU, answer
 
         self.machine, self.answer = Machine.here(), answer
         self.amx = answer("rollout-fp8", self.machine).way == AMX
+        self.caches_fp8 = answer("kv-cache-fp8", self.machine).way == CPU
+        """Whether vLLM has an FP8 KV cache; else ours is rounded."""
         self.linear = "CPUFp8BlockScaledMMKernel" if self.amx else "DecodeKernel"
         """The kernel of a linear in 128x128 blocks."""
         self.experts = "NemoFp8MoEMethod" if self.amx else "DecodedMoEMethod"

@@ -102,33 +102,36 @@ def test_options_are_checked():
 
 def test_what_the_machine_cannot_is_refused_before_an_engine_starts():
     """By its name, with the remedy; and only that."""
-    cached = Precision(rollout="fp8", kv_cache="fp8")
-    with pytest.raises(PrecisionError, match="FP8 KV cache") as caught:
-        engine_args(cached, machine="cpu,avx2,vllm0.31")
-    (problem,) = caught.value.problems
-    assert "AVX-512 or AMX" in problem.why
-    assert "kv_cache='auto'" in problem.remedy
-    with pytest.raises(PrecisionError, match="FP8 KV cache"):  # in BF16 otherwise, too
+    with pytest.raises(PrecisionError, match="kv_cache='fp8' with generation in the compute dtype") as caught:
         engine_args(Precision(kv_cache="fp8"), machine="cpu,avx2")
-    assert engine_args(cached, machine="cpu,avx512")["kv_cache_dtype"] == "fp8"
+    (problem,) = caught.value.problems
+    assert "no FP8 cache" in problem.why
+    assert "kv_cache='auto'" in problem.remedy
     for block in ("128x128", "tensor"):
         engine_args(Precision(rollout="fp8", rollout_block=block, deep_gemm=block == "128x128"), machine="cpu,avx2")
     engine_args("bf16_with_mxfp8_mixed", machine="cpu,avx2")
+
+
+def test_a_cache_that_vllm_has_not_is_rounded():
+    """A CPU without AVX-512 keeps BF16, and the plugin is told to round; the arguments still say the contract."""
+    cached = Precision(rollout="fp8", kv_cache="fp8")
+    rounded = engine_args(cached, machine="cpu,avx2,vllm0.31")
+    assert rounded["kv_cache_dtype"] == "auto"
+    assert rounded["hf_overrides"]["quantization_config"]["cache"] == "rounded"
+    assert from_vllm(rounded).kv_cache == "fp8"
+    native = engine_args(cached, machine="cpu,avx512")
+    assert native["kv_cache_dtype"] == "fp8"
+    assert native["hf_overrides"]["quantization_config"]["cache"] == "auto"
 
 
 def test_this_machine_is_asked_where_nothing_is_said(here):
     """With vLLM's CPU build beside us, the engine runs here."""
     assert engine_machine() == here.machine
     cached = Precision(rollout="fp8", kv_cache="fp8")
-    if here.can("kv-cache-fp8"):
-        assert engine_args(cached) == engine_args(cached, machine="cpu,avx512")
-    else:
-        with pytest.raises(PrecisionError, match="FP8 KV cache"):
-            engine_args(cached)
-        with pytest.raises(PrecisionError, match="FP8 KV cache"):
-            init_fp8({"precision": "fp8", "kv_cache_dtype": "fp8"}, "Qwen/Qwen3-8B", 1)
-        with pytest.raises(PrecisionError, match="FP8 KV cache"):
-            serve.server_for("Qwen/Qwen3-8B", cached)
+    like = "cpu,avx512" if here.caches_fp8 else "cpu,avx2"
+    assert engine_args(cached) == engine_args(cached, machine=like)
+    assert init_fp8({"precision": "fp8", "kv_cache_dtype": "fp8"}, "Qwen/Qwen3-8B", 1) == engine_args(cached)
+    assert ('"cache": "rounded"' in " ".join(serve.server_for("Qwen/Qwen3-8B", cached).words)) != here.caches_fp8
 
 
 @pytest.mark.parametrize(

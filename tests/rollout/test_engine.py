@@ -4,21 +4,22 @@ import math
 
 import pytest
 import torch
-from support.rollout import engines
+from support.rollout import engines, families
 from support.rollout.in_process import build, call
 from support.rollout.models import VOCABULARY, tensors_of
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout import Refit, engine_args, kv_scales
+from nemo_fp8.rollout.engine import kv
 
 FP8 = Precision(rollout="fp8")
 
 
 @pytest.fixture
-def llm(engine, checkpoint, here):
-    """A dense model in FP8, with an FP8 KV cache where vLLM has one: arguments as ``engine_args`` gives them."""
-    cached = here.can("kv-cache-fp8")
-    return engine(checkpoint("qwen3"), **engine_args(FP8.replace(kv_cache="fp8") if cached else FP8))
+def llm(engine, checkpoint):
+    """A dense model in FP8 with an FP8 KV cache, which is rounded where vLLM has none."""
+    return engine(checkpoint("qwen3"), **engine_args(FP8.replace(kv_cache="fp8")))
 
 
 def test_fp8_on_a_bf16_checkpoint_generates_and_never_yields_nan(llm, here):
@@ -56,8 +57,7 @@ def one_token_each(llm):
         llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
 
 
-def test_kv_scales_can_be_put_in_place(llm, here):
-    here.needs("kv-cache-fp8")
+def test_kv_scales_can_be_put_in_place(llm):
     before = llm.collective_rpc("nemo_fp8_kv_scales")[0]
     plain = engines.log_probs(llm)
     kv_scales.apply(llm.collective_rpc, dict.fromkeys(before, 0.03))
@@ -69,9 +69,30 @@ def test_kv_scales_can_be_put_in_place(llm, here):
     assert torch.equal(engines.log_probs(llm), plain)
 
 
-def test_calibrating_nothing_is_an_error(llm):
-    from nemo_fp8.errors import PrecisionError
+def test_an_fp8_cache_is_not_one_of_bf16(llm, engine, checkpoint):
+    """After all that was put on and taken off above, too. Scales of 1 round small values coarsely."""
+    cached = engines.log_probs(llm, 1)
+    plain = engines.log_probs(engine(checkpoint("qwen3"), **engine_args(FP8)), 1)
+    assert not torch.equal(cached, plain)
+    assert (cached - plain).abs().mean() < 0.1
 
+
+def test_what_is_rounded_is_what_an_fp8_cache_gives_back():
+    values = torch.tensor([0.0, 1.0, 1.06, -1.0625, 500.0, -1e9, 2.0**-9, 2.0**-11, 17.3], dtype=torch.bfloat16)
+    wanted = torch.tensor([0.0, 1.0, 1.0, -1.0, 448.0, -448.0, 2.0**-9, 0.0, 18.0], dtype=torch.bfloat16)
+    assert torch.equal(kv.rounded(values, 1.0), wanted)
+    assert torch.equal(kv.rounded(values * 0.25, 0.25), wanted * 0.25)
+
+
+def test_latents_are_not_rounded_and_it_is_said(tmp_path, here):
+    if here.caches_fp8:
+        pytest.skip("vLLM has a cache of its own")
+    arguments = engine_args(FP8.replace(kv_cache="fp8"))
+    with pytest.raises(PrecisionError, match="latent attention"):
+        build(families.write(tmp_path, "deepseek_v2"), arguments)
+
+
+def test_calibrating_nothing_is_an_error(llm):
     with pytest.raises(PrecisionError, match="Nothing was written to the KV cache of 8 layers"):
         kv_scales.calibrate(llm.collective_rpc, lambda: None)
     with pytest.raises(PrecisionError, match="percentile=0"):

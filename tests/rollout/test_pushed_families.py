@@ -1,10 +1,11 @@
-"""Families whose loaders do more than copy boxes of tensors: a verified push is a fresh load, and where no push can
-follow, it is said."""
+"""Families whose loaders do more than copy boxes of tensors: what they compute is computed again, and proven; where no
+push can follow, it is said."""
 
 import pytest
 import torch
 from rollout.test_reload import differing, held
 from support.rollout import families
+from support.rollout.family_trial import HeldWorker
 from support.rollout.in_process import Worker, build, weights_of
 
 from nemo_fp8.contract import Precision
@@ -12,36 +13,12 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.mismatch.engine import read_back
 from nemo_fp8.mismatch.weights import compare_weights, told_by
 from nemo_fp8.rollout import Refit
+from nemo_fp8.rollout.engine.report import grid_report
 from nemo_fp8.rollout.refit import fingerprint
-from nemo_fp8.rollout.refit.worker.held import NemoFp8Held
+from nemo_fp8.rollout.refit.worker.tape import Computation
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 C_ATTN = "transformer.h.1.attn.c_attn"
-# family -> tensors that its loader changes on the way, as it says at the start.
-UNPUSHABLE = {
-    "nemotron_h": ["mixer.A_log into model.layers.0.mixer.A by exp, neg"],
-    "mamba2": ["mixer.A_log into backbone.layers.0.mixer.A by exp, neg"],
-    "falcon_h1": ["mamba.A_log into model.layers.0.mamba.mamba.A by exp, neg"],
-    "gpt_neox": ["layers.0.attention.query_key_value.weight into", "by a copy in another order"],
-    "llama4": [
-        "layers.0.self_attn.q_proj.weight into",
-        "layers.0.self_attn.k_proj.weight into",
-        "by a copy in another order",
-    ],
-    "gpt_oss": [
-        "layers.0.mlp.experts.down_proj into",
-        "layers.0.mlp.experts.gate_up_proj into",
-        "by a copy in another order",
-    ],
-}
-IN_BF16 = {
-    "gpt_oss": ("*.mlp.experts",),
-    "llama4": ("*.feed_forward.experts",),
-}  # without a fused kernel these experts run in no FP8
-
-
-class HeldWorker(Worker, NemoFp8Held):
-    """A worker that can be asked what it holds."""
 
 
 class Disturbed(Worker):
@@ -115,15 +92,79 @@ def test_verify_says_no_where_a_bit_is_wrong(family, name, parameter, place):
         receipt.require()
 
 
-@pytest.mark.parametrize("name", UNPUSHABLE)
-def test_a_model_that_takes_no_push_says_so_at_its_start_and_why(family, name, said):
-    model = build(family(name), **({"keep": IN_BF16[name]} if name in IN_BF16 else {}))
+@pytest.mark.parametrize(("name", "tensor", "made"), [
+    ("mamba2", "backbone.layers.0.mixer.A_log", "exp, neg"),
+    ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.weight", "a copy in another order"),
+    ("llama4", "model.layers.0.self_attn.q_proj.weight", "a copy in another order"),
+    ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj", "a copy in another order"),
+])  # fmt: skip
+def test_what_a_loader_computes_is_in_the_receipt(family, name, tensor, made):
+    """The fingerprint of what was pushed, and that of what the loader made of it, which the engine reads back."""
+    worker, weights = HeldWorker(build(family(name, 0))), weights_of(family(name, 1))
+    receipt = Refit(worker, chunk=2**20).push(weights, verify=True).require()
+    assert tensor in receipt.computed
+    assert "computed" in str(receipt)
+    (told,) = [dict(one.fingerprints) for one in receipt.tensors if one.name == tensor]
+    whole = ",".join(f"0:{n}" for n in weights[tensor].shape)
+    assert told.pop(whole) == fingerprint(weights[tensor])
+    back = read_back(worker)[tensor]  # of blocks that are not the trainer's, and of packed weights, nothing
+    assert back == (told if name == "mamba2" else {})
+    assert all(f" by {made} (" in part for part in told)
+    kept = {one.name for one in receipt.tensors if one.kind != "fp8"}
+    expected = {key: held for key, held in told_by(receipt).items() if key in kept}
+    assert compare_weights({key: weights[key] for key in kept}, expected, Precision()) == []
+
+
+def test_verify_says_no_where_a_computed_bit_is_wrong(family):
+    A, A_log = "backbone.layers.0.mixer.A", "backbone.layers.0.mixer.A_log"
+    receipt = Refit(Disturbed(build(family("mamba2", 0)), A, 5)).push(weights_of(family("mamba2", 1)), verify=True)
+    assert [t.name for t in receipt.tensors if t.verified is False] == [A_log]
+
+
+def test_the_old_value_is_seen_where_a_loader_is_not_followed(family, monkeypatch):
+    """The proof says no: a push that copies A_log, as if the loader did, leaves another A than a load."""
+    monkeypatch.setattr(Computation, "run", lambda self, pushed, device: next(iter(pushed.values())).float())
+    worker = HeldWorker(build(family("mamba2", 0)))
+    Refit(worker).push(weights_of(family("mamba2", 1)), verify=True)
+    wrong = differing(held(worker.model_runner.get_model()), held(build(family("mamba2", 1))))
+    assert wrong == [f"backbone.layers.{layer}.mixer.A" for layer in (0, 1)]
+
+
+def test_experts_that_cannot_be_decoded_stay_in_bf16_by_name(family, said, here):
+    if here.amx:
+        pytest.skip("vLLM's fused kernel takes these experts")
+    model = build(family("llama4"))
+    (line,) = [one for one in said if "stays in the compute dtype" in one]
+    assert "model.layers.*.feed_forward.experts" in line
+    assert "the router's weight on their input" in line
+    layers = grid_report(model)
+    kept = [name for name, layer in layers.items() if "fused FP8 kernel only" in (layer.why or "")]
+    assert len(kept) == 2
+    assert layers["model.layers.0.self_attn.qkv_proj"].stored == "fp8"
+    with pytest.raises(PrecisionError, match="the contract is strict") as refused:
+        build(family("llama4"), strict=True)
+    assert "feed_forward" in refused.value.problems[0].remedy
+
+
+@pytest.fixture
+def arithmetic_in_python(monkeypatch):
+    """Loaders that take a value out of a tensor and compute with it, which no operation of torch shows."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    def load(param, loaded):
+        param.data.fill_(-abs(loaded[0].item()))
+
+    monkeypatch.setattr(mamba_mixer2, "composed_weight_loader", lambda loader, change: load)
+
+
+def test_a_model_that_takes_no_push_says_so_at_its_start_and_why(family, said, arithmetic_in_python):
+    model = build(family("mamba2"))
     warnings = [line for line in said if "cannot be pushed" in line]
     assert len(warnings) == 1
     before = held(model)
     with pytest.raises(PrecisionError, match="cannot be pushed") as refused:
-        Refit(Worker(model)).push(weights_of(family(name)))
-    for words in (*UNPUSHABLE[name], "start another engine"):
+        Refit(Worker(model)).push(weights_of(family("mamba2")))
+    for words in ("mixer.A_log into backbone.layers.0.mixer.A by arithmetic in Python", "start another engine"):
         assert words in warnings[0]
         assert words in str(refused.value)
     assert len(refused.value.problems) == 1
@@ -131,7 +172,7 @@ def test_a_model_that_takes_no_push_says_so_at_its_start_and_why(family, name, s
     assert differing(held(model), before) == []
 
 
-def test_nobody_is_told_where_nobody_can_push(family, said, monkeypatch):
+def test_nobody_is_told_where_nobody_can_push(family, said, arithmetic_in_python, monkeypatch):
     """An engine without our worker's methods takes no pushes of any model."""
     monkeypatch.setattr("support.rollout.in_process.fp8", lambda **contract: _without_worker(contract))
     build(family("mamba2"))

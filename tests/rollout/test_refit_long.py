@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from support.rollout import refit_matrix
 from support.rollout.engines import fp8, log_probs
 
-from nemo_fp8.rollout import Refit
+from nemo_fp8.contract import Precision
+from nemo_fp8.rollout import Refit, engine_args
 from nemo_fp8.storage.safetensors import Checkpoint
 
 KINDS = ("qwen3", "llama", "llama_tied", "qwen3_moe")
@@ -61,7 +62,7 @@ def test_every_way_to_store_weights(engine, checkpoint, kind, fields):
 @pytest.mark.long
 def test_scales_of_an_fp8_cache_come_along(engine, checkpoint):
     """Pushed scales change the answers, are what a calibrated engine would have, and go with the weights."""
-    llm = engine(checkpoint("qwen3", 0), **fp8(kv_cache="fp8"), kv_cache_dtype="fp8")
+    llm = engine(checkpoint("qwen3", 0), **engine_args(Precision(rollout="fp8", kv_cache="fp8")))
     weights = load_file(checkpoint("qwen3", 0) / "model.safetensors")
     plain = log_probs(llm, 1, 200)
     scales = {f"model.layers.{i}.self_attn.attn.{which}_scale": torch.tensor(0.05) for i in range(4) for which in "kv"}

@@ -89,6 +89,7 @@ INTERNALS = (
     "moe_tp_size")),
     # the KV cache
     Internal(f"{_LAYERS}.attention", "Attention"),
+    Internal(f"{_LAYERS}.attention", "MLAAttention"),
     Internal(f"{_QUANTIZATION}.kv_cache", "BaseKVCacheMethod"),
     # loading
     Internal(f"{_RELOAD}.layerwise", "initialize_online_processing", ("layer",)),

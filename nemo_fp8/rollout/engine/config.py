@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.render.vllm import PLUGIN, from_plugin, options_of_plugin
@@ -60,7 +59,7 @@ class NemoFp8Config(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method that stores this layer; None for embeddings, the head and layers that we do not know.
 
-        Raises PrecisionError if this machine has no FP8 KV cache and one was asked for.
+        Raises PrecisionError if the layer's cache cannot be in FP8 on this machine and one was asked for.
         """
         if isinstance(layer, LinearBase):
             reason = reason_to_keep(self.precision, prefix, self._layers(), self.packed_modules_mapping)
@@ -71,15 +70,8 @@ class NemoFp8Config(QuantizationConfig):
             reason = reason_to_keep_experts(
                 self.precision, prefix, self._layers(), moe.num_logical_experts, inner, moe.hidden_dim_unpadded
             )
-            if reason is None:
-                return experts.method_for(self, layer, prefix)
-            method = UnquantizedFusedMoEMethod(layer.moe_config)
-            method.nemo_fp8_reason = reason
-            return method
-        if isinstance(layer, Attention):
-            kv.require_cache(layer.kv_cache_dtype)
-            return BaseKVCacheMethod(self)
-        return None
+            return experts.method_for(self, layer, prefix) if reason is None else experts.unquantized(layer, reason)
+        return kv.method_for(self, layer) if isinstance(layer, (Attention, MLAAttention)) else None
 
     def loaded(self, layer: torch.nn.Module) -> None:
         """Log a warning, once, if the model takes no pushes. vLLM calls this in its last pass over a complete model."""

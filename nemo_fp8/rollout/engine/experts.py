@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
@@ -31,11 +31,34 @@ if TYPE_CHECKING:
 
 
 def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase:
-    """Return the method for the experts of a layer: on the fused kernel, or on decoded weights."""
+    """Return the method for the experts of a layer: on the fused kernel, on decoded weights, or in the compute dtype.
+
+    Raises PrecisionError if experts cannot be decoded and the contract is strict.
+    """
     emulated = config.options["activations"] == "emulated" and current_platform.is_cpu()
     if kernels.has_experts_kernel(config.storage, config.options["kernel"]) and not emulated:
         return NemoFp8MoEMethod(config, layer, prefix)
-    return DecodedMoEMethod(config, layer, prefix, emulated)
+    unknown = " and ".join(_not_decoded(layer))
+    if not unknown:
+        return DecodedMoEMethod(config, layer, prefix, emulated)
+    name, why = in_every_layer(prefix), f"experts with {unknown} run on vLLM's fused FP8 kernel only"
+    if config.precision.strict:
+        raise PrecisionError(
+            f"{prefix}: experts with {unknown} cannot be in FP8 here, and the contract is strict.",
+            "Without vLLM's fused FP8 kernel, experts run on decoded weights: with SiLU, no biases, and weights "
+            "on their output.",
+            f"Add {name!r} to keep, or set strict=False; or use a machine with vLLM's kernel (AMX, or a GPU) and "
+            "activations='kernel'.",
+        )
+    kernels.logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", name, why)
+    return unquantized(layer, why)
+
+
+def unquantized(layer: RoutedExperts, reason: str) -> UnquantizedFusedMoEMethod:
+    """Return vLLM's method for the compute dtype, with the reason why the experts are not in FP8."""
+    method = UnquantizedFusedMoEMethod(layer.moe_config)
+    method.nemo_fp8_reason = reason
+    return method
 
 
 def _not_decoded(layer: RoutedExperts) -> Iterator[str]:
@@ -110,26 +133,13 @@ class NemoFp8MoEMethod(Quantizing, Fp8PerBlockOnlineMoEMethod):
 
 
 class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
-    """Routed experts of a layer in FP8, multiplied in FP32: from an expert's codes for few tokens, or decoded.
-
-    Raises PrecisionError for experts with biases, with another activation than SiLU, or with weights on their input.
-    """
+    """Routed experts of a layer in FP8, multiplied in FP32: from an expert's codes for few tokens, or decoded."""
 
     def __init__(self, config: NemoFp8Config, layer: RoutedExperts, prefix: str, fake_quantizes: bool) -> None:
         super().__init__(layer.moe_config)
         self._remember(config, prefix)
         self.group = self.storage.group if fake_quantizes else 0
         self.direct = kernels.direct(config.options["kernel"])
-        unknown = list(_not_decoded(layer))
-        if unknown:
-            raise PrecisionError(
-                f"{prefix}: experts with {' and '.join(unknown)} cannot be in FP8 here.",
-                "Without vLLM's fused FP8 kernel, experts run on decoded weights: with SiLU, no biases, and weights "
-                "on their output.",
-                f"Add {in_every_layer(prefix)!r} to keep, so that experts stay in the compute dtype; or use a machine "
-                "with vLLM's kernel "
-                "(AMX, or a GPU) and activations='kernel'.",
-            )
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any

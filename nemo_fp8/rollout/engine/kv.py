@@ -13,25 +13,84 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.platforms import current_platform
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.preflight.machine import Machine
-from nemo_fp8.preflight.support import GPU, UNSUPPORTED, VLLM_CHECK, answer
+from nemo_fp8.preflight.support import GPU, ROUNDED, VLLM_CHECK, answer
 
+LARGEST = 448.0  # of E4M3
 MAGNITUDES = 1 << 15  # the bits of a BF16 number without its sign
 
 
-def require_cache(dtype: str) -> None:
-    """Raise PrecisionError for an FP8 cache on a CPU without one.
+class RoundedCache(BaseKVCacheMethod):
+    """The method of an attention layer whose keys and values are rounded to FP8 and kept in a cache of BF16.
 
-    vLLM would end its worker. The cache may come from vLLM's own arguments, so ``engine_args`` did not check it.
+        kept = bf16(e4m3(x / scale) * scale)
+
+    A CPU for which vLLM has no FP8 cache then attends to the numbers of one, and no memory is saved. With a scale that
+    is a power of two the product is exact; with others it is rounded to BF16 once more.
+    """
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Take scales as vLLM does for an FP8 cache, and round what the layer writes from now on."""
+        kept, layer.kv_cache_dtype = layer.kv_cache_dtype, "fp8"
+        try:
+            super().process_weights_after_loading(layer)
+        finally:
+            layer.kv_cache_dtype = kept
+        if "do_kv_cache_update" not in vars(layer.impl):
+            layer.impl.do_kv_cache_update = partial(_write_rounded, layer.impl.do_kv_cache_update)
+
+
+def _write_rounded(write: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, *where: Any) -> Any:
+    return write(layer, rounded(key, layer._k_scale_float), rounded(value, layer._v_scale_float), *where)
+
+
+def rounded(values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the values that an FP8 cache with this scale gives back, in the dtype in which they came."""
+    codes = (values.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).to(values.dtype)
+
+
+def method_for(config: Any, layer: Attention | MLAAttention) -> BaseKVCacheMethod | None:
+    """Return the method of an attention layer's cache.
+
+    Raises PrecisionError for an FP8 cache that vLLM has not on this CPU, or one to be rounded that is MLA's.
+    """
+    if isinstance(layer, Attention):
+        require_cache(layer.kv_cache_dtype)
+        return (RoundedCache if config.options["cache"] == "rounded" else BaseKVCacheMethod)(config)
+    if config.options["cache"] == "rounded":
+        raise PrecisionError(
+            "An FP8 KV cache of latent attention (MLA), on a CPU without AVX-512.",
+            "vLLM has none there, and only keys and values are rounded to FP8 instead, no latents.",
+            "Set kv_cache='auto'.",
+        )
+    return None
+
+
+def is_fp8(layer: Any) -> bool:
+    """Whether an attention layer's cache has scales: it is in FP8, or rounded to it."""
+    return isinstance(layer.quant_method, RoundedCache) or str(getattr(layer, "kv_cache_dtype", "")).startswith("fp8")
+
+
+def require_cache(dtype: str) -> None:
+    """Raise PrecisionError for an FP8 cache on a CPU for which vLLM has none.
+
+    vLLM would end its worker. The cache comes from vLLM's own arguments then, since ``engine_args`` rounds instead.
     """
     if dtype.startswith("fp8") and current_platform.is_cpu():
         found = answer("kv-cache-fp8", Machine.here(sys.executable).without_gpu(), by=(GPU, VLLM_CHECK))
-        if found.verdict == UNSUPPORTED:
-            raise PrecisionError(f"kv_cache_dtype={dtype!r} on this machine.", found.reason, found.remedy)
+        if found.way == ROUNDED:
+            raise PrecisionError(
+                f"kv_cache_dtype={dtype!r} on this machine.",
+                "On a CPU, vLLM's FP8 KV cache needs x86 with AVX-512 or AMX.",
+                "Set kv_cache='auto'; or start the engine with nemo_fp8.rollout.engine_args and kv_cache='fp8', which "
+                "rounds keys and values to FP8 in a cache of BF16.",
+            )
 
 
 class KvListener:
@@ -42,7 +101,8 @@ class KvListener:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.counts = {name: torch.zeros(2, MAGNITUDES, dtype=torch.int64) for name, _ in attention_layers(model)}
-        self.writers = []
+        self.writers: list[tuple[Any, Any]] = []
+        """What writes to each cache, and what the object itself said of that before."""
         for name, layer in attention_layers(model):
             if not hasattr(layer.impl, "do_kv_cache_update"):
                 raise PrecisionError(
@@ -52,13 +112,15 @@ class KvListener:
                     "Calibrate on another attention backend (FlashAttention, Triton, CPU), and push the scales.",
                 )
             write = layer.impl.do_kv_cache_update
+            self.writers.append((layer.impl, vars(layer.impl).get("do_kv_cache_update")))
             layer.impl.do_kv_cache_update = partial(self._write, name, write)
-            self.writers.append(layer.impl)
 
     def stop(self) -> dict[str, list[dict[int, int]]]:
         """Stop counting; return for each layer the counts of keys and of values, by BF16 bits, without the zeros."""
-        for impl in self.writers:
+        for impl, own in self.writers:
             del impl.do_kv_cache_update  # uncovers the method of the class
+            if own is not None:
+                impl.do_kv_cache_update = own
         self.writers = []
         return {name: [_sparse(row) for row in counts] for name, counts in self.counts.items()}
 

@@ -89,6 +89,11 @@ class Receipt:
         return tuple(t.name for t in self.fp8 if not t.aligned)
 
     @property
+    def computed(self) -> tuple[str, ...]:
+        """Tensors of which the engine's loader makes other values, as it does at start (``A = -exp(A_log)``)."""
+        return tuple(t.name for t in self.tensors if any(" of " in part for part in t.fingerprints))
+
+    @property
     def verified(self) -> bool | None:
         """Whether all tensors that can be read back are right; None if that was not asked for."""
         answers = [t.verified for t in self.tensors if t.verified is not None]
@@ -167,6 +172,8 @@ class Receipt:
                     _some(self.misaligned, "those of the unsharded weights", "others than the unsharded weight's in"),
                 )
             )
+        if self.computed:
+            rows.append(("computed", _some(self.computed)))
         if self.passed_over:
             rows.append(("passed over", _some(self.passed_over)))
         if self.never_written:

@@ -17,14 +17,15 @@ from nemo_fp8.rollout.refit.worker.session import NemoFp8Refit
 from support.rollout.engines import SMALL, fp8
 
 
-def build(folder, engine=None, **contract):
+def build(folder, engine=None, quantized=True, **contract):
     """The model of this checkpoint as a worker holds it under this contract, weights loaded; ``engine`` has more
-    arguments for vLLM."""
+    arguments for vLLM. Not ``quantized``, it is vLLM's own in BF16."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    arguments = {name: value for name, value in SMALL.items() if name != "disable_log_stats"} | fp8(**contract)
+    arguments = {name: value for name, value in SMALL.items() if name != "disable_log_stats"}
+    arguments |= fp8(**contract) if quantized else {}
     config = EngineArgs(model=str(folder), **arguments | (engine or {})).create_engine_config()
     with set_current_vllm_config(config):
         _one_worker()

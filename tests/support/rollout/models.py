@@ -39,7 +39,7 @@ def write(folder: Path, kind: str, seed: int = 0, **changes: int) -> Path:
     config, tensors = configuration(**shape), state_dict(seed=seed, **shape)
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -97,7 +97,7 @@ def state_dict(family, hidden, layers, intermediate, heads, kv_heads, head_dim, 
     return tensors
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """One word for each number, so that text and token ids are as good as the same."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -19,6 +19,7 @@ from nemo_fp8.numerics.formats import decode_e8m0
 from nemo_fp8.numerics.scales import floor_pow2
 from nemo_fp8.numerics.statistics import Statistics
 from nemo_fp8.rollout.engine.experts import Quantizing
+from nemo_fp8.rollout.refit.fingerprint import fingerprint
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,12 @@ class Ledger:
         """Add ``size`` bytes (negative: release) to what is staged, and keep the peak."""
         self.held += size
         self.most_held = max(self.most_held, self.held)
+
+    def take(self, i: int, tensor: torch.Tensor) -> None:
+        """Note a tensor that came whole, and of which a loader makes other values."""
+        whole = ",".join(f"0:{n}" for n in tensor.shape) or "whole"
+        self.facts[i].fingerprints.setdefault(whole, fingerprint(tensor))
+        self.facts[i].see(tensor)
 
     def settle(self) -> None:
         """Replace every count on a device by a plain number, with one transfer from each device."""

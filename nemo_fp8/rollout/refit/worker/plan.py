@@ -18,6 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from nemo_fp8.errors import Problem
+from nemo_fp8.rollout.engine import kv
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Entry, Manifest
@@ -46,7 +47,7 @@ class Plan:
         codes = {manifest.places[manifest[i].name.removesuffix(SCALES)]: i for i in self.scales}
         self.needed = set(self.routes.by_entry) | {codes[i] for i in self.routes.by_entry if i in codes}
         """Numbers of the tensors that this worker holds a part of, and of their scales."""
-        self.whole = {route.entry for route in self.routes if route.source is None} | self.scales
+        self.whole = {i for route in self.routes if route.source is None for i in route.entries} | self.scales
         """Numbers of the tensors that must come in one piece."""
         self.problems = [*self._refused()]
 
@@ -169,7 +170,7 @@ class Plan:
             yield Problem(
                 f"{entry.name} cannot be pushed.", what, "Report it with the name of the model and vLLM's version."
             )
-        elif way == "scales" and not str(getattr(layer, "kv_cache_dtype", "")).startswith("fp8"):
+        elif way == "scales" and not kv.is_fp8(layer):
             why = "The engine's KV cache is not in FP8, and has no scales."
             yield Problem(
                 f"{entry.name} is the scale of an FP8 KV cache.",

@@ -15,8 +15,9 @@ The routes answer two questions before the first byte of a push. Is the manifest
 refuse or pass over, and which parameters would it never write? And where do the rows of each tensor go, so that they
 can be written as they come? There is no table of models, and any sharding works.
 
-The trade-off: a loader that computes with a tensor on the way cannot be followed, and a few do (Mamba's
-A = -exp(A_log)). The operations are written down as well, so the refusal names them.
+A few loaders compute with a tensor on the way (Mamba's A = -exp(A_log)). Their operations are written down as well
+(:mod:`nemo_fp8.rollout.refit.worker.tape`), and a push repeats them. The trade-off: what a loader computes in Python
+with a tensor's values cannot be followed, and is refused by name.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from nemo_fp8.errors import Problem
 from nemo_fp8.rollout.refit.manifest import Entry
+from nemo_fp8.rollout.refit.worker.tape import Computation, Tape, View, storage_of, view_of
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: (start, stop) for every dimension."""
@@ -73,6 +75,13 @@ class Route:
     target: Target
     to: Box
     """The box of the target that is written."""
+    made: Computation | None = None
+    """How the values are made of pushed tensors, if the loader does not copy them; ``view`` is then of the result."""
+
+    @property
+    def entries(self) -> tuple[int, ...]:
+        """Numbers of all pushed tensors that the values come from."""
+        return (self.entry,) if self.made is None else tuple(self.made.inputs)
 
     @property
     def elements(self) -> int:
@@ -85,7 +94,8 @@ class Routes:
     """Everything that the loader would do with the tensors of a manifest."""
 
     by_entry: dict[int, list[Route]] = field(default_factory=dict)
-    """The routes of every tensor, by its number. A tensor that the loader passes over has none."""
+    """The routes of every tensor, by its number. A tensor that the loader passes over has none; a route whose values
+    are made of several tensors stands under each."""
     constants: dict[Target, list[tuple[Box, float]]] = field(default_factory=dict)
     """Boxes that the loader fills with a number, such as the padding of a vocabulary."""
     parameters: list[Target] = field(default_factory=list)
@@ -95,11 +105,11 @@ class Routes:
     problems: list[tuple[str, str]] = field(default_factory=list)
     """(tensor, reason) for every tensor that the loader refuses."""
     unfollowed: dict[str, str] = field(default_factory=dict)
-    """For every tensor that the loader changes before it writes it: where it goes, and by which operations."""
+    """For every tensor whose loader cannot be followed: where it goes, and by which operations."""
 
     def __iter__(self) -> Iterator[Route]:
-        for routes in self.by_entry.values():
-            yield from routes
+        for number, routes in self.by_entry.items():
+            yield from (route for route in routes if route.entry == number)
 
     def covered(self) -> dict[Target, int]:
         """Return how many elements of each target the loader writes or fills."""
@@ -135,15 +145,16 @@ def record(model: Any, entries: Sequence[Entry], passed_over: Collection[int] = 
                 with recorder:
                     model.load_weights((entries[i].name, sources[i]) for i in recorder.offer(left))
                 break
-            except _NotACopy as error:
+            except _NotFollowed as error:
                 routes.unfollowed[entries[recorder.current].name] = str(error)
             except Exception as error:  # models raise all kinds: KeyError, ValueError, AssertionError, RuntimeError
                 routes.problems.append((entries[recorder.current].name, _shortened(error)))
+        recorder.settle()
     return routes
 
 
-class _NotACopy(Exception):
-    """Raised where a loader writes something else to a parameter than a copy of a pushed tensor."""
+class _NotFollowed(Exception):
+    """Raised where a loader writes something to a parameter that no operation on a pushed tensor has made."""
 
 
 def unpushable(routes: Routes) -> Problem | None:
@@ -157,7 +168,7 @@ def unpushable(routes: Routes) -> Problem | None:
     first = [*kinds.values()][::-1][:4]
     return Problem(
         "Weights cannot be pushed into an engine of this model.",
-        f"vLLM's loader changes tensors on the way, and a push can only copy: {'; '.join(first)}.",
+        f"vLLM's loader makes values that a push cannot make again: {'; '.join(first)}.",
         "To give it other weights, start another engine from a checkpoint of them.",
     )
 
@@ -204,7 +215,7 @@ def _as_before_loading(model: torch.nn.Module, routes: Routes) -> Iterator[dict[
                     if tensor is None:
                         continue
                     target = Target(name, key, tuple(tensor.shape), tensor.dtype)
-                    first = targets.setdefault(_storage_of(tensor), target)
+                    first = targets.setdefault(storage_of(tensor), target)
                     if first is not target:  # another name of a tied weight
                         routes.aliases[target.name] = first.name
                     elif place is layer._parameters:
@@ -226,17 +237,11 @@ def before_loading(tensor: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor
     return tensor
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, which all its views share, on the meta device, too."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of a loader. Turns each write to a parameter into a route, and carries out all others.
 
-    The others matter in two ways. Views of a pushed tensor share its storage, so a copy from one is known as a route.
-    New tensors are remembered with the operations that made them, so that the error of a write that is no copy can name
-    these operations.
+    Views of a pushed tensor share its storage, so a copy from one is known as a route. All that makes or changes
+    tensors is on the tape, so that a write of something else is known as a computation.
     """
 
     def __init__(
@@ -244,12 +249,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries, self.targets, self.routes = entries, targets, routes
-        self.sources = {_storage_of(tensor): i for i, tensor in enumerate(sources)}
+        self.sources = {storage_of(tensor): i for i, tensor in enumerate(sources)}
         self.current = 0
         """Number of the tensor that the loader works on."""
-        self.made: dict[int, tuple[torch.Tensor, list[str]]] = {}
-        """New tensors with the operations that led to them, by storage. Kept alive, so that no storage is used again
-        for another tensor while the loader runs."""
+        self.asked: set[int] = set()
+        """Numbers of the tensors whose value was asked for."""
+        self.tape = Tape()
+        self.parameters = {storage: (target.shape, target.dtype) for storage, target in targets.items()}
+        self.tangled: dict[Target, int] = {}
+        """The storages of parameters that the loader reads or changes after it wrote them: made as a whole."""
 
     def offer(self, numbers: Iterator[int]) -> Iterator[int]:
         """Yield the numbers one by one, and remember which one the loader took last."""
@@ -258,72 +266,108 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for every operation ``func`` while the mode is on."""
+        kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].device.type == "meta":
-            # A meta tensor has no value to give to ``.item()``. Any number will do: see _is_scalar_load.
-            return float(self.current)
-        into = args[0] if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) else None
-        target = None if into is None else self.targets.get(_storage_of(into))
-        if into is None or target is None:
-            out = func(*args, **(kwargs or {}))
-            self._remember(func, args, out)
+            self.asked.add(self.current)
+            return self._value()
+        changed = kwargs.get("out", args[0] if args else None) if func._schema.is_mutable else None
+        if not isinstance(changed, torch.Tensor):
+            out = func(*args, **kwargs)
+            if self._makes(out, args):
+                self.tape.add(func, args, kwargs, out)
             return out
-        self._write(func, into, args, target)
-        return into
+        target = self.targets.get(storage_of(changed))
+        if target is None:
+            out = func(*args, **kwargs)
+            self.tape.add(func, args, kwargs, out, changed)
+            return out
+        if changed.numel():
+            self._write(func, changed, args, target)
+            self.tape.add(func, args, kwargs, changed, changed)
+        return changed
 
-    def _remember(self, func: Any, args: Any, out: Any) -> None:
-        """Note by which operations ``out`` was made of a pushed tensor, or of a parameter, if it was."""
-        if not isinstance(out, torch.Tensor) or _storage_of(out) in self.sources or _storage_of(out) in self.targets:
-            return  # a view of one of them: known by its storage
-        lists = [one if isinstance(one, (list, tuple)) else [one] for one in args]  # torch.cat takes a list
-        inputs = [_storage_of(tensor) for one in lists for tensor in one if isinstance(tensor, torch.Tensor)]
-        if any(one in known for one in inputs for known in (self.sources, self.targets, self.made)):
-            before = [name for one in inputs for name in self._operations(one)]
-            is_view = _storage_of(out) in inputs and not func._schema.is_mutable
-            self.made[_storage_of(out)] = (out, before if is_view else [*before, _name_of(func)])
-
-    def _operations(self, storage: int) -> list[str]:
-        return self.made[storage][1] if storage in self.made else []
+    def _makes(self, out: Any, args: Any) -> bool:
+        """Whether an operation made a meta tensor that is no view of an argument."""
+        first = out[0] if isinstance(out, (list, tuple)) and out else out
+        if not isinstance(first, torch.Tensor) or not first.is_meta:
+            return False
+        return all(storage_of(one) != storage_of(first) for one in args if isinstance(one, torch.Tensor))
 
     def _write(self, func: Any, into: torch.Tensor, args: Any, target: Target) -> None:
-        """Record that the loader writes to ``into``, a view of ``target``; raise _NotACopy if it can't be a route."""
-        if into.numel() == 0:
-            return
+        """Record that the loader writes to ``into``, a view of ``target``; raise _NotFollowed if nobody knows what."""
         to = box_of(into, target.shape)
         is_copy, is_fill = func is aten.copy_.default, func in (aten.fill_.Scalar, aten.zero_.default)
         source = args[1] if is_copy and isinstance(args[1], torch.Tensor) else None
-        entry = None if source is None else self.sources.get(_storage_of(source))
-        if to is not None and source is not None and entry is not None and source.numel() == into.numel():
-            view = (tuple(source.shape), tuple(source.stride()), int(source.storage_offset()))
-            self._add(entry, box_of(source, self.entries[entry].shape), view, target, to)
-        elif to is not None and is_fill and self._is_scalar_load(args, target):
+        if to is not None and is_fill and len(args) > 1 and args[1] == self._value():
             shape = self.entries[self.current].shape
             whole = tuple((0, n) for n in shape)
-            self._add(self.current, whole, (shape, (1,) * len(shape), 0), target, to)
+            self._add(Route(self.current, shape, whole, (shape, (1,) * len(shape), 0), target, to))
+        elif is_fill and self.current in self.asked:
+            raise _NotFollowed(f"into {target.name} by arithmetic in Python")
         elif to is not None and is_fill:
             self.routes.constants.setdefault(target, []).append((to, float(args[1]) if len(args) > 1 else 0.0))
+        elif to is None or source is None:
+            self.tangled[target] = storage_of(into)
+        elif self._is_as_pushed(source) and source.numel() == into.numel():
+            entry, shown = self.sources[storage_of(source)], view_of(source)
+            shape = self.entries[entry].shape
+            view = (shown.shape, shown.strides, shown.offset)
+            self._add(Route(entry, shape, box_of(source, shape), view, target, to))
         else:
-            tensors = [one for one in args[1:] if isinstance(one, torch.Tensor)]
-            by = [name for one in tensors for name in self._operations(_storage_of(one))]
-            by += [] if is_copy else [_name_of(func)]
-            words = ", ".join(dict.fromkeys(map(_in_words, by))) or "a copy in another order"
-            raise _NotACopy(f"into {target.name} by {words}")
+            made = self._computation(view_of(source.expand(into.shape)))
+            if made.beside:
+                self.tangled[target] = storage_of(into)
+            else:
+                self._add_made(made, target, to)
 
-    def _is_scalar_load(self, args: Any, target: Target) -> bool:
-        """Whether a fill loads the current tensor: vLLM's loaders of scalars call ``param.fill_(loaded.item())``."""
-        return target.shape in ((), (1,)) and len(args) > 1
+    def _is_as_pushed(self, source: torch.Tensor) -> bool:
+        """Whether a tensor is a view of a pushed one that the loader did not change."""
+        storage = storage_of(source)
+        return storage in self.sources and storage not in self.tape.of
 
-    def _add(self, entry: int, source: Box | None, view: Any, target: Target, to: Box) -> None:
-        route = Route(entry, self.entries[entry].shape, source, view, target, to)
-        self.routes.by_entry.setdefault(entry, []).append(route)
+    def settle(self) -> None:
+        """Replace all routes to a tangled parameter by one: the loader's steps that make all of it."""
+        for target, storage in self.tangled.items():
+            for number, routes in self.routes.by_entry.items():
+                self.routes.by_entry[number] = [route for route in routes if route.target != target]
+            self.routes.constants.pop(target, None)
+            strides = _strides(target.shape)
+            try:
+                made = self._computation(View(storage, target.shape, strides, 0, target.dtype))
+                self._add_made(made, target, tuple((0, n) for n in target.shape))
+            except _NotFollowed as error:
+                self.routes.unfollowed[target.name] = str(error)
+
+    def _computation(self, result: View) -> Computation:
+        """Return how the loader made this value; raise _NotFollowed if it used a tensor that nobody knows."""
+        made = self.tape.computation(result, self.sources, self.parameters)
+        known = {*made.inputs.values(), *made.beside, *(one for step in made.steps for one in step.makes)}
+        if not {result.storage, *(one for step in made.steps for one in step.reads())} <= known:
+            raise _NotFollowed(f"by {made.words} with a tensor that was not pushed")
+        return made
+
+    def _add_made(self, made: Computation, target: Target, to: Box) -> None:
+        if not made.inputs:
+            raise _NotFollowed(f"into {target.name} by {made.words}")
+        shape = tuple(stop - start for start, stop in to)
+        number = self.current if self.current in made.inputs else next(iter(made.inputs))
+        self._add(Route(number, self.entries[number].shape, None, (shape, _strides(shape), 0), target, to, made))
+
+    def _value(self) -> float:
+        """Return what stands for the current tensor's value, which a meta tensor has not.
+
+        vLLM's loaders of scalars call ``param.fill_(loaded.item())``, and the number is known again there.
+        """
+        return self.current + 0.0859375
+
+    def _add(self, route: Route) -> None:
+        for entry in route.entries:
+            self.routes.by_entry.setdefault(entry, []).append(route)
 
 
-def _name_of(func: Any) -> str:
-    return str(func._schema.name.removeprefix("aten::"))
-
-
-def _in_words(operation: str) -> str:
-    """Return what a user understands of torch's name of an operation."""
-    return {"clone": "a copy in another order", "_to_copy": "a cast"}.get(operation, operation.strip("_"))
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def box_of(view: torch.Tensor, shape: tuple[int, ...]) -> Box | None:
@@ -334,7 +378,7 @@ def box_of(view: torch.Tensor, shape: tuple[int, ...]) -> Box | None:
     Division of the offset by the tensor's strides (6, 1) gives the starts, 1 and 2. Each size of the view belongs to
     the dimension of the same stride: 2 to the rows, 3 to the columns. A transpose has its strides out of order.
     """
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    strides = _strides(shape)
     offset, starts = int(view.storage_offset()), []
     for stride in strides:
         start, offset = divmod(offset, stride)

@@ -26,7 +26,7 @@ from nemo_fp8.rollout.refit.memory import BUFFERS, Opened
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
 from nemo_fp8.rollout.refit.worker.layouts import Ledger
 from nemo_fp8.rollout.refit.worker.plan import Plan
-from nemo_fp8.rollout.refit.worker.routes import Box, Routes, Target, record, unpushable
+from nemo_fp8.rollout.refit.worker.routes import Box, Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, release
 
 Answer = dict[str, Any]
@@ -68,6 +68,8 @@ class Session:
         self.written = False
         """Whether any weight was written. Until then the engine is unchanged."""
         self.staged = [sink for sink in dict.fromkeys(self.sinks.values()) if isinstance(sink, Staged)]
+        self.waiting: dict[Route, dict[int, torch.Tensor]] = {}
+        """Tensors that came of which the loader makes values together with others."""
         self.memory: dict[str, Opened] = {}
 
     def write(self, handle: Any, pieces: Any) -> None:
@@ -110,7 +112,9 @@ class Session:
         self.rows[i] += len(tensor) if tensor.dim() else 1
         for route in self.plan.routes.by_entry.get(i, ()):
             sink = self.sinks[route.target]
-            if route.source is None:  # no box, so the tensor was sent whole
+            if route.made is not None:
+                self._make(route, i, tensor)
+            elif route.source is None:  # no box, so the tensor was sent whole
                 sizes, strides, offset = route.view
                 sink.write(route, 0, tensor.as_strided(sizes, strides, tensor.storage_offset() + offset))
             elif not route.source:  # a scalar
@@ -129,6 +133,21 @@ class Session:
             for staged in self.staged:
                 if i in staged.awaited:
                     staged.complete(i)
+
+    def _make(self, route: Route, i: int, tensor: torch.Tensor) -> None:
+        """Take tensor ``i``, of which the loader makes values, and write these once all tensors for them have come."""
+        assert route.made is not None
+        came = self.waiting.setdefault(route, {})
+        came[i] = tensor
+        self.ledger.take(i, tensor)
+        if len(came) < len(route.made.inputs):
+            came[i] = tensor.clone()  # the buffer is used again
+            self.ledger.hold(tensor.nbytes)
+            return
+        device = next(self.plan.model.parameters()).device
+        values = route.made.run(came, device).to(route.target.dtype)
+        self.sinks[route.target].write(route, 0, values.reshape(route.view[0]))
+        self.ledger.hold(-sum(other.nbytes for number, other in self.waiting.pop(route).items() if number != i))
 
     def _write_scales(self, i: int, scales: torch.Tensor) -> None:
         """Write the scales of tensor ``i``: they take the routes of their codes, in units of blocks."""

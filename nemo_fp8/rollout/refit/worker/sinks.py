@@ -70,8 +70,9 @@ class Sink:
 
     def _tell(self, route: Route, kind: str, fingerprint: str) -> None:
         """Record how a route's part is kept, and its fingerprint."""
-        self.facts[route.entry].kind = kind
-        self.facts[route.entry].fingerprints[name_of(route)] = fingerprint
+        for entry in route.entries:
+            self.facts[entry].kind = kind
+            self.facts[entry].fingerprints[name_of(route)] = fingerprint
 
 
 class InPlace(Sink):
@@ -101,7 +102,8 @@ class InPlace(Sink):
 
     def read(self, route: Route) -> str:
         sizes = route.view[0] if route.source is None else [stop - start for start, stop in route.source]
-        return fingerprint(_narrowed(_at(self.live, route.to).reshape(sizes), self.manifest[route.entry].torch_dtype))
+        dtype = self.manifest[route.entry].torch_dtype if route.made is None else route.target.dtype
+        return fingerprint(_narrowed(_at(self.live, route.to).reshape(sizes), dtype))
 
 
 class Blocks(Sink):
@@ -321,7 +323,7 @@ class Staged(Sink):
         super().__init__(ledger)
         self.layer, self.values = layer, dict[str, torch.Tensor]()
         self.constants = list(constants)
-        self.awaited = {route.entry for route in routes}
+        self.awaited = {entry for route in routes for entry in route.entries}
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
         name = route.target.parameter
@@ -417,15 +419,18 @@ def part_of(route: Route, row: int, rows: int) -> Box:
 def rows_of(route: Route) -> int:
     """Return the number of rows of a route's source; a scalar has one."""
     if route.source is None:
-        return route.view[0][0]
+        return route.view[0][0] if route.view[0] else 1
     return route.source[0][1] - route.source[0][0] if route.source else 1
 
 
 def name_of(route: Route) -> str:
     """Return the name of a route's source, such as ``0:128,0:512``; ``whole`` for a scalar, a view if it is no box.
 
-    :mod:`nemo_fp8.mismatch.weights` reads these names.
+    What a loader computes is named by its target and by the steps. :mod:`nemo_fp8.mismatch.weights` reads these names.
     """
+    if route.made is not None:
+        box = ",".join(f"{start}:{stop}" for start, stop in route.to)
+        return f"{box} of {route.target.name} by {route.made.words} ({route.made.digest})"
     if route.source is None:
         sizes, strides, offset = route.view
         return f"{'x'.join(map(str, sizes))} by {'x'.join(map(str, strides))} from {offset}"
