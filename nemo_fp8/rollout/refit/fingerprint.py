@@ -39,6 +39,15 @@ class Fingerprint:
         columns = words.sum(0)
         self._columns = columns if self._columns is None else self._columns + columns
 
+    def change(self, rows: torch.Tensor, columns: torch.Tensor, differences: torch.Tensor) -> None:
+        """Add differences of 64-bit words to what came: both sums of a changed word change by the same.
+
+        ``rows`` and ``columns`` say where the words lie in the tensor, in which a row is a whole number of words.
+        """
+        assert self._columns is not None
+        self._rows = [torch.cat(self._rows).index_add_(0, rows, differences)]
+        self._columns.index_add_(0, columns, differences)
+
     def digest(self) -> str:
         """Return sixteen hexadecimal digits. The sums stay on the tensor's device until here."""
         rows = sum(map(len, self._rows))

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_fp8.numerics.formats import decode_e8m0
 from nemo_fp8.numerics.scales import floor_pow2
@@ -21,16 +23,21 @@ from nemo_fp8.numerics.statistics import Statistics
 from nemo_fp8.rollout.engine.experts import Quantizing
 
 
+Places = NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a matrix of codes [rows, columns] is arranged in memory of the same shape.
 
     ``store(live, row, codes)`` writes rows from ``row`` on; ``load(live, row, rows)`` returns them in plain order.
-    ``row`` and the number of rows are multiples of ``group``.
+    ``row`` and the number of rows are multiples of ``group``. ``where(rows, columns, width)`` returns the rows and
+    columns of the memory, of so many columns, at which single codes lie.
     """
 
     store: Callable[[torch.Tensor, int, torch.Tensor], None]
     load: Callable[[torch.Tensor, int, int], torch.Tensor]
+    where: Callable[[Places, Places, int], tuple[Places, Places]]
     group: int = 1
 
 
@@ -59,7 +66,13 @@ def _load_amx(live: torch.Tensor, row: int, rows: int) -> torch.Tensor:
     return _pairs(live, row, rows).transpose(1, 2).contiguous().view(live.dtype).view(rows, live.shape[1])
 
 
-ROWS, AMX = Layout(_store_rows, _load_rows), Layout(_store_amx, _load_amx, 32)
+def _where_amx(rows: Places, columns: Places, width: int) -> tuple[Places, Places]:
+    at = ((rows // 32 * (width // 2) + columns // 2) * 32 + rows % 32) * 2 + columns % 2
+    return at // width, at % width
+
+
+ROWS = Layout(_store_rows, _load_rows, lambda rows, columns, width: (rows, columns))
+AMX = Layout(_store_amx, _load_amx, _where_amx, 32)
 # Keys are class names: of a linear's kernel, or of the method of experts. vLLM's fused kernels for experts have one
 # class for all, so their key is the name of their backend.
 LAYOUTS = {"CPUFp8BlockScaledMMKernel": AMX, "CPU": AMX, "DecodeKernel": ROWS, "DecodedMoEMethod": ROWS}

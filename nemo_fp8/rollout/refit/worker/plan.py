@@ -7,7 +7,7 @@ Hugging Face name if the engine's own checkpoint tells it; else the problem name
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -108,14 +108,16 @@ class Plan:
             sinks |= dict.fromkeys(targets, sink)
         return sinks
 
-    def packed_beside(self) -> list[Any]:
+    def packed_beside(self, targets: Iterable[Target] | None = None) -> list[Any]:
         """Return the layers whose weight is written in place and may have a packed copy that must be packed again.
+
+        ``targets`` are what was written; all targets of the plan if not given.
 
         On a CPU vLLM packs a copy of an output head. The weight itself may belong to the embedding that it is tied to.
         """
         unpacked = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
         written = set()
-        for target in self.to:
+        for target in self.to if targets is None else targets:
             if self.way(target) == "in place" and target.parameter in _before(self.layers[target.layer]):
                 written.add(id(_live(self.layers[target.layer], target)))
         return [
