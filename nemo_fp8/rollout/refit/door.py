@@ -39,7 +39,7 @@ from nemo_fp8.storage.safetensors import bytes_of
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-METHODS = ("begin", "write", "bytes", "finish", "abandon", "expected", "held")
+METHODS = ("begin", "stored", "delta", "write", "bytes", "finish", "abandon", "expected", "held")
 MODES = ("wait", "abort", "keep")
 # 128 bytes for each tensor of the longest manifest. The server answers nobody while it parses a message, which takes
 # half a second for the largest.
@@ -62,6 +62,7 @@ class RefitEndpoints:
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self.app, self.key, self.token = app, os.environ.get(TOKEN, ""), os.environ.get(PUSH_TOKEN, "")
         self.begun = ""  # the push that the workers accepted last
+        self.changes = False  # whether that one brings changes only, which can be taken back
         self.push = ""  # the push that is writing
         self.died = ""  # why requests are refused, if they are
         self.heard = 0.0  # when the engine last finished work for the push that is writing
@@ -108,8 +109,10 @@ class RefitEndpoints:
         if not push or self.died or self.tasks or heard + SILENCE > time.monotonic():
             return  # another request has done this, or the sender is back
         try:
-            # No push has the number None: this abandons nothing, and asks whether the model is mixed.
-            mixed = _mixed(await self._call(engine, "abandon", {"push": None}))
+            # Changes are taken back; a sender that comes back then pushes everything. No push has the number None: this
+            # abandons nothing, and asks whether the model is mixed.
+            over = push if self.changes and push == self.begun else None
+            mixed = _mixed(await self._call(engine, "abandon", {"push": over}))
         except PrecisionError:  # the engine died
             return
         if self.tasks or (push, heard) != (self.push, self.heard):
@@ -181,8 +184,8 @@ class RefitEndpoints:
         if method == "finish":
             return await self._finish(engine, message)
         answers = await self._call(engine, method, message)
-        if method == "begin" and all(answer.get("accepted") for answer in answers):
-            self.begun = str(message.get("push"))
+        if method in ("begin", "delta") and all(answer.get("accepted") for answer in answers):
+            self.begun, self.changes = str(message.get("push")), method == "delta"
         if method == "abandon" and str(message.get("push")) == self.push:
             mixed = _mixed(answers)
             if mixed:

@@ -30,12 +30,14 @@ from numpy.typing import NDArray
 
 from nemo_fp8.errors import PrecisionError
 
-LONGEST = 1 << 22  # elements of a strip, at most: positions are decoded to eight bytes each
+LONGEST = 1 << 24  # elements of a strip, at most: positions are decoded to eight bytes each
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]
 Differences = NDArray[np.unsignedinteger]
 PATTERNS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 """Bytes of an element -> the unsigned type of its bit pattern."""
+Patch = tuple[int, int, int, int, int, int, int]
+"""(number of the tensor, VALUES or SCALES, first row, rows, steps, others, offset in the buffer)"""
 VALUES, SCALES = 0, 1
 """What a patch changes: the codes or values of a tensor, or the scales of its codes."""
 
@@ -48,6 +50,12 @@ def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
 def grid_of(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     """Return the shape of the scales of a tensor."""
     return (*shape[:-2], *(-(-n // side) for n, side in zip(shape[-2:], block, strict=True)))
+
+
+def blocks_of(box: tuple[tuple[int, int], ...], block: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """Return the box of the scales of a box of codes."""
+    ends = zip(box[-2:], block, strict=True)
+    return (*box[:-2], *((start // side, -(-stop // side)) for (start, stop), side in ends))
 
 
 def size_of(strip: int, steps: int, others: int, width: int) -> int:

@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ import torch
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.rollout.refit.control import Answer, control_of
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
+from nemo_fp8.rollout.refit.ledger import Ledger
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 from nemo_fp8.rollout.refit.memory import BUFFERS
-from nemo_fp8.rollout.refit.receipt import Receipt, receipt
+from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
 from nemo_fp8.rollout.refit.wire import Piece, Transport, capacity, cut, pairs, transport_of
 
 RUNNING = ("wait", "abort", "keep")
@@ -72,18 +74,35 @@ class Refit:
             )
         self.control = control_of(engine, token)
         self.chunk, self.transport, self.running = chunk, transport, running
+        self.ledger: Ledger | None = None
+        """What the engine holds since the last push with ``delta``; None if the last push was none, or died."""
 
-    def push(self, named_tensors: Any, *, manifest: Any = None, verify: bool = False) -> Receipt:
+    def push(self, named_tensors: Any, *, manifest: Any = None, verify: bool = False, delta: bool = False) -> Receipt:
         """Write tensors into the engine, and return the receipt.
 
         ``named_tensors`` is a mapping of Hugging Face names to tensors, or an iterable of such pairs, in any order.
         ``manifest`` announces the tensors of an iterator, which cannot be looked at in advance: a mapping of names to
         tensors (on the meta device, too) or a :class:`Manifest`. Without it an iterator must bring what the engine's
         own checkpoint holds. ``verify`` compares every code and scale with the reference cast, and reads the engine's
-        memory back.
+        memory back. ``delta`` sends only what has changed since the last push with ``delta`` through this object
+        (:mod:`nemo_fp8.rollout.refit.ledger`). The first one sends everything, and so does one that does not fit the
+        engine: ``receipt.delta.instead`` says why.
 
         Raises PrecisionError if the engine refuses the manifest, a tensor is not as announced, or the push dies.
         """
+        ledger, self.ledger = self.ledger, None
+        if not delta:
+            return self._push_all(named_tensors, manifest, verify)
+        instead = "No ledger of this engine: this Refit has pushed nothing yet, or its last push died."
+        if ledger is not None:
+            try:
+                return self._push_changes(ledger, named_tensors, manifest, verify)
+            except _Refused as error:
+                instead = f"{error.problems[0].what} {error.problems[0].why}"
+        return self._push_all(named_tensors, manifest, verify, Delta(instead=instead))
+
+    def _push_all(self, named_tensors: Any, manifest: Any, verify: bool, delta: Delta | None = None) -> Receipt:
+        """Push every tensor; with ``delta``, begin a ledger."""
         start = time.perf_counter()
         announced = self._announced(named_tensors, manifest)
         push = uuid.uuid4().hex[:12]
@@ -93,25 +112,26 @@ class Refit:
         skipped = {announced[i].name for i in passed_over}
         whole = {i for answer in begun for i in answer["whole"]}
         mixed = _mixed(begun)
+        ledger = None
+        if delta is not None:
+            ledger = Ledger.of(announced, passed_over, self._ask("stored", {"push": push}))
         checked = time.perf_counter()
         try:
             # After a push that died the engine computes no request, so waiting for the last one would never end.
             self.control.hold("keep" if mixed else self.running)
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
             size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), whole)
-            chunks, sent = self._stream(push, to_send, announced, size, whole)
+            if ledger is not None:
+                to_send = ledger.noting(to_send)
+            chunks, sent = self._stream(push, lambda buffer: cut(to_send, announced, buffer, whole), size)
             streamed = time.perf_counter()
             done = self._ask("finish", {"push": push})
         except BaseException as error:
             self._abandon(push, error)
             raise
-        try:
-            reset = self.control.forget()
-        finally:  # all weights are the new ones, even if dropping the cache failed
-            self.control.allow()
-            self.control.free()
+        reset = self._serve_again()
         end = time.perf_counter()
-        return receipt(
+        told = receipt(
             announced,
             done,
             push=push,
@@ -123,7 +143,68 @@ class Refit:
             prefix_cache_reset=reset,
             after_failure=mixed,
             parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
+            delta=delta,
         )
+        if ledger is not None:
+            ledger.settle(push, told.tensors)
+            self.ledger = ledger
+        return told
+
+    def _push_changes(self, ledger: Ledger, named_tensors: Any, manifest: Any, verify: bool) -> Receipt:
+        """Push what differs from the ledger; raise :class:`_Refused` if the engine does not take it."""
+        start, push = time.perf_counter(), uuid.uuid4().hex[:12]
+        once = not isinstance(named_tensors, Mapping) and iter(named_tensors) is named_tensors
+        announced = ledger.manifest if once and manifest is None else self._announced(named_tensors, manifest)
+        self._ask("delta", {"push": push, "manifest": announced.digest, "base": ledger.version})
+        heads = _TiedHeads(announced, ledger.passed_over, named_tensors)
+        skipped = {announced[i].name for i in ledger.passed_over}
+        size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), ledger.whole)
+        ledger.verify = verify
+        checked = time.perf_counter()
+        try:
+            to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
+            chunks, sent = self._stream(push, lambda buffer: self._held(ledger.changes(to_send, buffer)), size)
+            streamed = time.perf_counter()
+            done = self._ask("finish", {"push": push, "expected": ledger.expected()})
+        except BaseException as error:
+            if once or not isinstance(error, _Refused):  # else a push of everything follows, and closes this one
+                self._abandon(push, error)
+            if once and isinstance(error, _Refused):
+                raise PrecisionError([*error.problems, _PUSH_AGAIN]) from error
+            raise
+        reset = self._serve_again()
+        end = time.perf_counter()
+        told = receipt(
+            announced,
+            done,
+            push=push,
+            passed_over=tuple(sorted(skipped)),
+            bytes=sent,
+            chunks=chunks,
+            chunk_bytes=size * BUFFERS,
+            seconds=end - start,
+            prefix_cache_reset=reset,
+            parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
+        )
+        tensors, delta = ledger.settle_changes(push, told.tensors)
+        self.ledger = ledger
+        return replace(told, tensors=tensors, delta=delta)
+
+    def _held(self, chunks: Iterator[Any]) -> Iterator[Any]:
+        """Yield buffers of changes; hold requests from the first one on, or at the end if there is none."""
+        first = next(chunks, None)
+        self.control.hold(self.running)
+        if first is not None:
+            yield first
+            yield from chunks
+
+    def _serve_again(self) -> bool:
+        """Drop the prefix cache, and let requests in again; return whether vLLM says that it dropped the cache."""
+        try:
+            return self.control.forget()
+        finally:  # all weights are the new ones, even if dropping the cache failed
+            self.control.allow()
+            self.control.free()
 
     def expected(self) -> Manifest:
         """Return the manifest of the checkpoint that the engine was started from, in the dtypes that the engine keeps.
@@ -150,13 +231,13 @@ class Refit:
         return Manifest.of(manifest) or self.expected()
 
     def _stream(
-        self, push: str, tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, size: int, whole: set[int]
+        self, push: str, filled: Callable[[Callable[[], torch.Tensor]], Iterator[Any]], size: int
     ) -> tuple[int, int]:
-        """Send all tensors through buffers of ``size`` bytes; return the number of buffers sent, and their bytes."""
+        """Send what ``filled`` copies into buffers of ``size`` bytes; return the number of buffers, and their bytes."""
         transport = transport_of(self.transport, self.control, size)
         try:
             _raise_problems(transport.open(push))
-            return self._deliver(push, cut(tensors, manifest, _in_turn(transport), whole), transport)
+            return self._deliver(push, filled(_in_turn(transport)), transport)
         finally:
             transport.close()
 
@@ -208,8 +289,19 @@ def _raise_problems(answers: list[Answer]) -> list[Answer]:
     """Return the answers, or raise all problems in them, each once: workers often find the same."""
     problems = dict.fromkeys(Problem(*row) for answer in answers for row in answer.get("problems", ()))
     if problems:
-        raise PrecisionError(problems)
+        raise _Refused(problems)
     return answers
+
+
+class _Refused(PrecisionError):
+    """What workers found wrong, and answered: the engine is alive."""
+
+
+_PUSH_AGAIN = Problem(
+    "The changes did not fit the engine, and their iterator is used up.",
+    "A push of everything would have followed, and has no tensors.",
+    "Push again: it will be one of everything. Or push a mapping, from which that follows by itself.",
+)
 
 
 def _mixed(answers: Sequence[Answer]) -> str:

@@ -52,6 +52,30 @@ class Written:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """What a push of changes changed, or why it was a push of everything."""
+
+    base: str = ""
+    """The push that the engine held before."""
+    changed: int = 0
+    elements: int = 0
+    """Codes and values that can be patched; ``changed`` of them did."""
+    full_bytes: int = 0
+    """The least that a push of everything takes: codes, scales, and values of what is not in FP8."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that were sent whole, and why they cannot be patched."""
+    confirmed: int = 0
+    """Tensors whose fingerprint the engine read from its memory, and that is the trainer's."""
+    instead: str = ""
+    """Why everything was pushed instead; empty if only changes were."""
+
+    @property
+    def share(self) -> float:
+        """The share of codes and values that changed."""
+        return self.changed / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True)
 class Receipt:
     """What a push did. ``print`` it, keep its ``to_dict()``, or ``require()`` that it has no problems."""
 
@@ -73,6 +97,8 @@ class Receipt:
     """How the push before this one died, if it did."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the steps: ``check``, ``stream`` and ``finish``."""
+    delta: Delta | None = None
+    """What a push with ``delta=True`` changed; None for any other."""
 
     # ------------------------------------------------------------------ results
 
@@ -165,6 +191,8 @@ class Receipt:
                     _some(self.misaligned, "those of the unsharded weights", "others than the unsharded weight's in"),
                 )
             )
+        if self.delta is not None:
+            rows += _delta_rows(self.delta, self.bytes)
         if self.passed_over:
             rows.append(("passed over", _some(self.passed_over)))
         if self.never_written:
@@ -181,6 +209,17 @@ class Receipt:
             rows.append(("repairs", self.after_failure))
         rows.append(("fingerprint", self.fingerprint))
         return rows + [("PROBLEM", p.what) for p in self.problems]
+
+
+def _delta_rows(delta: Delta, sent: int) -> list[tuple[str, str]]:
+    if delta.instead:
+        return [("all, since", delta.instead)]
+    less = f"{delta.full_bytes / sent:.0f} times less than everything" if sent else "nothing was sent"
+    rows = [
+        ("changed", f"{delta.share:.3%} of {delta.elements / 1e6:.1f} million since push {delta.base}, {less}"),
+        ("confirmed", f"{delta.confirmed} tensors in the engine have the trainer's fingerprint"),
+    ]
+    return [*rows, ("sent whole", _some([*delta.whole]))] if delta.whole else rows
 
 
 def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: Any) -> Receipt:

@@ -38,8 +38,8 @@ def capacity(manifest: Manifest, wanted: int, whole: Collection[int] = ()) -> in
     ``whole`` are the numbers of tensors that are not cut.
     """
     parts = (e.bytes if i in whole else min(e.step, e.rows) * e.row_bytes for i, e in enumerate(manifest))
-    everything = sum(_aligned(e.bytes) for e in manifest)
-    return max(ALIGNMENT, min(wanted, everything), max(map(_aligned, parts), default=0))
+    everything = sum(aligned(e.bytes) for e in manifest)
+    return max(ALIGNMENT, min(wanted, everything), max(map(aligned, parts), default=0))
 
 
 def cut(
@@ -60,7 +60,7 @@ def cut(
     came: set[int] = set()
     for name, tensor in tensors:
         i = manifest.places.get(name)
-        entry = _same(name, tensor, None if i is None else manifest[i])
+        entry = same_as_announced(name, tensor, None if i is None else manifest[i])
         assert i is not None
         if i in came:
             raise PrecisionError(f"{name} came twice.", "A push writes every tensor once.", "Give every tensor once.")
@@ -75,7 +75,7 @@ def cut(
                 continue
             _copy(tensor[row : row + rows] if entry.shape else tensor, room, used)
             pieces.append((i, row, rows, used))
-            row, used = row + rows, _aligned(used + rows * entry.row_bytes)
+            row, used = row + rows, aligned(used + rows * entry.row_bytes)
     if pieces:
         yield pieces, used
 
@@ -171,7 +171,7 @@ def _copy(source: torch.Tensor, room: torch.Tensor, offset: int) -> None:
     room[offset : offset + size].view(source.dtype).view(source.shape).copy_(source)
 
 
-def _same(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
+def same_as_announced(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
     """Return the entry of a tensor that came; raise PrecisionError if it is not the announced ``entry``."""
     found = Entry.of(name, tensor)
     if problem := not_sendable(name, tensor):
@@ -186,5 +186,5 @@ def _same(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
     )
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT

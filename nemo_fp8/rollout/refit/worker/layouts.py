@@ -22,7 +22,6 @@ from nemo_fp8.numerics.scales import floor_pow2
 from nemo_fp8.numerics.statistics import Statistics
 from nemo_fp8.rollout.engine.experts import Quantizing
 
-
 Places = NDArray[np.int64]
 
 

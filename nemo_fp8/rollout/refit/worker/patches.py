@@ -6,9 +6,9 @@
     finish    compare the fingerprint of every part, read from memory, with those that the trainer computed
 
 A patch finds its elements in memory by the routes of the plan, so any sharding and every known layout of codes works.
-It is its own way back: until the end the worker keeps the bytes of all patches, and subtracts them if the push dies. The
-weights are then bit for bit those of before, and are served. It cannot go back once a whole tensor was written, once the
-patches are more than MOST_KEPT, or once a fingerprint was another: then the model stays mixed until a full push.
+It is its own way back: until the end the worker keeps the bytes of all patches, and subtracts them if the push dies.
+The weights are then bit for bit those of before, and are served. There is no way back once a whole tensor was written,
+once the patches are more than MOST_KEPT, or once a fingerprint was another: the model stays mixed until a full push.
 
     kept as                                             patched
     FP8 in a known layout, blocks of the whole tensor   codes and scales
@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import patch
-from nemo_fp8.rollout.refit.patch import LONGEST, SCALES, VALUES, Differences, Positions, grid_of, matrix_of
-from nemo_fp8.rollout.refit.worker.layouts import Ledger
+from nemo_fp8.rollout.refit.patch import LONGEST, SCALES, VALUES, Differences, Positions, blocks_of, grid_of, matrix_of
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Box, Route
 from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, Session, answering, bad_piece, refuse_replicas
@@ -101,10 +100,7 @@ class Patching(Session):
         """Whether there is no way back."""
 
     def write(self, handle: Any, pieces: Any) -> None:
-        """Write pieces of whole tensors (four numbers), and patches: seven numbers each.
-
-        (number of the tensor, VALUES or SCALES, first row, rows, length of both lists, offset in the memory)
-        """
+        """Write pieces of whole tensors (four numbers), and add patches (seven, see ``patch.Patch``)."""
         if not isinstance(pieces, list):
             raise bad_piece(pieces, "It is no list of pieces")
         patches: list[Any] = []
@@ -136,9 +132,8 @@ class Patching(Session):
 
     def _checked(self, piece: Any) -> tuple[int, int, int, int]:
         found = super()._checked(piece)
-        kept = self.kept.get(found[0])
-        if kept is not None and not kept.why:
-            raise bad_piece(piece, f"{self.plan.manifest[found[0]].name} is patched, and does not come whole")
+        if (found[0], VALUES) in self.next or (found[0], SCALES) in self.next:
+            raise bad_piece(piece, f"{self.plan.manifest[found[0]].name} was patched already")
         self.lost = True  # the old bits of what is overwritten are kept nowhere
         return found
 
@@ -151,6 +146,8 @@ class Patching(Session):
             raise bad_piece(piece, f"The manifest has {len(self.rows)} tensors, with values and scales")
         name, (shape, width) = self.plan.manifest[i].name, self._plane(piece)
         count, columns = shape
+        if self.rows[i]:
+            raise bad_piece(piece, f"{name} came whole already")
         if row < self.next.get((i, what), 0) or not 0 < rows <= count - row:
             raise bad_piece(piece, f"{name} has {count} rows, of which {self.next.get((i, what), 0)} are done")
         if rows > 1 and rows * columns > LONGEST:
@@ -194,7 +191,7 @@ class Patching(Session):
             if what == SCALES:
                 assert isinstance(sink, Blocks)
                 block = (sink.high, sink.wide)
-                shape, source, to = grid_of(shape, block), _in_blocks(source, block), _in_blocks(to, block)
+                shape, source, to = grid_of(shape, block), blocks_of(source, block), blocks_of(to, block)
             if isinstance(sink, InPlace):
                 live, (here, places) = sink.live, moved(positions, shape, source, to)
             else:
@@ -244,8 +241,8 @@ class Patching(Session):
             raise PrecisionError(
                 f"After the patches {others[0]}{f' and {len(others) - 1} more are' if len(others) > 1 else ' is'} not "
                 "what the trainer has.",
-                "The fingerprint of the engine's memory is another: it was not what the trainer took it for, or a patch "
-                "was damaged.",
+                "The fingerprint of the engine's memory is another: it was not as the trainer had left it, or a patch was "
+                "damaged.",
                 "Push everything.",
             )
         self._pack(sent | {i for i, _ in self.next})
@@ -267,7 +264,7 @@ class Patching(Session):
                     continue
                 if isinstance(sink, Blocks):
                     facts.kind, facts.aligned = "fp8", facts.aligned and sink.same_grid(route)
-                    box = stacked(_in_blocks(route.to, (sink.high, sink.wide)))
+                    box = stacked(blocks_of(route.to, (sink.high, sink.wide)))
                     facts.count_scales(sink.scales[tuple(slice(*one) for one in box)], sink.operand.scale)
                 else:
                     facts.kind = word(route.target.dtype)
@@ -315,11 +312,6 @@ def _plain(kept: Kept) -> list[Any]:
 
 
 # ---------------------------------------------------------------------- places
-
-
-def _in_blocks(box: Box, block: tuple[int, int]) -> Box:
-    ends = zip(box[-2:], block, strict=True)
-    return (*box[:-2], *((start // side, -(-stop // side)) for (start, stop), side in ends))
 
 
 def stacked(box: Box) -> Box:
