@@ -74,6 +74,10 @@ class Delta:
         """The share of codes and values that changed."""
         return self.changed / self.elements if self.elements else 0.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and the share, as plain values."""
+        return asdict(self) | {"share": self.share}
+
 
 @dataclass(frozen=True)
 class Receipt:
@@ -155,6 +159,7 @@ class Receipt:
             "lowest_snr_db": None if lowest is None else lowest[0],
             "misaligned": list(self.misaligned),
             "problems": [p.to_dict() for p in self.problems],
+            "delta": self.delta and self.delta.to_dict(),
         }
 
     # ------------------------------------------------------------------ as text
