@@ -26,7 +26,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import decode_e8m0, format_of
 from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
-from nemo_fp8.rollout.refit.fingerprint import Fingerprint, together
+from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import SCALES as SUFFIX
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 from nemo_fp8.rollout.refit.patch import (
@@ -107,7 +107,7 @@ class Plane:
         """Return the fingerprint of a part."""
         if part not in self.prints:
             self.prints[part] = Fingerprint()
-            self.prints[part].add(self.values[tuple(slice(*one) for one in self.parts[part])])
+            self.prints[part].add(self.values[_slices(self.parts[part])])
         return self.prints[part].digest()
 
     def largest(self) -> float:
@@ -315,10 +315,11 @@ class Ledger:
             room[used : used + len(raw)] = torch.from_numpy(raw)
             heads.append((i, what, row, len(new), steps, others, used))
             used = aligned(used + len(raw))
+        empty = [] if heads else [room]  # buffers go out in the order in which they are given, so none is left out
         if heads:
             yield heads, used
         going = ((self.manifest[i].name, self.whole[i].values) for i in self.going())
-        yield from cut(going, self.manifest, buffer, self.whole)  # type: ignore[misc, arg-type]
+        yield from cut(going, self.manifest, lambda: empty.pop() if empty else buffer(), self.whole)  # type: ignore[misc, arg-type]
 
     def _come(
         self, tensors: Iterable[tuple[str, torch.Tensor]], most: int
@@ -358,8 +359,13 @@ class Ledger:
         for i, kept in self.kept.items():
             found[str(i)] = {part: kept.digest(part) for part in kept.planes[VALUES].parts}
         for i, one in self.whole.items():
-            if i not in going and one.entry.name in self.written:
-                found[str(i)] = dict(self.written[one.entry.name].fingerprints)
+            before = self.written.get(one.entry.name)
+            if before is not None and i not in going:
+                found[str(i)] = dict(before.fingerprints)
+            elif before is not None and before.kind != "fp8":  # else in blocks that the ledger does not know
+                assert one.values is not None
+                boxes = {part: _box_of(part) for part in before.fingerprints if ":" in part}
+                found[str(i)] = {part: fingerprint(one.values[_slices(box)]) for part, box in boxes.items()}
         return found
 
     def settle_changes(self, push: str, written: Iterable[Written]) -> tuple[tuple[Written, ...], Delta]:
@@ -368,10 +374,15 @@ class Ledger:
         ``written`` are the engine's rows. A tensor that was not sent and that no worker can read keeps its last row.
         """
         base, self.version = self.version, push
+        going = self.going()
         for one in written:
-            kept = self.kept.get(self.manifest.places[one.name])
-            self.written[one.name] = one if kept is None else kept.told(one)
-        going, planes = self.going(), [kept.planes[VALUES] for kept in self.kept.values()]
+            i, before = self.manifest.places[one.name], self.written.get(one.name)
+            if i in self.kept:
+                one = self.kept[i].told(one)
+            elif i not in going and before is not None:
+                one = replace(before, fingerprints=one.fingerprints, verified=one.verified)
+            self.written[one.name] = one
+        planes = [kept.planes[VALUES] for kept in self.kept.values()]
         delta = Delta(
             base=base,
             changed=sum(plane.changed for plane in planes),
@@ -386,6 +397,10 @@ class Ledger:
 def _operand_of(row: Sequence[Any]) -> Operand:
     format, block, scale, delayed = row
     return Operand(format, tuple(block), scale, delayed)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*one) for one in box)
 
 
 def _box_of(part: str) -> Box:
