@@ -1,4 +1,4 @@
-"""What a push of changes is made of, without an engine: the format of a patch, planes, fingerprints that are carried."""
+"""What a push of changes is made of, without an engine: the format of a patch, planes, carried fingerprints."""
 
 import numpy as np
 import pytest

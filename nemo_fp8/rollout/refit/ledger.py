@@ -345,7 +345,7 @@ class Ledger:
             )
 
     def going(self) -> list[int]:
-        """Return the numbers of the tensors that go whole: those that changed, and what the engine gathers with them."""
+        """Return the numbers of the tensors that go whole: what changed, and what the engine gathers with it."""
         going, more = set[int](), {i for i, one in self.whole.items() if one.changed}
         while more:
             going |= more
