@@ -24,6 +24,7 @@ positions, such as whole rows that change, is not made use of (benchmarks/delta.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +34,8 @@ from nemo_fp8.errors import PrecisionError
 LONGEST = 1 << 24  # elements of a strip, at most: positions are decoded to eight bytes each
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]
-Differences = NDArray[np.unsignedinteger]
-PATTERNS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+Differences = NDArray[np.unsignedinteger[Any]]
+PATTERNS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 """Bytes of an element -> the unsigned type of its bit pattern."""
 Patch = tuple[int, int, int, int, int, int, int]
 """(number of the tensor, VALUES or SCALES, first row, rows, steps, others, offset in the buffer)"""

@@ -119,7 +119,9 @@ class Refit:
         try:
             # After a push that died the engine computes no request, so waiting for the last one would never end.
             self.control.hold("keep" if mixed else self.running)
-            to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
+            to_send: Iterable[tuple[str, torch.Tensor]] = (
+                pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped
+            )
             size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), whole)
             if ledger is not None:
                 to_send = ledger.noting(to_send)

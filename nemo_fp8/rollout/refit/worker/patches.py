@@ -241,8 +241,8 @@ class Patching(Session):
             raise PrecisionError(
                 f"After the patches {others[0]}{f' and {len(others) - 1} more are' if len(others) > 1 else ' is'} not "
                 "what the trainer has.",
-                "The fingerprint of the engine's memory is another: it was not as the last push had left it, or a patch "
-                "was damaged.",
+                "The fingerprint of the engine's memory is another: it is not as the last push left it, or a patch was "
+                "damaged.",
                 "Push everything.",
             )
         self._pack(sent | {i for i, _ in self.next})
