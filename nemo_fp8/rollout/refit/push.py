@@ -12,8 +12,9 @@ push writes every weight.
 
 A push needs two buffers beside the model, whatever the model's size: one is filled while the workers read the other.
 The trade-off: it cannot be rolled back. Keeping the old weights until the end would need memory for a second model.
-A push of changes (``delta=True``) sends differences to what a ledger of the last push has, and can be rolled back. Where
-it does not fit the engine a push of everything follows, and the receipt says why.
+
+A push of changes (``delta=True``) sends differences to what a ledger of the last push has, and can be rolled back. Where it
+does not fit the engine a push of everything follows, and the receipt says why.
 """
 
 from __future__ import annotations
