@@ -16,11 +16,9 @@ The trade-off: it cannot be rolled back. Keeping the old weights until the end w
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,17 +27,13 @@ from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.rollout.refit.control import Answer, control_of
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
-from nemo_fp8.rollout.refit.memory import BUFFERS
+from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.receipt import Receipt, receipt
-from nemo_fp8.rollout.refit.wire import Piece, Transport, capacity, cut, pairs, transport_of
+from nemo_fp8.rollout.refit.wire import Transport, cut, pairs, raise_problems, transport_of
 
 RUNNING = ("wait", "abort", "keep")
 TRANSPORTS = ("auto", "memory", "http")
 CHUNK = 256 * 2**20  # bytes of all buffers of a push together, at most
-# Bytes of one buffer, at most. The pages of a buffer are new memory in every push: beyond this size they cost more time
-# than fewer messages save. A push of 323 MB took 0.28 to 0.30 s with buffers of 16 to 64 MiB, 0.69 s with 128 and
-# 0.42 s with 4 (medians).
-BUFFER = 32 * 2**20
 
 
 class Refit:
@@ -98,8 +92,9 @@ class Refit:
             # After a push that died the engine computes no request, so waiting for the last one would never end.
             self.control.hold("keep" if mixed else self.running)
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
-            size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), whole)
-            chunks, sent = self._stream(push, to_send, announced, size, whole)
+            weights = getattr(named_tensors, "shared", None)
+            transport = transport_of(self.transport, self.control, announced, self.chunk, whole, weights)
+            chunks, sent = self._stream(push, to_send, announced, transport, begun, weights)
             streamed = time.perf_counter()
             done = self._ask("finish", {"push": push})
         except BaseException as error:
@@ -118,7 +113,7 @@ class Refit:
             passed_over=tuple(sorted(skipped)),
             bytes=sent,
             chunks=chunks,
-            chunk_bytes=size * BUFFERS,
+            chunk_bytes=transport.size * transport.buffers,
             seconds=end - start,
             prefix_cache_reset=reset,
             after_failure=mixed,
@@ -150,35 +145,26 @@ class Refit:
         return Manifest.of(manifest) or self.expected()
 
     def _stream(
-        self, push: str, tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, size: int, whole: set[int]
-    ) -> tuple[int, int]:
-        """Send all tensors through buffers of ``size`` bytes; return the number of buffers sent, and their bytes."""
-        transport = transport_of(self.transport, self.control, size)
+        self, push: str, tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, transport: Transport,
+        begun: Sequence[Answer], weights: Shared | None,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Send all tensors; return the number of buffers sent, and the bytes of all tensors."""
+        whole = {i for answer in begun for i in answer["whole"]}
+        count, sent = 0, 0
         try:
-            _raise_problems(transport.open(push))
-            return self._deliver(push, cut(tensors, manifest, _in_turn(transport), whole), transport)
+            transport.open(push, len(begun))
+            for pieces, used in cut(tensors, manifest, transport.buffer, whole, weights):
+                transport.send(pieces, used)
+                count += used > 0
+                sent += used or sum(rows * manifest[i].row_bytes for i, _, rows, _ in pieces)
+            transport.end()
         finally:
             transport.close()
-
-    def _deliver(self, push: str, chunks: Iterator[tuple[list[Piece], int]], transport: Transport) -> tuple[int, int]:
-        """Deliver each buffer in a second thread, while ``chunks`` fills the other one in this thread.
-
-        At most one delivery is under way, so a buffer is filled again only after the workers have read it.
-        """
-        count, sent, under_way = 0, 0, None
-        with ThreadPoolExecutor(1, "nemo_fp8-refit") as courier:
-            try:
-                for pieces, used in chunks:
-                    _wait_for(under_way)
-                    under_way = courier.submit(transport.deliver, count % BUFFERS, pieces, used, push)
-                    count, sent = count + 1, sent + used
-            finally:
-                _wait_for(under_way)
         return count, sent
 
     def _ask(self, method: str, message: Answer) -> list[Answer]:
         """Call a method of every worker; return their answers, or raise what they found wrong."""
-        return _raise_problems(self.control.call(method, message))
+        return raise_problems(self.control.call(method, message))
 
     def _abandon(self, push: str, error: BaseException) -> None:
         """End a push that died: serve requests if nothing was written yet, else refuse them with the reason."""
@@ -190,26 +176,6 @@ class Refit:
             self.control.refuse(f"{mixed} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
         else:
             self.control.free()
-
-
-def _in_turn(transport: Transport) -> Callable[[], torch.Tensor]:
-    """Return a function that gives the transport's buffers one after the other, round and round."""
-    numbers = itertools.cycle(range(BUFFERS))
-    return lambda: transport.buffer(next(numbers))
-
-
-def _wait_for(delivery: Future[list[Answer]] | None) -> None:
-    """Wait until a buffer is written by all workers; raise what they found wrong."""
-    if delivery is not None:
-        _raise_problems(delivery.result())
-
-
-def _raise_problems(answers: list[Answer]) -> list[Answer]:
-    """Return the answers, or raise all problems in them, each once: workers often find the same."""
-    problems = dict.fromkeys(Problem(*row) for answer in answers for row in answer.get("problems", ()))
-    if problems:
-        raise PrecisionError(problems)
-    return answers
 
 
 def _mixed(answers: Sequence[Answer]) -> str:
