@@ -4,8 +4,8 @@ The files of ``SOURCES`` are plain C. They are compiled for the processor at han
 detects) at the first quantization, in about four seconds, and loaded through ctypes. Why not an extension module: the
 package stays one wheel for every platform and Python, an editable install and a fresh clone need no build step, and the
 compiler may use every instruction of the machine. The trade-off: a machine without a C compiler quantizes with torch,
-to the same bits but more slowly, and one line in the log says so. (Triton and TorchInductor make the same choice.) ``python -m nemo_fp8.numerics.kernels.build`` builds ahead of time, for a
-container image.
+to the same bits but more slowly, and one line in the log says so. (Triton and TorchInductor make the same choice.)
+``python -m nemo_fp8.numerics.kernels.build`` builds ahead of time, for a container image.
 
 The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a hash of everything it depends on: the
 source, the compiler and its flags, the processor. Of ranks that start together one builds it. It is written to a

@@ -189,20 +189,20 @@ def sums(x: torch.Tensor, into: torch.Tensor | None) -> tuple[torch.Tensor, torc
     library = build.library()
     if library is None or x.numel() == 0 or not all(_has_rows(m) for m in (x, into) if m is not None):
         return None
-    width = x.shape[1] * x.itemsize
-    rows, columns = torch.empty(len(x), dtype=torch.int64), torch.zeros(-(-width // 8), dtype=torch.int64)
-    largest = torch.empty(len(x), dtype=torch.int32)
+    height, width = x.shape[0], x.shape[1] * x.itemsize
+    rows, columns = torch.empty(height, dtype=torch.int64), torch.zeros(-(-width // 8), dtype=torch.int64)
+    largest = torch.empty(height, dtype=torch.int32)
     job = _SumsJob(
         x=x.data_ptr(), of_rows=rows.data_ptr(), of_columns=columns.data_ptr(), largest=largest.data_ptr(),
-        rows=len(x), bytes=width, stride=x.stride(0) * x.itemsize, magnitudes=MAGNITUDES.get(x.dtype, 0),
+        rows=height, bytes=width, stride=x.stride(0) * x.itemsize, magnitudes=MAGNITUDES.get(x.dtype, 0),
         to=None if into is None else into.data_ptr(), to_stride=0 if into is None else into.stride(0) * x.itemsize,
         threads=_threads(x), parallel=_parallel(),
     )  # fmt: skip
     if not library.nemo_fp8_sums(ctypes.byref(job)):
         raise MemoryError("no memory for the sums of a matrix's columns")
     if x.dtype not in MAGNITUDES:
-        return rows, columns, torch.zeros(len(x))
-    return rows, columns, largest.view(x.dtype).view(len(x), -1)[:, 0].float()
+        return rows, columns, torch.zeros(height)
+    return rows, columns, largest.view(x.dtype).view(height, -1)[:, 0].float()
 
 
 def _has_rows(matrix: torch.Tensor) -> bool:

@@ -9,8 +9,8 @@ one before it is done with the first. The trade-off: EngineCore waits for the ca
 must not, since weights change.
 
 The socket has a random name that is no file's ("abstract"), so nothing is left of it if the sender is killed; the
-kernel then closes it, and the workers' calls end. Either side refuses a peer of another user, unless root is one of
-them, as shared memory does. A worker takes nothing from it but JSON, of a bounded size.
+kernel then closes it, and the workers' calls end. Sender and worker must be of one user, or the worker root's, as for
+shared memory. A worker takes nothing from it but JSON, of a bounded size.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Channel:
                 if self.ended():
                     raise Ended from None
                 continue
-            if _may(line):
+            if _user(line) in (os.geteuid(), 0):  # else it could not map the memory either
                 line.settimeout(LOOK)
                 self.lines.append(line)
             else:
@@ -117,7 +117,7 @@ class Line:
         try:
             self.socket.settimeout(silence)
             self.socket.connect(f"\0{name}")
-            if not _may(self.socket):
+            if os.geteuid() not in (_user(self.socket), 0):
                 raise _refused(name, "It belongs to another user")
         except OSError as error:
             self.socket.close()
@@ -162,10 +162,10 @@ class Line:
             self.socket.send(byte)
 
 
-def _may(peer: socket.socket) -> bool:
-    """Whether the process at the other end is of this user, or one of the two is root's."""
-    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return user == os.geteuid() or 0 in (user, os.geteuid())
+def _user(line: socket.socket) -> int:
+    """Return the user of the process at the other end."""
+    _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(user)
 
 
 def _refused(name: Any, why: str) -> PrecisionError:

@@ -50,7 +50,7 @@ class Fingerprint:
 
     def digest(self) -> str:
         """Return sixteen hexadecimal digits. The sums stay on the tensor's device until here."""
-        rows = sum(map(len, self._rows))
+        rows = sum(of_rows.shape[0] for of_rows in self._rows)
         whole = hashlib.blake2b(f"{rows}x{self._width}".encode(), digest_size=DIGITS // 2)
         if self._columns is not None:
             whole.update(torch.cat([*self._rows, self._columns]).cpu().numpy().tobytes())

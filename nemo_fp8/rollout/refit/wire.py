@@ -18,6 +18,7 @@ bring.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,7 @@ from nemo_fp8.rollout.refit.manifest import Entry, Manifest, not_sendable
 from nemo_fp8.rollout.refit.memory import ALIGNMENT, BUFFERS, Shared
 from nemo_fp8.storage.safetensors import bytes_of
 
+FEW = 4  # processors
 AT_ONCE = 500  # pieces of a message for tensors that are not copied: few enough for the largest message of a socket
 Piece = tuple[int, int, int, int]
 """(number of the tensor, first row, rows, offset in the buffer)"""
@@ -285,8 +287,21 @@ def raise_problems(answers: list[Answer]) -> list[Answer]:
 
 @torch.no_grad()
 def _copy(source: torch.Tensor, room: torch.Tensor, offset: int) -> None:
-    """Copy a tensor of any strides and device into a buffer, contiguously."""
+    """Copy a tensor of any strides and device into a buffer, contiguously.
+
+    On few processors one thread copies, and leaves the others to the workers: threads that copy together spin for a
+    while after each copy, where the workers could compute.
+    """
     size = source.numel() * source.itemsize
+    plain = (
+        source.is_cpu
+        and source.is_contiguous()
+        and not source.is_neg()
+        and type(source) in (torch.Tensor, torch.nn.Parameter)
+    )
+    if plain and (os.cpu_count() or 1) <= FEW:
+        ctypes.memmove(room.data_ptr() + offset, source.data_ptr(), size)
+        return
     room[offset : offset + size].view(source.dtype).view(source.shape).copy_(source)
 
 

@@ -133,12 +133,7 @@ class Facts:
 
     def see(self, magnitudes: torch.Tensor, at: slice = ONE) -> None:
         """Note the largest of some magnitudes, such as those of rows."""
-        found = _each(magnitudes, at).amax(1).float()
-        if torch.is_tensor(self.largest):
-            self.largest[at] = torch.maximum(self.largest[at], found)
-        else:
-            self.largest = found.new_zeros(max(1, self.experts))
-            self.largest[at] = found
+        self._raise(_each(magnitudes, at).amax(1).float(), at)
 
     def see_codes(self, largest: torch.Tensor, scales: torch.Tensor, at: slice = ONE) -> None:
         """Note an upper bound for codes that came with scales: the largest code times the largest scale."""
@@ -160,24 +155,22 @@ class Facts:
     def _most(self) -> Count:
         return self.largest.amax() if torch.is_tensor(self.largest) else self.largest  # amax of a NaN is a NaN
 
+    def _raise(self, found: torch.Tensor, at: slice) -> None:
+        """Raise the largest magnitudes of the experts of ``at`` to what was found."""
+        if not isinstance(self.largest, torch.Tensor):
+            self.largest = found.new_zeros(max(1, self.experts))
+        self.largest[at] = torch.maximum(self.largest[at], found)
+
     def _add(self, name: str, counted: torch.Tensor, at: slice) -> None:
         held = getattr(self, name)
-        if not torch.is_tensor(held):
+        if isinstance(held, torch.Tensor):
+            held[at] += counted
+        elif counted.shape[0] == max(1, self.experts):
+            setattr(self, name, counted)
+        else:
             held = counted.new_zeros(max(1, self.experts))
+            held[at] = counted
             setattr(self, name, held)
-        held[at] += counted
-
-    def sum_up(self) -> None:
-        """Add what ``count`` was given."""
-        for (first, stop), several in self.tiles.items():
-            at = slice(first, stop)
-            parts = {name: torch.cat([_each(getattr(s, name), at) for s in several], 1) for name in _COUNTED}
-            for name, root in (("signal", "norm"), ("noise", "error_norm")):
-                self._add(name, parts[root].double().square_().sum(1), at)
-            for name in ("saturated", "underflow", "nonfinite"):
-                self._add(name, parts[name].sum(1), at)
-            self.see(parts["amax"], at)
-        self.tiles.clear()
 
     def check(self, good: torch.Tensor | bool) -> None:
         """Add the outcome of a comparison."""
@@ -186,9 +179,6 @@ class Facts:
     def to_plain(self) -> dict[str, Any]:
         """Return the facts as plain values, after they were settled: of a stack, a list for each count."""
         return {name: value for name, value in vars(self).items() if name != "tiles"}
-
-
-_COUNTED = ("norm", "error_norm", "saturated", "underflow", "nonfinite", "amax")
 
 
 def _each(values: torch.Tensor, at: slice) -> torch.Tensor:
@@ -219,24 +209,62 @@ class Ledger:
 
     def settle(self) -> None:
         """Replace every count on a device by plain numbers, with one transfer from each device."""
-        for facts in self.facts.values():
-            facts.sum_up()
+        self._sum_up()
         counted = [
             (facts, name, value)
             for facts in self.facts.values()
-            for name, value in vars(facts).items()
-            if torch.is_tensor(value)
+            for name in _COUNTED
+            if isinstance(value := getattr(facts, name), torch.Tensor)
         ]
         for device in {value.device for *_, value in counted}:
             here = [row for row in counted if row[2].device == device]
             numbers = torch.cat([value.double().reshape(-1) for *_, value in here]).tolist()
             end = 0
-            for facts, name, value in here:
+            for facts, name, value in here:  # of a stack a count is a vector
                 start, end = end, end + value.numel()
-                plain = [*map(_plain(value.dtype), numbers[start:end])]
+                kind = int if name in _WHOLE_NUMBERS else _plain(value.dtype)
+                plain = [*map(kind, numbers[start:end])]
                 setattr(facts, name, plain if facts.experts and value.dim() else plain[0])
+
+    def _sum_up(self) -> None:
+        """Add the statistics of all tiles to the facts that they belong to: a few operations for all tensors."""
+        some = [
+            (facts, slice(*at), s) for facts in self.facts.values() for at, all_ in facts.tiles.items() for s in all_
+        ]
+        if not some:
+            return
+        # A segment is the tiles of one expert, or of a piece of a tensor that is no stack.
+        lengths = [n for _, at, s in some for n in [s.norm.numel() // (at.stop - at.start)] * (at.stop - at.start)]
+        segments = torch.tensor(lengths, device=some[0][2].norm.device)
+
+        def reduced(name: str, how: str) -> torch.Tensor:
+            values = torch.cat([getattr(s, name).reshape(-1) for *_, s in some]).double()
+            return torch.segment_reduce(values.square_() if "norm" in name else values, how, lengths=segments)
+
+        sums = {name: reduced(field, "sum") for name, field in _SUMS.items()}
+        amax = reduced("amax", "max").float()
+        first = 0
+        for facts, at, _ in some:
+            last = first + at.stop - at.start
+            for name, values in sums.items():
+                facts._add(name, values[first:last], at)
+            facts._raise(amax[first:last], at)
+            facts.tiles.clear()
+            first = last
+
+
+_SUMS = {
+    "signal": "norm",
+    "noise": "error_norm",
+    "saturated": "saturated",
+    "underflow": "underflow",
+    "nonfinite": "nonfinite",
+}
+"""Facts that are sums over tiles, by the statistic that is summed up."""
+_COUNTED = (*_SUMS, "largest", "bad_scales", "verified")
+_WHOLE_NUMBERS = ("saturated", "underflow", "nonfinite", "bad_scales")
 
 
 def _plain(dtype: torch.dtype) -> type:
     """Return the Python type of a number of a tensor."""
-    return bool if dtype == torch.bool else float if dtype.is_floating_point else int
+    return bool if dtype == torch.bool else float

@@ -121,11 +121,10 @@ class Session:
                 sink.write(route, 0, tensor)
             else:  # of rows 128:256, say, that come as 0:192 and 192:384: first 128:192 and then 192:256
                 (start, stop), *rest = route.source
-                first, last = max(start, row), min(stop, row + len(tensor))
+                first, last = max(start, row), min(stop, row + tensor.shape[0])
                 if first < last:
-                    sink.write(
-                        route, first - start, tensor[(slice(first - row, last - row), *(slice(*one) for one in rest))]
-                    )
+                    box = ((first - row, last - row), *rest)
+                    sink.write(route, first - start, tensor[tuple(slice(*one) for one in box)])
         if i in self.plan.scales:
             self._write_scales(i, tensor)
         if self.rows[i] == self.plan.manifest[i].rows:
