@@ -16,10 +16,12 @@ shared memory. A worker takes nothing from it but JSON, of a bounded size.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -29,6 +31,7 @@ from nemo_fp8.errors import PrecisionError
 NAME = "nemo_fp8-refit"
 LARGEST = 1 << 16  # bytes of a message; the kernel takes twice as many by default
 LOOK = 0.2  # seconds between two checks of whether the workers' call has ended
+LATEST = 60.0  # seconds from the first worker that connects to the last
 DONE, FAILED = b"+", b"-"
 _END = b"{}"
 
@@ -49,14 +52,19 @@ class Channel:
         self.lines: list[socket.socket] = []
 
     def connect(self, workers: int) -> None:
-        """Wait until all workers have connected. Raises Ended if their call ends before."""
+        """Wait until all workers have connected. Raises Ended if their call ends before, or one stays away.
+
+        The call has one answer for all: a worker that cannot connect is not heard of while another one streams.
+        """
+        first = math.inf
         while len(self.lines) < workers:
             try:
                 line, _ = self.door.accept()
             except TimeoutError:
-                if self.ended():
+                if self.ended() or time.monotonic() > first + LATEST:
                     raise Ended from None
                 continue
+            first = min(first, time.monotonic())
             if _user(line) in (os.geteuid(), 0):  # else it could not map the memory either
                 line.settimeout(LOOK)
                 self.lines.append(line)
