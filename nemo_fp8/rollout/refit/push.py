@@ -10,7 +10,7 @@ A push that the check refuses has changed nothing. A push that dies later leaves
 the engine refuses requests, with the reason, until the next push ends well. That one repairs it completely, since every
 push writes every weight.
 
-A push needs two buffers beside the model, whatever the model's size: one is filled while the workers read the other.
+A push needs a few buffers beside the model, whatever the model's size: one is filled while the workers read another.
 The trade-off: it cannot be rolled back. Keeping the old weights until the end would need memory for a second model.
 """
 

@@ -225,6 +225,9 @@ class Blocks(Sink):
         rows, wide = values.shape[1:]
         codes, scales = self._live(matrices, row, rows)
         if codes is None or scales is None:
+            if self.layout.plain and rows % self.high == 0:
+                self._quantize_beside(route, matrices, row, values, at)
+                return
             for i, m in enumerate(matrices):
                 one = at if at == ONE else slice(at.start + i, at.start + i + 1)
                 self._quantize(route, range(m, m + 1), row, values[i : i + 1], one)
@@ -246,6 +249,23 @@ class Blocks(Sink):
                 made = self._scratch(len(strip))
                 self._cast(strip, made, into, [(route, there)])
                 self.layout.store(codes, (row if len(matrices) == 1 else 0) + first, made)
+            self.prints[route].add(made)
+
+    def _quantize_beside(self, route: Route, matrices: range, row: int, values: torch.Tensor, at: slice) -> None:
+        """Quantize some rows of each matrix of a stack, as one of several workers has them, and copy the results."""
+        rows, wide = values.shape[1:]
+        below, step = row + rows, max(1, STRIP // (rows * wide))
+        for first in range(0, len(matrices), step):
+            some = values[first : first + step]
+            there = at if at == ONE else slice(at.start + first, at.start + first + len(some))
+            made = self._scratch(len(some) * rows)
+            scales = self.scales.new_empty((len(some) * rows // self.high, self.scales.shape[2]))
+            self._cast(some.reshape(-1, wide), made, scales, [(route, there)])
+            live = slice(matrices.start + first, matrices.start + first + len(some))
+            place = self.codes[live, row:below]
+            place.view(torch.uint8).copy_(made.view(torch.uint8).view(place.shape))
+            place = self.scales[live, row // self.high : below // self.high]
+            place.copy_(scales.view(place.shape))
             self.prints[route].add(made)
 
     def _live(self, matrices: range, row: int, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
