@@ -272,6 +272,25 @@ def page(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str,
     return "\n".join(out)
 
 
+def record(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str, float]) -> str:
+    """Everything that was measured, as JSON with a line for each way: its turns as (yardstick, way, disturbed)."""
+    told: dict[str, Any] = {"about": about, "memory": memory}
+    for result in results:
+        ways = {
+            name: [[round(pair.yardstick, 6), round(pair.way, 6), int(pair.disturbed)] for pair in found]
+            for name, found in result["pairs"].items()
+        }
+        told[" x ".join(map(str, result["shape"]))] = {**ways, **result.get("peers", {})}
+    lines = (
+        f" {json.dumps(key)}: {{\n  "
+        + ",\n  ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in part.items())
+        + "\n }"
+        for key, part in told.items()
+        if part
+    )
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def merged(old: str, text: str, isa: str) -> str:
     """The page with one of its parts replaced: this machine's kernels first, then those for others, each once."""
     parts = dict.fromkeys(("", *build.OTHERS), "")
@@ -318,13 +337,12 @@ def main() -> None:
     memory = peak_memory(shapes[-1]) if options.device == "cpu" and not options.only and not options.isa else {}
     text = page(about, results, memory, options.isa)
     print(text)
-    if options.json:
-        options.json.write_text(
-            json.dumps({"about": about, "results": results, "memory": memory}, indent=1, default=vars)
-        )
+    records = [options.json] if options.json else []
     if options.write and not options.only:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(merged(PAGE.read_text() if PAGE.exists() else "", text, options.isa))
+        PAGE.write_text(merged(PAGE.read_text(), text, options.isa))
+        records.append(PAGE.with_name(f"quantize{'_' * bool(options.isa)}{options.isa}.json"))
+    for path in records:
+        path.write_text(record(about, results, memory))
 
 
 if __name__ == "__main__":

@@ -470,6 +470,16 @@ RULES: dict[str, Problem] = {
         "NeMo RL ignores it and takes its default, FP32 scales.",
         "Write {right} instead.",
     ),
+    "nemo-rl-modelopt": warning(
+        "{key} has ModelOpt quantize both sides by {train}.",
+        "It acts beside the contract, and what it does is not compared.",
+        "Nothing to do, if that is meant.",
+    ),
+    "nemo-rl-modelopt-differs": warning(
+        "{key} has ModelOpt quantize by {train} in training and {rollout} in the rollout.",
+        "It acts beside the contract, and what it does is not compared.",
+        "Give both the same quant_cfg.",
+    ),
     # ------------------------------------------------------------ what the engine computes, and what it holds
     "gate-nan": error(
         "{count} of the rollout's log-probs are NaN.",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from nemo_fp8.cli.options import Changes, Json, Name
 from nemo_fp8.cli.printing import print_findings, print_json, print_notes, print_pairs, print_table
-from nemo_fp8.contract.naming import load, read_text
+from nemo_fp8.contract.naming import load
 
 
 def list_presets(as_json: Json = False) -> None:
@@ -88,11 +89,11 @@ def check(
 
     notes = []
     if nemo_rl:
-        from nemo_fp8.render.nemo_rl import ignored_by_nemo_rl, read_nemo_rl
+        from nemo_fp8.render.nemo_rl import beside_the_contract, ignored_by_nemo_rl, read_nemo_rl
 
-        text = read_text(train)
-        trained, rolled = read_nemo_rl(text)
-        notes = [f"{p.what} {p.why} {p.remedy}" for p in ignored_by_nemo_rl(text)]
+        source = Path(train)
+        trained, rolled = read_nemo_rl(source)
+        notes = [f"{p.what} {p.why} {p.remedy}" for p in (*ignored_by_nemo_rl(source), *beside_the_contract(source))]
     else:
         trained = load(train)
         rolled = load(rollout) if rollout else trained

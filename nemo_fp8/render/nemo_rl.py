@@ -4,8 +4,9 @@ One file there holds both sides: ``policy.megatron_cfg`` trains, ``policy.genera
 scales is an environment variable for the first and a key for the second, and nothing in NeMo RL compares them. Reading
 a file here gives both sides, and ``from_nemo_rl`` gives one contract or says why there is none.
 
-What is not in a YAML has NeMo RL's default, so an overlay reads like the file that it extends. The exception is what
-NeMo RL's base files set (``grad_reduce_in_fp32``); for this the contract's default is taken.
+A file is read with the files that it extends (:mod:`nemo_fp8.render.nemo_rl_file`). What is not there has NeMo RL's
+default, so an overlay reads like the file that it extends. The exception is what NeMo RL's base files set
+(``grad_reduce_in_fp32``); for this the contract's default is taken.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.yaml import load_mapping
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
 from nemo_fp8.preflight import agreement
 from nemo_fp8.render import nemo_rl_keys as keys
 from nemo_fp8.render.env import scale_from_environment
+from nemo_fp8.render.nemo_rl_file import read_document, resolving
 from nemo_fp8.render.rendering import Rendering, lost_fields
 from nemo_fp8.render.settings import read
 from nemo_fp8.render.te import VARIABLES, te_environment
 
 _REASONS = {
-    "keep": "NeMo RL leaves modules out of FP8 in the rollout only, by plain words in their names.",
+    "keep": "NeMo RL leaves modules out of FP8 in the rollout only, in 128x128 blocks by plain words in their names.",
     "strict": "NeMo RL fails in the first step on a shape that FP8 cannot hold.",
     **dict.fromkeys(
         ("margin", "amax_history_len", "amax_compute_algo"), "NeMo RL has no key for it: Megatron's default is used."
@@ -40,6 +42,8 @@ _REASONS = {
         "NeMo RL scales no loss.",
     ),
 }
+
+_WILDCARD = re.compile(r"[*?\[]")
 
 
 # ---------------------------------------------------------------------- contract -> NeMo RL
@@ -67,7 +71,9 @@ def to_nemo_rl(precision: Precision) -> dict[str, Any]:
     if p.rollout == "fp8":
         vllm = {"precision": "fp8", "is_mx": p.rollout_block == "1x32"}
         vllm |= {name: s.write(getattr(p, s.field)) for name, s in keys.VLLM_CFG.items() if not s.alias}
-        vllm["quantization_ignored_layer_kws"] = [pattern[1:-1] for pattern in p.keep if _is_plain(pattern)]
+        # An empty list says something, too: it takes the place of the list in the file that this one extends.
+        mx = vllm["is_mx"]
+        vllm[keys.IGNORED[mx]] = [*filter(None, (_as_ignored(pattern, mx) for pattern in p.keep))]
     return {
         "loss_fn": {"use_importance_sampling_correction": p.importance_sampling},
         "policy": {
@@ -97,9 +103,22 @@ def render(precision: Precision) -> Rendering:
     return Rendering("nemo-rl", text, data, tuple(notes), lost)
 
 
-def _is_plain(pattern: str) -> bool:
-    """Whether a pattern means "the name contains this text", all that NeMo RL can express."""
-    return re.fullmatch(r"\*[^*?\[\]]+\*", pattern) is not None and not pattern.startswith("re:")
+def _as_ignored(pattern: str, mx: bool) -> str | None:
+    """Return a pattern of ``keep`` as NeMo RL's lists have it; None if they cannot say it.
+
+    Both take words that a name contains. The list of MX rollouts takes patterns of whole names, too; a name without
+    wildcards would leave out every module whose name contains it.
+    """
+    if pattern.startswith("re:"):
+        return None
+    if re.fullmatch(r"\*[^*?\[\]]+\*", pattern):
+        return pattern[1:-1]
+    return pattern if mx and _WILDCARD.search(pattern) else None
+
+
+def _as_kept(word: str) -> str:
+    """Return a line of NeMo RL's lists as a pattern of ``keep``."""
+    return word if _WILDCARD.search(word) else f"*{word}*"
 
 
 def _cannot_mean(p: Precision) -> Iterator[Problem]:
@@ -121,30 +140,32 @@ def _cannot_mean(p: Precision) -> Iterator[Problem]:
 # ---------------------------------------------------------------------- NeMo RL -> contract
 
 
-def read_nemo_rl(text: str) -> tuple[Precision, Precision]:
-    """Return the training side and the rollout side of a NeMo RL YAML, each as a contract.
+def read_nemo_rl(source: str | Path) -> tuple[Precision, Precision]:
+    """Return the training side and the rollout side of a NeMo RL configuration, each as a contract.
 
-    Raises PrecisionError for misspelt keys and values that a contract cannot express.
+    ``source`` is a file, read with the files that it extends, or a text. Raises PrecisionError for misspelt keys, values
+    that a contract cannot express, and files that cannot be read.
     """
-    document = load_mapping(text, "a NeMo RL configuration")
-    problems = [*_slips(document)]
-    train, wrong = _train(document)
-    problems += wrong
-    rollout, wrong = _rollout(document)
-    problems += wrong
+    document = read_document(source)
+    with resolving():
+        problems = [*_slips(document), *_recipes_of_their_own(document)]
+        train, wrong = _train(document)
+        problems += wrong
+        rollout, wrong = _rollout(document)
+        problems += wrong
     if problems:
         raise PrecisionError(problems)
     return Precision(**train), Precision(**rollout)
 
 
-def from_nemo_rl(text: str) -> Precision:
+def from_nemo_rl(source: str | Path) -> Precision:
     """Return one contract for both sides. Raises PrecisionError with every setting in which they differ."""
-    return agreement.join(*read_nemo_rl(text))
+    return agreement.join(*read_nemo_rl(source))
 
 
-def ignored_by_nemo_rl(text: str) -> list[Problem]:
-    """Return problems for keys that NeMo RL ignores in this YAML; this package reads them as they were meant."""
-    document = load_mapping(text, "a NeMo RL configuration")
+def ignored_by_nemo_rl(source: str | Path) -> list[Problem]:
+    """Return problems for keys that NeMo RL ignores in this configuration; this package reads them as they were meant."""
+    document = read_document(source)
     found = []
     fp8_cfg = _section(document, "policy", "megatron_cfg", "fp8_cfg")
     if fp8_cfg and "enabled" not in fp8_cfg:
@@ -158,19 +179,27 @@ def ignored_by_nemo_rl(text: str) -> list[Problem]:
     return found
 
 
+def beside_the_contract(source: str | Path) -> list[Problem]:
+    """Return findings for ModelOpt's quantization, which acts beside everything that a contract says."""
+    document = read_document(source)
+    with resolving():
+        train, rollout = (_section(document, *path).get("quant_cfg") for path in keys.MODELOPT)
+    if train is None and rollout is None:
+        return []
+    key = ".".join((*keys.MODELOPT[0 if train is not None else 1], "quant_cfg"))
+    rule = "nemo-rl-modelopt" if train == rollout else "nemo-rl-modelopt-differs"
+    return [finding(rule, key, key=key, train=train, rollout=rollout)]
+
+
 def _train(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     megatron = _section(document, "policy", "megatron_cfg")
-    fp8_cfg = {k: _resolved(document, v) for k, v in _section(document, "policy", "megatron_cfg", "fp8_cfg").items()}
+    fp8_cfg = dict(_section(document, "policy", "megatron_cfg", "fp8_cfg"))
     known = (*keys.FP8_CFG, *keys.FP8_CFG_OTHERS)
     problems = [unknown("key in policy.megatron_cfg.fp8_cfg:", name, known) for name in fp8_cfg if name not in known]
     fields: dict[str, Any] = {"compute": _compute(document, problems), "rollout": "compute"}
     reduce = _section(document, "policy", "megatron_cfg", "distributed_data_parallel_config").get("grad_reduce_in_fp32")
     if reduce is not None:
-        fields["grad_reduce"] = "fp32" if _resolved(document, reduce) else "compute"
-    if _section(document, "policy", "megatron_cfg", "fp4_cfg").get("enabled"):
-        problems.append(
-            Problem("policy.megatron_cfg.fp4_cfg is enabled.", "A contract describes FP8 only.", "Disable FP4.")
-        )
+        fields["grad_reduce"] = "fp32" if reduce else "compute"
     scale, wrong = _environment(document, fp8_cfg.get("fp8_recipe"))
     problems += wrong
     if not fp8_cfg or not fp8_cfg.get("enabled", True):
@@ -204,24 +233,19 @@ def _environment(document: Mapping[str, Any], scaling: str | None) -> tuple[str 
 
 
 def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    section = _section(document, "policy", "generation", "vllm_cfg")
-    ours = (*keys.VLLM_CFG, *keys.VLLM_CFG_READ)
-    known = (*ours, *keys.VLLM_CFG_OTHERS)
-    problems = [unknown("key in policy.generation.vllm_cfg:", name, known) for name in section if name not in known]
-    vllm_cfg = {name: _resolved(document, section[name]) for name in ours if section.get(name) is not None}
-    said, wrong = read(keys.VLLM_CFG, {k: v for k, v in vllm_cfg.items() if k in keys.VLLM_CFG})
-    problems += wrong
-    correction = _section(document, "loss_fn").get("use_importance_sampling_correction", False)
-    fields: dict[str, Any] = {"compute": _compute(document, []), "importance_sampling": _resolved(document, correction)}
+    vllm_cfg = _section(document, "policy", "generation", "vllm_cfg")
+    said, problems = read(keys.VLLM_CFG, {k: vllm_cfg[k] for k in keys.VLLM_CFG if vllm_cfg.get(k) is not None})
+    correction = _section(document, "loss_fn").get("use_importance_sampling_correction") or False
+    fields: dict[str, Any] = {"compute": _compute(document, []), "importance_sampling": correction}
     precision = vllm_cfg.get("precision", "auto")
     if precision == "fp8":
         mx = vllm_cfg.get("is_mx", False) is True
         scale = "pow2" if mx else "fp32"
-        words = vllm_cfg.get("quantization_ignored_layer_kws", [])
+        words = dict.fromkeys(word for key in keys.IGNORED.values() for word in vllm_cfg.get(key) or ())
         fields |= {
             "rollout": "fp8",
             "rollout_block": "1x32" if mx else "128x128",
-            "keep": tuple(f"*{word}*" for word in words),
+            "keep": tuple(map(_as_kept, words)),
         }
         return fields | {"weight_scale": scale, "activation_scale": scale} | said, problems
     if precision in keys.DTYPES:
@@ -244,13 +268,13 @@ def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
 
 
 def _compute(document: Mapping[str, Any], problems: list[Problem]) -> str:
-    name = _resolved(document, _section(document, "policy").get("precision", "bfloat16"))
+    name = _section(document, "policy").get("precision") or "bfloat16"
     if name not in keys.DTYPES:
         problems.append(unknown("value for policy.precision:", name, keys.DTYPES))
     return keys.DTYPES.get(name, "bf16")
 
 
-# ---------------------------------------------------------------------- YAML
+# ---------------------------------------------------------------------- sections
 
 
 def _section(document: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
@@ -268,24 +292,6 @@ def _section(document: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     return here
 
 
-def _resolved(document: Mapping[str, Any], value: Any) -> Any:
-    """Return a value, with OmegaConf's ``${policy.precision}`` replaced."""
-    reference = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-    if reference is None:
-        return value
-    *path, name = reference[1].split(".")
-    section = _section(document, *path)
-    if name not in section and reference[1] == "policy.precision":
-        return "bfloat16"  # NeMo RL's base files
-    if name not in section:
-        raise PrecisionError(
-            f"{value} cannot be resolved.",
-            "The YAML that it points into is not here.",
-            "Let OmegaConf resolve the file first, or write the value.",
-        )
-    return _resolved(document, section[name])
-
-
 def _slips(document: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield keys of the open sections that are misspelt keys of ours."""
     for path, ours in keys.OPEN_SECTIONS.items():
@@ -296,3 +302,12 @@ def _slips(document: Mapping[str, Any]) -> Iterator[Problem]:
                 and difflib.get_close_matches(str(name), ours, cutoff=0.85)
             ):
                 yield unknown(f"key in {'.'.join(path)}:", name, ours)
+
+
+def _recipes_of_their_own(document: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each switch that gives training or rollout what no contract describes."""
+    for path, why in keys.REFUSED.items():
+        *section, name = path
+        here = _section(document, *section).get(name)
+        if here.get("enabled") if isinstance(here, Mapping) else here:
+            yield Problem(f"{'.'.join(path)} is set.", why, "Leave it out, or compare these two sides by hand.")

@@ -1,7 +1,8 @@
 """NeMo RL's configuration keys: those about precision, and the others of the same sections.
 
-An unknown key in a section about precision is an error, since NeMo RL would ignore it without a word; so all other keys
-of such a section are listed. They are from NeMo RL's ``vllm/config.py``, ``megatron/config.py`` and example recipes.
+A key that is spelt almost like one of these is an error, since NeMo RL would ignore it without a word; other keys are
+none of our business. They are from NeMo RL's ``vllm/config.py``, ``megatron/config.py`` and example recipes, as of
+August 2026 (7ea279ab), and from the changes of 0.8.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FP8_CFG_OTHERS = ("enabled", "force_clear_fp8_caches")
 # policy.generation.vllm_cfg, with NeMo RL's own defaults; the two older keys are the ones of its documentation.
 VLLM_CFG: dict[str, Setting] = {
     "use_deep_gemm": Setting("deep_gemm", False),
-    "kv_cache_dtype": Setting("kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}),
+    "kv_cache_dtype": Setting("kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8"}),
     "num_first_layers_in_bf16": Setting("first_layers", 0),
     "num_last_layers_in_bf16": Setting("last_layers", 0),
     "pow2_weight_scaling_factors": Setting("weight_scale", False, {True: "pow2", False: "fp32"}),
@@ -27,41 +28,9 @@ VLLM_CFG: dict[str, Setting] = {
     "use_weight_pow2_scale": Setting("weight_scale", False, {True: "pow2", False: "fp32"}, alias=True),
     "use_activation_pow2_scale": Setting("activation_scale", False, {True: "pow2", False: "fp32"}, alias=True),
 }
-# Keys that code reads one by one.
-VLLM_CFG_READ = ("precision", "is_mx", "quantization_ignored_layer_kws")
-VLLM_CFG_OTHERS = (
-    "async_engine",
-    "cap_max_tokens_to_context",
-    "enable_expert_parallel",
-    "enable_return_routed_experts",
-    "enable_vllm_metrics_logger",
-    "enforce_eager",
-    "env_vars",
-    "expert_parallel_size",
-    "expose_http_server",
-    "fp32_lm_head",
-    "gpu_memory_utilization",
-    "http_refit_api_key_env_var",
-    "http_refit_server_port",
-    "http_server_serving_chat_kwargs",
-    "load_format",
-    "logprobs_mode",
-    "max_model_len",
-    "pipeline_parallel_size",
-    "reasoning_parser_plugin",
-    "refit_cache_loader_routes",
-    "refit_prequantize",
-    "refit_with_reload_api",
-    "reset_encoder_cache_after_weight_update",
-    "skip_tokenizer_init",
-    "sleep_level",
-    "tensor_parallel_size",
-    "tool_parser_plugin",
-    "use_tqdm",
-    "video",
-    "vllm_metrics_logger_interval",
-    "zmq_refit_server_port",
-)
+# Modules that stay out of FP8 in the rollout, by whether it has MX blocks. The second came with NeMo RL 0.8, which
+# deprecates the first, and refuses the second for other blocks.
+IGNORED = {False: "quantization_ignored_layer_kws", True: "quantization_ignore_patterns"}
 
 # policy.megatron_cfg: how many whole layers train in the compute dtype.
 LAYERS: dict[str, Setting] = {
@@ -76,15 +45,27 @@ OPEN_SECTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("policy",): ("precision", "megatron_cfg", "generation"),
     ("policy", "megatron_cfg"): (
         "fp8_cfg",
+        "fp4_cfg",
         "env_vars",
         "distributed_data_parallel_config",
         "first_last_layers_bf16",
+        "te_precision_config_file",
+        "zero_train_gen_mismatch",
         *LAYERS,
     ),
     ("policy", "megatron_cfg", "distributed_data_parallel_config"): ("grad_reduce_in_fp32",),
-    ("policy", "generation"): ("vllm_cfg",),
+    ("policy", "generation"): ("vllm_cfg", "nvfp4_pertoken_rollout", "quant_cfg"),
+    ("policy", "generation", "vllm_cfg"): (*VLLM_CFG, *IGNORED.values(), "precision", "is_mx", "refit_prequantize"),
     ("loss_fn",): ("use_importance_sampling_correction",),
 }
+# What gives modules or sides a precision of which a contract knows nothing.
+REFUSED: dict[tuple[str, ...], str] = {
+    ("policy", "megatron_cfg", "fp4_cfg"): "A contract describes FP8 only, and this trains in FP4.",
+    ("policy", "megatron_cfg", "te_precision_config_file"): "It gives modules recipes of their own; a contract has one.",
+    ("policy", "generation", "nvfp4_pertoken_rollout"): "A contract describes FP8 only, and this generates in FP4.",
+}
+# Where ModelOpt is told what to quantize in training and in the rollout.
+MODELOPT = (("policy",), ("policy", "generation"))
 # Keys of NeMo RL that are spelt almost like one of ours.
 NOT_SLIPS = (
     "fp4_cfg",

@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device
 
 from nemo_fp8_hook import ARCHITECTURES
@@ -263,11 +264,16 @@ def _exit_both(self: Any, *exc: Any) -> Any:
     return _exit(self, *exc)
 
 
-_device_of_context = _device.DeviceContext.__init__
+_device_of_context, _mesh = _device.DeviceContext.__init__, DeviceMesh.__init__
 
 
 def _context_of_cpu(self: Any, device: Any) -> None:
     _device_of_context(self, CPU if names_cuda(device) else device)
+
+
+@functools.wraps(DeviceMesh.__init__)
+def _mesh_of_cpus(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    _mesh(self, "cpu" if names_cuda(device_type) else device_type, *args, **kwargs)
 
 
 def _itself(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -309,5 +315,6 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         (torch.Tensor, of_tensors),
         (_Autocast, of_autocast),
         (_device.DeviceContext, {"__init__": (_context_of_cpu, allocates)}),
+        (DeviceMesh, {"__init__": (_mesh_of_cpus, "FSDP2 and DTensor take their device, and its number, from the mesh")}),
         (torch.version, version),
     ]

@@ -10,7 +10,7 @@ from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.preflight.agreement import check
 from nemo_fp8.render import nemo_rl, render
-from nemo_fp8.render.nemo_rl import from_nemo_rl, ignored_by_nemo_rl, read_nemo_rl
+from nemo_fp8.render.nemo_rl import beside_the_contract, from_nemo_rl, ignored_by_nemo_rl, read_nemo_rl
 
 # The two samples of NeMo RL's FP8 document, key for key.
 DOCUMENT_ROLLOUT = """
@@ -123,6 +123,37 @@ def test_modules_kept_in_the_rollout_only_are_a_conflict():
         from_nemo_rl(text)
 
 
+def test_the_list_of_mx_rollouts_takes_words_and_patterns_of_whole_names():
+    text = "policy: {generation: {vllm_cfg: {precision: fp8, is_mx: true, quantization_ignore_patterns: %s}}}"
+    kept = read_nemo_rl(text % "[lm_head, 'model.layers.0.*', 'model.*.mlp.gate']")[1]
+    assert kept.keep == ("*lm_head*", "model.layers.0.*", "model.*.mlp.gate")
+    data = nemo_rl.to_nemo_rl(kept.replace(keep=(*kept.keep, "model.layers.1.mlp.up_proj", "re:.*qkv.*")))
+    vllm_cfg = data["policy"]["generation"]["vllm_cfg"]
+    # A name without wildcards would be taken for a word, and a regular expression for a name.
+    assert vllm_cfg["quantization_ignore_patterns"] == ["lm_head", "model.layers.0.*", "model.*.mlp.gate"]
+    assert "quantization_ignored_layer_kws" not in vllm_cfg
+    blocks = Precision(rollout="fp8", keep=("*lm_head*", "model.layers.0.*"))
+    vllm_cfg = nemo_rl.to_nemo_rl(blocks)["policy"]["generation"]["vllm_cfg"]
+    assert vllm_cfg["quantization_ignored_layer_kws"] == ["lm_head"]  # the other key raises for 128x128 blocks
+    assert "quantization_ignore_patterns" not in vllm_cfg
+
+
+def test_keys_that_say_nothing_about_precision_are_none_of_our_business():
+    text = "policy: {generation: {vllm_cfg: {precision: fp8, enable_prefix_caching: true, refit_prequantize: true}}}"
+    assert read_nemo_rl(text)[1] == Precision(rollout="fp8", importance_sampling=False)
+    text = "policy: {generation: {vllm_cfg: {precision: fp8, kv_cache_dtype: fp8_ds_mla}}}"
+    assert from_nemo_rl(text).kv_cache == "fp8"  # vLLM's own layout of an FP8 cache for latent attention
+
+
+def test_what_modelopt_quantizes_is_said_to_be_compared_by_nobody():
+    text = "policy: {quant_cfg: NVFP4_DEFAULT_CFG, generation: {quant_cfg: %s}}"
+    (same,) = beside_the_contract(text % "NVFP4_DEFAULT_CFG")
+    (other,) = beside_the_contract(text % "null")
+    assert (same.code, other.code) == ("nemo-rl-modelopt", "nemo-rl-modelopt-differs")
+    assert "None in the rollout" in other.what
+    assert beside_the_contract(WHOLE) == []
+
+
 @settings(deadline=None)
 @given(contracts())
 def test_every_contract_reads_back_but_for_what_the_notes_name(contract):
@@ -162,6 +193,10 @@ def test_every_presets_yaml_is_one_contract_again():
         ("policy: {megatron_cfg: {fp8_cgf: {enabled: true}}}", "Did you mean 'fp8_cfg'"),
         ("policy: {megatron_cfg: {fp8_cfg: true}}", "no mapping"),
         ("policy: {megatron_cfg: {fp4_cfg: {enabled: true}}}", "FP8 only"),
+        ("policy: {generation: {nvfp4_pertoken_rollout: {enabled: true}}}", "FP8 only"),
+        ("policy: {megatron_cfg: {te_precision_config_file: recipes.yaml}}", "recipes of their own"),
+        ("policy: {megatron_cfg: {te_precision_config_fle: recipes.yaml}}", "te_precision_config_file"),
+        ("policy: {generation: {vllm_cfg: {precision: fp8, quantization_ignore_pattern: [a]}}}", "_patterns"),
         (
             "policy: {megatron_cfg: {env_vars: {NVTE_FP8_BLOCK_SCALING_FP32_SCALE: '1'}}}",
             "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
@@ -177,7 +212,7 @@ def test_every_presets_yaml_is_one_contract_again():
         ("policy: {precision: bf16}", "bfloat16"),
         ("loss_fn: {use_importance_sampling_corection: true}", "Did you mean 'use_importance_sampling_correction'"),
         ("policy: {generation: {vllm_cfg: {precision: '${somewhere.else}'}}}", "OmegaConf"),
-        ("policy: {precision: bfloat16}\npolicy: {precision: float16}", "twice"),
+        ("policy: {precision: bfloat16}\npolicy: {precision: float16}", "duplicate key"),
     ],
 )
 def test_slips_are_refused(text, word):

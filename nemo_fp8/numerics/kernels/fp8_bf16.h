@@ -33,10 +33,11 @@ INLINE void cast_block(const uint16_t *x, uint8_t *to, int64_t c, row_options o,
     words x0 = V_BITS(loadu)((const words *)x), x1 = V_BITS(loadu)((const words *)(x + GROUP)), evens[2], odds[2];
     reals signals[4], noises[4];
     UNROLLED
-    for (int i = 0; i < sums; i++) {
-        signals[i] = count == ADD ? V(loadu_ps)(signal + LANES * i) : V(setzero_ps)();
-        noises[i] = count == ADD ? V(loadu_ps)(noise + LANES * i) : V(setzero_ps)();
+    for (int i = 0; i < 4; i++) {
+        signals[i] = count == ADD && i < sums ? V(loadu_ps)(signal + LANES * i) : V(setzero_ps)();
+        noises[i] = count == ADD && i < sums ? V(loadu_ps)(noise + LANES * i) : V(setzero_ps)();
     }
+    const int to_odd = columns ? 1 : sums; /* evens and odds have sums of their own: one chain of additions would be waited for */
     UNROLLED
     for (int g = 0; g < 2; g++) {
         words of_group = g ? x1 : x0;
@@ -44,8 +45,11 @@ INLINE void cast_block(const uint16_t *x, uint8_t *to, int64_t c, row_options o,
         reals even = columns ? V(loadu_ps)(scale) : V(set1_ps)(*scale), odd = columns ? V(loadu_ps)(scale + LANES) : even;
         int i = g * sums / 2;
         evens[g] = encode_lanes(V_BITS(and)(V(slli_epi32)(of_group, 16), upper), even, k, 0, count, signals + i, noises + i);
-        odds[g] = encode_lanes(V_BITS(and)(of_group, upper), odd, k, 1, count, signals + i + columns, noises + i + columns);
+        odds[g] = encode_lanes(V_BITS(and)(of_group, upper), odd, k, 1, count, signals + i + to_odd, noises + i + to_odd);
     }
+    UNROLLED
+    for (int i = 0; i < sums && count && !columns; i++)
+        signals[i] = V(add_ps)(signals[i], signals[i + sums]), noises[i] = V(add_ps)(noises[i], noises[i + sums]);
     UNROLLED
     for (int i = 0; i < sums && count; i++) V(storeu_ps)(signal + LANES * i, signals[i]), V(storeu_ps)(noise + LANES * i, noises[i]);
     words out = join(evens, odds, x0, x1);
