@@ -312,7 +312,7 @@ def test_a_sender_that_is_gone_is_taken_back_by_the_next(checkpoint, pushed):
     begin = {"push": "dead", "manifest": ledger.manifest.digest, "base": ledger.version}
     assert worker.call("delta", begin)[0]["accepted"]
     shared = Shared(2**20)
-    chunks = ledger.changes(stepped(tensors, size=1.0).items(), lambda: shared.tensor)
+    chunks = ledger.changes(stepped(tensors, size=1.0).items(), lambda: shared.tensor, 2**20)
     pieces, _ = next(chunks)
     worker.call("write", {"push": "dead", "memory": shared.handle, "pieces": [list(piece) for piece in pieces]})
     assert differing(of(worker), before)

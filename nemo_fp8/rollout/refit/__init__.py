@@ -9,7 +9,7 @@ Read ``push`` first, which is the whole of it on one page, and then ``worker.rou
     manifest      what a push will bring
     ledger        the engine's bits on the trainer's side, and what differs from them
     patch         differences of bits, as bytes
-    wire, memory  tensors cut into buffers, and the way of a buffer to the workers
+    wire, memory  tensors cut into buffers, and the way of a buffer to the workers; channel tells them of it
     control       calls to an engine: in this process, on an asyncio loop, or over HTTP; alive ends those to a dead one
     door          the server's side of HTTP
     fingerprint   a short name for the bytes of a tensor
@@ -24,7 +24,8 @@ __needs__ = require("numerics")
 from nemo_fp8.rollout.refit.control import Control
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
+from nemo_fp8.rollout.refit.memory import SharedWeights
 from nemo_fp8.rollout.refit.push import Refit
 from nemo_fp8.rollout.refit.receipt import Delta, Receipt, Written
 
-__all__ = ["Control", "Delta", "Entry", "Manifest", "Receipt", "Refit", "Written", "fingerprint"]
+__all__ = ["Control", "Delta", "Entry", "Manifest", "Receipt", "Refit", "SharedWeights", "Written", "fingerprint"]

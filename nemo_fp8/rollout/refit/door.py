@@ -39,7 +39,7 @@ from nemo_fp8.storage.safetensors import bytes_of
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-METHODS = ("begin", "stored", "delta", "write", "bytes", "finish", "abandon", "expected", "held")
+METHODS = ("begin", "stored", "delta", "write", "stream", "bytes", "finish", "abandon", "expected", "held")
 MODES = ("wait", "abort", "keep")
 # 128 bytes for each tensor of the longest manifest. The server answers nobody while it parses a message, which takes
 # half a second for the largest.
@@ -181,6 +181,8 @@ class RefitEndpoints:
         message = await _message(scope, receive)
         if method == "write":
             return {"answers": await self._write(engine, message)}
+        if method == "stream":
+            return {"answers": await self._write(engine, message | {"silence": SILENCE}, "stream")}
         if method == "finish":
             return await self._finish(engine, message)
         answers = await self._call(engine, method, message)
@@ -194,17 +196,17 @@ class RefitEndpoints:
                 await self._open(engine)
         return {"answers": answers}
 
-    async def _write(self, engine: Any, message: Answer) -> list[Answer]:
-        """Have the workers write pieces; with the first pieces of a push, make requests wait."""
+    async def _write(self, engine: Any, message: Answer, method: str = "write") -> list[Answer]:
+        """Have the workers write pieces, or take a stream of them; make requests wait from the first of a push on."""
         push = str(message.get("push"))
         # Requests need not wait for a message without pieces, which only has the workers open memory, nor for a push
         # that was not accepted, which the workers will refuse.
-        if message.get("pieces") and push == self.begun != self.push:
+        if (method == "stream" or message.get("pieces")) and push == self.begun != self.push:
             self.push = push
             self.free.clear()
             running = message.get("running", "wait")
             await self._at_work(engine, engine.pause_generation(mode=running if running in MODES else "wait"))
-        return await self._call(engine, "write", message)
+        return await self._call(engine, method, message)
 
     async def _finish(self, engine: Any, message: Answer) -> Answer:
         """End a push: drop the prefix cache, and let requests in again."""

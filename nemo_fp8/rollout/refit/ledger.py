@@ -42,12 +42,14 @@ from nemo_fp8.rollout.refit.patch import (
     matrix_of,
 )
 from nemo_fp8.rollout.refit.receipt import Delta, Written
-from nemo_fp8.rollout.refit.wire import Piece, aligned, cut, same_as_announced
+from nemo_fp8.rollout.refit.wire import AT_ONCE, Piece, aligned, cut, same_as_announced
 
 STRIP = 1 << 20  # elements that are quantized and compared at a time, so that they lie in the cache meanwhile
 ROWS = 128  # a strip of a matrix is a multiple of so many rows, hence of whole blocks
 Box = tuple[tuple[int, int], ...]
 Change = tuple[Positions, Differences]
+Filled = tuple[Sequence[Piece | Patch], int]
+"""What lies in a full buffer, and the bytes used."""
 
 
 class Plane:
@@ -199,7 +201,8 @@ class Kept:
             inverse = scales.values if scales.values.dtype == torch.float32 else decode_e8m0(scales.values)
             largest *= float(inverse.amax())
         verified = None if written.verified is None else written.verified and self.as_reference
-        return replace(written, largest=largest, nonfinite=values.nonfinite(), verified=verified)
+        # A stack of experts is one tensor here.
+        return replace(written, largest=largest, nonfinite=values.nonfinite(), verified=verified, experts={})
 
 
 @dataclass
@@ -293,33 +296,33 @@ class Ledger:
     # ------------------------------------------------------------------ a push of changes
 
     def changes(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], buffer: Callable[[], torch.Tensor]
-    ) -> Iterator[tuple[list[Piece | Patch], int]]:
+        self, tensors: Iterable[tuple[str, torch.Tensor]], buffer: Callable[[], torch.Tensor], size: int
+    ) -> Iterator[Filled]:
         """Copy what changed into buffers; yield for each full buffer what lies in it and the bytes used.
 
-        Patches come first, since they can be taken back, and whole tensors last. ``buffer()`` gives the next buffer.
-        Raises PrecisionError if a tensor is not as announced, comes twice, or does not come.
+        Patches come first, since they can be taken back, and whole tensors last. ``buffer()`` gives the next
+        buffer, of ``size`` bytes. Raises PrecisionError if a tensor is not as announced, comes twice, or does not come.
         """
         for kept in self.kept.values():
             for plane in kept.planes.values():
                 plane.changed = 0
-        room, used, heads = buffer(), 0, list[Piece | Patch]()
-        for i, what, row, new in self._come(tensors, room.numel()):
+        room, used, heads = None, 0, list[Piece | Patch]()
+        for i, what, row, new in self._come(tensors, size):
             change = self.kept[i].planes[what].change(row, new)
             if change is None:
                 continue
             steps, others, raw = encode(new.numel(), *change)
-            if used + len(raw) > room.numel():
+            if used + len(raw) > size or len(heads) == AT_ONCE:
                 yield heads, used
-                room, used, heads = buffer(), 0, []
+                room, used, heads = None, 0, []
+            room = buffer() if room is None else room
             room[used : used + len(raw)] = torch.from_numpy(raw)
             heads.append((i, what, row, len(new), steps, others, used))
             used = aligned(used + len(raw))
-        empty = [] if heads else [room]  # buffers go out in the order in which they are given, so none is left out
         if heads:
             yield heads, used
         going = ((self.manifest[i].name, self.whole[i].values) for i in self.going())
-        yield from cut(going, self.manifest, lambda: empty.pop() if empty else buffer(), self.whole)  # type: ignore[misc, arg-type]
+        yield from cut(going, self.manifest, buffer, self.whole)  # type: ignore[misc, arg-type]
 
     def _come(
         self, tensors: Iterable[tuple[str, torch.Tensor]], most: int

@@ -10,11 +10,11 @@ A push that the check refuses has changed nothing. A push that dies later leaves
 the engine refuses requests, with the reason, until the next push ends well. That one repairs it completely, since every
 push writes every weight.
 
-A push needs two buffers beside the model, whatever the model's size: one is filled while the workers read the other.
+A push needs a few buffers beside the model, whatever the model's size: one is filled while the workers read another.
 The trade-off: it cannot be rolled back. Keeping the old weights until the end would need memory for a second model.
 
-A push of changes (``delta=True``) sends differences to what a ledger of the last push has, and can be rolled back. Where it
-does not fit the engine a push of everything follows, and the receipt says why.
+A push of changes (``delta=True``) sends differences to what a ledger of the last push has, and can be rolled back.
+Where it does not fit the engine a push of everything follows, and the receipt says why.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,19 +31,14 @@ import torch
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.rollout.refit.control import Answer, control_of
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
-from nemo_fp8.rollout.refit.ledger import Ledger
+from nemo_fp8.rollout.refit.ledger import Filled, Ledger
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
-from nemo_fp8.rollout.refit.memory import BUFFERS
 from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
-from nemo_fp8.rollout.refit.wire import Piece, Transport, capacity, cut, pairs, transport_of
+from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, pairs, raise_problems, transport_of
 
 RUNNING = ("wait", "abort", "keep")
 TRANSPORTS = ("auto", "memory", "http")
 CHUNK = 256 * 2**20  # bytes of all buffers of a push together, at most
-# Bytes of one buffer, at most. The pages of a buffer are new memory in every push: beyond this size they cost more time
-# than fewer messages save. A push of 323 MB took 0.28 to 0.30 s with buffers of 16 to 64 MiB, 0.69 s with 128 and
-# 0.42 s with 4 (medians).
-BUFFER = 32 * 2**20
 
 
 class Refit:
@@ -100,7 +94,7 @@ class Refit:
         if ledger is not None:
             try:
                 return self._push_changes(ledger, named_tensors, manifest, verify)
-            except _Refused as error:
+            except Refused as error:
                 instead = f"{error.problems[0].what} {error.problems[0].why}"
         return self._push_all(named_tensors, manifest, verify, Delta(instead=instead))
 
@@ -125,10 +119,13 @@ class Refit:
             to_send: Iterable[tuple[str, torch.Tensor]] = (
                 pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped
             )
-            size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), whole)
             if ledger is not None:
                 to_send = ledger.noting(to_send)
-            chunks, sent = self._stream(push, lambda buffer: cut(to_send, announced, buffer, whole), size)
+            weights = getattr(named_tensors, "shared", None)
+            transport = transport_of(self.transport, self.control, announced, self.chunk, whole, weights)
+            chunks, sent = self._stream(
+                push, transport, len(begun), announced, cut(to_send, announced, transport.buffer, whole, weights)
+            )
             streamed = time.perf_counter()
             done = self._ask("finish", {"push": push})
         except BaseException as error:
@@ -143,7 +140,7 @@ class Refit:
             passed_over=tuple(sorted(skipped)),
             bytes=sent,
             chunks=chunks,
-            chunk_bytes=size * BUFFERS,
+            chunk_bytes=transport.size * transport.buffers,
             seconds=end - start,
             prefix_cache_reset=reset,
             after_failure=mixed,
@@ -156,25 +153,30 @@ class Refit:
         return told
 
     def _push_changes(self, ledger: Ledger, named_tensors: Any, manifest: Any, verify: bool) -> Receipt:
-        """Push what differs from the ledger; raise :class:`_Refused` if the engine does not take it."""
+        """Push what differs from the ledger; raise ``Refused`` if the engine does not take it."""
         start, push = time.perf_counter(), uuid.uuid4().hex[:12]
         once = not isinstance(named_tensors, Mapping) and iter(named_tensors) is named_tensors
         announced = ledger.manifest if once and manifest is None else self._announced(named_tensors, manifest)
-        self._ask("delta", {"push": push, "manifest": announced.digest, "base": ledger.version})
+        begun = self._ask("delta", {"push": push, "manifest": announced.digest, "base": ledger.version})
         heads = _TiedHeads(announced, ledger.passed_over, named_tensors)
         skipped = {announced[i].name for i in ledger.passed_over}
-        size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), ledger.whole)
         ledger.verify = verify
+        transport = transport_of(self.transport, self.control, announced, self.chunk, ledger.whole)
         checked = time.perf_counter()
         try:
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
-            chunks, sent = self._stream(push, lambda buffer: self._held(ledger.changes(to_send, buffer)), size)
+            changes = ledger.changes(to_send, transport.buffer, transport.size)
+            first = next(changes, None)  # requests are computed until there is a change to send
+            self.control.hold(self.running)
+            buffers = itertools.chain([] if first is None else [first], changes)
+            chunks, sent = self._stream(push, transport, len(begun), announced, buffers)
             streamed = time.perf_counter()
             done = self._ask("finish", {"push": push, "expected": ledger.expected()})
         except BaseException as error:
-            if once or not isinstance(error, _Refused):  # else a push of everything follows, and closes this one
+            transport.close()
+            if once or not isinstance(error, Refused):  # else a push of everything follows, and closes this one
                 self._abandon(push, error)
-            if once and isinstance(error, _Refused):
+            if once and isinstance(error, Refused):
                 raise PrecisionError([*error.problems, _PUSH_AGAIN]) from error
             raise
         reset = self._serve_again()
@@ -186,7 +188,7 @@ class Refit:
             passed_over=tuple(sorted(skipped)),
             bytes=sent,
             chunks=chunks,
-            chunk_bytes=size * BUFFERS,
+            chunk_bytes=transport.size * transport.buffers,
             seconds=end - start,
             prefix_cache_reset=reset,
             parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
@@ -194,14 +196,6 @@ class Refit:
         tensors, delta = ledger.settle_changes(push, told.tensors)
         self.ledger = ledger
         return replace(told, tensors=tensors, delta=delta)
-
-    def _held(self, chunks: Iterator[Any]) -> Iterator[Any]:
-        """Yield buffers of changes; hold requests from the first one on, or at the end if there is none."""
-        first = next(chunks, None)
-        self.control.hold(self.running)
-        if first is not None:
-            yield first
-            yield from chunks
 
     def _serve_again(self) -> bool:
         """Drop the prefix cache, and let requests in again; return whether vLLM says that it dropped the cache."""
@@ -236,35 +230,24 @@ class Refit:
         return Manifest.of(manifest) or self.expected()
 
     def _stream(
-        self, push: str, filled: Callable[[Callable[[], torch.Tensor]], Iterator[Any]], size: int
+        self, push: str, transport: Transport, workers: int, manifest: Manifest, buffers: Iterator[Filled]
     ) -> tuple[int, int]:
-        """Send what ``filled`` copies into buffers of ``size`` bytes; return the number of buffers, and their bytes."""
-        transport = transport_of(self.transport, self.control, size)
+        """Send full buffers; return their number, and the bytes of all tensors in them."""
+        count, sent = 0, 0
         try:
-            _raise_problems(transport.open(push))
-            return self._deliver(push, filled(_in_turn(transport)), transport)
+            transport.open(push, workers)
+            for pieces, used in buffers:
+                transport.send(pieces, used)
+                count += used > 0
+                sent += used or sum(rows * manifest[i].row_bytes for i, _, rows, _ in pieces)
+            transport.end()
         finally:
             transport.close()
-
-    def _deliver(self, push: str, chunks: Iterator[tuple[list[Piece], int]], transport: Transport) -> tuple[int, int]:
-        """Deliver each buffer in a second thread, while ``chunks`` fills the other one in this thread.
-
-        At most one delivery is under way, so a buffer is filled again only after the workers have read it.
-        """
-        count, sent, under_way = 0, 0, None
-        with ThreadPoolExecutor(1, "nemo_fp8-refit") as courier:
-            try:
-                for pieces, used in chunks:
-                    _wait_for(under_way)
-                    under_way = courier.submit(transport.deliver, count % BUFFERS, pieces, used, push)
-                    count, sent = count + 1, sent + used
-            finally:
-                _wait_for(under_way)
         return count, sent
 
     def _ask(self, method: str, message: Answer) -> list[Answer]:
         """Call a method of every worker; return their answers, or raise what they found wrong."""
-        return _raise_problems(self.control.call(method, message))
+        return raise_problems(self.control.call(method, message))
 
     def _abandon(self, push: str, error: BaseException) -> None:
         """End a push that died: serve requests if nothing was written yet, else refuse them with the reason."""
@@ -276,30 +259,6 @@ class Refit:
             self.control.refuse(f"{mixed} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
         else:
             self.control.free()
-
-
-def _in_turn(transport: Transport) -> Callable[[], torch.Tensor]:
-    """Return a function that gives the transport's buffers one after the other, round and round."""
-    numbers = itertools.cycle(range(BUFFERS))
-    return lambda: transport.buffer(next(numbers))
-
-
-def _wait_for(delivery: Future[list[Answer]] | None) -> None:
-    """Wait until a buffer is written by all workers; raise what they found wrong."""
-    if delivery is not None:
-        _raise_problems(delivery.result())
-
-
-def _raise_problems(answers: list[Answer]) -> list[Answer]:
-    """Return the answers, or raise all problems in them, each once: workers often find the same."""
-    problems = dict.fromkeys(Problem(*row) for answer in answers for row in answer.get("problems", ()))
-    if problems:
-        raise _Refused(problems)
-    return answers
-
-
-class _Refused(PrecisionError):
-    """What workers found wrong, and answered: the engine is alive."""
 
 
 _PUSH_AGAIN = Problem(

@@ -30,6 +30,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import patch
 from nemo_fp8.rollout.refit.patch import LONGEST, SCALES, VALUES, Differences, Positions, blocks_of, grid_of, matrix_of
+from nemo_fp8.rollout.refit.worker.layouts import ONE
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Box, Route
 from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, Session, answering, bad_piece, refuse_replicas
@@ -269,7 +270,8 @@ class Patching(Session):
                 if isinstance(sink, Blocks):
                     facts.kind, facts.aligned = "fp8", facts.aligned and sink.same_grid(route)
                     box = stacked(blocks_of(route.to, (sink.high, sink.wide)))
-                    facts.count_scales(sink.scales[tuple(slice(*one) for one in box)], sink.operand.scale)
+                    at = slice(*route.source[0]) if facts.experts and route.source else ONE
+                    facts.count_scales(sink.scales[tuple(slice(*one) for one in box)], sink.operand.scale, at)
                 else:
                     facts.kind = word(route.target.dtype)
                 facts.fingerprints[part] = there

@@ -1,7 +1,8 @@
-"""Take part in a push as a worker: begin, write (many times), finish. vLLM calls these through ``collective_rpc``.
+"""Take part in a push as a worker: begin, write or stream, finish. vLLM calls these through ``collective_rpc``.
 
     begin     compare the manifest with the model (plan.py); nothing changes
     write     write pieces of tensors from shared memory into the model (sinks.py)
+    stream    write whatever a sender on this host tells of, until it ends (channel.py)
     finish    make sure that all tensors came, pack what waited for others, and report on every tensor
 
 From the first piece to the end of ``finish`` the model is *mixed*: it holds weights of two pushes. It stays mixed if
@@ -21,6 +22,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit.channel import Line
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Manifest
 from nemo_fp8.rollout.refit.memory import BUFFERS, Opened
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
@@ -62,6 +64,8 @@ class Session:
     def __init__(self, plan: Plan, number: str, verify: bool) -> None:
         self.plan, self.number, self.verify = plan, number, verify
         self.ledger = Ledger()
+        for i, experts in plan.stacks.items():
+            self.ledger.facts[i].experts = experts
         self.sinks = plan.sinks(self.ledger, verify)
         self.rows = [0] * len(plan.manifest)
         """How many rows of each tensor have come."""
@@ -122,11 +126,10 @@ class Session:
                 sink.write(route, 0, tensor)
             else:  # of rows 128:256, say, that come as 0:192 and 192:384: first 128:192 and then 192:256
                 (start, stop), *rest = route.source
-                first, last = max(start, row), min(stop, row + len(tensor))
+                first, last = max(start, row), min(stop, row + tensor.shape[0])
                 if first < last:
-                    sink.write(
-                        route, first - start, tensor[(slice(first - row, last - row), *(slice(*one) for one in rest))]
-                    )
+                    box = ((first - row, last - row), *rest)
+                    sink.write(route, first - start, tensor[tuple(slice(*one) for one in box)])
         if i in self.plan.scales:
             self._write_scales(i, tensor)
         if self.rows[i] == self.plan.manifest[i].rows:
@@ -227,14 +230,34 @@ class NemoFp8Refit:
     @answering
     def nemo_fp8_refit_write(self, message: Answer) -> Answer:
         """Write pieces of tensors that lie in shared memory."""
+        self._refit_write(self._refit_open(message), message)
+        return {}
+
+    @answering
+    def nemo_fp8_refit_stream(self, message: Answer) -> Answer:
+        """Write pieces that a sender on this host tells of through its socket, until it ends.
+
+        A sender that goes away leaves a push that ``finish`` will refuse, since tensors did not come.
+        """
         session = self._refit_open(message)
+        line = Line(message.get("socket"), message.get("silence"))
+        try:
+            for told in line.messages():
+                self._refit_write(session, told)
+        except BaseException:
+            line.fail()
+            raise
+        finally:
+            line.close()
+        return {}
+
+    def _refit_write(self, session: Session, message: Answer) -> None:
         try:
             session.write(message.get("memory"), message.get("pieces"))
         finally:
             if session.written:
                 self._refit_mixed = f"push {session.number} has begun and has not ended"
                 self._refit_version = ""
-        return {}
 
     @answering
     def nemo_fp8_refit_finish(self, message: Answer) -> Answer:
