@@ -203,11 +203,11 @@ class Damaging(Worker):
 
     damage = None
 
-    def call(self, method, message):
-        if method == "write" and message["pieces"] and self.damage:
+    def _refit_write(self, session, message):
+        if message["pieces"] and self.damage:
             damage, self.damage = self.damage, None
             message = message | {"pieces": damage([list(piece) for piece in message["pieces"]])}
-        return super().call(method, message)
+        super()._refit_write(session, message)
 
 
 def _with(**changes):
