@@ -112,7 +112,9 @@ class RefitEndpoints:
             # Changes are taken back; a sender that comes back then pushes everything. No push has the number None: this
             # abandons nothing, and asks whether the model is mixed.
             over = push if self.changes and push == self.begun else None
-            mixed = _mixed(await self._call(engine, "abandon", {"push": over}))
+            # It is no work for the sender, so that it is no sign of it either.
+            task = engine.collective_rpc(f"{PREFIX}abandon", args=({"push": over},))
+            mixed = _mixed(list(await _answered(engine, task)))
         except PrecisionError:  # the engine died
             return
         if self.tasks or (push, heard) != (self.push, self.heard):
