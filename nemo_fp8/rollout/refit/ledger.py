@@ -48,7 +48,7 @@ STRIP = 1 << 20  # elements that are quantized and compared at a time, so that t
 ROWS = 128  # a strip of a matrix is a multiple of so many rows, hence of whole blocks
 Box = tuple[tuple[int, int], ...]
 Change = tuple[Positions, Differences]
-Filled = tuple[Sequence[Piece | Patch], int]
+Filled = tuple[Sequence[Sequence[int]], int]
 """What lies in a full buffer, and the bytes used."""
 
 
@@ -322,7 +322,7 @@ class Ledger:
         if heads:
             yield heads, used
         going = ((self.manifest[i].name, self.whole[i].values) for i in self.going())
-        yield from cut(going, self.manifest, buffer, self.whole)  # type: ignore[misc, arg-type]
+        yield from cut(going, self.manifest, buffer, self.whole)  # type: ignore[arg-type]
 
     def _come(
         self, tensors: Iterable[tuple[str, torch.Tensor]], most: int

@@ -239,7 +239,7 @@ class Refit:
             for pieces, used in buffers:
                 transport.send(pieces, used)
                 count += used > 0
-                sent += used or sum(rows * manifest[i].row_bytes for i, _, rows, _ in pieces)
+                sent += used or sum(piece[2] * manifest[piece[0]].row_bytes for piece in pieces)
             transport.end()
         finally:
             transport.close()

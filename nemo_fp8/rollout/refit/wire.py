@@ -120,7 +120,7 @@ class Transport(Protocol):
     def buffer(self) -> torch.Tensor:
         """Return the next buffer to fill, once the workers are done with it."""
 
-    def send(self, pieces: Sequence[Piece], used: int) -> None:
+    def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
         """Have all workers write the pieces in the first ``used`` bytes of the buffer that ``buffer`` gave last.
 
         With ``used`` 0 the pieces lie in the trainer's own shared memory. It may return before they are written. Raises
@@ -168,7 +168,7 @@ class SharedMemory:
         self.turn = (self.turn + 1) % self.buffers
         return self.shared.tensor[self.turn * self.size : (self.turn + 1) * self.size]
 
-    def send(self, pieces: Sequence[Piece], used: int) -> None:
+    def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
         assert self.channel is not None
         if used:
             handle, first = self.shared.handle, self.turn * self.size
@@ -243,7 +243,7 @@ class Body:
         self.both.reverse()  # at most one request is under way, so the buffer before the last one is free
         return self.both[0]
 
-    def send(self, pieces: Sequence[Piece], used: int) -> None:
+    def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
         self.end()
         body = bytes_of(self.both[0][:used])
         message = {"push": self.push, "pieces": [list(piece) for piece in pieces]}
