@@ -2,20 +2,26 @@
 
 Only ratios within one run mean anything. One engine in FP8 and one in BF16 hold the same model, and pushes to them take
 turns; the best of each counts. The wall clock is what a trainer waits. A push keeps three processes busy (the sender
-fills one buffer while the worker reads the other, and vLLM's EngineCore spins while it waits), so on a machine with few
-processors, or a busy one, the processor time of the sender and of the worker is told beside it. vLLM's own reload reads
-the same checkpoint from disk in the worker, through the same quantization method. The copy limit is that of a plain
-torch copy of as many bytes as the tensors have. Extra memory is what the high-water marks of the sender and of the
-worker rise by.
+copies while the worker quantizes, and vLLM's EngineCore spins for a second while it waits), so on a machine with few
+processors, or a busy one, the processor time of the sender and of the worker is told beside it. "From shared memory" is
+a push of SharedWeights, which are not copied. vLLM's own reload reads the same checkpoint from disk in the worker,
+through the same quantization method. The copy limit is that of a plain torch copy of as many bytes as the tensors have.
+Extra memory is what the high-water marks of the sender and of the worker rise by. A stack of experts is 128 experts in
+each of 48 layers, of 128x128 matrices, as two tensors a layer; it is pushed to an engine of its own, in turns with a
+dense model of as many bytes. A push of changes is one after a step that moves every weight by 3e-6; its goal is to take
+less time than a push of everything, and a tenth of the bytes of all codes, scales and BF16 values.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import datetime
+import functools
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -28,6 +34,25 @@ PAGE = ROOT / "docs/benchmarks/refit.md"
 sys.path.insert(0, str(ROOT / "tests"))  # whose engines and models it takes
 
 SHAPE = {"hidden": 2048, "layers": 4, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128}
+EXPERTS = {"hidden": 128, "layers": 48, "intermediate": 512, "heads": 1, "kv_heads": 1, "head_dim": 128, "experts": 128}
+AS_MANY = {"hidden": 2048, "layers": 6, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128}
+CHANGES = "FP8 push of changes"
+# One run as one JSON object: key -> where it is in the record.
+KEYS = {
+    "fp8_push_s": ("best", "FP8 push", "wall"),
+    "bf16_push_s": ("best", "BF16 push", "wall"),
+    "fp8_shared_push_s": ("best", "FP8 push from shared memory", "wall"),
+    "bf16_shared_push_s": ("best", "BF16 push from shared memory", "wall"),
+    "vllm_reload_fp8_s": ("best", "vLLM's own reload, FP8", "wall"),
+    "vllm_reload_bf16_s": ("best", "vLLM's own reload, BF16", "wall"),
+    "engine_start_s": ("start_seconds", "FP8"),
+    "copy_s": ("copy_seconds",),
+    "delta_push_s": ("best", CHANGES, "wall"),
+    "delta_bytes": ("changes", "bytes"),
+    "full_bytes": ("changes", "full_bytes"),
+    "bf16_bytes": ("bytes",),
+}
+LR = 3e-6  # a learning rate of RL: about what a step of Adam moves each weight by
 
 
 def workers() -> set[int]:
@@ -49,10 +74,43 @@ class Race:
         from nemo_fp8.rollout import Refit
 
         self.llm, self.pids, self.refit = llm, pids, Refit(llm)
-        self.receipt: Any = None
+        self.changes: dict[str, float] = {}
+
+    @classmethod
+    def started(cls, path: Path, tensors: Any, profile: bool, arguments: dict[str, Any]) -> Race:
+        """Start an engine, and push once: that plans, and touches the memory that pushes will use."""
+        from support.rollout import engines
+
+        others = workers()
+        extension = "refit_profile.ProfiledWorker" if profile else engines.fp8()["worker_extension_cls"]
+        llm = engines.start(path, **arguments | {"worker_extension_cls": extension})
+        (worker,) = workers() - others
+        race = cls(llm, {"sender": os.getpid(), "worker": worker})
+        race.push(tensors)
+        return race
 
     def push(self, tensors: Any) -> None:
-        self.receipt = self.refit.push(tensors)
+        self.refit.push(tensors)
+
+    def push_changes(self, tensors: Any) -> None:
+        receipt = self.refit.push(tensors, delta=True).require()
+        assert not receipt.delta.instead, receipt.delta.instead
+        self.changes = {"bytes": receipt.bytes, "full_bytes": receipt.delta.full_bytes, "share": receipt.delta.share}
+
+    def profiled(self, tensors: Any) -> dict[str, Any]:
+        """Return where the time of a push goes: of the sender and of the worker, each in a push of its own."""
+        from refit_profile import SENDER, rows_of
+
+        mine = cProfile.Profile()
+        start = time.perf_counter()
+        mine.runcall(self.push, tensors)
+        seconds = {"sender": time.perf_counter() - start}
+        self.llm.collective_rpc("profile_begin")
+        start = time.perf_counter()
+        self.push(tensors)
+        seconds["worker"] = time.perf_counter() - start
+        (theirs,) = self.llm.collective_rpc("profile_end")
+        return {"seconds": seconds, "rows": {"sender": rows_of(mine, SENDER), "worker": theirs}}
 
     def reload(self, path: str) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
@@ -78,63 +136,24 @@ def main() -> None:
     from support.rollout import settings
 
     settings.put_in_place()
-    import torch
-    from safetensors.torch import load_file
-    from support.rollout import engines, models
-
-    from nemo_fp8 import __version__
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} and the JSON beside it")
+    parser.add_argument("--json", action="store_true", help="print the times of this run as one JSON object, no page")
+    parser.add_argument("--profile", action="store_true", help="say where the time of a push goes, on both sides")
+    parser.add_argument("--experts", action="store_true", help="push a stack of 128 experts in 48 layers, too")
     options = parser.parse_args()
+    if options.json:  # vLLM and its workers print what they do, which is no JSON
+        stdout = os.dup(1)
+        os.dup2(2, 1)
     with tempfile.TemporaryDirectory() as folder:
-        paths = [models.write(Path(folder) / str(seed), "qwen3", seed, **SHAPE) for seed in (0, 1)]
-        tensors = [load_file(path / "model.safetensors") for path in paths]
-        tensors = [{name: t.clone() for name, t in one.items()} for one in tensors]
-        size = sum(t.nbytes for t in tensors[0].values())
-        runs: dict[str, list[dict[str, float]]] = {}
-        starts, running, last = {}, {}, {}
-        for kind, arguments in (
-            ("FP8", engines.fp8()),
-            ("BF16", {"worker_extension_cls": engines.fp8()["worker_extension_cls"]}),
-        ):
-            others, start = workers(), time.perf_counter()
-            running[kind] = engines.start(paths[0], **arguments)
-            starts[kind] = time.perf_counter() - start
-            (worker,) = workers() - others
-            last[kind] = Race(running[kind], {"sender": os.getpid(), "worker": worker})
-            last[kind].push(tensors[0])  # plans, and touches the memory that it will use
-        for i in range(options.rounds):
-            for kind, race in last.items():
-                runs.setdefault(f"{kind} push", []).append(race.measured(race.push, tensors[(i + 1) % 2]))
-                runs.setdefault(f"vLLM's own reload, {kind}", []).append(race.measured(race.reload, str(paths[i % 2])))
-        for llm in running.values():
-            engines.stop(llm)
-    flat = torch.ones(size, dtype=torch.uint8)
-    into = torch.ones_like(flat)
-    copies = []
-    for _ in range(options.rounds):
-        start = time.perf_counter()
-        into.copy_(flat)
-        copies.append(time.perf_counter() - start)
-    result = {
-        "about": {
-            "date": datetime.date.today().isoformat(),
-            "machine": f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f} at the end, {platform.machine()}",
-            "versions": f"nemo_fp8 {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-            "command": f"python benchmarks/refit.py {' '.join(sys.argv[1:])}",
-        },
-        "parameters": sum(t.numel() for t in tensors[0].values()),
-        "bytes": size,
-        "start_seconds": starts,
-        "copy_seconds": min(copies),
-        "chunk_bytes": last["FP8"].receipt.chunk_bytes,
-        "best": {name: {key: min(one[key] for one in rounds) for key in rounds[0]} for name, rounds in runs.items()},
-        "worst_extra": {
-            name: max(one["extra_sender"] + one["extra_worker"] for one in rounds) for name, rounds in runs.items()
-        },
-    }
+        result = measure(Path(folder), options.rounds, options.profile)
+        if options.experts:
+            result |= measure_experts(Path(folder), options.rounds)
+    if options.json:
+        with os.fdopen(stdout, "w") as out:
+            print(json.dumps(in_short(result)), file=out)
+        return
     text = page(result)
     print(text)
     if options.write:
@@ -143,7 +162,153 @@ def main() -> None:
         PAGE.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 
 
+def measure(folder: Path, rounds: int, profile: bool) -> dict[str, Any]:
+    """Return the record of pushes and reloads of a dense model, in turns."""
+    import torch
+    from support.rollout import engines, models
+
+    from nemo_fp8.rollout.refit import SharedWeights
+
+    paths = [models.write(folder / str(seed), "qwen3", seed, **SHAPE) for seed in (0, 1)]
+    tensors = [read(path) for path in paths]
+    size = sum(t.nbytes for t in tensors[0].values())
+    runs: dict[str, list[dict[str, float]]] = {}
+    starts, racers = {}, {}
+    for kind, arguments in (("FP8", engines.fp8()), ("BF16", {})):
+        start = time.perf_counter()
+        racers[kind] = Race.started(paths[0], tensors[0], profile, arguments)
+        starts[kind] = time.perf_counter() - start
+    shared = [SharedWeights(one) for one in tensors]
+    stepped = after_a_step(tensors[0])
+    for i in range(rounds):
+        for kind, race in racers.items():
+            for what, do, given in (
+                (f"{kind} push", race.push, tensors[(i + 1) % 2]),
+                (f"{kind} push from shared memory", race.push, shared[i % 2]),
+                (f"vLLM's own reload, {kind}", race.reload, str(paths[i % 2])),
+            ):
+                runs.setdefault(what, []).append(race.measured(do, given))
+        racers["FP8"].refit.push(tensors[0], delta=True)  # begins a ledger, since other pushes came between
+        runs.setdefault(CHANGES, []).append(racers["FP8"].measured(racers["FP8"].push_changes, stepped))
+    changes = racers["FP8"].changes
+    chunk_bytes = racers["FP8"].refit.push(tensors[0]).chunk_bytes
+    profiles = {kind: race.profiled(tensors[0]) for kind, race in racers.items()} if profile else {}
+    for race in racers.values():
+        engines.stop(race.llm)
+    return about() | {
+        "parameters": sum(t.numel() for t in tensors[0].values()),
+        "bytes": size,
+        "start_seconds": starts,
+        "copy_seconds": min(copy_seconds(size) for _ in range(rounds)),
+        "changes": changes,
+        "chunk_bytes": chunk_bytes,
+        "torch_threads": torch.get_num_threads(),
+        "best": {name: {key: min(one[key] for one in several) for key in several[0]} for name, several in runs.items()},
+        "worst_extra": {
+            name: max(one["extra_sender"] + one["extra_worker"] for one in several) for name, several in runs.items()
+        },
+        "profiles": profiles,
+    }
+
+
+def measure_experts(folder: Path, rounds: int) -> dict[str, Any]:
+    """Return the seconds and bytes of pushes of a stack of experts, and of a dense model of about as many bytes."""
+    from support.rollout import engines, models
+
+    found: dict[str, dict[str, float]] = {}
+    for name, kind, shape in (("experts", "qwen3_moe", EXPERTS), ("dense", "qwen3", AS_MANY)):
+        path = models.write(folder / name, kind, 0, **shape)
+        tensors = stacked(read(path))
+        race = Race.started(path, tensors, False, engines.fp8() | {"load_format": "dummy"})
+        found[name] = {
+            "seconds": min(race.measured(race.push, tensors)["wall"] for _ in range(rounds)),
+            "bytes": sum(t.nbytes for t in tensors.values()),
+            "tensors": len(tensors),
+        }
+        engines.stop(race.llm)
+    return {"experts": found}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the tensors of a checkpoint, in memory of their own."""
+    from safetensors.torch import load_file
+
+    return {name: tensor.clone() for name, tensor in load_file(path / "model.safetensors").items()}
+
+
+def after_a_step(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return BF16 tensors after a step that moves the FP32 weights behind them by LR, up or down.
+
+    What BF16 does not hold of a weight may be anything up to half a step of BF16, so a value changes with the
+    probability LR over such a step.
+    """
+    import torch
+
+    draws, found = torch.Generator().manual_seed(0), {}
+    for name, tensor in tensors.items():
+        _, exponent = torch.frexp(tensor.float())
+        rest = torch.ldexp(torch.rand(tensor.shape, generator=draws) - 0.5, exponent - 8)
+        up = torch.rand(tensor.shape, generator=draws) < 0.5
+        found[name] = (tensor.float() + 0.999 * rest + torch.where(up, LR, -LR)).to(tensor.dtype)
+    return found
+
+
+def stacked(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors with all experts of a layer in two stacks, as transformers 5 keeps them; gate lies above up."""
+    import torch
+
+    of_expert = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    found, parts = {}, dict[str, dict[str, list[Any]]]()
+    for name, tensor in tensors.items():
+        match = of_expert.fullmatch(name)
+        if match:
+            parts.setdefault(match[1], {"gate": [], "up": [], "down": []})[match[3]].append(tensor)
+        else:
+            found[name] = tensor
+    for name, part in parts.items():
+        gate, up, down = (torch.stack(part[which]) for which in ("gate", "up", "down"))
+        found |= {f"{name}.gate_up_proj": torch.cat([gate, up], 1), f"{name}.down_proj": down}
+    return found
+
+
+def copy_seconds(size: int) -> float:
+    """Return how long a plain copy of so many bytes takes, into memory that was there."""
+    import torch
+
+    flat = torch.ones(size, dtype=torch.uint8)
+    into = torch.ones_like(flat)
+    start = time.perf_counter()
+    into.copy_(flat)
+    return time.perf_counter() - start
+
+
+def about() -> dict[str, Any]:
+    """Return the machine and the versions."""
+    import torch
+
+    from nemo_fp8 import __version__
+
+    return {
+        "about": {
+            "date": datetime.date.today().isoformat(),
+            "machine": f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f} at the end, {platform.machine()}",
+            "versions": f"nemo_fp8 {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+            "command": f"python benchmarks/refit.py {' '.join(sys.argv[1:])}",
+        }
+    }
+
+
+def in_short(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the times of a run under the names of ``KEYS``."""
+    short = {key: functools.reduce(lambda at, name: at[name], path, result) for key, path in KEYS.items()}
+    for name, found in result.get("experts", {}).items():
+        short |= {f"{name}_push_s": found["seconds"], f"{name}_bytes": found["bytes"]}
+    return short
+
+
 def page(result: dict[str, Any]) -> str:
+    from refit_profile import page as profile_page
+
     best, size = result["best"], result["bytes"]
     fp8, bf16 = best["FP8 push"], best["BF16 push"]
     out = ["# What a push costs", "", "Written by `benchmarks/refit.py`; do not edit.", ""]
@@ -151,7 +316,14 @@ def page(result: dict[str, Any]) -> str:
     out += [f"- model: Qwen3 with {result['parameters'] / 1e6:.0f} million parameters, {size / 1e6:.0f} MB in BF16", ""]
     out += [(__doc__ or "").split("\n\n", 1)[-1].strip().replace("\n", " "), ""]
     out += ["| | asked for | measured |", "|---|---:|---:|"]
+    changes = result["changes"]
     rows = (
+        (f"{CHANGES} over FP8 push, wall clock", "less than 1", f"{best[CHANGES]['wall'] / fp8['wall']:.2f}"),
+        (
+            f"bytes of all codes, scales and BF16 values, over those of {changes['share']:.2%} that change",
+            "at least 10",
+            f"{changes['full_bytes'] / changes['bytes']:.0f}",
+        ),
         ("FP8 push over BF16 push, wall clock", "at most 1.2", f"{fp8['wall'] / bf16['wall']:.2f}"),
         ("FP8 push over BF16 push, processor time", "", f"{fp8['processor'] / bf16['processor']:.2f}"),
         (
@@ -159,7 +331,20 @@ def page(result: dict[str, Any]) -> str:
             "at least 50",
             f"{result['start_seconds']['FP8'] / fp8['wall']:.0f}",
         ),
-        ("FP8 push, of the copy limit", "", f"{result['copy_seconds'] / fp8['wall']:.0%}"),
+        *(
+            (f"{name}, of the copy limit", "35%", f"{result['copy_seconds'] / best[name]['wall']:.0%}")
+            for name in best
+            if "push" in name and name != CHANGES
+        ),
+        *(
+            (
+                f"{kind} push over vLLM's own reload",
+                "less than 1",
+                f"{best[f'{kind} push']['wall'] / reload['wall']:.2f}",
+            )
+            for kind in ("FP8", "BF16")
+            for reload in [best[f"vLLM's own reload, {kind}"]]
+        ),
         (
             "most extra memory, sender and worker together",
             f"{result['chunk_bytes'] / 1e6:.0f} MB of buffers, seen from both",
@@ -173,7 +358,13 @@ def page(result: dict[str, Any]) -> str:
         for name, one in best.items()
     ]
     out += [f"| a plain copy | {result['copy_seconds']:.3f} | | {size / result['copy_seconds'] / 1e9:.2f} |"]
-    out += [f"| engine start, FP8 | {result['start_seconds']['FP8']:.1f} | | |", ""]
+    out += [f"| engine start, FP8 | {result['start_seconds']['FP8']:.1f} | | |"]
+    for name, found in result.get("experts", {}).items():
+        what = f"{name}: {found['bytes'] / 1e6:.0f} MB in {found['tensors']} tensors"
+        out += [f"| {what} | {found['seconds']:.3f} | | {found['bytes'] / found['seconds'] / 1e9:.2f} |"]
+    for kind, profile in result["profiles"].items():
+        out += ["", f"## Where the time of a push goes, {kind}", *profile_page(profile["rows"], profile["seconds"])]
+    out += [""]
     return "\n".join(out)
 
 

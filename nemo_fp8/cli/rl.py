@@ -28,6 +28,9 @@ def rl_compare(
     one_step_off: Annotated[
         bool, typer.Option("--one-step-off", help="Sample the next step's answers while a step trains.")
     ] = False,
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Push what changed since the step before, instead of all weights.")
+    ] = False,
     rollout_python: Annotated[
         str | None, typer.Option(metavar="FILE", help="The Python that has vLLM; .venv-rollout's.")
     ] = None,
@@ -53,7 +56,7 @@ def rl_compare(
         require_matplotlib()
     # A checkpoint every 5 steps: repeating a few steps after a kill costs less than a checkpoint at each step.
     template = GrpoSettings(
-        folder=str(folder.absolute()), base="", steps=steps, save_every=5, one_step_off=one_step_off
+        folder=str(folder.absolute()), base="", steps=steps, save_every=5, one_step_off=one_step_off, delta=delta
     )
     with watched(), run_bars(len(names) * len(numbers), steps) as start:
 

@@ -35,8 +35,8 @@ def small(tmp_path, **changes):
 def test_two_steps_a_killed_rank_and_a_broken_engine(tmp_path):
     """FP8 on both sides, the policy over two tensor-parallel ranks. A rank is killed after the first step, and the run
     goes on with the second; in the third the engine loses a layer's scales, and the gate ends the run before it learns
-    from that."""
-    s = small(tmp_path, ranks=2, tensor_parallel=2, steps=4)
+    from that. Only changes are pushed, but where there is no ledger: at the start, and after the kill."""
+    s = small(tmp_path, ranks=2, tensor_parallel=2, steps=4, delta=True)
     seen, memory = [], set()
 
     def on_step(row):
@@ -60,6 +60,10 @@ def test_two_steps_a_killed_rank_and_a_broken_engine(tmp_path):
     assert rows[0]["kl"] == 0, "the policy is the reference"
     assert rows[1]["kl"] > 0
     assert rows[0]["push"][0]["fingerprint"] != rows[1]["push"][0]["fingerprint"]
+    pushes = [row["push"][0] for row in rows]
+    assert [bool(push["delta"]["instead"]) for push in pushes] == [True, True, False]
+    assert 0 < pushes[2]["delta"]["share"] < 1
+    assert pushes[2]["bytes"] < pushes[1]["bytes"]
     assert rows[2]["gate"]["fired"]
     assert rows[2]["gate"]["weights"] == {f"{actors.BROKEN_LAYER}.weight": "zeroed"}
     assert "loss" not in rows[2]

@@ -31,25 +31,29 @@ def dying(tensors, victim, seen):
         yield pair
 
 
-def push_and_see_it_die(refit, tensors, victim):
+def push_and_see_it_die(refit, tensors, victim, delta=False):
     seen = []
-    refit.push(tensors).require()
+    refit.push(tensors, delta=delta).require()
+    others = {name: tensor * 1.1 for name, tensor in tensors.items()}  # changes enough for several buffers
     with pytest.raises(PrecisionError, match="The engine is dead"):
-        refit.push(dying(tensors, victim, seen), manifest=tensors)
+        refit.push(dying(others, victim, seen), manifest=tensors, delta=delta)
     assert time.monotonic() - seen[0] < 30
     with pytest.raises(PrecisionError, match="The engine is dead"):
-        refit.push(tensors)
+        refit.push(tensors, delta=delta)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
-def test_a_push_into_an_llm(checkpoint, victim):
+def test_a_push_into_an_llm(checkpoint, victim, delta):
     from vllm.v1.engine.exceptions import EngineDeadError
 
     folder = checkpoint("qwen3")
     llm = engines.start(folder, **fp8())
     try:
-        push_and_see_it_die(Refit(llm, chunk=2**20), load_file(folder / "model.safetensors"), victim)
+        refit = Refit(llm, chunk=2**20)
+        push_and_see_it_die(refit, load_file(folder / "model.safetensors"), victim, delta)
+        assert refit.ledger is None  # what is pushed into the next engine is everything
         with pytest.raises(EngineDeadError):  # its own words: no push restores a dead engine
             llm.generate([{"prompt_token_ids": [5, 6, 7]}], use_tqdm=False)
     finally:

@@ -319,6 +319,31 @@ def test_a_sender_that_fell_silent_is_dead_only_if_it_had_written(monkeypatch, m
     asyncio.run(scenario())
 
 
+class TakesBack(Engine):
+    """An engine whose workers have written, until they are asked to abandon the push that they write."""
+
+    async def collective_rpc(self, method, args):
+        (answer,) = await super().collective_rpc(method, args)
+        if self.asked[-1] != "abandon":
+            return [answer]
+        return [{"mixed": "" if args[0]["push"] == "a" else "push a has begun and has not ended"}]
+
+
+@pytest.mark.parametrize(("method", "status"), [("begin", 503), ("delta", 200)])
+def test_changes_of_a_sender_that_fell_silent_are_taken_back(monkeypatch, method, status):
+    """And requests go on, with the weights of before; of any other push weights of two stay behind."""
+    monkeypatch.setattr(endpoints, "SILENCE", 0.2)
+
+    async def scenario():
+        door = Door(TakesBack(delta={"accepted": True}))
+        await door.push(method)
+        await door.push("write", pieces=[7])
+        assert (await asyncio.wait_for(door.knock("/v1/completions"), 5))[0] == status
+        assert door.engine.asked[3:] == (["abandon", "resume"] if status == 200 else ["abandon"])
+
+    asyncio.run(scenario())
+
+
 def test_a_dead_engine_ends_a_push_and_answers_for_itself(monkeypatch):
     """vLLM's own wait for what its EngineCore was doing never ends."""
     monkeypatch.setattr(alive, "LOOK", 0.05)

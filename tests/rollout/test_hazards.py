@@ -39,7 +39,8 @@ IN_A_PUSH = {
             (
                 f"{WORKER}.sinks",
                 "Staged.write",
-                "    place.copy_(values.reshape(place.shape))\n",
+                "    self._copy(route, row, values, _at(self.values[name].data, part_of(route, row, rows)))\n",
+                "    place = _at(self.values[name].data, part_of(route, row, rows))\n"
                 "    self.later = [*getattr(self, 'later', ()), (place, values.reshape(place.shape))]\n",
             ),
             (

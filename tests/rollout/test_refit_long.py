@@ -46,6 +46,36 @@ def test_fifty_pushes_leave_memory_flat(executor):
     assert at_end - after_warm_up < 1024, json.dumps(told["rss_kb"])
 
 
+MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("executor", ["one", "mp", "server", "server_mp"])
+@pytest.mark.parametrize("fields", [{"weight_scale": "fp32"}, {"weight_scale": "pow2"}, MX], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3_wide", "qwen3_moe"])
+def test_changes_are_bitwise_a_fresh_engine(kind, fields, executor):
+    """Dense and experts, on one worker and on two, here and over HTTP: the first push is of everything, no other is."""
+    told = refit_matrix.run(executor, kind, fields, delta=True)
+    assert told["bitwise"] == [True] * 4
+    assert told["differ"]
+    assert told["prints"] == [1, 1]
+    assert [bool(why) for why in told["instead"]] == [True, False, False, False]
+    assert told["workers"] == (2 if "mp" in executor else 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("executor", ["one", "server"])
+def test_fifty_pushes_of_changes_leave_memory_flat(executor):
+    """And the last one leaves the engine as a fresh one is."""
+    told = refit_matrix.run(executor, "qwen3", {}, pushes=50, delta=True)
+    assert all(told["bitwise"])
+    assert told["prints"] == [1, 1]
+    assert not any(told["instead"][1:])
+    after_warm_up, at_end = told["rss_kb"][9], told["rss_kb"][-2]
+    assert after_warm_up > 0
+    assert at_end - after_warm_up < 1024, json.dumps(told["rss_kb"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "fields", [{"rollout_block": "tensor"}, {"kernel": "decode"}, {"activations": "emulated"}], ids=str

@@ -60,6 +60,8 @@ class Engines:
     held_out: Prompts
     _pending: list[Any] | None = None
     _processes: list[tuple[str, int]] = field(default_factory=list)
+    _refits: dict[tuple[str, int], Refit] = field(default_factory=dict)
+    """By the engine's process: what a Refit knows of an engine dies with it."""
     _restarts: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -87,7 +89,11 @@ class Engines:
     def _push(self, step: int, weights: Weights) -> list[Receipt]:
         with self._clock("push"):
             self._wait()
-            receipts = [Refit(control).push(weights).require() for control in self._controls()]
+            self._refits = {
+                process: self._refits.get(process) or Refit(control)
+                for process, control in zip(self._processes, self._controls(), strict=True)
+            }
+            receipts = [refit.push(weights, delta=self.settings.delta).require() for refit in self._refits.values()]
             ray.get([actor.pushed.remote(step) for actor in self.actors])
             return receipts
 

@@ -170,4 +170,5 @@ def _short(receipt: Receipt) -> dict[str, Any]:
         "bytes": receipt.bytes,
         "lowest_snr_db": receipt.snr_db and receipt.snr_db[0],
         "fingerprint": receipt.fingerprint,
+        "delta": receipt.delta and receipt.delta.to_dict(),
     }

@@ -87,6 +87,9 @@ class GrpoSettings:
     one_step_off: bool = False
     """Generate the next step's answers while this step trains: their weights are one step old."""
 
+    delta: bool = False
+    """Push what changed since the step before, as differences of codes and scales, instead of all weights."""
+
     validation: int = 1024
     """Held-out problems, answered greedily."""
     validate_every: int = 10

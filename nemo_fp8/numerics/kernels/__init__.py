@@ -4,6 +4,7 @@
                                                     ->  codes, scale_inv, statistics
     decode(data, scale_inv, tile, dtype, out)       ->  values
     amax(x)                                         ->  the largest magnitude
+    sums(x, into)                                   ->  sums of rows and of columns, largest magnitudes
 
 Each returns None if it has no kernel for the device, dtype or tile, and the caller computes in torch. Their codes and
 scales equal those of :func:`nemo_fp8.numerics.quantize.quantize_reference` to the bit. Sums in statistics are added in
@@ -81,6 +82,20 @@ def amax(x: torch.Tensor) -> torch.Tensor | None:
     """Return the largest magnitude of all elements that are not NaN, in FP32; None if there is no kernel."""
     device = _device(x)
     return None if device is None else device.amax(x)
+
+
+def sums(x: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Read a matrix once: sum its bytes, as 64-bit words, by row and by column, and copy it ``into`` memory, if given.
+
+    Returns the wrapping sums (int64; a row's last word is filled up with zeros) and the largest magnitude of each row
+    of BF16, FP16 or FP32 values in FP32, NaN if one is NaN; None if there is no kernel, and then nothing was copied.
+    Only CPUs have one. ``into`` has the shape and dtype of ``x`` and must not overlap it.
+    """
+    if x.device.type != "cpu" or (into is not None and (into.shape != x.shape or into.dtype != x.dtype)):
+        return None
+    from nemo_fp8.numerics.kernels import cpu
+
+    return cpu.sums(x, into)
 
 
 class _Kernels(Protocol):

@@ -1,12 +1,11 @@
 """Compile the CPU kernels on the machine that runs them, once, and keep the library.
 
-`fp8_quantize.c`, `fp8_decode.c`, `fp8_multiply.c` and `fp8_accumulate.c` are plain C. They are compiled for the
-processor at hand (AVX-512, AVX2, NEON: as the compiler detects) at the first quantization, in about four seconds, and
-loaded through ctypes. Why not an extension module: the package stays one wheel for every platform and Python, an
-editable install and a fresh clone need no build step, and the compiler may use every instruction of the machine. The
-trade-off: a machine without a C compiler quantizes with torch, to the same bits but more slowly, and one line in the
-log says so. (Triton and TorchInductor make the same choice.) ``python -m nemo_fp8.numerics.kernels.build`` builds ahead
-of time, for a container image.
+The files of ``SOURCES`` are plain C. They are compiled for the processor at hand (AVX-512, AVX2, NEON: as the compiler
+detects) at the first quantization, in about four seconds, and loaded through ctypes. Why not an extension module: the
+package stays one wheel for every platform and Python, an editable install and a fresh clone need no build step, and the
+compiler may use every instruction of the machine. The trade-off: a machine without a C compiler quantizes with torch,
+to the same bits but more slowly, and one line in the log says so. (Triton and TorchInductor make the same choice.)
+``python -m nemo_fp8.numerics.kernels.build`` builds ahead of time, for a container image.
 
 The library lies in the user's cache (``$XDG_CACHE_HOME/nemo_fp8``), under a hash of everything it depends on: the
 source, the compiler and its flags, the processor. Of ranks that start together one builds it. It is written to a
@@ -31,7 +30,7 @@ from pathlib import Path
 
 from nemo_fp8.own_folder import own_folder
 
-_NAMES = ("fp8_quantize.c", "fp8_decode.c", "fp8_multiply.c", "fp8_accumulate.c")
+_NAMES = ("fp8_quantize.c", "fp8_decode.c", "fp8_multiply.c", "fp8_accumulate.c", "fp8_sums.c")
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 HEADERS = tuple(
     Path(__file__).with_name(name) for name in ("fp8.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h")

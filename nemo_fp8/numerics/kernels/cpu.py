@@ -29,6 +29,7 @@ STRIP = 2048
 WHOLE = (128, STRIP)  # the tiles into which a whole tensor is cut; any will do, since all of them have one scale
 BF16, FP16, FP32, PAIR = range(4)
 SOURCES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+MAGNITUDES = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2}
 GIVEN = 0
 SCALINGS = {("te", "fp32"): 1, ("te", "pow2"): 2, ("deepgemm", "fp32"): 3, ("deepgemm", "pow2"): 4, ("te", "e8m0"): 5}
 ELEMENTS_FOR_THREADS = 1 << 17  # one thread finishes fewer elements than this before the others wake up
@@ -83,6 +84,17 @@ class _AccumulateJob(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "cols")),
         *((name, ctypes.c_int32) for name in ("columns_first", "exact", "threads")),
         ("next", ctypes.c_int64),
+    )
+
+
+class _SumsJob(ctypes.Structure):
+    """`struct sums_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "to", "of_rows", "of_columns", "largest", "parallel")),
+        *((name, ctypes.c_int64) for name in ("rows", "bytes", "stride", "to_stride")),
+        *((name, ctypes.c_int32) for name in ("magnitudes", "threads")),
+        *((name, ctypes.c_int64) for name in ("next", "failed")),
     )
 
 
@@ -203,6 +215,31 @@ def accumulate(
     )  # fmt: skip
     library.nemo_fp8_accumulate(ctypes.byref(job))
     return True
+
+
+def sums(x: torch.Tensor, into: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Sum a matrix's 64-bit words by row and by column as `fp8_sums.c` says, copy it, and find largest magnitudes."""
+    library = build.library()
+    if library is None or x.numel() == 0 or not all(_has_rows(m) for m in (x, into) if m is not None):
+        return None
+    height, width = x.shape[0], x.shape[1] * x.itemsize
+    rows, columns = torch.empty(height, dtype=torch.int64), torch.zeros(-(-width // 8), dtype=torch.int64)
+    largest = torch.empty(height, dtype=torch.int32)
+    job = _SumsJob(
+        x=x.data_ptr(), of_rows=rows.data_ptr(), of_columns=columns.data_ptr(), largest=largest.data_ptr(),
+        rows=height, bytes=width, stride=x.stride(0) * x.itemsize, magnitudes=MAGNITUDES.get(x.dtype, 0),
+        to=None if into is None else into.data_ptr(), to_stride=0 if into is None else into.stride(0) * x.itemsize,
+        threads=_threads(x), parallel=_parallel(),
+    )  # fmt: skip
+    if not library.nemo_fp8_sums(ctypes.byref(job)):
+        raise MemoryError("no memory for the sums of a matrix's columns")
+    if x.dtype not in MAGNITUDES:
+        return rows, columns, torch.zeros(height)
+    return rows, columns, largest.view(x.dtype).view(height, -1)[:, 0].float()
+
+
+def _has_rows(matrix: torch.Tensor) -> bool:
+    return matrix.stride(1) == 1 or matrix.shape[1] == 1
 
 
 def _quantize_whole(

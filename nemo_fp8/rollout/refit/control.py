@@ -311,7 +311,8 @@ class Server:
             headers["Authorization"] = f"Bearer {token}"
         request = urllib.request.Request(f"{self.url}{ROUTE}/{method}", parts, headers, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+            # The call of a stream lasts as long as the whole push. If the server dies, the connection ends.
+            with urllib.request.urlopen(request, timeout=None if method == "stream" else self.timeout) as reply:
                 said: Answer = json.loads(reply.read())
                 return said | {"answers": said["answers"]}
         except urllib.error.HTTPError as error:

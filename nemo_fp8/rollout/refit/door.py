@@ -42,7 +42,7 @@ from nemo_fp8.storage.safetensors import bytes_of
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-METHODS = ("begin", "write", "bytes", "finish", "abandon", "expected", "held")
+METHODS = ("begin", "stored", "delta", "write", "stream", "bytes", "finish", "abandon", "expected", "held")
 MODES = ("wait", "abort", "keep")
 # What vLLM's developer mode lets whoever reaches it do to the engine.
 ORDERS = frozenset(
@@ -78,6 +78,7 @@ class RefitEndpoints:
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self.app, self.key, self.token = app, os.environ.get(TOKEN, ""), os.environ.get(PUSH_TOKEN, "")
         self.begun = ""  # the push that the workers accepted last
+        self.changes = False  # whether that one brings changes only, which can be taken back
         self.push = ""  # the push that is writing
         self.died = ""  # why requests are refused, if they are
         self.heard = 0.0  # when the engine last finished work for the push that is writing
@@ -176,8 +177,12 @@ class RefitEndpoints:
         if not push or self.died or self.tasks or heard + SILENCE > time.monotonic():
             return  # another request has done this, or the sender is back
         try:
-            # No push has the number None: this abandons nothing, and asks whether the model is mixed.
-            mixed = _mixed(await self._call(engine, "abandon", {"push": None}))
+            # Changes are taken back; a sender that comes back then pushes everything. No push has the number None: this
+            # abandons nothing, and asks whether the model is mixed.
+            over = push if self.changes and push == self.begun else None
+            # It is no work for the sender, so that it is no sign of it either.
+            task = engine.collective_rpc(f"{PREFIX}abandon", args=({"push": over},))
+            mixed = _mixed(list(await _answered(engine, task)))
         except PrecisionError:  # the engine died
             return
         if self.tasks or (push, heard) != (self.push, self.heard):
@@ -246,11 +251,13 @@ class RefitEndpoints:
         message = await _message(scope, receive)
         if method == "write":
             return {"answers": await self._write(engine, message)}
+        if method == "stream":
+            return {"answers": await self._write(engine, message | {"silence": SILENCE}, "stream")}
         if method == "finish":
             return await self._finish(engine, message)
         answers = await self._call(engine, method, message)
-        if method == "begin" and all(answer.get("accepted") for answer in answers):
-            self.begun = str(message.get("push"))
+        if method in ("begin", "delta") and all(answer.get("accepted") for answer in answers):
+            self.begun, self.changes = str(message.get("push")), method == "delta"
         if method == "abandon" and str(message.get("push")) == self.push:
             mixed = _mixed(answers)
             if mixed:
@@ -259,17 +266,17 @@ class RefitEndpoints:
                 await self._open(engine)
         return {"answers": answers}
 
-    async def _write(self, engine: Any, message: Answer) -> list[Answer]:
-        """Have the workers write pieces; with the first pieces of a push, make requests wait."""
+    async def _write(self, engine: Any, message: Answer, method: str = "write") -> list[Answer]:
+        """Have the workers write pieces, or take a stream of them; make requests wait from the first of a push on."""
         push = str(message.get("push"))
         # Requests need not wait for a message without pieces, which only has the workers open memory, nor for a push
         # that was not accepted, which the workers will refuse.
-        if message.get("pieces") and push == self.begun != self.push:
+        if (method == "stream" or message.get("pieces")) and push == self.begun != self.push:
             self.push = push
             self.free.clear()
             running = message.get("running", "wait")
             await self._at_work(engine, engine.pause_generation(mode=running if running in MODES else "wait"))
-        return await self._call(engine, "write", message)
+        return await self._call(engine, method, message)
 
     async def _finish(self, engine: Any, message: Answer) -> Answer:
         """End a push: drop the prefix cache, and let requests in again."""

@@ -14,7 +14,10 @@ import hashlib
 
 import torch
 
+from nemo_fp8.numerics import kernels
+
 DIGITS = 16
+MAGNITUDES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Fingerprint:
@@ -25,27 +28,59 @@ class Fingerprint:
         self._columns: torch.Tensor | None = None
         self._width = 0
 
-    def add(self, rows: torch.Tensor) -> None:
-        """Add the next rows. All dimensions but the last count rows; every element of a vector is a row."""
-        matrix = rows.detach().contiguous().view(-1, rows.shape[-1] if rows.dim() > 1 else 1)
-        raw = matrix.view(torch.uint8)
-        self._width = raw.shape[1]
-        if self._width % 8:
-            raw = torch.nn.functional.pad(raw, (0, -self._width % 8))
-        if raw.storage_offset() % 8:
-            raw = raw.clone()
-        words = raw.view(torch.int64)
-        self._rows.append(words.sum(1))
-        columns = words.sum(0)
-        self._columns = columns if self._columns is None else self._columns + columns
+    def add(self, rows: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the next rows; copy them ``into`` memory of their shape and dtype, if given; return the rows' largest
+        magnitudes.
+
+        All dimensions but the last count rows; every element of a vector is a row. The magnitudes are those of BF16,
+        FP16 or FP32 values, in FP32 (NaN if one is), and say nothing of other types. On a CPU one pass over memory
+        does all three.
+        """
+        matrix = _matrix(rows.detach())
+        to = None if into is None else _matrix(into)
+        is_copy = into is not None and to is not None and to.data_ptr() != into.data_ptr()  # it has no such view
+        done = None if is_copy else kernels.sums(matrix, to)
+        if done is None and into is not None:
+            into.copy_(rows)
+        of_rows, of_columns, largest = _sums(matrix) if done is None else done
+        self._width = matrix.shape[1] * matrix.itemsize
+        self._rows.append(of_rows)
+        self._columns = of_columns if self._columns is None else self._columns + of_columns
+        return largest
+
+    def change(self, rows: torch.Tensor, columns: torch.Tensor, differences: torch.Tensor) -> None:
+        """Add differences of 64-bit words to what came: both sums of a changed word change by the same.
+
+        ``rows`` and ``columns`` say where the words lie in the tensor, in which a row is a whole number of words.
+        """
+        assert self._columns is not None
+        self._rows = [torch.cat(self._rows).index_add_(0, rows, differences)]
+        self._columns.index_add_(0, columns, differences)
 
     def digest(self) -> str:
         """Return sixteen hexadecimal digits. The sums stay on the tensor's device until here."""
-        rows = sum(map(len, self._rows))
+        rows = sum(of_rows.shape[0] for of_rows in self._rows)
         whole = hashlib.blake2b(f"{rows}x{self._width}".encode(), digest_size=DIGITS // 2)
         if self._columns is not None:
             whole.update(torch.cat([*self._rows, self._columns]).cpu().numpy().tobytes())
         return whole.hexdigest()
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a tensor as a matrix: a view, unless its rows do not lie one after the other."""
+    return tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
+
+
+def _sums(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sums of rows and of columns, and the largest magnitudes of rows, in torch."""
+    raw = matrix.contiguous().view(torch.uint8)
+    if raw.shape[1] % 8:
+        raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8))
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    words = raw.view(torch.int64)
+    low, high = torch.aminmax(matrix, dim=1) if matrix.dtype in MAGNITUDES else (words.new_zeros(len(words)),) * 2
+    return words.sum(1), words.sum(0), torch.maximum(-low, high).float()
 
 
 def fingerprint(*tensors: torch.Tensor) -> str:

@@ -10,6 +10,9 @@ FP32 scales of 128x128 blocks under that name with ``_scale_inv`` appended.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -195,6 +198,11 @@ class Manifest(Sequence[Entry]):
     def to_plain(self) -> list[list[Any]]:
         """Return the manifest as plain values, for JSON."""
         return [[e.name, e.dtype, list(e.shape)] for e in self]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A short name for all names, types and shapes."""
+        return hashlib.blake2b(json.dumps(self.to_plain()).encode(), digest_size=16).hexdigest()
 
     @classmethod
     def from_plain(cls, rows: Any) -> Manifest:

@@ -8,16 +8,21 @@ so two containers that share only ``/dev/shm`` have to push over HTTP.
 A receiver checks what it opens: such a file, of the announced size, and sealed, so that it cannot shrink under the
 reader (a read beyond its end would kill the process). The file's name is random: the kernel uses file descriptors
 again, and the name makes sure that a handle never opens other memory than its own.
+
+A trainer that keeps its tensors in such memory (:class:`SharedWeights`) has them quantized from where they lie. Memory
+that torch shares by itself (``tensor.share_memory_()``) is not sealed, so it is copied like any other.
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
 import os
 import secrets
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +32,8 @@ from nemo_fp8.errors import PrecisionError
 
 NAME = "nemo_fp8-refit"
 BUFFERS = 2
-"""How many buffers a push has: one is filled while the workers read the other."""
+"""How many pieces of memory a worker keeps mapped: what a push over HTTP has under way."""
+ALIGNMENT = 64  # bytes; each tensor begins at a multiple
 # Linux' numbers, which Python's fcntl has only since 3.13.
 _ADD_SEALS, _GET_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1034, 1, 2, 4
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
@@ -48,6 +54,7 @@ class Shared:
             os.close(self._fd)
             raise
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._close = weakref.finalize(self, os.close, self._fd)
 
     @classmethod
     @contextmanager
@@ -61,6 +68,13 @@ class Shared:
             finally:
                 shared.close()
 
+    def place_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the offset of a tensor that lies in this memory in one piece; None if it does not."""
+        if not tensor.is_cpu or not tensor.is_contiguous() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        offset = tensor.data_ptr() - self.tensor.data_ptr()
+        return offset if offset >= 0 and offset + tensor.nbytes <= self.size else None
+
     @property
     def handle(self) -> dict[str, Any]:
         """What a receiver needs to open the memory, as plain values."""
@@ -70,8 +84,43 @@ class Shared:
         """Unmap the memory. The kernel frees it when the receivers have done so, too."""
         if self._fd >= 0:
             del self.tensor, self._map
-            os.close(self._fd)
+            self._close()
             self._fd = -1
+
+
+class SharedWeights(Mapping[str, torch.Tensor]):
+    """Tensors by their names, all in one piece of shared memory: workers on this host read them without a copy.
+
+        weights = SharedWeights(named_tensors)      # once
+        parameter.data = weights[name]              # once, if the trainer's parameters shall lie there
+        weights[name].copy_(tensor)                 # after each step, if they lie elsewhere
+        Refit(engine).push(weights)
+
+    ``tensors`` is a mapping, or an iterable of names with tensors; their values are copied. The memory is freed when
+    the last tensor is let go, and by the kernel if the trainer is killed. Its handle is open as long as this object.
+    """
+
+    def __init__(self, tensors: Any) -> None:
+        named = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
+        ends = [*itertools.accumulate(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for _, t in named)]
+        if not ends:
+            raise PrecisionError("No tensors to share.", "The mapping is empty.", "Give the model's tensors.")
+        self.shared = Shared(max(1, ends[-1]))
+        self._tensors = {
+            name: self.shared.tensor[first : first + t.nbytes].view(t.dtype).view(t.shape)
+            for (name, t), first in zip(named, [0, *ends], strict=False)
+        }
+        for name, tensor in named:
+            self._tensors[name].copy_(tensor.detach())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class Opened:

@@ -10,8 +10,11 @@ A push that the check refuses has changed nothing. A push that dies later leaves
 the engine refuses requests, with the reason, until the next push ends well. That one repairs it completely, since every
 push writes every weight.
 
-A push needs two buffers beside the model, whatever the model's size: one is filled while the workers read the other.
+A push needs a few buffers beside the model, whatever the model's size: one is filled while the workers read another.
 The trade-off: it cannot be rolled back. Keeping the old weights until the end would need memory for a second model.
+
+A push of changes (``delta=True``) sends differences to what a ledger of the last push has, and can be rolled back.
+Where it does not fit the engine a push of everything follows, and the receipt says why.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,18 +31,14 @@ import torch
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.rollout.refit.control import Answer, control_of
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
+from nemo_fp8.rollout.refit.ledger import Filled, Ledger
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
-from nemo_fp8.rollout.refit.memory import BUFFERS
-from nemo_fp8.rollout.refit.receipt import Receipt, receipt
-from nemo_fp8.rollout.refit.wire import Piece, Transport, capacity, cut, pairs, transport_of
+from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
+from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, pairs, raise_problems, transport_of
 
 RUNNING = ("wait", "abort", "keep")
 TRANSPORTS = ("auto", "memory", "http")
 CHUNK = 256 * 2**20  # bytes of all buffers of a push together, at most
-# Bytes of one buffer, at most. The pages of a buffer are new memory in every push: beyond this size they cost more time
-# than fewer messages save. A push of 323 MB took 0.28 to 0.30 s with buffers of 16 to 64 MiB, 0.69 s with 128 and
-# 0.42 s with 4 (medians).
-BUFFER = 32 * 2**20
 
 
 class Refit:
@@ -72,9 +71,17 @@ class Refit:
             )
         self.control = control_of(engine, token)
         self.chunk, self.transport, self.running = chunk, transport, running
+        self.ledger: Ledger | None = None
+        """What the engine holds since the last push with ``delta``; None if the last push was none, or died."""
 
     def push(
-        self, named_tensors: Any, *, manifest: Any = None, verify: bool = False, weight_version: str | None = None
+        self,
+        named_tensors: Any,
+        *,
+        manifest: Any = None,
+        verify: bool = False,
+        delta: bool = False,
+        weight_version: str | None = None,
     ) -> Receipt:
         """Write tensors into the engine, and return the receipt.
 
@@ -82,11 +89,28 @@ class Refit:
         ``manifest`` announces the tensors of an iterator, which cannot be looked at in advance: a mapping of names to
         tensors (on the meta device, too) or a :class:`Manifest`. Without it an iterator must bring what the engine's
         own checkpoint holds. ``verify`` compares every code and scale with the reference cast, and reads the engine's
-        memory back. ``weight_version`` is what vLLM calls the weights from now on, in ``get_weight_version()`` and in
-        the ``weight_versions`` of completions; without it the push's number.
+        memory back. ``delta`` sends only what has changed since the last push with ``delta`` through this object
+        (:mod:`nemo_fp8.rollout.refit.ledger`). The first one sends everything, and so does one that does not fit the
+        engine: ``receipt.delta.instead`` says why. ``weight_version`` is what vLLM calls the weights from now on, in
+        ``get_weight_version()`` and in the ``weight_versions`` of completions; without it the push's number.
 
         Raises PrecisionError if the engine refuses the manifest, a tensor is not as announced, or the push dies.
         """
+        ledger, self.ledger = self.ledger, None
+        if not delta:
+            return self._push_all(named_tensors, manifest, verify, weight_version)
+        instead = "No ledger of this engine: this Refit has pushed nothing yet, or its last push died."
+        if ledger is not None:
+            try:
+                return self._push_changes(ledger, named_tensors, manifest, verify, weight_version)
+            except Refused as error:
+                instead = f"{error.problems[0].what} {error.problems[0].why}"
+        return self._push_all(named_tensors, manifest, verify, weight_version, Delta(instead=instead))
+
+    def _push_all(
+        self, named_tensors: Any, manifest: Any, verify: bool, weight_version: str | None, delta: Delta | None = None
+    ) -> Receipt:
+        """Push every tensor; with ``delta``, begin a ledger."""
         start = time.perf_counter()
         announced = self._announced(named_tensors, manifest)
         push = uuid.uuid4().hex[:12]
@@ -96,38 +120,106 @@ class Refit:
         skipped = {announced[i].name for i in passed_over}
         whole = {i for answer in begun for i in answer["whole"]}
         mixed = _mixed(begun)
+        ledger = None
+        if delta is not None:
+            ledger = Ledger.of(announced, passed_over, self._ask("stored", {"push": push}))
         checked = time.perf_counter()
         try:
             # After a push that died the engine computes no request, so waiting for the last one would never end.
             self.control.hold("keep" if mixed else self.running)
-            to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
-            size = capacity(announced, min(self.chunk // BUFFERS, BUFFER), whole)
-            chunks, sent = self._stream(push, to_send, announced, size, whole)
+            to_send: Iterable[tuple[str, torch.Tensor]] = (
+                pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped
+            )
+            if ledger is not None:
+                to_send = ledger.noting(to_send)
+            weights = getattr(named_tensors, "shared", None)
+            transport = transport_of(self.transport, self.control, announced, self.chunk, whole, weights)
+            chunks, sent = self._stream(
+                push, transport, len(begun), announced, cut(to_send, announced, transport.buffer, whole, weights)
+            )
             streamed = time.perf_counter()
             done = self._ask("finish", {"push": push, "weight_version": weight_version or push})
         except BaseException as error:
             self._abandon(push, error)
             raise
-        try:
-            reset = self.control.forget()
-        finally:  # all weights are the new ones, even if dropping the cache failed
-            self.control.allow()
-            self.control.free()
+        reset = self._serve_again()
         end = time.perf_counter()
-        return receipt(
+        told = receipt(
             announced,
             done,
             push=push,
             passed_over=tuple(sorted(skipped)),
             bytes=sent,
             chunks=chunks,
-            chunk_bytes=size * BUFFERS,
+            chunk_bytes=transport.size * transport.buffers,
             seconds=end - start,
             prefix_cache_reset=reset,
             weight_version=str(done[0].get("weight_version") or ""),
             after_failure=mixed,
             parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
+            delta=delta,
         )
+        if ledger is not None:
+            ledger.settle(push, told.tensors)
+            self.ledger = ledger
+        return told
+
+    def _push_changes(
+        self, ledger: Ledger, named_tensors: Any, manifest: Any, verify: bool, weight_version: str | None
+    ) -> Receipt:
+        """Push what differs from the ledger; raise ``Refused`` if the engine does not take it."""
+        start, push = time.perf_counter(), uuid.uuid4().hex[:12]
+        once = not isinstance(named_tensors, Mapping) and iter(named_tensors) is named_tensors
+        announced = ledger.manifest if once and manifest is None else self._announced(named_tensors, manifest)
+        begun = self._ask("delta", {"push": push, "manifest": announced.digest, "base": ledger.version})
+        heads = _TiedHeads(announced, ledger.passed_over, named_tensors)
+        skipped = {announced[i].name for i in ledger.passed_over}
+        ledger.verify = verify
+        transport = transport_of(self.transport, self.control, announced, self.chunk, ledger.whole)
+        checked = time.perf_counter()
+        try:
+            to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
+            changes = ledger.changes(to_send, transport.buffer, transport.size)
+            first = next(changes, None)  # requests are computed until there is a change to send
+            self.control.hold(self.running)
+            buffers = itertools.chain([] if first is None else [first], changes)
+            chunks, sent = self._stream(push, transport, len(begun), announced, buffers)
+            streamed = time.perf_counter()
+            message = {"push": push, "expected": ledger.expected(), "weight_version": weight_version or push}
+            done = self._ask("finish", message)
+        except BaseException as error:
+            transport.close()
+            if once or not isinstance(error, Refused):  # else a push of everything follows, and closes this one
+                self._abandon(push, error)
+            if once and isinstance(error, Refused):
+                raise PrecisionError([*error.problems, _PUSH_AGAIN]) from error
+            raise
+        reset = self._serve_again()
+        end = time.perf_counter()
+        told = receipt(
+            announced,
+            done,
+            push=push,
+            passed_over=tuple(sorted(skipped)),
+            bytes=sent,
+            chunks=chunks,
+            chunk_bytes=transport.size * transport.buffers,
+            seconds=end - start,
+            prefix_cache_reset=reset,
+            weight_version=str(done[0].get("weight_version") or ""),
+            parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
+        )
+        tensors, delta = ledger.settle_changes(push, told.tensors)
+        self.ledger = ledger
+        return replace(told, tensors=tensors, delta=delta)
+
+    def _serve_again(self) -> bool:
+        """Drop the prefix cache, and let requests in again; return whether vLLM says that it dropped the cache."""
+        try:
+            return self.control.forget()
+        finally:  # all weights are the new ones, even if dropping the cache failed
+            self.control.allow()
+            self.control.free()
 
     def expected(self) -> Manifest:
         """Return the manifest of the checkpoint that the engine was started from, in the dtypes that the engine keeps.
@@ -154,35 +246,24 @@ class Refit:
         return Manifest.of(manifest) or self.expected()
 
     def _stream(
-        self, push: str, tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, size: int, whole: set[int]
+        self, push: str, transport: Transport, workers: int, manifest: Manifest, buffers: Iterator[Filled]
     ) -> tuple[int, int]:
-        """Send all tensors through buffers of ``size`` bytes; return the number of buffers sent, and their bytes."""
-        transport = transport_of(self.transport, self.control, size)
+        """Send full buffers; return their number, and the bytes of all tensors in them."""
+        count, sent = 0, 0
         try:
-            _raise_problems(transport.open(push))
-            return self._deliver(push, cut(tensors, manifest, _in_turn(transport), whole), transport)
+            transport.open(push, workers)
+            for pieces, used in buffers:
+                transport.send(pieces, used)
+                count += used > 0
+                sent += used or sum(piece[2] * manifest[piece[0]].row_bytes for piece in pieces)
+            transport.end()
         finally:
             transport.close()
-
-    def _deliver(self, push: str, chunks: Iterator[tuple[list[Piece], int]], transport: Transport) -> tuple[int, int]:
-        """Deliver each buffer in a second thread, while ``chunks`` fills the other one in this thread.
-
-        At most one delivery is under way, so a buffer is filled again only after the workers have read it.
-        """
-        count, sent, under_way = 0, 0, None
-        with ThreadPoolExecutor(1, "nemo_fp8-refit") as courier:
-            try:
-                for pieces, used in chunks:
-                    _wait_for(under_way)
-                    under_way = courier.submit(transport.deliver, count % BUFFERS, pieces, used, push)
-                    count, sent = count + 1, sent + used
-            finally:
-                _wait_for(under_way)
         return count, sent
 
     def _ask(self, method: str, message: Answer) -> list[Answer]:
         """Call a method of every worker; return their answers, or raise what they found wrong."""
-        return _raise_problems(self.control.call(method, message))
+        return raise_problems(self.control.call(method, message))
 
     def _abandon(self, push: str, error: BaseException) -> None:
         """End a push that died: serve requests if nothing was written yet, else refuse them with the reason."""
@@ -196,24 +277,11 @@ class Refit:
             self.control.free()
 
 
-def _in_turn(transport: Transport) -> Callable[[], torch.Tensor]:
-    """Return a function that gives the transport's buffers one after the other, round and round."""
-    numbers = itertools.cycle(range(BUFFERS))
-    return lambda: transport.buffer(next(numbers))
-
-
-def _wait_for(delivery: Future[list[Answer]] | None) -> None:
-    """Wait until a buffer is written by all workers; raise what they found wrong."""
-    if delivery is not None:
-        _raise_problems(delivery.result())
-
-
-def _raise_problems(answers: list[Answer]) -> list[Answer]:
-    """Return the answers, or raise all problems in them, each once: workers often find the same."""
-    problems = dict.fromkeys(Problem(*row) for answer in answers for row in answer.get("problems", ()))
-    if problems:
-        raise PrecisionError(problems)
-    return answers
+_PUSH_AGAIN = Problem(
+    "The changes did not fit the engine, and their iterator is used up.",
+    "A push of everything would have followed, and has no tensors.",
+    "Push again: it will be one of everything. Or push a mapping, from which that follows by itself.",
+)
 
 
 def _mixed(answers: Sequence[Answer]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ class Written:
     """What all workers together wrote of one tensor."""
 
     name: str
+    """Of a stack of experts the numbers are those of the whole stack; only ``snr_db`` is the worst expert's."""
     shape: tuple[int, ...]
     kind: str
     """``fp8``, ``kv scale``, or the dtype in which the tensor is kept."""
@@ -44,11 +45,48 @@ class Written:
     """Whether it was read back from the engine's memory and is right; None if not asked for, or impossible."""
     fingerprints: Mapping[str, str]
     """Fingerprints by the part of the tensor that a worker holds."""
+    experts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """Of a stack of experts, the numbers of each: ``largest``, ``snr_db``, ``saturated``, ``underflow``, ``nonfinite``
+    and ``bad_scales``."""
+
+    def where(self, number: str, wrong: Callable[[Any], bool]) -> list[str]:
+        """Return this tensor's name if a number of it is wrong; of a stack, ``name[expert]`` for each that is."""
+        if not self.experts:
+            return [self.name] if wrong(getattr(self, number)) else []
+        return [f"{self.name}[{e}]" for e, value in enumerate(self.experts[number]) if wrong(value)]
 
     @property
     def fingerprint(self) -> str:
         """The fingerprint of all parts together."""
         return together([self.fingerprints[part] for part in sorted(self.fingerprints)]) if self.fingerprints else ""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a push of changes changed, or why it was a push of everything."""
+
+    base: str = ""
+    """The push that the engine held before."""
+    changed: int = 0
+    elements: int = 0
+    """Codes and values that can be patched; ``changed`` of them did."""
+    full_bytes: int = 0
+    """The least that a push of everything takes: codes, scales, and values of what is not in FP8."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that were sent whole, and why they cannot be patched."""
+    confirmed: int = 0
+    """Tensors whose fingerprint the engine read from its memory, and that is the trainer's."""
+    instead: str = ""
+    """Why everything was pushed instead; empty if only changes were."""
+
+    @property
+    def share(self) -> float:
+        """The share of codes and values that changed."""
+        return self.changed / self.elements if self.elements else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and the share, as plain values."""
+        return asdict(self) | {"share": self.share}
 
 
 @dataclass(frozen=True)
@@ -75,6 +113,8 @@ class Receipt:
     """What vLLM says that it calls these weights; empty if the engine was reached by a way that does not tell."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the steps: ``check``, ``stream`` and ``finish``."""
+    delta: Delta | None = None
+    """What a push with ``delta=True`` changed; None for any other."""
 
     # ------------------------------------------------------------------ results
 
@@ -102,7 +142,7 @@ class Receipt:
     @property
     def snr_db(self) -> tuple[float, str] | None:
         """The lowest SNR of any FP8 tensor, with its name."""
-        known = [(t.snr_db, t.name) for t in self.fp8 if t.snr_db is not None]
+        known = [(t.snr_db, _worst(t)) for t in self.fp8 if t.snr_db is not None]
         return min(known) if known else None
 
     @property
@@ -136,6 +176,7 @@ class Receipt:
             "lowest_snr_db": None if lowest is None else lowest[0],
             "misaligned": list(self.misaligned),
             "problems": [p.to_dict() for p in self.problems],
+            "delta": self.delta and self.delta.to_dict(),
         }
 
     # ------------------------------------------------------------------ as text
@@ -174,6 +215,8 @@ class Receipt:
             )
         if self.computed:
             rows.append(("computed", _some(self.computed)))
+        if self.delta is not None:
+            rows += _delta_rows(self.delta, self.bytes)
         if self.passed_over:
             rows.append(("passed over", _some(self.passed_over)))
         if self.never_written:
@@ -194,6 +237,17 @@ class Receipt:
         return rows + [("PROBLEM", p.what) for p in self.problems]
 
 
+def _delta_rows(delta: Delta, sent: int) -> list[tuple[str, str]]:
+    if delta.instead:
+        return [("all, since", delta.instead)]
+    less = f"{delta.full_bytes / sent:.0f} times less than everything" if sent else "nothing was sent"
+    rows = [
+        ("changed", f"{delta.share:.3%} of {delta.elements / 1e6:.1f} million since push {delta.base}, {less}"),
+        ("confirmed", f"{delta.confirmed} tensors in the engine have the trainer's fingerprint"),
+    ]
+    return [*rows, ("sent whole", _some([*delta.whole]))] if delta.whole else rows
+
+
 def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: Any) -> Receipt:
     """Return the receipt made of the workers' answers to ``finish``; ``about`` are its other fields."""
     written = []
@@ -210,7 +264,10 @@ def receipt(manifest: Manifest, answers: Sequence[Mapping[str, Any]], **about: A
 
 def _written(entry: Entry, told: Sequence[Mapping[str, Any]]) -> Written:
     """Combine the facts of all workers about one tensor."""
-    signal, noise = (sum(one[key] for one in told) for key in ("signal", "noise"))
+    stacked = max(one["experts"] for one in told)
+    all_ = {key: _together(key, [one[key] for one in told], stacked) for key in (*_SUMMED, "largest")}
+    snr = [*map(_snr_db, all_.pop("signal"), all_.pop("noise"))]
+    experts = all_ | {"snr_db": snr} if stacked else {}
     checks = [one["verified"] for one in told if one["verified"] is not None]
     fingerprints: dict[str, str] = {}
     for one in told:
@@ -221,35 +278,56 @@ def _written(entry: Entry, told: Sequence[Mapping[str, Any]]) -> Written:
         name=entry.name,
         shape=entry.shape,
         kind=told[0]["kind"],
-        largest=max(one["largest"] for one in told),
-        snr_db=None if signal == 0 else math.inf if noise == 0 else 10 * math.log10(signal / noise),
+        largest=_largest(all_["largest"]),
+        snr_db=min((one for one in snr if one is not None), default=None),
         aligned=all(one["aligned"] for one in told),
         verified=all(checks) if checks else None,
         fingerprints=fingerprints,
-        **{
-            key: sum(one[key] for one in told)
-            for key in ("saturated", "underflow", "nonfinite", "scales", "bad_scales")
-        },
+        scales=sum(one["scales"] for one in told),
+        experts=experts,
+        **{key: sum(all_[key]) for key in ("saturated", "underflow", "nonfinite", "bad_scales")},
     )
+
+
+_SUMMED = ("signal", "noise", "saturated", "underflow", "nonfinite", "bad_scales")
+
+
+def _together(key: str, told: Sequence[Any], experts: int) -> list[Any]:
+    """Combine what workers counted: for each expert of a stack, or for the one tensor."""
+    columns = zip(*(one if isinstance(one, list) else [one] * max(1, experts) for one in told), strict=True)
+    return [*map(_largest if key == "largest" else sum, columns)]
+
+
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _snr_db(signal: float, noise: float) -> float | None:
+    return None if signal == 0 else math.inf if noise == 0 else 10 * math.log10(signal / noise)
+
+
+def _worst(t: Written) -> str:
+    """Return the name of a tensor, and of its expert with the lowest SNR if it is a stack."""
+    return f"{t.name}[{t.experts['snr_db'].index(t.snr_db)}]" if t.experts else t.name
 
 
 def _problems(r: Receipt) -> list[Problem]:
     """Return one problem for each kind of finding, with the first tensor that has it and the number of others."""
     rows = (
         (
-            [t.name for t in r.tensors if t.bad_scales],
+            _named(r.tensors, "bad_scales", bool),
             "Scales that are zero, infinite, no number, or no power of two where the contract wants one",
             "What they multiply becomes zero or NaN, or is read otherwise than it was written.",
             "Look at these weights in the trainer: they have overflowed, or were quantized under another contract.",
         ),
         (
-            [t.name for t in r.tensors if t.nonfinite],
+            _named(r.tensors, "nonfinite", bool),
             "Infinite values or NaNs",
             "The trainer sent them; an infinity became FP8's largest value, and a NaN stays one.",
             "Look at these weights in the trainer.",
         ),
         (
-            [t.name for t in r.tensors if t.largest == 0 and len(t.shape) > 1 and not t.name.endswith("bias")],
+            _named([t for t in r.tensors if len(t.shape) > 1 and not t.name.endswith("bias")], "largest", _is_zero),
             "Weights that are all zero",
             "What is multiplied with them is zero. A trainer that shards its weights sends zeros where a shard was "
             "let go or not gathered.",
@@ -257,7 +335,7 @@ def _problems(r: Receipt) -> list[Problem]:
             "has learned.",
         ),
         (
-            [t.name for t in r.tensors if TOO_LARGE <= t.largest < math.inf],
+            _named(r.tensors, "largest", lambda value: TOO_LARGE <= value < math.inf),
             f"Values of {TOO_LARGE:.1e} and more",
             "Their squares are beyond FP32, so what a layer computes with them is infinite or NaN.",
             "Look at these weights in the trainer: it has diverged, or they were read in another type than they were "
@@ -278,6 +356,14 @@ def _problems(r: Receipt) -> list[Problem]:
     )
     problems = [Problem(f"{what}: {_some(names)}.", why, remedy) for names, what, why, remedy in rows if names]
     return problems if r.prefix_cache_reset else [*problems, _NOT_FORGOTTEN]
+
+
+def _named(tensors: Iterable[Written], number: str, wrong: Callable[[Any], bool]) -> list[str]:
+    return [name for t in tensors for name in t.where(number, wrong)]
+
+
+def _is_zero(value: float) -> bool:
+    return value == 0
 
 
 _NOT_FORGOTTEN = Problem(

@@ -1,12 +1,15 @@
 """Cut tensors into pieces that fit a buffer of a fixed size, and deliver buffers to the workers.
 
-    piece = (number of its tensor in the manifest, first row, rows, offset in the buffer)
+    piece = (number of its tensor in the manifest, first row, rows, offset in the memory)
 
 Matrices are cut between rows of blocks, so that a worker can quantize every piece as it comes; other tensors between
 any two rows. A tensor that some worker needs in one piece is not cut. The pieces of a tensor come in order. So the
 memory of a push depends neither on the size of the model nor on that of its largest tensor, unless that is not cut.
+A tensor that lies in shared memory already (:class:`nemo_fp8.rollout.refit.memory.SharedWeights`) is one piece of that
+memory, and is not copied.
 
-    memory   the workers map the sender's buffer (:mod:`nemo_fp8.rollout.refit.memory`): same host, no copy on the way
+    memory   the workers map the sender's memory (:mod:`nemo_fp8.rollout.refit.memory`) and are told of pieces through a
+             socket (:mod:`nemo_fp8.rollout.refit.channel`): same host, no copy on the way
     http     the buffer is the body of a request; the server hands it to its workers through shared memory of its own
 
 NCCL and CUDA IPC are not here: vLLM runs them itself, and :mod:`nemo_fp8.rollout.refit.worker.transfer` takes what they
@@ -15,19 +18,24 @@ bring.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from nemo_fp8.errors import PrecisionError
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.rollout.refit.channel import Channel, Ended
 from nemo_fp8.rollout.refit.control import Answer, Carrier, Control
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest, not_sendable
-from nemo_fp8.rollout.refit.memory import BUFFERS, Shared
+from nemo_fp8.rollout.refit.memory import ALIGNMENT, BUFFERS, Shared
 from nemo_fp8.storage.safetensors import bytes_of
 
-ALIGNMENT = 64  # bytes; each piece begins at a multiple
+FEW = 4  # processors
+AT_ONCE = 500  # pieces of a message: few enough for the largest that a socket takes
 Piece = tuple[int, int, int, int]
 """(number of the tensor, first row, rows, offset in the buffer)"""
 
@@ -38,8 +46,8 @@ def capacity(manifest: Manifest, wanted: int, whole: Collection[int] = ()) -> in
     ``whole`` are the numbers of tensors that are not cut.
     """
     parts = (e.bytes if i in whole else min(e.step, e.rows) * e.row_bytes for i, e in enumerate(manifest))
-    everything = sum(_aligned(e.bytes) for e in manifest)
-    return max(ALIGNMENT, min(wanted, everything), max(map(_aligned, parts), default=0))
+    everything = sum(aligned(e.bytes) for e in manifest)
+    return max(ALIGNMENT, min(wanted, everything), max(map(aligned, parts), default=0))
 
 
 def cut(
@@ -47,35 +55,48 @@ def cut(
     manifest: Manifest,
     buffer: Callable[[], torch.Tensor],
     whole: Collection[int] = (),
+    shared: Shared | None = None,
 ) -> Iterator[tuple[list[Piece], int]]:
     """Copy tensors into buffers; yield for each full buffer the pieces in it and the bytes used.
 
     ``buffer()`` gives the next buffer to fill (uint8, as large as :func:`capacity` says). It is called only after the
-    last one was yielded. ``whole`` are the numbers of tensors that are not cut.
+    last one was yielded. ``whole`` are the numbers of tensors that are not cut. Tensors that lie in ``shared`` are not
+    copied: they are pieces of that memory, and are yielded with 0 bytes used, several at once.
 
     Raises PrecisionError if a tensor is not as announced, or comes twice.
     """
     pieces: list[Piece] = []
-    room, used = buffer(), 0
+    placed: list[Piece] = []
+    room, used = None, 0
     came: set[int] = set()
     for name, tensor in tensors:
         i = manifest.places.get(name)
-        entry = _same(name, tensor, None if i is None else manifest[i])
+        entry = same_as_announced(name, tensor, None if i is None else manifest[i])
         assert i is not None
         if i in came:
             raise PrecisionError(f"{name} came twice.", "A push writes every tensor once.", "Give every tensor once.")
         came.add(i)
+        place = None if shared is None else shared.place_of(tensor)
+        if place is not None:
+            placed.append((i, 0, entry.rows, place))
+            if len(placed) == AT_ONCE:
+                yield placed, 0
+                placed = []
+            continue
         row, step = 0, entry.rows if i in whole else entry.step
         while row < entry.rows:
+            room = buffer() if room is None else room
             fits = (room.numel() - used) // max(1, entry.row_bytes)
             rows = entry.rows - row if fits >= entry.rows - row else fits // step * step
-            if rows == 0:
+            if rows == 0 or len(pieces) == AT_ONCE:
                 yield pieces, used
-                room, pieces, used = buffer(), [], 0
+                room, pieces, used = None, [], 0
                 continue
             _copy(tensor[row : row + rows] if entry.shape else tensor, room, used)
             pieces.append((i, row, rows, used))
-            row, used = row + rows, _aligned(used + rows * entry.row_bytes)
+            row, used = row + rows, aligned(used + rows * entry.row_bytes)
+    if placed:
+        yield placed, 0
     if pieces:
         yield pieces, used
 
@@ -88,47 +109,119 @@ def pairs(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
 class Transport(Protocol):
     """The buffers of a push, and the way from them to the workers."""
 
-    def open(self, push: str) -> list[Answer]:
-        """Make sure, before the first byte, that the workers can be reached; return their answers."""
+    size: int
+    """Bytes of one buffer."""
+    buffers: int
+    """How many buffers there are."""
 
-    def buffer(self, i: int) -> torch.Tensor:
-        """Return buffer ``i`` of ``BUFFERS``, to be filled."""
+    def open(self, push: str, workers: int) -> None:
+        """Begin a push. Raises PrecisionError, before the first byte, if the workers cannot be reached."""
 
-    def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]:
-        """Have all workers write the pieces in the first ``used`` bytes of buffer ``i``; return their answers."""
+    def buffer(self) -> torch.Tensor:
+        """Return the next buffer to fill, once the workers are done with it."""
+
+    def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
+        """Have all workers write the pieces in the first ``used`` bytes of the buffer that ``buffer`` gave last.
+
+        With ``used`` 0 the pieces lie in the trainer's own shared memory. It may return before they are written. Raises
+        PrecisionError with what the workers found wrong, now or in an earlier buffer.
+        """
+
+    def end(self) -> None:
+        """Wait until everything is written. Raises PrecisionError with what the workers found wrong."""
 
     def close(self) -> None:
-        """Free the buffers."""
+        """Free the buffers, and let the workers go if the push died."""
 
 
 class SharedMemory:
-    """Delivers buffers as shared memory of the sender, which the workers read."""
+    """Delivers pieces of memory that the workers map, through a socket, while one call of the workers lasts.
 
-    def __init__(self, control: Control, size: int) -> None:
-        self.control = control
-        self.shared = [Shared(size) for _ in range(BUFFERS)]
+    The buffers are few and small: while they lie in a cache that all cores share, what is copied there does not go
+    through main memory. ``weights`` is the trainer's own shared memory, if its tensors lie in some.
+    """
 
-    def open(self, push: str) -> list[Answer]:
-        """Have every worker map a buffer: it fails if one of them is on another host."""
-        return self.deliver(0, [], 0, push)
+    most, buffers = 8 << 20, 4
 
-    def buffer(self, i: int) -> torch.Tensor:
-        return self.shared[i].tensor
+    def __init__(self, control: Control, size: int, weights: Shared | None) -> None:
+        self.control, self.size, self.weights = control, size, weights
+        self.shared = Shared(size * self.buffers)
+        self.turn, self.unanswered = 0, 0
+        self.courier = ThreadPoolExecutor(1, "nemo_fp8-refit")
+        self.channel: Channel | None = None
+        self.call: Future[list[Answer]] | None = None
 
-    def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]:
-        message = {"push": push, "memory": self.shared[i].handle, "pieces": [list(piece) for piece in pieces]}
-        return self.control.call("write", message)
+    def open(self, push: str, workers: int) -> None:
+        """Have every worker map the memory, which fails if one of them is on another host, and connect."""
+        for memory in (self.shared, self.weights):
+            if memory is not None:
+                raise_problems(self.control.call("write", {"push": push, "memory": memory.handle, "pieces": []}))
+        self.channel = Channel(lambda: self.call is not None and self.call.done())
+        self.call = self.courier.submit(self.control.call, "stream", {"push": push, "socket": self.channel.name})
+        with self._problems():
+            self.channel.connect(workers)
+
+    def buffer(self) -> torch.Tensor:
+        with self._problems():
+            while self.unanswered >= self.buffers:
+                self._wait()
+        self.turn = (self.turn + 1) % self.buffers
+        return self.shared.tensor[self.turn * self.size : (self.turn + 1) * self.size]
+
+    def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
+        assert self.channel is not None
+        if used:
+            handle, first = self.shared.handle, self.turn * self.size
+        else:
+            assert self.weights is not None
+            handle, first = self.weights.handle, 0
+        with self._problems():
+            moved = [[*about, offset + first] for *about, offset in pieces]
+            self.channel.send({"memory": handle, "pieces": moved})
+        self.unanswered += 1
+
+    def end(self) -> None:
+        assert self.channel is not None
+        assert self.call is not None
+        with self._problems():
+            while self.unanswered:
+                self._wait()
+            self.channel.end()
+        raise_problems(self.call.result())
 
     def close(self) -> None:
-        for one in self.shared:
-            one.close()
+        if self.channel is not None:
+            self.channel.close()
+        self.courier.shutdown()  # the workers' call ends when they see the sockets closed
+        self.shared.close()
+
+    def _wait(self) -> None:
+        assert self.channel is not None
+        self.channel.wait()
+        self.unanswered -= 1
+
+    @contextmanager
+    def _problems(self) -> Iterator[None]:
+        """Raise what the workers' call says where one of them has ended it."""
+        try:
+            yield
+        except Ended:
+            assert self.channel is not None
+            assert self.call is not None
+            self.channel.close()  # the others end theirs
+            raise_problems(self.call.result())
+            raise PrecisionError(
+                "A worker left the push.", "It ended its call before the last tensor.", "Push again."
+            ) from None
 
 
 class Body:
-    """Delivers buffers as the bodies of requests.
+    """Delivers buffers as the bodies of requests: one is filled while the other one is under way.
 
     Raises PrecisionError if the engine is not reached by requests.
     """
+
+    most, buffers = 32 << 20, BUFFERS
 
     def __init__(self, control: Control, size: int) -> None:
         if not isinstance(control, Carrier):
@@ -137,41 +230,87 @@ class Body:
                 "An engine of this process takes no requests.",
                 "Leave transport out.",
             )
-        self.control = control
-        self.buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(BUFFERS)]
+        self.control, self.size = control, size
+        self.both = [torch.empty(size, dtype=torch.uint8) for _ in range(self.buffers)]
+        self.courier = ThreadPoolExecutor(1, "nemo_fp8-refit")
+        self.under_way: Future[list[Answer]] | None = None
+        self.push = ""
 
-    def open(self, push: str) -> list[Answer]:
-        return []  # the server makes the shared memory, on the workers' host
+    def open(self, push: str, workers: int) -> None:
+        self.push = push  # the server makes the shared memory, on the workers' host
 
-    def buffer(self, i: int) -> torch.Tensor:
-        return self.buffers[i]
+    def buffer(self) -> torch.Tensor:
+        self.both.reverse()  # at most one request is under way, so the buffer before the last one is free
+        return self.both[0]
 
-    def deliver(self, i: int, pieces: Sequence[Piece], used: int, push: str) -> list[Answer]:
-        return self.control.carry(
-            {"push": push, "pieces": [list(piece) for piece in pieces]}, bytes_of(self.buffers[i][:used])
-        )
+    def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
+        self.end()
+        body = bytes_of(self.both[0][:used])
+        message = {"push": self.push, "pieces": [list(piece) for piece in pieces]}
+        self.under_way = self.courier.submit(self.control.carry, message, body)
+
+    def end(self) -> None:
+        if self.under_way is not None:
+            raise_problems(self.under_way.result())
 
     def close(self) -> None:
-        self.buffers.clear()
+        self.courier.shutdown()
+        self.both.clear()
 
 
-def transport_of(name: str, control: Control, size: int) -> Transport:
-    """Return the transport of that name; ``auto`` is shared memory if the engine may be on this host, else HTTP."""
+def transport_of(
+    name: str,
+    control: Control,
+    manifest: Manifest,
+    chunk: int,
+    whole: Collection[int] = (),
+    weights: Shared | None = None,
+) -> Transport:
+    """Return the transport of that name; ``auto`` is shared memory if the engine may be on this host, else HTTP.
+
+    ``chunk`` bounds the bytes of all buffers together; a tensor of ``whole`` may need more.
+    """
     local = not isinstance(control, Carrier) or control.local
-    ways: dict[str, Callable[[Control, int], Transport]] = {"memory": SharedMemory, "http": Body}
     if name == "auto":
         name = "memory" if local and hasattr(os, "memfd_create") else "http"
-    return ways[name](control, size)
+    way = SharedMemory if name == "memory" else Body
+    size = capacity(manifest, min(chunk // way.buffers, way.most), whole)
+    return SharedMemory(control, size, weights) if way is SharedMemory else Body(control, size)
+
+
+def raise_problems(answers: list[Answer]) -> list[Answer]:
+    """Return the answers, or raise all problems in them, each once: workers often find the same."""
+    problems = dict.fromkeys(Problem(*row) for answer in answers for row in answer.get("problems", ()))
+    if problems:
+        raise Refused(problems)
+    return answers
+
+
+class Refused(PrecisionError):
+    """What workers found wrong, and answered: the engine is alive."""
 
 
 @torch.no_grad()
 def _copy(source: torch.Tensor, room: torch.Tensor, offset: int) -> None:
-    """Copy a tensor of any strides and device into a buffer, contiguously."""
+    """Copy a tensor of any strides and device into a buffer, contiguously.
+
+    On few processors one thread copies, and leaves the others to the workers: threads that copy together spin for a
+    while after each copy, where the workers could compute.
+    """
     size = source.numel() * source.itemsize
+    plain = (
+        source.is_cpu
+        and source.is_contiguous()
+        and not source.is_neg()
+        and type(source) in (torch.Tensor, torch.nn.Parameter)
+    )
+    if plain and (os.cpu_count() or 1) <= FEW:
+        ctypes.memmove(room.data_ptr() + offset, source.data_ptr(), size)
+        return
     room[offset : offset + size].view(source.dtype).view(source.shape).copy_(source)
 
 
-def _same(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
+def same_as_announced(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
     """Return the entry of a tensor that came; raise PrecisionError if it is not the announced ``entry``."""
     found = Entry.of(name, tensor)
     if problem := not_sendable(name, tensor):
@@ -186,5 +325,5 @@ def _same(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
     )
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT

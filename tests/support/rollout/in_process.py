@@ -13,7 +13,7 @@ import torch
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference
 from nemo_fp8.rollout.refit.control import PREFIX
-from nemo_fp8.rollout.refit.worker.session import NemoFp8Refit
+from nemo_fp8.rollout.refit.worker.held import NemoFp8Held
 from support.rollout.engines import SMALL, fp8
 
 
@@ -53,7 +53,7 @@ def _one_worker():
     parallel_state.initialize_model_parallel(1, 1)
 
 
-class Worker(NemoFp8Refit):
+class Worker(NemoFp8Held):
     """A worker's side of a push around such a model, which is a :class:`Control` as well: nobody computes with it
     meanwhile."""
 

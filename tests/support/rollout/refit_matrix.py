@@ -1,11 +1,11 @@
 """One case of the long matrix, in a process of its own: pushes into an engine, held against what it answered when it
 was fresh.
 
-    python tests/support/rollout/refit_matrix.py EXECUTOR KIND FIELDS PUSHES ANSWER FOLDER
+    python tests/support/rollout/refit_matrix.py EXECUTOR KIND FIELDS PUSHES DELTA ANSWER FOLDER
 
-Two checkpoints are pushed in turns, and the engine was started from one of them: with its weights it must answer as it
-did then, bit by bit. Every push must have the fingerprint of the first of its kind, and the workers' memory must not
-grow.
+Two checkpoints are pushed in turns; if DELTA is 1, what changed between one and itself after a step of an optimizer.
+The engine was started from one of them: with its weights it must answer as it did then, bit by bit. Every push must
+have the fingerprint of the first of its kind, and the workers' memory must not grow.
 """
 
 import json
@@ -28,9 +28,9 @@ EXECUTORS = {
 }
 
 
-def run(executor, kind, fields, pushes=4):
+def run(executor, kind, fields, pushes=4, delta=False):
     """The answer of a case."""
-    return answer_of(__file__, executor, kind, json.dumps(fields), str(pushes), timeout=1500)
+    return answer_of(__file__, executor, kind, json.dumps(fields), str(pushes), str(int(delta)), timeout=1500)
 
 
 def resident(pids):
@@ -42,7 +42,7 @@ def resident(pids):
     )
 
 
-def main(executor, kind, fields, pushes, answer, place):
+def main(executor, kind, fields, pushes, delta, answer, place):
     import psutil
     import torch
     from safetensors.torch import load_file
@@ -52,7 +52,7 @@ def main(executor, kind, fields, pushes, answer, place):
     from nemo_fp8.rollout import Refit
     from support.rollout import engines, models, servers
 
-    fields, pushes, (backend, served) = json.loads(fields), int(pushes), EXECUTORS[executor]
+    fields, pushes, delta, (backend, served) = json.loads(fields), int(pushes), delta == "1", EXECUTORS[executor]
     if backend == "ray":
         import ray
 
@@ -62,6 +62,12 @@ def main(executor, kind, fields, pushes, answer, place):
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     folders = [models.write(Path(place) / f"seed{seed}", kind, seed) for seed in (0, 1)]
     weights = [load_file(folder / "model.safetensors") for folder in folders]
+    if delta:
+        draws = torch.Generator().manual_seed(0)
+        weights[1] = {
+            name: (t.float() + 1e-4 * torch.randn(t.shape, generator=draws)).to(t.dtype)
+            for name, t in weights[0].items()
+        }
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": backend} if backend else {}
     if served:
         server = servers.Served(folders[0], Precision(rollout="fp8", **fields), *flags(parallel))
@@ -72,10 +78,13 @@ def main(executor, kind, fields, pushes, answer, place):
     refit, prints, sizes = Refit(to, chunk=2**20), [set(), set()], []
     fresh = ask(1, 200)
     asked = [fresh, None]
-    receipt, bitwise = None, []
+    receipt, bitwise, instead, shares = None, [], [], []
     for i in range(pushes):
         seed = (i + 1) % 2
-        receipt = refit.push(weights[seed], verify=i < 2).require()
+        receipt = refit.push(weights[seed], verify=i < 2, delta=delta).require()
+        if delta:
+            instead.append(receipt.delta.instead)
+            shares.append(receipt.bytes / receipt.delta.full_bytes)
         prints[seed].add(receipt.fingerprint)
         workers = [p.pid for p in psutil.process_iter(["name", "cmdline"]) if _is_worker(p)]
         sizes.append(resident(workers))
@@ -91,6 +100,8 @@ def main(executor, kind, fields, pushes, answer, place):
         "rss_kb": sizes,
         "workers": receipt.workers,
         "misaligned": len(receipt.misaligned),
+        "instead": instead,
+        "shares": shares,
     }
     Path(answer).write_text(json.dumps(told))
     if backend == "ray":

@@ -12,12 +12,13 @@ from typing import Any
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit.manifest import SCALES
 from nemo_fp8.rollout.refit.worker.layouts import Ledger
+from nemo_fp8.rollout.refit.worker.patches import NemoFp8Patches
 from nemo_fp8.rollout.refit.worker.plan import Plan
-from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, answering
+from nemo_fp8.rollout.refit.worker.session import Answer, answering
 from nemo_fp8.rollout.refit.worker.sinks import Blocks, name_of
 
 
-class NemoFp8Held(NemoFp8Refit):
+class NemoFp8Held(NemoFp8Patches):
     """Adds a method that reads weights to those that push them."""
 
     model_runner: Any

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_fp8.numerics.formats import decode_e8m0
 from nemo_fp8.numerics.scales import floor_pow2
@@ -21,18 +23,24 @@ from nemo_fp8.numerics.statistics import Statistics
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 
+Places = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Layout:
     """How a matrix of codes [rows, columns] is arranged in memory of the same shape.
 
     ``store(live, row, codes)`` writes rows from ``row`` on; ``load(live, row, rows)`` returns them in plain order.
-    ``row`` and the number of rows are multiples of ``group``.
+    ``row`` and the number of rows are multiples of ``group``. ``where(rows, columns, width)`` returns the rows and
+    columns of the memory, of so many columns, at which single codes lie. ``plain`` says that codes lie in plain order,
+    so that they may be written there without ``store``.
     """
 
     store: Callable[[torch.Tensor, int, torch.Tensor], None]
     load: Callable[[torch.Tensor, int, int], torch.Tensor]
+    where: Callable[[Places, Places, int], tuple[Places, Places]]
     group: int = 1
+    plain: bool = False
 
 
 def _store_rows(live: torch.Tensor, row: int, codes: torch.Tensor) -> None:
@@ -60,7 +68,13 @@ def _load_amx(live: torch.Tensor, row: int, rows: int) -> torch.Tensor:
     return _pairs(live, row, rows).transpose(1, 2).contiguous().view(live.dtype).view(rows, live.shape[1])
 
 
-ROWS, AMX = Layout(_store_rows, _load_rows), Layout(_store_amx, _load_amx, 32)
+def _where_amx(rows: Places, columns: Places, width: int) -> tuple[Places, Places]:
+    at = ((rows // 32 * (width // 2) + columns // 2) * 32 + rows % 32) * 2 + columns % 2
+    return at // width, at % width
+
+
+ROWS = Layout(_store_rows, _load_rows, lambda rows, columns, width: (rows, columns), plain=True)
+AMX = Layout(_store_amx, _load_amx, _where_amx, 32)
 # Keys are class names: of a linear's kernel, or of the method of experts. vLLM's fused kernels for experts have one
 # class for all, so their key is the name of their backend.
 LAYOUTS = {"CPUFp8BlockScaledMMKernel": AMX, "CPU": AMX, "DecodeKernel": ROWS, "DecodedMoEMethod": ROWS}
@@ -80,6 +94,7 @@ def layout_of(layer: Any) -> Layout | None:
 
 
 Count = float | torch.Tensor
+ONE = slice(0, 1)
 
 
 @dataclass
@@ -87,11 +102,15 @@ class Facts:
     """What one worker knows about one pushed tensor.
 
     Counts stay on the tensor's device, since reading a number from a GPU waits for all of its work.
-    :meth:`Ledger.settle` reads all of them at once.
+    :meth:`Ledger.settle` reads all of them at once. Of a stack of experts every count is a vector with one number for
+    each expert, so that nothing is done expert by expert. The methods take ``at``, the experts that came
+    (:data:`ONE` for a tensor that is no stack), and values of which each of them has the same number, in order.
     """
 
     kind: str = ""
     """``fp8``, ``kv scale``, or the dtype in which the tensor is kept."""
+    experts: int = 0
+    """How many tensors are stacked in this one; 0 if it is no stack."""
     signal: Count = 0.0
     noise: Count = 0.0
     largest: Count = 0.0
@@ -109,53 +128,75 @@ class Facts:
     """Whether all comparisons so far found the right bits; None if there was none."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Fingerprints by the part of the tensor that this worker holds."""
+    tiles: dict[tuple[int, int], list[Statistics]] = field(default_factory=dict)
+    """Statistics that are not summed up yet, by the experts that they are of."""
 
-    def count(self, statistics: Statistics) -> None:
-        """Add the statistics of a quantization in this worker."""
-        whole = statistics.total()
-        self.signal, self.noise = self.signal + whole.signal, self.noise + whole.noise
-        self.saturated, self.underflow = self.saturated + whole.saturated, self.underflow + whole.underflow
-        self.nonfinite = self.nonfinite + whole.nonfinite
-        self._see(whole.amax)
+    def count(self, statistics: Statistics, at: slice = ONE) -> None:
+        """Add the statistics of a quantization in this worker. They are summed up in the end, all at once."""
+        self.tiles.setdefault((at.start, at.stop), []).append(statistics)
 
-    def count_scales(self, scales: torch.Tensor, kind: str) -> None:
+    def count_scales(self, scales: torch.Tensor, kind: str, at: slice = ONE) -> None:
         """Count scales, and the bad ones among them. ``kind`` is the contract's ``scale`` (``pow2`` or ``fp32``)."""
         scales = _decoded(scales)
         good = scales.isfinite() & (scales > 0)
         if kind == "pow2":
             good &= floor_pow2(scales) == scales
         self.scales += scales.numel()
-        self.bad_scales = self.bad_scales + (scales.numel() - good.sum())
+        self._add("bad_scales", _each(~good, at).sum(1), at)
 
-    def see(self, values: torch.Tensor) -> None:
-        """Note the largest magnitude of values that are not quantized."""
-        low, high = torch.aminmax(values)
-        self._see(torch.maximum(-low, high))
+    def see(self, magnitudes: torch.Tensor, at: slice = ONE) -> None:
+        """Note the largest of some magnitudes, such as those of rows."""
+        self._raise(_each(magnitudes, at).amax(1).float(), at)
 
-    def see_codes(self, largest: torch.Tensor, scales: torch.Tensor) -> None:
+    def see_codes(self, largest: torch.Tensor, scales: torch.Tensor, at: slice = ONE) -> None:
         """Note an upper bound for codes that came with scales: the largest code times the largest scale."""
-        self._see(largest.float() * _decoded(scales).amax())
+        self.see(largest.float() * _each(_decoded(scales), at).amax(1), at)
 
-    def _see(self, magnitude: torch.Tensor) -> None:
-        magnitude = magnitude.float()
-        self.largest = magnitude if isinstance(self.largest, float) else torch.maximum(self.largest, magnitude)
+    def count_nonfinite(self, values: torch.Tensor, at: slice = ONE) -> None:
+        """Count infinite values and NaNs, after ``see``.
 
-    def count_nonfinite(self, values: torch.Tensor) -> None:
-        """Count infinite values and NaNs, after ``see``: a slow pass, made only if the largest is not finite."""
-        if not math.isfinite(float(self.largest)):
-            self.nonfinite = self.nonfinite + (~values.isfinite()).sum()
+        It is a slow pass, so on a CPU it is made only if the largest is not finite; to ask a GPU that would be slower.
+        """
+        if values.is_cpu and math.isfinite(float(self._most())):
+            return
+        self._add("nonfinite", _each(~values.isfinite(), at).sum(1), at)
 
-    def count_nan_codes(self, codes: torch.Tensor) -> None:
+    def count_nan_codes(self, codes: torch.Tensor, at: slice = ONE) -> None:
         """Count the NaNs among E4M3 codes: 0x7F, with either sign."""
-        self.nonfinite = self.nonfinite + (codes.view(torch.uint8) & 0x7F == 0x7F).sum()
+        self._add("nonfinite", _each(codes.view(torch.uint8) & 0x7F == 0x7F, at).sum(1), at)
+
+    def _most(self) -> Count:
+        return self.largest.amax() if torch.is_tensor(self.largest) else self.largest  # amax of a NaN is a NaN
+
+    def _raise(self, found: torch.Tensor, at: slice) -> None:
+        """Raise the largest magnitudes of the experts of ``at`` to what was found."""
+        if not isinstance(self.largest, torch.Tensor):
+            self.largest = found.new_zeros(max(1, self.experts))
+        self.largest[at] = torch.maximum(self.largest[at], found)
+
+    def _add(self, name: str, counted: torch.Tensor, at: slice) -> None:
+        held = getattr(self, name)
+        if isinstance(held, torch.Tensor):
+            held[at] += counted
+        elif counted.shape[0] == max(1, self.experts):
+            setattr(self, name, counted)
+        else:
+            held = counted.new_zeros(max(1, self.experts))
+            held[at] = counted
+            setattr(self, name, held)
 
     def check(self, good: torch.Tensor | bool) -> None:
         """Add the outcome of a comparison."""
         self.verified = good if self.verified is None else self.verified & good
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the facts as plain values, after they were settled."""
-        return dict(vars(self))
+        """Return the facts as plain values, after they were settled: of a stack, a list for each count."""
+        return {name: value for name, value in vars(self).items() if name != "tiles"}
+
+
+def _each(values: torch.Tensor, at: slice) -> torch.Tensor:
+    """Return values as a matrix with one row for each expert of ``at``."""
+    return values.reshape(at.stop - at.start, -1)
 
 
 def _decoded(scales: torch.Tensor) -> torch.Tensor:
@@ -186,18 +227,63 @@ class Ledger:
         self.facts[i].see(tensor)
 
     def settle(self) -> None:
-        """Replace every count on a device by a plain number, with one transfer from each device."""
+        """Replace every count on a device by plain numbers, with one transfer from each device."""
+        self._sum_up()
         counted = [
             (facts, name, value)
             for facts in self.facts.values()
-            for name, value in vars(facts).items()
-            if torch.is_tensor(value)
+            for name in _COUNTED
+            if isinstance(value := getattr(facts, name), torch.Tensor)
         ]
         for device in {value.device for *_, value in counted}:
             here = [row for row in counted if row[2].device == device]
-            numbers = torch.stack([value.double() for *_, value in here]).tolist()
-            for (facts, name, value), number in zip(here, numbers, strict=True):
-                plain = (
-                    bool(number) if value.dtype == torch.bool else number if value.is_floating_point() else int(number)
-                )
-                setattr(facts, name, plain)
+            numbers = torch.cat([value.double().reshape(-1) for *_, value in here]).tolist()
+            end = 0
+            for facts, name, value in here:  # of a stack a count is a vector
+                start, end = end, end + value.numel()
+                kind = int if name in _WHOLE_NUMBERS else _plain(value.dtype)
+                plain = [*map(kind, numbers[start:end])]
+                setattr(facts, name, plain if facts.experts and value.dim() else plain[0])
+
+    def _sum_up(self) -> None:
+        """Add the statistics of all tiles to the facts that they belong to: a few operations for all tensors."""
+        some = [
+            (facts, slice(*at), s) for facts in self.facts.values() for at, all_ in facts.tiles.items() for s in all_
+        ]
+        if not some:
+            return
+        # A segment is the tiles of one expert, or of a piece of a tensor that is no stack.
+        lengths = [n for _, at, s in some for n in [s.norm.numel() // (at.stop - at.start)] * (at.stop - at.start)]
+        segments = torch.tensor(lengths, device=some[0][2].norm.device)
+
+        def reduced(name: str, how: str) -> torch.Tensor:
+            values = torch.cat([getattr(s, name).reshape(-1) for *_, s in some]).double()
+            return torch.segment_reduce(values.square_() if "norm" in name else values, how, lengths=segments)
+
+        sums = {name: reduced(field, "sum") for name, field in _SUMS.items()}
+        amax = reduced("amax", "max").float()
+        first = 0
+        for facts, at, _ in some:
+            last = first + at.stop - at.start
+            for name, values in sums.items():
+                facts._add(name, values[first:last], at)
+            facts._raise(amax[first:last], at)
+            facts.tiles.clear()
+            first = last
+
+
+_SUMS = {
+    "signal": "norm",
+    "noise": "error_norm",
+    "saturated": "saturated",
+    "underflow": "underflow",
+    "nonfinite": "nonfinite",
+}
+"""Facts that are sums over tiles, by the statistic that is summed up."""
+_COUNTED = (*_SUMS, "largest", "bad_scales", "verified")
+_WHOLE_NUMBERS = ("saturated", "underflow", "nonfinite", "bad_scales")
+
+
+def _plain(dtype: torch.dtype) -> type:
+    """Return the Python type of a number of a tensor."""
+    return bool if dtype == torch.bool else float

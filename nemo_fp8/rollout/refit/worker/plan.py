@@ -7,10 +7,11 @@ Hugging Face name if the engine's own checkpoint tells it; else the problem name
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
@@ -23,7 +24,7 @@ from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Entry, Manifest
 from nemo_fp8.rollout.refit.worker.layouts import Ledger, layout_of
-from nemo_fp8.rollout.refit.worker.routes import Box, Route, Routes, Target, record, unpushable
+from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, KvScales, Sink, Staged
 
 # Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
@@ -49,7 +50,12 @@ class Plan:
         """Numbers of the tensors that this worker holds a part of, and of their scales."""
         self.whole = {i for route in self.routes if route.source is None for i in route.entries} | self.scales
         """Numbers of the tensors that must come in one piece."""
+        self.stacks = {i: manifest[i].shape[0] for i, routes in self.routes.by_entry.items() if self._is_stack(routes)}
+        """How many experts are in each stack of experts, by its number."""
         self.problems = [*self._refused()]
+
+    def _is_stack(self, routes: list[Route]) -> bool:
+        return len(routes[0].shape) == 3 and all(isinstance(self.layers[r.target.layer], RoutedExperts) for r in routes)
 
     # ------------------------------------------------------------------ ways
 
@@ -109,14 +115,16 @@ class Plan:
             sinks |= dict.fromkeys(targets, sink)
         return sinks
 
-    def packed_beside(self) -> list[Any]:
+    def packed_beside(self, targets: Iterable[Target] | None = None) -> list[Any]:
         """Return the layers whose weight is written in place and may have a packed copy that must be packed again.
+
+        ``targets`` are what was written; all targets of the plan if not given.
 
         On a CPU vLLM packs a copy of an output head. The weight itself may belong to the embedding that it is tied to.
         """
         unpacked = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
         written = set()
-        for target in self.to:
+        for target in self.to if targets is None else targets:
             if self.way(target) == "in place" and target.parameter in _before(self.layers[target.layer]):
                 written.add(id(_live(self.layers[target.layer], target)))
         return [
@@ -134,18 +142,16 @@ class Plan:
             yield problem
         for name, why in self.routes.problems:
             yield Problem(f"{name} is not what the engine's model takes.", f"vLLM's loader says: {why}", _SAME_MODEL)
-        claimed: dict[tuple[Target, Box], int] = {}
-        for route in self.routes:
-            entry = self.manifest[route.entry]
-            first = claimed.setdefault((route.target, route.to), route.entry)
-            if first != route.entry:
-                names = f"{self.manifest[first].name} and {entry.name}"
+        for target, routes in self.to.items():
+            for first, second in overlapping(routes):
+                names = f"{self.manifest[first.entry].name} and {self.manifest[second.entry].name}"
                 yield Problem(
                     f"{names} are one tensor of the engine.",
-                    f"Both would be written to {route.target.name}.",
+                    f"Both would be written to {target.name}.",
                     "Push one of them.",
                 )
-            yield from self._wrong_type(entry, route)
+        for route in self.routes:
+            yield from self._wrong_type(self.manifest[route.entry], route)
         yield from self._lone_scales()
 
     def _lone_scales(self) -> Iterator[Problem]:
@@ -236,6 +242,19 @@ class Plan:
             if left > 0:
                 found.append((target, left))
         return found
+
+
+def overlapping(routes: list[Route]) -> Iterator[tuple[Route, Route]]:
+    """Yield pairs of routes from different tensors to one place of a parameter, each with the first that came there."""
+    order = sorted(range(len(routes)), key=lambda i: routes[i].to)
+    open_: list[int] = []  # those that may reach to the next one
+    for i in order:
+        open_ = [j for j in open_ if not routes[i].to or routes[j].to[0][1] > routes[i].to[0][0]]
+        for j in open_:
+            meet = all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(routes[i].to, routes[j].to, strict=True))
+            if meet and routes[i].entry != routes[j].entry:
+                yield routes[min(i, j)], routes[max(i, j)]
+        open_.append(i)
 
 
 def scale_name(target: Target) -> str:

@@ -26,7 +26,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -150,7 +150,47 @@ def record(model: Any, entries: Sequence[Entry], passed_over: Collection[int] = 
             except Exception as error:  # models raise all kinds: KeyError, ValueError, AssertionError, RuntimeError
                 routes.problems.append((entries[recorder.current].name, _shortened(error)))
         recorder.settle()
+    routes.by_entry = {i: joined(found) for i, found in routes.by_entry.items()}
     return routes
+
+
+def joined(routes: list[Route]) -> list[Route]:
+    """Join routes of one tensor that lie side by side both in the tensor and in one parameter.
+
+    A loader takes a stack of experts apart, into a copy for gate, up and down of each. Gate and up of 128 experts,
+
+        [e:e+1, 0:64, 0:256]   ->  w13_weight [e:e+1, 0:64, 0:256]
+        [e:e+1, 64:128, 0:256] ->  w13_weight [e:e+1, 64:128, 0:256],
+
+    are one route from [0:128, 0:128, 0:256], so that a push works with the stack, and not expert by expert.
+    """
+    if len(routes) == 1 or any(r.source is None or len(r.source) != len(r.to) for r in routes):
+        return routes
+    for side in range(len(routes[0].shape)):
+        rows: dict[Any, list[Route]] = {}
+        for route in sorted(routes, key=lambda route: _boxes(route)[0][side]):
+            others = [box[:side] + box[side + 1 :] for box in _boxes(route)]
+            row = rows.setdefault((route.target, *others), [])
+            if row and all(a[side][1] == b[side][0] for a, b in zip(_boxes(row[-1]), _boxes(route), strict=True)):
+                row[-1] = _from_to(row[-1], route, side)
+            else:
+                row.append(route)
+        routes = [route for row in rows.values() for route in row]
+    return routes
+
+
+def _boxes(route: Route) -> tuple[Box, Box]:
+    assert route.source is not None
+    return route.source, route.to
+
+
+def _from_to(first: Route, last: Route, side: int) -> Route:
+    """Return the route from the beginning of one to the end of another one, which lies behind it on this side."""
+    source, to = (
+        (*a[:side], (a[side][0], b[side][1]), *a[side + 1 :]) for a, b in zip(_boxes(first), _boxes(last), strict=True)
+    )
+    sizes = tuple(stop - start for start, stop in source)
+    return replace(first, source=source, to=to, view=(sizes, *first.view[1:]))
 
 
 class _NotFollowed(Exception):

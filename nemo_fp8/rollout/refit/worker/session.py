@@ -1,7 +1,8 @@
-"""Take part in a push as a worker: begin, write (many times), finish. vLLM calls these through ``collective_rpc``.
+"""Take part in a push as a worker: begin, write or stream, finish. vLLM calls these through ``collective_rpc``.
 
     begin     compare the manifest with the model (plan.py); nothing changes
     write     write pieces of tensors from shared memory into the model (sinks.py)
+    stream    write whatever a sender on this host tells of, until it ends (channel.py)
     finish    make sure that all tensors came, pack what waited for others, and report on every tensor
 
 From the first piece to the end of ``finish`` the model is *mixed*: it holds weights of two pushes. It stays mixed if
@@ -21,6 +22,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit.channel import Line
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Manifest
 from nemo_fp8.rollout.refit.memory import BUFFERS, Opened
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
@@ -62,6 +64,8 @@ class Session:
     def __init__(self, plan: Plan, number: str, verify: bool) -> None:
         self.plan, self.number, self.verify = plan, number, verify
         self.ledger = Ledger()
+        for i, experts in plan.stacks.items():
+            self.ledger.facts[i].experts = experts
         self.sinks = plan.sinks(self.ledger, verify)
         self.rows = [0] * len(plan.manifest)
         """How many rows of each tensor have come."""
@@ -78,31 +82,36 @@ class Session:
         Raises PrecisionError if the memory cannot be opened, or a piece is not the next one of its tensor.
         """
         if not isinstance(pieces, list):
-            raise _bad_piece(pieces, "It is no list of pieces")
-        memory = self.memory.get(repr(handle))
-        if memory is None:
-            while len(self.memory) >= BUFFERS:  # a server makes new memory for every body; let go of the oldest
-                del self.memory[next(iter(self.memory))]
-            memory = self.memory[repr(handle)] = Opened(handle)
+            raise bad_piece(pieces, "It is no list of pieces")
+        memory = self._opened(handle)
         for piece in pieces:
             i, row, rows, offset = self._checked(piece)
             entry = self.plan.manifest[i]
             tensor = memory.read(offset, entry.torch_dtype, (rows, *entry.shape[1:]) if entry.shape else ())
             self.write_rows(i, row, tensor)
 
+    def _opened(self, handle: Any) -> Opened:
+        """Return the memory behind a handle that came from outside."""
+        memory = self.memory.get(repr(handle))
+        if memory is None:
+            while len(self.memory) >= BUFFERS:  # a server makes new memory for every body; let go of the oldest
+                del self.memory[next(iter(self.memory))]
+            memory = self.memory[repr(handle)] = Opened(handle)
+        return memory
+
     def _checked(self, piece: Any) -> tuple[int, int, int, int]:
         """Return a piece that came from outside; raise PrecisionError if it does not fit the manifest."""
         if not isinstance(piece, (list, tuple)) or len(piece) != 4 or not all(type(n) is int for n in piece):
-            raise _bad_piece(piece, "It is no four whole numbers")
+            raise bad_piece(piece, "It is no four whole numbers")
         i, row, rows, offset = piece
         if not 0 <= i < len(self.rows):
-            raise _bad_piece(piece, f"The manifest has {len(self.rows)} tensors")
+            raise bad_piece(piece, f"The manifest has {len(self.rows)} tensors")
         entry = self.plan.manifest[i]
         if row != self.rows[i] or not 0 < rows <= entry.rows - row:
-            raise _bad_piece(piece, f"{entry.name} has {entry.rows} rows, of which {self.rows[i]} have come")
+            raise bad_piece(piece, f"{entry.name} has {entry.rows} rows, of which {self.rows[i]} have come")
         at_end = row + rows == entry.rows
         if rows < entry.rows and (i in self.plan.whole or row % entry.step or (rows % entry.step and not at_end)):
-            raise _bad_piece(piece, f"{entry.name} cannot be cut there")
+            raise bad_piece(piece, f"{entry.name} cannot be cut there")
         return i, row, rows, offset
 
     @torch.no_grad()
@@ -121,11 +130,10 @@ class Session:
                 sink.write(route, 0, tensor)
             else:  # of rows 128:256, say, that come as 0:192 and 192:384: first 128:192 and then 192:256
                 (start, stop), *rest = route.source
-                first, last = max(start, row), min(stop, row + len(tensor))
+                first, last = max(start, row), min(stop, row + tensor.shape[0])
                 if first < last:
-                    sink.write(
-                        route, first - start, tensor[(slice(first - row, last - row), *(slice(*one) for one in rest))]
-                    )
+                    box = ((first - row, last - row), *rest)
+                    sink.write(route, first - start, tensor[tuple(slice(*one) for one in box)])
         if i in self.plan.scales:
             self._write_scales(i, tensor)
         if self.rows[i] == self.plan.manifest[i].rows:
@@ -161,10 +169,11 @@ class Session:
             )
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, expected: Any = None) -> None:
         """Pack what waited for the end, and complete the facts of every tensor that this worker holds a part of.
 
-        Raises PrecisionError if a tensor that this worker needs did not come.
+        ``expected`` are the fingerprints that the trainer computed; only a push of patches has them. Raises
+        PrecisionError if a tensor that this worker needs did not come.
         """
         manifest = self.plan.manifest
         left = [manifest[i].name for i in sorted(self.plan.needed) if self.rows[i] < manifest[i].rows]
@@ -189,6 +198,10 @@ class Session:
         self.ledger.settle()
         self.memory.clear()
 
+    def take_back(self) -> str | None:
+        """Undo what was written, and return the version of the weights that are there again; None if that cannot be."""
+        return None
+
 
 class NemoFp8Refit:
     """The methods of a push, mixed into vLLM's worker. Each takes a message of plain values and returns another."""
@@ -199,11 +212,13 @@ class NemoFp8Refit:
     _refit_plan: Plan | None = None
     _refit_session: Session | None = None
     _refit_mixed = ""
+    _refit_version = ""
+    """The number of the push whose weights these are; empty before the first push, and while they are mixed."""
 
     @answering
     def nemo_fp8_refit_begin(self, message: Answer) -> Answer:
         """Compare a manifest with the model, and open a session if all is right. The answer says what is wrong."""
-        _refuse_replicas(self.vllm_config.parallel_config)
+        refuse_replicas(self.vllm_config.parallel_config)
         manifest = Manifest.from_plain(message.get("tensors"))
         plan = self._refit_plan
         if plan is None or plan.manifest != manifest:
@@ -214,6 +229,9 @@ class NemoFp8Refit:
         unrouted = [i for i, entry in enumerate(manifest) if i not in plan.needed and entry.name not in refused]
         own = self._refit_checkpoint() if unrouted or plan.missing(None) else None
         missing = plan.missing(own[1] if own else None)
+        accepted = not plan.problems and not missing
+        if accepted:
+            self._refit_give_up()
         answer = {
             "refused": [[p.what, p.why, p.remedy] for p in plan.problems],
             "unrouted": unrouted,
@@ -222,33 +240,54 @@ class NemoFp8Refit:
             "whole": sorted(plan.whole),
             "tied": [*plan.routes.aliases],
             "mixed": self._refit_mixed,
-            "accepted": not plan.problems and not missing,
+            "accepted": accepted,
         }
-        if answer["accepted"]:
+        if accepted:
             self._refit_session = Session(plan, str(message.get("push")), bool(message.get("verify")))
         return answer
 
     @answering
     def nemo_fp8_refit_write(self, message: Answer) -> Answer:
         """Write pieces of tensors that lie in shared memory."""
+        self._refit_write(self._refit_open(message), message)
+        return {}
+
+    @answering
+    def nemo_fp8_refit_stream(self, message: Answer) -> Answer:
+        """Write pieces that a sender on this host tells of through its socket, until it ends.
+
+        A sender that goes away leaves a push that ``finish`` will refuse, since tensors did not come.
+        """
         session = self._refit_open(message)
+        line = Line(message.get("socket"), message.get("silence"))
+        try:
+            for told in line.messages():
+                self._refit_write(session, told)
+        except BaseException:
+            line.fail()
+            raise
+        finally:
+            line.close()
+        return {}
+
+    def _refit_write(self, session: Session, message: Answer) -> None:
         try:
             session.write(message.get("memory"), message.get("pieces"))
         finally:
             if session.written:
                 self._refit_mixed = f"push {session.number} has begun and has not ended"
-        return {}
+                self._refit_version = ""
 
     @answering
     def nemo_fp8_refit_finish(self, message: Answer) -> Answer:
         """End a push. Only now are all weights the new ones; the answer holds the facts for the receipt."""
         session = self._refit_open(message)
-        session.finish()
+        session.finish(message.get("expected"))
         process_attention(session.plan.model, self.vllm_config)
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
-        self._refit_session, self._refit_mixed = None, ""
+        self._refit_session, self._refit_mixed, self._refit_version = None, "", session.number
         unwritten = [
             t.name for t in session.plan.routes.parameters if t not in session.sinks and session.plan.way(t) != "scales"
         ]
@@ -257,13 +296,9 @@ class NemoFp8Refit:
 
     @answering
     def nemo_fp8_refit_abandon(self, message: Answer) -> Answer:
-        """Close the session of a push that died. What it wrote stays until the next push."""
-        session = self._refit_session
-        if session is not None and session.number == message.get("push"):
-            session.memory.clear()  # the kernel frees a sender's buffers when nobody maps them any longer
-            self._refit_session = None
-            if self._refit_mixed:
-                self._refit_mixed = f"push {session.number} died half-way"
+        """Close the session of a push that died. Patches are taken back; whole tensors stay until the next push."""
+        if self._refit_session is not None and self._refit_session.number == message.get("push"):
+            self._refit_give_up()
         return {"mixed": self._refit_mixed}
 
     @answering
@@ -275,6 +310,17 @@ class NemoFp8Refit:
         manifest, routes = found
         dtypes = {i: str(to[0].target.dtype).removeprefix("torch.") for i, to in routes.by_entry.items()}
         return {"tensors": [[manifest[i].name, dtype, list(manifest[i].shape)] for i, dtype in dtypes.items()]}
+
+    def _refit_give_up(self) -> None:
+        """Close the open session, if there is one, and take back what it wrote, if that is possible."""
+        session, self._refit_session = self._refit_session, None
+        if session is None:
+            return
+        session.memory.clear()  # the kernel frees a sender's buffers when nobody maps them any longer
+        if session.written:
+            version = session.take_back()
+            self._refit_mixed = f"push {session.number} died half-way" if version is None else ""
+            self._refit_version = version or ""
 
     def _refit_open(self, message: Answer) -> Session:
         session = self._refit_session
@@ -313,7 +359,7 @@ def names_of(
             yield from (name for name in names if name not in manifest.places)
 
 
-def _refuse_replicas(parallel: Any) -> None:
+def refuse_replicas(parallel: Any) -> None:
     """Raise PrecisionError if a push would reach only some replicas of an engine, or hold only some requests."""
     if parallel.data_parallel_size > 1:
         raise PrecisionError(
@@ -334,5 +380,5 @@ def _in_blocks(box: Box) -> Box:
     return (*box[:-2], *((start // BLOCK, -(-stop // BLOCK)) for start, stop in box[-2:]))
 
 
-def _bad_piece(piece: Any, why: str) -> PrecisionError:
+def bad_piece(piece: Any, why: str) -> PrecisionError:
     return PrecisionError(f"Piece {str(piece)[:80]} is refused.", f"{why}.", "Push with nemo_fp8.rollout.Refit.")

@@ -12,6 +12,7 @@ as oneDNN does with BF16 on a CPU.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -27,7 +28,7 @@ from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import Manifest
-from nemo_fp8.rollout.refit.worker.layouts import Layout, Ledger
+from nemo_fp8.rollout.refit.worker.layouts import ONE, Layout, Ledger
 from nemo_fp8.rollout.refit.worker.routes import Box, Route, Target, before_loading
 
 ROWS = 128  # a strip has a multiple of so many rows, hence whole blocks, and whole groups of every layout
@@ -63,10 +64,20 @@ class Sink:
                 facts = self.facts[route.entry]
                 facts.check(there == facts.fingerprints[name_of(route)])
 
-    def _note(self, route: Route, values: torch.Tensor) -> None:
-        """Fingerprint values that are written unchanged, and note the largest."""
-        self.prints[route].add(values)
-        self.facts[route.entry].see(values)
+    def _copy(self, route: Route, row: int, values: torch.Tensor, place: torch.Tensor) -> None:
+        """Copy values to their place, fingerprint them and note the largest, in one pass where that is possible."""
+        into = _viewed(place, values.shape) if place.dtype == values.dtype else None
+        if into is None:
+            place.copy_(values.reshape(place.shape))
+        magnitudes = self.prints[route].add(values, into)
+        self.facts[route.entry].see(magnitudes, self._experts(route, row, len(values) if values.dim() else 1))
+
+    def _experts(self, route: Route, row: int, rows: int) -> slice:
+        """Return which experts of a stack rows [row, row+rows) of a route's source are; ``ONE`` if it is no stack."""
+        if not self.facts[route.entry].experts or not route.source:
+            return ONE
+        first = route.source[0][0] + row
+        return slice(first, first + rows)
 
     def _tell(self, route: Route, kind: str, fingerprint: str) -> None:
         """Record how a route's part is kept, and its fingerprint."""
@@ -89,15 +100,13 @@ class InPlace(Sink):
         self.constants, self.manifest = list(constants), manifest
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
-        place = _at(self.live, part_of(route, row, len(values) if values.dim() else 1))
-        place.copy_(values.reshape(place.shape))
-        self._note(route, values)
+        self._copy(route, row, values, _at(self.live, part_of(route, row, len(values) if values.dim() else 1)))
 
     def finish(self) -> None:
         for box, value in self.constants:
             _at(self.live, box).fill_(value)
         for route, print_ in self.prints.items():
-            self.facts[route.entry].count_nonfinite(_at(self.live, route.to))
+            self.facts[route.entry].count_nonfinite(_at(self.live, route.to), self._experts(route, 0, rows_of(route)))
             self._tell(route, word(self.live.dtype), print_.digest())
 
     def read(self, route: Route) -> str:
@@ -178,17 +187,28 @@ class Blocks(Sink):
         to = part_of(route, row, len(values))
         matrices = range(*to[0]) if len(to) == 3 else range(1)
         (start, stop), (left, right) = to[-2:]
-        for m, matrix in zip(matrices, values.reshape(len(matrices), stop - start, right - left), strict=True):
+        stack = values.reshape(len(matrices), stop - start, right - left)
+        at = self._experts(route, row, len(values))
+        if values.dtype != self.codes.dtype and not self.straddling:
+            self._quantize(route, matrices, start, stack, at)
+            return
+        for m, matrix in zip(matrices, stack, strict=True):
+            one = at if at == ONE else slice(at.start + m - matrices.start, at.start + m - matrices.start + 1)
             if m in self.straddling:
                 self._gather(m, to, matrix)
             elif values.dtype == self.codes.dtype:
                 self.layout.store(self.codes[m], start, matrix)
                 self.prints[route].add(matrix)
-                self.facts[route.entry].count_nan_codes(matrix)
-                largest = (matrix.view(torch.uint8) & 0x7F).amax()
-                self.largest_code[route] = torch.maximum(self.largest_code.get(route, largest), largest)
+                self.facts[route.entry].count_nan_codes(matrix, one)
+                self._see_code((matrix.view(torch.uint8) & 0x7F).amax(), route, one)
             else:
-                self._quantize(route, m, start, matrix)
+                self._quantize(route, range(m, m + 1), start, matrix[None], one)
+
+    def _see_code(self, largest: torch.Tensor, route: Route, at: slice) -> None:
+        seen = self.largest_code.get(route)
+        if seen is None:
+            seen = self.largest_code[route] = largest.new_zeros(max(1, self.facts[route.entry].experts))
+        seen[at] = torch.maximum(seen[at], largest)
 
     def write_scales(self, route: Route, to: Box, scales: torch.Tensor) -> None:
         """Write scales that came with codes. ``route`` is that of the codes; ``to`` is in units of blocks."""
@@ -197,26 +217,89 @@ class Blocks(Sink):
         place = place[..., start:stop, left:right]
         place.copy_(scales.reshape(place.shape))
 
-    def _quantize(self, route: Route, m: int, row: int, values: torch.Tensor) -> None:
-        """Quantize whole blocks of matrix ``m``, from ``row`` on, in strips that fit the cache."""
-        step = max(ROWS, STRIP // self.matrix[1] // ROWS * ROWS)
-        for first in range(0, len(values), step):
-            strip = values[first : first + step]
-            codes = self._scratch(len(strip))
-            above = (row + first) // self.high
-            scales = self.scales[m, above : above + -(-len(strip) // self.high)]
-            self._cast(strip, codes, scales, [route])
-            self.layout.store(self.codes[m], row + first, codes)
-            self.prints[route].add(codes)
+    def _quantize(self, route: Route, matrices: range, row: int, values: torch.Tensor, at: slice) -> None:
+        """Quantize whole blocks of some matrices, from ``row`` on; ``values`` are [matrices, rows, columns].
 
-    def _cast(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, routes: Iterable[Route]) -> None:
+        All matrices are quantized as one, whose rows are theirs, if their blocks do not run into one another and they
+        lie in memory like that: a stack of experts costs as much as one matrix. Strips are of whole matrices then,
+        or of rows that fit the cache.
+        """
+        rows, wide = values.shape[1:]
+        codes, scales = self._live(matrices, row, rows)
+        if codes is None or scales is None:
+            if self.layout.plain and rows % self.high == 0:
+                self._quantize_beside(route, matrices, row, values, at)
+                return
+            for i, m in enumerate(matrices):
+                one = at if at == ONE else slice(at.start + i, at.start + i + 1)
+                self._quantize(route, range(m, m + 1), row, values[i : i + 1], one)
+            return
+        flat = values.reshape(-1, wide)
+        step = max(ROWS, STRIP // wide // ROWS * ROWS)
+        if len(matrices) > 1:
+            step = max(rows, step // rows * rows)  # whole experts
+        for first in range(0, len(flat), step):
+            strip, above = flat[first : first + step], first // self.high
+            into = scales[above : above + -(-len(strip) // self.high)]
+            there = at
+            if len(matrices) > 1 and at != ONE:
+                there = slice(at.start + first // rows, at.start + (first + len(strip)) // rows)
+            if self.layout.plain:
+                made = codes[first : first + step]
+                self._cast(strip, made, into, [(route, there)])
+            else:
+                made = self._scratch(len(strip))
+                self._cast(strip, made, into, [(route, there)])
+                self.layout.store(codes, (row if len(matrices) == 1 else 0) + first, made)
+            self.prints[route].add(made)
+
+    def _quantize_beside(self, route: Route, matrices: range, row: int, values: torch.Tensor, at: slice) -> None:
+        """Quantize some rows of each matrix of a stack, as one of several workers has them, and copy the results."""
+        rows, wide = values.shape[1:]
+        below, step = row + rows, max(1, STRIP // (rows * wide))
+        for first in range(0, len(matrices), step):
+            some = values[first : first + step]
+            there = at if at == ONE else slice(at.start + first, at.start + first + len(some))
+            made = self._scratch(len(some) * rows)
+            scales = self.scales.new_empty((len(some) * rows // self.high, self.scales.shape[2]))
+            self._cast(some.reshape(-1, wide), made, scales, [(route, there)])
+            live = slice(matrices.start + first, matrices.start + first + len(some))
+            place = self.codes[live, row:below]
+            place.view(torch.uint8).copy_(made.view(torch.uint8).view(place.shape))
+            place = self.scales[live, row // self.high : below // self.high]
+            place.copy_(scales.view(place.shape))
+            self.prints[route].add(made)
+
+    def _live(self, matrices: range, row: int, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the live codes and scales of some rows of these matrices, as one matrix; None if they are no such one.
+
+        In a layout that is not plain the codes are those of all rows, since ``store`` wants the whole.
+        """
+        below = row + rows
+        if len(matrices) == 1:
+            codes, scales = self.codes[matrices.start], self.scales[matrices.start]
+            codes = codes[row:below] if self.layout.plain else codes
+            return codes, scales[row // self.high : -(-below // self.high)]
+        codes, scales = (x[matrices.start : matrices.stop] for x in (self.codes, self.scales))
+        whole = rows == self.matrix[0] and rows % self.high == 0
+        if not whole or not codes.is_contiguous() or not scales.is_contiguous():
+            return None, None
+        return codes.flatten(0, 1), scales.flatten(0, 1)
+
+    def _cast(
+        self,
+        values: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        routes: Iterable[tuple[Route, slice]],
+    ) -> None:
         """Quantize ``values`` into ``codes`` and ``scales``, and add the statistics to the facts of ``routes``."""
         quantized = quantize_into(values, self.operand, codes, scales, statistics=True)
         assert quantized.statistics is not None
         good = self._as_reference(values, codes, scales) if self.against_reference else None
-        for route in routes:
+        for route, at in routes:
             facts = self.facts[route.entry]
-            facts.count(quantized.statistics)
+            facts.count(quantized.statistics, at)
             if good is not None:
                 facts.check(good)
 
@@ -239,10 +322,14 @@ class Blocks(Sink):
             self.ledger.hold(-whole.nbytes)
             codes = torch.empty(self.matrix, dtype=self.codes.dtype, device=whole.device)
             routes = [route for route in self.routes if m in self._matrices(route)]
-            self._cast(whole, codes, self.scales[m], routes)
+            self._cast(whole, codes, self.scales[m], [(route, self._expert(route, m)) for route in routes])
             self.layout.store(self.codes[m], 0, codes)
             for route in routes:
                 self.prints[route].add(_at(codes, route.to[-2:]))
+
+    def _expert(self, route: Route, m: int) -> slice:
+        """Return which expert of a route's tensor matrix ``m`` is; ``ONE`` if it is no stack."""
+        return self._experts(route, m - route.to[0][0], 1) if len(route.to) == 3 else ONE
 
     def _scratch(self, rows: int) -> torch.Tensor:
         """Return memory for the codes of so many rows, in plain order; it is used again for every strip."""
@@ -257,21 +344,26 @@ class Blocks(Sink):
             self._tell(route, "fp8", together([self.prints[route].digest(), fingerprint(scales)]))
             facts = self.facts[route.entry]
             facts.aligned = facts.aligned and self.same_grid(route)
-            facts.count_scales(scales, self.operand.scale)
+            at = self._experts(route, 0, rows_of(route))
+            facts.count_scales(scales, self.operand.scale, at)
             if route in self.largest_code:
-                facts.see_codes(self.largest_code[route].view(self.codes.dtype), scales)
+                facts.see_codes(self.largest_code[route][at].view(self.codes.dtype), scales, at)
 
     def _scales(self, route: Route) -> torch.Tensor:
         """Return the live scales of all blocks that a route touches."""
         (start, stop), (left, right) = route.to[-2:]
         above, below, left, right = start // self.high, -(-stop // self.high), left // self.wide, -(-right // self.wide)
-        return self.scales[list(self._matrices(route)), above:below, left:right]
+        matrices = self._matrices(route)
+        return self.scales[matrices.start : matrices.stop, above:below, left:right]
 
     def read(self, route: Route) -> str | None:
         (start, stop), (left, right) = route.to[-2:]
-        codes = Fingerprint()
-        for m in self._matrices(route):
-            codes.add(self._read(m, start, stop)[:, left:right])
+        codes, matrices = Fingerprint(), self._matrices(route)
+        if self.layout.plain:
+            codes.add(self.codes[matrices.start : matrices.stop, start:stop, left:right])
+        else:
+            for m in matrices:
+                codes.add(self._read(m, start, stop)[:, left:right])
         return together([codes.digest(), fingerprint(self._scales(route))])
 
     def _read(self, m: int, start: int, stop: int) -> torch.Tensor:
@@ -289,20 +381,20 @@ class KvScales(Sink):
         self.layer, self.values = layer, dict[Route, torch.Tensor]()
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
-        value = values.reshape(()).float().clone()
-        if not (bool(value.isfinite()) and float(value) > 0):
-            raise PrecisionError(
-                f"The scale {route.target.name} is {float(value)}.",
-                "A KV cache is divided by it.",
-                "Push positive, finite scales; nemo_fp8.rollout.kv_scales calibrates them.",
-            )
-        self.values[route] = value
+        self.values[route] = values.reshape(()).float().clone()
         self.prints[route].add(values)
 
     def finish(self) -> None:
+        for (route, _), value in zip(self.values.items(), torch.stack([*self.values.values()]).tolist(), strict=True):
+            if not 0 < value < math.inf:
+                raise PrecisionError(
+                    f"The scale {route.target.name} is {value}.",
+                    "A KV cache is divided by it.",
+                    "Push positive, finite scales; nemo_fp8.rollout.kv_scales calibrates them.",
+                )
         self.layer.quant_method.create_weights(self.layer)  # vLLM deletes the parameters once it has read them
-        for route, value in self.values.items():
-            getattr(self.layer, route.target.parameter).data.copy_(value)
+        for route, scale in self.values.items():
+            getattr(self.layer, route.target.parameter).data.copy_(scale)
             self._tell(route, "kv scale", self.prints[route].digest())
         self.layer.quant_method.process_weights_after_loading(self.layer)
 
@@ -329,9 +421,8 @@ class Staged(Sink):
         name = route.target.parameter
         if name not in self.values:
             self.values[name] = self._empty(name)
-        place = _at(self.values[name].data, part_of(route, row, len(values) if values.dim() else 1))
-        place.copy_(values.reshape(place.shape))
-        self._note(route, values)
+        rows = len(values) if values.dim() else 1
+        self._copy(route, row, values, _at(self.values[name].data, part_of(route, row, rows)))
 
     def complete(self, entry: int) -> None:
         """Note that all rows of a tensor have come; process the layer if it was the last one.
@@ -343,7 +434,8 @@ class Staged(Sink):
         if not self.awaited and self.values:
             size = sum(value.nbytes for value in self.values.values())
             for route in self.prints:
-                self.facts[route.entry].count_nonfinite(_at(self.values[route.target.parameter].data, route.to))
+                held = _at(self.values[route.target.parameter].data, route.to)
+                self.facts[route.entry].count_nonfinite(held, self._experts(route, 0, rows_of(route)))
             self._process()
             self.ledger.hold(-size)
 
@@ -400,6 +492,14 @@ class Staged(Sink):
 def _at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the view of a tensor that a box describes."""
     return tensor[tuple(slice(*one) for one in box)]
+
+
+def _viewed(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """Return a view of a tensor in another shape; None if its strides have none."""
+    try:
+        return tensor if tensor.shape == shape else tensor.view(shape)
+    except RuntimeError:
+        return None
 
 
 def part_of(route: Route, row: int, rows: int) -> Box:

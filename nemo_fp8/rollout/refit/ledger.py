@@ -1,0 +1,412 @@
+"""Keep, on the trainer's side, the bits that an engine holds, and find what a push has to change: the ledger.
+
+    first push     everything is sent, and the ledger quantizes it too: codes and scales as the engine makes them
+    further ones   strip by strip: quantize, compare with the ledger, send the differences (patch.py), note them
+
+The engine says how it keeps each tensor. One in FP8 whose blocks are those of the unsharded tensor is two planes here,
+its codes and its scales. One that is kept as it is pushed is one plane of values. Any other (packed by a kernel as a
+whole, quantized in other blocks) has a copy here, and is sent whole if a bit of it changed, with all that the engine
+gathers with it.
+
+A fingerprint is made of sums of words, so the ledger carries those of every part that a worker holds through each
+change. The engine has to come to the same from the memory that it reads. The trade-off: the ledger takes a byte for
+each FP8 weight and two for each BF16 one, and every push quantizes in the trainer, on its processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.formats import decode_e8m0, format_of
+from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
+from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
+from nemo_fp8.rollout.refit.manifest import SCALES as SUFFIX
+from nemo_fp8.rollout.refit.manifest import Entry, Manifest
+from nemo_fp8.rollout.refit.patch import (
+    PATTERNS,
+    SCALES,
+    VALUES,
+    Differences,
+    Patch,
+    Positions,
+    blocks_of,
+    encode,
+    grid_of,
+    matrix_of,
+)
+from nemo_fp8.rollout.refit.receipt import Delta, Written
+from nemo_fp8.rollout.refit.wire import AT_ONCE, Piece, aligned, cut, same_as_announced
+
+STRIP = 1 << 20  # elements that are quantized and compared at a time, so that they lie in the cache meanwhile
+ROWS = 128  # a strip of a matrix is a multiple of so many rows, hence of whole blocks
+Box = tuple[tuple[int, int], ...]
+Change = tuple[Positions, Differences]
+Filled = tuple[Sequence[Sequence[int]], int]
+"""What lies in a full buffer, and the bytes used."""
+
+
+class Plane:
+    """A tensor of bit patterns that an engine holds, and the fingerprints of the parts that its workers hold."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Mapping[str, Box]) -> None:
+        self.values, self.parts = torch.empty(shape, dtype=dtype), parts
+        self.rows, self.columns = matrix_of(shape)
+        self.matrix = self.values.view(self.rows, self.columns)
+        self.pattern = PATTERNS[dtype.itemsize]
+        self.sign, self.infinite = _SPECIAL[dtype]
+        self.prints: dict[str, Fingerprint] = {}
+        self.changed = 0
+        """Elements that differ from those of the push before."""
+        self.top: int | None = None
+        """The largest pattern without its sign, or an upper bound of it; None if it has to be looked for."""
+
+    def put(self, row: int, new: torch.Tensor) -> None:
+        """Note rows from ``row`` on, whatever was there."""
+        self.matrix[row : row + len(new)].copy_(new)
+        self.prints.clear()
+        self.top = None
+
+    def change(self, row: int, new: torch.Tensor) -> Change | None:
+        """Note rows that may have changed; return the positions in them and the differences, None if there are none."""
+        old = self.matrix[row : row + len(new)]
+        wide = 8 // new.itemsize if new.numel() * new.itemsize % 8 == 0 else 1  # elements that are compared at once
+        kind = np.int64 if wide > 1 else self.pattern
+        was, now = (tensor.view(torch.uint8).view(-1).numpy().view(kind) for tensor in (old, new))
+        at = np.flatnonzero(was != now)
+        if len(at) == 0:
+            return None
+        before, after = was[at], now[at]
+        was[at] = after  # this is the plane's own memory
+        self._carry(row, at, before, after)
+        before, after = (each.view(self.pattern).reshape(len(at), wide) for each in (before, after))
+        which = np.nonzero(before != after)
+        self.changed += len(which[0])
+        if self.top is not None:
+            self.top = max(self.top, int((after[which] & ~self.pattern(self.sign)).max()))
+        return at[which[0]] * wide + which[1], after[which] - before[which]
+
+    def _carry(self, row: int, at: Any, before: Any, after: Any) -> None:
+        """Carry fingerprints through words that changed, and drop those of parts that are not made of whole words."""
+        size = self.columns * self.values.itemsize
+        for part in [*self.prints]:
+            box = self.parts[part]
+            ends = [end * self.values.itemsize for end in box[-1]] if len(box) == 2 else [1]
+            if before.dtype != np.int64 or size % 8 or any(end % 8 for end in ends):
+                del self.prints[part]
+                continue
+            rows, columns = at // (size // 8) + row - box[0][0], at % (size // 8) - ends[0] // 8
+            mine = (rows >= 0) & (rows < box[0][1] - box[0][0]) & (columns >= 0) & (columns < (ends[1] - ends[0]) // 8)
+            self.prints[part].change(*(torch.from_numpy(each[mine]) for each in (rows, columns, after - before)))
+
+    def digest(self, part: str) -> str:
+        """Return the fingerprint of a part."""
+        if part not in self.prints:
+            self.prints[part] = Fingerprint()
+            self.prints[part].add(self.values[_slices(self.parts[part])])
+        return self.prints[part].digest()
+
+    def largest(self) -> float:
+        """Return the largest magnitude. It is an upper bound if only a part has changed since it was looked for."""
+        if self.top is None or 2 * self.changed > self.values.numel() or self.top >= self.infinite:
+            self.top = int((self._patterns() & ~self.pattern(self.sign)).max())
+        return float(torch.from_numpy(np.array(self.top, self.pattern).reshape(1)).view(self.values.dtype).float())
+
+    def nonfinite(self) -> int:
+        """Return how many elements are infinite or NaN; they are looked for only if ``largest`` found one."""
+        found = self.top is not None and self.top >= self.infinite
+        return int(((self._patterns() & ~self.pattern(self.sign)) >= self.infinite).sum()) if found else 0
+
+    def _patterns(self) -> Any:
+        return self.values.view(torch.uint8).view(-1).numpy().view(self.pattern)
+
+
+# dtype -> the bit of the sign, and the smallest pattern without it that is no finite number
+_SPECIAL = {
+    torch.float8_e4m3fn: (0x80, 0x7F),
+    torch.float8_e8m0fnu: (0, 0xFF),
+    torch.bfloat16: (0x8000, 0x7F80),
+    torch.float16: (0x8000, 0x7C00),
+    torch.float32: (1 << 31, 0x7F800000),
+}
+
+
+class Kept:
+    """A tensor that can be patched: its values, or its codes and their scales."""
+
+    def __init__(self, entry: Entry, operand: Operand | None, parts: Collection[str]) -> None:
+        self.entry, self.operand = entry, operand
+        boxes = {part: _box_of(part) for part in parts}
+        self.planes = {VALUES: Plane(entry.shape, torch.float8_e4m3fn if operand else entry.torch_dtype, boxes)}
+        if operand is not None:
+            assert operand.block is not None
+            kind = torch.float8_e8m0fnu if operand.scale == "e8m0" else torch.float32
+            boxes = {part: blocks_of(box, operand.block) for part, box in boxes.items()}
+            self.planes[SCALES] = Plane(grid_of(entry.shape, operand.block), kind, boxes)
+        self.as_reference = True
+        """Whether all codes and scales that were held against the reference cast were its."""
+
+    def strips(self, tensor: torch.Tensor, most: int, verify: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield what the engine makes of a tensor, in strips of at most ``most`` bytes: plane, first row, rows."""
+        if self.operand is None or self.entry.is_codes:
+            matrix = tensor.detach().cpu().reshape(matrix_of(self.entry.shape))
+            step = max(1, min(STRIP, most // matrix.itemsize) // matrix.shape[1])
+            yield from ((VALUES, row, matrix[row : row + step].contiguous()) for row in range(0, len(matrix), step))
+            return
+        assert self.operand.block is not None
+        high = self.operand.block[0]
+        for m, matrix in enumerate(tensor.detach().reshape(-1, *tensor.shape[-2:])):
+            step = max(ROWS, min(STRIP, most) // matrix.shape[1] // ROWS * ROWS)
+            for row in range(0, len(matrix), step):
+                values = matrix[row : row + step]
+                codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
+                grid = grid_of(tuple(values.shape), self.operand.block)
+                scales = torch.empty(grid, dtype=self.planes[SCALES].values.dtype, device=values.device)
+                quantize_into(values, self.operand, codes, scales)
+                if verify:
+                    self._compare(values, codes, scales)
+                yield VALUES, m * len(matrix) + row, codes.cpu()
+                yield SCALES, m * -(-len(matrix) // high) + row // high, scales.cpu()
+
+    def _compare(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        assert self.operand is not None
+        expected, inverse, _ = quantize_reference(
+            values, self.operand.block, format_of(self.operand.format), self.operand.scale
+        )
+        same = (
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in ((codes, expected), (scales, inverse))
+        )
+        self.as_reference = self.as_reference and all(same)
+
+    def digest(self, part: str) -> str:
+        """Return the fingerprint of a part, as receipts have it."""
+        return together([plane.digest(part) for plane in self.planes.values()])
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all planes."""
+        return sum(plane.values.nbytes for plane in self.planes.values())
+
+    def told(self, written: Written) -> Written:
+        """Return the row of a receipt, completed by what the ledger knows of the values."""
+        values, scales = self.planes[VALUES], self.planes.get(SCALES)
+        largest = values.largest()
+        if scales is not None:
+            inverse = scales.values if scales.values.dtype == torch.float32 else decode_e8m0(scales.values)
+            largest *= float(inverse.amax())
+        verified = None if written.verified is None else written.verified and self.as_reference
+        # A stack of experts is one tensor here.
+        return replace(written, largest=largest, nonfinite=values.nonfinite(), verified=verified, experts={})
+
+
+@dataclass
+class Whole:
+    """A tensor that cannot be patched."""
+
+    entry: Entry
+    why: str
+    values: torch.Tensor | None = None
+    """What was sent last; None if nobody knows."""
+    changed: bool = False
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Note new values, and whether a bit of them is other."""
+        new = tensor.detach().cpu().contiguous()
+        old, self.values = self.values, None
+        self.changed = old is None or not torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+        self.values = new.clone() if old is None or self.changed else old
+
+
+@dataclass
+class Ledger:
+    """What one engine holds after the last push of one :class:`~nemo_fp8.rollout.refit.push.Refit`."""
+
+    manifest: Manifest
+    passed_over: set[int]
+    """Numbers of tensors that are not sent."""
+    verify: bool = False
+    """Whether codes and scales are held against the reference cast."""
+    version: str = ""
+    """The number of the push that the engine must hold for a patch to fit."""
+    kept: dict[int, Kept] = field(default_factory=dict)
+    whole: dict[int, Whole] = field(default_factory=dict)
+    together: list[list[int]] = field(default_factory=list)
+    """Tensors that must all come whole if one of them does."""
+    written: dict[str, Written] = field(default_factory=dict)
+    """What the last receipt told of each tensor."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, passed_over: set[int], answers: Sequence[Mapping[str, Any]]) -> Ledger:
+        """Return an empty ledger, made of what all workers say of how they keep the tensors."""
+        ledger, told = cls(manifest, passed_over), dict[int, list[Any]]()
+        for answer in answers:
+            ledger.together += answer["together"]
+            for i, row in answer["kept"].items():
+                told.setdefault(int(i), []).append(row)
+        for i, rows in told.items():
+            why = next((why for *_, why in rows if why), "")
+            if why or any(row[0] != rows[0][0] for row in rows):
+                ledger._send_whole(i, why or "Workers keep it in different ways")
+            else:
+                operand = None if rows[0][0] is None else _operand_of(rows[0][0])
+                ledger.kept[i] = Kept(manifest[i], operand, {part for _, parts, _ in rows for part in parts})
+        return ledger
+
+    def _send_whole(self, i: int, why: str) -> None:
+        """Keep a tensor as one that is not patched, and its scales with it, if they are another tensor."""
+        self.kept.pop(i, None)
+        both = [i, *([self.manifest.places[self.manifest[i].name + SUFFIX]] if self.manifest[i].is_codes else [])]
+        self.whole |= {one: Whole(self.manifest[one], why) for one in both}
+        self.together.append(both)
+
+    # ------------------------------------------------------------------ a push of everything
+
+    def noting(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors unchanged, and note the bits that the engine will hold of each."""
+        for name, tensor in tensors:
+            yield name, tensor  # first: who takes it checks whether it is as announced
+            for i, what, row, new in self._strips(self.manifest.places[name], tensor, STRIP):
+                self.kept[i].planes[what].put(row, new)
+
+    def settle(self, push: str, written: Iterable[Written]) -> None:
+        """End a push of everything. A tensor whose fingerprints are not the engine's will not be patched."""
+        self.version, self.written = push, {one.name: one for one in written}
+        for i, kept in [*self.kept.items()]:
+            kept.told(one := self.written[kept.entry.name])
+            if any(kept.digest(part) != print_ for part, print_ in one.fingerprints.items()):
+                self._send_whole(i, "The trainer's quantization has other bits than the engine's")
+
+    def _strips(self, i: int, tensor: torch.Tensor, most: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """Yield new rows of planes: number of the tensor, plane, first row, rows. Note a tensor that goes whole."""
+        entry = self.manifest[i]
+        codes = self.manifest.places[entry.name.removesuffix(SUFFIX)] if self.manifest.is_scales(entry) else None
+        if i in self.whole:
+            self.whole[i].see(tensor)
+        elif codes is not None:
+            yield codes, SCALES, 0, tensor.detach().cpu().reshape(matrix_of(entry.shape)).contiguous()
+        elif i in self.kept:
+            yield from ((i, *strip) for strip in self.kept[i].strips(tensor, most, self.verify))
+
+    # ------------------------------------------------------------------ a push of changes
+
+    def changes(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], buffer: Callable[[], torch.Tensor], size: int
+    ) -> Iterator[Filled]:
+        """Copy what changed into buffers; yield for each full buffer what lies in it and the bytes used.
+
+        Patches come first, since they can be taken back, and whole tensors last. ``buffer()`` gives the next
+        buffer, of ``size`` bytes. Raises PrecisionError if a tensor is not as announced, comes twice, or does not come.
+        """
+        for kept in self.kept.values():
+            for plane in kept.planes.values():
+                plane.changed = 0
+        room, used, heads = None, 0, list[Piece | Patch]()
+        for i, what, row, new in self._come(tensors, size):
+            change = self.kept[i].planes[what].change(row, new)
+            if change is None:
+                continue
+            steps, others, raw = encode(new.numel(), *change)
+            if used + len(raw) > size or len(heads) == AT_ONCE:
+                yield heads, used
+                room, used, heads = None, 0, []
+            room = buffer() if room is None else room
+            room[used : used + len(raw)] = torch.from_numpy(raw)
+            heads.append((i, what, row, len(new), steps, others, used))
+            used = aligned(used + len(raw))
+        if heads:
+            yield heads, used
+        going = ((self.manifest[i].name, self.whole[i].values) for i in self.going())
+        yield from cut(going, self.manifest, buffer, self.whole)  # type: ignore[arg-type]
+
+    def _come(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], most: int
+    ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """Check every tensor that comes, and yield its strips."""
+        came = set[int]()
+        for name, tensor in tensors:
+            i = self.manifest.places.get(name)
+            same_as_announced(name, tensor, None if i is None else self.manifest[i])
+            assert i is not None
+            if i in came:
+                raise PrecisionError(
+                    f"{name} came twice.", "A push takes every tensor once.", "Give every tensor once."
+                )
+            came.add(i)
+            yield from self._strips(i, tensor, most)
+        left = [entry.name for i, entry in enumerate(self.manifest) if i not in came | self.passed_over]
+        if left:
+            raise PrecisionError(
+                f"{len(left)} of {len(self.manifest)} tensors did not come: {', '.join(left[:5])}.",
+                "They were announced in the manifest, and the push ended without them.",
+                "Push every tensor, also those that have not changed.",
+            )
+
+    def going(self) -> list[int]:
+        """Return the numbers of the tensors that go whole: what changed, and what the engine gathers with it."""
+        going, more = set[int](), {i for i, one in self.whole.items() if one.changed}
+        while more:
+            going |= more
+            groups = (group for group in self.together if going.intersection(group))
+            more = {i for group in groups for i in group} - going
+        return sorted(going)
+
+    def expected(self) -> dict[str, dict[str, str]]:
+        """Return the fingerprints of all parts that the engine must find in its memory, by tensor and part."""
+        going, found = set(self.going()), dict[str, dict[str, str]]()
+        for i, kept in self.kept.items():
+            found[str(i)] = {part: kept.digest(part) for part in kept.planes[VALUES].parts}
+        for i, one in self.whole.items():
+            before = self.written.get(one.entry.name)
+            if before is not None and i not in going:
+                found[str(i)] = dict(before.fingerprints)
+            elif before is not None and before.kind != "fp8":  # else in blocks that the ledger does not know
+                assert one.values is not None
+                # A part with words in its name is no box of the tensor: a view of it, or what the loader computed.
+                boxes = {part: _box_of(part) for part in before.fingerprints if ":" in part and " " not in part}
+                found[str(i)] = {part: fingerprint(one.values[_slices(box)]) for part, box in boxes.items()}
+        return found
+
+    def settle_changes(self, push: str, written: Iterable[Written]) -> tuple[tuple[Written, ...], Delta]:
+        """End a push of changes; return the rows of its receipt, and what it changed.
+
+        ``written`` are the engine's rows. A tensor that was not sent and that no worker can read keeps its last row.
+        """
+        base, self.version = self.version, push
+        going = self.going()
+        for one in written:
+            i, before = self.manifest.places[one.name], self.written.get(one.name)
+            if i in self.kept:
+                one = self.kept[i].told(one)
+            elif i not in going and before is not None:
+                one = replace(before, fingerprints=one.fingerprints, verified=one.verified)
+            self.written[one.name] = one
+        planes = [kept.planes[VALUES] for kept in self.kept.values()]
+        delta = Delta(
+            base=base,
+            changed=sum(plane.changed for plane in planes),
+            elements=sum(plane.values.numel() for plane in planes),
+            full_bytes=sum(k.bytes for k in self.kept.values()) + sum(w.entry.bytes for w in self.whole.values()),
+            whole={self.whole[i].entry.name: self.whole[i].why for i in going},
+            confirmed=sum(one.verified is not None for one in self.written.values()),
+        )
+        return tuple(self.written.values()), delta
+
+
+def _operand_of(row: Sequence[Any]) -> Operand:
+    format, block, scale, delayed = row
+    return Operand(format, tuple(block), scale, delayed)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*one) for one in box)
+
+
+def _box_of(part: str) -> Box:
+    """Return the box that a receipt calls ``0:128,0:512``; none for a scalar (``whole``)."""
+    return tuple((int(a), int(b)) for a, _, b in (one.partition(":") for one in part.split(","))) if ":" in part else ()

@@ -1,0 +1,345 @@
+"""Take part in a push of patches as a worker: add differences to the codes that the kernels read, or take them back.
+
+    stored    how this worker keeps each tensor of an open push: what a trainer needs to know what it may patch
+    delta     open a push of patches to the version of the weights that is here; nothing changes
+    write     add patches (patch.py), and write whole tensors as any push does
+    finish    compare the fingerprint of every part, read from memory, with those that the trainer computed
+
+A patch finds its elements in memory by the routes of the plan, so any sharding and every known layout of codes works.
+It is its own way back: until the end the worker keeps the bytes of all patches, and subtracts them if the push dies.
+The weights are then bit for bit those of before, and are served. There is no way back once a whole tensor was written,
+once the patches are more than MOST_KEPT, or once a fingerprint was another: the model stays mixed until a full push.
+
+    kept as                                             patched
+    FP8 in a known layout, blocks of the whole tensor   codes and scales
+    as it was pushed (norms, embeddings)                values
+    anything else                                       no: whole, with all that are gathered with it, if it changed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit import patch
+from nemo_fp8.rollout.refit.patch import LONGEST, SCALES, VALUES, Differences, Positions, blocks_of, grid_of, matrix_of
+from nemo_fp8.rollout.refit.worker.layouts import ONE
+from nemo_fp8.rollout.refit.worker.plan import Plan
+from nemo_fp8.rollout.refit.worker.routes import Box, Route
+from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, Session, answering, bad_piece, refuse_replicas
+from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, name_of, release, word
+
+MOST_KEPT = 1 << 28  # bytes of patches that are kept for the way back
+PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Bytes of an element -> torch's type with that pattern, whose sums wrap."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a worker keeps one tensor. It can be patched if ``why`` is empty."""
+
+    operand: Operand | None
+    """The blocks and scales of an FP8 tensor that can be patched; None for any other."""
+    parts: tuple[str, ...]
+    """The parts of the tensor that this worker holds, as receipts name them."""
+    why: str = ""
+    """Why it must come whole."""
+
+
+def kept_by(plan: Plan, sinks: dict[Any, Sink]) -> tuple[dict[int, Kept], list[list[int]]]:
+    """Return how this worker keeps each tensor, and which tensors must come together if one of them comes whole."""
+    found, groups = {}, list[list[int]]()
+    for i, routes in plan.routes.by_entry.items():
+        reasons = {_why_whole(plan, route, sinks[route.target]) for route in routes}
+        operands = {sink.operand for route in routes if isinstance(sink := sinks[route.target], Blocks)}
+        why = next((why for why in sorted(reasons) if why), "")
+        mixed = "" if why or len(operands) < 2 else "It is kept in two ways"
+        operand = None if why or mixed else next(iter(operands), None)
+        found[i] = Kept(operand, tuple(name_of(route) for route in routes), why or mixed)
+    groups += [[*route.entries] for route in plan.routes if len(route.entries) > 1]  # a loader makes one of them
+    for sink in dict.fromkeys(sinks.values()):
+        mine = [route for route in plan.routes if sinks[route.target] is sink]
+        if isinstance(sink, Blocks):
+            groups += [[r.entry for r in mine if m in range(*stacked(r.to)[0])] for m in sink.straddling]
+        elif not isinstance(sink, InPlace):
+            groups.append([route.entry for route in mine])
+    return found, groups
+
+
+def _why_whole(plan: Plan, route: Route, sink: Sink) -> str:
+    """Return why the part of a tensor that takes this route cannot be patched; ``""`` if it can."""
+    if isinstance(sink, Blocks):
+        if not sink.same_grid(route) or sink.straddling & {*range(*stacked(route.to)[0])}:
+            return "The engine's blocks are not those of the unsharded tensor"
+    elif isinstance(sink, InPlace):
+        if route.source is None or sink.live.dtype != plan.manifest[route.entry].torch_dtype:
+            return f"The engine keeps it in another order, or in {word(sink.live.dtype)}"
+    else:
+        return "The kernel packs the layer as a whole" if isinstance(sink, Staged) else "It is a scale of the KV cache"
+    return ""
+
+
+class Patching(Session):
+    """A push of patches that is under way in this worker."""
+
+    def __init__(self, plan: Plan, number: str, base: str) -> None:
+        super().__init__(plan, number, verify=False)
+        self.base = base
+        self.kept, _ = kept_by(plan, self.sinks)
+        self.next: dict[tuple[int, int], int] = {}
+        """The first row of each tensor's values, or scales, that no patch has passed."""
+        self.applied: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        self.size = 0
+        """The bytes of the patches so far; beyond MOST_KEPT they are not kept."""
+        self.lost = False
+        """Whether there is no way back."""
+
+    def write(self, handle: Any, pieces: Any) -> None:
+        """Write pieces of whole tensors (four numbers), and add patches (seven, see ``patch.Patch``)."""
+        if not isinstance(pieces, list):
+            raise bad_piece(pieces, "It is no list of pieces")
+        patches: list[Any] = []
+        whole: list[Any] = []
+        for piece in pieces:
+            (patches if isinstance(piece, list) and len(piece) == 7 else whole).append(piece)
+        super().write(handle, whole)
+        memory = self._opened(handle)
+        for piece in patches:
+            about, size = self._checked_patch(piece)
+            # A copy, which the sender cannot change while it is read; it is also the way back.
+            raw = memory.read(piece[-1], torch.uint8, (size,)).clone()
+            self._apply(about, raw)
+
+    @torch.no_grad()
+    def _apply(self, about: tuple[int, ...], raw: torch.Tensor) -> None:
+        """Add a patch, all of it or nothing, and keep it for the way back."""
+        lists = self._decoded(about, raw)
+        self.size += len(raw)
+        lost = self.lost or self.size > MOST_KEPT
+        self.written, self.lost = True, True  # until it is added as a whole
+        for positions, differences in lists:
+            self._add(about, positions, differences)
+        self.lost = lost
+        if lost:
+            self.applied.clear()
+        else:
+            self.applied.append((about, raw))
+
+    def _checked(self, piece: Any) -> tuple[int, int, int, int]:
+        found = super()._checked(piece)
+        if (found[0], VALUES) in self.next or (found[0], SCALES) in self.next:
+            raise bad_piece(piece, f"{self.plan.manifest[found[0]].name} was patched already")
+        self.lost = True  # the old bits of what is overwritten are kept nowhere
+        return found
+
+    def _checked_patch(self, piece: Any) -> tuple[tuple[int, ...], int]:
+        """Return the first six numbers of a patch, and its bytes; raise PrecisionError if they cannot be."""
+        if not all(type(n) is int for n in piece):
+            raise bad_piece(piece, "It is no seven whole numbers")
+        i, what, row, rows, steps, others, _ = piece
+        if not 0 <= i < len(self.rows) or what not in (VALUES, SCALES):
+            raise bad_piece(piece, f"The manifest has {len(self.rows)} tensors, with values and scales")
+        name, (shape, width) = self.plan.manifest[i].name, self._plane(piece)
+        count, columns = shape
+        if self.rows[i]:
+            raise bad_piece(piece, f"{name} came whole already")
+        if row < self.next.get((i, what), 0) or not 0 < rows <= count - row:
+            raise bad_piece(piece, f"{name} has {count} rows, of which {self.next.get((i, what), 0)} are done")
+        if rows > 1 and rows * columns > LONGEST:
+            raise bad_piece(piece, f"It is of more than {LONGEST} elements")
+        if min(steps, others) < 0 or not 0 < steps + others <= rows * columns:
+            raise bad_piece(piece, f"It has {rows * columns} elements")
+        self.next[i, what] = row + rows
+        return tuple(piece[:-1]), patch.size_of(rows * columns, steps, others, width)
+
+    def _plane(self, piece: Any) -> tuple[tuple[int, int], int]:
+        """Return the rows and columns of what a patch changes, and the bytes of an element."""
+        i, what, *_ = piece
+        entry, kept = self.plan.manifest[i], self.kept.get(i)
+        if i in self.plan.scales or (kept is not None and kept.why):
+            raise bad_piece(piece, f"{entry.name} is not patched")
+        if what == VALUES and (kept is None or kept.operand is None):
+            return matrix_of(entry.shape), entry.torch_dtype.itemsize
+        block = None if kept is None or kept.operand is None else kept.operand.block
+        if block is None:
+            raise bad_piece(piece, f"{entry.name} has no scales here")
+        if what == VALUES:
+            return matrix_of(entry.shape), 1
+        sink = self.sinks[self.plan.routes.by_entry[i][0].target]
+        assert isinstance(sink, Blocks)
+        return matrix_of(grid_of(entry.shape, block)), sink.scales.itemsize
+
+    def _decoded(self, about: tuple[int, ...], raw: torch.Tensor) -> list[tuple[Positions, Differences]]:
+        """Return the lists of a patch, with positions in the whole tensor."""
+        _, _, row, rows, steps, others = about
+        (_, columns), width = self._plane((*about, 0))
+        lists = patch.decode(raw.numpy(), rows * columns, steps, others, width)
+        return [(positions + row * columns, differences) for positions, differences in lists]
+
+    def _add(self, about: tuple[int, ...], positions: Positions, differences: Differences) -> None:
+        """Add differences where the elements of a tensor lie in this worker's memory."""
+        i, what, *_ = about
+        for route in self.plan.routes.by_entry.get(i, ()):
+            sink = self.sinks[route.target]
+            shape, source, to = route.shape, route.source, route.to
+            assert source is not None
+            if what == SCALES:
+                assert isinstance(sink, Blocks)
+                block = (sink.high, sink.wide)
+                shape, source, to = grid_of(shape, block), blocks_of(source, block), blocks_of(to, block)
+            if isinstance(sink, InPlace):
+                live, (here, places) = sink.live, moved(positions, shape, source, to)
+            else:
+                assert isinstance(sink, Blocks)
+                live, (here, places) = sink.scales, moved(positions, shape, source, stacked(to))
+                if what == VALUES:
+                    live = sink.codes
+                    places = (places[0], *sink.layout.where(places[1], places[2], sink.matrix[1]))
+            pattern = live.view(PATTERNS[live.itemsize])
+            index = tuple(torch.from_numpy(place).to(live.device) for place in places)
+            change = torch.from_numpy(differences[here].view(f"i{live.itemsize}")).view(pattern.dtype)
+            pattern[index] = pattern[index] + change.to(live.device)
+
+    @torch.no_grad()
+    def take_back(self) -> str | None:
+        if self.lost:
+            return None
+        self.lost = True  # until all of it is done
+        for about, raw in reversed(self.applied):
+            for positions, differences in reversed(self._decoded(about, raw)):
+                self._add(about, positions, np.negative(differences))
+        return self.base
+
+    @torch.no_grad()
+    def finish(self, expected: Any = None) -> None:
+        """Confirm every part from memory, and pack what lies beside it.
+
+        Raises PrecisionError, and gives up the way back, if a part is not what the trainer expects.
+        """
+        sent = {i for i, rows in enumerate(self.rows) if rows}
+        half = [self.plan.manifest[i].name for i in sorted(sent) if self.rows[i] < self.plan.manifest[i].rows]
+        waiting = [s for s in self.staged if s.values] + [
+            s for s in self.sinks.values() if getattr(s, "gathered", None)
+        ]
+        if half or waiting:
+            raise PrecisionError(
+                f"Whole tensors of push {self.number} did not come: {', '.join(half[:5]) or 'others of their layers'}.",
+                "A layer that its kernel packs, and blocks of two tensors, need all of their tensors.",
+                "Push again.",
+            )
+        for sink in dict.fromkeys(self.sinks[route.target] for i in sent for route in self._routes(i)):
+            if not isinstance(sink, Blocks):
+                sink.finish()
+        others = [self.plan.manifest[i].name for i in self._confirm(expected, sent)]
+        if others:
+            self.written, self.lost = True, True  # also if no patch was: these weights are nobody's
+            raise PrecisionError(
+                f"After the patches {others[0]}{f' and {len(others) - 1} more are' if len(others) > 1 else ' is'} not "
+                "what the trainer has.",
+                "The fingerprint of the engine's memory is another: it is not as the last push left it, or a patch was "
+                "damaged.",
+                "Push everything.",
+            )
+        self._pack(sent | {i for i, _ in self.next})
+        self.ledger.settle()
+        self.memory.clear()
+
+    def _routes(self, i: int) -> list[Route]:
+        return self.plan.routes.by_entry.get(i, [])
+
+    def _confirm(self, expected: Any, sent: set[int]) -> Iterator[int]:
+        """Fingerprint every part from memory, and yield the numbers of tensors that are not as expected."""
+        told = expected if isinstance(expected, dict) else {}
+        for i, routes in self.plan.routes.by_entry.items():
+            wanted, good = told.get(str(i)), True
+            for route in routes:
+                sink, part = self.sinks[route.target], name_of(route)
+                there = sink.read(route)
+                if i in sent:  # what a kernel packed cannot be read, and is known by what came
+                    noted = there or self.ledger.facts[i].fingerprints.get(part)
+                    good = good and (not isinstance(wanted, dict) or wanted.get(part, noted) == noted)
+                if there is None:
+                    continue
+                facts = self.ledger.facts[i]
+                if isinstance(sink, Blocks):
+                    facts.kind, facts.aligned = "fp8", facts.aligned and sink.same_grid(route)
+                    box = stacked(blocks_of(route.to, (sink.high, sink.wide)))
+                    at = slice(*route.source[0]) if facts.experts and route.source else ONE
+                    facts.count_scales(sink.scales[tuple(slice(*one) for one in box)], sink.operand.scale, at)
+                else:
+                    facts.kind = word(route.target.dtype)
+                facts.fingerprints[part] = there
+                if i not in sent:
+                    good = good and isinstance(wanted, dict) and wanted.get(part) == there
+                    facts.verified = good
+            if not good:
+                yield i
+
+    def _pack(self, changed: set[int]) -> None:
+        """Pack again the copies that kernels keep beside weights that changed."""
+        for layer in self.plan.packed_beside({route.target for i in changed for route in self._routes(i)}):
+            release(layer)
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+class NemoFp8Patches(NemoFp8Refit):
+    """Adds the methods of a push of patches to those of any push."""
+
+    @answering
+    def nemo_fp8_refit_stored(self, message: Answer) -> Answer:
+        """Answer how this worker keeps each tensor of the open push."""
+        session = self._refit_open(message)
+        kept, together = kept_by(session.plan, session.sinks)
+        return {"kept": {str(i): _plain(one) for i, one in kept.items()}, "together": together}
+
+    @answering
+    def nemo_fp8_refit_delta(self, message: Answer) -> Answer:
+        """Open a push of patches. Raises PrecisionError if the weights here are not those that it begins from."""
+        refuse_replicas(self.vllm_config.parallel_config)
+        self._refit_give_up()
+        plan, base = self._refit_plan, message.get("base")
+        if not base or base != self._refit_version or plan is None or plan.manifest.digest != message.get("manifest"):
+            held = self._refit_mixed or f"It holds {self._refit_version or 'no push, or was started again'}"
+            raise PrecisionError(
+                f"A patch of push {str(base)[:40]} is not for this engine.", f"{held}.", "Push everything."
+            )
+        self._refit_session = Patching(plan, str(message.get("push")), self._refit_version)
+        return {"accepted": True}
+
+
+def _plain(kept: Kept) -> list[Any]:
+    return [None if kept.operand is None else list(astuple(kept.operand)), list(kept.parts), kept.why]
+
+
+# ---------------------------------------------------------------------- places
+
+
+def stacked(box: Box) -> Box:
+    """Return a box of one matrix, or of several, as a box of a stack of matrices."""
+    return box if len(box) == 3 else ((0, 1), *box)
+
+
+def moved(
+    positions: Positions, shape: tuple[int, ...], source: Box, to: Box
+) -> tuple[NDArray[np.bool_], tuple[Positions, ...]]:
+    """Return which elements of a tensor a route takes along, and where it takes those, as an index for each dimension.
+
+    A route copies elements in the same order, so the n-th element of the source box is the n-th of the other: of a
+    tensor [4, 6] whose rows 2:4 go to ((1, 2), (0, 2), (0, 6)), position 13 (row 2, column 1) goes to (1, 0, 1).
+    """
+    at = np.unravel_index(positions, shape) if shape else ()
+    here = np.ones(len(positions), bool)
+    for place, (start, stop) in zip(at, source, strict=True):
+        here &= (place >= start) & (place < stop)
+    inside = tuple(place[here] - start for place, (start, _) in zip(at, source, strict=True))
+    sizes = tuple(stop - start for start, stop in source)
+    order = np.ravel_multi_index(inside, sizes) if inside else positions[here]
+    places = np.unravel_index(order, tuple(stop - start for start, stop in to)) if to else ()
+    return here, tuple(place + start for place, (start, _) in zip(places, to, strict=True))

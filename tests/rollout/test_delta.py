@@ -1,0 +1,355 @@
+"""Pushes of changes into vLLM's models, in this process: bitwise a full push, refused where they do not fit, taken back
+where they die."""
+
+import pytest
+import torch
+from support.rollout.in_process import Worker, build, weights_of
+from test_reload import MX, differing, held
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import quantize
+from nemo_fp8.rollout import Refit
+from nemo_fp8.rollout.refit.memory import Shared
+
+K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
+POW2 = {"weight_scale": "pow2", "first_layers": 1}
+
+
+def stepped(tensors, seed=0, size=1e-5):
+    """The tensors after a step of an optimizer, as far as a push can tell: most BF16 values stay."""
+    draws = torch.Generator().manual_seed(seed)
+    return {name: (t.float() + size * torch.randn(t.shape, generator=draws)).to(t.dtype) for name, t in tensors.items()}
+
+
+def of(worker):
+    return held(worker.model_runner.get_model())
+
+
+def fresh(folder, tensors, **contract):
+    """What a model holds that was given these tensors by a push of everything."""
+    worker = Worker(build(folder, **contract))
+    return Refit(worker).push(tensors), of(worker)
+
+
+@pytest.mark.parametrize(
+    ("kind", "contract"),
+    [("qwen3", {}), ("llama_tied", POW2), ("qwen3_moe", {}), ("qwen3_moe", {"last_layers": 1}), ("qwen3", MX),
+     ("qwen3_odd", {}), ("qwen3", {"rollout_block": "tensor"})],
+    ids=str,
+)  # fmt: skip
+def test_changes_leave_every_bit_as_everything_does(checkpoint, kind, contract):
+    """Dense and experts, FP32 and power-of-2 scales, MXFP8, shapes that stay in BF16, one scale for a weight."""
+    folder = checkpoint(kind, 0)
+    worker, tensors = Worker(build(folder, **contract)), weights_of(folder)
+    refit = Refit(worker, chunk=2**20)
+    last = refit.push(tensors, delta=True).require()
+    assert "No ledger" in last.delta.instead
+    for i in range(3):
+        tensors = stepped(tensors, i)
+        receipt = refit.push(tensors, delta=True, verify=i == 1).require()
+        whole, bits = fresh(folder, tensors, **contract)
+        assert differing(of(worker), bits) == []
+        assert receipt.fingerprint == whole.fingerprint
+        assert {t.name: (t.kind, t.scales, t.aligned) for t in receipt.tensors} == {
+            t.name: (t.kind, t.scales, t.aligned) for t in whole.tensors
+        }
+        assert (receipt.delta.instead, receipt.delta.base) == ("", last.push)
+        last = receipt
+        assert receipt.verified
+        assert 0 < receipt.delta.share < 0.1
+        # Whole: a layer with one scale for a weight, and experts in BF16, which their kernel packs.
+        whole_layers = {"tensor": 28, 1: 24 if "moe" in kind else 0}
+        count = whole_layers.get(contract.get("rollout_block", contract.get("last_layers")), 0)
+        assert len(receipt.delta.whole) == count
+        assert count or receipt.bytes < receipt.delta.full_bytes / 10
+
+
+def test_nothing_changed_is_nothing_sent(checkpoint):
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker)
+    refit.push(tensors, delta=True)
+    receipt = refit.push(tensors, delta=True).require()
+    assert (receipt.bytes, receipt.chunks, receipt.delta.changed, receipt.delta.confirmed) == (0, 0, 0, 47)
+
+
+def test_one_tensor_that_cannot_be_patched_brings_those_of_its_layer(checkpoint):
+    worker, tensors = Worker(build(checkpoint("qwen3", 0), rollout_block="tensor")), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker)
+    refit.push(tensors, delta=True)
+    tensors = tensors | {K_PROJ: tensors[K_PROJ] * 2}
+    receipt = refit.push(tensors, delta=True).require()
+    assert set(receipt.delta.whole) == {K_PROJ.replace("k_proj", which) for which in ("q_proj", "k_proj", "v_proj")}
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors, rollout_block="tensor")[1]) == []
+
+
+def test_blocks_of_two_tensors_come_whole(checkpoint):
+    """Of a fused matrix in which a block lies in two tensors, all of them are sent if one changed."""
+    changed = {"kv_heads": 1}
+    folder = checkpoint("qwen3", 0, **changed)
+    worker, tensors = Worker(build(folder)), weights_of(folder)
+    refit = Refit(worker)
+    refit.push(tensors, delta=True).require()
+    tensors = stepped(tensors)
+    receipt = refit.push(tensors, delta=True).require()
+    whole, bits = fresh(folder, tensors)
+    assert differing(of(worker), bits) == []
+    assert receipt.fingerprint == whole.fingerprint
+
+
+def test_an_iterator_brings_changes_too(checkpoint):
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker)
+    refit.push(iter(tensors.items()), manifest=tensors, delta=True)
+    tensors = stepped(tensors)
+    assert refit.push(iter(tensors.items()), delta=True).delta.instead == ""
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
+
+
+def test_codes_of_the_trainer_are_patched_as_they_are(checkpoint):
+    def coded(tensors):
+        found = {}
+        for name, tensor in tensors.items():
+            if name.endswith("_proj.weight"):
+                quantized = quantize(tensor, Operand("e4m3", (128, 128), "fp32"))
+                found |= {name: quantized.data, f"{name}_scale_inv": quantized.scale_inv}
+            else:
+                found[name] = tensor
+        return found
+
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker)
+    refit.push(coded(tensors), delta=True).require()
+    tensors = stepped(tensors)
+    receipt = refit.push(coded(tensors), delta=True).require()
+    assert receipt.delta.instead == ""
+    assert receipt.delta.whole == {}
+    assert receipt.delta.changed > 0
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
+
+
+def test_bad_weights_are_told_of_a_push_of_changes(checkpoint):
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker)
+    refit.push(tensors, delta=True).require()
+    for change, words in (
+        ({K_PROJ: torch.zeros_like(tensors[K_PROJ])}, f"all zero: {K_PROJ}."),
+        ({NORM: torch.full_like(tensors[NORM], 3e38)}, f"and more: {NORM}."),
+        ({NORM: torch.full_like(tensors[NORM], float("nan"))}, f"NaNs: {NORM}."),
+    ):
+        receipt = refit.push(tensors | change, delta=True)
+        assert receipt.delta.instead == ""
+        assert [words in problem.what for problem in receipt.problems] == [True]
+        refit.push(tensors, delta=True).require()
+    one = tensors[K_PROJ].clone()
+    one[5, 6] = float("nan")
+    assert "NaNs" in refit.push(tensors | {K_PROJ: one}, delta=True).problems[0].what
+    refit.push(tensors, delta=True).require()
+
+
+# ---------------------------------------------------------------------- what does not fit
+
+
+@pytest.fixture
+def pushed(checkpoint):
+    """A worker, a Refit whose ledger is of it, and the tensors that both hold."""
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker, chunk=2**20)
+    refit.push(tensors, delta=True).require()
+    return worker, refit, tensors
+
+
+def repaired(checkpoint, worker, refit, tensors, words):
+    """A push of changes becomes one of everything, says so, and leaves every bit right; the next one fits again."""
+    receipt = refit.push(tensors, delta=True).require()
+    assert words in receipt.delta.instead
+    assert "  all, since    " in str(receipt)
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
+    assert worker.refuses == ""
+    assert refit.push(stepped(tensors, 9), delta=True).delta.instead == ""
+
+
+def test_another_version_is_refused(checkpoint, pushed):
+    worker, refit, tensors = pushed
+    Refit(worker).push(weights_of(checkpoint("qwen3", 0)))
+    repaired(checkpoint, worker, refit, stepped(tensors), "It holds")
+
+
+def test_an_engine_that_was_started_again_is_refused(checkpoint, pushed):
+    _, refit, tensors = pushed
+    refit.control = again = Worker(build(checkpoint("qwen3", 0)))
+    repaired(checkpoint, again, refit, stepped(tensors), "no push, or was started again")
+
+
+def test_other_tensors_are_refused(checkpoint, pushed):
+    worker, refit, tensors = pushed
+    order = dict(reversed(tensors.items()))
+    repaired(checkpoint, worker, refit, order, "is not for this engine")
+
+
+def test_a_flipped_bit_in_the_engine_is_seen(checkpoint, pushed):
+    """Of a code that no patch touches; of a scale; of a norm."""
+    worker, refit, tensors = pushed
+    model = worker.model_runner.get_model()
+    for name in ("mlp.gate_up_proj.weight", "self_attn.o_proj.weight_scale_inv", "input_layernorm.weight"):
+        parameter = dict(model.named_parameters())[f"model.layers.1.{name}"].data
+        parameter.view(torch.uint8).view(-1)[15] ^= 4
+        repaired(checkpoint, worker, refit, tensors, "not what the trainer has")
+        refit.push(tensors, delta=True)
+
+
+class Damaging(Worker):
+    """A worker to whom every piece comes as ``damage`` makes it, once."""
+
+    damage = None
+
+    def _refit_write(self, session, message):
+        if message["pieces"] and self.damage:
+            damage, self.damage = self.damage, None
+            message = message | {"pieces": damage([list(piece) for piece in message["pieces"]])}
+        super()._refit_write(session, message)
+
+
+def _with(**changes):
+    at = {"i": 0, "what": 1, "row": 2, "rows": 3, "steps": 4, "others": 5, "offset": 6}
+
+    def damage(pieces):
+        for name, value in changes.items():
+            pieces[-1][at[name]] = value(pieces[-1]) if callable(value) else value
+        return pieces
+
+    return damage
+
+
+DAMAGE = {
+    "another tensor": (_with(i=10**6), "The manifest has"),
+    "a negative tensor": (_with(i=-1), "The manifest has"),
+    "no plane": (_with(what=2), "values and scales"),
+    "scales of a norm": (lambda pieces: [[1, 1, 0, 1, 1, 0, 0]], "has no scales here"),
+    "rows beyond the end": (_with(rows=10**6), "rows, of which"),
+    "no rows": (_with(rows=0), "rows, of which"),
+    "rows that were there": (lambda pieces: [*pieces, pieces[-1]], "are done"),
+    "more changes than elements": (_with(steps=10**12), "It has"),
+    "fewer than none": (_with(others=-1), "It has"),
+    "none": (_with(steps=0, others=0), "It has"),
+    "another count": (_with(steps=lambda piece: piece[4] - 1), "A patch cannot be read|does not lie inside"),
+    "beyond the memory": (_with(offset=2**20 - 1), "does not lie inside"),
+    "no numbers": (_with(steps="1"), "no seven whole numbers"),
+    "whole rows of what was patched": (
+        lambda pieces: [*pieces, [pieces[0][0], 0, 1, 0]],
+        "was patched already|cut there",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_patch_is_refused_and_repaired(checkpoint, damage, words):
+    worker, tensors = Damaging(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker, chunk=2**20)
+    refit.push(tensors, delta=True).require()
+    worker.damage, tensors = damage, stepped(tensors)
+    receipt = refit.push(tensors, delta=True).require()
+    assert worker.damage is None
+    assert any(word in receipt.delta.instead for word in words.split("|")), receipt.delta.instead
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
+
+
+def test_bytes_that_were_changed_on_the_way_are_seen(checkpoint, pushed, monkeypatch):
+    """A patch that can be read, and is another: the fingerprint refuses it."""
+    worker, refit, tensors = pushed
+    call = Worker.call
+
+    def flip(self, method, message):
+        if method == "finish" and "expected" in message:
+            message["expected"][str(refit_place)] = {}
+        return call(self, method, message)
+
+    refit_place = refit.ledger.manifest.places[K_PROJ]
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "call", flip)
+        receipt = refit.push(stepped(tensors), delta=True).require()
+    assert K_PROJ in receipt.delta.instead
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), stepped(tensors))[1]) == []
+
+
+# ---------------------------------------------------------------------- what dies
+
+
+def _dying(tensors, after):
+    yield from [*tensors.items()][:after]
+    raise ConnectionError("the trainer went away")
+
+
+def test_a_push_that_dies_between_two_patches_is_taken_back(checkpoint, pushed):
+    """Bit for bit the weights of before, which are served; the next push is of everything, since the ledger is gone."""
+    worker, refit, tensors = pushed
+    before, after = of(worker), stepped(tensors, size=1.0)  # so much that a buffer is full before the end
+    with pytest.raises(ConnectionError):
+        refit.push(_dying(after, 40), delta=True)
+    assert worker.refuses == ""
+    assert differing(of(worker), before) == []
+    repaired(checkpoint, worker, refit, after, "its last push died")
+
+
+def test_patches_were_there_before_they_were_taken_back(pushed, monkeypatch):
+    """The test above would see patches that are not taken back."""
+    worker, refit, tensors = pushed
+    before = of(worker)
+    monkeypatch.setattr("nemo_fp8.rollout.refit.worker.patches.MOST_KEPT", 0)
+    with pytest.raises(ConnectionError):
+        refit.push(_dying(stepped(tensors, size=1.0), 40), delta=True)
+    assert "half-way" in worker.refuses
+    assert differing(of(worker), before)
+    receipt = refit.push(tensors, delta=True).require()
+    assert "half-way" in receipt.after_failure
+    assert differing(of(worker), before) == []
+
+
+def test_a_sender_that_is_gone_is_taken_back_by_the_next(checkpoint, pushed):
+    """Nobody abandons what a killed sender has begun: the next push does."""
+    worker, refit, tensors = pushed
+    before, ledger = of(worker), refit.ledger
+    begin = {"push": "dead", "manifest": ledger.manifest.digest, "base": ledger.version}
+    assert worker.call("delta", begin)[0]["accepted"]
+    shared = Shared(2**20)
+    chunks = ledger.changes(stepped(tensors, size=1.0).items(), lambda: shared.tensor, 2**20)
+    pieces, _ = next(chunks)
+    worker.call("write", {"push": "dead", "memory": shared.handle, "pieces": [list(piece) for piece in pieces]})
+    assert differing(of(worker), before)
+    assert worker.call("delta", begin)[0]["accepted"]  # its version is that of before again
+    assert differing(of(worker), before) == []
+    assert worker.call("abandon", {"push": "dead"})[0]["mixed"] == ""
+    shared.close()
+
+
+def test_an_iterator_that_is_used_up_says_push_again(checkpoint, pushed):
+    worker, refit, tensors = pushed
+    worker.model_runner.get_model().model.layers[1].input_layernorm.weight.data[3] = 5.0
+    with pytest.raises(PrecisionError, match="their iterator is used up"):
+        refit.push(iter(tensors.items()), delta=True)
+    assert "half-way" in worker.refuses
+    repaired(checkpoint, worker, refit, tensors, "its last push died")
+
+
+def test_whole_tensors_are_not_what_came_before(checkpoint, monkeypatch):
+    """What a kernel packed cannot be read back, so the worker compares what came with what the trainer sent."""
+    worker, tensors = (
+        Damaging(build(checkpoint("qwen3", 0), rollout_block="tensor")),
+        weights_of(checkpoint("qwen3", 1)),
+    )
+    refit = Refit(worker)
+    refit.push(tensors, delta=True)
+    tensors = tensors | {K_PROJ: tensors[K_PROJ] * 2}
+    worker.damage = lambda pieces: [[*piece[:3], 0] for piece in pieces]  # the rows of another tensor
+    receipt = refit.push(tensors, delta=True).require()
+    assert "not what the trainer has" in receipt.delta.instead
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors, rollout_block="tensor")[1]) == []
+
+
+def test_whole_tensors_that_stayed_away_are_missed(checkpoint, monkeypatch):
+    worker, tensors = Worker(build(checkpoint("qwen3", 0), rollout_block="tensor")), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker)
+    refit.push(tensors, delta=True)
+    monkeypatch.setattr(type(refit.ledger), "going", lambda self: [self.manifest.places[K_PROJ]])
+    receipt = refit.push(tensors | {K_PROJ: tensors[K_PROJ] * 2}, delta=True).require()
+    assert "did not come" in receipt.delta.instead

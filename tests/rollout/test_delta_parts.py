@@ -1,0 +1,191 @@
+"""What a push of changes is made of, without an engine: the format of a patch, planes, carried fingerprints."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import quantize
+from nemo_fp8.rollout.refit import fingerprint
+from nemo_fp8.rollout.refit.ledger import Kept, Plane
+from nemo_fp8.rollout.refit.manifest import Entry
+from nemo_fp8.rollout.refit.patch import PATTERNS, SCALES, VALUES, decode, encode, size_of
+from nemo_fp8.rollout.refit.worker.layouts import AMX
+from nemo_fp8.rollout.refit.worker.patches import moved
+
+
+@st.composite
+def changes(draw):
+    """A strip's length, and what changes in it: any share, steps and others mixed in any way."""
+    width = draw(st.sampled_from([*PATTERNS]))
+    strip = draw(st.integers(1, 5000))
+    draws = np.random.default_rng(draw(st.integers(0, 2**32)))
+    share, steps = draw(st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0])), draw(st.sampled_from([0.0, 0.5, 1.0]))
+    positions = np.flatnonzero(draws.random(strip) < share)
+    others = draws.integers(1, 1 << (8 * width), len(positions))
+    moves = np.where(draws.random(len(positions)) < 0.5, 1, -1)
+    return strip, positions, np.where(draws.random(len(positions)) < steps, moves, others).astype(PATTERNS[width])
+
+
+@settings(deadline=None)
+@given(changes())
+def test_a_patch_goes_out_and_comes_back(change):
+    strip, positions, differences = change
+    if len(positions) == 0:
+        return
+    steps, others, raw = encode(strip, positions, differences)
+    width = differences.itemsize
+    assert len(raw) == size_of(strip, steps, others, width) <= strip * width
+    there, wanted = np.zeros(strip, differences.dtype), np.zeros(strip, differences.dtype)
+    wanted[positions] = differences
+    for places, by in decode(raw, strip, steps, others, width):
+        assert len(np.unique(places)) == len(places)
+        there[places] += by
+    assert np.array_equal(there, wanted)
+    for places, by in reversed(decode(raw, strip, steps, others, width)):
+        there[places] -= by
+    assert not there.any()
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
+def test_steps_take_a_bit_more_than_their_entropy(share):
+    """Positions without a pattern need H(share) bits an element; here they and a step's direction take at most 1.5
+    bits more for each change."""
+    draws = np.random.default_rng(0)
+    strip = 1 << 20
+    positions = np.flatnonzero(draws.random(strip) < share)
+    differences = np.where(draws.random(len(positions)) < 0.5, 1, 255).astype(np.uint8)
+    _, _, raw = encode(strip, positions, differences)
+    entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / share
+    assert 8 * len(raw) / len(positions) < entropy + 1 + 1.5
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.data())
+def test_no_bytes_are_believed(strip, data):
+    """Whatever comes, it is refused or gives places inside the strip, each once a list."""
+    steps = data.draw(st.integers(0, strip))
+    others = data.draw(st.integers(0, strip - steps))
+    raw = np.frombuffer(data.draw(st.binary(min_size=(n := size_of(strip, steps, others, 1)), max_size=n)), np.uint8)
+    try:
+        lists = decode(raw, strip, steps, others, 1)
+    except PrecisionError:
+        return
+    for places, by in lists:
+        assert len(places) == len(by) == len(np.unique(places))
+        assert places.size == 0 or 0 <= places.min() <= places.max() < strip
+
+
+def test_a_patch_of_another_size_is_refused():
+    _, _, raw = encode(100, np.array([5]), np.array([1], np.uint8))
+    for wrong in (raw[:-1], np.append(raw, 0).astype(np.uint8)):
+        with pytest.raises(PrecisionError, match="counts ask for"):
+            decode(wrong, 100, 1, 0, 1)
+
+
+PARTS = {
+    "0:256,0:384": ((0, 256), (0, 384)),
+    "128:256,0:384": ((128, 256), (0, 384)),
+    "0:256,128:256": ((0, 256), (128, 256)),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "parts"),
+    [
+        (torch.float8_e4m3fn, (256, 384), PARTS),
+        (torch.bfloat16, (256, 384), PARTS | {"odd": ((0, 256), (1, 7))}),
+        (torch.bfloat16, (3, 40, 16), {"one": ((1, 2), (0, 40), (0, 16))}),
+        (torch.bfloat16, (77,), {"all": ((0, 77),)}),
+        (torch.float32, (), {"whole": ()}),
+        (torch.float8_e8m0fnu, (5, 3), {"all": ((0, 5), (0, 3))}),
+    ],
+    ids=str,
+)
+def test_fingerprints_are_carried_through_changes(dtype, shape, parts):
+    """Through fifty changes of rows, the sums are those of the bits that are there then."""
+    draws = torch.Generator().manual_seed(0)
+    plane = Plane(shape, dtype, parts)
+
+    def some(rows):
+        return torch.randint(0, 100, (rows, plane.columns * dtype.itemsize), generator=draws, dtype=torch.uint8).view(
+            dtype
+        )
+
+    plane.put(0, some(plane.rows))
+    for _ in range(50):
+        for part in parts:
+            plane.digest(part)
+        row = int(torch.randint(0, plane.rows, (1,), generator=draws))
+        new = plane.matrix[row : row + 3].clone()
+        old = new.clone()
+        new.view(torch.uint8)[0, int(torch.randint(0, new.view(torch.uint8).shape[1], (1,), generator=draws))] ^= 3
+        positions, differences = plane.change(row, new)
+        patterns = old.view(torch.uint8).view(-1).numpy().view(plane.pattern).copy()
+        patterns[positions] += differences
+        assert np.array_equal(patterns, new.view(torch.uint8).view(-1).numpy().view(plane.pattern))
+        assert plane.change(row, new) is None
+        for part, box in parts.items():
+            assert plane.digest(part) == fingerprint(plane.values[tuple(slice(*one) for one in box)]), part
+
+
+def test_what_is_told_of_values_is_there():
+    """The largest is exact once most has changed, and never too small; NaNs are counted while they are there."""
+    kept = Kept(Entry("w", "bfloat16", (128, 256)), None, ["0:128,0:256"])
+    plane, zeros = kept.planes[VALUES], torch.zeros(128, 256, dtype=torch.bfloat16)
+    plane.put(0, zeros)
+    assert (plane.largest(), plane.nonfinite()) == (0.0, 0)
+    some = zeros.clone()
+    some[3, 4], some[5, 6] = -7.0, float("nan")
+    plane.change(0, some)
+    assert not np.isfinite(plane.largest())
+    assert plane.nonfinite() == 1
+    some[5, 6] = 1.0
+    plane.change(0, some)
+    assert (plane.largest(), plane.nonfinite()) == (7.0, 0)
+    some[3, 4] = 2.0
+    plane.change(0, some)
+    assert plane.largest() >= 2.0
+    plane.changed = 0
+    plane.change(0, torch.full_like(zeros, 0.5))
+    assert plane.largest() == 0.5
+
+
+@pytest.mark.parametrize(
+    "operand",
+    [Operand("e4m3", (128, 128), "fp32"), Operand("e4m3", (128, 128), "pow2"), Operand("e4m3", (1, 32), "e8m0")],
+)
+@pytest.mark.parametrize("shape", [(300, 256), (3, 128, 320), (2, 100, 96)], ids=str)
+def test_a_ledger_quantizes_as_the_reference_does(operand, shape):
+    """Strip by strip, and each matrix of a stack by itself."""
+    draws = torch.Generator().manual_seed(0)
+    tensor = torch.randn(shape, generator=draws).bfloat16()
+    kept = Kept(Entry("w", "bfloat16", shape), operand, [",".join(f"0:{n}" for n in shape)])
+    for what, row, new in kept.strips(tensor, 128 * shape[-1], verify=True):
+        kept.planes[what].put(row, new)
+    assert kept.as_reference
+    stack = [quantize(matrix, operand) for matrix in tensor.reshape(-1, *shape[-2:])]
+    codes, scales = (
+        torch.stack([getattr(one, name).view(torch.uint8) for one in stack]) for name in ("data", "scale_inv")
+    )
+    for what, expected in ((VALUES, codes), (SCALES, scales)):
+        assert torch.equal(kept.planes[what].values.view(torch.uint8).reshape(-1), expected.reshape(-1))
+
+
+def test_single_codes_are_found_where_a_layout_stores_them():
+    codes = (torch.arange(64 * 256) % 251).to(torch.uint8).view(64, 256)
+    live = torch.empty_like(codes)
+    AMX.store(live, 0, codes)
+    rows, columns = np.divmod(np.arange(64 * 256), 256)
+    at = AMX.where(rows, columns, 256)
+    assert torch.equal(live[tuple(map(torch.from_numpy, at))].view(64, 256), codes)
+
+
+def test_a_position_follows_its_route():
+    """The example of the docstring, and what a route does not take along."""
+    here, places = moved(np.array([11, 13, 23]), (4, 6), ((2, 4), (0, 6)), ((1, 2), (0, 2), (0, 6)))
+    assert here.tolist() == [False, True, True]
+    assert [place.tolist() for place in places] == [[1, 1], [0, 1], [1, 5]]
