@@ -143,8 +143,8 @@ def _cannot_mean(p: Precision) -> Iterator[Problem]:
 def read_nemo_rl(source: str | Path) -> tuple[Precision, Precision]:
     """Return the training side and the rollout side of a NeMo RL configuration, each as a contract.
 
-    ``source`` is a file, read with the files that it extends, or a text. Raises PrecisionError for misspelt keys, values
-    that a contract cannot express, and files that cannot be read.
+    ``source`` is a file, read with the files that it extends, or a text. Raises PrecisionError for misspelt keys,
+    values that a contract cannot express, and files that cannot be read.
     """
     document = read_document(source)
     with resolving():
@@ -164,7 +164,7 @@ def from_nemo_rl(source: str | Path) -> Precision:
 
 
 def ignored_by_nemo_rl(source: str | Path) -> list[Problem]:
-    """Return problems for keys that NeMo RL ignores in this configuration; this package reads them as they were meant."""
+    """Return problems for keys that NeMo RL ignores here; this package reads them as they were meant."""
     document = read_document(source)
     found = []
     fp8_cfg = _section(document, "policy", "megatron_cfg", "fp8_cfg")

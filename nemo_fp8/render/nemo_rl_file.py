@@ -36,7 +36,7 @@ def read_document(source: str | Path) -> Mapping[str, Any]:
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)
-    document = _extended(source, ()) if isinstance(source, Path) else _parsed(source, "the text")
+    document: Mapping[str, Any] = _extended(source, ()) if isinstance(source, Path) else _parsed(source, "the text")
     policy = document.get("policy")
     if isinstance(source, Path) and policy is None:
         raise PrecisionError(

@@ -20,7 +20,9 @@ FP8_CFG_OTHERS = ("enabled", "force_clear_fp8_caches")
 # policy.generation.vllm_cfg, with NeMo RL's own defaults; the two older keys are the ones of its documentation.
 VLLM_CFG: dict[str, Setting] = {
     "use_deep_gemm": Setting("deep_gemm", False),
-    "kv_cache_dtype": Setting("kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8"}),
+    "kv_cache_dtype": Setting(
+        "kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8"}
+    ),
     "num_first_layers_in_bf16": Setting("first_layers", 0),
     "num_last_layers_in_bf16": Setting("last_layers", 0),
     "pow2_weight_scaling_factors": Setting("weight_scale", False, {True: "pow2", False: "fp32"}),
@@ -61,7 +63,7 @@ OPEN_SECTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
 # What gives modules or sides a precision of which a contract knows nothing.
 REFUSED: dict[tuple[str, ...], str] = {
     ("policy", "megatron_cfg", "fp4_cfg"): "A contract describes FP8 only, and this trains in FP4.",
-    ("policy", "megatron_cfg", "te_precision_config_file"): "It gives modules recipes of their own; a contract has one.",
+    ("policy", "megatron_cfg", "te_precision_config_file"): "It gives modules their own recipes; a contract has one.",
     ("policy", "generation", "nvfp4_pertoken_rollout"): "A contract describes FP8 only, and this generates in FP4.",
 }
 # Where ModelOpt is told what to quantize in training and in the rollout.

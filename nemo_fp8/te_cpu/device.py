@@ -315,6 +315,6 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         (torch.Tensor, of_tensors),
         (_Autocast, of_autocast),
         (_device.DeviceContext, {"__init__": (_context_of_cpu, allocates)}),
-        (DeviceMesh, {"__init__": (_mesh_of_cpus, "FSDP2 and DTensor take their device, and its number, from the mesh")}),
+        (DeviceMesh, {"__init__": (_mesh_of_cpus, "FSDP2 and DTensor take their device from the mesh")}),
         (torch.version, version),
     ]

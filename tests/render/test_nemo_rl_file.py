@@ -1,4 +1,4 @@
-"""A NeMo RL file is read with the files that it extends, as OmegaConf reads it, and every bad one is one clear error."""
+"""A NeMo RL file is read with the files that it extends, as OmegaConf reads it; every bad one is one clear error."""
 
 import json
 
@@ -34,7 +34,9 @@ def files(folder, **texts):
 
 def test_a_file_is_read_with_what_it_extends_from_its_own_folder(tmp_path):
     (tmp_path / "base").mkdir()
-    files(tmp_path / "base", middle="defaults: root.yaml\npolicy: {megatron_cfg: {fp8_cfg: {enabled: true}}}", root=BASE)
+    files(
+        tmp_path / "base", middle="defaults: root.yaml\npolicy: {megatron_cfg: {fp8_cfg: {enabled: true}}}", root=BASE
+    )
     child = files(tmp_path, child="defaults: base/middle.yaml\npolicy: {generation: {vllm_cfg: {precision: fp8}}}")
     train, rollout = read_nemo_rl(child)
     assert (train.scaling, train.weight_scale) == ("blockwise", "fp32")
