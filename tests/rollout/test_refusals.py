@@ -47,14 +47,14 @@ def test_experts_without_amx_decode(checkpoint, monkeypatch):
         ("GptOssForCausalLM", ["biases", "swigluoai"], "model.layers.*.mlp.experts"),
     ],
 )
-def test_experts_that_nothing_decodes_are_refused_by_the_true_reason_with_a_pattern_for_all_layers(
+def test_experts_that_nothing_decodes_stay_or_are_refused_by_the_true_reason_with_a_pattern_for_all_layers(
     tmp_path, family, reasons, pattern
 ):
     folder = models.write(tmp_path / "model", "qwen3")
     (folder / "config.json").write_text(json.dumps(of_family(family)))
     dummy = {"load_format": "dummy"}
     with pytest.raises(PrecisionError) as caught:
-        build(folder, dummy, kernel="decode")
+        build(folder, dummy, kernel="decode", strict=True)
     (problem,) = caught.value.problems
     assert all(reason in problem.what for reason in reasons)
     assert ("biases" in problem.what, "router" in problem.what, "silu" in problem.what) == (
@@ -63,11 +63,12 @@ def test_experts_that_nothing_decodes_are_refused_by_the_true_reason_with_a_patt
         False,
     )
     assert f"Add {pattern!r} to keep" in problem.remedy
-    report = grid_report(build(folder, dummy, kernel="decode", keep=(pattern,)))
-    experts = [row for name, row in report.items() if "experts" in name]
-    assert len(experts) == 2
-    assert {(row.stored, "keep patterns match" in row.why) for row in experts} == {("bfloat16", True)}
-    assert "fp8" in {row.stored for row in report.values()}
+    for keep, why in (((), "fused FP8 kernel only"), ((pattern,), "keep patterns match")):
+        report = grid_report(build(folder, dummy, kernel="decode", keep=keep))
+        experts = [row for name, row in report.items() if "experts" in name]
+        assert len(experts) == 2
+        assert {(row.stored, why in row.why) for row in experts} == {("bfloat16", True)}
+        assert "fp8" in {row.stored for row in report.values()}
 
 
 def of_family(architecture):

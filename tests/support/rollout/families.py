@@ -115,7 +115,7 @@ FAMILIES = {
                "layer_types": ["full_attention", "sliding_attention"]}),
     "llama4": ("Llama4TextConfig", LOCAL | {
         "intermediate_size": 128, "intermediate_size_mlp": 512, "interleave_moe_layer_step": 1,
-        "num_experts_per_tok": 1, "attention_chunk_size": 64}),
+        "num_experts_per_tok": 1, "attention_chunk_size": 128}),
     "longcat_flash": ("LongcatFlashConfig", {
         "hidden_size": 256, "num_layers": 2, "vocab_size": VOCABULARY, "num_attention_heads": 4, "ffn_hidden_size": 512,
         "expert_ffn_hidden_size": 128, "n_routed_experts": 8, "zero_expert_num": 4,
