@@ -25,7 +25,6 @@ from nemo_fp8.findings import finding
 from nemo_fp8.preflight import agreement
 from nemo_fp8.render import nemo_rl_keys as keys
 from nemo_fp8.render.env import scale_from_environment
-from nemo_fp8.render.nemo_rl_file import read_document, resolving
 from nemo_fp8.render.rendering import Rendering, lost_fields
 from nemo_fp8.render.settings import read
 from nemo_fp8.render.te import VARIABLES, te_environment
@@ -146,6 +145,8 @@ def read_nemo_rl(source: str | Path) -> tuple[Precision, Precision]:
     ``source`` is a file, read with the files that it extends, or a text. Raises PrecisionError for misspelt keys,
     values that a contract cannot express, and files that cannot be read.
     """
+    from nemo_fp8.render.nemo_rl_file import read_document, resolving  # rendering needs no OmegaConf
+
     document = read_document(source)
     with resolving():
         problems = [*_slips(document), *_recipes_of_their_own(document)]
@@ -165,6 +166,8 @@ def from_nemo_rl(source: str | Path) -> Precision:
 
 def ignored_by_nemo_rl(source: str | Path) -> list[Problem]:
     """Return problems for keys that NeMo RL ignores here; this package reads them as they were meant."""
+    from nemo_fp8.render.nemo_rl_file import read_document
+
     document = read_document(source)
     found = []
     fp8_cfg = _section(document, "policy", "megatron_cfg", "fp8_cfg")
@@ -181,6 +184,8 @@ def ignored_by_nemo_rl(source: str | Path) -> list[Problem]:
 
 def beside_the_contract(source: str | Path) -> list[Problem]:
     """Return findings for ModelOpt's quantization, which acts beside everything that a contract says."""
+    from nemo_fp8.render.nemo_rl_file import read_document, resolving
+
     document = read_document(source)
     with resolving():
         train, rollout = (_section(document, *path).get("quant_cfg") for path in keys.MODELOPT)

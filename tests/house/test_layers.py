@@ -19,7 +19,7 @@ LAYERS = {
     "contract": (1, STANDARD_OR_LIGHT),
     "models": (2, STANDARD_OR_LIGHT),
     "preflight": (3, STANDARD_OR_LIGHT),
-    "render": (4, STANDARD_OR_LIGHT),
+    "render": (4, STANDARD_OR_LIGHT | {"omegaconf"}),
     "numerics": (5, {"torch", "numpy", "safetensors", "triton"}),
     "storage": (6, {"torch", "numpy", "safetensors"}),
     "te_cpu": (6, {"torch"}),  # TransformerEngine is imported inside of functions: it may not be there
