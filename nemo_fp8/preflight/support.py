@@ -119,8 +119,8 @@ WAYS = (
         EMULATED,
         "Weights are kept in FP8, with the same codes and scales, and multiplied in FP32: from their codes for a few "
         "tokens, decoded for more. Without BF16 units in the CPU, prompts are read several times faster than in BF16, "
-        "and tokens are generated at least as fast. Experts with biases (GPT-OSS), with the router's weight on their "
-        "input (Llama 4) or with another activation than SiLU stay in BF16.",
+        "tokens generated at 0.8 times its speed for one request and 3 times for eight. Experts with biases (GPT-OSS), "
+        "with the router's weight on their input (Llama 4) or with another activation than SiLU stay in BF16.",
     ),
     Way(CPU, ("kv-cache-fp8",), NATIVE, "vLLM keeps keys and values in FP8 on a CPU too."),
     Way(
