@@ -25,7 +25,7 @@ from nemo_fp8.rollout.refit.channel import Channel, Ended, Line
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums
 from nemo_fp8.rollout.refit.memory import Opened
 from nemo_fp8.rollout.refit.worker import sinks
-from nemo_fp8.rollout.refit.worker.layouts import ROWS, Facts, Ledger
+from nemo_fp8.rollout.refit.worker.layouts import ROWS, Facts, Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
@@ -374,9 +374,9 @@ def test_a_part_of_every_expert_is_written_as_one(scale, monkeypatch):
         Route(0, (8, 512, 256), ((0, 8), (first, first + 128), (0, 256)), ((8, 128, 256), (), 0), target, to)
         for first, to in ((128, ((0, 8), (0, 128), (0, 256))), (384, ((0, 8), (128, 256), (0, 256))))
     ]
-    codes, scales, ledger = torch.empty(8, 256, 256, dtype=torch.float8_e4m3fn), torch.empty(8, 2, 2), Ledger()
-    ledger.facts[0].experts = 8
-    sink, casts = sinks.Blocks(ledger, codes, scales, ROWS, operand, routes, True), []
+    codes, scales, tally = torch.empty(8, 256, 256, dtype=torch.float8_e4m3fn), torch.empty(8, 2, 2), Tally()
+    tally.facts[0].experts = 8
+    sink, casts = sinks.Blocks(tally, codes, scales, ROWS, operand, routes, True), []
     cast = sink._cast
     monkeypatch.setattr(sink, "_cast", lambda *arguments: casts.append(cast(*arguments)))
     for first, last in ((0, 3), (3, 8)):
@@ -385,14 +385,14 @@ def test_a_part_of_every_expert_is_written_as_one(scale, monkeypatch):
             sink.write(route, first, stack[first:last, rows])
     sink.finish()
     sink.verify()
-    ledger.settle()
+    tally.settle()
     mine = torch.cat([stack[:, slice(*route.source[1])] for route in routes], 1)
     expected = quantize(mine.reshape(-1, 256), operand)
     assert len(casts) == 4
     assert torch.equal(codes.view(torch.uint8).flatten(0, 1), expected.data.view(torch.uint8))
     assert torch.equal(scales.flatten(0, 1), expected.scale_inv)
-    assert ledger.facts[0].verified is True
-    assert ledger.facts[0].largest == mine.flatten(1).abs().amax(1).tolist()
+    assert tally.facts[0].verified is True
+    assert tally.facts[0].largest == mine.flatten(1).abs().amax(1).tolist()
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.refit import Manifest
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.wire import capacity, cut
-from nemo_fp8.rollout.refit.worker.layouts import ROWS, Ledger
+from nemo_fp8.rollout.refit.worker.layouts import ROWS, Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.session import Session
@@ -101,20 +101,20 @@ def test_a_push_leaves_every_bit_as_a_fresh_load_does(checkpoint, model, kind, c
     for seed, order in ((0, list), (1, shuffled), (0, shuffled)):
         session = push(pushed, weights_of(checkpoint(kind, seed)), order=order)
         assert differing(held(pushed), wanted[seed]) == []
-        assert session.ledger.held == 0
-        assert all(facts.verified is not False for facts in session.ledger.facts.values())
+        assert session.tally.held == 0
+        assert all(facts.verified is not False for facts in session.tally.facts.values())
 
 
 def test_what_waits_beside_the_model_is_counted(checkpoint, qwen3):
     """Layer by layer it is one layer; in the worst order it is all of them."""
     model, tensors = build(checkpoint("qwen3", 0), rollout_block="tensor"), qwen3[1]
-    by_layer = push(model, tensors).ledger.most_held
+    by_layer = push(model, tensors).tally.most_held
     assert by_layer == 1024 * 256 * 2  # gate and up of one layer
     scattered = push(
         model, tensors, order=lambda pairs: sorted(pairs, key=lambda pair: "up_proj" in pair[0])
-    ).ledger.most_held
+    ).tally.most_held
     assert scattered >= 4 * by_layer
-    assert push(qwen3[0], tensors).ledger.most_held == 0
+    assert push(qwen3[0], tensors).tally.most_held == 0
 
 
 def test_blocks_that_lie_in_two_tensors_wait_for_both():
@@ -134,8 +134,8 @@ def test_blocks_that_lie_in_two_tensors_wait_for_both():
         )
         for i, (at, part) in enumerate(zip((0, 64, 192), parts, strict=True))
     ]
-    codes, scales, ledger = torch.empty(256, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 2), Ledger()
-    sink, buffer = Blocks(ledger, codes, scales, ROWS, BLOCK, routes, True), torch.empty(128, 256).bfloat16()
+    codes, scales, tally = torch.empty(256, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 2), Tally()
+    sink, buffer = Blocks(tally, codes, scales, ROWS, BLOCK, routes, True), torch.empty(128, 256).bfloat16()
     for route, part in zip(routes, parts, strict=True):
         sink.write(route, 0, buffer[: len(part)].copy_(part))
         buffer.fill_(float("nan"))
@@ -143,8 +143,8 @@ def test_blocks_that_lie_in_two_tensors_wait_for_both():
     expected = quantize(torch.cat(parts), BLOCK)
     assert torch.equal(codes.view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(scales, expected.scale_inv)
-    assert (ledger.held, ledger.most_held) == (0, 256 * 256 * 2)
-    assert [facts.aligned for _, facts in sorted(ledger.facts.items())] == [False] * 3
+    assert (tally.held, tally.most_held) == (0, 256 * 256 * 2)
+    assert [facts.aligned for _, facts in sorted(tally.facts.items())] == [False] * 3
 
 
 def test_values_that_are_no_numbers_are_told_wherever_they_lie(qwen3):
@@ -156,7 +156,7 @@ def test_values_that_are_no_numbers_are_told_wherever_they_lie(qwen3):
     tensors["model.embed_tokens.weight"][1, 2] = float("nan")
     session = push(model, tensors)
     names = {
-        session.plan.manifest[i].name: facts.nonfinite for i, facts in session.ledger.facts.items() if facts.nonfinite
+        session.plan.manifest[i].name: facts.nonfinite for i, facts in session.tally.facts.items() if facts.nonfinite
     }
     assert names == {K_PROJ: 2, NORM: 1, "model.embed_tokens.weight": 1}
 
@@ -280,7 +280,7 @@ def test_a_push_does_not_wait_for_its_device_piece_by_piece(checkpoint, kind, co
             with Waits() as dispatched, Fetches() as written:
                 session.finish()
             shared.close()
-        told.append({i: facts.to_plain() for i, facts in session.ledger.facts.items()})
+        told.append({i: facts.to_plain() for i, facts in session.tally.facts.items()})
         waits.append((sum(counts), dispatched.count + written.count, pieces))
     assert waits[0][2] < waits[1][2]
     assert waits[0][:2] == waits[1][:2]
@@ -297,7 +297,7 @@ def test_what_is_counted_is_what_is_there(checkpoint, qwen3):
     """Against sums over the whole tensors, in FP64."""
     model, tensors = qwen3
     session = push(model, tensors)
-    for i, facts in session.ledger.facts.items():
+    for i, facts in session.tally.facts.items():
         tensor = tensors[session.plan.manifest[i].name]
         assert facts.largest == float(tensor.abs().max())
         if facts.kind == "fp8":

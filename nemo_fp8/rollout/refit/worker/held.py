@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit.manifest import SCALES
-from nemo_fp8.rollout.refit.worker.layouts import Ledger
+from nemo_fp8.rollout.refit.worker.layouts import Tally
 from nemo_fp8.rollout.refit.worker.patches import NemoFp8Patches
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.session import Answer, answering
@@ -40,7 +40,7 @@ class NemoFp8Held(NemoFp8Patches):
                     "Push once, or start it from a checkpoint.",
                 )
             plan = Plan(self.model_runner.get_model(), own[0])
-        sinks = plan.sinks(Ledger(), verify=False)
+        sinks = plan.sinks(Tally(), verify=False)
         held: dict[str, dict[str, str]] = {}
         for route in plan.routes:
             name, sink = plan.manifest[route.entry].name, sinks[route.target]

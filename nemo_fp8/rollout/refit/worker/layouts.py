@@ -102,7 +102,7 @@ class Facts:
     """What one worker knows about one pushed tensor.
 
     Counts stay on the tensor's device, since reading a number from a GPU waits for all of its work.
-    :meth:`Ledger.settle` reads all of them at once. Of a stack of experts every count is a vector with one number for
+    :meth:`Tally.settle` reads all of them at once. Of a stack of experts every count is a vector with one number for
     each expert, so that nothing is done expert by expert. The methods take ``at``, the experts that came
     (:data:`ONE` for a tensor that is no stack), and values of which each of them has the same number, in order.
     """
@@ -205,7 +205,7 @@ def _decoded(scales: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Ledger:
+class Tally:
     """What one worker knows about one push."""
 
     facts: dict[int, Facts] = field(default_factory=lambda: defaultdict(Facts))

@@ -248,7 +248,7 @@ class Patching(Session):
                 "Push everything.",
             )
         self._pack(sent | {i for i, _ in self.next})
-        self.ledger.settle()
+        self.tally.settle()
         self.memory.clear()
 
     def _routes(self, i: int) -> list[Route]:
@@ -263,11 +263,11 @@ class Patching(Session):
                 sink, part = self.sinks[route.target], name_of(route)
                 there = sink.read(route)
                 if i in sent:  # what a kernel packed cannot be read, and is known by what came
-                    noted = there or self.ledger.facts[i].fingerprints.get(part)
+                    noted = there or self.tally.facts[i].fingerprints.get(part)
                     good = good and (not isinstance(wanted, dict) or wanted.get(part, noted) == noted)
                 if there is None:
                     continue
-                facts = self.ledger.facts[i]
+                facts = self.tally.facts[i]
                 if isinstance(sink, Blocks):
                     facts.kind, facts.aligned = "fp8", facts.aligned and sink.same_grid(route)
                     box = stacked(blocks_of(route.to, (sink.high, sink.wide)))

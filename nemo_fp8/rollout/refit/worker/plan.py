@@ -23,7 +23,7 @@ from nemo_fp8.rollout.engine import kv
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Entry, Manifest
-from nemo_fp8.rollout.refit.worker.layouts import Ledger, layout_of
+from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, KvScales, Sink, Staged
 
@@ -82,10 +82,10 @@ class Plan:
             return "in place"  # biases, which vLLM makes after the weights and does not process
         return "staged" if isinstance(method, QuantizeMethodBase) else ""
 
-    def sinks(self, ledger: Ledger, verify: bool) -> dict[Target, Sink]:
+    def sinks(self, tally: Tally, verify: bool) -> dict[Target, Sink]:
         """Return the sink of every target that the push writes. Parameters of one staged layer share a sink.
 
-        The sinks report to ``ledger``; ``verify`` has every cast compared with the reference.
+        The sinks report to ``tally``; ``verify`` has every cast compared with the reference.
         """
         staged: dict[str, list[Target]] = defaultdict(list)
         sinks: dict[Target, Sink] = {}
@@ -96,13 +96,13 @@ class Plan:
                 layout = layout_of(layer)
                 assert layout is not None
                 codes, scales = (getattr(layer, name) for name in (target.parameter, scale_name(target)))
-                sinks[target] = Blocks(ledger, codes, scales, layout, layer.quant_method.operand, routes, verify)
+                sinks[target] = Blocks(tally, codes, scales, layout, layer.quant_method.operand, routes, verify)
             elif way == "scales":
-                sinks[target] = attention.setdefault(target.layer, KvScales(ledger, layer))
+                sinks[target] = attention.setdefault(target.layer, KvScales(tally, layer))
             elif way == "in place":
                 live = _live(layer, target)
                 assert live is not None
-                sinks[target] = InPlace(ledger, live, self.routes.constants.get(target, ()), self.manifest)
+                sinks[target] = InPlace(tally, live, self.routes.constants.get(target, ()), self.manifest)
             else:
                 staged[target.layer].append(target)
         for name, targets in staged.items():
@@ -110,7 +110,7 @@ class Plan:
                 (target, self.routes.constants[target]) for target in targets if target in self.routes.constants
             ]
             sink = Staged(
-                ledger, self.layers[name], [route for target in targets for route in self.to[target]], constants
+                tally, self.layers[name], [route for target in targets for route in self.to[target]], constants
             )
             sinks |= dict.fromkeys(targets, sink)
         return sinks

@@ -26,7 +26,7 @@ from nemo_fp8.rollout.refit.channel import Line
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Manifest
 from nemo_fp8.rollout.refit.memory import BUFFERS, Opened
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
-from nemo_fp8.rollout.refit.worker.layouts import Ledger
+from nemo_fp8.rollout.refit.worker.layouts import Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Box, Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, release
@@ -63,10 +63,10 @@ class Session:
 
     def __init__(self, plan: Plan, number: str, verify: bool) -> None:
         self.plan, self.number, self.verify = plan, number, verify
-        self.ledger = Ledger()
+        self.tally = Tally()
         for i, experts in plan.stacks.items():
-            self.ledger.facts[i].experts = experts
-        self.sinks = plan.sinks(self.ledger, verify)
+            self.tally.facts[i].experts = experts
+        self.sinks = plan.sinks(self.tally, verify)
         self.rows = [0] * len(plan.manifest)
         """How many rows of each tensor have come."""
         self.written = False
@@ -147,15 +147,15 @@ class Session:
         assert route.made is not None
         came = self.waiting.setdefault(route, {})
         came[i] = tensor
-        self.ledger.take(i, tensor)
+        self.tally.take(i, tensor)
         if len(came) < len(route.made.inputs):
             came[i] = tensor.clone()  # the buffer is used again
-            self.ledger.hold(tensor.nbytes)
+            self.tally.hold(tensor.nbytes)
             return
         device = next(self.plan.model.parameters()).device
         values = route.made.run(came, device).to(route.target.dtype)
         self.sinks[route.target].write(route, 0, values.reshape(route.view[0]))
-        self.ledger.hold(-sum(other.nbytes for number, other in self.waiting.pop(route).items() if number != i))
+        self.tally.hold(-sum(other.nbytes for number, other in self.waiting.pop(route).items() if number != i))
 
     def _write_scales(self, i: int, scales: torch.Tensor) -> None:
         """Write the scales of tensor ``i``: they take the routes of their codes, in units of blocks."""
@@ -195,7 +195,7 @@ class Session:
         if self.verify:
             for sink in sinks:
                 sink.verify()
-        self.ledger.settle()
+        self.tally.settle()
         self.memory.clear()
 
     def take_back(self) -> str | None:
@@ -291,8 +291,8 @@ class NemoFp8Refit:
         unwritten = [
             t.name for t in session.plan.routes.parameters if t not in session.sinks and session.plan.way(t) != "scales"
         ]
-        told = {str(i): facts.to_plain() for i, facts in session.ledger.facts.items()}
-        return {"facts": told, "held": session.ledger.most_held, "unwritten": unwritten}
+        told = {str(i): facts.to_plain() for i, facts in session.tally.facts.items()}
+        return {"facts": told, "held": session.tally.most_held, "unwritten": unwritten}
 
     @answering
     def nemo_fp8_refit_abandon(self, message: Answer) -> Answer:

@@ -28,7 +28,7 @@ from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import Manifest
-from nemo_fp8.rollout.refit.worker.layouts import ONE, Layout, Ledger
+from nemo_fp8.rollout.refit.worker.layouts import ONE, Layout, Tally
 from nemo_fp8.rollout.refit.worker.routes import Box, Route, Target, before_loading
 
 ROWS = 128  # a strip has a multiple of so many rows, hence whole blocks, and whole groups of every layout
@@ -41,8 +41,8 @@ class Sink:
     ``write`` is called for pieces in the order of their rows, then ``finish``, then, if asked for, ``verify``.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.facts = ledger, ledger.facts
+    def __init__(self, tally: Tally) -> None:
+        self.tally, self.facts = tally, tally.facts
         self.prints: dict[Route, Fingerprint] = defaultdict(Fingerprint)
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
@@ -93,9 +93,9 @@ class InPlace(Sink):
     """
 
     def __init__(
-        self, ledger: Ledger, live: torch.Tensor, constants: Iterable[tuple[Box, float]], manifest: Manifest
+        self, tally: Tally, live: torch.Tensor, constants: Iterable[tuple[Box, float]], manifest: Manifest
     ) -> None:
-        super().__init__(ledger)
+        super().__init__(tally)
         self.parameter, self.live = live, live.data
         self.constants, self.manifest = list(constants), manifest
 
@@ -127,7 +127,7 @@ class Blocks(Sink):
 
     def __init__(
         self,
-        ledger: Ledger,
+        tally: Tally,
         codes: torch.Tensor,
         scales: torch.Tensor,
         layout: Layout,
@@ -135,7 +135,7 @@ class Blocks(Sink):
         routes: Iterable[Route],
         against_reference: bool,
     ) -> None:
-        super().__init__(ledger)
+        super().__init__(tally)
         self.against_reference = against_reference
         self.codes = codes.data if codes.dim() == 3 else codes.data[None]
         self.scales = scales.data if scales.dim() == 3 else scales.data[None]
@@ -314,12 +314,12 @@ class Blocks(Sink):
         """Add values to straddling matrix ``m``, and quantize it when it is complete."""
         if m not in self.gathered:
             self.gathered[m] = torch.zeros(self.matrix, dtype=values.dtype, device=values.device)
-            self.ledger.hold(self.gathered[m].nbytes)
+            self.tally.hold(self.gathered[m].nbytes)
         _at(self.gathered[m], to[-2:]).copy_(values)
         self.awaited[m] -= values.numel()
         if self.awaited[m] == 0:
             whole = self.gathered.pop(m)
-            self.ledger.hold(-whole.nbytes)
+            self.tally.hold(-whole.nbytes)
             codes = torch.empty(self.matrix, dtype=self.codes.dtype, device=whole.device)
             routes = [route for route in self.routes if m in self._matrices(route)]
             self._cast(whole, codes, self.scales[m], [(route, self._expert(route, m)) for route in routes])
@@ -376,8 +376,8 @@ class Blocks(Sink):
 class KvScales(Sink):
     """Sets the scales of a layer's KV cache, all at once, by vLLM's own method for it."""
 
-    def __init__(self, ledger: Ledger, layer: Any) -> None:
-        super().__init__(ledger)
+    def __init__(self, tally: Tally, layer: Any) -> None:
+        super().__init__(tally)
         self.layer, self.values = layer, dict[Route, torch.Tensor]()
 
     def write(self, route: Route, row: int, values: torch.Tensor) -> None:
@@ -407,12 +407,12 @@ class Staged(Sink):
 
     def __init__(
         self,
-        ledger: Ledger,
+        tally: Tally,
         layer: Any,
         routes: Iterable[Route],
         constants: Iterable[tuple[Target, list[tuple[Box, float]]]],
     ) -> None:
-        super().__init__(ledger)
+        super().__init__(tally)
         self.layer, self.values = layer, dict[str, torch.Tensor]()
         self.constants = list(constants)
         self.awaited = {entry for route in routes for entry in route.entries}
@@ -437,14 +437,14 @@ class Staged(Sink):
                 held = _at(self.values[route.target.parameter].data, route.to)
                 self.facts[route.entry].count_nonfinite(held, self._experts(route, 0, rows_of(route)))
             self._process()
-            self.ledger.hold(-size)
+            self.tally.hold(-size)
 
     def _empty(self, name: str) -> torch.Tensor:
         """Return memory for a parameter as it is before loading: with its shape, type and loader."""
         before, _ = get_layerwise_info(self.layer).restore_metadata
         with get_layerwise_info(self.layer).restore_device:
             made: torch.Tensor = materialize_meta_tensor(before_loading(before[name], self.layer))
-        self.ledger.hold(made.nbytes)
+        self.tally.hold(made.nbytes)
         return made
 
     def _process(self) -> None:
