@@ -61,9 +61,13 @@ def test_two_steps_a_killed_rank_and_a_broken_engine(tmp_path):
     assert rows[1]["kl"] > 0
     assert rows[0]["push"][0]["fingerprint"] != rows[1]["push"][0]["fingerprint"]
     pushes = [row["push"][0] for row in rows]
-    assert [bool(push["delta"]["instead"]) for push in pushes] == [True, True, False]
-    assert 0 < pushes[2]["delta"]["share"] < 1
-    assert pushes[2]["bytes"] < pushes[1]["bytes"]
+    # Which of the next pushes begins a ledger again depends on how far the rank had come when it was killed.
+    changes = [push for push in pushes if not push["delta"]["instead"]]
+    assert pushes[0]["delta"]["instead"].startswith("No ledger")
+    assert changes
+    for push in changes:
+        assert 0 < push["delta"]["share"] < 1
+        assert push["bytes"] < pushes[0]["bytes"] / 10
     assert rows[2]["gate"]["fired"]
     assert rows[2]["gate"]["weights"] == {f"{actors.BROKEN_LAYER}.weight": "zeroed"}
     assert "loss" not in rows[2]
