@@ -55,7 +55,10 @@ class Plan:
         self.problems = [*self._refused()]
 
     def _is_stack(self, routes: list[Route]) -> bool:
-        return len(routes[0].shape) == 3 and all(isinstance(self.layers[r.target.layer], RoutedExperts) for r in routes)
+        """Whether a tensor is experts one after the other, whose rows are those of single experts all the way."""
+        return len(routes[0].shape) == 3 and all(
+            route.source is not None and isinstance(self.layers[route.target.layer], RoutedExperts) for route in routes
+        )
 
     # ------------------------------------------------------------------ ways
 
