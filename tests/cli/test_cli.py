@@ -26,7 +26,7 @@ COMMANDS = [
     (["doctor"], 0, ["GPU", "blockwise"]),
     (["doctor", "--for", "h200,cuda12.9,te2.9"], 0, ["native"]),
     (["doctor", BLOCK, "--for", "h200,cuda12.8,te2.9"], 1, ["CUDA >= 12.9", "remedy"]),
-    (["doctor", BLOCK, "--for", "cpu,avx2,torch2.13,vllm0.31"], 0, ["decoded", "slower"]),
+    (["doctor", BLOCK, "--for", "cpu,avx2,torch2.13,vllm0.31"], 0, ["decoded", "3 times for eight"]),
     (["doctor", "--vllm-python", "/nowhere/bin/python"], 0, ["none; looked in /nowhere"]),
     (["lint", BLOCK], 0, ["E5M2"]),
     (["lint", "bf16_with_fp8_mixed", "--set", "first_layers=1"], 1, ["delayed"]),

@@ -27,6 +27,7 @@ LAYERS = {
     "rollout": (7, {"torch", "numpy", "safetensors"}),
     "rollout/engine": (7, {"torch", "numpy", "safetensors", "vllm"}),  # runs in vLLM's processes only
     "rollout/refit/worker": (7, {"torch", "numpy", "safetensors", "vllm"}),  # as that
+    "rollout/refit/transfer": (7, {"torch", "vllm"}),  # a trainer's side of vLLM's own API: its classes are vLLM's
     "export": (7, {"torch", "numpy", "safetensors"}),
     "inspection": (7, {"torch", "numpy"}),
     "front": (8, STANDARD_OR_LIGHT | {"lightning", "nemo", "nemo_run", "torch"}),  # what a person imports by name

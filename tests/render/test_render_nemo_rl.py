@@ -194,7 +194,7 @@ def test_every_presets_yaml_is_one_contract_again():
         ("policy: {megatron_cfg: {fp8_cfg: true}}", "no mapping"),
         ("policy: {megatron_cfg: {fp4_cfg: {enabled: true}}}", "FP8 only"),
         ("policy: {generation: {nvfp4_pertoken_rollout: {enabled: true}}}", "FP8 only"),
-        ("policy: {megatron_cfg: {te_precision_config_file: recipes.yaml}}", "recipes of their own"),
+        ("policy: {megatron_cfg: {te_precision_config_file: recipes.yaml}}", "their own recipes"),
         ("policy: {megatron_cfg: {te_precision_config_fle: recipes.yaml}}", "te_precision_config_file"),
         ("policy: {generation: {vllm_cfg: {precision: fp8, quantization_ignore_pattern: [a]}}}", "_patterns"),
         (
