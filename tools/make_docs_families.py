@@ -54,7 +54,7 @@ def families() -> str:
     text += "".join(_row(name, found) for name, found in rows.items())
     refused = {name: found["not in BF16"] for name, found in record["families"].items() if "not in BF16" in found}
     if refused:
-        text += NOT + "".join(f"| {name} | {_cell(why)} |\n" for name, why in refused.items())
+        text += NOT + "".join(f"| {name} | {_cell(why.partition(' [type=')[0])} |\n" for name, why in refused.items())
     return text + FOOT
 
 
