@@ -90,10 +90,12 @@ def check(
     notes = []
     if nemo_rl:
         from nemo_fp8.render.nemo_rl import beside_the_contract, ignored_by_nemo_rl, read_nemo_rl
+        from nemo_fp8.render.nemo_rl_file import read_document
 
-        source = Path(train)
-        trained, rolled = read_nemo_rl(source)
-        notes = [f"{p.what} {p.why} {p.remedy}" for p in (*ignored_by_nemo_rl(source), *beside_the_contract(source))]
+        document = read_document(Path(train))
+        trained, rolled = read_nemo_rl(document)
+        beside = (*ignored_by_nemo_rl(document), *beside_the_contract(document))
+        notes = [f"{p.what} {p.why} {p.remedy}" for p in beside]
     else:
         trained = load(train)
         rolled = load(rollout) if rollout else trained

@@ -14,8 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -28,6 +27,9 @@ from nemo_fp8.render.env import scale_from_environment
 from nemo_fp8.render.rendering import Rendering, lost_fields
 from nemo_fp8.render.settings import read
 from nemo_fp8.render.te import VARIABLES, te_environment
+
+if TYPE_CHECKING:
+    from nemo_fp8.render.nemo_rl_file import Source
 
 _REASONS = {
     "keep": "NeMo RL leaves modules out of FP8 in the rollout only, in 128x128 blocks by plain words in their names.",
@@ -139,11 +141,11 @@ def _cannot_mean(p: Precision) -> Iterator[Problem]:
 # ---------------------------------------------------------------------- NeMo RL -> contract
 
 
-def read_nemo_rl(source: str | Path) -> tuple[Precision, Precision]:
+def read_nemo_rl(source: Source) -> tuple[Precision, Precision]:
     """Return the training side and the rollout side of a NeMo RL configuration, each as a contract.
 
-    ``source`` is a file, read with the files that it extends, or a text. Raises PrecisionError for misspelt keys,
-    values that a contract cannot express, and files that cannot be read.
+    ``source`` is a file, read with the files that it extends, a text or a mapping. Raises PrecisionError for misspelt
+    keys, values that a contract cannot express, and files that cannot be read.
     """
     from nemo_fp8.render.nemo_rl_file import read_document, resolving  # rendering needs no OmegaConf
 
@@ -159,12 +161,12 @@ def read_nemo_rl(source: str | Path) -> tuple[Precision, Precision]:
     return Precision(**train), Precision(**rollout)
 
 
-def from_nemo_rl(source: str | Path) -> Precision:
+def from_nemo_rl(source: Source) -> Precision:
     """Return one contract for both sides. Raises PrecisionError with every setting in which they differ."""
     return agreement.join(*read_nemo_rl(source))
 
 
-def ignored_by_nemo_rl(source: str | Path) -> list[Problem]:
+def ignored_by_nemo_rl(source: Source) -> list[Problem]:
     """Return problems for keys that NeMo RL ignores here; this package reads them as they were meant."""
     from nemo_fp8.render.nemo_rl_file import read_document
 
@@ -182,7 +184,7 @@ def ignored_by_nemo_rl(source: str | Path) -> list[Problem]:
     return found
 
 
-def beside_the_contract(source: str | Path) -> list[Problem]:
+def beside_the_contract(source: Source) -> list[Problem]:
     """Return findings for ModelOpt's quantization, which acts beside everything that a contract says."""
     from nemo_fp8.render.nemo_rl_file import read_document, resolving
 

@@ -25,18 +25,25 @@ from nemo_fp8.errors import PrecisionError
 
 # The functions that NeMo RL gives to OmegaConf.
 _RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": max}
+Source = str | Path | Mapping[str, Any]
 _BASE_PRECISION = "bfloat16"  # what NeMo RL's base files set
 
 
-def read_document(source: str | Path) -> Mapping[str, Any]:
-    """Return the configuration of a file (a Path) or of a text, resolved value by value as it is read.
+def read_document(source: Source) -> Mapping[str, Any]:
+    """Return a configuration whose values are resolved one by one as they are read.
+
+    ``source`` is a file (a Path), a text, or a mapping, such as a configuration that was read already.
 
     Raises PrecisionError if it is no YAML mapping, or a file that it extends is missing, damaged or extends itself.
     """
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)
-    document: Mapping[str, Any] = _extended(source, ()) if isinstance(source, Path) else _parsed(source, "the text")
+    document: Mapping[str, Any]
+    if isinstance(source, Path):
+        document = _extended(source, ())
+    else:
+        document = _parsed(source, "the text") if isinstance(source, str) else OmegaConf.create(source)
     policy = document.get("policy")
     if isinstance(source, Path) and policy is None:
         raise PrecisionError(
@@ -88,7 +95,8 @@ def _extended(path: Path, extending: tuple[Path, ...]) -> DictConfig:
 
 def _merged(below: DictConfig, above: DictConfig) -> DictConfig:
     for key in [*above]:
-        section = None if OmegaConf.is_missing(above, key) else above._get_node(key)
+        known = not OmegaConf.is_missing(above, key) and not OmegaConf.is_interpolation(above, key)
+        section = above[key] if known else None
         if isinstance(section, DictConfig) and section.get("_override_", False):
             section.pop("_override_")
             below.pop(key, None)

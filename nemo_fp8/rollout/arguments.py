@@ -100,12 +100,10 @@ def init_fp8(vllm_cfg: Mapping[str, Any], model_name: str, model_parallel_size: 
 
     Raises PrecisionError for unknown keys, a precision other than FP8, or what :func:`check_model` refuses.
     """
-    import yaml
-
     from nemo_fp8.render.nemo_rl import ignored_by_nemo_rl, read_nemo_rl
 
-    text = yaml.safe_dump({"policy": {"generation": {"vllm_cfg": _plain(vllm_cfg)}}})
-    _, rollout = read_nemo_rl(text)
+    document = {"policy": {"generation": {"vllm_cfg": _plain(vllm_cfg)}}}
+    _, rollout = read_nemo_rl(document)
     if rollout.rollout != "fp8":
         raise PrecisionError(
             f"init_fp8 with precision={vllm_cfg.get('precision')!r}.",
@@ -118,7 +116,7 @@ def init_fp8(vllm_cfg: Mapping[str, Any], model_name: str, model_parallel_size: 
             "It counts the workers of one engine.",
             "Give tensor times pipeline parallel size.",
         )
-    for problem in ignored_by_nemo_rl(text):
+    for problem in ignored_by_nemo_rl(document):
         log.warning("%s Here it is read as it was meant; NeMo RL itself would ignore it.", problem.what)
     check_model(Path(model_name), rollout)
     return engine_args(rollout)
@@ -195,7 +193,7 @@ def _in_fp8_blocks(said: Mapping[str, Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return mappings and lists of any kind (OmegaConf's) as dicts and lists, which YAML can write."""
+    """Return mappings and lists of any kind (OmegaConf's) as dicts and lists."""
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     listed = isinstance(value, Sequence) and not isinstance(value, str)

@@ -142,23 +142,9 @@ class Refit:
         except BaseException as error:
             self._abandon(push, error)
             raise
-        reset = self._serve_again()
-        end = time.perf_counter()
-        told = receipt(
-            announced,
-            done,
-            push=push,
-            passed_over=tuple(sorted(skipped)),
-            bytes=sent,
-            chunks=chunks,
-            chunk_bytes=transport.size * transport.buffers,
-            seconds=end - start,
-            prefix_cache_reset=reset,
-            weight_version=str(done[0].get("weight_version") or ""),
-            after_failure=mixed,
-            parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
-            delta=delta,
-        )
+        about = {"after_failure": mixed, "delta": delta}
+        times = (start, checked, streamed)
+        told = self._end(announced, done, push, skipped, transport, (chunks, sent), times, **about)
         if ledger is not None:
             ledger.settle(push, told.tensors)
             self.ledger = ledger
@@ -189,29 +175,40 @@ class Refit:
             done = self._ask("finish", message)
         except BaseException as error:
             transport.close()
-            if once or not isinstance(error, Refused):  # else a push of everything follows, and closes this one
-                self._abandon(push, error)
+            self._abandon(push, error)
             if once and isinstance(error, Refused):
                 raise PrecisionError([*error.problems, _PUSH_AGAIN]) from error
             raise
+        told = self._end(announced, done, push, skipped, transport, (chunks, sent), (start, checked, streamed))
+        tensors, delta = ledger.settle_changes(push, told.tensors)
+        self.ledger = ledger
+        return replace(told, tensors=tensors, delta=delta)
+
+    def _end(
+        self, announced: Manifest, done: Sequence[Answer], push: str, skipped: set[str], transport: Transport,
+        sent: tuple[int, int], times: tuple[float, float, float], **about: Any,
+    ) -> Receipt:  # fmt: skip
+        """Let the engine serve again after a push that ended well, and return the receipt.
+
+        ``sent`` is the number of buffers and the bytes, ``times`` are when the push began, was checked and was sent.
+        """
         reset = self._serve_again()
+        start, checked, streamed = times
         end = time.perf_counter()
-        told = receipt(
+        return receipt(
             announced,
             done,
             push=push,
             passed_over=tuple(sorted(skipped)),
-            bytes=sent,
-            chunks=chunks,
+            chunks=sent[0],
+            bytes=sent[1],
             chunk_bytes=transport.size * transport.buffers,
             seconds=end - start,
             prefix_cache_reset=reset,
             weight_version=str(done[0].get("weight_version") or ""),
             parts={"check": checked - start, "stream": streamed - checked, "finish": end - streamed},
+            **about,
         )
-        tensors, delta = ledger.settle_changes(push, told.tensors)
-        self.ledger = ledger
-        return replace(told, tensors=tensors, delta=delta)
 
     def _serve_again(self) -> bool:
         """Drop the prefix cache, and let requests in again; return whether vLLM says that it dropped the cache."""
