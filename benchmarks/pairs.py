@@ -102,7 +102,7 @@ def memcpy_in_parts(threads: int) -> Callable[[Place], Any] | None:
     """The C library's copy, a part for each of torch's own threads, if OpenMP can be asked for them."""
     from nemo_fp8.numerics.kernels import cpu
 
-    address, pointer = cpu._parallel(), ctypes.c_void_p
+    address, pointer = cpu.parallel(), ctypes.c_void_p
     if address is None:
         return None
     function = ctypes.CFUNCTYPE(None, pointer)

@@ -89,7 +89,7 @@ def program(request, tmp_path_factory) -> Path:
 @pytest.fixture
 def on_arm(program, monkeypatch) -> Path:
     monkeypatch.setattr(build, "library", lambda: Elsewhere(program))
-    monkeypatch.setattr(cpu, "_parallel", lambda: None)
+    monkeypatch.setattr(cpu, "parallel", lambda: None)
     return program
 
 

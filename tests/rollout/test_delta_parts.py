@@ -10,7 +10,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
 from nemo_fp8.rollout.refit import fingerprint
-from nemo_fp8.rollout.refit.ledger import Kept, Plane
+from nemo_fp8.rollout.refit.ledger import Kept, Plane, Room
 from nemo_fp8.rollout.refit.manifest import Entry
 from nemo_fp8.rollout.refit.patch import PATTERNS, SCALES, VALUES, decode, encode, size_of
 from nemo_fp8.rollout.refit.worker.layouts import AMX
@@ -108,7 +108,7 @@ PARTS = {
 def test_fingerprints_are_carried_through_changes(dtype, shape, parts):
     """Through fifty changes of rows, the sums are those of the bits that are there then."""
     draws = torch.Generator().manual_seed(0)
-    plane = Plane(shape, dtype, parts)
+    plane, room = Plane(shape, dtype, parts), Room()
 
     def some(rows):
         return torch.randint(0, 100, (rows, plane.columns * dtype.itemsize), generator=draws, dtype=torch.uint8).view(
@@ -123,11 +123,13 @@ def test_fingerprints_are_carried_through_changes(dtype, shape, parts):
         new = plane.matrix[row : row + 3].clone()
         old = new.clone()
         new.view(torch.uint8)[0, int(torch.randint(0, new.view(torch.uint8).shape[1], (1,), generator=draws))] ^= 3
-        positions, differences = plane.change(row, new)
         patterns = old.view(torch.uint8).view(-1).numpy().view(plane.pattern).copy()
-        patterns[positions] += differences
+        for first, rows, steps, others, raw in plane.change(row, new, 2, room):
+            strip = patterns[(first - row) * plane.columns :][: rows * plane.columns]
+            for positions, differences in decode(raw, rows * plane.columns, steps, others, dtype.itemsize):
+                strip[positions] += differences
         assert np.array_equal(patterns, new.view(torch.uint8).view(-1).numpy().view(plane.pattern))
-        assert plane.change(row, new) is None
+        assert not [*plane.change(row, new, 2, room)]
         for part, box in parts.items():
             assert plane.digest(part) == fingerprint(plane.values[tuple(slice(*one) for one in box)]), part
 
@@ -140,17 +142,17 @@ def test_what_is_told_of_values_is_there():
     assert (plane.largest(), plane.nonfinite()) == (0.0, 0)
     some = zeros.clone()
     some[3, 4], some[5, 6] = -7.0, float("nan")
-    plane.change(0, some)
+    [*plane.change(0, some, 100, Room())]
     assert not np.isfinite(plane.largest())
     assert plane.nonfinite() == 1
     some[5, 6] = 1.0
-    plane.change(0, some)
+    [*plane.change(0, some, 100, Room())]
     assert (plane.largest(), plane.nonfinite()) == (7.0, 0)
     some[3, 4] = 2.0
-    plane.change(0, some)
+    [*plane.change(0, some, 100, Room())]
     assert plane.largest() >= 2.0
     plane.changed = 0
-    plane.change(0, torch.full_like(zeros, 0.5))
+    [*plane.change(0, torch.full_like(zeros, 0.5), 100, Room())]
     assert plane.largest() == 0.5
 
 
@@ -164,7 +166,7 @@ def test_a_ledger_quantizes_as_the_reference_does(operand, shape):
     draws = torch.Generator().manual_seed(0)
     tensor = torch.randn(shape, generator=draws).bfloat16()
     kept = Kept(Entry("w", "bfloat16", shape), operand, [",".join(f"0:{n}" for n in shape)])
-    for what, row, new in kept.strips(tensor, 128 * shape[-1], verify=True):
+    for what, row, new in kept.strips(tensor, True, Room()):
         kept.planes[what].put(row, new)
     assert kept.as_reference
     stack = [quantize(matrix, operand) for matrix in tensor.reshape(-1, *shape[-2:])]

@@ -159,7 +159,7 @@ def decode(
         rows=matrix.shape[0], cols=matrix.shape[1], tile_rows=tile[0], tile_cols=tile[1],
         target=PAIR if dtype == torch.bfloat16 and tile[1] > 1 else SOURCES[dtype],
         e8m0=scale_inv.dtype != torch.float32,
-        mantissa_bits=format.mantissa_bits, threads=_threads(matrix), parallel=_parallel(),
+        mantissa_bits=format.mantissa_bits, threads=threads(matrix), parallel=parallel(),
     )  # fmt: skip
     library.nemo_fp8_decode(ctypes.byref(job))
     return out
@@ -182,7 +182,7 @@ def multiply(
     job = _MultiplyJob(
         x=x.data_ptr(), room=room.data_ptr(), codes=codes.data_ptr(), scale_inv=scale_inv.data_ptr(), y=y.data_ptr(),
         tokens=len(x), rows=codes.shape[0], cols=codes.shape[1], tile_rows=tile[0], tile_cols=tile[1],
-        e8m0=scale_inv.dtype != torch.float32, threads=_threads(codes), parallel=_parallel(),
+        e8m0=scale_inv.dtype != torch.float32, threads=threads(codes), parallel=parallel(),
     )  # fmt: skip
     return y if library.nemo_fp8_multiply(ctypes.byref(job)) else None
 
@@ -211,7 +211,7 @@ def accumulate(
     job = _AccumulateJob(
         y=y.data_ptr(), partial=partial.data_ptr(), of_rows=of_rows.data_ptr(), of_columns=of_columns.data_ptr(),
         rows=y.shape[0],
-        cols=y.shape[1], columns_first=columns_first, exact=exact, threads=_threads(y), parallel=_parallel(),
+        cols=y.shape[1], columns_first=columns_first, exact=exact, threads=threads(y), parallel=parallel(),
     )  # fmt: skip
     library.nemo_fp8_accumulate(ctypes.byref(job))
     return True
@@ -229,7 +229,7 @@ def sums(x: torch.Tensor, into: torch.Tensor | None) -> tuple[torch.Tensor, torc
         x=x.data_ptr(), of_rows=rows.data_ptr(), of_columns=columns.data_ptr(), largest=largest.data_ptr(),
         rows=height, bytes=width, stride=x.stride(0) * x.itemsize, magnitudes=MAGNITUDES.get(x.dtype, 0),
         to=None if into is None else into.data_ptr(), to_stride=0 if into is None else into.stride(0) * x.itemsize,
-        threads=_threads(x), parallel=_parallel(),
+        threads=threads(x), parallel=parallel(),
     )  # fmt: skip
     if not library.nemo_fp8_sums(ctypes.byref(job)):
         raise MemoryError("no memory for the sums of a matrix's columns")
@@ -291,7 +291,7 @@ def _run(
         x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0],
         tile_cols=tile[1],
         source=PAIR if source == BF16 and tile[1] > 1 else source, mantissa_bits=format.mantissa_bits, bias=format.bias,
-        count_bytes=_counter(tile).itemsize, threads=_threads(matrix), parallel=_parallel(), format_max=format.max,
+        count_bytes=_counter(tile).itemsize, threads=threads(matrix), parallel=parallel(), format_max=format.max,
         saturates_above=format.saturates_above,
         **{name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in more.items()},
     )  # fmt: skip
@@ -303,12 +303,12 @@ def _takes(tile: Tile) -> bool:
     return tile is None or (tile[0] <= 255 and tile[1] <= STRIP and tile[1] & (tile[1] - 1) == 0)
 
 
-def _threads(matrix: torch.Tensor) -> int:
+def threads(matrix: torch.Tensor) -> int:
     """Return the number of threads: all or one. OpenMP would end those that a smaller team leaves out."""
     return 1 if matrix.numel() < ELEMENTS_FOR_THREADS else torch.get_num_threads()
 
 
-def _parallel() -> int | None:
+def parallel() -> int | None:
     """Return the address of torch's ``GOMP_parallel``; None in a forked process, which lacks its threads."""
     return _gomp_parallel() if os.getpid() == PROCESS else None
 

@@ -48,14 +48,12 @@ class Fingerprint:
         self._columns = of_columns if self._columns is None else self._columns + of_columns
         return largest
 
-    def change(self, rows: torch.Tensor, columns: torch.Tensor, differences: torch.Tensor) -> None:
-        """Add differences of 64-bit words to what came: both sums of a changed word change by the same.
-
-        ``rows`` and ``columns`` say where the words lie in the tensor, in which a row is a whole number of words.
-        """
+    def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums of what came, by row and by column: both of a changed word change by as much as the word."""
         assert self._columns is not None
-        self._rows = [torch.cat(self._rows).index_add_(0, rows, differences)]
-        self._columns.index_add_(0, columns, differences)
+        if len(self._rows) > 1:
+            self._rows = [torch.cat(self._rows)]
+        return self._rows[0], self._columns
 
     def digest(self) -> str:
         """Return sixteen hexadecimal digits. The sums stay on the tensor's device until here."""

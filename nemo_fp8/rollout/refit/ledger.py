@@ -15,6 +15,7 @@ each FP8 weight and two for each BF16 one, and every push quantizes in the train
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import decode_e8m0, format_of
+from nemo_fp8.numerics.kernels import patches
 from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import SCALES as SUFFIX
@@ -33,9 +35,8 @@ from nemo_fp8.rollout.refit.patch import (
     PATTERNS,
     SCALES,
     VALUES,
-    Differences,
+    Bytes,
     Patch,
-    Positions,
     blocks_of,
     encode,
     grid_of,
@@ -44,10 +45,15 @@ from nemo_fp8.rollout.refit.patch import (
 from nemo_fp8.rollout.refit.receipt import Delta, Written
 from nemo_fp8.rollout.refit.wire import AT_ONCE, Piece, aligned, cut, same_as_announced
 
-STRIP = 1 << 20  # elements that are quantized and compared at a time, so that they lie in the cache meanwhile
+STRIP = 1 << 21  # elements that are quantized and compared at a time, so that they lie in the cache meanwhile
+PATCH = 1 << 19  # elements of a patch, at most: a few a strip, so that every thread has some
 ROWS = 128  # a strip of a matrix is a multiple of so many rows, hence of whole blocks
 Box = tuple[tuple[int, int], ...]
-Change = tuple[Positions, Differences]
+Change = tuple[int, int, int, int, Bytes]
+"""(first row, rows, steps, others, bytes of the patch)"""
+Sums = tuple[torch.Tensor, torch.Tensor]
+Words = tuple[int, int, int, int]
+"""(first row, last row, first word, last word)"""
 Filled = tuple[Sequence[Sequence[int]], int]
 """What lies in a full buffer, and the bytes used."""
 
@@ -62,6 +68,8 @@ class Plane:
         self.pattern = PATTERNS[dtype.itemsize]
         self.sign, self.infinite = _SPECIAL[dtype]
         self.prints: dict[str, Fingerprint] = {}
+        self.words = {part: words for part, box in parts.items() if (words := _words_of(box, shape, dtype.itemsize))}
+        """The parts made of whole 64-bit words, whose fingerprints can be carried: rows, and words of each."""
         self.changed = 0
         """Elements that differ from those of the push before."""
         self.top: int | None = None
@@ -73,37 +81,50 @@ class Plane:
         self.prints.clear()
         self.top = None
 
-    def change(self, row: int, new: torch.Tensor) -> Change | None:
-        """Note rows that may have changed; return the positions in them and the differences, None if there are none."""
-        old = self.matrix[row : row + len(new)]
-        wide = 8 // new.itemsize if new.numel() * new.itemsize % 8 == 0 else 1  # elements that are compared at once
-        kind = np.int64 if wide > 1 else self.pattern
-        was, now = (tensor.view(torch.uint8).view(-1).numpy().view(kind) for tensor in (old, new))
-        at = np.flatnonzero(was != now)
-        if len(at) == 0:
-            return None
-        before, after = was[at], now[at]
-        was[at] = after  # this is the plane's own memory
-        self._carry(row, at, before, after)
-        before, after = (each.view(self.pattern).reshape(len(at), wide) for each in (before, after))
-        which = np.nonzero(before != after)
-        self.changed += len(which[0])
-        if self.top is not None:
-            self.top = max(self.top, int((after[which] & ~self.pattern(self.sign)).max()))
-        return at[which[0]] * wide + which[1], after[which] - before[which]
+    def change(self, row: int, new: torch.Tensor, patch_rows: int, room: Room) -> Iterator[Change]:
+        """Note rows that may have changed, and yield a patch for every ``patch_rows`` of them in which one has.
 
-    def _carry(self, row: int, at: Any, before: Any, after: Any) -> None:
-        """Carry fingerprints through words that changed, and drop those of parts that are not made of whole words."""
-        size = self.columns * self.values.itemsize
-        for part in [*self.prints]:
-            box = self.parts[part]
-            ends = [end * self.values.itemsize for end in box[-1]] if len(box) == 2 else [1]
-            if before.dtype != np.int64 or size % 8 or any(end % 8 for end in ends):
-                del self.prints[part]
-                continue
-            rows, columns = at // (size // 8) + row - box[0][0], at % (size // 8) - ends[0] // 8
-            mine = (rows >= 0) & (rows < box[0][1] - box[0][0]) & (columns >= 0) & (columns < (ends[1] - ends[0]) // 8)
-            self.prints[part].change(*(torch.from_numpy(each[mine]) for each in (rows, columns, after - before)))
+        A patch lies in ``room`` until the next rows are noted.
+        """
+        old = self.matrix[row : row + len(new)]
+        out = room.of("patches", (new.nbytes,), torch.uint8).numpy()
+        kept = {part: print_.sums() for part, print_ in self.prints.items() if part in self.words}
+        found = patches.find(
+            old, new, out, row=row, patch_rows=patch_rows, sign=self.sign,
+            parts=[_part(self.words[part], *sums) for part, sums in kept.items()],
+        )  # fmt: skip
+        if found is None:
+            found = self._find(old, new, row, patch_rows, kept)
+        for i, (steps, others, raw, changed, largest) in enumerate(found):
+            if changed:
+                self.prints = {part: self.prints[part] for part in kept}
+                self.changed += changed
+                self.top = None if self.top is None else max(self.top, largest)
+                first = i * patch_rows
+                yield row + first, min(patch_rows, len(new) - first), steps, others, raw
+
+    def _find(
+        self, old: torch.Tensor, new: torch.Tensor, row: int, patch_rows: int, kept: Mapping[str, Sums]
+    ) -> list[patches.Found]:
+        """Do what the kernel does, in numpy: the reference."""
+        found = list[patches.Found]()
+        for part, (of_rows, of_columns) in kept.items():
+            first, last, left, right = self.words[part]
+            first, last = max(first, row), min(last, row + len(new))
+            now, was = (rows[max(0, first - row) : max(0, last - row)].clone().view(torch.int64) for rows in (new, old))
+            by = (now - was)[:, left:right]
+            of_rows[first - self.words[part][0] :][: len(by)] += by.sum(1)
+            of_columns += by.sum(0)
+        for first in range(0, len(new), patch_rows):
+            was, now = (
+                matrix[first : first + patch_rows].view(torch.uint8).view(-1).numpy().view(self.pattern)
+                for matrix in (old, new)
+            )
+            at = np.flatnonzero(was != now)
+            largest = int(np.max(now[at] & ~self.pattern(self.sign), initial=0))
+            found.append((*encode(len(now), at, now[at] - was[at]), len(at), largest))
+        old.copy_(new)
+        return found
 
     def digest(self, part: str) -> str:
         """Return the fingerprint of a part."""
@@ -137,6 +158,23 @@ _SPECIAL = {
 }
 
 
+class Room:
+    """Memory that is used again for every strip."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def of(
+        self, what: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """Return memory of this shape and type; what was there under this name is gone."""
+        device, size = device or torch.device("cpu"), math.prod(shape) * dtype.itemsize
+        held = self.held.get((what, device))
+        if held is None or len(held) < size:
+            held = self.held[what, device] = torch.empty(size, dtype=torch.uint8, device=device)
+        return held[:size].view(dtype).view(shape)
+
+
 class Kept:
     """A tensor that can be patched: its values, or its codes and their scales."""
 
@@ -152,27 +190,29 @@ class Kept:
         self.as_reference = True
         """Whether all codes and scales that were held against the reference cast were its."""
 
-    def strips(self, tensor: torch.Tensor, most: int, verify: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield what the engine makes of a tensor, in strips of at most ``most`` bytes: plane, first row, rows."""
+    def strips(self, tensor: torch.Tensor, verify: bool, room: Room) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield what the engine makes of a tensor, strip by strip: plane, first row, rows. These may lie in ``room``,
+        until the next strip is asked for."""
+        rows, columns = matrix_of(self.entry.shape)
         if self.operand is None or self.entry.is_codes:
-            matrix = tensor.detach().cpu().reshape(matrix_of(self.entry.shape))
-            step = max(1, min(STRIP, most // matrix.itemsize) // matrix.shape[1])
-            yield from ((VALUES, row, matrix[row : row + step].contiguous()) for row in range(0, len(matrix), step))
+            matrix, step = tensor.detach().cpu().reshape(rows, columns), max(1, STRIP // columns)
+            yield from ((VALUES, row, matrix[row : row + step].contiguous()) for row in range(0, rows, step))
             return
         assert self.operand.block is not None
-        high = self.operand.block[0]
-        for m, matrix in enumerate(tensor.detach().reshape(-1, *tensor.shape[-2:])):
-            step = max(ROWS, min(STRIP, most) // matrix.shape[1] // ROWS * ROWS)
-            for row in range(0, len(matrix), step):
+        high, kind = self.operand.block[0], self.planes[SCALES].values.dtype
+        # A stack whose blocks do not run into one another is quantized as one matrix.
+        each = rows if self.entry.shape[-2] % high == 0 else self.entry.shape[-2]
+        step = max(ROWS, STRIP // columns // ROWS * ROWS)
+        for m, matrix in enumerate(tensor.detach().reshape(-1, each, columns)):
+            for row in range(0, each, step):
                 values = matrix[row : row + step]
-                codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
-                grid = grid_of(tuple(values.shape), self.operand.block)
-                scales = torch.empty(grid, dtype=self.planes[SCALES].values.dtype, device=values.device)
+                codes = room.of("codes", tuple(values.shape), torch.float8_e4m3fn, values.device)
+                scales = room.of("scales", grid_of(tuple(values.shape), self.operand.block), kind, values.device)
                 quantize_into(values, self.operand, codes, scales)
                 if verify:
                     self._compare(values, codes, scales)
-                yield VALUES, m * len(matrix) + row, codes.cpu()
-                yield SCALES, m * -(-len(matrix) // high) + row // high, scales.cpu()
+                yield VALUES, m * each + row, codes.cpu()
+                yield SCALES, m * -(-each // high) + row // high, scales.cpu()
 
     def _compare(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         assert self.operand is not None
@@ -240,6 +280,7 @@ class Ledger:
     """Tensors that must all come whole if one of them does."""
     written: dict[str, Written] = field(default_factory=dict)
     """What the last receipt told of each tensor."""
+    room: Room = field(default_factory=Room)
 
     @classmethod
     def of(cls, manifest: Manifest, passed_over: set[int], answers: Sequence[Mapping[str, Any]]) -> Ledger:
@@ -271,7 +312,7 @@ class Ledger:
         """Yield the tensors unchanged, and note the bits that the engine will hold of each."""
         for name, tensor in tensors:
             yield name, tensor  # first: who takes it checks whether it is as announced
-            for i, what, row, new in self._strips(self.manifest.places[name], tensor, STRIP):
+            for i, what, row, new in self._strips(self.manifest.places[name], tensor):
                 self.kept[i].planes[what].put(row, new)
 
     def settle(self, push: str, written: Iterable[Written]) -> None:
@@ -282,7 +323,7 @@ class Ledger:
             if any(kept.digest(part) != print_ for part, print_ in one.fingerprints.items()):
                 self._send_whole(i, "The trainer's quantization has other bits than the engine's")
 
-    def _strips(self, i: int, tensor: torch.Tensor, most: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    def _strips(self, i: int, tensor: torch.Tensor) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         """Yield new rows of planes: number of the tensor, plane, first row, rows. Note a tensor that goes whole."""
         entry = self.manifest[i]
         codes = self.manifest.places[entry.name.removesuffix(SUFFIX)] if self.manifest.is_scales(entry) else None
@@ -291,42 +332,44 @@ class Ledger:
         elif codes is not None:
             yield codes, SCALES, 0, tensor.detach().cpu().reshape(matrix_of(entry.shape)).contiguous()
         elif i in self.kept:
-            yield from ((i, *strip) for strip in self.kept[i].strips(tensor, most, self.verify))
+            yield from ((i, *strip) for strip in self.kept[i].strips(tensor, self.verify, self.room))
 
     # ------------------------------------------------------------------ a push of changes
 
     def changes(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], buffer: Callable[[], torch.Tensor], size: int
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        buffer: Callable[[], torch.Tensor],
+        size: int,
+        most: int = AT_ONCE,
     ) -> Iterator[Filled]:
         """Copy what changed into buffers; yield for each full buffer what lies in it and the bytes used.
 
         Patches come first, since they can be taken back, and whole tensors last. ``buffer()`` gives the next
-        buffer, of ``size`` bytes. Raises PrecisionError if a tensor is not as announced, comes twice, or does not come.
+        buffer, of ``size`` bytes; no more than ``most`` patches lie in one. Raises PrecisionError if a tensor is not as
+        announced, comes twice, or does not come.
         """
         for kept in self.kept.values():
             for plane in kept.planes.values():
                 plane.changed = 0
-        room, used, heads = None, 0, list[Piece | Patch]()
-        for i, what, row, new in self._come(tensors, size):
-            change = self.kept[i].planes[what].change(row, new)
-            if change is None:
-                continue
-            steps, others, raw = encode(new.numel(), *change)
-            if used + len(raw) > size or len(heads) == AT_ONCE:
-                yield heads, used
-                room, used, heads = None, 0, []
-            room = buffer() if room is None else room
-            room[used : used + len(raw)] = torch.from_numpy(raw)
-            heads.append((i, what, row, len(new), steps, others, used))
-            used = aligned(used + len(raw))
+        free, used, heads = None, 0, list[Piece | Patch]()
+        for i, what, first, new in self._come(tensors):
+            plane = self.kept[i].planes[what]
+            patch_rows = max(1, min(PATCH, size // new.itemsize) // plane.columns)
+            for row, rows, steps, others, raw in plane.change(first, new, patch_rows, self.room):
+                if used + len(raw) > size or len(heads) == most:
+                    yield heads, used
+                    free, used, heads = None, 0, []
+                free = buffer() if free is None else free
+                free[used : used + len(raw)] = torch.from_numpy(raw)
+                heads.append((i, what, row, rows, steps, others, used))
+                used = aligned(used + len(raw))
         if heads:
             yield heads, used
         going = ((self.manifest[i].name, self.whole[i].values) for i in self.going())
         yield from cut(going, self.manifest, buffer, self.whole)  # type: ignore[arg-type]
 
-    def _come(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], most: int
-    ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    def _come(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         """Check every tensor that comes, and yield its strips."""
         came = set[int]()
         for name, tensor in tensors:
@@ -338,7 +381,7 @@ class Ledger:
                     f"{name} came twice.", "A push takes every tensor once.", "Give every tensor once."
                 )
             came.add(i)
-            yield from self._strips(i, tensor, most)
+            yield from self._strips(i, tensor)
         left = [entry.name for i, entry in enumerate(self.manifest) if i not in came | self.passed_over]
         if left:
             raise PrecisionError(
@@ -401,6 +444,21 @@ class Ledger:
 def _operand_of(row: Sequence[Any]) -> Operand:
     format, block, scale, delayed = row
     return Operand(format, tuple(block), scale, delayed)
+
+
+def _words_of(box: Box, shape: tuple[int, ...], size: int) -> Words | None:
+    """Return the rows of a part, and the 64-bit words of each, in the matrix of a tensor whose elements have ``size``
+    bytes; None if they are no such rectangle."""
+    if len(shape) < 2 or shape[-1] * size % 8 or any(end * size % 8 for end in box[-1]):
+        return None
+    if any(one != (0, n) for one, n in zip(box[1:-1], shape[1:-1], strict=True)):
+        return None
+    each = math.prod(shape[1:-1])
+    return box[0][0] * each, box[0][1] * each, box[-1][0] * size // 8, box[-1][1] * size // 8
+
+
+def _part(words: Words, of_rows: torch.Tensor, of_columns: torch.Tensor) -> patches.Part:
+    return patches.Part(*words, of_rows.data_ptr(), of_columns.data_ptr())
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -96,7 +96,7 @@ def decode(raw: Bytes, strip: int, steps: int, others: int, width: int) -> list[
     first, second = _size_of_positions(strip, steps), _size_of_positions(strip, others)
     at = np.cumsum([0, first, -(-steps // 8), second, others * width])
     if len(raw) != at[-1]:
-        raise _no_patch(f"it has {len(raw)} bytes, and its counts ask for {at[-1]}")
+        raise no_patch(f"it has {len(raw)} bytes, and its counts ask for {at[-1]}")
     up = np.unpackbits(raw[at[1] : at[2]], bitorder="little", count=steps)
     moves = np.where(up == 1, pattern(1), np.negative(pattern(1), dtype=pattern))
     return [
@@ -142,15 +142,15 @@ def _decode_positions(raw: Bytes, strip: int, count: int) -> Positions:
     length = count + (strip >> low) + 1
     ones = np.flatnonzero(np.unpackbits(raw[end:], bitorder="little", count=length))
     if len(ones) != count:
-        raise _no_patch(f"it has {len(ones)} positions, and says {count}")
+        raise no_patch(f"it has {len(ones)} positions, and says {count}")
     each = np.zeros((count, 32), np.uint8)
     each[:, :low] = np.unpackbits(raw[:end], bitorder="little", count=count * low).reshape(count, low)
     lows = np.packbits(each, axis=1, bitorder="little").view("<u4")[:, 0].astype(np.int64)
     positions = (ones - np.arange(count)) << low | lows
     if positions[-1] >= strip or not bool((positions[1:] > positions[:-1]).all()):
-        raise _no_patch("its positions are not increasing, or beyond the strip")
+        raise no_patch("its positions are not increasing, or beyond the strip")
     return positions
 
 
-def _no_patch(why: str) -> PrecisionError:
+def no_patch(why: str) -> PrecisionError:
     return PrecisionError("A patch cannot be read.", f"{why[0].upper()}{why[1:]}.", "Push with nemo_fp8.rollout.Refit.")

@@ -165,7 +165,7 @@ class Refit:
         checked = time.perf_counter()
         try:
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
-            changes = ledger.changes(to_send, transport.buffer, transport.size)
+            changes = ledger.changes(to_send, transport.buffer, transport.size, transport.patches)
             first = next(changes, None)  # requests are computed until there is a change to send
             self.control.hold(self.running)
             buffers = itertools.chain([] if first is None else [first], changes)

@@ -113,6 +113,8 @@ class Transport(Protocol):
     """Bytes of one buffer."""
     buffers: int
     """How many buffers there are."""
+    patches: int
+    """The most patches of a message."""
 
     def open(self, push: str, workers: int) -> None:
         """Begin a push. Raises PrecisionError, before the first byte, if the workers cannot be reached."""
@@ -142,6 +144,7 @@ class SharedMemory:
     """
 
     most, buffers = 8 << 20, 4
+    patches = 32  # few enough for the workers to add these while the sender looks for others
 
     def __init__(self, control: Control, size: int, weights: Shared | None) -> None:
         self.control, self.size, self.weights = control, size, weights
@@ -221,7 +224,7 @@ class Body:
     Raises PrecisionError if the engine is not reached by requests.
     """
 
-    most, buffers = 32 << 20, BUFFERS
+    most, buffers, patches = 32 << 20, BUFFERS, AT_ONCE
 
     def __init__(self, control: Control, size: int) -> None:
         if not isinstance(control, Carrier):

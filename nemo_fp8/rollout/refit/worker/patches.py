@@ -18,6 +18,8 @@ once the patches are more than MOST_KEPT, or once a fingerprint was another: the
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import patch
 from nemo_fp8.rollout.refit.patch import LONGEST, SCALES, VALUES, Differences, Positions, blocks_of, grid_of, matrix_of
 from nemo_fp8.rollout.refit.worker.layouts import ONE
@@ -95,6 +98,7 @@ class Patching(Session):
         self.kept, _ = kept_by(plan, self.sinks)
         self.next: dict[tuple[int, int], int] = {}
         """The first row of each tensor's values, or scales, that no patch has passed."""
+        self.places: dict[tuple[int, int], list[kernel.Place] | None] = {}
         self.applied: list[tuple[tuple[int, ...], torch.Tensor]] = []
         self.size = 0
         """The bytes of the patches so far; beyond MOST_KEPT they are not kept."""
@@ -117,17 +121,18 @@ class Patching(Session):
             raw = memory.read(piece[-1], torch.uint8, (size,)).clone()
             self._apply(about, raw)
 
-    @torch.no_grad()
     def _apply(self, about: tuple[int, ...], raw: torch.Tensor) -> None:
         """Add a patch, all of it or nothing, and keep it for the way back."""
-        lists = self._decoded(about, raw)
-        self.size += len(raw)
-        lost = self.lost or self.size > MOST_KEPT
+        before = self.written, self.lost
         self.written, self.lost = True, True  # until it is added as a whole
-        for positions, differences in lists:
-            self._add(about, positions, differences)
-        self.lost = lost
-        if lost:
+        try:
+            self._add(about, raw)
+        except PrecisionError:  # it is no patch, and nothing of it was added
+            self.written, self.lost = before
+            raise
+        self.size += len(raw)
+        self.lost = before[1] or self.size > MOST_KEPT
+        if self.lost:
             self.applied.clear()
         else:
             self.applied.append((about, raw))
@@ -176,17 +181,44 @@ class Patching(Session):
         assert isinstance(sink, Blocks)
         return matrix_of(grid_of(entry.shape, block)), sink.scales.itemsize
 
-    def _decoded(self, about: tuple[int, ...], raw: torch.Tensor) -> list[tuple[Positions, Differences]]:
-        """Return the lists of a patch, with positions in the whole tensor."""
-        _, _, row, rows, steps, others = about
-        (_, columns), width = self._plane((*about, 0))
-        lists = patch.decode(raw.numpy(), rows * columns, steps, others, width)
-        return [(positions + row * columns, differences) for positions, differences in lists]
+    @torch.no_grad()
+    def _add(self, about: tuple[int, ...], raw: torch.Tensor, back: bool = False) -> None:
+        """Add a patch where the elements of a tensor lie in this worker's memory, or subtract it.
 
-    def _add(self, about: tuple[int, ...], positions: Positions, differences: Differences) -> None:
-        """Add differences where the elements of a tensor lie in this worker's memory."""
-        i, what, *_ = about
-        for route in self.plan.routes.by_entry.get(i, ()):
+        Raises PrecisionError if it is none; then nothing was added.
+        """
+        i, what, row, rows, steps, others = about
+        (count, columns), width = self._plane((*about, 0))
+        bytes_, counts, first = raw.numpy(), (rows * columns, steps, others, width), row * columns
+        done, places = None, self._places(i, what)
+        if places is not None:
+            shape = self.plan.manifest[i].shape
+            matrices = math.prod(shape[:-2])
+            done = kernel.add(
+                bytes_, *counts, first=first, shape=(count // matrices, columns), places=places, back=back
+            )
+        if done is None:
+            for positions, differences in patch.decode(bytes_, *counts):
+                by = np.negative(differences) if back else differences
+                self._add_slowly(i, what, positions + first, by)
+        elif not done:
+            raise patch.no_patch("its positions are not increasing, or not as many as it says")
+
+    def _places(self, i: int, what: int) -> list[kernel.Place] | None:
+        """Return where the parts of a tensor lie, for the kernel; None if one of them is in no order that it knows."""
+        if (i, what) not in self.places:
+            found = [place_of(*where[1:], where[0]) for where in self._parts(i, what) if where[0].is_cpu]
+            plain = len(found) == len(self._routes(i)) and all(self._in_order(route, what) for route in self._routes(i))
+            self.places[i, what] = [one for one in found if one] if plain and all(found) else None
+        return self.places[i, what]
+
+    def _in_order(self, route: Route, what: int) -> bool:
+        sink = self.sinks[route.target]
+        return what == SCALES or not isinstance(sink, Blocks) or sink.layout.plain
+
+    def _parts(self, i: int, what: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...], Box, Box]]:
+        """Yield for each route of a tensor: live memory, the shape of the tensor, a box of it, and a box there."""
+        for route in self._routes(i):
             sink = self.sinks[route.target]
             shape, source, to = route.shape, route.source, route.to
             assert source is not None
@@ -195,26 +227,29 @@ class Patching(Session):
                 block = (sink.high, sink.wide)
                 shape, source, to = grid_of(shape, block), blocks_of(source, block), blocks_of(to, block)
             if isinstance(sink, InPlace):
-                live, (here, places) = sink.live, moved(positions, shape, source, to)
+                yield sink.live, shape, source, to
             else:
                 assert isinstance(sink, Blocks)
-                live, (here, places) = sink.scales, moved(positions, shape, source, stacked(to))
-                if what == VALUES:
-                    live = sink.codes
-                    places = (places[0], *sink.layout.where(places[1], places[2], sink.matrix[1]))
+                yield sink.scales if what == SCALES else sink.codes, shape, source, stacked(to)
+
+    def _add_slowly(self, i: int, what: int, positions: Positions, differences: Differences) -> None:
+        """Add differences at positions of the whole tensor, in numpy and torch."""
+        for route, (live, *about) in zip(self._routes(i), self._parts(i, what), strict=True):
+            here, places = moved(positions, *about)
+            sink = self.sinks[route.target]
+            if what == VALUES and isinstance(sink, Blocks):
+                places = (places[0], *sink.layout.where(places[1], places[2], sink.matrix[1]))
             pattern = live.view(PATTERNS[live.itemsize])
             index = tuple(torch.from_numpy(place).to(live.device) for place in places)
             change = torch.from_numpy(differences[here].view(f"i{live.itemsize}")).view(pattern.dtype)
             pattern[index] = pattern[index] + change.to(live.device)
 
-    @torch.no_grad()
     def take_back(self) -> str | None:
         if self.lost:
             return None
         self.lost = True  # until all of it is done
         for about, raw in reversed(self.applied):
-            for positions, differences in reversed(self._decoded(about, raw)):
-                self._add(about, positions, np.negative(differences))
+            self._add(about, raw, back=True)
         return self.base
 
     @torch.no_grad()
@@ -343,3 +378,26 @@ def moved(
     order = np.ravel_multi_index(inside, sizes) if inside else positions[here]
     places = np.unravel_index(order, tuple(stop - start for start, stop in to)) if to else ()
     return here, tuple(place + start for place, (start, _) in zip(places, to, strict=True))
+
+
+def place_of(shape: tuple[int, ...], source: Box, to: Box, live: torch.Tensor) -> kernel.Place | None:
+    """Return where a route's elements lie, for the kernel: it counts a tensor of up to three dimensions as matrices,
+    rows and columns (a vector has rows of one). None if the tensor has more, or the boxes have other sides.
+
+    Of a tensor [4, 6] whose rows 2:4 go to ((1, 2), (0, 2), (0, 6)) of a contiguous [3, 2, 6], the box is
+    ((0, 1), (2, 4), (0, 6)), its first element is number 12 there, and a row is 6 elements from the next.
+    """
+    if len(shape) > 3:
+        return None
+    sides = ((0, 1),) * (3 - max(2, len(shape))) + source + ((0, 1),) * (2 - min(2, len(shape)))
+    steps = [(b - a, stride * live.itemsize) for (a, b), stride in zip(to, live.stride(), strict=True) if b - a != 1]
+    if [b - a for a, b in sides if b - a != 1] != [n for n, _ in steps]:
+        return None
+    steps.reverse()
+    strides = [0 if b - a == 1 else steps.pop()[1] for a, b in sides]
+    first = sum(a * stride for (a, _), stride in zip(to, live.stride(), strict=True))
+    three = ctypes.c_int64 * 3
+    return kernel.Place(
+        live.data_ptr() + first * live.itemsize, three(*(a for a, _ in sides)), three(*(b for _, b in sides)),
+        three(*strides),
+    )  # fmt: skip

@@ -1,0 +1,241 @@
+/* Patches of bit patterns, in the format of nemo_fp8/rollout/refit/patch.py: found and written on one side, read and added on the other.
+
+       find    one pass over the old rows and the new ones skips what is equal, takes the new words over, carries the sums of a
+               fingerprint (fp8_sums.c) through them, and writes each patch as soon as its last word was seen
+       add     a patch is read, and refused if it is none, before its first difference is added
+
+   Threads take whole patches, so nobody waits for the lists of another. Each has sums of its own for the columns and adds them to the
+   others' in the end: few words change, and two threads that write to one line of the cache wait for it each time. */
+
+#include <stdlib.h>
+
+#include "fp8.h"
+
+enum { BLOCK_OF_WORDS = 8 };
+
+INLINE uint64_t mask_of(int width) { return width == 4 ? 0xffffffff : width == 2 ? 0xffff : 0xff; }
+
+/* ---------------------------------------------------------------------------------------------------------- positions */
+
+static int low_bits(int64_t strip, int64_t n) { return 63 - __builtin_clzll((uint64_t)(strip / n)); }
+static int64_t in_bytes(int64_t bits) { return (bits + 7) / 8; }
+static int64_t low_bytes(int64_t strip, int64_t n) { return in_bytes(n * low_bits(strip, n)); }
+static int64_t high_bits(int64_t strip, int64_t n) { return n + (strip >> low_bits(strip, n)) + 1; }
+static int64_t size_of_positions(int64_t strip, int64_t n) {
+    return n == 0 || n == strip ? 0 : low_bytes(strip, n) + in_bytes(high_bits(strip, n));
+}
+
+/* `shift` is 1 for positions with a bit behind them. */
+static uint8_t *write_positions(uint8_t *to, int64_t strip, const uint32_t *positions, int64_t n, int shift) {
+    if (n == 0 || n == strip) return to;
+    int low = low_bits(strip, n), filled = 0;
+    uint8_t *high = to + low_bytes(strip, n), *end = to + size_of_positions(strip, n);
+    uint64_t waiting = 0;
+    memset(high, 0, (size_t)(end - high));
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t position = positions[i] >> shift;
+        waiting |= (uint64_t)(position & ((1u << low) - 1)) << filled;
+        for (filled += low; filled >= 8; filled -= 8, waiting >>= 8) *to++ = (uint8_t)waiting;
+        int64_t one = (position >> low) + i;
+        high[one / 8] |= (uint8_t)(1 << one % 8);
+    }
+    if (filled) *to = (uint8_t)waiting;
+    return end;
+}
+
+/* Returns whether the bytes are n increasing positions below `strip`. */
+static int read_positions(const uint8_t *from, int64_t strip, int64_t n, uint32_t *positions) {
+    if (n == strip) { for (int64_t i = 0; i < n; i++) positions[i] = (uint32_t)i; }
+    if (n == 0 || n == strip) return 1;
+    int low = low_bits(strip, n), filled = 0;
+    int64_t bits = high_bits(strip, n), found = 0, last = -1;
+    const uint8_t *high = from + low_bytes(strip, n);
+    uint64_t waiting = 0;
+    for (int64_t first = 0; first < bits; first += 64) {
+        uint64_t ones = 0;
+        memcpy(&ones, high + first / 8, (size_t)least_of(8, in_bytes(bits - first)));
+        if (bits - first < 64) ones &= ((uint64_t)1 << (bits - first)) - 1;
+        for (; ones; ones &= ones - 1) {
+            if (found == n) return 0;
+            for (; filled < low; filled += 8) waiting |= (uint64_t)*from++ << filled;
+            int64_t above = first + __builtin_ctzll(ones) - found, position = above << low | (int64_t)(waiting & ((1u << low) - 1));
+            waiting >>= low, filled -= low;
+            if (position <= last || position >= strip) return 0;
+            positions[found++] = (uint32_t)(last = position);
+        }
+    }
+    return found == n;
+}
+
+/* --------------------------------------------------------------------------------------------------------------- find */
+
+/* A part of the tensor whose fingerprint is carried: some rows, and some 64-bit words of each. */
+typedef struct part { int64_t first_row, last_row, first_word, last_word, *of_rows, *of_columns; } part;
+typedef struct patch { int64_t steps, others, bytes, changed, largest; } patch;
+
+typedef struct find_job {
+    uint8_t *old;      /* rows of `row_bytes` bytes, of which the first is row `first_row` of the tensor; the new ones in the end */
+    const uint8_t *now;
+    uint8_t *out;      /* the patches, each at the offset of its first row */
+    patch *patches;    /* each is of `patch_rows` rows, but for the last */
+    const part *parts;
+    parallel_function *parallel;
+    int64_t rows, row_bytes, first_row, patch_rows;
+    uint32_t sign;     /* its bit in a pattern of `width` bytes */
+    int32_t width, parts_count, threads;
+    _Atomic int64_t next, failed;
+} find_job;
+
+/* What changed in a patch, and what changed in the sums of columns of all parts, one part after the other. */
+typedef struct lists { uint32_t *steps, *others, *by, largest; int64_t steps_count, others_count, *columns; } lists;
+
+INLINE void note(const find_job *j, lists *l, uint64_t before, uint64_t after, int64_t element, int width) {
+    uint64_t mask = mask_of(width);
+    for (uint64_t left = before ^ after; left;) {
+        int at = __builtin_ctzll(left) / (8 * width), shift = at * 8 * width;
+        uint32_t is = (uint32_t)(after >> shift & mask), by = (uint32_t)((is - (before >> shift)) & mask), place = (uint32_t)(element + at);
+        if (by == 1 || by == mask) l->steps[l->steps_count++] = place << 1 | (by == 1);
+        else l->by[l->others_count] = by, l->others[l->others_count++] = place;
+        uint32_t magnitude = is & ~j->sign;
+        if (magnitude > l->largest) l->largest = magnitude;
+        left &= ~(mask << shift);
+    }
+}
+
+INLINE void carry(const find_job *j, lists *l, int64_t row, int64_t word, uint64_t by) {
+    int64_t *columns = l->columns;
+    for (const part *p = j->parts; p < j->parts + j->parts_count; columns += p->last_word - p->first_word, p++)
+        if (row >= p->first_row && row < p->last_row && word >= p->first_word && word < p->last_word)
+            p->of_rows[row - p->first_row] += (int64_t)by, columns[word - p->first_word] += (int64_t)by;
+}
+
+INLINE void compare_row(const find_job *j, lists *l, int64_t row, int64_t first_element, int width) {
+    uint8_t *old = j->old + row * j->row_bytes;
+    const uint8_t *now = j->now + row * j->row_bytes;
+    int64_t at = 0;
+    while (at < j->row_bytes) {
+        uint64_t before[BLOCK_OF_WORDS] = {0}, after[BLOCK_OF_WORDS] = {0}, any = 0;
+        int64_t there = least_of(sizeof before, j->row_bytes - at);
+        if (there == sizeof before) memcpy(before, old + at, sizeof before), memcpy(after, now + at, sizeof after);
+        else memcpy(before, old + at, (size_t)there), memcpy(after, now + at, (size_t)there);
+        for (int i = 0; i < BLOCK_OF_WORDS; i++) any |= before[i] ^ after[i];
+        for (int i = 0; any && i < BLOCK_OF_WORDS; i++)
+            if (before[i] != after[i]) {
+                note(j, l, before[i], after[i], first_element + (at + 8 * i) / width, width);
+                carry(j, l, j->first_row + row, at / 8 + i, after[i] - before[i]);
+            }
+        if (any) memcpy(old + at, after, (size_t)there);
+        at += there;
+    }
+}
+
+INLINE void put_difference(uint8_t *to, uint32_t by, int width) {
+    memcpy(to, &by, (size_t)width); /* the lower bytes */
+}
+
+static void write_patch(const lists *l, int64_t strip, int width, uint8_t *out, patch *made) {
+    int64_t steps = l->steps_count, others = l->others_count, all = strip * width;
+    int64_t size = size_of_positions(strip, steps) + in_bytes(steps) + size_of_positions(strip, others) + others * width;
+    if (steps + others && size >= all) {
+        *made = (patch){0, strip, all, steps + others, l->largest};
+        memset(out, 0, (size_t)all);
+        for (int64_t i = 0; i < steps; i++) put_difference(out + (l->steps[i] >> 1) * (uint32_t)width, l->steps[i] & 1 ? 1 : ~0u, width);
+        for (int64_t i = 0; i < others; i++) put_difference(out + l->others[i] * (uint32_t)width, l->by[i], width);
+        return;
+    }
+    *made = (patch){steps, others, size, steps + others, l->largest};
+    out = write_positions(out, strip, l->steps, steps, 1);
+    memset(out, 0, (size_t)in_bytes(steps));
+    for (int64_t i = 0; i < steps; i++) out[i / 8] |= (uint8_t)((l->steps[i] & 1) << i % 8);
+    out = write_positions(out + in_bytes(steps), strip, l->others, others, 0);
+    for (int64_t i = 0; i < others; i++, out += width) put_difference(out, l->by[i], width);
+}
+
+INLINE void find_patch(const find_job *j, lists *l, int64_t number, int width) {
+    int64_t first = number * j->patch_rows, end = least_of(first + j->patch_rows, j->rows), across = j->row_bytes / width;
+    l->steps_count = l->others_count = l->largest = 0;
+    for (int64_t row = first; row < end; row++) compare_row(j, l, row, (row - first) * across, width);
+    write_patch(l, (end - first) * across, width, j->out + first * j->row_bytes, j->patches + number);
+}
+
+static void work_find(void *argument) {
+    find_job *j = argument;
+    int64_t most = j->patch_rows * (j->row_bytes / j->width), words = 0, count = (j->rows + j->patch_rows - 1) / j->patch_rows;
+    for (int i = 0; i < j->parts_count; i++) words += j->parts[i].last_word - j->parts[i].first_word;
+    uint32_t *room = malloc((size_t)most * 3 * sizeof *room);
+    lists l = {room, room + most, room + 2 * most, .columns = calloc((size_t)words + 1, sizeof *l.columns)};
+    if (!room || !l.columns) atomic_store(&j->failed, 1);
+    else for (int64_t number; (number = atomic_fetch_add(&j->next, 1)) < count;)
+        j->width == 1 ? find_patch(j, &l, number, 1) : j->width == 2 ? find_patch(j, &l, number, 2) : find_patch(j, &l, number, 4);
+    if (room && l.columns) {
+        int64_t *mine = l.columns;
+        for (const part *p = j->parts; p < j->parts + j->parts_count; p++)
+            for (int64_t i = 0; i < p->last_word - p->first_word; i++, mine++)
+                if (*mine) __atomic_fetch_add(p->of_columns + i, *mine, __ATOMIC_RELAXED);
+    }
+    free(room), free(l.columns);
+}
+
+/* Returns whether all went well: not if a thread had no memory for its lists. */
+int nemo_fp8_find(find_job *j) {
+    share(work_find, j, j->threads, j->parallel);
+    return !j->failed;
+}
+
+/* ---------------------------------------------------------------------------------------------------------------- add */
+
+/* Where a box of a tensor [matrices, rows, columns] lies: its first element, and the bytes from one to the next in each dimension. */
+typedef struct place { char *to; int64_t first[3], last[3], strides[3]; } place;
+
+typedef struct add_job {
+    const uint8_t *raw;
+    const place *places;
+    int64_t strip, steps, others; /* elements of the strip, and the lengths of both lists */
+    int64_t first, rows, columns; /* the place of the strip's first element; the rows of a matrix, and its columns */
+    int32_t width, places_count, back; /* `back` subtracts */
+} add_job;
+
+INLINE void add_to(char *x, uint32_t by, int width) {
+    uint32_t is = 0;
+    memcpy(&is, x, (size_t)width), is += by, memcpy(x, &is, (size_t)width);
+}
+
+/* `ups` has a bit for each step; without it `by` has the differences. */
+INLINE void add_list(const add_job *j, const place *p, const uint32_t *positions, int64_t n, const uint8_t *ups, const uint8_t *by, int width) {
+    int64_t start = 0, end = -1; /* of the row in which the last position was */
+    char *to = NULL;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t at = j->first + positions[i];
+        if (at >= end) {
+            int64_t line = at / j->columns, row = line % j->rows, matrix = line / j->rows;
+            start = line * j->columns, end = start + j->columns;
+            int inside = matrix >= p->first[0] && matrix < p->last[0] && row >= p->first[1] && row < p->last[1];
+            to = inside ? p->to + (matrix - p->first[0]) * p->strides[0] + (row - p->first[1]) * p->strides[1] : NULL;
+        }
+        int64_t column = at - start;
+        if (!to || column < p->first[2] || column >= p->last[2]) continue;
+        uint32_t difference = 0;
+        if (ups) difference = ups[i / 8] >> i % 8 & 1 ? 1 : ~0u;
+        else memcpy(&difference, by + i * width, (size_t)width);
+        add_to(to + (column - p->first[2]) * p->strides[2], j->back ? -difference : difference, width);
+    }
+}
+
+INLINE void add_all(const add_job *j, const uint32_t *positions, const uint8_t *ups, const uint8_t *by, int width) {
+    for (const place *p = j->places; p < j->places + j->places_count; p++) {
+        add_list(j, p, positions, j->steps, ups, NULL, width);
+        add_list(j, p, positions + j->steps, j->others, NULL, by, width);
+    }
+}
+
+/* Returns 1 if the patch was added, 0 if it is none, and -1 if there is no memory for it; then nothing was changed. */
+int nemo_fp8_add(const add_job *j) {
+    uint32_t *positions = malloc((size_t)(j->steps + j->others + 1) * sizeof *positions);
+    if (!positions) return -1;
+    const uint8_t *ups = j->raw + size_of_positions(j->strip, j->steps), *second = ups + in_bytes(j->steps);
+    const uint8_t *by = second + size_of_positions(j->strip, j->others);
+    int good = read_positions(j->raw, j->strip, j->steps, positions) && read_positions(second, j->strip, j->others, positions + j->steps);
+    if (good) j->width == 1 ? add_all(j, positions, ups, by, 1) : j->width == 2 ? add_all(j, positions, ups, by, 2) : add_all(j, positions, ups, by, 4);
+    free(positions);
+    return good;
+}

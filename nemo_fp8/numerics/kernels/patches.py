@@ -1,0 +1,121 @@
+"""Find what changed in rows of bit patterns, and add it elsewhere, at memory speed: `fp8_patch.c` from Python.
+
+    find(old, new, out, ...)   ->  patches of the rows, in the format of nemo_fp8.rollout.refit.patch
+    add(raw, ..., places)      ->  whether it was a patch; then it is added where the places say
+
+Both work on a CPU's memory, and return None without a C compiler; the caller computes in numpy then, to the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels.cpu import parallel, threads
+
+Bytes = NDArray[np.uint8]
+Found = tuple[int, int, Bytes, int, int]
+"""(steps, others, bytes of the patch, elements that changed, largest pattern that is new, without its sign)"""
+
+
+class Part(ctypes.Structure):
+    """Rows of a tensor, and 64-bit words of each, whose sums are carried: `struct part` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("first_row", "last_row", "first_word", "last_word")),
+        *((name, ctypes.c_void_p) for name in ("of_rows", "of_columns")),
+    )
+
+
+class Place(ctypes.Structure):
+    """Where a box of a tensor [matrices, rows, columns] lies in memory: `struct place` of the C source."""
+
+    _fields_ = (
+        ("to", ctypes.c_void_p),
+        *((name, ctypes.c_int64 * 3) for name in ("first", "last", "strides")),
+    )
+
+
+class _FindJob(ctypes.Structure):
+    """`struct find_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("old", "now", "out", "patches", "parts", "parallel")),
+        *((name, ctypes.c_int64) for name in ("rows", "row_bytes", "first_row", "patch_rows")),
+        ("sign", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in ("width", "parts_count", "threads")),
+        *((name, ctypes.c_int64) for name in ("next", "failed")),
+    )
+
+
+class _AddJob(ctypes.Structure):
+    """`struct add_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("raw", "places")),
+        *((name, ctypes.c_int64) for name in ("strip", "steps", "others", "first", "rows", "columns")),
+        *((name, ctypes.c_int32) for name in ("width", "places_count", "back")),
+    )
+
+
+def find(
+    old: torch.Tensor, new: torch.Tensor, out: Bytes, *, row: int, patch_rows: int, sign: int, parts: Sequence[Part]
+) -> list[Found] | None:
+    """Take new rows over into old ones, and return a patch for every ``patch_rows`` of them; None without a kernel.
+
+    ``old`` and ``new`` are contiguous matrices of one shape and dtype, of which the first row is number ``row`` of the
+    tensor. ``out`` is memory for the patches, as large as they are; what is returned lies there. ``sign`` is the bit of
+    the sign in a pattern. The sums of ``parts`` are carried; rows must be whole words if there are any.
+    """
+    library = build.library()
+    if library is None:
+        return None
+    assert old.shape == new.shape
+    assert old.is_contiguous() and new.is_contiguous() and len(out) >= new.nbytes
+    made = np.empty((-(-len(new) // patch_rows), 5), np.int64)
+    row_bytes = new.shape[1] * new.itemsize
+    job = _FindJob(
+        old=old.data_ptr(), now=new.data_ptr(), out=out.ctypes.data, patches=made.ctypes.data,
+        parts=ctypes.addressof(several := (Part * len(parts))(*parts)), parts_count=len(parts), parallel=parallel(),
+        rows=len(new), row_bytes=row_bytes, first_row=row, patch_rows=patch_rows, sign=sign, width=new.itemsize,
+        threads=threads(new) if len(made) > 1 else 1,
+    )  # fmt: skip
+    if not library.nemo_fp8_find(ctypes.byref(job)):
+        raise MemoryError("no memory for the lists of what changed")
+    del several
+    size = patch_rows * row_bytes
+    return [
+        (steps, others, out[i * size : i * size + length], changed, largest)
+        for i, (steps, others, length, changed, largest) in enumerate(made.tolist())
+    ]
+
+
+def add(
+    raw: Bytes, strip: int, steps: int, others: int, width: int, *, first: int, shape: tuple[int, int],
+    places: Sequence[Place], back: bool = False,
+) -> bool | None:  # fmt: skip
+    """Add a patch at ``places``, or with ``back`` subtract it; return whether it was one, and None without a kernel.
+
+    ``raw`` has as many bytes as the counts ask for, and ``first`` is the number of the strip's first element in a
+    tensor of matrices of ``shape``. What is no patch changes nothing.
+    """
+    library = build.library()
+    if library is None:
+        return None
+    job = _AddJob(
+        raw=raw.ctypes.data, places=ctypes.addressof(several := (Place * len(places))(*places)),
+        places_count=len(places), strip=strip, steps=steps, others=others, first=first, rows=shape[0],
+        columns=shape[1], width=width, back=back,
+    )  # fmt: skip
+    done = int(library.nemo_fp8_add(ctypes.byref(job)))
+    del several
+    if done < 0:
+        raise MemoryError("no memory for the positions of a patch")
+    return done == 1
+
+
