@@ -11,8 +11,6 @@
 
 #include "fp8.h"
 
-enum { BLOCK_OF_WORDS = 8 };
-
 INLINE uint64_t mask_of(int width) { return width == 4 ? 0xffffffff : width == 2 ? 0xffff : 0xff; }
 
 /* ---------------------------------------------------------------------------------------------------------- positions */
@@ -89,6 +87,26 @@ typedef struct find_job {
 /* What changed in a patch, and what changed in the sums of columns of all parts, one part after the other. */
 typedef struct lists { uint32_t *steps, *others, *by, largest; int64_t steps_count, others_count, *columns; } lists;
 
+/* One bit for each of eight words: whether it is another one. */
+INLINE uint64_t others_in(const uint8_t *old, const uint8_t *now) {
+    uint64_t which = 0;
+#if defined(__AVX512F__)
+    which = _mm512_cmpneq_epi64_mask(_mm512_loadu_si512(old), _mm512_loadu_si512(now));
+#elif defined(__AVX2__)
+    for (int i = 0; i < 2; i++) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)old + i), b = _mm256_loadu_si256((const __m256i *)now + i);
+        which |= (uint64_t)(~_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(a, b))) & 15) << 4 * i;
+    }
+#else
+    for (int i = 0; i < 8; i++) {
+        uint64_t a, b;
+        memcpy(&a, old + 8 * i, 8), memcpy(&b, now + 8 * i, 8);
+        which |= (uint64_t)(a != b) << i;
+    }
+#endif
+    return which;
+}
+
 INLINE void note(const find_job *j, lists *l, uint64_t before, uint64_t after, int64_t element, int width) {
     uint64_t mask = mask_of(width);
     for (uint64_t left = before ^ after; left;) {
@@ -109,24 +127,30 @@ INLINE void carry(const find_job *j, lists *l, int64_t row, int64_t word, uint64
             p->of_rows[row - p->first_row] += (int64_t)by, columns[word - p->first_word] += (int64_t)by;
 }
 
-INLINE void compare_row(const find_job *j, lists *l, int64_t row, int64_t first_element, int width) {
+/* The words of which some are other, and what their bits in `which` say: they are few, so the loop visits only those. */
+INLINE void take_over(const find_job *j, lists *l, int64_t row, int64_t at, uint64_t which, const uint8_t *now, uint8_t *old, int64_t element,
+                      int width) {
+    for (; which; which &= which - 1) {
+        int64_t word = at / 8 + __builtin_ctzll(which);
+        size_t there = (size_t)least_of(8, j->row_bytes - word * 8);
+        uint64_t before = 0, after = 0;
+        if (there == 8) memcpy(&before, old + word * 8, 8), memcpy(&after, now + word * 8, 8), memcpy(old + word * 8, &after, 8);
+        else memcpy(&before, old + word * 8, there), memcpy(&after, now + word * 8, there), memcpy(old + word * 8, &after, there);
+        note(j, l, before, after, element + word * 8 / width, width);
+        carry(j, l, j->first_row + row, word, after - before);
+    }
+}
+
+INLINE void compare_row(const find_job *j, lists *l, int64_t row, int64_t element, int width) {
     uint8_t *old = j->old + row * j->row_bytes;
     const uint8_t *now = j->now + row * j->row_bytes;
     int64_t at = 0;
-    while (at < j->row_bytes) {
-        uint64_t before[BLOCK_OF_WORDS] = {0}, after[BLOCK_OF_WORDS] = {0}, any = 0;
-        int64_t there = least_of(sizeof before, j->row_bytes - at);
-        if (there == sizeof before) memcpy(before, old + at, sizeof before), memcpy(after, now + at, sizeof after);
-        else memcpy(before, old + at, (size_t)there), memcpy(after, now + at, (size_t)there);
-        for (int i = 0; i < BLOCK_OF_WORDS; i++) any |= before[i] ^ after[i];
-        for (int i = 0; any && i < BLOCK_OF_WORDS; i++)
-            if (before[i] != after[i]) {
-                note(j, l, before[i], after[i], first_element + (at + 8 * i) / width, width);
-                carry(j, l, j->first_row + row, at / 8 + i, after[i] - before[i]);
-            }
-        if (any) memcpy(old + at, after, (size_t)there);
-        at += there;
+    for (; at + 64 <= j->row_bytes; at += 64) {
+        uint64_t which = others_in(old + at, now + at);
+        if (which) take_over(j, l, row, at, which, now, old, element, width);
     }
+    for (; at < j->row_bytes; at += 8)
+        if (memcmp(old + at, now + at, (size_t)least_of(8, j->row_bytes - at))) take_over(j, l, row, at, 1, now, old, element, width);
 }
 
 INLINE void put_difference(uint8_t *to, uint32_t by, int width) {
