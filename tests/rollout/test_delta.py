@@ -65,6 +65,24 @@ def test_changes_leave_every_bit_as_everything_does(checkpoint, kind, contract):
         assert count or receipt.bytes < receipt.delta.full_bytes / 10
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_changes_are_the_same_without_a_compiler(checkpoint, monkeypatch, kind):
+    """Found and added in numpy, on either side."""
+    tensors, held_by = weights_of(checkpoint(kind, 0)), []
+    for find, add in ((True, False), (False, True)):
+        with monkeypatch.context() as patched:
+            for name, has in (("find", find), ("add", add)):
+                if not has:
+                    patched.setattr(f"nemo_fp8.numerics.kernels.patches.{name}", lambda *_, **__: None)
+            worker = Worker(build(checkpoint(kind, 0)))
+            refit = Refit(worker)
+            refit.push(tensors, delta=True).require()
+            assert refit.push(stepped(tensors), delta=True).require().delta.instead == ""
+            held_by.append(of(worker))
+    bits = fresh(checkpoint(kind, 0), stepped(tensors))[1]
+    assert [differing(held, bits) for held in held_by] == [[], []]
+
+
 def test_nothing_changed_is_nothing_sent(checkpoint):
     worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
     refit = Refit(worker)

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
+from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import fingerprint
 from nemo_fp8.rollout.refit.ledger import Kept, Plane, Room
 from nemo_fp8.rollout.refit.manifest import Entry
 from nemo_fp8.rollout.refit.patch import PATTERNS, SCALES, VALUES, decode, encode, size_of
 from nemo_fp8.rollout.refit.worker.layouts import AMX
-from nemo_fp8.rollout.refit.worker.patches import moved
+from nemo_fp8.rollout.refit.worker.patches import moved, place_of
 
 
 @st.composite
@@ -70,10 +71,16 @@ def test_no_bytes_are_believed(strip, data):
     steps = data.draw(st.integers(0, strip))
     others = data.draw(st.integers(0, strip - steps))
     raw = np.frombuffer(data.draw(st.binary(min_size=(n := size_of(strip, steps, others, 1)), max_size=n)), np.uint8)
+    live = torch.zeros(strip, dtype=torch.uint8)
+    place = place_of((strip,), ((0, strip),), ((0, strip),), live)
+    added = kernel.add(raw, strip, steps, others, 1, first=0, shape=(strip, 1), places=[place])
     try:
         lists = decode(raw, strip, steps, others, 1)
     except PrecisionError:
+        assert not added
+        assert not live.any()  # all of it or nothing
         return
+    assert added
     for places, by in lists:
         assert len(places) == len(by) == len(np.unique(places))
         assert places.size == 0 or 0 <= places.min() <= places.max() < strip
@@ -132,6 +139,103 @@ def test_fingerprints_are_carried_through_changes(dtype, shape, parts):
         assert not [*plane.change(row, new, 2, room)]
         for part, box in parts.items():
             assert plane.digest(part) == fingerprint(plane.values[tuple(slice(*one) for one in box)]), part
+
+
+@pytest.fixture
+def without_compiler(monkeypatch):
+    """What :func:`in_numpy` of it does, runs without the compiled kernels."""
+
+    def in_numpy(function, *arguments):
+        with monkeypatch.context() as patched:
+            patched.setattr(kernel.build, "library", lambda: None)
+            return function(*arguments)
+
+    return in_numpy
+
+
+SHAPES = [((256, 384), 1), ((300, 128), 1), ((70, 40), 2), ((64, 33), 2), ((3, 40, 16), 2), ((77,), 2), ((), 4), ((9, 3), 4)]
+OF_WIDTH = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize(("shape", "width"), SHAPES, ids=str)
+def test_the_kernel_finds_what_numpy_finds(without_compiler, shape, width, share):
+    """The same patches, bits, fingerprints, counts and largest magnitudes, whatever changes."""
+    draws = torch.Generator().manual_seed(0)
+    parts = {"all": tuple((0, n) for n in shape)}
+    if len(shape) == 2:
+        parts |= {"below": ((32, shape[0]), (0, shape[1])), "right": ((0, shape[0]), (shape[1] // 2, shape[1]))}
+    planes = [Plane(shape, OF_WIDTH[width], parts) for _ in range(2)]
+
+    def bits(high):
+        return torch.randint(0, high, (planes[0].matrix.numel() * width,), generator=draws, dtype=torch.uint8)
+
+    first = bits(255)
+    others = torch.where(torch.rand(len(first), generator=draws) < 0.8, bits(3), bits(255))
+    second = first + others * (torch.rand(len(first), generator=draws) < share)
+    for plane in planes:
+        plane.put(0, first.view(plane.values.dtype).view(plane.matrix.shape))
+        plane.top = 0
+        assert all(plane.digest(part) for part in parts)
+
+    def found(plane):
+        new = second.view(plane.values.dtype).view(plane.matrix.shape)
+        return [(*row, raw.tobytes()) for *row, raw in plane.change(0, new, 16, Room())]
+
+    by_kernel, by_numpy = found(planes[0]), without_compiler(found, planes[1])
+    assert by_kernel == by_numpy
+    assert bool(by_kernel) == bool((first != second).any())
+    assert torch.equal(planes[0].matrix.view(torch.uint8).view(-1), second)
+    assert torch.equal(planes[1].matrix.view(torch.uint8).view(-1), second)
+    assert [*planes[0].prints] == [*planes[1].prints]
+    assert (planes[0].changed, planes[0].top) == (planes[1].changed, planes[1].top)
+    for part, box in parts.items():
+        expected = fingerprint(planes[0].values[tuple(slice(*one) for one in box)])
+        assert planes[0].digest(part) == planes[1].digest(part) == expected
+
+
+def _added(shape, source, to, live, patch, back):
+    """What lies there after the kernel added a patch of a whole tensor, and after numpy did."""
+    (strip, steps, others, raw), width = patch, live.itemsize
+    place = place_of(shape, source, to, live)
+    matrix = (shape[-2] if len(shape) > 1 else strip, shape[-1] if len(shape) > 1 else 1)
+    done = kernel.add(raw, strip, steps, others, width, first=0, shape=matrix, places=[place], back=back)
+    return done, live.clone()
+
+
+BOXES = [
+    ((40, 24), ((0, 40), (0, 24)), ((0, 40), (0, 24)), (40, 24)),
+    ((40, 24), ((8, 40), (5, 24)), ((2, 3), (1, 33), (0, 19)), (3, 40, 20)),
+    ((4, 10, 24), ((1, 3), (0, 10), (4, 9)), ((0, 2), (2, 12), (0, 5)), (2, 12, 6)),
+    ((60,), ((10, 50),), ((5, 45),), (45,)),
+]
+
+
+@pytest.mark.parametrize("width", PATTERNS)
+@pytest.mark.parametrize(("shape", "source", "to", "there"), BOXES, ids=str)
+def test_the_kernel_adds_what_numpy_adds(shape, source, to, there, width):
+    """To the part of a tensor that a route takes along, forth and back."""
+    draws = np.random.default_rng(0)
+    strip = int(np.prod(shape))
+    positions = np.flatnonzero(draws.random(strip) < 0.2)
+    by = np.where(draws.random(len(positions)) < 0.7, 1, draws.integers(2, 1 << 8 * width, len(positions)))
+    by = by.astype(PATTERNS[width])
+    live = torch.from_numpy(draws.integers(0, 1 << 8 * width - 1, there).astype(f"i{width}"))
+    before = live.clone()
+    expected = live.numpy().view(PATTERNS[width]).copy()
+    here, places = moved(positions, shape, source, to)
+    expected[places] += by[here]
+    patch = (strip, *encode(strip, positions, by))
+    done, added = _added(shape, source, to, live, patch, back=False)
+    assert done
+    assert np.array_equal(added.numpy().view(PATTERNS[width]), expected)
+    assert not torch.equal(added, before)
+    assert torch.equal(_added(shape, source, to, live, patch, back=True)[1], before)
+
+
+def test_a_route_that_turns_a_tensor_over_has_no_place():
+    assert place_of((4, 6), ((0, 4), (0, 6)), ((0, 6), (0, 4)), torch.empty(6, 4)) is None
+    assert place_of((2, 2, 4, 6), ((0, 2),) * 4, ((0, 2),) * 4, torch.empty(2, 2, 4, 6)) is None
 
 
 def test_what_is_told_of_values_is_there():
