@@ -290,6 +290,39 @@ def test_bytes_that_were_changed_on_the_way_are_seen(checkpoint, pushed, monkeyp
     assert differing(of(worker), fresh(checkpoint("qwen3", 0), stepped(tensors))[1]) == []
 
 
+class Held(Damaging):
+    """A worker whose engine computes no request from ``hold`` on, and whose next full push is refused at its start."""
+
+    holds, refuses_all = False, False
+
+    def hold(self, running):
+        self.holds = True
+
+    def free(self):
+        self.holds = False
+
+    def call(self, method, message):
+        if method == "begin" and self.refuses_all:
+            return [{"problems": [["The manifest is refused.", "", ""]]}]
+        return super().call(method, message)
+
+
+def test_changes_that_are_refused_hold_nobody_up(checkpoint):
+    """Also where the push of everything that follows is refused, before it held the engine itself."""
+    worker, tensors = Held(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker, chunk=2**20)
+    refit.push(tensors, delta=True).require()
+    before = of(worker)
+    worker.damage, worker.refuses_all = DAMAGE["no rows"][0], True
+    with pytest.raises(PrecisionError, match="The manifest is refused"):
+        refit.push(stepped(tensors), delta=True)
+    assert worker.damage is None
+    assert not worker.holds
+    assert differing(of(worker), before) == []
+    worker.refuses_all = False
+    repaired(checkpoint, worker, refit, stepped(tensors), "its last push died")
+
+
 # ---------------------------------------------------------------------- what dies
 
 

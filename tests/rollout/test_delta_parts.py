@@ -1,5 +1,7 @@
 """What a push of changes is made of, without an engine: the format of a patch, planes, carried fingerprints."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,12 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import fingerprint
-from nemo_fp8.rollout.refit.ledger import Kept, Plane, Room
-from nemo_fp8.rollout.refit.manifest import Entry
-from nemo_fp8.rollout.refit.patch import PATTERNS, SCALES, VALUES, decode, encode, size_of
+from nemo_fp8.rollout.refit.channel import LARGEST
+from nemo_fp8.rollout.refit.ledger import Kept, Ledger, Plane, Room
+from nemo_fp8.rollout.refit.manifest import Entry, Manifest
+from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
+from nemo_fp8.rollout.refit.patch import LONGEST, PATTERNS, SCALES, VALUES, decode, encode, size_of
+from nemo_fp8.rollout.refit.wire import AT_ONCE, cut
 from nemo_fp8.rollout.refit.worker.layouts import AMX
 from nemo_fp8.rollout.refit.worker.patches import moved, place_of
 
@@ -153,7 +158,16 @@ def without_compiler(monkeypatch):
     return in_numpy
 
 
-SHAPES = [((256, 384), 1), ((300, 128), 1), ((70, 40), 2), ((64, 33), 2), ((3, 40, 16), 2), ((77,), 2), ((), 4), ((9, 3), 4)]
+SHAPES = [
+    ((256, 384), 1),
+    ((300, 128), 1),
+    ((70, 40), 2),
+    ((64, 33), 2),
+    ((3, 40, 16), 2),
+    ((77,), 2),
+    ((), 4),
+    ((9, 3), 4),
+]
 OF_WIDTH = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
 
 
@@ -295,3 +309,45 @@ def test_a_position_follows_its_route():
     here, places = moved(np.array([11, 13, 23]), (4, 6), ((2, 4), (0, 6)), ((1, 2), (0, 2), (0, 6)))
     assert here.tolist() == [False, True, True]
     assert [place.tolist() for place in places] == [[1, 1], [0, 1], [1, 5]]
+
+
+# ---------------------------------------------------------------------- messages
+
+MANY = 2 * AT_ONCE + 7
+
+
+def _many():
+    return {f"model.layers.{i}.input_layernorm.weight": torch.full((8,), float(i)).bfloat16() for i in range(MANY)}
+
+
+def test_no_message_of_a_push_has_more_pieces_than_a_socket_takes():
+    tensors = _many()
+    memory = Shared(1 << 20)
+    sent = [pieces for pieces, _ in cut(tensors.items(), Manifest.of(tensors), lambda: memory.tensor)]
+    assert [len(pieces) for pieces in sent] == [AT_ONCE, AT_ONCE, 7]
+    weights = SharedWeights(tensors)  # pieces of the trainer's own memory
+    placed = [pieces for pieces, _ in cut(weights.items(), Manifest.of(tensors), memory, shared=weights.shared)]
+    assert [len(pieces) for pieces in placed] == [AT_ONCE, AT_ONCE, 7]
+    assert max(len(_message(memory, pieces)) for pieces in [*sent, *placed]) < LARGEST
+    memory.close()
+
+
+def test_no_message_of_changes_has_more_patches_than_a_socket_takes():
+    tensors = _many()
+    manifest = Manifest.of(tensors)
+    ledger = Ledger.of(manifest, set(), [{"kept": {i: [None, ["0:8"], ""] for i in range(MANY)}, "together": []}])
+    memory = Shared(1 << 20)
+    assert [*ledger.noting(tensors.items())]
+    changed = {name: 2 * tensor + 1 for name, tensor in tensors.items()}
+    sent = [patches for patches, _ in ledger.changes(changed.items(), lambda: memory.tensor, 1 << 20)]
+    assert [len(patches) for patches in sent] == [AT_ONCE, AT_ONCE, 7]
+    few = [patches for patches, _ in ledger.changes(tensors.items(), lambda: memory.tensor, 1 << 20, 100)]
+    assert [len(patches) for patches in few] == [100] * 10 + [7]
+    # As long as they can be: of a million tensors, each with as many rows and changes as may come.
+    longest = (10**6, SCALES, 10**7, LONGEST, LONGEST, LONGEST, 10**10)
+    assert len(_message(memory, [longest] * AT_ONCE)) < LARGEST
+    memory.close()
+
+
+def _message(memory, pieces):
+    return json.dumps({"memory": memory.handle, "pieces": [*pieces]})

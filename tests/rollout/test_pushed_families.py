@@ -1,11 +1,14 @@
 """Families whose loaders do more than copy boxes of tensors: what they compute is computed again, and proven; where no
 push can follow, it is said."""
 
+import shutil
+
 import pytest
 import torch
 from rollout.test_reload import differing, held
+from safetensors.torch import save_file
 from support.rollout import families
-from support.rollout.family_trial import HeldWorker
+from support.rollout.family_trial import HeldWorker, as_taken
 from support.rollout.in_process import Worker, build, weights_of
 
 from nemo_fp8.contract import Precision
@@ -113,6 +116,45 @@ def test_what_a_loader_computes_is_in_the_receipt(family, name, tensor, made):
     kept = {one.name for one in receipt.tensors if one.kind != "fp8"}
     expected = {key: held for key, held in told_by(receipt).items() if key in kept}
     assert compare_weights({key: weights[key] for key in kept}, expected, Precision()) == []
+
+
+def stepped(tensors):
+    """Weights after a step that moves all of them."""
+    draws = torch.Generator().manual_seed(0)
+    return {
+        name: (t.float() + 1e-2 * torch.randn(t.shape, generator=draws)).to(t.dtype) if t.is_floating_point() else t
+        for name, t in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "gpt_neox", "mamba2"])
+def test_changes_of_what_a_loader_computes_are_a_fresh_load(family, tmp_path, name):
+    """They come whole, with all that the loader makes them from, and what it did not make is patched."""
+    worker = HeldWorker(build(family(name, 0)))
+    weights = as_taken(weights_of(family(name, 1)), worker.call("expected", {}))
+    refit = Refit(worker, chunk=2**20)
+    refit.push(weights, delta=True).require()
+    after = stepped(weights)
+    receipt = refit.push(after, delta=True).require()
+    assert receipt.delta.instead == ""
+    assert set(receipt.computed) <= set(receipt.delta.whole) < set(after)
+    assert receipt.computed
+    there = shutil.copytree(family(name, 0), tmp_path / name)
+    save_file(after, there / "model.safetensors", {"format": "pt"})
+    assert differing(held(worker.model_runner.get_model()), held(build(there))) == []
+    again = refit.push(after, delta=True, verify=True).require()
+    assert (again.delta.instead, again.bytes, again.delta.whole) == ("", 0, {})
+
+
+def test_a_change_of_one_tensor_brings_all_that_the_loader_makes_it_with(family):
+    worker, weights = HeldWorker(build(family("gpt_oss", 0))), weights_of(family("gpt_oss", 1))
+    refit = Refit(worker)
+    refit.push(weights, delta=True).require()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    receipt = refit.push(weights | {name: stepped(weights)[name]}, delta=True).require()
+    assert receipt.delta.instead == ""
+    assert name in receipt.delta.whole
+    assert {one for one in receipt.delta.whole if ".layers.0.mlp.experts" not in one} == set()
 
 
 def test_verify_says_no_where_a_computed_bit_is_wrong(family):

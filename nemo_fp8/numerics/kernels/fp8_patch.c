@@ -175,11 +175,11 @@ static void write_patch(const lists *l, int64_t strip, int width, uint8_t *out, 
     for (int64_t i = 0; i < others; i++, out += width) put_difference(out, l->by[i], width);
 }
 
-INLINE void find_patch(const find_job *j, lists *l, int64_t number, int width) {
+INLINE void find_patch(const find_job *j, lists room, int64_t number, int width) {
     int64_t first = number * j->patch_rows, end = least_of(first + j->patch_rows, j->rows), across = j->row_bytes / width;
-    l->steps_count = l->others_count = l->largest = 0;
-    for (int64_t row = first; row < end; row++) compare_row(j, l, row, (row - first) * across, width);
-    write_patch(l, (end - first) * across, width, j->out + first * j->row_bytes, j->patches + number);
+    lists l = room; /* one of its own, so that its counts can be kept in registers */
+    for (int64_t row = first; row < end; row++) compare_row(j, &l, row, (row - first) * across, width);
+    write_patch(&l, (end - first) * across, width, j->out + first * j->row_bytes, j->patches + number);
 }
 
 static void work_find(void *argument) {
@@ -190,7 +190,7 @@ static void work_find(void *argument) {
     lists l = {room, room + most, room + 2 * most, .columns = calloc((size_t)words + 1, sizeof *l.columns)};
     if (!room || !l.columns) atomic_store(&j->failed, 1);
     else for (int64_t number; (number = atomic_fetch_add(&j->next, 1)) < count;)
-        j->width == 1 ? find_patch(j, &l, number, 1) : j->width == 2 ? find_patch(j, &l, number, 2) : find_patch(j, &l, number, 4);
+        j->width == 1 ? find_patch(j, l, number, 1) : j->width == 2 ? find_patch(j, l, number, 2) : find_patch(j, l, number, 4);
     if (room && l.columns) {
         int64_t *mine = l.columns;
         for (const part *p = j->parts; p < j->parts + j->parts_count; p++)

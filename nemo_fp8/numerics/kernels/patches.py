@@ -76,7 +76,9 @@ def find(
     if library is None:
         return None
     assert old.shape == new.shape
-    assert old.is_contiguous() and new.is_contiguous() and len(out) >= new.nbytes
+    assert old.is_contiguous()
+    assert new.is_contiguous()
+    assert len(out) >= new.nbytes
     made = np.empty((-(-len(new) // patch_rows), 5), np.int64)
     row_bytes = new.shape[1] * new.itemsize
     job = _FindJob(
@@ -117,5 +119,3 @@ def add(
     if done < 0:
         raise MemoryError("no memory for the positions of a patch")
     return done == 1
-
-

@@ -151,12 +151,15 @@ class Opened:
                 raise _refused(handle, "It is not sealed, so that it could shrink while it is read")
             if os.fstat(own).st_size != size:
                 raise _refused(handle, f"It holds {os.fstat(own).st_size} bytes")
-            self._map = mmap.mmap(own, size, mmap.MAP_SHARED, mmap.PROT_READ)
+            mapped = mmap.mmap(own, size, mmap.MAP_SHARED, mmap.PROT_READ)
         except OSError as error:
             raise _refused(handle, f"It cannot be mapped: {error.strerror}") from None
         finally:
             os.close(own)
         self.size = size
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that it is not writable, as intended
+            self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
 
     def read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor that lies in the memory, without a copy. It must not be written to.
@@ -172,9 +175,7 @@ class Opened:
                 "It does not lie inside.",
                 "Push with nemo_fp8.rollout.Refit; if that did it, report it.",
             )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch warns that it is not writable, as intended
-            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
 
 
 def _refused(handle: Any, why: str) -> PrecisionError:

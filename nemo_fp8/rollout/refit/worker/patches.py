@@ -67,8 +67,10 @@ def kept_by(plan: Plan, sinks: dict[Any, Sink]) -> tuple[dict[int, Kept], list[l
         operand = None if why or mixed else next(iter(operands), None)
         found[i] = Kept(operand, tuple(name_of(route) for route in routes), why or mixed)
     groups += [[*route.entries] for route in plan.routes if len(route.entries) > 1]  # a loader makes one of them
-    for sink in dict.fromkeys(sinks.values()):
-        mine = [route for route in plan.routes if sinks[route.target] is sink]
+    routes_to: dict[Sink, list[Route]] = {}
+    for route in plan.routes:
+        routes_to.setdefault(sinks[route.target], []).append(route)
+    for sink, mine in routes_to.items():
         if isinstance(sink, Blocks):
             groups += [[r.entry for r in mine if m in range(*stacked(r.to)[0])] for m in sink.straddling]
         elif not isinstance(sink, InPlace):
@@ -98,7 +100,8 @@ class Patching(Session):
         self.kept, _ = kept_by(plan, self.sinks)
         self.next: dict[tuple[int, int], int] = {}
         """The first row of each tensor's values, or scales, that no patch has passed."""
-        self.places: dict[tuple[int, int], list[kernel.Place] | None] = {}
+        self.planes: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
+        self.places: dict[tuple[int, int], tuple[tuple[int, int], list[kernel.Place]] | None] = {}
         self.applied: list[tuple[tuple[int, ...], torch.Tensor]] = []
         self.size = 0
         """The bytes of the patches so far; beyond MOST_KEPT they are not kept."""
@@ -151,7 +154,7 @@ class Patching(Session):
         i, what, row, rows, steps, others, _ = piece
         if not 0 <= i < len(self.rows) or what not in (VALUES, SCALES):
             raise bad_piece(piece, f"The manifest has {len(self.rows)} tensors, with values and scales")
-        name, (shape, width) = self.plan.manifest[i].name, self._plane(piece)
+        name, (shape, width) = self.plan.manifest[i].name, self._plane(i, what)
         count, columns = shape
         if self.rows[i]:
             raise bad_piece(piece, f"{name} came whole already")
@@ -164,17 +167,21 @@ class Patching(Session):
         self.next[i, what] = row + rows
         return tuple(piece[:-1]), patch.size_of(rows * columns, steps, others, width)
 
-    def _plane(self, piece: Any) -> tuple[tuple[int, int], int]:
+    def _plane(self, i: int, what: int) -> tuple[tuple[int, int], int]:
         """Return the rows and columns of what a patch changes, and the bytes of an element."""
-        i, what, *_ = piece
+        if (i, what) not in self.planes:
+            self.planes[i, what] = self._plane_of(i, what)
+        return self.planes[i, what]
+
+    def _plane_of(self, i: int, what: int) -> tuple[tuple[int, int], int]:
         entry, kept = self.plan.manifest[i], self.kept.get(i)
         if i in self.plan.scales or (kept is not None and kept.why):
-            raise bad_piece(piece, f"{entry.name} is not patched")
+            raise bad_piece([i, what], f"{entry.name} is not patched")
         if what == VALUES and (kept is None or kept.operand is None):
             return matrix_of(entry.shape), entry.torch_dtype.itemsize
         block = None if kept is None or kept.operand is None else kept.operand.block
         if block is None:
-            raise bad_piece(piece, f"{entry.name} has no scales here")
+            raise bad_piece([i, what], f"{entry.name} has no scales here")
         if what == VALUES:
             return matrix_of(entry.shape), 1
         sink = self.sinks[self.plan.routes.by_entry[i][0].target]
@@ -188,15 +195,11 @@ class Patching(Session):
         Raises PrecisionError if it is none; then nothing was added.
         """
         i, what, row, rows, steps, others = about
-        (count, columns), width = self._plane((*about, 0))
+        (_, columns), width = self._plane(i, what)
         bytes_, counts, first = raw.numpy(), (rows * columns, steps, others, width), row * columns
-        done, places = None, self._places(i, what)
-        if places is not None:
-            shape = self.plan.manifest[i].shape
-            matrices = math.prod(shape[:-2])
-            done = kernel.add(
-                bytes_, *counts, first=first, shape=(count // matrices, columns), places=places, back=back
-            )
+        done, known = None, self._places(i, what)
+        if known is not None:
+            done = kernel.add(bytes_, *counts, first=first, shape=known[0], places=known[1], back=back)
         if done is None:
             for positions, differences in patch.decode(bytes_, *counts):
                 by = np.negative(differences) if back else differences
@@ -204,12 +207,17 @@ class Patching(Session):
         elif not done:
             raise patch.no_patch("its positions are not increasing, or not as many as it says")
 
-    def _places(self, i: int, what: int) -> list[kernel.Place] | None:
-        """Return where the parts of a tensor lie, for the kernel; None if one of them is in no order that it knows."""
+    def _places(self, i: int, what: int) -> tuple[tuple[int, int], list[kernel.Place]] | None:
+        """Return the shape of a tensor's matrices and where its parts lie, for the kernel; None if one of them is on a
+        device, or in no order that the kernel knows."""
         if (i, what) not in self.places:
-            found = [place_of(*where[1:], where[0]) for where in self._parts(i, what) if where[0].is_cpu]
-            plain = len(found) == len(self._routes(i)) and all(self._in_order(route, what) for route in self._routes(i))
-            self.places[i, what] = [one for one in found if one] if plain and all(found) else None
+            (count, columns), _ = self._plane(i, what)
+            known = all(self._in_order(route, what) for route in self._routes(i))
+            parts = [part for part in self._parts(i, what) if known and part[0].is_cpu]
+            found = [place_of(shape, source, to, live) for live, shape, source, to in parts]
+            places = [one for one in found if one is not None]
+            matrix = (count // math.prod(self.plan.manifest[i].shape[:-2]), columns)
+            self.places[i, what] = (matrix, places) if len(places) == len(self._routes(i)) else None
         return self.places[i, what]
 
     def _in_order(self, route: Route, what: int) -> bool:
@@ -234,8 +242,8 @@ class Patching(Session):
 
     def _add_slowly(self, i: int, what: int, positions: Positions, differences: Differences) -> None:
         """Add differences at positions of the whole tensor, in numpy and torch."""
-        for route, (live, *about) in zip(self._routes(i), self._parts(i, what), strict=True):
-            here, places = moved(positions, *about)
+        for route, (live, shape, source, to) in zip(self._routes(i), self._parts(i, what), strict=True):
+            here, places = moved(positions, shape, source, to)
             sink = self.sinks[route.target]
             if what == VALUES and isinstance(sink, Blocks):
                 places = (places[0], *sink.layout.where(places[1], places[2], sink.matrix[1]))
