@@ -3,6 +3,9 @@
     first push     everything is sent, and the ledger quantizes it too: codes and scales as the engine makes them
     further ones   strip by strip: quantize, compare with the ledger, send the differences (patch.py), note them
 
+A compiled kernel (fp8_patch.c) compares, notes and writes a patch in one pass over the strip, which quantization left
+in the cache. Where there is no compiler numpy does it; tests hold both to the same bits.
+
 The engine says how it keeps each tensor. One in FP8 whose blocks are those of the unsharded tensor is two planes here,
 its codes and its scales. One that is kept as it is pushed is one plane of values. Any other (packed by a kernel as a
 whole, quantized in other blocks) has a copy here, and is sent whole if a bit of it changed, with all that the engine
