@@ -198,7 +198,7 @@ class Kept:
         until the next strip is asked for."""
         rows, columns = matrix_of(self.entry.shape)
         if self.operand is None or self.entry.is_codes:
-            matrix, step = tensor.detach().cpu().reshape(rows, columns), max(1, STRIP // columns)
+            matrix, step = tensor.detach().cpu().resolve_neg().reshape(rows, columns), max(1, STRIP // columns)
             yield from ((VALUES, row, matrix[row : row + step].contiguous()) for row in range(0, rows, step))
             return
         assert self.operand.block is not None
