@@ -45,10 +45,9 @@ BLOCKS_OF_128: dict[str, Any] = {
     "last_layers": 0,
     "keep": (),
 }
-TRAINING_FIELDS = ("format", "scaling", "fp8_param", "first_layers", "last_layers", "keep", "wgrad")
 COMMON_REASONS = {
     "strict": "It fails in the first step on a shape that FP8 cannot hold.",
-    "keep": "Megatron keeps whole layers at the ends only, and no modules by name.",
+    "keep": "Its training keeps whole layers at the ends only, and no modules by name.",
 }
 
 
@@ -60,6 +59,17 @@ def misfits(precision: Precision, rollout: Mapping[str, Any]) -> list[str]:
 def rollout_reasons(why: str) -> dict[str, str]:
     """Return one reason for every field of the rollout's weights and activations."""
     return dict.fromkeys((*(f for f in ROLLOUT_FIELDS if f != "importance_sampling"), *BLOCKS_OF_128), why)
+
+
+def why_not_blocks_of_128(side: str, precision: Precision) -> dict[str, str]:
+    """Return reasons for what is lost of a rollout where a framework has ``BLOCKS_OF_128`` and nothing else in FP8."""
+    other = misfits(precision, BLOCKS_OF_128)
+    if precision.rollout != "fp8" or not other:
+        return rollout_reasons(f"Said of FP8 operands, and {side} has none to say it of here.")
+    return rollout_reasons(
+        f"{side}'s FP8 rollout has 128x128 blocks with FP32 scales for every linear but routers; here it would need "
+        f"{', '.join(other)}. Change that, or push with nemo_fp8's Refit into an engine of its own."
+    )
 
 
 def require_compute(framework: str, precision: Precision, dtypes: Mapping[str, str], why: str) -> None:

@@ -35,17 +35,9 @@ CHECKPOINT = "--hf-checkpoint"
 _VARIABLES = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
 _BACKEND = "--sglang-fp8-gemm-backend"
 
-_OWN = (
-    "slime pushes an FP8 rollout in 128x128 blocks with FP32 scales, every linear but routers. Set "
-    "weight_scale='fp32' and activation_scale='fp32' if that is what differs."
+_REASONS = frameworks.COMMON_REASONS | dict.fromkeys(
+    ("attention", "multi_head_attention"), "Megatron-LM has no flag for FP8 attention, and slime none of its own."
 )
-_REASONS = {
-    **frameworks.rollout_reasons(_OWN),
-    **frameworks.COMMON_REASONS,
-    **dict.fromkeys(
-        ("attention", "multi_head_attention"), "Megatron-LM has no flag for FP8 attention, and slime none of its own."
-    ),
-}
 
 
 def to_slime(precision: Precision) -> list[str]:
@@ -116,4 +108,5 @@ def render(precision: Precision) -> Rendering:
         notes.append("--fp8-param-gather does not go with slime's Adam on the CPU.")
     data = {"flags": words, "quantization_config": checkpoint}
     back = read_slime(words, checkpoint)
-    return frameworks.both_sides("slime", "slime", precision, text, data, back, _REASONS, notes)
+    reasons = frameworks.why_not_blocks_of_128("slime", precision) | _REASONS
+    return frameworks.both_sides("slime", "slime", precision, text, data, back, reasons, notes)

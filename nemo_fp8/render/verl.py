@@ -46,12 +46,6 @@ SETTINGS: dict[str, Setting] = {
 LOG_PROBS = f"{_ROLLOUT}.calculate_log_probs"
 _BACKEND = f"{_ROLLOUT}.engine_kwargs.vllm.linear_backend"
 
-_OWN = (
-    "verl's FP8 rollout has 128x128 blocks, FP32 scales and every linear but routers. Set weight_scale='fp32' and "
-    "activation_scale='fp32', or push with nemo_fp8's Refit into an engine of its own."
-)
-_REASONS = frameworks.COMMON_REASONS | frameworks.rollout_reasons(_OWN)
-
 
 def to_verl(precision: Precision) -> dict[str, Any]:
     """Return ``{dotted key: value}`` for a contract. Raises PrecisionError for a dtype that verl does not train in."""
@@ -84,7 +78,8 @@ def render(precision: Precision) -> Rendering:
     data = to_verl(precision)
     notes = ["For verl's Megatron engine and vLLM; its FSDP engine trains in the compute dtype only."]
     text = " \\\n".join(shlex.quote(f"++{name}={hydra(value)}") for name, value in data.items())
-    return frameworks.both_sides("verl", "verl", precision, text, data, read_verl(data), _REASONS, notes)
+    reasons = frameworks.why_not_blocks_of_128("verl", precision) | frameworks.COMMON_REASONS
+    return frameworks.both_sides("verl", "verl", precision, text, data, read_verl(data), reasons, notes)
 
 
 def hydra(value: Any) -> str:
