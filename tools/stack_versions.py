@@ -351,6 +351,7 @@ _HEAD = """# Versions of Megatron-Core and Megatron-Bridge
 NeMo 2.7.3 trains with megatron-core 0.15.3, Megatron-Bridge 0.3.1 with 0.16.1. Both lie here. What is newer wants Python 3.12, and
 does not install beside NeMo; its source can be read all the same. A name that is there is no promise that it means the same: what is
 said to train has trained, and the rest has been read. A function that we replace counts as there if it takes the same parameters.
+A row from a source has its commit behind the number, and what is on PyPI was downloaded and not installed.
 
 `nemo_fp8` touches {count} names of Megatron, each found in its own source: what it imports, reaches, replaces, or writes as a config's field.
 
@@ -372,7 +373,7 @@ _NAMES = """
 |---|---|---|
 """
 _TAIL = """
-Written by `tools/stack_versions.py --write`; `--source NUMBER=FOLDER` adds a version that is not on PyPI.
+Written by `tools/stack_versions.py --write`; `--source NUMBER+COMMIT=FOLDER` adds one that is not on PyPI, from a checkout of its repository.
 """
 
 
