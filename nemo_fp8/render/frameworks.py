@@ -1,6 +1,6 @@
 """What the renderers of verl, SkyRL, slime and TRL share: the source that was read, and one rendering for two sides.
 
-None of the four installs here, so their keys are held to their sources, which ``SOURCES`` names. Each has FP8 rollouts
+None of the four was run here: their keys were read from their sources, which ``SOURCES`` names. Each has FP8 rollouts
 of its own, described by the contract fields that they imply. An FP8 rollout is written if the contract's is one of
 them; else it is left out and named as lost, since a rollout with other blocks or scales is no better than one in BF16.
 """
@@ -26,13 +26,15 @@ class Source:
     repository: str
     commit: str
     date: str
+    release: str = ""
+    """A release on PyPI that has the same keys."""
 
 
 SOURCES: dict[str, Source] = {
-    "verl": Source("verl-project/verl", "1dda039b", "2026-08-22"),
-    "skyrl": Source("NovaSky-AI/SkyRL", "00127619", "after 2026-08-21"),
+    "verl": Source("verl-project/verl", "1dda039b", "2026-08-22", "0.9.1"),
+    "skyrl": Source("NovaSky-AI/SkyRL", "00127619", "after 2026-08-21", "0.4.0"),
     "slime": Source("THUDM/slime", "624b824a", "2026-08-21"),
-    "trl": Source("huggingface/trl", "f2cd5771", "2026-07-24"),
+    "trl": Source("huggingface/trl", "f2cd5771", "2026-07-24", "1.16.0"),
 }
 
 # An FP8 rollout as DeepSeek's checkpoints have it: all linears of all layers but routers, activations by 1x128.

@@ -29,8 +29,8 @@ SERVER: dict[str, Setting] = {
 _GRAD_SCALER = {"initial_loss_scale": 65536.0, "loss_scale_window": 2000, "hysteresis": 1}
 
 _ROLLOUT = (
-    "TRL hands vLLM no quantization: its pull requests 6816 and 7085 (vllm_llm_kwargs, open in September 2026) would, "
-    "for vLLM's own 'fp8'. Push with nemo_fp8's Refit into an engine of its own."
+    "TRL hands vLLM no quantization: its pull requests 6816 and 7085 (vllm_llm_kwargs), in no release up to 1.16.0, "
+    "would hand it vLLM's own 'fp8'. Push with nemo_fp8's Refit into an engine of its own."
 )
 _TRAINING = "TRL trains in the compute dtype. Train FP8 by NeMo, Megatron-Bridge, verl, SkyRL or slime."
 _REASONS = {

@@ -273,6 +273,7 @@ def test_the_page_names_every_key_and_the_source_it_was_read_from():
     for source in frameworks.SOURCES.values():
         assert f"{source.repository} {source.commit}" in page
         assert source.date in page
+        assert f"| {source.release or 'none on PyPI'}" in page
     keys = [*verl.SETTINGS, *verl.SECTIONS.values(), verl.ENVIRONMENT, verl.LOG_PROBS]
     keys += [*skyrl.SETTINGS, *skyrl.SECTIONS.values(), skyrl.MODE, skyrl.QUANTIZATION, skyrl.PLUGIN, skyrl.LOG_PROBS]
     keys += [*slime.SETTINGS, slime.CORRECTION, slime.VARIABLES, slime.CHECKPOINT, *trl.CONFIG, "--kv_cache_dtype"]
