@@ -58,7 +58,7 @@ $(ROLLOUT)/.installed: pyproject.toml setup.py constraints/rollout.txt
 	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .te $(APART)
 	@touch $@
 
-# Only what differs from $(VENV) lies here: 15 MB, in seconds. All else is found there, after what is here.
+# Only what differs from $(VENV) lies here: 26 MB, in seven seconds. All else is found there, after what is here.
 $(BRIDGE)/.installed: constraints/bridge.txt $(VENV)/.installed
 	rm -rf $(BRIDGE)
 	$(BIN)/python -m venv --without-pip $(BRIDGE)
