@@ -9,6 +9,7 @@ or ``bridge.register_presets()``, and then any preset's name: ``mixed_precision=
 
 config      ``ContractPrecision``: a ``MixedPrecisionConfig`` that checks machine and configs where Bridge applies it
 loading     Hugging Face weights into FP8 parameters, which Bridge 0.3.1 loses
+start       what is wrong with a run's first weights, from its configuration
 patches     the one name of Megatron's that has to be replaced
 monitor     the measurements of ``nemo_fp8.train.watch`` as a Bridge callback
 
@@ -23,8 +24,9 @@ __all__ = ["BridgeMonitor", "ContractPrecision", "bridge_config", "load_exactly"
 
 if TYPE_CHECKING:
     from nemo_fp8.bridge.config import ContractPrecision, bridge_config, register_presets
-    from nemo_fp8.bridge.loading import load_exactly, start_findings
+    from nemo_fp8.bridge.loading import load_exactly
     from nemo_fp8.bridge.monitor import BridgeMonitor
+    from nemo_fp8.bridge.start import start_findings
 else:  # hidden from type checkers, which would accept any name otherwise
     _HOMES = {
         "BridgeMonitor": "monitor",
@@ -32,7 +34,7 @@ else:  # hidden from type checkers, which would accept any name otherwise
         "bridge_config": "config",
         "load_exactly": "loading",
         "register_presets": "config",
-        "start_findings": "loading",
+        "start_findings": "start",
     }
 
     def __getattr__(name: str) -> Any:

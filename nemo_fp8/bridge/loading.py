@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.findings import finding
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.train.kept import keep_modules
 
 Models = list[Any]
@@ -55,18 +54,9 @@ def load_exactly(provider: Any) -> Any:
     return provider
 
 
-def start_findings(config: Any) -> Iterator[Problem]:
-    """Yield what is wrong with how a run of this ``ConfigContainer`` gets its first weights."""
-    checkpoint = config.checkpoint
-    stored = bool(getattr(config.mixed_precision, "fp8_param_gather", False)) and bool(config.mixed_precision.fp8)
-    if stored and any(not isinstance(h, (_Exactly, _AfterLoading)) for h in _hooks(config.model)):
-        yield finding("bridge-loads-into-fp8", "model", bridge="")
-    if (
-        stored
-        and checkpoint.pretrained_checkpoint
-        and not (checkpoint.load_main_params_from_ckpt and not checkpoint.load_optim)
-    ):
-        yield finding("bridge-masters-from-fp8", "checkpoint.load_main_params_from_ckpt")
+def loads_into_fp8(provider: Any) -> bool:
+    """Whether a hook of a provider would write into FP8 weights, were they some, without ``load_exactly``."""
+    return any(not isinstance(hook, (_Exactly, _AfterLoading)) for hook in _hooks(provider))
 
 
 def require_first_values(models: Models) -> None:
