@@ -69,7 +69,7 @@ def test_an_override_of_a_field_is_an_override_of_the_contract():
     ("changes", "said"),
     [
         ({"fp8_recipe": "current"}, "Megatron calls current scaling 'tensorwise'"),
-        ({"fp8": None}, "format=None with scaling"),
+        ({"fp8_recipe": "mxfp8"}, "reuse_grad_buf_for_mxfp8_param_ag=False"),
         ({"fp16": True}, "exactly one dtype"),
         ({"num_layers_at_start_in_bf16": 1}, "first_last_layers_bf16"),
         ({"fp4": "e2m1"}, "fp4"),

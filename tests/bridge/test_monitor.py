@@ -29,10 +29,7 @@ def test_rows_go_to_tensorboard(alone, folder):
     assert alone["watched"]["losses"]
     events = EventAccumulator(str(folder / "board")).Reload()
     (point,) = events.Scalars("fp8/decoder.layers.0.mlp.linear_fc1/weight/snr_db")
-    row = next(
-        r
-        for r in alone["watched"]["rows"]
-        if r["layer"] == "decoder.layers.0.mlp.linear_fc1" and r["operand"] == "weight"
-    )
+    layer, operand = "decoder.layers.0.mlp.linear_fc1", "weight"
+    (row,) = (r for r in alone["watched"]["rows"] if (r["layer"], r["operand"]) == (layer, operand))
     assert point.step == 2
     assert abs(point.value - row["snr_db"]) < 1e-4

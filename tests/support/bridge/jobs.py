@@ -92,19 +92,17 @@ PAIR = {
 
 
 def _everywhere():
-    """Every recipe on every layout, for the matrix that takes minutes."""
+    """Every recipe on every layout, saved and resumed, for the matrix that takes minutes."""
     layouts = {
         "data": {},
         "overlapped": {"ddp": OVERLAPPED},
         "split": {"model": SPLIT},
         "experts": {"experts": True, "model": {"expert_model_parallel_size": 2}},
     }
-    for (name, preset), (layout, job) in itertools.product({"bf16": "bf16_mixed", **FP8}.items(), layouts.items()):
+    recipes = {"bf16": "bf16_mixed"} | FP8
+    for (name, preset), (layout, job) in itertools.product(recipes.items(), layouts.items()):
         padded = {"moe_router_padding_for_fp8": True} if layout == "experts" and name != "bf16" else {}
-        yield f"{name}-{layout}", job | {"contract": preset, "model": job.get("model", {}) | padded}
-        yield from _resumed(
-            f"{name}-{layout}-resumed", contract=preset, **job | {"model": job.get("model", {}) | padded}
-        )
+        yield from _resumed(f"{name}-{layout}", **job | {"contract": preset, "model": job.get("model", {}) | padded})
     yield "nvfp4-data", {"precision": NVFP4}
 
 
