@@ -410,7 +410,7 @@ RULES: dict[str, Problem] = {
         "or AutoBridge.import_ckpt, then pretrained_checkpoint with load_optim=False and "
         "load_main_params_from_ckpt=True.",
     ),
-    "bridge-masters-from-fp8": warning(
+    "run-masters-from-fp8": warning(
         "FP8 weights from pretrained_checkpoint, without load_optim=False and load_main_params_from_ckpt=True.",
         "Megatron-Bridge then makes the master weights from the FP8 codes: 2.65 % away from the checkpoint.",
         "Set checkpoint.load_optim=False and checkpoint.load_main_params_from_ckpt=True.",

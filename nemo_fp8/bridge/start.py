@@ -29,5 +29,5 @@ def start_findings(config: Any) -> list[Problem]:
         found.append(finding("bridge-loads-into-fp8", "model", bridge=""))
     exact = checkpoint.load_main_params_from_ckpt and not checkpoint.load_optim
     if checkpoint.pretrained_checkpoint and not exact:
-        found.append(finding("bridge-masters-from-fp8", "checkpoint.load_main_params_from_ckpt"))
+        found.append(finding("run-masters-from-fp8", "checkpoint.load_main_params_from_ckpt"))
     return found

@@ -104,7 +104,7 @@ def test_masters_out_of_fp8_codes_are_found():
     made = bridge.bridge_config("bf16_with_mxfp8_mixed")
     start = {"pretrained_checkpoint": "somewhere", "finetune": True}
     (found,) = bridge.start_findings(config(provider(), made, checkpoint=start))
-    assert (found.code, found.severity) == ("bridge-masters-from-fp8", "warning")
+    assert (found.code, found.severity) == ("run-masters-from-fp8", "warning")
     start |= {"load_optim": False, "load_main_params_from_ckpt": True}
     assert bridge.start_findings(config(provider(), made, checkpoint=start)) == []
     assert bridge.start_findings(config(provider(), "bf16_mixed", checkpoint=start)) == []

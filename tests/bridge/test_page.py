@@ -1,0 +1,42 @@
+"""The snippets of docs/bridge.md run, top to bottom; and Bridge's recipes are built."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from support import ROOT
+
+
+def _python(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def test_the_pages_snippets_run(folder):
+    script = Path(folder, "page.py")
+    script.write_text("\n".join(_python(ROOT / "docs/bridge.md")))
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    env = alone | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, script], env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "iteration        2/       2" in done.stdout
+
+
+def test_the_recipe_for_8b_is_built_and_checked(monkeypatch):
+    from megatron.bridge.models.llama.llama_provider import Llama31ModelProvider8B
+    from megatron.bridge.training.config import runtime_config_update
+
+    from nemo_fp8 import preset
+
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    make = runpy.run_path(str(ROOT / "recipes/bridge_llama31_8b.py"))["llama31_8b"]
+    for name in ("bf16_with_fp8_blockwise_mixed", "bf16_with_mxfp8_mixed"):
+        config = make(Llama31ModelProvider8B(vocab_size=128256), name)
+        runtime_config_update(config)
+        assert config.data_parallel_size == 4
+        assert config.mixed_precision.contract == preset(name)
+        assert config.model.fp8_recipe == preset(name).scaling
+        assert config.ddp.fp8_param_gather == preset(name).fp8_param
