@@ -10,6 +10,7 @@ or ``bridge.register_presets()``, and then any preset's name: ``mixed_precision=
 config      ``ContractPrecision``: a ``MixedPrecisionConfig`` that checks machine and configs where Bridge applies it
 loading     Hugging Face weights into FP8 parameters, which Bridge 0.3.1 loses
 start       what is wrong with a run's first weights, from its configuration
+masters     weights out, under Hugging Face's names, from the FP32 master weights
 patches     the one name of Megatron's that has to be replaced
 monitor     the measurements of ``nemo_fp8.train.watch`` as a Bridge callback
 
@@ -20,11 +21,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["BridgeMonitor", "ContractPrecision", "bridge_config", "load_exactly", "register_presets", "start_findings"]
+__all__ = [
+    "BridgeMonitor",
+    "ContractPrecision",
+    "bridge_config",
+    "hugging_face_weights",
+    "load_exactly",
+    "register_presets",
+    "start_findings",
+]
 
 if TYPE_CHECKING:
     from nemo_fp8.bridge.config import ContractPrecision, bridge_config, register_presets
     from nemo_fp8.bridge.loading import load_exactly
+    from nemo_fp8.bridge.masters import hugging_face_weights
     from nemo_fp8.bridge.monitor import BridgeMonitor
     from nemo_fp8.bridge.start import start_findings
 else:  # hidden from type checkers, which would accept any name otherwise
@@ -32,6 +42,7 @@ else:  # hidden from type checkers, which would accept any name otherwise
         "BridgeMonitor": "monitor",
         "ContractPrecision": "config",
         "bridge_config": "config",
+        "hugging_face_weights": "masters",
         "load_exactly": "loading",
         "register_presets": "config",
         "start_findings": "start",

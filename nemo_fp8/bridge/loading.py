@@ -33,7 +33,7 @@ Hook = Callable[[Models], Models]
 # delayed scaling starts with, up to 10 %. An unrelated tensor of the same size is 1.4 away.
 _FAR = 0.3
 # What Megatron sets on a weight, and what a hook may read from it.
-_MEGATRONS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
+MEGATRONS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
 
 
 def look_after_weights(provider: Any, precision: Precision) -> None:
@@ -89,7 +89,7 @@ class _Exactly:
             for name, weight in list(module._parameters.items()):
                 if (kept := _kept_values(weight)) is not None:
                     plain = torch.nn.Parameter(kept.to(weight.device), requires_grad=weight.requires_grad)
-                    plain.__dict__.update({key: vars(weight)[key] for key in _MEGATRONS if key in vars(weight)})
+                    plain.__dict__.update({key: vars(weight)[key] for key in MEGATRONS if key in vars(weight)})
                     module._parameters[name] = plain
                     held.append((module, name, weight, kept, plain))
         models = self.hook(models) or models

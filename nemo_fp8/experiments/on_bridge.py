@@ -83,8 +83,8 @@ def tiny_llama(
         ),
         scheduler=c.SchedulerConfig(
             lr_decay_style="cosine",
-            lr_warmup_iters=min(20, steps - 1),
-            lr_decay_iters=steps,
+            lr_warmup_iters=20,
+            lr_decay_iters=max(steps, 100),  # Bridge refuses a warm-up that is longer
             start_weight_decay=0.1,
             end_weight_decay=0.1,
             weight_decay_incr_style="constant",

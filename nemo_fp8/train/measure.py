@@ -232,7 +232,7 @@ def _against_master(
     weight: Any, codes: torch.Tensor | None, scale_inv: torch.Tensor, values: torch.Tensor, optimizers: Iterable[Any]
 ) -> Measurement:
     master = getattr(weight, "main_param", None)
-    span = _share(weight, optimizers)
+    span = share_of(weight, optimizers)
     if master is None or span is None or not master.numel():
         return Measurement.of(values.abs().amax(), scale_inv)
     master, share = master.detach().float(), values.flatten()[span]
@@ -249,7 +249,7 @@ def _against_master(
     )
 
 
-def _share(weight: Any, optimizers: Iterable[Any]) -> slice | None:
+def share_of(weight: Any, optimizers: Iterable[Any]) -> slice | None:
     """Return the slice of a flattened weight whose master Megatron's distributed optimizer keeps on this rank."""
     for optimizer in optimizers:
         if weight in getattr(optimizer, "model_param_gbuf_map", ()):

@@ -84,8 +84,8 @@ def config(model, precision, steps=4, *, of=None, save=None, load=None, ddp=None
     )
 
 
-def hugging_face(kind, folder):
-    """Write a tiny random checkpoint of ``kind``, llama or qwen3, in BF16, with a tokenizer; return its tensors."""
+def hugging_face(kind, folder, **changes):
+    """Write a tiny random checkpoint of ``kind``, llama or qwen3, in BF16; return its tensors."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -101,7 +101,7 @@ def hugging_face(kind, folder):
         "max_position_embeddings": 128,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-    }
+    } | changes
     made = LlamaForCausalLM(LlamaConfig(**sizes)) if kind == "llama" else Qwen3ForCausalLM(Qwen3Config(**sizes))
     model = made.to(torch.bfloat16)
     model.save_pretrained(folder)
