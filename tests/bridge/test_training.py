@@ -126,6 +126,7 @@ def test_every_recipe_on_every_layout_trains_and_resumes(folder):
         losses(run)
         if name.endswith("-whole"):
             resumed_exactly(runs, name.removesuffix("-whole"))
+        if not name.endswith("-second"):
             assert losses(run)[-1] < losses(run)[0] - 0.05, name
-        if name.endswith("-overlapped-whole"):
+        if name.endswith("-overlapped"):
             assert losses(run) == losses(runs[name.replace("overlapped", "data")]), name

@@ -92,17 +92,21 @@ PAIR = {
 
 
 def _everywhere():
-    """Every recipe on every layout, saved and resumed, for the matrix that takes minutes."""
+    """Every recipe on every layout, and saved and resumed on tensor-parallel ranks; for the matrix that takes minutes."""
     layouts = {
+        "split": {"model": SPLIT},
         "data": {},
         "overlapped": {"ddp": OVERLAPPED},
-        "split": {"model": SPLIT},
         "experts": {"experts": True, "model": {"expert_model_parallel_size": 2}},
     }
     recipes = {"bf16": "bf16_mixed"} | FP8
-    for (name, preset), (layout, job) in itertools.product(recipes.items(), layouts.items()):
+    for (layout, job), (name, preset) in itertools.product(layouts.items(), recipes.items()):
         padded = {"moe_router_padding_for_fp8": True} if layout == "experts" and name != "bf16" else {}
-        yield from _resumed(f"{name}-{layout}", **job | {"contract": preset, "model": job.get("model", {}) | padded})
+        job = job | {"contract": preset, "model": job.get("model", {}) | padded}
+        if layout == "split":
+            yield from _resumed(f"{name}-{layout}", **job)
+        else:
+            yield f"{name}-{layout}", job
     yield "nvfp4-data", {"precision": NVFP4}
 
 
