@@ -11,6 +11,9 @@ def _python(page):
 
 
 def test_the_pages_snippets_run(folder, monkeypatch, capsys):
+    from megatron.bridge.training import mixed_precision
+
+    monkeypatch.setattr(mixed_precision, "MIXED_PRECISION_RECIPES", dict(mixed_precision.MIXED_PRECISION_RECIPES))
     monkeypatch.chdir(folder)
     namespace = {"__name__": "__main__"}
     for snippet in _python(ROOT / "docs/bridge.md"):

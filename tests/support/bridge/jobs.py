@@ -92,7 +92,7 @@ PAIR = {
 
 
 def _everywhere():
-    """Every recipe on every layout, and saved and resumed on tensor-parallel ranks; for the matrix that takes minutes."""
+    """Every recipe on every layout, and resumed on tensor-parallel ranks: the matrix that takes minutes."""
     layouts = {
         "split": {"model": SPLIT},
         "data": {},
