@@ -73,14 +73,16 @@ environments:
 demo: environments
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; $(ENDING_WITH_MAKE) bash demo/run.sh
 
-# Two workers: much of the suite is Python starting up and importing NeMo, on one core. They take files in the order of tests/conftest.py.
+# Two workers: much of the suite is Python starting up and importing NeMo or vLLM, on one core. They take files in the order of
+# tests/conftest.py.
 # Triton comes with vLLM alone, and must not have been imported by anything else when its interpreter is asked for; so it compiles in
 # another process than it interprets in.
+IN_PAIRS := -n 2 --dist loadfile --no-loadscope-reorder
 test: setup
-	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest $(IN_PAIRS)
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_compiled.py
-	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/rollout
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest $(IN_PAIRS) tests/rollout
 	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest tests/bridge
 
 # What takes too long for every change: every model, every executor, 50 pushes, whole training runs.

@@ -23,12 +23,14 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import hashlib
 import json
 import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,31 @@ def _executed(cubin: bytes, strips: int, loads: int) -> tuple[dict[str, float], 
     return executed, sum(operation.startswith("F2FP") for operation, _ in lines)
 
 
+def sources() -> str:
+    """Return a digest of all that decides what is compiled: the kernels' source, every launch, Triton's version."""
+    digest = hashlib.sha256(Path(triton_kernels.__file__).read_bytes() + triton.__version__.encode())
+    for name, launch in cuda.variants():
+        takes = [
+            (a.dtype, a.shape, a.stride(), a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a
+            for a in launch.arguments
+        ]
+        digest.update(repr((name, launch.kernel, launch.programs, launch.warps, launch.constants, takes)).encode())
+    return digest.hexdigest()
+
+
+def recorded() -> dict[tuple[str, int], Compiled] | None:
+    """Return the programs of the record, by name and target; None if they are not of today's sources."""
+    found = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
+    if found.get("sources") != sources():
+        return None
+    rows = (
+        row | {way: {int(bits): n for bits, n in row[way].items()} for way in ("loads", "stores")}
+        for row in found["programs"]
+    )
+    made = [Compiled(**row) for row in rows]
+    return {(m.name, m.capability): m for m in made}
+
+
 def _compile_by_number(number: int, capability: int, sass: bool) -> Compiled:
     name, launch = list(cuda.variants())[number]
     return compile_launch(name, launch, capability, sass)
@@ -216,15 +243,15 @@ def _begin(cache: str) -> None:
     torch.set_num_threads(1)
 
 
-def start_all(
-    pool: concurrent.futures.Executor, targets: tuple[int, ...] = TARGETS, sass: bool = False
+def start(
+    pool: concurrent.futures.Executor, wanted: Callable[[str, int], bool], sass: Callable[[str], bool] = lambda _: False
 ) -> dict[tuple[str, int], concurrent.futures.Future[Compiled]]:
-    """Begin to compile every program for every target."""
-    names = [name for name, _ in cuda.variants()]
+    """Begin to compile every program that is ``wanted``, by its name and its target."""
     return {
-        (name, target): pool.submit(_compile_by_number, number, target, sass)
-        for target in targets
-        for number, name in enumerate(names)
+        (name, target): pool.submit(_compile_by_number, number, target, sass(name))
+        for target in TARGETS
+        for number, (name, _) in enumerate(cuda.variants())
+        if wanted(name, target)
     }
 
 
@@ -270,8 +297,8 @@ def tell(made: list[Compiled]) -> str:
         f"Triton {triton.__version__} with its own ptxas. `kernels/cuda.py` can ask for {len(list(cuda.variants()))} "
         "programs; "
         f"{len({m.name for m in made})} are here, compiled for {', '.join(f'sm_{t}' for t in TARGETS)}. "
-        "`tests/numerics/test_kernels_compiled.py` compiles all of them in every run of the suite, and fails for a "
-        "spilled register, "
+        "`tests/numerics/test_kernels_compiled.py` compiles a part of them in every run of the suite, and all of them "
+        "where the record beside this page is of other kernels or another Triton; it fails for a spilled register, "
         "for loads or stores of less than 128 bits where the launch found everything aligned, and where the FP8 "
         "conversion is not the "
         "hardware's.",
@@ -364,7 +391,7 @@ def tell(made: list[Compiled]) -> str:
 def record(made: list[Compiled]) -> str:
     """The page's numbers as JSON, a program a line."""
     programs = ",\n".join(json.dumps(asdict(m)) for m in made)
-    return f'{{"triton": "{triton.__version__}", "programs": [\n{programs}\n]}}\n'
+    return f'{{"triton": "{triton.__version__}", "sources": "{sources()}", "programs": [\n{programs}\n]}}\n'
 
 
 def _moved(widths: dict[int, int]) -> str:
@@ -375,19 +402,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the page and its record")
     given = parser.parse_args()
-    timed = {
-        name
-        for name, _ in cuda.variants()
-        if "unaligned" not in name and re.search("bfloat16 to e4m3|e4m3 to bf|amax of bf", name)
-    }
+
+    def timed(name: str) -> bool:
+        return "unaligned" not in name and re.search("bfloat16 to e4m3|e4m3 to bf|amax of bf", name) is not None
+
     with tempfile.TemporaryDirectory() as cache, processes(cache) as pool:
-        names = [name for name, _ in cuda.variants()]
-        started = [
-            pool.submit(_compile_by_number, number, target, name in timed)
-            for target in TARGETS
-            for number, name in enumerate(names)
-        ]
-        made = [future.result() for future in started]
+        made = [future.result() for future in start(pool, lambda *_: True, timed).values()]
     page = tell(made)
     if given.write:
         PAGE.write_text(page, encoding="utf-8")

@@ -24,10 +24,13 @@ for _number, _default in (
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _default)
 
-# Folders with files that take a minute. A worker that begins one of them at the end lets the other one wait for it.
-LONGEST_FIRST = ("experiments", "recipes", "report", "train")
+# Folders and files that take minutes. A worker that begins one of them at the end lets the other one wait for it.
+LONGEST_FIRST = ("experiments", "recipes", "report", "train", "test_refit.py", "test_serve.py", "test_engine.py")
 
 
 def pytest_collection_modifyitems(items):
-    places = {folder: i for i, folder in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.parent.name, len(places)))
+    def place(item):
+        names = {item.path.parent.name, item.path.name}
+        return next((i for i, longest in enumerate(LONGEST_FIRST) if longest in names), len(LONGEST_FIRST))
+
+    items.sort(key=place)

@@ -58,7 +58,12 @@ def diff(a: Name, b: Name, as_json: Json = False) -> None:
 def render(
     name: Name,
     to: Annotated[
-        str, typer.Option("--to", help="nemo, bridge, megatron, te, nemo-rl, vllm or env.", show_default=False)
+        str,
+        typer.Option(
+            "--to",
+            help="nemo, bridge, megatron, te, nemo-rl, vllm, env, verl, skyrl, slime or trl.",
+            show_default=False,
+        ),
     ],
     changes: Changes = None,
     as_json: Json = False,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.render import bridge, env, megatron, nemo, nemo_rl, te, vllm
+from nemo_fp8.render import bridge, env, megatron, nemo, nemo_rl, skyrl, slime, te, trl, verl, vllm
 from nemo_fp8.render.rendering import Rendering
 
 RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
@@ -21,6 +21,10 @@ RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
     "nemo-rl": nemo_rl.render,
     "vllm": vllm.render,
     "env": env.render,
+    "verl": verl.render,
+    "skyrl": skyrl.render,
+    "slime": slime.render,
+    "trl": trl.render,
 }
 
 

@@ -245,6 +245,7 @@ def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
     correction = _section(document, "loss_fn").get("use_importance_sampling_correction") or False
     fields: dict[str, Any] = {"compute": _compute(document, []), "importance_sampling": correction}
     precision = vllm_cfg.get("precision", "auto")
+    problems += _of_mx_rollouts(vllm_cfg)
     if precision == "fp8":
         mx = vllm_cfg.get("is_mx", False) is True
         scale = "pow2" if mx else "fp32"
@@ -272,6 +273,29 @@ def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
             )
         )
     return fields | {"rollout": "compute"} | claims, problems
+
+
+def _of_mx_rollouts(vllm_cfg: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each key that NeMo RL takes with an MX rollout and refuses with any other."""
+    patterns, section = keys.IGNORED[True], "policy.generation.vllm_cfg"
+    quantized, mx = vllm_cfg.get("precision") == "fp8", vllm_cfg.get("is_mx", False) is True
+    ahead = vllm_cfg.get(keys.PREQUANTIZE) or False
+    if not isinstance(ahead, bool):
+        yield Problem(
+            f"{section}.{keys.PREQUANTIZE}={ahead!r} is not true or false.", "It is a switch.", "Write true or false."
+        )
+    elif ahead and not (quantized and mx):
+        yield Problem(
+            f"{section}.{keys.PREQUANTIZE} without precision: fp8 and is_mx: true.",
+            "NeMo RL quantizes ahead of a refit for MX rollouts only, and refuses it otherwise.",
+            f"Set precision: fp8 and is_mx: true, or leave {keys.PREQUANTIZE} out.",
+        )
+    if vllm_cfg.get(patterns) and quantized and not mx:
+        yield Problem(
+            f"{section}.{patterns} without is_mx: true.",
+            "NeMo RL refuses it for 128x128 blocks.",
+            f"Name the modules by words in {keys.IGNORED[False]}, or set is_mx: true.",
+        )
 
 
 def _compute(document: Mapping[str, Any], problems: list[Problem]) -> str:

@@ -34,6 +34,10 @@ VLLM_CFG: dict[str, Setting] = {
 # deprecates the first, and refuses the second for other blocks.
 IGNORED = {False: "quantization_ignored_layer_kws", True: "quantization_ignore_patterns"}
 
+# Where an MX rollout is quantized: in the trainer before weights are sent (true), or in vLLM's workers. The codes are
+# the same, so a contract has no field for it; NeMo RL refuses it for every other rollout.
+PREQUANTIZE = "refit_prequantize"
+
 # policy.megatron_cfg: how many whole layers train in the compute dtype.
 LAYERS: dict[str, Setting] = {
     "num_layers_at_start_in_bf16": Setting("first_layers", 1),
@@ -57,7 +61,7 @@ OPEN_SECTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("policy", "megatron_cfg", "distributed_data_parallel_config"): ("grad_reduce_in_fp32",),
     ("policy", "generation"): ("vllm_cfg", "nvfp4_pertoken_rollout", "quant_cfg"),
-    ("policy", "generation", "vllm_cfg"): (*VLLM_CFG, *IGNORED.values(), "precision", "is_mx", "refit_prequantize"),
+    ("policy", "generation", "vllm_cfg"): (*VLLM_CFG, *IGNORED.values(), "precision", "is_mx", PREQUANTIZE),
     ("loss_fn",): ("use_importance_sampling_correction",),
 }
 # What gives modules or sides a precision of which a contract knows nothing.

@@ -33,6 +33,8 @@ E2E = ("bf16_with_fp8_blockwise_mixed", {"format": "e4m3", **SCALES})
 ROLLOUT = ("bf16_mixed", {"rollout": "fp8", **SCALES})
 # Megatron never puts a router in FP8; vLLM does unless it is told.
 MOE = (E2E[0], E2E[1] | {"keep": ("*mlp.gate*",)})
+# Blocks of 32 on both sides, for Blackwell. Here NeMo RL takes patterns of whole names: gates, and not gate_proj.
+MX = ("bf16_with_mxfp8_mixed", {"fp8_param": False, "grad_reduce": "compute", "keep": ("*mlp.gate",)})
 
 # The precision-aware optimizer of NeMo RL's base files does not go with FP8; a colocated FP8 engine needs room for the
 # refit.
@@ -124,6 +126,13 @@ OVERLAYS: dict[str, Overlay] = {
         "Llama 3.3 70B: blockwise FP8 training and rollout.",
         "grpo_math_70B_megatron.yaml",
         E2E,
+        (_BESIDE_TRAINING, _BESIDE_ROLLOUT),
+    ),
+    "grpo_math_qwen30ba3b_megatron_mxfp8_e2e.yaml": Overlay(
+        "Qwen3 30B-A3B, a mixture of experts: MXFP8 training and rollout, on Blackwell.",
+        "grpo_math_qwen30ba3b_megatron.yaml",
+        MX,
+        # 768 over the four ranks of the file below is 192, a multiple of 32.
         (_BESIDE_TRAINING, _BESIDE_ROLLOUT),
     ),
     "grpo_math_qwen30ba3b_megatron_fp8_e2e.yaml": Overlay(

@@ -50,7 +50,10 @@ def test_an_overlay_says_its_contract(name):
 
 
 def without_ignored(data):
-    del data["policy"]["generation"]["vllm_cfg"]["quantization_ignored_layer_kws"]
+    vllm_cfg = data["policy"]["generation"]["vllm_cfg"]
+    # The key of NeMo RL 0.8 for MX rollouts, the older one where the newer raises: never both.
+    del vllm_cfg[f"quantization_{'ignore_patterns' if vllm_cfg['is_mx'] else 'ignored_layer_kws'}"]
+    assert not [name for name in vllm_cfg if name.startswith("quantization_")]
     return data
 
 

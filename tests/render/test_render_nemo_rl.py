@@ -139,10 +139,18 @@ def test_the_list_of_mx_rollouts_takes_words_and_patterns_of_whole_names():
 
 
 def test_keys_that_say_nothing_about_precision_are_none_of_our_business():
-    text = "policy: {generation: {vllm_cfg: {precision: fp8, enable_prefix_caching: true, refit_prequantize: true}}}"
+    text = "policy: {generation: {vllm_cfg: {precision: fp8, enable_prefix_caching: true}}}"
     assert read_nemo_rl(text)[1] == Precision(rollout="fp8", importance_sampling=False)
+    text = "policy: {megatron_cfg: {zero_train_gen_mismatch: true}}"  # which kernels run, on the same operands
+    assert read_nemo_rl(text)[0] == Precision(rollout="compute")
     text = "policy: {generation: {vllm_cfg: {precision: fp8, kv_cache_dtype: fp8_ds_mla}}}"
     assert from_nemo_rl(text).kv_cache == "fp8"  # vLLM's own layout of an FP8 cache for latent attention
+
+
+def test_where_an_mx_rollout_is_quantized_is_no_other_precision():
+    text = "policy: {generation: {vllm_cfg: {precision: fp8, is_mx: true, refit_prequantize: %s}}}"
+    assert read_nemo_rl(text % "true") == read_nemo_rl(text % "false")
+    assert read_nemo_rl(text % "true")[1].rollout_block == "1x32"
 
 
 def test_what_modelopt_quantizes_is_said_to_be_compared_by_nobody():
@@ -197,6 +205,11 @@ def test_every_presets_yaml_is_one_contract_again():
         ("policy: {megatron_cfg: {te_precision_config_file: recipes.yaml}}", "their own recipes"),
         ("policy: {megatron_cfg: {te_precision_config_fle: recipes.yaml}}", "te_precision_config_file"),
         ("policy: {generation: {vllm_cfg: {precision: fp8, quantization_ignore_pattern: [a]}}}", "_patterns"),
+        ("policy: {generation: {vllm_cfg: {precision: fp8, refit_prequantize: true}}}", "is_mx: true"),
+        ("policy: {generation: {vllm_cfg: {is_mx: true, refit_prequantize: true}}}", "precision: fp8 and"),
+        ("policy: {generation: {vllm_cfg: {precision: fp8, is_mx: true, refit_prequantize: 'on'}}}", "a switch"),
+        ("policy: {generation: {vllm_cfg: {precision: fp8, quantization_ignore_patterns: [a]}}}", "ignored_layer_kws"),
+        ("policy: {generation: {vllm_cfg: {precision: fp8, is_mx: true, refit_prequantise: true}}}", "prequantize"),
         (
             "policy: {megatron_cfg: {env_vars: {NVTE_FP8_BLOCK_SCALING_FP32_SCALE: '1'}}}",
             "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",

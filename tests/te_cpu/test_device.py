@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 
 def test_every_factory_allocates_on_the_cpu():
@@ -55,3 +57,29 @@ def test_a_device_as_a_context(name, kind):
         assert {torch.empty(2).device.type, torch.nn.Linear(2, 2).weight.device.type, torch.zeros(2).device.type} == {
             kind
         }
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_fsdp2_shards_a_module_of_te_and_changes_no_bit(device, tmp_path):
+    """FSDP2 takes the device from its mesh, and would ask CUDA for the number of one."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    def gradients(shard):
+        torch.manual_seed(0)
+        layer = te.Linear(64, 32, params_dtype=torch.float32)
+        shard(layer)
+        with te.autocast(recipe=Float8CurrentScaling()):
+            output = layer(torch.randn(16, 64))
+        output.pow(2).sum().backward()
+        whole = (each.grad for each in layer.parameters())
+        return [getattr(each, "full_tensor", lambda each=each: each)() for each in whole]
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(device, (1,))
+        assert mesh.device_type == "cpu"
+        sharded = gradients(lambda layer: fully_shard(layer, mesh=mesh))
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(a, b) for a, b in zip(sharded, gradients(lambda layer: None), strict=True))

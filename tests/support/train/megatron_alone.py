@@ -1,7 +1,7 @@
 """Some steps of Megatron's GPT on TransformerEngine's layers, in one process, without NeMo; not a name of Megatron's is
 replaced.
 
-    python megatron_alone.py '[{"recipe": "delayed"}, ...]'
+    PYTHONPATH=FOLDER_OF_A_MEGATRON python megatron_alone.py '[{"recipe": "delayed"}, ...]'
 
 prints as JSON the version of Megatron, whether NeMo was imported, and of every run its losses and the linears that ran
 in FP8, or how it was refused.
@@ -24,10 +24,10 @@ EXPERTS = {
 }
 
 
-def run_alone(jobs, env, python=sys.executable):
-    """What this file, run by a process of its own, says of these jobs; ``python`` is the one of an environment."""
-    path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [python, __file__, json.dumps(jobs)]
+def run_alone(jobs, env, *apart):
+    """What this file, run by a process of its own, says of these jobs; packages in the folders ``apart`` come first."""
+    path = {"PYTHONPATH": os.pathsep.join([*apart, str(ROOT)]), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, __file__, json.dumps(jobs)]
     run = subprocess.run(command, env=os.environ | path | env, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])

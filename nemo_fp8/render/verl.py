@@ -1,0 +1,87 @@
+"""verl: write and read the overrides of its command line, for training by Megatron and rollout by vLLM.
+
+Training is Megatron's own configs under ``override_*_config``; TransformerEngine's scales are a variable of Ray's
+runtime environment. The rollout's FP8 is ``rollout.quantization: fp8``: 128x128 blocks, FP32 scales, every linear but
+routers. verl sends weights into the running engine past vLLM's reload, so its own quantization is the only one that
+survives a step: a rollout that needs our plugin is named as lost.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.render import frameworks, overrides
+from nemo_fp8.render.env import scale_from_environment
+from nemo_fp8.render.rendering import Rendering
+from nemo_fp8.render.settings import Setting, write
+from nemo_fp8.render.te import VARIABLES, te_environment
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+
+# Where verl takes overrides of Megatron's configs; those of the reference model follow the actor's.
+SECTIONS: dict[str, str] = {
+    "TransformerConfig": f"{_ACTOR}.megatron.override_transformer_config",
+    "OptimizerConfig": f"{_ACTOR}.optim.override_optimizer_config",
+    "DistributedDataParallelConfig": f"{_ACTOR}.megatron.override_ddp_config",
+}
+ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
+SETTINGS: dict[str, Setting] = {
+    f"{_ACTOR}.megatron.dtype": Setting("compute", "bfloat16", _DTYPES),
+    f"{_ROLLOUT}.dtype": Setting("compute", "bfloat16", _DTYPES),
+    f"{_ROLLOUT}.quantization": Setting("rollout", None, {None: "compute", "fp8": "fp8"}),
+    f"{_ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": Setting(
+        "kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
+    ),
+    f"{_ROLLOUT}.engine_kwargs.vllm.linear_backend": Setting("deep_gemm", "auto", {"auto": False, "deep_gemm": True}),
+    "algorithm.rollout_correction.rollout_is": Setting(
+        "importance_sampling", None, {None: False, "token": True, "sequence": True}
+    ),
+}
+# The correction needs the rollout's own log-probabilities.
+LOG_PROBS = f"{_ROLLOUT}.calculate_log_probs"
+_BACKEND = f"{_ROLLOUT}.engine_kwargs.vllm.linear_backend"
+
+
+def to_verl(precision: Precision) -> dict[str, Any]:
+    """Return ``{dotted key: value}`` for a contract. Raises PrecisionError for a dtype that verl does not train in."""
+    p = precision
+    frameworks.require_compute("verl", p, _DTYPES, "Its Megatron engine takes bfloat16 and float16 and no other dtype.")
+    said = write(SETTINGS, p)
+    if frameworks.misfits(p, frameworks.BLOCKS_OF_128):
+        said[f"{_ROLLOUT}.quantization"] = None
+    if not p.deep_gemm:
+        del said[_BACKEND]  # older vLLMs know no such argument
+    environment = {f"{ENVIRONMENT}.{name}": value for name, value in te_environment(p).items()}
+    return overrides.to_overrides(p, SECTIONS) | environment | said | {LOG_PROBS: p.importance_sampling}
+
+
+def read_verl(given: Mapping[str, Any]) -> tuple[Precision, Precision]:
+    """Return the training side and the rollout side of these overrides, each as a contract."""
+    variables = {f"{ENVIRONMENT}.{name}": name for name, _ in VARIABLES.values()}
+    known = (*overrides.keys(SECTIONS), *variables, LOG_PROBS)
+    fields = frameworks.read_settings("verl", SETTINGS, given, known)
+    train = overrides.from_overrides(given, SECTIONS, fields.get("compute", "bf16"))
+    scale = scale_from_environment(train.scaling, {name: given[key] for key, name in variables.items() if key in given})
+    if scale is not None:
+        train = train.replace(weight_scale=scale, activation_scale=scale)
+    quantized = fields.get("rollout") == "fp8"
+    return train, Precision(**{"rollout": "compute"} | fields | (frameworks.BLOCKS_OF_128 if quantized else {}))
+
+
+def render(precision: Precision) -> Rendering:
+    """Render the overrides as lines of a command; ``++`` adds a key or takes the place of one."""
+    data = to_verl(precision)
+    notes = ["For verl's Megatron engine and vLLM; its FSDP engine trains in the compute dtype only."]
+    text = " \\\n".join(shlex.quote(f"++{name}={hydra(value)}") for name, value in data.items())
+    reasons = frameworks.why_not_blocks_of_128("verl", precision) | frameworks.COMMON_REASONS
+    return frameworks.both_sides("verl", "verl", precision, text, data, read_verl(data), reasons, notes)
+
+
+def hydra(value: Any) -> str:
+    """Write a value as an override of Hydra's, or of another reader of YAML: a text of digits stays a text."""
+    return value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
