@@ -50,6 +50,14 @@ EXTRAS = {
         "NeMo and Megatron live in the training environment.",
         _TRAIN,
     ),
+    "bridge": Extra(
+        "Training with Megatron-Bridge",
+        (*_TORCH, "megatron.core", "megatron.bridge"),
+        "Megatron-Bridge 0.3.1 needs megatron-core 0.16, and NeMo 2.7.3 does not train with it, so it lives in an "
+        "environment of its own.",
+        "Run this there: `make setup` builds .venv-bridge over .venv; without it, pip install --no-deps --requirement "
+        "constraints/bridge.txt beside torch and TransformerEngine.",
+    ),
     "rl": Extra(
         "GRPO",
         (*_TORCH, "nemo", "lightning", "megatron", "ray"),
@@ -91,3 +99,5 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ValueError:  # a module without a spec, such as a test's stand-in
         return module in sys.modules
+    except ModuleNotFoundError:  # of a package that is not there
+        return False

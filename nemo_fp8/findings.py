@@ -288,6 +288,11 @@ RULES: dict[str, Problem] = {
         "imports.",
         "Install megatron-core==0.15.3 (constraints/training.txt).",
     ),
+    "bridge-mcore": error(
+        "megatron-core {mcore} with Megatron-Bridge {bridge}.",
+        "Megatron-Bridge 0.3 takes 12 names from megatron-core that 0.15 does not have, although it says 0.15 will do.",
+        "Install megatron-core==0.16.1 (constraints/bridge.txt), in another environment than NeMo 2.7.",
+    ),
     "nemo-3": error(
         "nemo-toolkit {nemo} has no LLM collection.",
         "From 3.0 on, NeMo is speech alone; its LLM recipes went to Megatron-Bridge.",
@@ -394,6 +399,21 @@ RULES: dict[str, Problem] = {
         "The DDP config gathers FP8 parameters, and the contract has none.",
         "The gather would carry bytes that nobody wrote.",
         "Leave fp8_param_gather off the DDP config: the plugin sets it.",
+    ),
+    "bridge-loads-into-fp8": error(
+        "A run of Megatron-Bridge {bridge}with FP8 weights that starts from a Hugging Face checkpoint.",
+        "AutoBridge.to_megatron_provider(load_weights=True) writes into the FP8 weights, and the optimizer makes its "
+        "master weights from what TransformerEngine kept of them before: uninitialised memory, or a random "
+        "initialization. The first step writes that over the weights: NaN, or a falling loss on random weights.",
+        "Set config.mixed_precision to nemo_fp8.bridge.bridge_config(...), or call "
+        "nemo_fp8.bridge.load_exactly(provider); "
+        "or AutoBridge.import_ckpt, then pretrained_checkpoint with load_optim=False and "
+        "load_main_params_from_ckpt=True.",
+    ),
+    "run-masters-from-fp8": warning(
+        "FP8 weights from pretrained_checkpoint, without load_optim=False and load_main_params_from_ckpt=True.",
+        "Megatron-Bridge then makes the master weights from the FP8 codes: 2.65 % away from the checkpoint.",
+        "Set checkpoint.load_optim=False and checkpoint.load_main_params_from_ckpt=True.",
     ),
     "run-refused-by-megatron": error(
         "Megatron refuses {config} as the plugin left it.",

@@ -242,7 +242,7 @@ def installed() -> list[Version]:
     """The versions of the environments beside this file: what NeMo trains with, and those that lie apart."""
     import sysconfig
 
-    places = (Path(sysconfig.get_paths()["purelib"]), ROOT / ".megatron", ROOT / ".te")
+    places = (Path(sysconfig.get_paths()["purelib"]), *ROOT.glob(".venv-bridge/lib/python*/site-packages"))
     return [
         Version(package, _metadata(info, "Version"), place, "installed", _metadata(info, "Requires-Python"))
         for place in places

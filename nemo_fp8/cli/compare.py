@@ -35,6 +35,7 @@ def compare(
         str, typer.Option(metavar="LIST", help="Seeds, separated by commas: of weights and of data.")
     ] = "1234",
     ranks: Annotated[int, typer.Option(min=1, help="Processes of each run.")] = 2,
+    stack: Annotated[str, typer.Option(help="nemo or bridge: what trains. Each in its own environment.")] = "nemo",
     monitor: Annotated[
         int, typer.Option(metavar="N", min=0, help="Measure FP8 in every layer each N steps; 0 never.")
     ] = 50,
@@ -60,7 +61,15 @@ def compare(
             return lambda step, loss: told(step, f"loss {loss:.3f}")
 
         comparison = run_comparison(
-            recipe, contracts, steps=steps, seeds=numbers, ranks=ranks, every=monitor, keep=keep, on_run=on_run
+            recipe,
+            contracts,
+            steps=steps,
+            seeds=numbers,
+            ranks=ranks,
+            stack=stack,
+            every=monitor,
+            keep=keep,
+            on_run=on_run,
         )
     if as_json:
         print_json(comparison.to_dict())

@@ -29,7 +29,11 @@ from nemo_fp8.extras import require
 from nemo_fp8.recipes import RECIPES
 
 TRAINABLE = {"tiny_llama": "nemo_fp8.experiments.tiny_llama"} | {name: f"nemo_fp8.recipes.{name}" for name in RECIPES}
-"""Recipes that go by a short name."""
+"""Recipes for NeMo that go by a short name."""
+ON_BRIDGE = {"tiny_llama": "nemo_fp8.experiments.on_bridge.tiny_llama"}
+"""Recipes for Megatron-Bridge that do. One takes precision, steps, seed and folder, and returns a ConfigContainer."""
+STACKS = {"nemo": ("train", TRAINABLE), "bridge": ("bridge", ON_BRIDGE)}
+"""What trains -> the extra of its environment, and its recipes."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,13 @@ class Trial:
     steps: int = 300
     seed: int = 1234
     ranks: int = 2
+    stack: str = "nemo"
+    """What trains: one of :data:`STACKS`."""
     every: int = 0
     """Monitor FP8 every this many steps; 0 never."""
     keep: str | None = None
-    """The folder for the last checkpoint; log-probs of stories go to ``KEEP.log_probs.safetensors``; or None."""
+    """The folder for the last checkpoint, or None. Under NeMo log-probs of stories go to
+    ``KEEP.log_probs.safetensors``."""
 
 
 @dataclass
@@ -63,9 +70,12 @@ class Outcome:
 
 def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None) -> Outcome:
     """Train, calling ``on_step(step, loss)`` after each step. Raises with the end of the run's log if it fails."""
-    if "." not in trial.recipe and trial.recipe not in TRAINABLE:
-        raise PrecisionError([unknown("recipe", trial.recipe, TRAINABLE)])
-    require("train")
+    if trial.stack not in STACKS:
+        raise PrecisionError([unknown("stack", trial.stack, STACKS)])
+    extra, recipes = STACKS[trial.stack]
+    if "." not in trial.recipe and trial.recipe not in recipes:
+        raise PrecisionError([unknown("recipe", trial.recipe, recipes)])
+    require(extra)
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "steps.jsonl"), Path(folder, "log.txt")
         task = json.dumps(asdict(trial) | {"precision": trial.precision.to_dict(), "folder": folder, "out": str(out)})
@@ -120,10 +130,16 @@ def _last_words(log: Path, characters: int = 3000) -> str:
     return said[-characters:]
 
 
+def _named(trial: Trial) -> Callable[..., Any]:
+    """Return the function of a trial's recipe."""
+    module, _, name = STACKS[trial.stack][1].get(trial.recipe, trial.recipe).rpartition(".")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
 def _recipe(trial: Trial) -> Any:
     """Return the recipe with the trial's settings."""
-    module, _, name = TRAINABLE.get(trial.recipe, trial.recipe).rpartition(".")
-    recipe = getattr(importlib.import_module(module), name)(precision=trial.precision)
+    recipe = _named(trial)(precision=trial.precision)
     recipe.trainer.devices, recipe.trainer.max_steps = trial.ranks, trial.steps
     recipe.trainer.strategy.seed = recipe.data.seed = trial.seed
     recipe.trainer.enable_checkpointing = trial.keep is not None
@@ -158,10 +174,17 @@ def main(task: dict[str, Any]) -> None:
     lifetime.end_with_parent()  # which is torchrun
     folder, out = task.pop("folder"), Path(task.pop("out"))
     trial = Trial(**task | {"precision": Precision.from_dict(task["precision"])})
+    if trial.stack == "bridge":
+        from nemo_fp8.experiments import on_bridge
+
+        settings = {"precision": trial.precision, "steps": trial.steps, "seed": trial.seed, "folder": trial.keep}
+        on_bridge.run(_named(trial), out, trial.every, **settings)
+        return
     recipe = _recipe(trial)  # before heavy imports, so that a recipe that cannot be built fails at once
 
     import fiddle as fdl
 
+    from nemo_fp8.experiments.lines import Lines
     from nemo_fp8.experiments.recorder import Recorder
     from nemo_fp8.train.monitor import Fp8Monitor
 
@@ -169,7 +192,7 @@ def main(task: dict[str, Any]) -> None:
     train = fdl.build(recipe)
     monitor = Fp8Monitor(every_n_steps=trial.every) if trial.every else None
     trainer = train.keywords["trainer"]
-    trainer.callbacks += [Recorder(out, monitor)] if monitor is None else [monitor, Recorder(out, monitor)]
+    trainer.callbacks += [*([monitor] if monitor else []), Recorder(Lines(out, monitor))]
     train()
 
 

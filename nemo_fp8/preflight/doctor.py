@@ -149,11 +149,14 @@ def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleT
 
 
 def _packages(m: Machine) -> Iterator[Problem]:
-    nemo, mcore, te, numpy, driver = (_version(v) for v in (m.nemo, m.mcore, m.te, m.numpy, m.driver))
+    nemo, mcore, bridge, te, numpy, driver = (_version(v) for v in (m.nemo, m.mcore, m.bridge, m.te, m.numpy, m.driver))
     if nemo and nemo.major >= 3:
         yield finding("nemo-3", "nemo-toolkit", nemo=m.nemo)
     elif nemo and mcore and nemo.release[:2] == (2, 7) and mcore.release[:2] != (0, 15):
-        yield finding("nemo-mcore", "megatron-core", nemo=m.nemo, mcore=m.mcore)
+        # Beside Megatron-Bridge that is a choice, and NeMo is only not to be trained with here.
+        yield finding("nemo-mcore", "megatron-core", severity="info" if bridge else None, nemo=m.nemo, mcore=m.mcore)
+    if bridge and mcore and bridge.release[:2] == (0, 3) and mcore.release[:2] < (0, 16):
+        yield finding("bridge-mcore", "megatron-core", bridge=m.bridge, mcore=m.mcore)
     if m.te_library is False and m.has_gpu is not False:
         yield finding("te-library-missing", "transformer-engine", te=m.te)
     elif m.te_library is False and m.te not in TE_ON_CPU:

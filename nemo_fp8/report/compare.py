@@ -105,6 +105,7 @@ def run_comparison(
     steps: int = 300,
     seeds: Sequence[int] = (1234,),
     ranks: int = 2,
+    stack: str = "nemo",
     every: int = 0,
     keep: Path | None = None,
     on_run: Callable[[Precision, int], OnStep] | None = None,
@@ -125,6 +126,6 @@ def run_comparison(
     for seed in seeds:  # seeds outside, so that a time in which the machine is slow hits all precisions
         for precision in precisions:
             kept = None if keep is None else str(keep / f"{precision.name}-seed{seed}")
-            trial = Trial(recipe, precision, steps=steps, seed=seed, ranks=ranks, every=every, keep=kept)
+            trial = Trial(recipe, precision, steps=steps, seed=seed, ranks=ranks, stack=stack, every=every, keep=kept)
             runs.append(Run(precision, seed, run_trial(trial, on_run(precision, seed) if on_run else None)))
     return Comparison(recipe, steps, runs)

@@ -29,7 +29,7 @@ def keep_modules(model: Any, precision: Precision) -> None:
     """Take linears out of FP8 that the contract keeps by name and, unless it is strict, those that do not fit."""
     if not precision.is_fp8:
         return
-    from nemo_fp8.train.monitor import linear_names
+    from nemo_fp8.train.measure import linear_names
 
     linears = linear_names(model)  # layers are counted over all pipeline stages
     config = _config_of(model)

@@ -13,6 +13,7 @@ Measurements are sums and extremes, which add up over the experts of a layer and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ from nemo_fp8.te_cpu.quantized import watching_casts
 
 SUMS, EXTREMES = 6, 3
 Key = tuple[str, str]
+# The prefixes that the wrappers of Megatron, NeMo and Lightning add to the names of modules.
+_WRAPPERS = re.compile(r"^(?:(?:module|\d+)\.)+")
+_LAYER = re.compile(r"^(.*?\blayers\.)(\d+)(?=\.|$)")
 
 
 @dataclass
@@ -111,6 +115,27 @@ class Probe:
             module: Any = self.linears[name]
             found = _quantized(x, role, from_te(module.fp8_meta["recipe"]), quantizer)
             self.seen[name, role] = found if (name, role) not in self.seen else self.seen[name, role].and_(found)
+
+
+def linear_names(model: Any) -> dict[str, torch.nn.Module]:
+    """Return every linear that FP8 can run in by the name that ``keep`` matches; layers count over pipeline stages."""
+    chunks: Iterable[Any] = model if isinstance(model, torch.nn.ModuleList | list) else [model]
+    names: dict[str, torch.nn.Module] = {}
+    for chunk in chunks:
+        numbers: dict[str, str] = {}
+        for name, module in chunk.named_modules():
+            name = _WRAPPERS.sub("", name)
+            here = _LAYER.match(name)
+            if here and here.end() == len(name) and isinstance(number := getattr(module, "layer_number", None), int):
+                numbers[name] = f"{here[1]}{number - 1}"
+            if Probe.sees(module):
+                names[name if here is None else numbers.get(here[0], here[0]) + name[here.end() :]] = module
+    return names
+
+
+def unchained(optimizers: Iterable[Any]) -> list[Any]:
+    """Return the optimizers that chains of Megatron's are made of."""
+    return [part for o in optimizers for part in getattr(o, "chained_optimizers", [o])]
 
 
 def reduced(mine: dict[Key, Measurement]) -> dict[Key, Measurement]:
@@ -207,7 +232,7 @@ def _against_master(
     weight: Any, codes: torch.Tensor | None, scale_inv: torch.Tensor, values: torch.Tensor, optimizers: Iterable[Any]
 ) -> Measurement:
     master = getattr(weight, "main_param", None)
-    span = _share(weight, optimizers)
+    span = share_of(weight, optimizers)
     if master is None or span is None or not master.numel():
         return Measurement.of(values.abs().amax(), scale_inv)
     master, share = master.detach().float(), values.flatten()[span]
@@ -224,7 +249,7 @@ def _against_master(
     )
 
 
-def _share(weight: Any, optimizers: Iterable[Any]) -> slice | None:
+def share_of(weight: Any, optimizers: Iterable[Any]) -> slice | None:
     """Return the slice of a flattened weight whose master Megatron's distributed optimizer keeps on this rank."""
     for optimizer in optimizers:
         if weight in getattr(optimizer, "model_param_gbuf_map", ()):

@@ -30,6 +30,7 @@ LAYERS = {
     "rollout/refit/transfer": (7, {"torch", "vllm"}),  # a trainer's side of vLLM's own API: its classes are vLLM's
     "export": (7, {"torch", "numpy", "safetensors"}),
     "inspection": (7, {"torch", "numpy"}),
+    "bridge": (8, {"torch", "megatron"}),
     "front": (8, STANDARD_OR_LIGHT | {"lightning", "nemo", "nemo_run", "torch"}),  # what a person imports by name
     "mismatch": (8, {"torch", "numpy", "safetensors"}),  # belongs to neither side
     "recipes": (9, {"nemo_run", "nemo"}),
@@ -85,6 +86,7 @@ def test_training_and_rollout_never_meet():
         layer = _layer(path.relative_to(PACKAGE).parts).split("/")[0]
         strangers = {
             "train": ("vllm", "nemo_fp8.rollout"),
+            "bridge": ("vllm", "nemo_fp8.rollout", "nemo.", "lightning", "nemo_run"),
             "rollout": ("nemo.", "megatron", "lightning", "nemo_run", "nemo_fp8.train"),
         }.get(layer, ())
         for _, name in _imports(ast.parse(path.read_text())):

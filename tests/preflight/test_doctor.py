@@ -87,6 +87,7 @@ def test_rows_cover_every_contract() -> None:
     [
         ({"nemo": "2.7.3", "mcore": "0.16.1"}, "nemo-mcore"),
         ({"nemo": "2.7.3", "mcore": "0.14.0"}, "nemo-mcore"),
+        ({"bridge": "0.3.1", "mcore": "0.15.3"}, "bridge-mcore"),
         ({"nemo": "3.0.0", "mcore": "0.15.3"}, "nemo-3"),
         ({"te": "2.20.2", "te_library": False}, "te-library-missing"),
         ({"te": "2.14.0", "te_library": False, "gpu": ABSENT}, "te-not-stood-for"),
@@ -101,6 +102,11 @@ def test_rows_cover_every_contract() -> None:
 )
 def test_sanity(changes: dict[str, object], code: str) -> None:
     assert [f.code for f in sanity(replace(Machine(), **changes))] == [code]
+
+
+def test_megatron_bridge_beside_nemo_is_a_choice() -> None:
+    machine = Machine(nemo="2.7.3", bridge="0.3.1", mcore="0.16.1")
+    assert [(f.code, f.severity) for f in sanity(machine)] == [("nemo-mcore", "info")]
 
 
 def test_tes_wheel_alone_is_right_without_a_gpu() -> None:

@@ -107,10 +107,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("environment-late", BLOCKWISE, {"environment": {FP32_BLOCKS: "1"}, "modules": TE_WITHOUT_FP32}),
     ("environment-against-contract", BLOCKWISE, {"environment": {FP32_BLOCKS: "1"}}),
     ("environment-missing", {**BLOCKWISE, **FP32_SCALES}, {"environment": {}}),
+    ("bridge-loads-into-fp8", {**BLOCKWISE, "fp8_param": True}, {"machine": "h200,bridge0.3.1,mcore0.16.1"}),
     ("environment-set", BLOCKWISE, {"environment": {"NVTE_BACKWARD_OVERRIDE": "bf16"}}),
 ]  # fmt: skip
 INSTALLED = {
     "nemo-mcore",
+    "bridge-mcore",
     "nemo-3",
     "te-library-missing",
     "te-not-stood-for",

@@ -11,7 +11,8 @@ from support.train.harness import train_tiny
 
 def data_with_nan(tiny):
     """One sample of step 5 carries a NaN."""
-    from nemo_fp8.experiments.stories import Stories, StoryData
+    from nemo_fp8.experiments.corpus import Stories
+    from nemo_fp8.experiments.stories import StoryData
 
     class Broken(Stories):
         def __getitem__(self, index):

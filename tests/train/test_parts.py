@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from nemo_fp8.experiments.stories import ByteTokenizer, Stories, story
+from nemo_fp8.experiments.corpus import Stories, story
+from nemo_fp8.experiments.stories import ByteTokenizer
 
 
 def test_stories_add_up():

@@ -3,7 +3,7 @@ test_log_probs.py."""
 
 import torch
 
-from nemo_fp8.experiments.stories import Stories
+from nemo_fp8.experiments.corpus import Stories
 from nemo_fp8.train.log_probs import token_log_probs
 from nemo_fp8.train.measure import Probe
 

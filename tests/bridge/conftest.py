@@ -1,0 +1,40 @@
+"""For the tests of Megatron-Bridge, in its own environment: every run of the suite, by one process and by two."""
+
+import importlib.util
+
+import pytest
+
+HAS_BRIDGE = (
+    importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.bridge") is not None
+)
+collect_ignore_glob = [] if HAS_BRIDGE else ["test_*.py"]  # these run in .venv-bridge
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A folder with two tiny checkpoints of Hugging Face's, and their tensors."""
+    from safetensors.torch import save_file
+    from support.bridge.tiny import hugging_face
+
+    root = tmp_path_factory.mktemp("bridge")
+    for kind in ("llama", "qwen3"):
+        save_file(hugging_face(kind, root / kind), root / f"{kind}.safetensors")
+    return root
+
+
+@pytest.fixture(scope="session")
+def alone(folder):
+    """Name -> what one process saw of the run."""
+    from support.bridge.jobs import ALONE, in_folder
+    from support.bridge.runs import run_all
+
+    return dict(zip(ALONE, run_all(in_folder(ALONE, folder), folder), strict=True))
+
+
+@pytest.fixture(scope="session")
+def pair(folder):
+    """Name -> what two processes saw of the run."""
+    from support.bridge.jobs import PAIR, in_folder
+    from support.bridge.runs import run_all
+
+    return dict(zip(PAIR, run_all(in_folder(PAIR, folder), folder, ranks=2), strict=True))

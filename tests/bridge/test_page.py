@@ -1,0 +1,39 @@
+"""The snippets of docs/bridge.md run, top to bottom; and Bridge's recipes are built."""
+
+import re
+import runpy
+
+from support import ROOT
+
+
+def _python(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def test_the_pages_snippets_run(folder, monkeypatch, capsys):
+    from megatron.bridge.training import mixed_precision
+
+    monkeypatch.setattr(mixed_precision, "MIXED_PRECISION_RECIPES", dict(mixed_precision.MIXED_PRECISION_RECIPES))
+    monkeypatch.chdir(folder)
+    namespace = {"__name__": "__main__"}
+    for snippet in _python(ROOT / "docs/bridge.md"):
+        exec(compile(snippet, "bridge.md", "exec"), namespace)
+    assert "[after training is done]" in capsys.readouterr().out
+
+
+def test_the_recipe_for_8b_is_built_and_checked(monkeypatch):
+    from megatron.bridge.models.llama.llama_provider import Llama31ModelProvider8B
+    from megatron.bridge.training.config import runtime_config_update
+
+    from nemo_fp8 import preset
+
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    make = runpy.run_path(str(ROOT / "recipes/bridge_llama31_8b.py"))["llama31_8b"]
+    for name in ("bf16_with_fp8_blockwise_mixed", "bf16_with_mxfp8_mixed"):
+        config = make(Llama31ModelProvider8B(vocab_size=128256), name)
+        runtime_config_update(config)
+        assert config.data_parallel_size == 4
+        assert config.mixed_precision.contract == preset(name)
+        assert config.model.fp8_recipe == preset(name).scaling
+        assert config.ddp.fp8_param_gather == preset(name).fp8_param

@@ -1,0 +1,121 @@
+"""The runs of tests/bridge by name: those of one process, and those of two. ``{folder}`` is a folder of the session."""
+
+import itertools
+
+DELAYED, TENSORWISE, BLOCKWISE, MXFP8, NVFP4 = (
+    "bf16_with_fp8_delayed_scaling_mixed",
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_blockwise_mixed",
+    "bf16_with_mxfp8_mixed",
+    "bf16_with_nvfp4_mixed",
+)
+FP8 = {"delayed": DELAYED, "tensorwise": TENSORWISE, "blockwise": BLOCKWISE, "mxfp8": MXFP8}
+STORED = {"delayed": DELAYED, "tensorwise": TENSORWISE, "mxfp8": MXFP8}
+"""Presets whose weights lie in FP8."""
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FEW = {"steps": 3}
+
+_MODULES = {
+    "configs": {
+        "mx": {
+            "transformer_engine_config_type": "TEQuantizationParams",
+            "training_recipe": {
+                "fp8_quantization_recipe": "mxfp8",
+                "fp8_format": "e4m3",
+                "override_quantized_autocast": True,
+                "override_nonquantized_autocast": False,
+            },
+        },
+        "plain": {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}},
+    },
+    "matchers": {
+        "proj": {"config": "plain", "type": "glob", "pattern": "*.linear_proj", "enabled": True},
+        "fc1": {"config": "mx", "type": "glob", "pattern": "*.linear_fc1", "enabled": True},
+    },
+}
+
+
+def _resumed(name, **job):
+    folder = f"{{folder}}/{name}"
+    yield f"{name}-whole", job | {"steps": 4}
+    yield f"{name}-first", job | {"steps": 2, "of": 4, "save": folder}
+    yield f"{name}-second", job | {"steps": 4, "load": folder}
+
+
+ALONE = {
+    # Bridge's own way to load, before the registry holds our names; and with a random initialization.
+    "plain-loaded": {"precision": DELAYED, "hf": "{folder}/llama", **FEW},
+    "plain-loaded-over-random": {
+        "precision": MXFP8,
+        "hf": "{folder}/llama",
+        "model": {"perform_initialization": True},
+        **FEW,
+    },
+    "bf16": {"registered": True},
+    **{name: {"registered": True, "precision": preset.replace("_", "-")} for name, preset in FP8.items()},
+    "watched": {"contract": BLOCKWISE, "steps": 2, "monitor": 2, "tensorboard": "{folder}/board"},
+    **{f"{kind}": {"contract": BLOCKWISE, "kind": kind, **FEW} for kind in ("llama", "qwen3")},
+    "kept": {
+        "contract": {"format": "hybrid", "scaling": "delayed", "fp8_param": True, "keep": ["*.layers.1.mlp.*"]},
+        **FEW,
+    },
+    "modules": {"contract": {"format": "e4m3", "scaling": "blockwise"}, "recipe": _MODULES, **FEW},
+    **dict(_resumed("tensorwise-resumed", contract=TENSORWISE)),
+    **{f"{name}-loaded": {"contract": preset, "hf": "{folder}/llama", **FEW} for name, preset in STORED.items()},
+    "bf16-loaded": {"contract": "bf16_mixed", "hf": "{folder}/llama", **FEW},
+    "qwen3-loaded": {"contract": MXFP8, "hf": "{folder}/qwen3", **FEW},
+    "plain-loaded-exactly": {"precision": DELAYED, "hf": "{folder}/llama", "exactly": True, **FEW},
+    "unrepaired": {"contract": DELAYED, "hf": "{folder}/llama", "late": True, **FEW},
+    # Refusals.
+    "unknown": {"precision": "bf16_with_fp8_blokwise_mixed"},
+    "contradiction": {"contract": DELAYED, "override": {"fp8_recipe": "mxfp9"}},
+    "another-contradiction": {"contract": BLOCKWISE, "override": {"fp8": None}},
+    "no-such-module": {"contract": {"format": "e4m3", "scaling": "blockwise", "keep": ["*.linear_fc7"]}},
+    "all-kept": {"contract": {"format": "e4m3", "scaling": "blockwise", "first_layers": 2, "last_layers": 2}},
+}
+PAIR = {
+    "bf16": {"registered": True},
+    "blockwise": {"contract": BLOCKWISE},
+    "mxfp8": {"contract": MXFP8},
+    "mxfp8-overlapped": {"contract": MXFP8, "ddp": OVERLAPPED},
+    "delayed-split": {"contract": DELAYED, "model": SPLIT, **FEW},
+    "tensorwise-experts": {
+        "contract": TENSORWISE,
+        "experts": True,
+        "model": {"expert_model_parallel_size": 2, "moe_router_padding_for_fp8": True},
+        **FEW,
+    },
+    "delayed-loaded": {"contract": DELAYED, "hf": "{folder}/llama", "model": SPLIT, **FEW},
+    **dict(_resumed("delayed-resumed", contract=DELAYED)),
+}
+
+
+def _everywhere():
+    """Every recipe on every layout, and resumed on tensor-parallel ranks: the matrix that takes minutes."""
+    layouts = {
+        "split": {"model": SPLIT},
+        "data": {},
+        "overlapped": {"ddp": OVERLAPPED},
+        "experts": {"experts": True, "model": {"expert_model_parallel_size": 2}},
+    }
+    recipes = {"bf16": "bf16_mixed"} | FP8
+    for (layout, job), (name, preset) in itertools.product(layouts.items(), recipes.items()):
+        padded = {"moe_router_padding_for_fp8": True} if layout == "experts" and name != "bf16" else {}
+        job = job | {"contract": preset, "model": job.get("model", {}) | padded}
+        if layout == "split":
+            yield from _resumed(f"{name}-{layout}", **job)
+        else:
+            yield f"{name}-{layout}", job
+    yield "nvfp4-data", {"precision": NVFP4}
+
+
+EVERYWHERE = dict(_everywhere())
+
+
+def in_folder(jobs, folder):
+    """The jobs with the folder of a session in the place of ``{folder}``."""
+    return [
+        {key: value.format(folder=folder) if isinstance(value, str) else value for key, value in job.items()}
+        for job in jobs.values()
+    ]

@@ -1,0 +1,193 @@
+"""Runs of Megatron-Bridge's ``pretrain``, one after the other in one process or in two, and what was seen of them.
+
+    python -m support.bridge.runs OUT '[{"precision": "bf16_with_fp8_blockwise_mixed"}, ...]'
+
+Importing Bridge takes longer than a run, so a process holds many. A run that was refused leaves the others alone. The
+last rank writes what it saw as JSON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+from support import ROOT, TESTS
+
+ENVIRONMENT = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+
+
+def run_all(jobs, folder, ranks=1):
+    """What a process, or two under torchrun, saw of these jobs, in their order."""
+    out = Path(folder, f"seen{ranks}.json")
+    words = ["-m", "support.bridge.runs", str(out), json.dumps(jobs)]
+    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    env = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, ROOT)))}
+    env |= {"OMP_NUM_THREADS": str(2 // ranks)}
+    done = subprocess.run(
+        [sys.executable, *launcher, *words], env=env, cwd=folder, capture_output=True, text=True, timeout=900
+    )
+    assert out.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return json.loads(out.read_text())
+
+
+def main(out, jobs):
+    import torch
+
+    torch.distributed.init_process_group(  # ours, so that no run ends it
+        "gloo", timeout=timedelta(minutes=3), **{} if "RANK" in os.environ else _alone()
+    )
+    seen = [_seen(**job) for job in jobs]
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        Path(out).write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()
+
+
+def _alone():
+    import torch
+
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    return {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+
+
+def _seen(**job):
+    try:
+        return train(**job)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        traceback.print_exc()
+        _forget()
+        return {"refused": str(error)}
+
+
+def train(
+    precision="bf16_mixed",
+    contract=None,
+    registered=False,
+    override=None,
+    kind="gpt",
+    hf=None,
+    exactly=False,
+    late=False,
+    experts=False,
+    model=None,
+    monitor=0,
+    tensorboard=None,
+    recipe=None,
+    **settings,
+):
+    """Train as a job says; return losses, gradient norms, kinds of parameters and what its callbacks saw.
+
+    ``precision`` is a name of Bridge's registry, with ours in it where ``registered``; or ``contract`` are fields of
+    ours, and ``override`` of the resulting MixedPrecisionConfig. ``hf`` is the folder of a checkpoint to start from,
+    loaded ``exactly`` by a call of ours, or by a hook that is registered too ``late`` to be repaired.
+    """
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    from nemo_fp8 import Precision, bridge
+    from nemo_fp8.bridge.loading import load_exactly
+    from nemo_fp8.bridge.patches import replace_for_bridge
+    from support.bridge import tiny
+
+    replace_for_bridge()
+    if registered:
+        bridge.register_presets()
+    elif contract is not None:
+        precision = bridge.bridge_config(Precision.from_dict(contract) if isinstance(contract, dict) else contract)
+    for name, value in (override or {}).items():
+        setattr(precision, name, value)
+    changes = (model or {}) | (tiny.EXPERTS if experts else {})
+    if hf is None:
+        provider = tiny.provider(kind, **changes)
+    else:
+        from megatron.bridge import AutoBridge
+
+        provider = AutoBridge.from_hf_pretrained(hf).to_megatron_provider()
+        provider.seq_length = tiny.LENGTH
+        for name, value in changes.items():
+            setattr(provider, name, value)
+        if exactly:
+            load_exactly(provider)
+        if late:
+            provider._pre_wrap_hooks = Late(provider._pre_wrap_hooks)
+    if recipe:
+        from megatron.core.quantization.quant_config import RecipeConfig
+
+        provider.quant_recipe = RecipeConfig.from_config_dict(recipe)
+    found = {"losses": [], "norms": [], "kinds": {}, "masters": {}, "quantizers": {}}
+
+    class See(Callback):
+        def on_train_start(self, context):
+            for name, weight in _weights(context):
+                found["kinds"][name] = type(weight).__name__
+                if (master := getattr(weight, "main_param", None)) is not None and hf:
+                    found["masters"][name] = [_sum(master), float(master.float().norm())]
+
+        def on_train_step_end(self, context):
+            loss = context.loss_dict["lm loss"]
+            found["losses"].append(float(loss[0] / loss[1]) if loss.numel() == 2 else float(loss))
+            found["norms"].append(float(context.grad_norm))
+
+        def on_train_end(self, context):
+            found["quantizers"] = _quantizers(context.model[0])
+
+    callbacks = [See()]
+    if monitor:
+        callbacks.append(bridge.BridgeMonitor(every_n_steps=monitor))
+    cfg = tiny.config(provider, precision, **settings)
+    if tensorboard:
+        cfg.logger.tensorboard_dir = tensorboard
+    found["findings"] = [f.code for f in bridge.start_findings(cfg)]
+    pretrain(cfg, forward_step, callbacks=callbacks)
+    found["precision"] = type(cfg.mixed_precision).__name__
+    if monitor:
+        found |= {"rows": callbacks[1].rows, "skipped": callbacks[1].skipped}
+    return found
+
+
+class Late(list):
+    """Hooks of a provider that write into the weights when all others have run."""
+
+    def __init__(self, hooks):
+        super().__init__()
+        self.hooks = hooks
+
+    def append(self, hook):
+        self.extend([*self.hooks, hook])
+
+
+def _weights(context):
+    from megatron.core.utils import unwrap_model
+
+    for chunk in unwrap_model(context.model):
+        yield from chunk.named_parameters()
+
+
+def _sum(tensor):
+    return float(tensor.double().sum())
+
+
+def _quantizers(model):
+    """Linear -> the recipe that it ran under in its last step; None for one in the compute dtype."""
+    return {
+        name.removeprefix("module.module."): type(module.fp8_meta["recipe"]).__name__ if module.fp8 else None
+        for name, module in model.named_modules()
+        if hasattr(module, "fp8_meta") and "linear_" in name
+    }
+
+
+def _forget():
+    """Take away what a run that failed leaves of its own in the process."""
+    from megatron.bridge.training.initialize import destroy_global_state
+    from megatron.core import parallel_state
+
+    destroy_global_state()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
