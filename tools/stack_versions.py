@@ -157,7 +157,7 @@ class Sources:
 
     def _file(self, module: str) -> Path | None:
         path = self.folder.joinpath(*module.split("."))
-        candidates = (path / "__init__.py", path.with_name(f"{path.name}.py"))
+        candidates = (path / "__init__.py", path.with_name(f"{path.name}.py"), *path.parent.glob(f"{path.name}.*.so"))
         return next((c for c in candidates if c.is_file()), path if path.is_dir() else None)
 
     def _member(self, module: str, rest: list[str], seen: frozenset[str]) -> ast.AST | None:

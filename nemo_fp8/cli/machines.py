@@ -26,7 +26,7 @@ def doctor(
     """Say what this machine, or a described one, makes of every FP8 recipe, why, and what to do."""
     import os
 
-    from nemo_fp8.preflight.doctor import doctor, recipes_of, resume_findings, sanity
+    from nemo_fp8.preflight.doctor import bridge_findings, doctor, recipes_of, resume_findings, sanity
     from nemo_fp8.preflight.machine import Machine
     from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, Answer
 
@@ -41,8 +41,11 @@ def doctor(
         )
         answers = [Answer(precision.name, "none", NATIVE, reason, "")]
     findings = sanity(machine, None if described else os.environ)
-    if precision and not described:
-        findings += resume_findings(precision, os.environ)
+    if precision:
+        findings += [
+            *bridge_findings(precision, machine),
+            *(resume_findings(precision, os.environ) if not described else ()),
+        ]
     if as_json:
         print_json(
             {

@@ -135,6 +135,12 @@ def resume_findings(precision: Precision, environment: Mapping[str, str]) -> Ite
         yield finding("te-delayed-resume", ALLOW_PICKLE)
 
 
+def bridge_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
+    """Yield what Megatron-Bridge, where it is installed, does to a run under this contract."""
+    if precision.fp8_param and machine.bridge not in (None, ABSENT):
+        yield finding("bridge-loads-into-fp8", "fp8_param", severity="warning", bridge=f"{machine.bridge} ")
+
+
 def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[Problem]:
     """Return findings for variables whose value differs from the one that the imported TransformerEngine read."""
     recipes: Any = modules.get(TE_RECIPES)

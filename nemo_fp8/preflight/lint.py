@@ -17,8 +17,8 @@ from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
-from nemo_fp8.preflight.doctor import sanity, support_findings
-from nemo_fp8.preflight.machine import ABSENT, Machine
+from nemo_fp8.preflight.doctor import bridge_findings, sanity, support_findings
+from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.preflight.memory import memory
 from nemo_fp8.preflight.shapes import shape_findings
 
@@ -109,8 +109,8 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
         yield finding(
             "fp16-delayed-freeze", "initial_loss_scale", scale=p.initial_loss_scale, history=history, algo=algo
         )
-    if p.fp8_param and machine is not None and machine.bridge not in (None, ABSENT):
-        yield finding("bridge-loads-into-fp8", "fp8_param", severity="warning", bridge=f"{machine.bridge} ")
+    if machine is not None:
+        yield from bridge_findings(p, machine)
     if p.rollout == "fp8" and not p.importance_sampling:
         yield finding("rollout-without-correction", "importance_sampling")
     if p.rollout == "fp8" and not p.is_fp8:

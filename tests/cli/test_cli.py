@@ -45,6 +45,7 @@ COMMANDS = [
     (["explain", "missing.yaml"], 2, ["no file"]),
     (["render", BLOCK, "--to", "nemorl"], 2, ["nemo-rl"]),
     (["doctor", "--for", "h20000"], 2, ["remedy"]),
+    (["doctor", "bf16_with_fp8_mixed", "--for", "h200,cuda12.9,te2.9,bridge0.3.1"], 0, ["bridge-loads-into-fp8"]),
     (["doctor", "bf16_mixed", "--for", "cpu"], 0, ["bf16_mixed", "native", "compute in BF16"]),
     (["doctor", "fp16_mixed", "--for", "h200"], 0, ["fp16_mixed", "native", "compute in FP16"]),
 ]  # fmt: skip
