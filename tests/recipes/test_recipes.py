@@ -151,11 +151,12 @@ def test_the_scripts_run_on_nemo_runs_command_line(tmp_path):
 LAUNCH = """
 import nemo_run as run
 from nemo_fp8.experiments import tiny_llama
+from nemo_fp8.experiments.lines import Lines
 from nemo_fp8.experiments.recorder import Recorder
 
 if __name__ == "__main__":
     recipe = tiny_llama("bf16_with_fp8_blockwise_mixed", dir={folder!r}, steps=16)
-    recipe.trainer.callbacks.append(run.Config(Recorder, out={steps!r}))
+    recipe.trainer.callbacks.append(run.Config(Recorder, lines=run.Config(Lines, out={steps!r})))
     recipe.log.ckpt = None
     recipe.trainer.enable_checkpointing = False
     executor = run.LocalExecutor(launcher="torchrun", ntasks_per_node=2)
