@@ -20,8 +20,9 @@ rm -rf out/runs out/tiny_llama out/tiny_llama_fp8 && mkdir -p out
 precision=bf16_with_fp8_blockwise_mixed
 nemo-fp8 compare --recipe tiny_llama --precisions bf16_mixed,$precision --steps 80 --keep out/runs --html out/compare.html
 step "Megatron-Bridge trains the same Llama by its own pretrain, under the same contract (importing Bridge takes 15 seconds)"
-.venv-bridge/bin/python recipes/bridge_tiny.py $precision --steps 8 2> >(tail -n 20 >&2) | grep -E "iteration .* lm loss" |
-    sed -E 's/^.*iteration +([0-9]+).*lm loss: ([0-9.E+-]+).*$/step \1  loss \2/'
+.venv-bridge/bin/python recipes/bridge_tiny.py $precision --steps 8 2> out/bridge.log |
+    awk -F'lm loss: ' '/iteration .* lm loss: / { printf "step %d  loss %.3f\n", ++step, $2; fflush() }' ||
+    { tail -n 30 out/bridge.log >&2; exit 1; }
 trained=out/runs/$precision-seed1234
 step "nemo-fp8 export: the trained model for Hugging Face and vLLM, in BF16, and in FP8 with a certificate"
 nemo-fp8 export --from-nemo "$trained" out/tiny_llama --precision bf16_mixed
