@@ -415,6 +415,13 @@ RULES: dict[str, Problem] = {
         "Megatron-Bridge then makes the master weights from the FP8 codes: 2.65 % away from the checkpoint.",
         "Set checkpoint.load_optim=False and checkpoint.load_main_params_from_ckpt=True.",
     ),
+    "run-no-tokenizer": error(
+        "{folder} holds no tokenizer.",
+        "The run's TokenizerConfig(tokenizer_type='HuggingFaceTokenizer') names it, and Megatron-Bridge would end in "
+        "transformers' own error, which speaks of other causes.",
+        "Save the tokenizer there (tokenizer.save_pretrained), name a folder that has one as tokenizer_model, or set "
+        "tokenizer_type='NullTokenizer' with vocab_size.",
+    ),
     "run-refused-by-megatron": error(
         "Megatron refuses {config} as the plugin left it.",
         "{error}",

@@ -1,7 +1,10 @@
-"""What is wrong with how a run of Megatron-Bridge gets its first weights, read from its ``ConfigContainer`` alone."""
+"""What is wrong with what a run of Megatron-Bridge starts from, read from its ``ConfigContainer`` alone: the tokenizer,
+and the first weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from nemo_fp8.extras import require
@@ -15,19 +18,29 @@ from nemo_fp8.bridge.loading import loads_into_fp8
 from nemo_fp8.errors import Problem
 from nemo_fp8.findings import finding
 
+# One of these is in every folder from which transformers can load a tokenizer.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+
 
 def start_findings(config: Any) -> list[Problem]:
     """Return the findings, errors first; call it before ``pretrain``, which resolves a name of the registry."""
+    return [*_tokenizer(config.tokenizer), *_first_weights(config)]
+
+
+def _tokenizer(said: Any) -> Iterator[Problem]:
+    folder = Path(said.tokenizer_model or "")
+    local = said.tokenizer_type == "HuggingFaceTokenizer" and said.tokenizer_model and folder.is_dir()
+    if local and not any((folder / name).exists() for name in _TOKENIZERS):
+        yield finding("run-no-tokenizer", "tokenizer.tokenizer_model", folder=folder)
+
+
+def _first_weights(config: Any) -> Iterator[Problem]:
     precision, checkpoint = config.mixed_precision, config.checkpoint
-    if precision is None:
-        return []
     precision = get_mixed_precision_config(precision) if isinstance(precision, str) else precision
-    if not (precision.fp8 and precision.fp8_param_gather):
-        return []
-    found = []
+    if precision is None or not (precision.fp8 and precision.fp8_param_gather):
+        return
     if not isinstance(precision, ContractPrecision) and loads_into_fp8(config.model):
-        found.append(finding("bridge-loads-into-fp8", "model", bridge=""))
+        yield finding("bridge-loads-into-fp8", "model", bridge="")
     exact = checkpoint.load_main_params_from_ckpt and not checkpoint.load_optim
     if checkpoint.pretrained_checkpoint and not exact:
-        found.append(finding("run-masters-from-fp8", "checkpoint.load_main_params_from_ckpt"))
-    return found
+        yield finding("run-masters-from-fp8", "checkpoint.load_main_params_from_ckpt")

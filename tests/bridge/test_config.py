@@ -110,6 +110,27 @@ def test_masters_out_of_fp8_codes_are_found():
     assert bridge.start_findings(config(provider(), "bf16_mixed", checkpoint=start)) == []
 
 
+def test_a_folder_without_a_tokenizer_is_found(folder, tmp_path):
+    """Bridge itself ends there, in an error of transformers'."""
+    from megatron.bridge.training.tokenizers.config import TokenizerConfig
+    from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
+    from support.bridge.tiny import config, provider
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    run = config(provider(), "bf16_mixed")
+    run.tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "llama"))
+    (found,) = bridge.start_findings(run)
+    assert (found.code, found.severity) == ("run-no-tokenizer", "error")
+    with pytest.raises((OSError, ValueError, TypeError)):
+        build_tokenizer(run.tokenizer)
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1, "[EOS]": 2}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[EOS]").save_pretrained(tmp_path)
+    run.tokenizer.tokenizer_model = str(tmp_path)
+    assert bridge.start_findings(run) == []
+    assert build_tokenizer(run.tokenizer).vocab_size == 3
+
+
 def test_the_only_patch_fits_and_is_needed():
     """Megatron's own would run make where there is no Makefile; ours takes the same parameters."""
     from pathlib import Path
