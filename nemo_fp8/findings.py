@@ -410,12 +410,12 @@ RULES: dict[str, Problem] = {
         "or AutoBridge.import_ckpt, then pretrained_checkpoint with load_optim=False and "
         "load_main_params_from_ckpt=True.",
     ),
-    "run-masters-from-fp8": warning(
+    "start-masters-from-fp8": warning(
         "FP8 weights from pretrained_checkpoint, without load_optim=False and load_main_params_from_ckpt=True.",
         "Megatron-Bridge then makes the master weights from the FP8 codes: 2.65 % away from the checkpoint.",
         "Set checkpoint.load_optim=False and checkpoint.load_main_params_from_ckpt=True.",
     ),
-    "run-no-tokenizer": error(
+    "start-no-tokenizer": error(
         "{folder} holds no tokenizer.",
         "The run's TokenizerConfig(tokenizer_type='HuggingFaceTokenizer') names it, and Megatron-Bridge would end in "
         "transformers' own error, which speaks of other causes.",

@@ -20,6 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("bridge")
+
 import torch
 
 from nemo_fp8.contract import Precision

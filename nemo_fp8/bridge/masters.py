@@ -15,6 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("bridge")
+
 import torch
 
 from nemo_fp8.bridge.loading import MEGATRONS

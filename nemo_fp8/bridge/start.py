@@ -31,7 +31,7 @@ def _tokenizer(said: Any) -> Iterator[Problem]:
     folder = Path(said.tokenizer_model or "")
     local = said.tokenizer_type == "HuggingFaceTokenizer" and said.tokenizer_model and folder.is_dir()
     if local and not any((folder / name).exists() for name in _TOKENIZERS):
-        yield finding("run-no-tokenizer", "tokenizer.tokenizer_model", folder=folder)
+        yield finding("start-no-tokenizer", "tokenizer.tokenizer_model", folder=folder)
 
 
 def _first_weights(config: Any) -> Iterator[Problem]:
@@ -43,4 +43,4 @@ def _first_weights(config: Any) -> Iterator[Problem]:
         yield finding("bridge-loads-into-fp8", "model", bridge="")
     exact = checkpoint.load_main_params_from_ckpt and not checkpoint.load_optim
     if checkpoint.pretrained_checkpoint and not exact:
-        yield finding("run-masters-from-fp8", "checkpoint.load_main_params_from_ckpt")
+        yield finding("start-masters-from-fp8", "checkpoint.load_main_params_from_ckpt")

@@ -104,7 +104,7 @@ def test_masters_out_of_fp8_codes_are_found():
     made = bridge.bridge_config("bf16_with_mxfp8_mixed")
     start = {"pretrained_checkpoint": "somewhere", "finetune": True}
     (found,) = bridge.start_findings(config(provider(), made, checkpoint=start))
-    assert (found.code, found.severity) == ("run-masters-from-fp8", "warning")
+    assert (found.code, found.severity) == ("start-masters-from-fp8", "warning")
     start |= {"load_optim": False, "load_main_params_from_ckpt": True}
     assert bridge.start_findings(config(provider(), made, checkpoint=start)) == []
     assert bridge.start_findings(config(provider(), "bf16_mixed", checkpoint=start)) == []
@@ -121,7 +121,7 @@ def test_a_folder_without_a_tokenizer_is_found(folder, tmp_path):
     run = config(provider(), "bf16_mixed")
     run.tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "llama"))
     (found,) = bridge.start_findings(run)
-    assert (found.code, found.severity) == ("run-no-tokenizer", "error")
+    assert (found.code, found.severity) == ("start-no-tokenizer", "error")
     with pytest.raises((OSError, ValueError, TypeError)):
         build_tokenizer(run.tokenizer)
     words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1, "[EOS]": 2}, unk_token="[UNK]"))
@@ -129,6 +129,12 @@ def test_a_folder_without_a_tokenizer_is_found(folder, tmp_path):
     run.tokenizer.tokenizer_model = str(tmp_path)
     assert bridge.start_findings(run) == []
     assert build_tokenizer(run.tokenizer).vocab_size == 3
+
+
+def test_every_rule_on_a_start_is_tested_here():
+    from nemo_fp8.findings import RULES
+
+    assert {code for code in RULES if code.startswith("start-")} == {"start-masters-from-fp8", "start-no-tokenizer"}
 
 
 def test_the_only_patch_fits_and_is_needed():
