@@ -3,11 +3,18 @@
 import importlib.util
 
 import pytest
+from support.processes import free_port
 
 HAS_BRIDGE = (
     importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.bridge") is not None
 )
 collect_ignore_glob = [] if HAS_BRIDGE else ["test_*.py"]  # these run in .venv-bridge
+
+
+@pytest.fixture(autouse=True)
+def nobody_elses_port(monkeypatch):
+    """Bridge's own is 29500, on which a run of another test may still listen."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
 @pytest.fixture(scope="session")

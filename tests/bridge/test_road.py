@@ -9,12 +9,14 @@ import sys
 import pytest
 from safetensors.torch import load_file
 from support import ROOT, TESTS
+from support.processes import free_port
 
 ROLLOUT = ROOT / ".venv-rollout/bin/python"
 
 
 def _run(python, module, folder):
     env = os.environ | {"PYTHONPATH": f"{TESTS}:{ROOT}", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    env["MASTER_PORT"] = str(free_port())
     done = subprocess.run(
         [python, "-m", module, folder], env=env, cwd=folder, capture_output=True, text=True, timeout=600
     )

@@ -1,11 +1,19 @@
-"""Everything below a process, whether it has ended, and what it shared."""
+"""Everything below a process, whether it has ended, and what it shared; and where it can listen."""
 
 import re
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+
+def free_port():
+    """A port of this machine on which nobody listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 def below(process):

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from nemo_fp8.rollout import serve
+from support.processes import free_port
 from support.rollout.engines import prompts
 from support.rollout.models import VOCABULARY
 
@@ -76,12 +77,6 @@ def complete_offline(llm):
     asked = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1)
     (said,) = llm.generate([{"prompt_token_ids": PROMPT}], asked, use_tqdm=False)[0].outputs
     return [place[token].logprob for token, place in zip(said.token_ids, said.logprobs, strict=True)]
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def beyond_loopback():
