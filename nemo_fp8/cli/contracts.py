@@ -20,7 +20,7 @@ def list_presets(as_json: Json = False) -> None:
     if as_json:
         return print_json({name: p.to_dict() for name, p in PRESETS.items()})
     rows = [
-        (name, p.format, p.scaling, p.fp8_param or None, f"{p.first_layers}+{p.last_layers}" if p.is_fp8 else None)
+        (name, p.format, p.scaling, p.fp8_param or None, f"{p.first_layers}+{p.last_layers}" if p.is_quantized else None)
         for name, p in PRESETS.items()
     ]
     return print_table(

@@ -49,7 +49,7 @@ def explain_rows(p: Precision) -> list[tuple[str, str]]:
     rows += [(gemm, _gemm(p, gemm)) for gemm in GEMMS]
     if p.scaling == "delayed":
         rows.append(("scales", _delayed(p)))
-    if p.is_fp8:
+    if p.is_quantized:
         rows.append(("weights", _weights(p)))
         rows.append(("attention", _attention(p)))
         rows.append(("kept", _kept(p)))

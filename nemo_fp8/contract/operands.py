@@ -17,8 +17,13 @@ from dataclasses import dataclass
 ROLES = ("input", "weight", "grad")
 GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}
 
-# Precision.rollout_block -> (rows, columns) that share one scale: DeepSeek's block, MX's block, the whole tensor.
-ROLLOUT_BLOCKS: dict[str, tuple[int, int] | None] = {"128x128": (128, 128), "1x32": (1, 32), "tensor": None}
+# Precision.rollout_block -> (rows, columns) that share one scale: DeepSeek's, MX's, NVFP4's block, the whole tensor.
+ROLLOUT_BLOCKS: dict[str, tuple[int, int] | None] = {
+    "128x128": (128, 128),
+    "1x32": (1, 32),
+    "1x16": (1, 16),
+    "tensor": None,
+}
 
 # Kind of scale -> its name in reports.
 SCALES = {"fp32": "FP32", "pow2": "power-of-2", "e8m0": "E8M0", "e4m3": "E4M3"}

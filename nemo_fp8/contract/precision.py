@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -29,9 +29,10 @@ from nemo_fp8.contract.operands import GEMMS, ROLES, ROLLOUT_BLOCKS, Operand
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 
 COMPUTE_DTYPES = ("bf16", "fp16", "fp32")
-FORMATS = ("hybrid", "e4m3")
-SCALINGS = ("delayed", "tensorwise", "blockwise", "mxfp8")
+FORMATS = ("hybrid", "e4m3", "e2m1")
+SCALINGS = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 SIDES = ("train", "rollout")
+SCOPES = ("none", "weights", "activations", "all")
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "compute": COMPUTE_DTYPES,
@@ -41,9 +42,15 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "amax_compute_algo": ("max", "most_recent"),
     "weight_scale": ("fp32", "pow2"),
     "activation_scale": ("fp32", "pow2"),
-    "rollout": ("compute", "fp8"),
+    "weight_block": ("16x16", "1x16"),
+    "four_over_six": SCOPES,
+    "four_over_six_error": ("mae", "mse"),
+    "four_over_six_bound_256": SCOPES,
+    "backward": ("quantized", "dequantized", "high_precision"),
+    "backward_scaling": (None, "mxfp8", "nvfp4"),
+    "rollout": ("compute", "fp8", "nvfp4"),
     "rollout_block": tuple(ROLLOUT_BLOCKS),
-    "activation_scheme": ("dynamic", "static"),
+    "activation_scheme": ("dynamic", "static", "none"),
     "kv_cache": ("auto", "fp8"),
 }
 _COUNTS = {
@@ -55,7 +62,18 @@ _COUNTS = {
     "hysteresis": 1,
 }
 _FACTORS = ("loss_scale", "initial_loss_scale", "min_loss_scale")
-_FLAGS = ("wgrad", "attention", "multi_head_attention", "fp8_param", "strict", "deep_gemm", "importance_sampling")
+_FLAGS = (
+    "wgrad",
+    "attention",
+    "multi_head_attention",
+    "fp8_param",
+    "hadamard",
+    "stochastic_rounding",
+    "row_scaled",
+    "strict",
+    "deep_gemm",
+    "importance_sampling",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +93,9 @@ class Precision:
     """The dtype in which gradients are accumulated and reduced over data-parallel ranks: ``fp32`` or ``compute``."""
 
     format: str | None = None
-    """FP8 element types: ``hybrid`` (E4M3 forward, E5M2 gradients), ``e4m3`` (everywhere), None (no FP8)."""
+    """Element types: ``hybrid`` (E4M3 forward, E5M2 gradients), ``e4m3`` or ``e2m1`` (everywhere), None (BF16)."""
     scaling: str | None = None
-    """How FP8 scales are computed: delayed, tensorwise, blockwise, mxfp8; None without FP8."""
+    """How scales are computed: delayed, tensorwise, blockwise, mxfp8; nvfp4 for E2M1; None without a format."""
     margin: int = 0
     """Delayed scaling only: divide scales by 2**margin, as headroom for a growing amax."""
     amax_history_len: int = 1
@@ -97,12 +115,36 @@ class Precision:
     fp8_param: bool = False
     """Keep primary weights in FP8, so that the distributed optimizer gathers one byte an element."""
 
+    backward: str = "quantized"
+    """What the backward GEMMs multiply: ``quantized`` operands, the forward's own codes ``dequantized``, or the values
+    of the compute dtype that these were made from (``high_precision``)."""
+    backward_scaling: str | None = None
+    """Quantize the backward's operands by another recipe than the forward's: mxfp8 or nvfp4; None for the same."""
+
+    weight_block: str = "16x16"
+    """NVFP4 only: the block of a weight that shares one scale. 16x16 is its own transpose; 1x16 is finer, and the
+    backward then multiplies by another weight than the forward."""
+    hadamard: bool = True
+    """NVFP4 only: spread outliers of inputs and gradients over 16 values before the weight gradient's cast."""
+    stochastic_rounding: bool = True
+    """NVFP4 only: round gradients up or down by chance, so that their mean stays."""
+    row_scaled: bool = False
+    """NVFP4 only: give each row of an input an FP32 scale of its own, as rollouts do for each token."""
+    four_over_six: str = "none"
+    """NVFP4 only: which tensors choose for each block between two scales, by their error: weights, activations, all."""
+    four_over_six_error: str = "mae"
+    """NVFP4 only: the error by which they choose, ``mae`` or ``mse``."""
+    four_over_six_bound_256: str = "all"
+    """NVFP4 only: which of these tensors bound their block scales by 256 and not by 448, to leave the choice room."""
+
     first_layers: int = 0
     """Decoder layers at the start that stay in the compute dtype."""
     last_layers: int = 0
     """Decoder layers at the end that stay in the compute dtype."""
     keep: tuple[str, ...] = ()
     """Module names that stay in the compute dtype: globs, or regular expressions behind ``re:``."""
+    modules: tuple[tuple[str, str], ...] = ()
+    """Recipes by module: (pattern as in ``keep``, a scaling or the compute dtype), of which the first match wins."""
     strict: bool = False
     """Raise on a layer whose shape FP8 blocks cannot hold, instead of keeping it in the compute dtype."""
 
@@ -118,11 +160,12 @@ class Precision:
     """FP16 only: overflows that are tolerated before the loss scale halves."""
 
     rollout: str = None  # type: ignore[assignment]
-    """The linears of the rollout run in ``fp8`` or in the ``compute`` dtype. Follows training."""
+    """The linears of the rollout run in ``fp8``, ``nvfp4`` or in the ``compute`` dtype. Follows training."""
     rollout_block: str = None  # type: ignore[assignment]
-    """The block of a rollout weight that shares one scale: 128x128, 1x32, or the whole ``tensor``."""
+    """The block of a rollout weight that shares one scale: 128x128, 1x32, the whole ``tensor``; 1x16 for NVFP4."""
     activation_scheme: str = "dynamic"
-    """Rollout activations are scaled from their own values (``dynamic``) or by calibrated scales (``static``)."""
+    """Rollout activations are scaled from their own values (``dynamic``) or by calibrated scales (``static``); or they
+    stay in the compute dtype (``none``: only the weights are quantized, as in W4A16)."""
     kv_cache: str = "auto"
     """KV-cache dtype in rollout: ``auto`` (the compute dtype) or ``fp8``."""
     deep_gemm: bool = False
@@ -135,6 +178,9 @@ class Precision:
     def __post_init__(self) -> None:
         if isinstance(self.keep, list):
             object.__setattr__(self, "keep", tuple(self.keep))
+        if isinstance(self.modules, list | tuple):
+            rules = tuple(tuple(rule) if isinstance(rule, list) else rule for rule in self.modules)
+            object.__setattr__(self, "modules", rules)
         derived = _derived(self.format, self.scaling, self.rollout)
         # ``_said`` is no dataclass field, so contracts with equal values are equal, whichever of them were given.
         object.__setattr__(self, "_said", frozenset(name for name in derived if getattr(self, name) is not None))
@@ -165,9 +211,19 @@ class Precision:
         return found
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether training runs any GEMM in FP8."""
+    def is_quantized(self) -> bool:
+        """Whether training runs any GEMM in FP8 or NVFP4."""
         return self.format is not None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether training runs its GEMMs in FP8."""
+        return self.format in ("hybrid", "e4m3")
+
+    @property
+    def rolls_out_quantized(self) -> bool:
+        """Whether the rollout holds its linears in FP8 or NVFP4."""
+        return self.rollout != "compute"
 
     def operand(self, role: str, side: str = "train") -> Operand | None:
         """Return how ``input``, ``weight`` or ``grad`` is stored for the FP8 GEMMs of ``train`` or ``rollout``.
@@ -184,6 +240,8 @@ class Precision:
     def _in_training(self, role: str) -> Operand | None:
         if self.format is None:
             return None
+        if self.scaling == "nvfp4":
+            return self._in_four_bits(role)
         element = "e5m2" if role == "grad" and self.format == "hybrid" else "e4m3"
         scale = self.weight_scale if role == "weight" else self.activation_scale
         if self.scaling == "delayed":
@@ -194,9 +252,27 @@ class Precision:
             return Operand(element, (128, 128) if role == "weight" else (1, 128), scale)
         return Operand(element, (1, 32), "e8m0")
 
+    def _in_four_bits(self, role: str) -> Operand:
+        """Return what TransformerEngine's NVFP4BlockScaling does with an operand under the same settings."""
+        scope = "weights" if role == "weight" else "activations"
+        chooses = role != "grad" and self.four_over_six in (scope, "all")
+        bounded = chooses and self.four_over_six_bound_256 in (scope, "all")
+        return Operand(
+            "e2m1",
+            ROLLOUT_BLOCKS["1x16"] if role != "weight" or self.weight_block == "1x16" else (16, 16),
+            "e4m3",
+            hadamard=self.hadamard and role != "weight",
+            stochastic=self.stochastic_rounding and role == "grad",
+            row_scaled=self.row_scaled and role == "input",
+            four_over_six=self.four_over_six_error if chooses else None,
+            largest_scale=256 if bounded else 448,
+        )
+
     def _in_rollout(self, role: str) -> Operand | None:
-        if self.rollout != "fp8" or role == "grad":
+        if self.rollout == "compute" or role == "grad" or (role == "input" and self.activation_scheme == "none"):
             return None
+        if self.rollout == "nvfp4":
+            return Operand("e2m1", ROLLOUT_BLOCKS[self.rollout_block], "e4m3")
         if self.rollout_block == "1x32":
             return Operand("e4m3", (1, 32), "e8m0")
         if role == "weight":
@@ -207,11 +283,60 @@ class Precision:
         return Operand("e4m3", (1, 128), self.activation_scale)
 
     def gemms(self) -> dict[str, tuple[Operand | None, Operand | None]]:
-        """Return the two operands of fprop, dgrad and wgrad in training; None for one in the compute dtype."""
-        return {
-            gemm: (None, None) if gemm == "wgrad" and not self.wgrad else (self.operand(a), self.operand(b))
-            for gemm, (a, b) in GEMMS.items()
-        }
+        """Return the two operands of fprop, dgrad and wgrad in training; None for one in the compute dtype.
+
+        With ``backward="dequantized"`` the backward multiplies, in the compute dtype, the values of the codes that the
+        forward made: it has the forward's operands, and None for the gradient.
+        """
+        return {gemm: self._gemm(gemm, roles) for gemm, roles in GEMMS.items()}
+
+    def _gemm(self, gemm: str, roles: tuple[str, str]) -> tuple[Operand | None, Operand | None]:
+        a, b = roles
+        if gemm == "fprop":
+            return self.operand(a), self.operand(b)
+        if self.backward == "high_precision" or (gemm == "wgrad" and not self.wgrad):
+            return None, None
+        if self.backward == "dequantized":
+            return None, self.operand(b)
+        behind = self.in_backward
+        return behind.operand(a), behind.operand(b)
+
+    @property
+    def in_backward(self) -> Precision:
+        """The contract whose operands a quantized backward multiplies: this one, unless ``backward_scaling`` is set."""
+        return self if self.backward_scaling is None else self._with_recipe(self.backward_scaling, self.rollout)
+
+    def recipe_of(self, names: Iterable[str]) -> str | None:
+        """Return the recipe of a module by its names (Megatron's, Hugging Face's): of the first rule that matches.
+
+        It is a scaling, or the compute dtype; without a rule it is the contract's own scaling.
+        """
+        known = tuple(names)
+        found = (recipe for pattern, recipe in self.modules if any(_matches(pattern, name) for name in known))
+        return next(found, self.scaling)
+
+    def of(self, names: Iterable[str]) -> Precision:
+        """Return the contract of one module: this one, with the recipe of the first rule that matches one of its names.
+
+        A rollout that is quantized follows the module's recipe; one in the compute dtype stays so.
+        """
+        recipe = self.recipe_of(names) if self.modules else self.scaling
+        return self if recipe == self.scaling else self._with_recipe(recipe, self.rollout)
+
+    def _with_recipe(self, recipe: str | None, rollout: str) -> Precision:
+        """Return the contract of a module that runs by a recipe: what follows from a scaling is derived anew."""
+        changes: dict[str, Any] = dict.fromkeys(("weight_scale", "activation_scale", "rollout", "rollout_block"))
+        changes |= {"modules": (), "backward_scaling": None, "deep_gemm": False}
+        if recipe == self.compute:
+            changes |= {"format": None, "scaling": None, "backward": "quantized", "fp8_param": False}
+            changes |= {"attention": False, "multi_head_attention": False, "rollout": "compute"}
+        else:
+            four, eight = recipe == "nvfp4", "e4m3" if self.format == "e2m1" else self.format
+            changes |= {"format": "e2m1" if four else eight, "scaling": recipe}
+            changes |= {"fp8_param": False, "attention": False, "multi_head_attention": False} if four else {}
+            changes |= {"rollout": "compute"} if rollout == "compute" else {}
+            changes |= {"activation_scheme": "dynamic"} if self.activation_scheme == "none" and not four else {}
+        return self.replace(**changes)
 
     def keeps(self, module: str, layer: int | None = None, layers: int | None = None) -> bool:
         """Whether ``keep`` matches a module's name, or its layer is one of the first or last that stay unquantized.
@@ -241,7 +366,7 @@ class Precision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as a plain value; ``from_dict`` makes an equal contract of them."""
-        return {f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v for f in fields(self)}
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Precision:
@@ -267,14 +392,20 @@ def _derived(format: str | None, scaling: str | None, rollout: str | None) -> di
     """Return the fields that have no fixed default, with the values that follow from these three."""
     # As in TE: block scales are powers of two unless FP32 is asked for; MX scales are powers of two by definition.
     scale = "pow2" if scaling in ("blockwise", "mxfp8") else "fp32"
-    rollout = rollout or ("fp8" if format else "compute")
+    quantized = "nvfp4" if format == "e2m1" else "fp8"
+    rollout = rollout or (quantized if format else "compute")
     return {
         "weight_scale": scale,
         "activation_scale": scale,
         "rollout": rollout,
-        "rollout_block": "1x32" if scaling == "mxfp8" else "128x128",
-        "importance_sampling": rollout == "fp8",
+        "rollout_block": "1x16" if rollout == "nvfp4" else "1x32" if scaling == "mxfp8" else "128x128",
+        "importance_sampling": rollout != "compute",
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return tuples as lists, at every depth, as YAML and JSON have them."""
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -321,16 +452,43 @@ def _wrong_values(p: Precision) -> Iterator[Problem]:
             p, "keep", "a list of names", "Give globs such as '*.router', or regular expressions behind 're:'."
         )
         return
-    for pattern in p.keep:
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as error:
-                yield Problem(
-                    f"keep holds {pattern!r}, which is no regular expression.",
-                    f"{error}.",
-                    "Correct it, or write a glob without 're:'.",
-                )
+    yield from (problem for pattern in p.keep for problem in _bad_pattern("keep", pattern))
+    yield from _bad_rules(p)
+
+
+def _bad_rules(p: Precision) -> Iterator[Problem]:
+    """Yield a problem for every rule of ``modules`` that is no pair, has a broken pattern or an unknown recipe."""
+    recipes = (p.compute, *(scaling for scaling in SCALINGS if scaling != "delayed"))
+    for rule in p.modules if isinstance(p.modules, tuple) else (p.modules,):
+        if not (isinstance(rule, tuple) and len(rule) == 2 and all(isinstance(word, str) and word for word in rule)):
+            yield Problem(
+                f"modules holds {rule!r}, which is no rule.",
+                "A rule is a pattern and a recipe.",
+                "Give pairs such as ('*.linear_qkv', 'bf16') or ('*.linear_fc*', 'nvfp4').",
+            )
+            continue
+        pattern, recipe = rule
+        yield from _bad_pattern("modules", pattern)
+        if recipe == "delayed":
+            yield Problem(
+                f"modules gives {pattern!r} delayed scaling.",
+                "Megatron reduces the amaxes of delayed scaling for all layers at once, and TransformerEngine refuses "
+                "it by module.",
+                "Give it 'tensorwise', or the whole contract scaling='delayed'.",
+            )
+        elif recipe not in recipes:
+            yield unknown(f"recipe for {pattern!r} in modules", recipe, recipes)
+
+
+def _bad_pattern(field: str, pattern: str) -> Iterator[Problem]:
+    try:
+        re.compile(pattern[3:] if pattern.startswith("re:") else "")
+    except re.error as error:
+        yield Problem(
+            f"{field} holds {pattern!r}, which is no regular expression.",
+            f"{error}.",
+            "Correct it, or write a glob without 're:'.",
+        )
 
 
 def _invalid(p: Precision, name: str, expected: str, remedy: str) -> Problem:
@@ -342,12 +500,92 @@ def _invalid(p: Precision, name: str, expected: str, remedy: str) -> Problem:
 def _contradictions(p: Precision) -> Iterator[Problem]:
     """Yield a problem for settings that exclude each other. Each row: the condition, then what, why and remedy."""
     fp8_rollout = p.rollout == "fp8"
+    four_bits = p.scaling == "nvfp4"
     rows = (
         (
             (p.format is None) != (p.scaling is None),
             f"format={p.format!r} with scaling={p.scaling!r}.",
             "FP8 needs an element type and a way to find its scales; without FP8 there is neither.",
             "Set both (format='hybrid', scaling='blockwise'), or leave both out.",
+        ),
+        (
+            p.format is not None and p.scaling is not None and (p.format == "e2m1") != four_bits,
+            f"format={p.format!r} with scaling={p.scaling!r}.",
+            "E2M1 elements have NVFP4's two levels of scales, and no other element has them.",
+            "Set format='e2m1' and scaling='nvfp4', or format='hybrid' and an FP8 scaling.",
+        ),
+        (
+            four_bits and p.compute != "bf16",
+            f"scaling='nvfp4' with compute={p.compute!r}.",
+            "TransformerEngine's NVFP4 casts take BF16 values (its Hadamard transform takes no others).",
+            "Set compute='bf16'.",
+        ),
+        (
+            four_bits and p.fp8_param,
+            "fp8_param=True with scaling='nvfp4'.",
+            "Neither NeMo 2.7.3 nor Megatron-Bridge 0.3.1 has a setting for primary weights in FP4.",
+            "Set fp8_param=False: weights stay in BF16 and are cast for each global batch.",
+        ),
+        (
+            four_bits and not p.wgrad,
+            "wgrad=False with scaling='nvfp4'.",
+            "TransformerEngine has no NVFP4 recipe whose weight gradient alone stays in the compute dtype.",
+            "Set wgrad=True, or backward='high_precision'.",
+        ),
+        (
+            four_bits and p.four_over_six in ("activations", "all") and p.hadamard,
+            f"four_over_six={p.four_over_six!r} with hadamard=True.",
+            "TransformerEngine has no kernel that chooses between two scales and transforms.",
+            "Set hadamard=False, or four_over_six='weights'.",
+        ),
+        (
+            p.scaling == "delayed" and (p.backward != "quantized" or p.backward_scaling is not None),
+            f"backward={p.backward!r}, backward_scaling={p.backward_scaling!r} with delayed scaling.",
+            "TransformerEngine refuses to override the backward of delayed scaling, whose scales come from it.",
+            "Set scaling='tensorwise', or backward='quantized' and backward_scaling=None.",
+        ),
+        (
+            not p.is_quantized and (p.backward != "quantized" or p.backward_scaling is not None),
+            f"backward={p.backward!r}, backward_scaling={p.backward_scaling!r} without a format.",
+            "Nothing is quantized in the forward, so there is nothing that the backward could do otherwise.",
+            "Set format and scaling, or leave both out.",
+        ),
+        (
+            p.backward != "quantized" and p.backward_scaling is not None,
+            f"backward={p.backward!r} with backward_scaling={p.backward_scaling!r}.",
+            "A backward in the compute dtype quantizes nothing.",
+            "Set backward='quantized', or leave backward_scaling out.",
+        ),
+        (
+            bool(p.modules) and not p.is_quantized,
+            "modules without a format.",
+            "The rules take modules out of the contract's recipe, or give them another one, and there is none: "
+            "Megatron applies rules only where a layer is quantized already.",
+            "Set format and scaling to those of most modules.",
+        ),
+        (
+            bool(p.modules) and p.scaling == "delayed",
+            "modules with delayed scaling.",
+            "Megatron reduces the amaxes of delayed scaling for all layers at once.",
+            "Set scaling='tensorwise', or leave modules out.",
+        ),
+        (
+            (p.rollout == "nvfp4") != (p.rollout_block == "1x16"),
+            f"rollout={p.rollout!r} with rollout_block={p.rollout_block!r}.",
+            "NVFP4 has a scale for 16 values in a row, and nothing else has.",
+            "Set rollout='nvfp4' and rollout_block='1x16', or another of both.",
+        ),
+        (
+            p.rollout == "nvfp4" and p.activation_scheme == "static",
+            "activation_scheme='static' with rollout='nvfp4'.",
+            "Rollouts find the FP32 scale of NVFP4 activations for each token.",
+            "Set activation_scheme='dynamic', or 'none' for activations in the compute dtype.",
+        ),
+        (
+            p.rollout != "nvfp4" and p.activation_scheme == "none",
+            f"activation_scheme='none' with rollout={p.rollout!r}.",
+            "FP8 rollouts choose by the machine whether activations are quantized; only NVFP4's checkpoints say it.",
+            "Set activation_scheme='dynamic'; a machine without FP8 units leaves activations as they are.",
         ),
         (
             p.fp8_param and not p.is_fp8,

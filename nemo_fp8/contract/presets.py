@@ -30,6 +30,7 @@ _TENSORWISE: dict[str, Any] = {
 }
 _BLOCKWISE: dict[str, Any] = {"format": "hybrid", "scaling": "blockwise"}
 _MXFP8: dict[str, Any] = {"format": "e4m3", "scaling": "mxfp8", "fp8_param": True}
+_NVFP4: dict[str, Any] = {"format": "e2m1", "scaling": "nvfp4"}
 _FOUR_LAYERS: dict[str, Any] = {"first_layers": 2, "last_layers": 2}
 
 # name -> the fields that it sets: NeMo's names, Megatron-Bridge's for delayed scaling, then aliases of our own.
@@ -54,6 +55,8 @@ _ROWS: dict[str, dict[str, Any]] = {
     "fp16_with_fp8_tensorwise_mixed": _FP16 | _TENSORWISE,
     "bf16_with_fp8_blockwise_mixed": _BF16 | _BLOCKWISE,
     "fp16_with_fp8_blockwise_mixed": _FP16 | _BLOCKWISE,
+    "bf16_with_nvfp4_mixed": _BF16 | _NVFP4,
+    "nemotron_3_super_bf16_with_nvfp4_mixed": _BF16 | _NVFP4 | {"last_layers": 14},
 }
 
 PRESETS: dict[str, Precision] = {name: Precision(name=name, **row) for name, row in _ROWS.items()}

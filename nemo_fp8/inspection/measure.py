@@ -259,7 +259,7 @@ def measure(matrix: torch.Tensor, operand: Operand, margin: int, block: tuple[in
 
 
 def _require_fp8(recipes: Mapping[str, Precision]) -> None:
-    plain = [label for label, p in recipes.items() if not p.is_fp8]
+    plain = [label for label, p in recipes.items() if not p.is_quantized]
     if plain or not recipes:
         raise PrecisionError(
             f"{plain[0]} has no FP8 to inspect." if plain else "No precision to inspect.",

@@ -101,7 +101,7 @@ def predict(
         mask = torch.ones_like(tokens, dtype=torch.bool)
     mask = mask.bool().clone()
     mask[:, 0] = False  # nothing comes before the first token
-    trained = Run(precision, side="train") if precision.is_fp8 else Run()
+    trained = Run(precision, side="train") if precision.is_quantized else Run()
     runs = (
         trained,
         Run(precision, activations=activations),

@@ -95,7 +95,7 @@ class autocast:
         group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         self.precision, self.model, self.group = precision, model, group
-        self.enabled = enabled and precision.is_fp8
+        self.enabled = enabled and precision.is_quantized
         # Modules hold their records; a weight is looked up when it is used, since it or its module may have been
         # replaced.
         self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, _Record]] = WeakKeyDictionary()

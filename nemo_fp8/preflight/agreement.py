@@ -103,7 +103,7 @@ def merge(train: Precision, rollout: Precision) -> Precision:
     for name in _SHARED:
         if not _says(train, name, "train") and _says(rollout, name, "rollout"):
             values[name] = getattr(rollout, name)
-        elif not _says(train, name, "train") and train.is_fp8:
+        elif not _says(train, name, "train") and train.is_quantized:
             values[name] = None  # delayed scaling beside a rollout without FP8 leaves no use for power-of-2 scales
     return Precision(**values)
 
@@ -113,9 +113,9 @@ def _says(p: Precision, name: str, side: str) -> bool:
     if name == "compute":
         return True
     if side == "rollout":
-        return p.rollout == "fp8"
+        return p.rolls_out_quantized
     # Delayed scaling always has FP32 scales.
-    return p.is_fp8 and not (name.endswith("_scale") and p.scaling == "delayed")
+    return p.is_quantized and not (name.endswith("_scale") and p.scaling == "delayed")
 
 
 # ---------------------------------------------------------------------- values
@@ -138,8 +138,8 @@ def _compute(train: Precision, rollout: Precision) -> Iterator[Problem]:
 
 
 def _one_sided(train: Precision, rollout: Precision) -> Iterator[Problem]:
-    if train.is_fp8 != (rollout.rollout == "fp8"):
-        one, other = ("Training", "the rollout") if train.is_fp8 else ("The rollout", "training")
+    if train.is_quantized != rollout.rolls_out_quantized:
+        one, other = ("Training", "the rollout") if train.is_quantized else ("The rollout", "training")
         yield finding(
             "sides-format", "format", one=one, other=other, compute=train.compute.upper(), from_master=FROM_MASTER
         )
@@ -215,5 +215,5 @@ def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Problem]:
 
 
 def _correction(train: Precision, rollout: Precision) -> Iterator[Problem]:
-    if rollout.rollout == "fp8" and not rollout.importance_sampling:
+    if rollout.rolls_out_quantized and not rollout.importance_sampling:
         yield finding("sides-correction", "loss")

@@ -85,7 +85,7 @@ def _ignored(p: Precision) -> Iterator[Problem]:
         for name in ("weight_scale", "activation_scale"):
             if getattr(p, name) == "pow2":
                 yield finding("ignored-scales", name, field=name)
-    if not p.is_fp8 and p.rollout == "compute":
+    if not p.is_quantized and p.rollout == "compute":
         yield from ignored("ignored-scales-without-fp8", ("weight_scale", "activation_scale"))
         if p.first_layers or p.last_layers:
             yield finding("ignored-layers", "first_layers", first=p.first_layers, last=p.last_layers)
@@ -93,7 +93,7 @@ def _ignored(p: Precision) -> Iterator[Problem]:
 
 def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
     """Yield findings for settings that are obeyed and do harm."""
-    if p.is_fp8 and not p.wgrad and not (machine is not None and machine.has_gpu is False):
+    if p.is_quantized and not p.wgrad and not (machine is not None and machine.has_gpu is False):
         yield finding("ignored-wgrad", "wgrad")
     if p.format == "hybrid" and p.scaling in ("mxfp8", "blockwise"):
         yield finding(f"e5m2-gradients-{p.scaling}", "format")
@@ -111,9 +111,9 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
         )
     if machine is not None:
         yield from bridge_findings(p, machine)
-    if p.rollout == "fp8" and not p.importance_sampling:
+    if p.rolls_out_quantized and not p.importance_sampling:
         yield finding("rollout-without-correction", "importance_sampling")
-    if p.rollout == "fp8" and not p.is_fp8:
+    if p.rolls_out_quantized and not p.is_quantized:
         yield finding("bf16-train-fp8-rollout", "rollout", compute=p.compute.upper())
 
 

@@ -96,7 +96,7 @@ def alternatives(
 ) -> list[Estimate]:
     """Estimate BF16 training, the contract without and the contract with FP8 primary weights, for comparison."""
     found = [Precision(name=precision.compute, compute=precision.compute, grad_reduce=precision.grad_reduce)]
-    if precision.is_fp8:
+    if precision.is_quantized:
         names = {False: f"{precision.name}, fp8_param=False", True: f"{precision.name}, fp8_param=True"}
         found += [
             precision.replace(fp8_param=on, name=names[on])
@@ -244,7 +244,7 @@ def _assumptions(p: Precision, parallel: Parallel, machine: Machine | None) -> I
     yield "Adam with FP32 moments; parameters and gradients in Megatron's buffers; the vocabulary padded to 128 x tp."
     if parallel.distributed_optimizer is None:
         yield "The distributed optimizer is on."
-    if p.is_fp8:
+    if p.is_quantized:
         yield "FP8 casts of weights are kept over the microbatches of a step, as Megatron does."
         if p.scaling in PER_TENSOR and (machine is None or machine.arch is None):
             yield "The GPU is an sm89 or sm90, which needs weights by columns too; sm100 does not."

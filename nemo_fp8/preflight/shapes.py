@@ -120,13 +120,13 @@ def packing_multiple(p: Precision, parallel: Parallel) -> tuple[int, str]:
 def shape_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Problem]:
     """Yield every finding about the shapes of a model."""
     yield from _split_findings(model, parallel)
-    if p.is_fp8 or p.rollout == "fp8":
+    if p.is_quantized or p.rolls_out_quantized:
         yield from _kept_findings(model, p)
-    if p.is_fp8:
+    if p.is_quantized:
         yield from _train_findings(model, p, parallel, machine)
-    if p.rollout == "fp8":
+    if p.rolls_out_quantized:
         yield from _rollout_findings(model, p, parallel)
-    if p.is_fp8 and p.rollout == "fp8":
+    if p.is_quantized and p.rolls_out_quantized:
         yield from _one_sided_findings(model, p)
 
 
@@ -195,7 +195,7 @@ def _kept_findings(model: Model, p: Precision) -> Iterator[Problem]:
 
 def _train_or_rollout(model: Model, p: Precision) -> dict[tuple[int, str], Operand | Kept]:
     """Return how a side with FP8 stores each linear; what names alone decide is the same on both sides."""
-    return stored(model, p, Parallel(), "train" if p.is_fp8 else "rollout")
+    return stored(model, p, Parallel(), "train" if p.is_quantized else "rollout")
 
 
 def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Problem]:
@@ -214,7 +214,7 @@ def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Mac
             yield finding("param-shape", linear.name, reason=param, **facts)
         elif param and not primary_misfit(scaling, linear.rows, linear.columns):
             yield finding("block-straddles-ranks", linear.name, **facts)
-        if p.scaling == "blockwise" and p.rollout == "fp8" and not bad and (seam := _seam(model, linear, parts)):
+        if p.scaling == "blockwise" and p.rolls_out_quantized and not bad and (seam := _seam(model, linear, parts)):
             yield finding("grids-differ", linear.name, reason=seam, **facts)
     multiple, factors = packing_multiple(p, parallel)
     if parallel.pad_to and parallel.pad_to % multiple:

@@ -114,9 +114,9 @@ def to_nemo(precision: Precision) -> dict[str, Any]:
     """Return keyword arguments for ``MegatronMixedPrecision`` that define the precision or differ from a default."""
     p = precision
     dtype = _DTYPES[p.compute]
-    head = {"precision", "grad_reduce_in_fp32"} | ({"fp8", "fp8_recipe", "fp8_param_gather"} if p.is_fp8 else set())
+    head = {"precision", "grad_reduce_in_fp32"} | ({"fp8", "fp8_recipe", "fp8_param_gather"} if p.is_quantized else set())
     head |= {"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"} if p.scaling == "delayed" else set()
-    values = write({n: s for n, s in SETTINGS.items() if p.is_fp8 or n != "fp8_recipe"}, p)
+    values = write({n: s for n, s in SETTINGS.items() if p.is_quantized or n != "fp8_recipe"}, p)
     said = {name: value for name, value in values.items() if name in head or value != SETTINGS[name].default}
     implied = {
         "params_dtype": dtype,
@@ -162,7 +162,7 @@ def _defects(p: Precision) -> Iterable[str]:
 
 def core_defects(p: Precision) -> Iterable[str]:
     """Yield what megatron-core 0.15.3 does differently from what its own configs say."""
-    if p.is_fp8 and not p.wgrad:
+    if p.is_quantized and not p.wgrad:
         yield "fp8_wgrad=False is ignored by Megatron with TransformerEngine 2.0 and newer."
     if (p.multi_head_attention and p.scaling != "delayed") or (p.attention and p.scaling == "mxfp8"):
         yield (

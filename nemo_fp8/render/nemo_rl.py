@@ -61,11 +61,11 @@ def to_nemo_rl(precision: Precision) -> dict[str, Any]:
         raise PrecisionError(refused)
     megatron: dict[str, Any] = {
         "distributed_data_parallel_config": {"grad_reduce_in_fp32": p.grad_reduce == "fp32"},
-        "fp8_cfg": {"enabled": p.is_fp8}
-        | ({"fp8": p.format, "fp8_recipe": p.scaling, "fp8_param": p.fp8_param} if p.is_fp8 else {}),
+        "fp8_cfg": {"enabled": p.is_quantized}
+        | ({"fp8": p.format, "fp8_recipe": p.scaling, "fp8_param": p.fp8_param} if p.is_quantized else {}),
         "env_vars": te_environment(p),
     }
-    if p.is_fp8 and (p.first_layers or p.last_layers):
+    if p.is_quantized and (p.first_layers or p.last_layers):
         megatron["first_last_layers_bf16"] = True
         megatron |= {name: setting.write(getattr(p, setting.field)) for name, setting in keys.LAYERS.items()}
     vllm: dict[str, Any] = {"precision": {v: k for k, v in keys.DTYPES.items()}[p.compute], "kv_cache_dtype": "auto"}
@@ -91,10 +91,10 @@ def render(precision: Precision) -> Rendering:
     text = yaml.safe_dump(data, sort_keys=False)
     train, rollout = read_nemo_rl(text)
     back = agreement.merge(train, rollout)
-    if precision.is_fp8 and precision.keep:
+    if precision.is_quantized and precision.keep:
         back = Precision(**back.to_dict() | {"keep": ()})  # NeMo RL can tell the rollout at most, never the training
     lost, notes = lost_fields(precision, back, _REASONS, "NeMo RL")
-    if precision.is_fp8 and (precision.first_layers or precision.last_layers):
+    if precision.is_quantized and (precision.first_layers or precision.last_layers):
         notes.append(
             "Only a NeMo RL that hands first_last_layers_bf16 to Megatron (its pull request 4126) keeps these layers "
             "in training."

@@ -124,7 +124,7 @@ def render(precision: Precision) -> Rendering:
         notes.append("fp8_weight_sync_mode takes the models of SkyRL's own table (Qwen3.5 and others), and no other.")
     elif precision.rollout == "fp8":
         notes.append("Needs nemo_fp8 installed beside SkyRL's vLLM, whose reload has it quantize each layer of a sync.")
-    if precision.is_fp8:
+    if precision.is_quantized:
         notes.append("Give trainer.ref.megatron_config the same keys if the loss has a reference model.")
     exports = [f"export {name}={value}" for name, value in variables.items()]
     words = [shlex.quote(f"{name}={hydra(value)}") for name, value in values.items()]

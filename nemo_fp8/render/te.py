@@ -179,7 +179,7 @@ def _read(scaling: str, values: dict[str, Any]) -> Precision:
 
 def render(precision: Precision) -> Rendering:
     """Render the recipe as Python, with the environment that it needs."""
-    if not precision.is_fp8:
+    if not precision.is_quantized:
         note = "No FP8: TransformerEngine needs no recipe, only autocast(enabled=False)."
         return Rendering(
             "te", "recipe = None", {"recipe": None, "arguments": {}, "power_2_scale": {}, "environment": {}}, (note,)

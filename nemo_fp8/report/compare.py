@@ -57,7 +57,7 @@ class Comparison:
     @property
     def baseline(self) -> Precision | None:
         """The first precision without FP8, with which the others are compared; None if all have FP8."""
-        return next((p for p in self.precisions if not p.is_fp8), None)
+        return next((p for p in self.precisions if not p.is_quantized), None)
 
     def of(self, precision: Precision) -> list[Run]:
         """Return the runs of a precision, one for each seed."""

@@ -34,7 +34,7 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
     """
     if requested not in ENGINES:
         raise PrecisionError([unknown("engine", requested, ENGINES)])
-    if not precision.is_fp8:
+    if not precision.is_quantized:
         return None
     machine = machine or Machine.here()
     engine = requested if requested != "auto" else "emulated" if machine.has_gpu is False else "te"

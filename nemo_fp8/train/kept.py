@@ -27,7 +27,7 @@ logger = logging.getLogger("nemo_fp8")
 
 def keep_modules(model: Any, precision: Precision) -> None:
     """Take linears out of FP8 that the contract keeps by name and, unless it is strict, those that do not fit."""
-    if not precision.is_fp8:
+    if not precision.is_quantized:
         return
     from nemo_fp8.train.measure import linear_names
 

@@ -109,7 +109,7 @@ class MixedPrecision(MegatronMixedPrecision):
         self.engine = engine or "auto"
         self._contexts = ExitStack()
         super().__init__(**resolve_dtypes(to_nemo(self.contract)))
-        if not self.contract.is_fp8:
+        if not self.contract.is_quantized:
             theirs = self.dtype_config
             kept = {f.name for f in fields(_LeavesFp8Alone)}
             self.dtype_config: DtypeConfig = _LeavesFp8Alone(
