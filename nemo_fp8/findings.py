@@ -103,6 +103,24 @@ RULES: dict[str, Problem] = {
         "NeMo ships it so; TransformerEngine's own block default, DeepSeek-V3 and NeMo RL keep gradients in E4M3.",
         "Set format='e4m3', unless the run must equal NeMo's.",
     ),
+    "fp4-backward-1x16": error(
+        "An NVFP4 backward with weights in 1x16 blocks.",
+        "The backward contracts the other dimension of a weight, and so casts it in other blocks: about 77% of the "
+        "elements that it multiplies by are not the forward's, and 13% lie between both in norm, the same way in every "
+        "step. Runs with it did not learn.",
+        "Set weight_block='16x16', backward='dequantized' or 'high_precision', or backward_scaling='mxfp8'.",
+    ),
+    "nvfp4-rollout-activations": info(
+        "The rollout rounds activations to NVFP4, too.",
+        "Of NVFP4 rollouts in reinforcement learning, those with activations in BF16 (W4A16) are known to converge as "
+        "BF16 does.",
+        "Set activation_scheme='none', or train with the same activations (row_scaled=True).",
+    ),
+    "ignored-nvfp4": warning(
+        "{field}={value!r} does nothing with {scaling}.",
+        "Only NVFP4 has it.",
+        "Leave {field} out, or set format='e2m1' and scaling='nvfp4'.",
+    ),
     "fp16-delayed-freeze": warning(
         "Dynamic FP16 loss scaling from {scale:g} with an amax history of {history} steps ({algo}).",
         "The first overflows put inf into the history, and the backward scales stand still until it has left it.",
@@ -477,6 +495,18 @@ RULES: dict[str, Problem] = {
         "Such a module runs in FP8 on the other side.",
         "Give both sides the same keep.",
     ),
+    "sides-four-bits": warning(
+        "{heading}: training {does} {train}; the rollout {does} {rollout}.",
+        "E4M3 scales are no powers of two: other blocks round the same {tensors} to other values{cost}.",
+        "Weights: set weight_block='1x16', four_over_six='none' and backward='dequantized'. Activations: set "
+        "row_scaled=True and backward='dequantized', or activation_scheme='none' and importance_sampling=True.",
+    ),
+    "sides-recipes": error(
+        "The two sides hold modules in other elements: {names}.",
+        "A rule for modules (modules=) that only one side has makes the rollout another model than the one that is "
+        "trained.",
+        "Give both sides the same rules.",
+    ),
     "sides-kv-cache": warning(
         "The rollout keeps its KV cache in FP8, training attends in {compute}.",
         "Attention reads rounded keys and values on one side only.",
@@ -496,6 +526,12 @@ RULES: dict[str, Problem] = {
         "{key} is a key of NeMo RL's document, not of its code.",
         "NeMo RL ignores it and takes its default, FP32 scales.",
         "Write {right} instead.",
+    ),
+    "nemo-rl-nvfp4-missing": error(
+        "{key} is missing, or says something else.",
+        "NVFP4 is said in five places of NeMo RL, and one that is missing starts cleanly and trains something else "
+        "than the rollout generates with.",
+        "Set it: {wanted}. `nemo-fp8 render CONTRACT --to nemo-rl` writes all five.",
     ),
     "nemo-rl-modelopt": warning(
         "{key} has ModelOpt quantize both sides by {train}.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 from nemo_fp8.cli.options import Changes, Json, Name
 from nemo_fp8.cli.printing import print_findings, print_json, print_notes, print_pairs, print_table
 from nemo_fp8.contract.naming import load
+from nemo_fp8.errors import Problem
 
 
 def list_presets(as_json: Json = False) -> None:
@@ -20,7 +22,13 @@ def list_presets(as_json: Json = False) -> None:
     if as_json:
         return print_json({name: p.to_dict() for name, p in PRESETS.items()})
     rows = [
-        (name, p.format, p.scaling, p.fp8_param or None, f"{p.first_layers}+{p.last_layers}" if p.is_quantized else None)
+        (
+            name,
+            p.format,
+            p.scaling,
+            p.fp8_param or None,
+            f"{p.first_layers}+{p.last_layers}" if p.is_quantized else None,
+        )
         for name, p in PRESETS.items()
     ]
     return print_table(
@@ -61,17 +69,20 @@ def render(
         str,
         typer.Option(
             "--to",
-            help="nemo, bridge, megatron, te, nemo-rl, vllm, env, verl, skyrl, slime or trl.",
+            help="nemo, bridge, megatron, te, nemo-rl, vllm, env, te-precision, verl, skyrl, slime or trl.",
             show_default=False,
         ),
     ],
     changes: Changes = None,
+    layers: Annotated[
+        int | None, typer.Option(help="The model's decoder layers, for nemo-rl's NVFP4.", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a precision in another program's words, to paste there."""
     from nemo_fp8.render import render
 
-    rendering = render(load(name, changes), to)
+    rendering = render(load(name, changes), to, layers)
     if as_json:
         return print_json(
             {"to": rendering.to, "settings": rendering.data, "notes": rendering.notes, "lost": rendering.lost}
@@ -92,19 +103,23 @@ def check(
     """Prove that training and rollout multiply with the same values, or say what differs; exit code 1 if it does."""
     from nemo_fp8.preflight.agreement import check
 
-    notes = []
+    notes: list[str] = []
+    lacking: list[Problem] = []
     if nemo_rl:
         from nemo_fp8.render.nemo_rl import beside_the_contract, ignored_by_nemo_rl, read_nemo_rl
         from nemo_fp8.render.nemo_rl_file import read_document
+        from nemo_fp8.render.nemo_rl_fp4 import missing
 
         document = read_document(Path(train))
-        trained, rolled = read_nemo_rl(document)
+        trained, rolled = read_nemo_rl(Path(train))
+        lacking = missing(trained, rolled)
         beside = (*ignored_by_nemo_rl(document), *beside_the_contract(document))
         notes = [f"{p.what} {p.why} {p.remedy}" for p in beside]
     else:
         trained = load(train)
         rolled = load(rollout) if rollout else trained
     agreement = check(train=trained, rollout=rolled)
+    agreement = replace(agreement, findings=(*lacking, *agreement.findings))
     if as_json:
         print_json(agreement.to_dict() | {"notes": notes})
     else:

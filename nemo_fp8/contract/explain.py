@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nemo_fp8.contract.precision import Precision
 
 _COMPUTE = {"bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
-_SCALE = {"fp32": "an FP32 scale", "pow2": "a power-of-2 scale", "e8m0": "an E8M0 exponent"}
+_SCALE = {"fp32": "an FP32 scale", "pow2": "a power-of-2 scale", "e8m0": "an E8M0 exponent", "e4m3": "an E4M3 scale"}
 _ROLE = {"input": "input", "weight": "weight", "grad": "output gradient"}
 
 # Word in a preset's name -> what it promises.
@@ -24,6 +24,7 @@ _PROMISES = {
     "blockwise": "blockwise",
     "delayed": "delayed",
     "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
 }
 
 
@@ -47,6 +48,8 @@ def explain_rows(p: Precision) -> list[tuple[str, str]]:
         ),
     ]
     rows += [(gemm, _gemm(p, gemm)) for gemm in GEMMS]
+    if p.scaling == "nvfp4":
+        rows.append(("scales", _two_levels(p)))
     if p.scaling == "delayed":
         rows.append(("scales", _delayed(p)))
     if p.is_quantized:
@@ -65,23 +68,44 @@ def docstring(p: Precision) -> str:
     return f"The precision {p.name!r} as a Config for ``trainer.plugins``.\n\n{rows}\n"
 
 
-def _operand(operand: Operand, role: str, beforehand: str = "found from earlier steps") -> str:
+def _operand(operand: Operand, role: str, beforehand: str = "found from earlier steps", *, usage: str = "row") -> str:
     if operand.block is None:
         tile = "the whole tensor"
     elif role == "weight" and operand.block[0] > 1:
         tile = "each {}x{} block".format(*operand.block)
     else:
         tile = f"every {operand.block[1]} values along the contracted dimension"
-    when = f", {beforehand}" if operand.delayed else ""
-    return f"{_ROLE[role]} in {operand.format.upper()} with {_SCALE[operand.scale]} for {tile}{when}"
+    more = {
+        f", {beforehand}": operand.delayed,
+        ", rounded by chance": operand.stochastic,
+        ", after a random Hadamard transform": operand.hadamard and usage == "col",
+        f", the better of two by {(operand.four_over_six or '').upper()}": operand.four_over_six is not None,
+    }
+    how = "".join(words for words, holds in more.items() if holds)
+    return f"{_ROLE[role]} in {operand.format.upper()} with {_SCALE[operand.scale]} for {tile}{how}"
 
 
 def _gemm(p: Precision, gemm: str) -> str:
-    operands = [_operand(o, role) for o, role in zip(p.gemms()[gemm], GEMMS[gemm], strict=True) if o is not None]
+    compute = _COMPUTE[p.compute]
+    if gemm != "fprop" and p.backward == "dequantized":
+        grad, saved = (_ROLE[role] for role in GEMMS[gemm])
+        return f"{grad} in {compute}; {saved} decoded to {compute} from the codes that the forward multiplied."
+    usage = "col" if gemm == "wgrad" else "row"
+    operands = [
+        _operand(o, role, usage=usage) for o, role in zip(p.gemms()[gemm], GEMMS[gemm], strict=True) if o is not None
+    ]
     if not operands:
         a, b = (_ROLE[role] for role in GEMMS[gemm])
-        return f"{a} and {b} in {_COMPUTE[p.compute]}."
+        return f"{a} and {b} in {compute}."
     return "; ".join(operands) + "."
+
+
+def _two_levels(p: Precision) -> str:
+    rows = ", and for each row of an input" if p.row_scaled else ""
+    return (
+        f"Scales of blocks lie beneath an FP32 scale for each tensor{rows}, with which the largest block has the "
+        "largest scale."
+    )
 
 
 def _delayed(p: Precision) -> str:
@@ -97,7 +121,8 @@ def _delayed(p: Precision) -> str:
 
 def _weights(p: Precision) -> str:
     if not p.fp8_param:
-        return f"Kept in {_COMPUTE[p.compute]} and cast to FP8 once per global batch."
+        kind = "NVFP4" if p.scaling == "nvfp4" else "FP8"
+        return f"Kept in {_COMPUTE[p.compute]} and cast to {kind} once per global batch."
     if p.scaling == "mxfp8":
         return (
             f"Kept in FP8 as primary weights; gathered in {_COMPUTE[p.compute]}, since MX needs a cast for each "
@@ -120,8 +145,12 @@ def _kept(p: Precision) -> str:
         parts.append(f"the first {p.first_layers} and the last {p.last_layers} decoder layers")
     if p.keep:
         parts.append("modules named " + ", ".join(p.keep))
+    parts += [f"modules named {pattern}" for pattern, recipe in p.modules if recipe == p.compute]
     parts.append("embeddings, norms, routers and the output head")
-    return f"In {compute}: " + "; ".join(parts) + "."
+    others = "".join(
+        f" Modules named {pattern} run by {recipe}." for pattern, recipe in p.modules if recipe != p.compute
+    )
+    return f"In {compute}: " + "; ".join(parts) + f".{others}"
 
 
 def _loss_scale(p: Precision) -> str:
@@ -140,7 +169,8 @@ def _rollout(p: Precision) -> str:
     operands = ((role, p.operand(role, "rollout")) for role in GEMMS["fprop"])
     stored = "; ".join(_operand(o, role, "found by calibration") for role, o in operands if o is not None)
     kernels = " DeepGEMM kernels." if p.deep_gemm else ""
-    return f"Generation with {stored}; {cache}.{kernels}"
+    apart = "" if p.operand("input", "rollout") else f"; inputs in {_COMPUTE[p.compute]}"
+    return f"Generation with {stored}{apart}; {cache}.{kernels}"
 
 
 def _notes(p: Precision) -> list[str]:

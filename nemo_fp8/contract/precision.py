@@ -272,7 +272,8 @@ class Precision:
         if self.rollout == "compute" or role == "grad" or (role == "input" and self.activation_scheme == "none"):
             return None
         if self.rollout == "nvfp4":
-            return Operand("e2m1", ROLLOUT_BLOCKS[self.rollout_block], "e4m3")
+            # The scale of a token must not depend on the other tokens of its batch.
+            return Operand("e2m1", ROLLOUT_BLOCKS[self.rollout_block], "e4m3", row_scaled=role == "input")
         if self.rollout_block == "1x32":
             return Operand("e4m3", (1, 32), "e8m0")
         if role == "weight":
@@ -557,7 +558,7 @@ def _contradictions(p: Precision) -> Iterator[Problem]:
             "Set backward='quantized', or leave backward_scaling out.",
         ),
         (
-            bool(p.modules) and not p.is_quantized,
+            bool(p.modules) and not (p.is_quantized or p.rolls_out_quantized),
             "modules without a format.",
             "The rules take modules out of the contract's recipe, or give them another one, and there is none: "
             "Megatron applies rules only where a layer is quantized already.",

@@ -12,7 +12,8 @@ these rules that holds:
     always    it is a router, an embedding, a head, a norm or a bias; in a rollout also if it lies outside of the
               decoder (vision towers)
     layers    it lies in the contract's first or last decoder layers, or behind the last (draft heads)
-    keep      a pattern of the contract matches one of its names: Megatron's, Hugging Face's or the engine's
+    keep      a pattern of the contract matches one of its names: Megatron's, Hugging Face's or the engine's; or the
+              first of its rules for modules that matches gives it the compute dtype
     shape     its rows or columns do not fit (below); a strict contract raises, for all such linears at once
 
 Linears that are stored as one matrix are decided together. In a rollout that is a *unit*, what an engine holds as one:
@@ -22,8 +23,8 @@ that Megatron holds apart, lint reports it.
 
 Shapes that fit:
 
-    training            rows and columns on a rank are multiples of 16 (MX: 32), since each of them is contracted by
-                        one of the three GEMMs
+    training            rows and columns on a rank are multiples of 16 (MX, NVFP4: 32), since each of them is contracted
+                        by one of the three GEMMs
     rollout, 128x128    columns are whole blocks. Rows of each fused part are whole blocks, so that no block covers
                         two parts; the last part ends on a multiple of 32. Parts of experts are whole blocks, all of
                         them. This is what vLLM loads from a checkpoint and its kernels on GPUs and CPUs multiply
@@ -45,7 +46,7 @@ from functools import lru_cache
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.models.families import EXPERTS, FUSED, in_hugging_face
+from nemo_fp8.models.families import EXPERTS, FUSED, HUGGING_FACE, in_hugging_face
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.names import Place, place
 from nemo_fp8.models.shapes import Linear, Model
@@ -54,7 +55,7 @@ ALWAYS, LAYERS, KEEP, SHAPE, COMPUTE = "always", "layers", "keep", "shape", "com
 
 # Scaling -> the multiple that rows and columns of a weight must be. TE checks 8 on the outer dimension only, but each
 # dimension is contracted in one of the three GEMMs, and cuBLAS then needs 16 (16 bytes).
-GEMM_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+GEMM_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 # In a rollout: the multiple of the last part's rows, and the multiple of the columns under one scale a tensor.
 LAST_ROWS, KERNEL_COLUMNS = 32, 128
 
@@ -67,6 +68,7 @@ _DECODERS = frozenset(
     {"", "model", "language_model", "transformer", "decoder", "backbone", "gpt_neox", "text_model", "llm", "thinker"}
 )
 _TOWERS = re.compile(r"visual|vision|image|audio|speech|video|encoder|projector|resampler|mtp|eagle|draft")
+_LAYER = re.compile(r"layers\\?\.(\d+)(?=\\?\.)")
 _EXPERTS = re.compile(r"^(.*?(?:^|\.)experts)(\.|$)")
 
 
@@ -168,11 +170,14 @@ def why_kept(
     by_name = why_kept_by_name(precision, names, layers, side=side, experts=experts, layer=layer)
     if by_name is not None:
         return by_name
+    own = contract_of(precision, names, experts)
+    if own.operand("weight", side) is None:
+        return Kept(KEEP, f"the contract's rules for modules give {names[0]} the compute dtype")
     for parts, columns in shapes:
         reason = (
-            gemm_misfit(precision.scaling, sum(parts), columns)
+            gemm_misfit(own.scaling, sum(parts), columns)
             if side == "train"
-            else misfit(precision, parts, columns, experts=bool(experts))
+            else misfit(own, parts, columns, experts=bool(experts))
         )
         if reason:
             return Kept(SHAPE, reason)
@@ -214,12 +219,40 @@ def why_kept_by_name(
     if precision.keep:
         # Both sides must answer alike, whichever naming each of them uses: a pattern counts if it matches the
         # Megatron or the Hugging Face name of any linear that is fused with this one.
-        units = {(p.layer, p.unit) for p in places if p.unit and p.layer is not None}
-        others = (_matched(precision, *at, experts) for at in sorted(units))
-        matched = next(filter(precision.keeps, names), "") or next(filter(None, others), "")
+        matched = next(filter(precision.keeps, (*names, *_other_names(places, experts))), "")
         if matched:
             return Kept(KEEP, f"the contract's keep patterns match {matched}")
     return None
+
+
+def contract_of(precision: Precision, names: Sequence[str], experts: int = 0) -> Precision:
+    """Return the contract of linears that are stored as one matrix: with the recipe that the contract's rules give it.
+
+    As with ``keep``, a rule counts if it matches any name of any of these linears, Megatron's or Hugging Face's.
+    """
+    if not precision.modules:
+        return precision
+    return precision.of((*names, *_other_names([place(name) for name in names], experts)))
+
+
+def rules_apart(train: Precision, rollout: Precision) -> Iterator[tuple[str, Operand | None, Operand | None]]:
+    """Yield each of Megatron's linears whose weight has other elements in training than in the rollout, by the rules.
+
+    Layers are told apart where a rule names their number; of the others one stands for all.
+    """
+    patterns = [pattern for p in (train, rollout) for pattern, _ in p.modules]
+    numbers = sorted({int(found) for pattern in patterns for found in _LAYER.findall(pattern)})
+    for number in (*numbers, max(numbers, default=-1) + 1):
+        for unit in HUGGING_FACE:
+            names = (f"decoder.layers.{number}.{unit}",)
+            at = names[0] if number in numbers else f"decoder.layers.*.{unit}"
+            experts = int(unit.startswith("mlp.experts."))
+            ours, theirs = (
+                contract_of(p, names, experts).operand("weight", side)
+                for p, side in ((train, "train"), (rollout, "rollout"))
+            )
+            if (ours and ours.format) != (theirs and theirs.format):
+                yield at, ours, theirs
 
 
 def decoder_layer(name: str, *, counted: bool = False) -> int | None:
@@ -307,9 +340,15 @@ def module_of(tensor: str) -> str:
     return place(tensor).module
 
 
+def _other_names(places: Iterable[Place], experts: int) -> Iterator[str]:
+    """Yield every name of the units that modules belong to."""
+    units = {(p.layer, p.unit) for p in places if p.unit and p.layer is not None}
+    return (name for layer, unit in sorted(units) for name in _names_of(layer, unit, experts))
+
+
 @lru_cache(maxsize=1 << 12)
-def _matched(precision: Precision, layer: int, unit: str, experts: int) -> str:
-    """Return the first Megatron or Hugging Face name of a unit, of any part and any expert, that ``keep`` matches.
+def _names_of(layer: int, unit: str, experts: int) -> tuple[str, ...]:
+    """Return the Megatron and Hugging Face names of a unit, of all parts and all experts.
 
     ``unit`` is Megatron's name below the layer (``self_attention.linear_qkv``). Since the names of all of its parts are
     tried, a pattern that names K keeps Q and V as well, in training and in rollout.
@@ -321,7 +360,7 @@ def _matched(precision: Precision, layer: int, unit: str, experts: int) -> str:
             names.append(megatron + unit.replace("experts.", f"experts.local_experts.{e}.", 1))
         for words in EXPERTS if routed else EXPERTS[:1]:
             names += [f"model.layers.{layer}.{name}" for name in in_hugging_face(unit, words, e)]
-    return next(filter(precision.keeps, names), "")
+    return tuple(names)
 
 
 def outside_names(layers: Iterable[int]) -> Iterator[str]:
@@ -470,7 +509,12 @@ def stored(model: Model, precision: Precision, layout: Parallel, side: str) -> d
         return dict.fromkeys(everything, _without_fp8(side))
     kept_in = _kept_in_training if side == "train" else _kept_in_rollout
     kept = kept_in(model, precision, layout)
-    return {at: kept.get(at, operand) for at in everything}
+
+    def chosen(at: tuple[int, str]) -> Operand:
+        found = contract_of(precision, (f"decoder.layers.{at[0]}.{at[1]}",), 1).operand("weight", side)
+        return operand if found is None else found  # a module without one is kept, and not asked for here
+
+    return {at: kept.get(at) or chosen(at) for at in everything}
 
 
 def train_cut(linear: Linear, layout: Parallel) -> int:

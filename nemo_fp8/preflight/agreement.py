@@ -20,13 +20,14 @@ measures them again. A model's own underflow is counted by :func:`nemo_fp8.misma
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.names import names_what_is_kept_anyway
+from nemo_fp8.models.selection import rules_apart
 from nemo_fp8.moved import renamed
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
@@ -37,10 +38,13 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
 FROM_MASTER = 2.65
 BETWEEN_COPIES = 3.7
 CAST_TWICE = 3.93
+# The same of NVFP4, in 16x16 and in 1x16 blocks, and of copies in one and in the other.
+FOUR_BITS_FROM_MASTER = (11.1, 9.5)
+FOUR_BITS_APART = 14.0
 # The most percent of Gaussian weights that underflow makes different in copies with power-of-2 scales of other blocks.
 UNDERFLOW = 0.02
 
-_SHARED = ("compute", "weight_scale", "activation_scale", "first_layers", "last_layers", "keep")
+_SHARED = ("compute", "weight_scale", "activation_scale", "first_layers", "last_layers", "keep", "modules")
 _ROLLOUT = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
 _TOPICS = {"weight": "weights", "input": "activations"}
 # The names of the severities in the ``--json`` output of ``check``, unchanged since 0.1.
@@ -85,7 +89,7 @@ class Agreement:
 
 def check(*, train: Precision, rollout: Precision) -> Agreement:
     """Compare the training side of one contract with the rollout side of another (or of the same)."""
-    parts = (_compute, _one_sided, _weights, _activations, _layers, _kept, _kv_cache, _correction)
+    parts = (_compute, _one_sided, _weights, _activations, _layers, _kept, _recipes, _kv_cache, _correction)
     return Agreement(tuple(found for part in parts for found in part(train, rollout)))
 
 
@@ -124,9 +128,12 @@ def _says(p: Precision, name: str, side: str) -> bool:
 def _same_values(a: Operand, b: Operand) -> bool:
     """Whether two casts of one tensor give the same values, but for underflow."""
     exponents_only = {a.scale, b.scale} <= {"pow2", "e8m0"} and not (a.delayed or b.delayed)
-    return a.format == b.format and (
-        exponents_only or (a.block == b.block and a.scale == b.scale and not (a.delayed or b.delayed))
-    )
+    if exponents_only:
+        return a.format == b.format
+    if a.delayed or b.delayed:
+        return False
+    # The Hadamard transform is for the weight gradient, which a rollout has not.
+    return replace(a, hadamard=False) == replace(b, hadamard=False)
 
 
 # ---------------------------------------------------------------------- comparisons
@@ -150,7 +157,13 @@ def _weights(train: Precision, rollout: Precision) -> Iterator[Problem]:
     if ours is None or theirs is None:
         return
     cost = f": the copies lie about {BETWEEN_COPIES}% apart in norm, each {FROM_MASTER}% from the master weights"
-    if _scale_kind(ours) != _scale_kind(theirs):
+    if "e2m1" in (ours.format, theirs.format):
+        square, row = FOUR_BITS_FROM_MASTER
+        cost = (
+            f": copies in 16x16 and in 1x16 blocks lie about {FOUR_BITS_APART:g}% apart in norm, {square}% and {row}% "
+            "from the master weights"
+        )
+    elif _scale_kind(ours) != _scale_kind(theirs):
         cost += f" (a power-of-2 copy that is cast again with FP32 scales lies {CAST_TWICE}% from them)"
     gaps = {"heading": "Weights", "does": "holds", "field": "weight_scale", "cost": cost}
     yield from _casts("weights", ours, theirs, _degree("weight_scale", train, rollout), gaps)
@@ -179,6 +192,8 @@ def _cause(ours: Operand, theirs: Operand) -> str:
         return "sides-delayed"
     if theirs.delayed:
         return "sides-calibrated"
+    if "e2m1" in (ours.format, theirs.format):
+        return "sides-four-bits"
     return "sides-blocks" if _scale_kind(ours) == _scale_kind(theirs) else "sides-scales"
 
 
@@ -207,6 +222,22 @@ def _kept(train: Precision, rollout: Precision) -> Iterator[Problem]:
     only_here = {pattern for pattern in {*train.keep} ^ {*rollout.keep} if not names_what_is_kept_anyway(pattern)}
     if only_here:
         yield finding("sides-modules", "modules", compute=train.compute.upper(), names=", ".join(sorted(only_here)))
+
+
+def _recipes(train: Precision, rollout: Precision) -> Iterator[Problem]:
+    """Yield the finding about modules that the two sides' rules give other elements."""
+    if not (train.modules or rollout.modules) or not (train.is_quantized and rollout.rolls_out_quantized):
+        return
+
+    def in_words(operand: Operand | None, p: Precision) -> str:
+        return operand.format.upper() if operand else p.compute.upper()
+
+    apart = [
+        f"{name} ({in_words(ours, train)} in training, {in_words(theirs, rollout)} in the rollout)"
+        for name, ours, theirs in rules_apart(train, rollout)
+    ]
+    if apart:
+        yield finding("sides-recipes", "modules", names="; ".join(apart))
 
 
 def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Problem]:

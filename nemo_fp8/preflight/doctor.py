@@ -15,6 +15,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import VARIABLES
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.preflight.machine import ABSENT, Machine
@@ -27,17 +28,12 @@ ENVIRONMENT = {
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "TransformerEngine gives blockwise FP32 scales in place of powers of two "
     "(NeMo RL sets it).",
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "TransformerEngine gives tensorwise power-of-2 scales in place of FP32.",
-    "NVTE_BACKWARD_OVERRIDE": "TransformerEngine (2.15 and newer) runs backward in another precision than the recipe "
-    "says.",
+    "NVTE_BACKWARD_OVERRIDE": "TransformerEngine (2.15 and newer) runs backward in the compute dtype, on the forward's "
+    "codes (dequantized) or on what they were made from (high_precision).",
     "VLLM_USE_DEEP_GEMM": "vLLM takes DeepGEMM kernels (1) or refuses them (0), over the contract's deep_gemm.",
     "VLLM_TEST_FORCE_FP8_MARLIN": "vLLM keeps activations in BF16, with FP8 weights alone, on every GPU.",
 }
 
-# Variables that TransformerEngine makes defaults of recipe fields at import.
-FROZEN = {
-    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("Float8BlockScaling", "use_f32_scales"),
-    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("Float8CurrentScaling", "use_power_2_scales"),
-}
 ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 TE_RECIPES = "transformer_engine.common.recipe"
 
@@ -47,7 +43,7 @@ DRIVERS = {"12": "525", "13": "580"}
 
 def doctor(machine: Machine) -> list[Answer]:
     """Return the verdict on every recipe that a contract can name."""
-    return [answer(recipe, machine) for recipe in RECIPES if recipe != "nvfp4"]
+    return [answer(recipe, machine) for recipe in RECIPES]
 
 
 def recipes_of(precision: Precision, sides: Sequence[str] = ("train", "rollout")) -> list[str]:
@@ -57,10 +53,9 @@ def recipes_of(precision: Precision, sides: Sequence[str] = ("train", "rollout")
         fp32 = precision.scaling == "blockwise" and "fp32" in (precision.weight_scale, precision.activation_scale)
         found.append("blockwise-fp32" if fp32 else precision.scaling)
     if "rollout" in sides:
-        if precision.rollout == "fp8":
-            found.append(
-                {"1x32": "rollout-mxfp8", "tensor": "rollout-tensor"}.get(precision.rollout_block, "rollout-fp8")
-            )
+        if precision.rolls_out_quantized:
+            rows = {"1x32": "rollout-mxfp8", "1x16": "rollout-nvfp4", "tensor": "rollout-tensor"}
+            found.append(rows.get(precision.rollout_block, "rollout-fp8"))
         if precision.deep_gemm:
             found.append("rollout-deepgemm")
         if precision.kv_cache == "fp8":
@@ -145,12 +140,15 @@ def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleT
     """Return findings for variables whose value differs from the one that the imported TransformerEngine read."""
     recipes: Any = modules.get(TE_RECIPES)
     found = []
-    for name, (recipe, field) in FROZEN.items() if recipes else ():
-        frozen = getattr(getattr(recipes, recipe, None), field, None)
-        now = environment.get(name, "0") == "1"
-        if frozen is not None and frozen != now:
+    for name, variable in VARIABLES.items() if recipes else ():
+        fields = getattr(getattr(recipes, variable.recipe, None), "__dataclass_fields__", {})
+        if variable.field not in fields:
+            continue  # an older TransformerEngine, which does not read it
+        frozen = fields[variable.field].default
+        word = str(int(frozen)) if isinstance(frozen, bool) else frozen
+        if word != environment.get(name, variable.default):
             value = environment.get(name, "(unset)")
-            found.append(finding("environment-late", name, name=name, value=value, frozen="1" if frozen else "0"))
+            found.append(finding("environment-late", name, name=name, value=value, frozen=word or "(unset)"))
     return found
 
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import variables_of
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
 from nemo_fp8.models.layout import Parallel
@@ -25,6 +26,11 @@ from nemo_fp8.preflight.shapes import shape_findings
 _DELAYED_FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
 _LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _ROLLOUT_FIELDS = ("rollout_block", "activation_scheme")
+_NVFP4_FIELDS = (
+    *("weight_block", "hadamard", "stochastic_rounding", "row_scaled"),
+    *("four_over_six", "four_over_six_error", "four_over_six_bound_256"),
+)
+_BIASED = ("e2m1", (1, 16))  # a weight in a backward whose codes are not the forward's
 
 
 def lint(
@@ -77,6 +83,8 @@ def _ignored(p: Precision) -> Iterator[Problem]:
 
     if p.scaling != "delayed":
         yield from ignored("ignored-delayed", _DELAYED_FIELDS, scaling=p.scaling or "no FP8 in training")
+    if "nvfp4" not in (p.scaling, p.backward_scaling, *(recipe for _, recipe in p.modules)):
+        yield from ignored("ignored-nvfp4", _NVFP4_FIELDS, scaling=p.scaling or "no NVFP4 in training")
     if p.compute != "fp16":
         yield from ignored("ignored-loss-scale", _LOSS_SCALE_FIELDS, compute=p.compute)
     if p.rollout == "compute":
@@ -95,6 +103,11 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
     """Yield findings for settings that are obeyed and do harm."""
     if p.is_quantized and not p.wgrad and not (machine is not None and machine.has_gpu is False):
         yield finding("ignored-wgrad", "wgrad")
+    backward = p.gemms()["dgrad"]
+    if p.backward == "quantized" and backward[1] is not None and (backward[1].format, backward[1].block) == _BIASED:
+        yield finding("fp4-backward-1x16", "weight_block")
+    if p.rollout == "nvfp4" and p.activation_scheme == "dynamic" and not p.row_scaled:
+        yield finding("nvfp4-rollout-activations", "activation_scheme")
     if p.format == "hybrid" and p.scaling in ("mxfp8", "blockwise"):
         yield finding(f"e5m2-gradients-{p.scaling}", "format")
     freezes = p.amax_compute_algo == "max" or p.amax_history_len > 1
@@ -145,30 +158,25 @@ def _fit(model: Model, p: Precision, parallel: Parallel, machine: Machine) -> It
 
 # ---------------------------------------------------------------------- the environment
 
-# Variable -> (the scaling that it is about, what TE does with and without it).
-_SCALE_VARIABLES = {
-    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("blockwise", "fp32", "pow2"),
-    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("tensorwise", "pow2", "fp32"),
-}
-
 
 def _environment(p: Precision, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield findings for variables that make TransformerEngine take other scales than the contract."""
-    for name, (scaling, on, off) in _SCALE_VARIABLES.items():
-        wanted = {p.weight_scale, p.activation_scale}
-        if p.scaling != scaling:
-            continue
-        words = " and ".join(sorted(wanted)) + " scales"
-        if environment.get(name) == "1" and wanted != {on}:
-            remedy = f"Unset {name}, or set weight_scale={on!r} and activation_scale={on!r}."
+    """Yield findings for variables that make TransformerEngine take another recipe than the contract's."""
+    for name, variable in variables_of(p.scaling).items():
+        said = {field: getattr(p, field) for field in variable.contract}
+        wanted = {variable.words[value] for value in said.values()}
+        contract = " and ".join(f"{field}={value!r}" for field, value in said.items())
+        if name in environment and wanted != {environment[name]}:
+            means = [value for value, word in variable.words.items() if word == environment[name]]
+            instead = "".join(f", or set {field}={value!r}" for value in means for field in variable.contract)
             yield finding(
                 "environment-against-contract",
                 name,
                 name=name,
-                value="1",
-                says=f"{on} scales",
-                contract=words,
-                remedy=remedy,
+                value=environment[name],
+                says=" and ".join(f"{field}={value!r}" for value in means for field in variable.contract) or "no value",
+                contract=contract,
+                remedy=f"Unset {name}{instead}.",
             )
-        elif environment.get(name, "0") != "1" and wanted != {off}:
-            yield finding("environment-missing", name, name=name, contract=words, value="1")
+        elif name not in environment and wanted != {variable.default}:
+            value = next(word for word in wanted if word != variable.default)
+            yield finding("environment-missing", name, name=name, contract=contract, value=value)

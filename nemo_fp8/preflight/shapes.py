@@ -33,7 +33,7 @@ from nemo_fp8.models.shapes import COLUMN, ROW, Linear, Model
 from nemo_fp8.preflight.machine import Machine
 
 # Scaling -> the multiple that NeMo RL pads packed sequences to.
-PACKING = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+PACKING = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128}
 BLOCK = 128
 
 

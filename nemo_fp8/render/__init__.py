@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.render import bridge, env, megatron, nemo, nemo_rl, skyrl, slime, te, trl, verl, vllm
+from nemo_fp8.render import bridge, env, megatron, nemo, nemo_rl, skyrl, slime, te, te_precision, trl, verl, vllm
 from nemo_fp8.render.rendering import Rendering
 
 RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
@@ -21,6 +21,7 @@ RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
     "nemo-rl": nemo_rl.render,
     "vllm": vllm.render,
     "env": env.render,
+    "te-precision": te_precision.render,
     "verl": verl.render,
     "skyrl": skyrl.render,
     "slime": slime.render,
@@ -28,11 +29,14 @@ RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
 }
 
 
-def render(precision: Precision, to: str) -> Rendering:
-    """Render ``precision`` for ``to``, a key of ``RENDERERS``. Raises PrecisionError if ``to`` is unknown."""
+def render(precision: Precision, to: str, layers: int | None = None) -> Rendering:
+    """Render ``precision`` for ``to``, a key of ``RENDERERS``. Raises PrecisionError if ``to`` is unknown.
+
+    ``layers`` is the number of the model's decoder layers; NeMo RL's NVFP4 names the last ones by it.
+    """
     if to not in RENDERERS:
         raise PrecisionError([unknown("rendering", to, RENDERERS)])
-    return RENDERERS[to](precision)
+    return nemo_rl.render(precision, layers) if to == "nemo-rl" else RENDERERS[to](precision)
 
 
 __all__ = ["RENDERERS", "Rendering", "render"]

@@ -54,7 +54,9 @@ def from_bridge(values: Mapping[str, Any]) -> Precision:
         )
     if any(values.get(name) for name in _FP4):
         raise PrecisionError(
-            "FP4 parameters.", "This contract describes FP8 only, and Bridge refuses them too.", "Leave them out."
+            "FP4 parameters.",
+            "A contract keeps the weights of NVFP4 in BF16, as Bridge 0.3.1 does, which has no setting for it.",
+            "Leave them out.",
         )
     arguments = {FIELDS[name]: value for name, value in values.items() if name in FIELDS}
     # Without FP8 the recipe has no meaning; NeMo's reader accepts NeMo's default then, and no other.

@@ -67,12 +67,14 @@ FLAGS: dict[str, Flag] = {
     "--min-loss-scale": Flag("fp16_min_loss_scale", (f"{_OPTIMIZER}.min_loss_scale",), parse=float),
     "--loss-scale-window": Flag("fp16_loss_scale_window", (f"{_OPTIMIZER}.loss_scale_window",), parse=_whole),
     "--hysteresis": Flag("fp16_hysteresis", (f"{_OPTIMIZER}.hysteresis",), parse=int),
-    "--fp4-format": Flag("fp4", (), parse=str),
+    "--fp4-format": Flag("fp4", (f"{_MODEL}.fp4",), parse=str),
+    "--fp4-recipe": Flag("fp4_recipe", (f"{_MODEL}.fp4_recipe",), parse=str),
 }
 _COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 # An unknown flag with one of these beginnings is misspelt, and not a flag of another part of Megatron.
 _OURS = (
     "--fp8",
+    "--fp4",
     "--no-fp8",
     "--first-last-layers",
     "--num-layers-at",
@@ -80,7 +82,7 @@ _OURS = (
     "--grad-reduce-in",
     "--accumulate-allreduce",
 )
-_FOREIGN = ("--fp8-interval", "--fp8-quantizer-factory")
+_FOREIGN = ("--fp8-interval", "--fp8-quantizer-factory", "--fp4-quantizer-factory", "--fp4-param-gather")
 
 _REASONS = nemo.REASONS | dict.fromkeys(
     ("attention", "multi_head_attention"),

@@ -16,6 +16,7 @@ from dataclasses import fields
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import VARIABLES
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.render.rendering import ROLLOUT_FIELDS, Rendering, lost_fields, python_call
 from nemo_fp8.render.settings import Setting, read, same, write
@@ -98,8 +99,12 @@ REASONS = {
         ROLLOUT_FIELDS, "NeMo's plugin speaks of training only; render to nemo-rl or vllm for the rollout."
     ),
     **dict.fromkeys(
-        ("weight_scale", "activation_scale"),
-        "NeMo leaves scales to TransformerEngine: set the environment (render to env) before it starts.",
+        tuple(dict.fromkeys(name for variable in VARIABLES.values() for name in variable.contract)),
+        "NeMo leaves it to TransformerEngine: set the environment (render to env) before it starts.",
+    ),
+    **dict.fromkeys(
+        ("modules", "backward_scaling"),
+        "Megatron takes recipes by module, and other recipes for the backward, from a file (render to te-precision).",
     ),
     "keep": "Stock NeMo keeps whole layers at the ends only; nemo_fp8's own plugin keeps modules by name.",
     "strict": "Stock NeMo fails in the first step on a shape that FP8 cannot hold; nemo_fp8's own plugin checks "
@@ -114,9 +119,9 @@ def to_nemo(precision: Precision) -> dict[str, Any]:
     """Return keyword arguments for ``MegatronMixedPrecision`` that define the precision or differ from a default."""
     p = precision
     dtype = _DTYPES[p.compute]
-    head = {"precision", "grad_reduce_in_fp32"} | ({"fp8", "fp8_recipe", "fp8_param_gather"} if p.is_quantized else set())
+    head = {"precision", "grad_reduce_in_fp32"} | ({"fp8", "fp8_recipe", "fp8_param_gather"} if p.is_fp8 else set())
     head |= {"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"} if p.scaling == "delayed" else set()
-    values = write({n: s for n, s in SETTINGS.items() if p.is_quantized or n != "fp8_recipe"}, p)
+    values = write({n: s for n, s in SETTINGS.items() if p.is_fp8 or n != "fp8_recipe"}, p)
     said = {name: value for name, value in values.items() if name in head or value != SETTINGS[name].default}
     implied = {
         "params_dtype": dtype,
@@ -125,7 +130,10 @@ def to_nemo(precision: Precision) -> dict[str, Any]:
         "first_last_layers_bf16": p.first_layers > 0 or p.last_layers > 0,
         "reuse_grad_buf_for_mxfp8_param_ag": p.scaling == "mxfp8" and p.fp8_param,
     }
-    always = ("params_dtype", "pipeline_dtype", "autocast_enabled")
+    always = ["params_dtype", "pipeline_dtype", "autocast_enabled"]
+    if p.scaling == "nvfp4":
+        implied |= {"fp4": p.format, "fp4_recipe": p.scaling}
+        always += ["fp4", "fp4_recipe"]
     said |= {name: value for name, value in implied.items() if name in always or value != IMPLIED[name]}
     order = [*always, *(n for n in NAMES if n not in always)]
     return {"precision": said["precision"]} | {name: said[name] for name in order if name in said}
@@ -212,7 +220,8 @@ def changes_from_nemo(arguments: Mapping[str, Any], base: Precision | None = Non
             given[name] = value
     changes, wrong = read(settings, given)
     changes = _followed(changes, arguments, base)
-    problems += [*wrong, *_whole_layers(changes, arguments, base), *_repeated(changes, arguments, base)]
+    changes, bad = _four_bits(changes, arguments, base)
+    problems += [*wrong, *bad, *_whole_layers(changes, arguments, base), *_repeated(changes, arguments, base)]
     if problems:
         raise PrecisionError(problems)
     return changes
@@ -226,11 +235,36 @@ def _followed(changes: dict[str, Any], arguments: Mapping[str, Any], base: Preci
         # NeMo's recipe has a value also if FP8 is off.
         if changes.get("scaling", "delayed") == "delayed":
             changes = changes | {"scaling": None}
-    elif "format" in changes and base.scaling is None:
+    elif "format" in changes and base.scaling in (None, "nvfp4"):
         followed = {"scaling": SETTINGS["fp8_recipe"].default}
     if arguments.get("first_last_layers_bf16") is False:
         followed |= {"first_layers": 0, "last_layers": 0}
     return followed | changes
+
+
+def _four_bits(
+    changes: dict[str, Any], arguments: Mapping[str, Any], base: Precision
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Add the changes of NeMo's two settings for FP4, ``fp4`` and ``fp4_recipe``, which stand beside those for FP8."""
+    fp4, recipe = arguments.get("fp4"), arguments.get("fp4_recipe") or IMPLIED["fp4_recipe"]
+    if fp4 is None:
+        off = "fp4" in arguments and base.scaling == "nvfp4" and changes.get("format") is None
+        return changes | ({"format": None, "scaling": None} if off else {}), []
+    problems = [
+        unknown(f"value for {name}:", value, (known,))
+        for name, value, known in (("fp4", fp4, "e2m1"), ("fp4_recipe", recipe, "nvfp4"))
+        if value != known
+    ]
+    fp8 = changes.get("format", base.format)
+    if fp8 not in (None, "e2m1"):
+        problems.append(
+            Problem(
+                f"fp4={fp4!r} together with fp8={fp8!r}.",
+                "Megatron runs one or the other for a model.",
+                "Leave one of them out (fp8=None); single modules get another recipe by modules=.",
+            )
+        )
+    return (changes if problems else changes | {"format": fp4, "scaling": recipe}), problems
 
 
 def _whole_layers(changes: Mapping[str, Any], arguments: Mapping[str, Any], base: Precision) -> Iterable[Problem]:
@@ -286,13 +320,6 @@ def _repeated(changes: Mapping[str, Any], arguments: Mapping[str, Any], base: Pr
         )
     elif not isinstance(reuse, bool | None):
         yield _not_a_flag("reuse_grad_buf_for_mxfp8_param_ag", reuse)
-    fp4, fp8 = arguments.get("fp4"), changes.get("format", base.format)
-    if fp4:
-        yield Problem(
-            f"fp4={fp4!r} together with fp8={fp8!r}." if fp8 else f"fp4={fp4!r}.",
-            "Megatron runs one or the other, and this contract describes FP8 only.",
-            "Leave fp4 out.",
-        )
 
 
 def _not_a_flag(name: str, value: Any) -> Problem:

@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import VARIABLES, fields_from_environment, te_environment
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
 from nemo_fp8.preflight import agreement
+from nemo_fp8.render import nemo_rl_fp4 as fp4
 from nemo_fp8.render import nemo_rl_keys as keys
-from nemo_fp8.render.env import scale_from_environment
+from nemo_fp8.render.nemo_rl_keys import section
 from nemo_fp8.render.rendering import Rendering, lost_fields
 from nemo_fp8.render.settings import read
-from nemo_fp8.render.te import VARIABLES, te_environment
+from nemo_fp8.render.te_precision import from_te_precision, to_te_precision
 
 if TYPE_CHECKING:
     from nemo_fp8.render.nemo_rl_file import Source
@@ -50,10 +52,11 @@ _WILDCARD = re.compile(r"[*?\[]")
 # ---------------------------------------------------------------------- contract -> NeMo RL
 
 
-def to_nemo_rl(precision: Precision) -> dict[str, Any]:
+def to_nemo_rl(precision: Precision, layers: int | None = None) -> dict[str, Any]:
     """Return the sections of a NeMo RL configuration for a contract.
 
-    Raises PrecisionError for settings that NeMo RL would carry out differently.
+    ``layers`` is the number of the model's decoder layers, which NVFP4 rollouts need to name the last ones. Raises
+    PrecisionError for settings that NeMo RL would carry out differently.
     """
     p = precision
     refused = [*_cannot_mean(p)]
@@ -61,10 +64,14 @@ def to_nemo_rl(precision: Precision) -> dict[str, Any]:
         raise PrecisionError(refused)
     megatron: dict[str, Any] = {
         "distributed_data_parallel_config": {"grad_reduce_in_fp32": p.grad_reduce == "fp32"},
-        "fp8_cfg": {"enabled": p.is_quantized}
-        | ({"fp8": p.format, "fp8_recipe": p.scaling, "fp8_param": p.fp8_param} if p.is_quantized else {}),
+        "fp8_cfg": {"enabled": p.is_fp8}
+        | ({"fp8": p.format, "fp8_recipe": p.scaling, "fp8_param": p.fp8_param} if p.is_fp8 else {}),
         "env_vars": te_environment(p),
     }
+    if p.scaling == "nvfp4":
+        megatron["fp4_cfg"] = {"enabled": True} | keys.FP4_CFG
+    if p.modules:
+        megatron[keys.TE_PRECISION] = keys.TE_PRECISION_FILE
     if p.is_quantized and (p.first_layers or p.last_layers):
         megatron["first_last_layers_bf16"] = True
         megatron |= {name: setting.write(getattr(p, setting.field)) for name, setting in keys.LAYERS.items()}
@@ -75,25 +82,41 @@ def to_nemo_rl(precision: Precision) -> dict[str, Any]:
         # An empty list says something, too: it takes the place of the list in the file that this one extends.
         mx = vllm["is_mx"]
         vllm[keys.IGNORED[mx]] = [*filter(None, (_as_ignored(pattern, mx) for pattern in p.keep))]
+    generation: dict[str, Any] = {"vllm_cfg": vllm}
+    if p.rollout == "nvfp4":
+        generation["nvfp4_pertoken_rollout"] = {"enabled": True, "additional_ignore": fp4.ignored_experts(p, layers)}
     return {
         "loss_fn": {"use_importance_sampling_correction": p.importance_sampling},
         "policy": {
             "precision": {v: k for k, v in keys.DTYPES.items()}[p.compute],
             "megatron_cfg": megatron,
-            "generation": {"vllm_cfg": vllm},
+            "generation": generation,
         },
     }
 
 
-def render(precision: Precision) -> Rendering:
-    """Render an overlay for a NeMo RL configuration."""
-    data = to_nemo_rl(precision)
+def render(precision: Precision, layers: int | None = None) -> Rendering:
+    """Render an overlay for a NeMo RL configuration, with Megatron's file of recipes where the contract has rules.
+
+    ``layers`` is the number of the model's decoder layers.
+    """
+    data = to_nemo_rl(precision, layers)
+    recipes = to_te_precision(precision) if precision.modules else None
     text = yaml.safe_dump(data, sort_keys=False)
-    train, rollout = read_nemo_rl(text)
+    train, rollout = read_nemo_rl(text, recipes)
     back = agreement.merge(train, rollout)
     if precision.is_quantized and precision.keep:
         back = Precision(**back.to_dict() | {"keep": ()})  # NeMo RL can tell the rollout at most, never the training
     lost, notes = lost_fields(precision, back, _REASONS, "NeMo RL")
+    if recipes is not None:
+        data[keys.TE_PRECISION] = recipes
+        text += f"# {keys.TE_PRECISION_FILE}, as `nemo-fp8 render ... --to te-precision` writes it:\n"
+        text += "".join(f"#   {line}\n" for line in yaml.safe_dump(recipes, sort_keys=False).splitlines())
+    if precision.rollout == "nvfp4":
+        notes.append(
+            "NeMo RL generates in NVFP4 with routed experts alone (of Qwen3-MoE, on Blackwell, without expert "
+            "parallelism); everything else stays in BF16 there."
+        )
     if precision.is_quantized and (precision.first_layers or precision.last_layers):
         notes.append(
             "Only a NeMo RL that hands first_last_layers_bf16 to Megatron (its pull request 4126) keeps these layers "
@@ -124,6 +147,12 @@ def _as_kept(word: str) -> str:
 
 def _cannot_mean(p: Precision) -> Iterator[Problem]:
     """Yield settings that NeMo RL would not leave out but carry out differently."""
+    if p.rollout == "nvfp4" and p.activation_scheme == "none":
+        yield Problem(
+            "activation_scheme='none' in NeMo RL's NVFP4 rollout.",
+            "nvfp4_pertoken_rollout rounds the activations of each token; its W4A16 comes from ModelOpt (quant_cfg).",
+            "Set activation_scheme='dynamic', or render to vllm.",
+        )
     if p.rollout == "fp8" and p.rollout_block == "tensor":
         yield Problem(
             "rollout_block='tensor' in NeMo RL.",
@@ -141,18 +170,19 @@ def _cannot_mean(p: Precision) -> Iterator[Problem]:
 # ---------------------------------------------------------------------- NeMo RL -> contract
 
 
-def read_nemo_rl(source: Source) -> tuple[Precision, Precision]:
+def read_nemo_rl(source: Source, recipes: Mapping[str, Any] | None = None) -> tuple[Precision, Precision]:
     """Return the training side and the rollout side of a NeMo RL configuration, each as a contract.
 
-    ``source`` is a file, read with the files that it extends, a text or a mapping. Raises PrecisionError for misspelt
-    keys, values that a contract cannot express, and files that cannot be read.
+    ``source`` is a file, read with the files that it extends, a text or a mapping. ``recipes`` is the content of
+    Megatron's file of recipes by module; without it the file is read that ``te_precision_config_file`` names. Raises
+    PrecisionError for misspelt keys, values that a contract cannot express, and files that cannot be read.
     """
     from nemo_fp8.render.nemo_rl_file import read_document, resolving  # rendering needs no OmegaConf
 
     document = read_document(source)
     with resolving():
-        problems = [*_slips(document), *_recipes_of_their_own(document)]
-        train, wrong = _train(document)
+        problems = [*_slips(document)]
+        train, wrong = _train(document, recipes or fp4.recipes_beside(source, document))
         problems += wrong
         rollout, wrong = _rollout(document)
         problems += wrong
@@ -172,10 +202,10 @@ def ignored_by_nemo_rl(source: Source) -> list[Problem]:
 
     document = read_document(source)
     found = []
-    fp8_cfg = _section(document, "policy", "megatron_cfg", "fp8_cfg")
+    fp8_cfg = section(document, "policy", "megatron_cfg", "fp8_cfg")
     if fp8_cfg and "enabled" not in fp8_cfg:
         found.append(finding("nemo-rl-not-enabled", "policy.megatron_cfg.fp8_cfg"))
-    vllm_cfg = _section(document, "policy", "generation", "vllm_cfg")
+    vllm_cfg = section(document, "policy", "generation", "vllm_cfg")
     for name, setting in keys.VLLM_CFG.items():
         if setting.alias and name in vllm_cfg:
             right = next(n for n, s in keys.VLLM_CFG.items() if s.field == setting.field)
@@ -190,7 +220,7 @@ def beside_the_contract(source: Source) -> list[Problem]:
 
     document = read_document(source)
     with resolving():
-        train, rollout = (_section(document, *path).get("quant_cfg") for path in keys.MODELOPT)
+        train, rollout = (section(document, *path).get("quant_cfg") for path in keys.MODELOPT)
     if train is None and rollout is None:
         return []
     key = ".".join((*keys.MODELOPT[0 if train is not None else 1], "quant_cfg"))
@@ -198,18 +228,26 @@ def beside_the_contract(source: Source) -> list[Problem]:
     return [finding(rule, key, key=key, train=train, rollout=rollout)]
 
 
-def _train(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    megatron = _section(document, "policy", "megatron_cfg")
-    fp8_cfg = dict(_section(document, "policy", "megatron_cfg", "fp8_cfg"))
+def _train(document: Mapping[str, Any], recipes: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[Problem]]:
+    megatron = section(document, "policy", "megatron_cfg")
+    fp8_cfg = dict(section(document, "policy", "megatron_cfg", "fp8_cfg"))
     known = (*keys.FP8_CFG, *keys.FP8_CFG_OTHERS)
     problems = [unknown("key in policy.megatron_cfg.fp8_cfg:", name, known) for name in fp8_cfg if name not in known]
     fields: dict[str, Any] = {"compute": _compute(document, problems), "rollout": "compute"}
-    reduce = _section(document, "policy", "megatron_cfg", "distributed_data_parallel_config").get("grad_reduce_in_fp32")
+    reduce = section(document, "policy", "megatron_cfg", "distributed_data_parallel_config").get("grad_reduce_in_fp32")
     if reduce is not None:
         fields["grad_reduce"] = "fp32" if reduce else "compute"
-    scale, wrong = _environment(document, fp8_cfg.get("fp8_recipe"))
+    four, wrong = fp4.is_trained(document, eight := bool(fp8_cfg) and bool(fp8_cfg.get("enabled", True)))
     problems += wrong
-    if not fp8_cfg or not fp8_cfg.get("enabled", True):
+    said, wrong = _environment(document, "nvfp4" if four else fp8_cfg.get("fp8_recipe"))
+    problems += wrong
+    if (four or eight) and megatron.get("first_last_layers_bf16"):
+        fields |= {setting.field: megatron.get(name, setting.default) for name, setting in keys.LAYERS.items()}
+    if (four or eight) and recipes:
+        fields["modules"] = from_te_precision(recipes, fields["compute"])
+    if four:
+        return fields | {"format": "e2m1", "scaling": "nvfp4"} | said, problems
+    if not eight:
         return fields, problems
     missing = [name for name in ("fp8", "fp8_recipe") if name not in fp8_cfg]
     if missing:
@@ -220,29 +258,23 @@ def _train(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
                 "Give fp8: e4m3 and fp8_recipe: blockwise (or others of their values).",
             )
         )
-    said, wrong = read(keys.FP8_CFG, {k: v for k, v in fp8_cfg.items() if k in keys.FP8_CFG})
-    problems += wrong
-    fields |= said
-    if megatron.get("first_last_layers_bf16"):
-        fields |= {setting.field: megatron.get(name, setting.default) for name, setting in keys.LAYERS.items()}
-    if scale is not None:
-        fields |= {"weight_scale": scale, "activation_scale": scale}
-    return fields, problems
+    chosen, wrong = read(keys.FP8_CFG, {k: v for k, v in fp8_cfg.items() if k in keys.FP8_CFG})
+    return fields | chosen | said, problems + wrong
 
 
-def _environment(document: Mapping[str, Any], scaling: str | None) -> tuple[str | None, list[Problem]]:
-    variables = _section(document, "policy", "megatron_cfg", "env_vars")
-    ours = [name for name, _ in VARIABLES.values()]
+def _environment(document: Mapping[str, Any], scaling: str | None) -> tuple[dict[str, Any], list[Problem]]:
+    variables = section(document, "policy", "megatron_cfg", "env_vars")
+    ours = [*VARIABLES]
     slips = [name for name in variables if name not in ours and difflib.get_close_matches(name, ours, cutoff=0.9)]
     if slips:
-        return None, [unknown("variable in policy.megatron_cfg.env_vars:", name, ours) for name in slips]
-    return scale_from_environment(scaling, {k: str(v) for k, v in variables.items()}), []
+        return {}, [unknown("variable in policy.megatron_cfg.env_vars:", name, ours) for name in slips]
+    return fields_from_environment(scaling, {k: str(v) for k, v in variables.items()}), []
 
 
 def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    vllm_cfg = _section(document, "policy", "generation", "vllm_cfg")
+    vllm_cfg = section(document, "policy", "generation", "vllm_cfg")
     said, problems = read(keys.VLLM_CFG, {k: vllm_cfg[k] for k in keys.VLLM_CFG if vllm_cfg.get(k) is not None})
-    correction = _section(document, "loss_fn").get("use_importance_sampling_correction") or False
+    correction = section(document, "loss_fn").get("use_importance_sampling_correction") or False
     fields: dict[str, Any] = {"compute": _compute(document, []), "importance_sampling": correction}
     precision = vllm_cfg.get("precision", "auto")
     problems += _of_mx_rollouts(vllm_cfg)
@@ -262,6 +294,18 @@ def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
         problems.append(
             unknown("value for policy.generation.vllm_cfg.precision:", precision, (*keys.DTYPES, "fp8", "auto"))
         )
+    four = section(document, "policy", "generation", "nvfp4_pertoken_rollout")
+    problems += [
+        unknown(f"key in {keys.FP4_ROLLOUT}:", name, keys.FP4_ROLLOUT_KEYS)
+        for name in four
+        if name not in keys.FP4_ROLLOUT_KEYS
+    ]
+    if four.get("enabled"):
+        return fields | {
+            "rollout": "nvfp4",
+            "modules": keys.EXPERTS_ALONE,
+            **fp4.kept_experts([str(pattern) for pattern in four.get("additional_ignore") or ()]),
+        }, problems
     # NeMo RL reads FP8 keys only with precision: fp8. Keys that ask for FP8 without it are contradictions.
     claims = {k: v for k, v in said.items() if k in ("deep_gemm", "kv_cache")}
     if claims.get("kv_cache") == "fp8":
@@ -299,46 +343,19 @@ def _of_mx_rollouts(vllm_cfg: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _compute(document: Mapping[str, Any], problems: list[Problem]) -> str:
-    name = _section(document, "policy").get("precision") or "bfloat16"
+    name = section(document, "policy").get("precision") or "bfloat16"
     if name not in keys.DTYPES:
         problems.append(unknown("value for policy.precision:", name, keys.DTYPES))
     return keys.DTYPES.get(name, "bf16")
 
 
-# ---------------------------------------------------------------------- sections
-
-
-def _section(document: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """Return a section; empty if it is missing or null."""
-    here = document
-    for name in path:
-        inner = here.get(name) or {}
-        if not isinstance(inner, Mapping):
-            raise PrecisionError(
-                f"{'.'.join(path)} is no mapping.",
-                f"{name} holds {inner!r}.",
-                "Write its settings as 'key: value' lines.",
-            )
-        here = inner
-    return here
-
-
 def _slips(document: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield keys of the open sections that are misspelt keys of ours."""
     for path, ours in keys.OPEN_SECTIONS.items():
-        for name in _section(document, *path):
+        for name in section(document, *path):
             if (
                 name not in ours
                 and name not in keys.NOT_SLIPS
                 and difflib.get_close_matches(str(name), ours, cutoff=0.85)
             ):
                 yield unknown(f"key in {'.'.join(path)}:", name, ours)
-
-
-def _recipes_of_their_own(document: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for each switch that gives training or rollout what no contract describes."""
-    for path, why in keys.REFUSED.items():
-        *section, name = path
-        here = _section(document, *section).get(name)
-        if here.get("enabled") if isinstance(here, Mapping) else here:
-            yield Problem(f"{'.'.join(path)} is set.", why, "Leave it out, or compare these two sides by hand.")

@@ -7,6 +7,11 @@ August 2026 (7ea279ab), and from the changes of 0.8.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render.settings import Setting, same
 
 # policy.megatron_cfg.fp8_cfg
@@ -16,6 +21,16 @@ FP8_CFG: dict[str, Setting] = {
     "fp8_param": Setting("fp8_param", False),
 }
 FP8_CFG_OTHERS = ("enabled", "force_clear_fp8_caches")
+
+# policy.megatron_cfg.fp4_cfg, and how the five places are called in which NeMo RL's NVFP4 is said.
+FP4_CFG = {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param": False}
+FP4_TRAINING, FP4_ROLLOUT = "policy.megatron_cfg.fp4_cfg", "policy.generation.nvfp4_pertoken_rollout"
+FP4_ROLLOUT_KEYS = ("enabled", "additional_ignore")
+TE_PRECISION, TE_PRECISION_FILE = "te_precision_config_file", "te_precision.yaml"
+# The pattern of one layer's routed experts. NeMo RL's NVFP4 rollout holds routed experts in FP4 and nothing else.
+EXPERTS_OF = "*.layers.{}.mlp.experts*"
+EXPERTS_OF_READ = re.compile(r"\*?\.?layers\.(\d+)\.mlp\.experts\*?")
+EXPERTS_ALONE = (("*.linear_qkv", "bf16"), ("*.linear_proj", "bf16"))
 
 # policy.generation.vllm_cfg, with NeMo RL's own defaults; the two older keys are the ones of its documentation.
 VLLM_CFG: dict[str, Setting] = {
@@ -64,12 +79,6 @@ OPEN_SECTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("policy", "generation", "vllm_cfg"): (*VLLM_CFG, *IGNORED.values(), "precision", "is_mx", PREQUANTIZE),
     ("loss_fn",): ("use_importance_sampling_correction",),
 }
-# What gives modules or sides a precision of which a contract knows nothing.
-REFUSED: dict[tuple[str, ...], str] = {
-    ("policy", "megatron_cfg", "fp4_cfg"): "A contract describes FP8 only, and this trains in FP4.",
-    ("policy", "megatron_cfg", "te_precision_config_file"): "It gives modules their own recipes; a contract has one.",
-    ("policy", "generation", "nvfp4_pertoken_rollout"): "A contract describes FP8 only, and this generates in FP4.",
-}
 # Where ModelOpt is told what to quantize in training and in the rollout.
 MODELOPT = (("policy",), ("policy", "generation"))
 # Keys of NeMo RL that are spelt almost like one of ours.
@@ -81,3 +90,18 @@ NOT_SLIPS = (
     "mcore_generation_config",
     "use_importance_sampling",
 )
+
+
+def section(document: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """Return a section; empty if it is missing or null."""
+    here = document
+    for name in path:
+        inner = here.get(name) or {}
+        if not isinstance(inner, Mapping):
+            raise PrecisionError(
+                f"{'.'.join(path)} is no mapping.",
+                f"{name} holds {inner!r}.",
+                "Write its settings as 'key: value' lines.",
+            )
+        here = inner
+    return here

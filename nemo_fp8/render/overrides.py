@@ -10,6 +10,7 @@ NeMo's reader checks what is read. The trade-off: a setting that two configs hol
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,3 +78,8 @@ def keys(sections: Mapping[str, str]) -> tuple[str, ...]:
 
 def _keys(core: tuple[str, ...], sections: Mapping[str, str]) -> list[str]:
     return [f"{sections[config]}.{field}" for config, _, field in (name.partition(".") for name in core)]
+
+
+def hydra(value: Any) -> str:
+    """Write a value as an override of Hydra's, or of another reader of YAML: a text of digits stays a text."""
+    return value if isinstance(value, str) and value.isidentifier() else json.dumps(value)

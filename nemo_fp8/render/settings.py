@@ -32,8 +32,10 @@ class Setting:
         return value if self.values is None else self.values[value]
 
     def write(self, value: Any) -> Any:
-        """Return the program's value for the contract's."""
-        return value if self.values is None else next(theirs for theirs, ours in self.values.items() if ours == value)
+        """Return the program's value for the contract's; its default for one that it has no word for, which is lost."""
+        if self.values is None:
+            return value
+        return next((theirs for theirs, ours in self.values.items() if ours == value), self.default)
 
 
 def same(*values: Any) -> dict[Any, Any]:

@@ -14,12 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import fields_from_environment, te_environment
 from nemo_fp8.render import frameworks, overrides, vllm
-from nemo_fp8.render.env import scale_from_environment
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, same, write
-from nemo_fp8.render.te import VARIABLES, te_environment
-from nemo_fp8.render.verl import hydra
 
 _MEGATRON, _ENGINE = "trainer.policy.megatron_config", "generator.inference_engine"
 _DTYPES = {"bfloat16": "bf16"}
@@ -51,7 +49,7 @@ MODES: dict[str, dict[str, Any]] = {
     "mxfp8": frameworks.BLOCKS_OF_128 | {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"},
 }
 
-_BLOCK_SCALES, _ = VARIABLES["blockwise"]
+_BLOCK_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 
 _REASONS = {
     **frameworks.rollout_reasons("Said of FP8 operands, and SkyRL has none to say it of here."),
@@ -103,14 +101,12 @@ def read_skyrl(given: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[
     fields = frameworks.read_settings("SkyRL", SETTINGS, given, known)
     frameworks.read_settings("SkyRL", modes, {key: given[key] for key in modes if given.get(key) is not None})
     train = overrides.from_overrides(given, SECTIONS, fields.get("compute", "bf16"))
-    scale = scale_from_environment(train.scaling, variables)
-    if scale is not None:
-        train = train.replace(weight_scale=scale, activation_scale=scale)
+    train = train.replace(**fields_from_environment(train.scaling, variables))
     rollout: dict[str, Any] = {"rollout": "compute"}
     if (mode := given.get(MODE)) is not None:
         rollout = {"rollout": "fp8"} | MODES[mode]
         if mode == "blockwise":
-            rollout["weight_scale"] = scale_from_environment("blockwise", variables) or "fp32"
+            rollout["weight_scale"] = fields_from_environment("blockwise", variables).get("weight_scale", "fp32")
     elif given.get(QUANTIZATION) == vllm.PLUGIN:
         rollout = {"rollout": "fp8"} | vllm.from_plugin(plugin)
     return train, Precision(**rollout | fields)
@@ -127,7 +123,7 @@ def render(precision: Precision) -> Rendering:
     if precision.is_quantized:
         notes.append("Give trainer.ref.megatron_config the same keys if the loss has a reference model.")
     exports = [f"export {name}={value}" for name, value in variables.items()]
-    words = [shlex.quote(f"{name}={hydra(value)}") for name, value in values.items()]
+    words = [shlex.quote(f"{name}={overrides.hydra(value)}") for name, value in values.items()]
     text = "\n".join([*exports, " \\\n".join(words)])
     data = {"overrides": values, "environment": variables}
     back = read_skyrl(values, variables)

@@ -15,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import fields_from_environment, te_environment
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render import frameworks, megatron, vllm
-from nemo_fp8.render.env import scale_from_environment
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, write
-from nemo_fp8.render.te import te_environment
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SETTINGS: dict[str, Setting] = {
@@ -72,9 +71,8 @@ def read_slime(command_line: str | Sequence[str], checkpoint: Mapping[str, Any] 
     values = dict(itertools.pairwise(words))
     given = {name: values.get(name, "") for name in words if name in SETTINGS}
     fields = frameworks.read_settings("slime", SETTINGS, given)
-    scale = scale_from_environment(train.scaling, _VARIABLES | _variables(values.get(VARIABLES, "{}")))
-    if scale is not None:
-        train = train.replace(weight_scale=scale, activation_scale=scale)
+    environment = _VARIABLES | _variables(values.get(VARIABLES, "{}"))
+    train = train.replace(**fields_from_environment(train.scaling, environment))
     rollout: dict[str, Any] = {"rollout": "compute", "compute": train.compute}
     if checkpoint is not None:
         vllm.from_hugging_face(checkpoint)

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import VARIABLES, te_environment, variables_of
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render.rendering import ROLLOUT_FIELDS, Rendering, lost_fields
 
@@ -22,19 +23,17 @@ CLASSES = {
     "tensorwise": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
 }
-_FORMATS = {"hybrid": "HYBRID", "e4m3": "E4M3"}
+_FORMATS = {"hybrid": "HYBRID", "e4m3": "E4M3", "e2m1": "E2M1"}
 _QPARAMS = {
     "fp8_quant_fwd_inp": "activation_scale",
     "fp8_quant_fwd_weight": "weight_scale",
     "fp8_quant_bwd_grad": "activation_scale",
 }
-
-# Scaling -> the variable that chooses its scales in TE, and what "1" means.
-VARIABLES = {
-    "blockwise": ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "fp32"),
-    "tensorwise": ("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "pow2"),
-}
+# The fields that variables set, too, but for the kind of scales, which operands say.
+_SAID = tuple(v.field for v in VARIABLES.values() if not {"weight_scale", "activation_scale"} & {*v.contract})
+_SCALED = ("tensorwise", "blockwise")  # the recipes whose operands have a kind of scale to choose
 
 _OUTSIDE = "The layers' own business in TE, and no part of a recipe."
 _REASONS = {
@@ -69,7 +68,13 @@ def te_arguments(precision: Precision) -> tuple[str, dict[str, Any], dict[str, b
             "A recipe describes FP8 GEMMs.",
             "Open TE's autocast with enabled=False, or choose an FP8 contract.",
         )
-    arguments: dict[str, Any] = {"fp8_format": _FORMATS[p.format]}
+    if p.modules or p.backward_scaling:
+        raise PrecisionError(
+            f"modules={p.modules!r}, backward_scaling={p.backward_scaling!r} as one recipe of TransformerEngine.",
+            "A recipe of TE's own is one for all modules and for both directions.",
+            "Leave them out; or train through Megatron-Bridge, where a module has its own recipe.",
+        )
+    arguments: dict[str, Any] = {"fp4_format" if p.scaling == "nvfp4" else "fp8_format": _FORMATS[p.format]}
     if p.scaling == "delayed":
         arguments |= {
             "margin": p.margin,
@@ -78,8 +83,23 @@ def te_arguments(precision: Precision) -> tuple[str, dict[str, Any], dict[str, b
         }
     if p.attention or p.multi_head_attention:
         arguments |= {"fp8_dpa": p.attention, "fp8_mha": p.multi_head_attention}
-    operands = {name: getattr(p, scale) == "pow2" for name, scale in _QPARAMS.items()} if p.scaling in VARIABLES else {}
+    arguments |= _beyond_scales(p)
+    operands = {name: getattr(p, scale) == "pow2" for name, scale in _QPARAMS.items()} if p.scaling in _SCALED else {}
     return CLASSES[p.scaling], arguments, operands
+
+
+def _beyond_scales(p: Precision) -> dict[str, Any]:
+    """Return the arguments that say more than TE's defaults, of those that a variable can say, too."""
+    wanted = {
+        variable.field: (variable.wanted(p), variable.default)
+        for variable in variables_of(p.scaling).values()
+        if variable.field in _SAID
+    }
+    return {
+        field: value == "1" if value in ("0", "1") else value
+        for field, (value, usual) in wanted.items()
+        if value != usual
+    }
 
 
 def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> Any:
@@ -114,30 +134,11 @@ def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> 
             "TE drops arguments that it does not know, so the recipe would not do what the contract says.",
             "Use another version of TransformerEngine, or leave these settings out of the contract.",
         )
-    arguments["fp8_format"] = recipe_module.Format[arguments["fp8_format"]]
+    arguments |= {name: recipe_module.Format[arguments[name]] for name in _FORMAT_ARGUMENTS if name in arguments}
     recipe = recipe_class(**arguments)
     for operand, power_2 in operands.items():
         setattr(recipe, operand, dataclasses.replace(getattr(recipe, operand), power_2_scale=power_2))
     return recipe
-
-
-def te_environment(precision: Precision) -> dict[str, str]:
-    """Return the ``NVTE_*`` variables that give TE these scales everywhere; set them before TE is imported.
-
-    A variable is returned also if it is "0", since the shell may have another value.
-    """
-    p = precision
-    if p.scaling not in VARIABLES:
-        return {}
-    if p.weight_scale != p.activation_scale:
-        raise PrecisionError(
-            f"weight_scale={p.weight_scale!r} with activation_scale={p.activation_scale!r} in TransformerEngine's "
-            "environment.",
-            "Its variable sets the scales of weights and of activations together.",
-            "Give both the same scale, or hand TE the recipe object of te_recipe(), which sets each operand.",
-        )
-    variable, means = VARIABLES[p.scaling]
-    return {variable: "1" if p.weight_scale == means else "0"}
 
 
 def from_te(recipe: Any) -> Precision:
@@ -146,25 +147,36 @@ def from_te(recipe: Any) -> Precision:
     if scaling is None:
         raise PrecisionError(
             f"{type(recipe).__name__} is no recipe that a contract describes.",
-            "A contract describes FP8 with delayed, tensorwise, blockwise or mxfp8 scaling.",
+            "A contract describes delayed, tensorwise, blockwise and mxfp8 scaling, and nvfp4.",
             f"Use one of {', '.join(CLASSES.values())}.",
         )
     return _read(
         scaling,
         {name: getattr(recipe, name) for name in _READ if hasattr(recipe, name)}
-        | {"fp8_format": recipe.fp8_format.name},
+        | {"fp4_format" if scaling == "nvfp4" else "fp8_format": getattr(recipe, "fp4_format", recipe.fp8_format).name},
     )
 
 
-_READ = ("margin", "amax_history_len", "amax_compute_algo", "fp8_dpa", "fp8_mha", *_QPARAMS)
+_FORMAT_ARGUMENTS = ("fp8_format", "fp4_format")
+_READ = (
+    *("margin", "amax_history_len", "amax_compute_algo", "fp8_dpa", "fp8_mha", *_QPARAMS),
+    *_SAID,
+)
 
 
 def _read(scaling: str, values: dict[str, Any]) -> Precision:
-    fields: dict[str, Any] = {"scaling": scaling, "format": {v: k for k, v in _FORMATS.items()}[values["fp8_format"]]}
+    named = next(values[name] for name in _FORMAT_ARGUMENTS if name in values)
+    fields: dict[str, Any] = {"scaling": scaling, "format": {v: k for k, v in _FORMATS.items()}[named]}
+    for variable in variables_of(scaling).values():
+        value = values.get(variable.field)
+        meanings = {word: meaning for meaning, word in variable.words.items()}
+        word = str(int(value)) if isinstance(value, bool) else value
+        if variable.field in values and word in meanings and variable.field in _SAID:
+            fields |= dict.fromkeys(variable.contract, meanings[word])
     if scaling == "delayed":
         fields |= {name: values[name] for name in ("margin", "amax_history_len", "amax_compute_algo")}
     fields |= {"attention": values.get("fp8_dpa", False), "multi_head_attention": values.get("fp8_mha", False)}
-    if scaling in VARIABLES:
+    if scaling in _SCALED:
         for operand, field in _QPARAMS.items():
             power_2 = values[operand] if isinstance(values[operand], bool) else values[operand].power_2_scale
             scale = "pow2" if power_2 else "fp32"
@@ -189,7 +201,8 @@ def render(precision: Precision) -> Rendering:
     lost, notes = lost_fields(precision, read_back, _REASONS, "A TE recipe")
     environment = {} if precision.weight_scale != precision.activation_scale else te_environment(precision)
     shown = [
-        f"    {key}={'Format.' + value if key == 'fp8_format' else repr(value)},\n" for key, value in arguments.items()
+        f"    {key}={'Format.' + value if key in _FORMAT_ARGUMENTS else repr(value)},\n"
+        for key, value in arguments.items()
     ]
     imports = ", ".join(["Format", name, *(["QParams"] if operands else [])])
     text = f"from transformer_engine.common.recipe import {imports}\n\nrecipe = {name}(\n{''.join(shown)})\n"

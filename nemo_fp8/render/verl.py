@@ -8,17 +8,15 @@ survives a step: a rollout that needs our plugin is named as lost.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import VARIABLES, fields_from_environment, te_environment
 from nemo_fp8.render import frameworks, overrides
-from nemo_fp8.render.env import scale_from_environment
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, write
-from nemo_fp8.render.te import VARIABLES, te_environment
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -62,13 +60,12 @@ def to_verl(precision: Precision) -> dict[str, Any]:
 
 def read_verl(given: Mapping[str, Any]) -> tuple[Precision, Precision]:
     """Return the training side and the rollout side of these overrides, each as a contract."""
-    variables = {f"{ENVIRONMENT}.{name}": name for name, _ in VARIABLES.values()}
+    variables = {f"{ENVIRONMENT}.{name}": name for name in VARIABLES}
     known = (*overrides.keys(SECTIONS), *variables, LOG_PROBS)
     fields = frameworks.read_settings("verl", SETTINGS, given, known)
     train = overrides.from_overrides(given, SECTIONS, fields.get("compute", "bf16"))
-    scale = scale_from_environment(train.scaling, {name: given[key] for key, name in variables.items() if key in given})
-    if scale is not None:
-        train = train.replace(weight_scale=scale, activation_scale=scale)
+    environment = {name: given[key] for key, name in variables.items() if key in given}
+    train = train.replace(**fields_from_environment(train.scaling, environment))
     quantized = fields.get("rollout") == "fp8"
     return train, Precision(**{"rollout": "compute"} | fields | (frameworks.BLOCKS_OF_128 if quantized else {}))
 
@@ -77,11 +74,6 @@ def render(precision: Precision) -> Rendering:
     """Render the overrides as lines of a command; ``++`` adds a key or takes the place of one."""
     data = to_verl(precision)
     notes = ["For verl's Megatron engine and vLLM; its FSDP engine trains in the compute dtype only."]
-    text = " \\\n".join(shlex.quote(f"++{name}={hydra(value)}") for name, value in data.items())
+    text = " \\\n".join(shlex.quote(f"++{name}={overrides.hydra(value)}") for name, value in data.items())
     reasons = frameworks.why_not_blocks_of_128("verl", precision) | frameworks.COMMON_REASONS
     return frameworks.both_sides("verl", "verl", precision, text, data, read_verl(data), reasons, notes)
-
-
-def hydra(value: Any) -> str:
-    """Write a value as an override of Hydra's, or of another reader of YAML: a text of digits stays a text."""
-    return value if isinstance(value, str) and value.isidentifier() else json.dumps(value)

@@ -16,12 +16,12 @@ import sys
 from contextlib import ExitStack
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import te_environment
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
 from nemo_fp8.preflight.doctor import late_variables, recipes_of, require, resume_findings
 from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.preflight.support import RECIPES, answer
-from nemo_fp8.render.te import te_environment
 
 ENGINES = ("auto", "te", "emulated")
 logger = logging.getLogger("nemo_fp8")

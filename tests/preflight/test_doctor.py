@@ -14,9 +14,9 @@ import pytest
 import nemo_fp8.preflight.doctor as doc
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS, preset
+from nemo_fp8.contract.te_variables import VARIABLES
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.preflight.doctor import (
-    FROZEN,
     TE_RECIPES,
     doctor,
     late_variables,
@@ -151,7 +151,7 @@ def te_recipes(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> 
     path = Path(__file__).parents[2] / ".te/transformer_engine/common/recipe/__init__.py"
     if not path.is_file():
         pytest.fail("There is no TransformerEngine wheel in .te: run make setup.")
-    for name in FROZEN:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -165,15 +165,17 @@ def te_recipes(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> 
     return module
 
 
-@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("name", VARIABLES)
 def test_a_variable_set_after_te_was_imported(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     before = te_recipes(monkeypatch, {})
-    monkeypatch.setenv(name, "1")
+    other = [word for word in VARIABLES[name].words.values() if word != VARIABLES[name].default][-1]
+    assert other is not None
+    monkeypatch.setenv(name, other)
     assert [f.where for f in late_variables(os.environ, {TE_RECIPES: before})] == [name]
     assert [f.code for f in sanity(Machine(), os.environ, {TE_RECIPES: before})] == [
         "environment-late",
         "environment-set",
     ]
-    after = te_recipes(monkeypatch, {name: "1"})
+    after = te_recipes(monkeypatch, {name: other})
     assert not late_variables(os.environ, {TE_RECIPES: after})
     assert not late_variables(os.environ, {})  # TransformerEngine was not imported yet

@@ -445,8 +445,8 @@ class Ledger:
 
 
 def _operand_of(row: Sequence[Any]) -> Operand:
-    format, block, scale, delayed = row
-    return Operand(format, tuple(block), scale, delayed)
+    format, block, *rest = row
+    return Operand(format, tuple(block), *rest)
 
 
 def _words_of(box: Box, shape: tuple[int, ...], size: int) -> Words | None:

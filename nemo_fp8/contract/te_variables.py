@@ -1,0 +1,145 @@
+"""The environment variables with which TransformerEngine chooses a recipe's settings: one row each.
+
+Megatron, NeMo and Bridge make TE's recipes without arguments, so that these variables are the only way to say which
+scales, blocks and casts a recipe has. TE reads them once, when its recipes are imported, as the defaults of a recipe's
+fields. A row says which contract fields a variable carries, and the word for each value; the first value is what TE
+takes if the variable is not set. Renderers write and read the rows, lint compares the environment with them, and the
+doctor what an imported TE has read. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_fp8.errors import PrecisionError
+
+if TYPE_CHECKING:
+    from nemo_fp8.contract.precision import Precision
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable of TransformerEngine."""
+
+    scalings: tuple[str, ...]
+    """The recipes that read it."""
+    recipe: str
+    """A class of ``transformer_engine.common.recipe`` that has it as the default of ``field``."""
+    field: str
+    contract: tuple[str, ...]
+    """The contract fields that it sets, all to one value."""
+    words: Mapping[Any, str | None]
+    """Contract value -> the variable's value; the first is TE's default. None: it must not be set."""
+
+    def wanted(self, p: Precision) -> str | None:
+        """Return the variable's value for a contract. Raises PrecisionError if one value cannot say its fields."""
+        values = {getattr(p, name) for name in self.contract}
+        if len(values) > 1:
+            said = " with ".join(f"{name}={getattr(p, name)!r}" for name in self.contract)
+            raise PrecisionError(
+                f"{said} in TransformerEngine's environment.",
+                "Its variable sets the scales of weights and of activations together.",
+                "Give both the same scale, or hand TE the recipe object of te_recipe(), which sets each operand.",
+            )
+        return self.words[values.pop()]
+
+    @property
+    def default(self) -> str | None:
+        """The value that means the same as no value."""
+        return next(iter(self.words.values()))
+
+
+def _switch(off: Any, on: Any) -> dict[Any, str | None]:
+    return {off: "0", on: "1"}
+
+
+_SCALES = ("weight_scale", "activation_scale")
+_SCOPES: dict[Any, str | None] = {scope: scope for scope in ("none", "weights", "activations", "all")}
+_FOUR_BITS = ("nvfp4",)
+_NVFP4 = "NVFP4BlockScaling"
+
+VARIABLES: dict[str, Variable] = {
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Variable(
+        ("blockwise",), "Float8BlockScaling", "use_f32_scales", _SCALES, _switch("pow2", "fp32")
+    ),
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": Variable(
+        ("tensorwise",), "Float8CurrentScaling", "use_power_2_scales", _SCALES, _switch("fp32", "pow2")
+    ),
+    "NVTE_NVFP4_DISABLE_RHT": Variable(_FOUR_BITS, _NVFP4, "disable_rht", ("hadamard",), _switch(True, False)),
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": Variable(
+        _FOUR_BITS, _NVFP4, "disable_stochastic_rounding", ("stochastic_rounding",), _switch(True, False)
+    ),
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": Variable(
+        _FOUR_BITS, _NVFP4, "disable_2d_quantization", ("weight_block",), _switch("16x16", "1x16")
+    ),
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": Variable(
+        _FOUR_BITS, _NVFP4, "row_scaled_activation", ("row_scaled",), _switch(False, True)
+    ),
+    "NVTE_NVFP4_4OVER6": Variable(_FOUR_BITS, _NVFP4, "nvfp4_4over6", ("four_over_six",), _SCOPES),
+    "NVTE_NVFP4_4OVER6_E4M3_USE_256": Variable(
+        _FOUR_BITS,
+        _NVFP4,
+        "nvfp4_4over6_e4m3_use_256",
+        ("four_over_six_bound_256",),
+        {"all": "all"} | _SCOPES,
+    ),
+    "NVTE_NVFP4_4OVER6_ERR_MODE": Variable(
+        _FOUR_BITS,
+        _NVFP4,
+        "nvfp4_4over6_err_mode",
+        ("four_over_six_error",),
+        {"mae": "MAE", "mse": "MSE"},
+    ),
+    "NVTE_BACKWARD_OVERRIDE": Variable(
+        ("tensorwise", "blockwise", "mxfp8", "nvfp4"),
+        _NVFP4,
+        "backward_override",
+        ("backward",),
+        {"quantized": None, "dequantized": "dequantized", "high_precision": "high_precision"},
+    ),
+}
+
+
+def variables_of(scaling: str | None) -> dict[str, Variable]:
+    """Return the variables that a recipe reads."""
+    return {name: variable for name, variable in VARIABLES.items() if scaling in variable.scalings}
+
+
+def te_environment(p: Precision) -> dict[str, str]:
+    """Return the variables that give TransformerEngine a contract's recipe everywhere; set them before it is imported.
+
+    A variable is returned also if its value is TE's own, since the shell may have another one. Raises PrecisionError
+    if the variables cannot say what the contract says.
+    """
+    wanted = {name: variable.wanted(p) for name, variable in variables_of(p.scaling).items() if _matters(variable, p)}
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def _matters(variable: Variable, p: Precision) -> bool:
+    """Whether a variable says anything: those of 4 over 6 do not where nothing chooses between two scales."""
+    return p.four_over_six != "none" or not variable.field.startswith("nvfp4_4over6_")
+
+
+def fields_from_environment(scaling: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the contract fields that variables set for a recipe; those that are not set are left out.
+
+    Raises PrecisionError for a value that TransformerEngine would refuse, or take for off without a word.
+    """
+    fields: dict[str, Any] = {}
+    for name, variable in variables_of(scaling).items():
+        if name not in environment:
+            continue
+        value = str(environment[name])
+        meanings = {word: meaning for meaning, word in variable.words.items() if word is not None}
+        if value not in meanings:
+            raise PrecisionError(
+                f"{name}={value!r}.",
+                "TransformerEngine takes '1' for on and everything else for off."
+                if "1" in meanings
+                else "TransformerEngine refuses every other word.",
+                f"Set {name} to {' or '.join(map(repr, sorted(meanings)))}.",
+            )
+        fields |= dict.fromkeys(variable.contract, meanings[value])
+    return fields

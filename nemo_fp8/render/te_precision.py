@@ -1,0 +1,134 @@
+"""Megatron's file of recipes by module: write and read the YAML behind ``--te-precision-config-file``.
+
+    configs     a name -> what TransformerEngine's autocast is opened with around a module
+    matchers    in order, pattern -> config; the first that matches a module's name wins
+
+Megatron-core 0.16 and newer read it (Bridge and NeMo RL hand it over as ``quant_recipe``); 0.15 ignores it. A module
+that no pattern matches runs by the recipe of the whole model, and so does one in a layer that stays in the compute
+dtype, since a matcher overrides only what is quantized already. The trade-offs are Megatron's: it knows globs alone,
+and a recipe by its name alone, so that its fields come from the environment (render to env).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.contract.yaml import load_mapping
+from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.render.rendering import Rendering, lost_fields
+
+TYPE = "TEQuantizationParams"
+_OVERRIDE = {"override_quantized_autocast": True, "override_nonquantized_autocast": False}
+_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+
+
+def to_te_precision(precision: Precision) -> dict[str, Any]:
+    """Return the file's two sections. Raises PrecisionError for patterns that Megatron cannot match."""
+    refused = [
+        Problem(
+            f"{pattern!r} in Megatron's file of recipes.",
+            "It matches globs and no regular expressions.",
+            "Write a glob, such as '*.linear_qkv'.",
+        )
+        for pattern in (*precision.keep, *(pattern for pattern, _ in precision.modules))
+        if pattern.startswith("re:")
+    ]
+    if refused:
+        raise PrecisionError(refused)
+    # What ``keep`` names comes first, as it does in the contract.
+    rules = [*((pattern, precision.compute) for pattern in precision.keep), *precision.modules]
+    return {
+        "configs": {recipe: _config(precision, recipe) for recipe in dict.fromkeys(recipe for _, recipe in rules)},
+        "matchers": {
+            f"rule_{i}": {"config": recipe, "type": "glob", "pattern": pattern, "enabled": True}
+            for i, (pattern, recipe) in enumerate(rules)
+        },
+    }
+
+
+def _config(p: Precision, recipe: str) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    if recipe == "nvfp4":
+        chosen = {"fp4_quantization_recipe": recipe} | _OVERRIDE
+    elif recipe != p.compute:
+        eight = p.format if p.is_fp8 else "e4m3"
+        chosen = {"fp8_quantization_recipe": recipe, "fp8_format": eight} | _OVERRIDE
+    return {"transformer_engine_config_type": TYPE, "training_recipe": chosen}
+
+
+def from_te_precision(document: Mapping[str, Any], compute: str = "bf16") -> tuple[tuple[str, str], ...]:
+    """Return the rules of a file, as ``modules`` holds them; ``compute`` is what an empty recipe means.
+
+    Raises PrecisionError for what Megatron refuses, and for recipes that a contract cannot describe.
+    """
+    problems = [
+        unknown("section of Megatron's file of recipes:", name, ("configs", "matchers"))
+        for name in document
+        if name not in ("configs", "matchers")
+    ]
+    configs = document.get("configs") or {}
+    recipes: dict[str, str] = {}
+    for name, config in configs.items():
+        found, wrong = _recipe(name, config, compute)
+        problems += wrong
+        recipes[name] = found
+    rules = []
+    for name, matcher in (document.get("matchers") or {}).items():
+        if not matcher.get("enabled", False):
+            continue
+        if matcher.get("type") != "glob":
+            problems.append(unknown(f"type of the matcher {name}:", matcher.get("type"), ("glob",)))
+        elif matcher.get("config") not in recipes:
+            problems.append(unknown(f"config of the matcher {name}:", matcher.get("config"), recipes))
+        else:
+            rules.append((str(matcher["pattern"]), recipes[matcher["config"]]))
+    if problems:
+        raise PrecisionError(problems)
+    return tuple(rules)
+
+
+def _recipe(name: str, config: Mapping[str, Any], compute: str) -> tuple[str, list[Problem]]:
+    problems: list[Problem] = []
+    if config.get("transformer_engine_config_type") != TYPE:
+        problems.append(unknown(f"type of the config {name}:", config.get("transformer_engine_config_type"), (TYPE,)))
+    chosen = config.get("training_recipe") or {}
+    if config.get("evaluation_recipe", chosen) != chosen:
+        problems.append(
+            Problem(
+                f"The config {name} has another recipe for evaluation.",
+                "A contract has one precision for training, in training and in evaluation.",
+                "Leave evaluation_recipe out.",
+            )
+        )
+    problems += _not_obeyed(name, chosen)
+    four, eight = chosen.get("fp4_quantization_recipe"), chosen.get("fp8_quantization_recipe")
+    if four not in (None, "nvfp4") or eight not in (None, *_RECIPES):
+        problems.append(unknown(f"recipe of the config {name}:", four or eight, (*_RECIPES, "nvfp4")))
+    return str(four or eight or compute), problems
+
+
+def _not_obeyed(name: str, chosen: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield settings with which a rule would do something else than a contract's."""
+    for switch, usual in _OVERRIDE.items():
+        if chosen.get(switch, usual) != usual:
+            yield Problem(
+                f"{switch}={chosen[switch]} in the config {name}.",
+                "A contract's rules hold where a layer is quantized, and nowhere else.",
+                f"Set {switch}: {str(usual).lower()}; count first and last layers by "
+                "num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16.",
+            )
+
+
+def render(precision: Precision) -> Rendering:
+    """Render the file. ``keep`` comes back as rules for the compute dtype, which mean the same."""
+    data = to_te_precision(precision)
+    text = yaml.safe_dump(data, sort_keys=False)
+    rules = from_te_precision(load_mapping(text, "Megatron's file of recipes"), precision.compute)
+    back = precision.replace(modules=rules[len(precision.keep) :])
+    lost, notes = lost_fields(precision, back, {}, "Megatron's file of recipes")
+    notes.append("Megatron-core 0.15 (NeMo 2.7.3) ignores the file; nemo_fp8's own plugin obeys the rules there, too.")
+    return Rendering("te-precision", text, data, tuple(notes), lost)
