@@ -583,7 +583,7 @@ def _contradictions(p: Precision) -> Iterator[Problem]:
             "Set activation_scheme='dynamic', or 'none' for activations in the compute dtype.",
         ),
         (
-            p.rollout != "nvfp4" and p.activation_scheme == "none",
+            fp8_rollout and p.activation_scheme == "none",
             f"activation_scheme='none' with rollout={p.rollout!r}.",
             "FP8 rollouts choose by the machine whether activations are quantized; only NVFP4's checkpoints say it.",
             "Set activation_scheme='dynamic'; a machine without FP8 units leaves activations as they are.",

@@ -30,6 +30,8 @@ class Variable:
     field: str
     contract: tuple[str, ...]
     """The contract fields that it sets, all to one value."""
+    says: str
+    """What the variable does, in words."""
     words: Mapping[Any, str | None]
     """Contract value -> the variable's value; the first is TE's default. None: it must not be set."""
 
@@ -62,27 +64,57 @@ _NVFP4 = "NVFP4BlockScaling"
 
 VARIABLES: dict[str, Variable] = {
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Variable(
-        ("blockwise",), "Float8BlockScaling", "use_f32_scales", _SCALES, _switch("pow2", "fp32")
+        ("blockwise",),
+        "Float8BlockScaling",
+        "use_f32_scales",
+        _SCALES,
+        "gives blockwise FP32 scales in place of powers of two (NeMo RL sets it)",
+        _switch("pow2", "fp32"),
     ),
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": Variable(
-        ("tensorwise",), "Float8CurrentScaling", "use_power_2_scales", _SCALES, _switch("fp32", "pow2")
+        ("tensorwise",),
+        "Float8CurrentScaling",
+        "use_power_2_scales",
+        _SCALES,
+        "gives tensorwise power-of-2 scales in place of FP32",
+        _switch("fp32", "pow2"),
     ),
-    "NVTE_NVFP4_DISABLE_RHT": Variable(_FOUR_BITS, _NVFP4, "disable_rht", ("hadamard",), _switch(True, False)),
+    "NVTE_NVFP4_DISABLE_RHT": Variable(
+        _FOUR_BITS, _NVFP4, "disable_rht", ("hadamard",), "leaves out the Hadamard transform", _switch(True, False)
+    ),
     "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": Variable(
-        _FOUR_BITS, _NVFP4, "disable_stochastic_rounding", ("stochastic_rounding",), _switch(True, False)
+        _FOUR_BITS,
+        _NVFP4,
+        "disable_stochastic_rounding",
+        ("stochastic_rounding",),
+        "rounds gradients to the nearest",
+        _switch(True, False),
     ),
     "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": Variable(
-        _FOUR_BITS, _NVFP4, "disable_2d_quantization", ("weight_block",), _switch("16x16", "1x16")
+        _FOUR_BITS,
+        _NVFP4,
+        "disable_2d_quantization",
+        ("weight_block",),
+        "quantizes weights in 1x16 blocks in place of 16x16",
+        _switch("16x16", "1x16"),
     ),
     "NVTE_NVFP4_ROW_SCALED_ACTIVATION": Variable(
-        _FOUR_BITS, _NVFP4, "row_scaled_activation", ("row_scaled",), _switch(False, True)
+        _FOUR_BITS,
+        _NVFP4,
+        "row_scaled_activation",
+        ("row_scaled",),
+        "gives each row of an input a scale of its own",
+        _switch(False, True),
     ),
-    "NVTE_NVFP4_4OVER6": Variable(_FOUR_BITS, _NVFP4, "nvfp4_4over6", ("four_over_six",), _SCOPES),
+    "NVTE_NVFP4_4OVER6": Variable(
+        _FOUR_BITS, _NVFP4, "nvfp4_4over6", ("four_over_six",), "chooses between two scales for a block", _SCOPES
+    ),
     "NVTE_NVFP4_4OVER6_E4M3_USE_256": Variable(
         _FOUR_BITS,
         _NVFP4,
         "nvfp4_4over6_e4m3_use_256",
         ("four_over_six_bound_256",),
+        "bounds the scales of such blocks by 256",
         {"all": "all"} | _SCOPES,
     ),
     "NVTE_NVFP4_4OVER6_ERR_MODE": Variable(
@@ -90,6 +122,7 @@ VARIABLES: dict[str, Variable] = {
         _NVFP4,
         "nvfp4_4over6_err_mode",
         ("four_over_six_error",),
+        "chooses between two scales by this error",
         {"mae": "MAE", "mse": "MSE"},
     ),
     "NVTE_BACKWARD_OVERRIDE": Variable(
@@ -97,6 +130,8 @@ VARIABLES: dict[str, Variable] = {
         _NVFP4,
         "backward_override",
         ("backward",),
+        "runs backward in the compute dtype, on the forward's codes (dequantized) or on what they were made from "
+        "(high_precision)",
         {"quantized": None, "dequantized": "dequantized", "high_precision": "high_precision"},
     ),
 }

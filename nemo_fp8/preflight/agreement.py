@@ -116,10 +116,11 @@ def _says(p: Precision, name: str, side: str) -> bool:
     """Whether a shared field has a meaning on that side of a contract."""
     if name == "compute":
         return True
+    scale = name.endswith("_scale")
     if side == "rollout":
-        return p.rolls_out_quantized
-    # Delayed scaling always has FP32 scales.
-    return p.is_quantized and not (name.endswith("_scale") and p.scaling == "delayed")
+        return p.rolls_out_quantized and not (scale and p.rollout == "nvfp4")
+    # Delayed scaling always has FP32 scales, NVFP4 scales in E4M3.
+    return p.is_quantized and not (scale and p.scaling in ("delayed", "nvfp4"))
 
 
 # ---------------------------------------------------------------------- values

@@ -24,12 +24,7 @@ from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, TE_ON_CPU, UNK
 log = logging.getLogger(__name__)
 
 # Variable -> what it does. TransformerEngine reads its own at import.
-ENVIRONMENT = {
-    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "TransformerEngine gives blockwise FP32 scales in place of powers of two "
-    "(NeMo RL sets it).",
-    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "TransformerEngine gives tensorwise power-of-2 scales in place of FP32.",
-    "NVTE_BACKWARD_OVERRIDE": "TransformerEngine (2.15 and newer) runs backward in the compute dtype, on the forward's "
-    "codes (dequantized) or on what they were made from (high_precision).",
+ENVIRONMENT = {name: f"TransformerEngine {variable.says}." for name, variable in VARIABLES.items()} | {
     "VLLM_USE_DEEP_GEMM": "vLLM takes DeepGEMM kernels (1) or refuses them (0), over the contract's deep_gemm.",
     "VLLM_TEST_FORCE_FP8_MARLIN": "vLLM keeps activations in BF16, with FP8 weights alone, on every GPU.",
 }

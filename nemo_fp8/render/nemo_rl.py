@@ -109,7 +109,6 @@ def render(precision: Precision, layers: int | None = None) -> Rendering:
         back = Precision(**back.to_dict() | {"keep": ()})  # NeMo RL can tell the rollout at most, never the training
     lost, notes = lost_fields(precision, back, _REASONS, "NeMo RL")
     if recipes is not None:
-        data[keys.TE_PRECISION] = recipes
         text += f"# {keys.TE_PRECISION_FILE}, as `nemo-fp8 render ... --to te-precision` writes it:\n"
         text += "".join(f"#   {line}\n" for line in yaml.safe_dump(recipes, sort_keys=False).splitlines())
     if precision.rollout == "nvfp4":
@@ -147,6 +146,13 @@ def _as_kept(word: str) -> str:
 
 def _cannot_mean(p: Precision) -> Iterator[Problem]:
     """Yield settings that NeMo RL would not leave out but carry out differently."""
+    attention = ("decoder.layers.0.self_attention.linear_qkv", "decoder.layers.0.self_attention.linear_proj")
+    if p.rollout == "nvfp4" and any(p.of([name]).rollout == "nvfp4" for name in attention):
+        yield Problem(
+            "NVFP4 attention in NeMo RL's rollout.",
+            "nvfp4_pertoken_rollout holds routed experts in NVFP4 and nothing else.",
+            f"Set modules={keys.EXPERTS_ALONE!r}, or rollout='compute', or render to vllm.",
+        )
     if p.rollout == "nvfp4" and p.activation_scheme == "none":
         yield Problem(
             "activation_scheme='none' in NeMo RL's NVFP4 rollout.",

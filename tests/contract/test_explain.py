@@ -3,6 +3,7 @@
 import pytest
 
 from nemo_fp8.contract.explain import explain_rows
+from nemo_fp8.contract.operands import SCALES
 from nemo_fp8.contract.presets import PRESETS, preset
 
 
@@ -20,7 +21,7 @@ def test_every_gemm_is_explained_with_format_and_scale(name):
                 assert p.compute.upper() in sentence
             else:
                 assert operand.format.upper() in sentence
-                assert {"fp32": "FP32", "pow2": "power-of-2", "e8m0": "E8M0"}[operand.scale] in sentence
+                assert SCALES[operand.scale] in sentence
 
 
 def test_a_name_that_contradicts_its_value_is_said_and_only_then():

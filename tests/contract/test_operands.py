@@ -27,8 +27,11 @@ WEIGHT = "model.layers.0.mlp.down_proj.weight"
 TILES = {"128x128": ((128, 128), (1, 128)), "tensor": (None, (1, 128)), "1x32": ((1, 32), (1, 32))}
 
 
+FP8_BLOCKS = [block for block in ROLLOUT_BLOCKS if block != "1x16"]
+
+
 def _contracts():
-    for name, block, scale in itertools.product(PRESETS, ROLLOUT_BLOCKS, ("fp32", "pow2")):
+    for name, block, scale in itertools.product(PRESETS, FP8_BLOCKS, ("fp32", "pow2")):
         try:
             p = PRESETS[name].replace(rollout="fp8", rollout_block=block, weight_scale=scale, activation_scale=scale)
         except PrecisionError:
@@ -41,7 +44,7 @@ CONTRACTS = [*_contracts()]
 
 def test_every_preset_is_there_with_every_block():
     assert {(p.values[0].name, p.values[0].rollout_block) for p in CONTRACTS} == set(
-        itertools.product(PRESETS, ROLLOUT_BLOCKS)
+        itertools.product(PRESETS, FP8_BLOCKS)
     )
 
 
@@ -58,7 +61,12 @@ def test_whoever_is_asked_gives_the_contracts_operands(p):
         # The check speaks of a role where the sides differ, and then of the engine's operand.
         ours = p.operand(role, "train")
         said = [f.what for f in check(train=p, rollout=p).findings if f.where == _TOPICS[role]]
-        assert bool(said) == (p.is_fp8 and (ours.block, ours.delayed) != (engine.block, engine.delayed)), role
+        apart = p.is_quantized and (ours.format, ours.block, ours.delayed) != (
+            engine.format,
+            engine.block,
+            engine.delayed,
+        )
+        assert bool(said) == apart, role
         assert all(f"{engine.words()}." in what for what in said)
     assert activation_of(storage.group, storage.activation.scale) == p.operand("input", "rollout"), (
         "the engine's operators"
@@ -98,6 +106,68 @@ def test_the_exporter_writes_the_contracts_operand_or_nothing(p, tmp_path):
     )
     assert torch.equal(written[WEIGHT].view(torch.uint8), right.data.view(torch.uint8))
     assert torch.equal(written[f"{WEIGHT}_scale_inv"], right.scale_inv)
+
+
+def test_four_bits_are_what_transformer_engines_recipe_does_with_each_operand():
+    p = PRESETS["bf16_with_nvfp4_mixed"]
+    assert p.operand("weight") == Operand("e2m1", (16, 16), "e4m3")
+    assert p.operand("input") == Operand("e2m1", (1, 16), "e4m3", hadamard=True)
+    assert p.operand("grad") == Operand("e2m1", (1, 16), "e4m3", hadamard=True, stochastic=True)
+    assert p.operand("weight", "rollout") == Operand("e2m1", (1, 16), "e4m3")
+    assert p.operand("input", "rollout") == Operand("e2m1", (1, 16), "e4m3", row_scaled=True)
+    assert p.replace(activation_scheme="none").operand("input", "rollout") is None
+    four = p.replace(hadamard=False, four_over_six="all", four_over_six_bound_256="weights", four_over_six_error="mse")
+    assert (four.operand("weight").four_over_six, four.operand("weight").largest_scale) == ("mse", 256)
+    assert (four.operand("input").four_over_six, four.operand("input").largest_scale) == ("mse", 448)
+    assert four.operand("grad").four_over_six is None
+
+
+@pytest.mark.parametrize(("backward", "dgrad", "wgrad"), [
+    ("quantized", ("grad", "weight"), ("grad", "input")),
+    ("dequantized", (None, "weight"), (None, "input")),
+    ("high_precision", (None, None), (None, None)),
+])  # fmt: skip
+@pytest.mark.parametrize("scaling", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
+def test_the_backward_multiplies_what_the_contract_says(scaling, backward, dgrad, wgrad):
+    p = Precision(format="e2m1" if scaling == "nvfp4" else "e4m3", scaling=scaling, backward=backward)
+    operands = {role: p.operand(role) for role in ("input", "weight", "grad")} | {None: None}
+    assert p.gemms() == {
+        "fprop": (operands["input"], operands["weight"]),
+        "dgrad": tuple(operands[role] for role in dgrad),
+        "wgrad": tuple(operands[role] for role in wgrad),
+    }
+
+
+def test_a_backward_may_have_a_recipe_of_its_own():
+    p = PRESETS["bf16_with_nvfp4_mixed"].replace(backward_scaling="mxfp8", row_scaled=True, weight_block="1x16")
+    mx = Operand("e4m3", (1, 32), "e8m0")
+    assert p.gemms() == {"fprop": (p.operand("input"), p.operand("weight")), "dgrad": (mx, mx), "wgrad": (mx, mx)}
+    assert p.operand("weight").block == (1, 16)
+
+
+def test_a_module_has_the_recipe_of_the_first_rule_that_matches_one_of_its_names():
+    rules = (("*.layers.0.*", "bf16"), ("*.linear_fc*", "mxfp8"), ("re:q_proj$", "blockwise"), ("*", "nvfp4"))
+    p = PRESETS["bf16_with_nvfp4_mixed"].replace(modules=rules)
+    assert Precision.from_yaml(p.to_yaml()) == p
+    assert p.of(["decoder.layers.0.mlp.linear_fc1"]).operand("weight") is None
+    assert p.of(["decoder.layers.0.mlp.linear_fc1"]).operand("weight", "rollout") is None
+    fc1 = p.of(["decoder.layers.1.mlp.linear_fc1"])
+    assert fc1.operand("weight") == fc1.operand("weight", "rollout") == Operand("e4m3", (1, 32), "e8m0")
+    q = p.of(["x.linear_qkv", "x.q_proj"])
+    assert (q.operand("weight").block, q.operand("weight", "rollout").block) == ((128, 128), (128, 128))
+    assert p.of(["decoder.layers.1.self_attention.linear_proj"]) == p
+    assert p.replace(rollout="compute", rollout_block=None).of(["a.linear_fc1"]).operand("weight", "rollout") is None
+
+
+@pytest.mark.parametrize(("rules", "words"), [
+    ((("*", "delayed"),), "delayed scaling"),
+    ((("*", "fp4"),), "nvfp4"),
+    ((("re:(", "bf16"),), "no regular expression"),
+    ((("*.linear_qkv",),), "no rule"),
+])  # fmt: skip
+def test_rules_that_mean_nothing_are_refused(rules, words):
+    with pytest.raises(PrecisionError, match=words):
+        PRESETS["bf16_with_nvfp4_mixed"].replace(modules=rules)
 
 
 def test_static_scales_and_the_compute_dtype():

@@ -16,6 +16,8 @@ from nemo_fp8.preflight.agreement import check, join
 DEEPSEEK = {"format": "e4m3", "scaling": "blockwise"}
 FP32 = {"weight_scale": "fp32", "activation_scale": "fp32"}
 POW2 = {"weight_scale": "pow2", "activation_scale": "pow2"}
+NVFP4 = {"format": "e2m1", "scaling": "nvfp4"}
+ALIKE = {**NVFP4, "weight_block": "1x16", "row_scaled": True, "backward": "dequantized"}
 TENSORWISE_128 = {"format": "hybrid", "scaling": "tensorwise"}
 TENSORWISE = {"format": "hybrid", "scaling": "tensorwise", "rollout_block": "tensor"}
 
@@ -30,6 +32,18 @@ def _cast(weights, operand):
     if operand.scale != "fp32":
         scale = torch.exp2(torch.floor(torch.log2(scale)))
     return ((tiles * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale).view_as(weights)
+
+
+def _four_bits(weights, rows):
+    """Values of an NVFP4 copy in blocks of ``rows`` x 16, by the same plain formula in two levels."""
+    import ml_dtypes
+    import torch
+
+    tiles = weights.view(weights.shape[0] // rows, rows, weights.shape[1] // 16, 16)
+    whole = weights.abs().max() / (6 * 448)
+    scale = (tiles.abs().amax((1, 3), keepdim=True) / 6 / whole).to(torch.float8_e4m3fn).float() * whole
+    codes = (tiles / scale).clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).astype("float32")
+    return (torch.from_numpy(codes) * scale).view_as(weights)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +65,10 @@ def test_the_costs_that_findings_quote_are_what_the_casts_cost(weights):
     assert _percent(pow2, fp32, weights) == pytest.approx(agreement.BETWEEN_COPIES, abs=0.1)
     twice = _cast(pow2, p.replace(**FP32).operand("weight"))
     assert _percent(twice, weights, weights) == pytest.approx(agreement.CAST_TWICE, abs=0.2)
+    square, row = _four_bits(weights, 16), _four_bits(weights, 1)
+    for copy, cost in zip((square, row), agreement.FOUR_BITS_FROM_MASTER, strict=True):
+        assert _percent(copy, weights, weights) == pytest.approx(cost, abs=0.2)
+    assert _percent(square, row, weights) == pytest.approx(agreement.FOUR_BITS_APART, abs=0.3)
 
 
 @pytest.mark.parametrize(
@@ -159,10 +177,27 @@ DIFFERENCES = [
         "sides-calibrated",
         "calibrated",
     ),
+    ({**NVFP4}, {**NVFP4}, "warning", "weights", "sides-four-bits", "14% apart in norm"),
+    ({**ALIKE, "row_scaled": False}, {**ALIKE}, "warning", "activations", "sides-four-bits", "for the row"),
+    (
+        {**ALIKE, "modules": (("*.linear_qkv", "bf16"),)},
+        {**ALIKE, "modules": (("*.layers.3.*", "bf16"),)},
+        "error",
+        "modules",
+        "sides-recipes",
+        "decoder.layers.*.self_attention.linear_qkv (BF16 in training, E2M1 in the rollout)",
+    ),
     ({**DEEPSEEK}, {**DEEPSEEK, "kv_cache": "fp8"}, "warning", "attention", "sides-kv-cache", "KV cache"),
     ({**TENSORWISE, **POW2}, {**DEEPSEEK, **POW2}, "info", "weights", "sides-underflow", "underflows"),
     ({**DEEPSEEK}, {**DEEPSEEK, "importance_sampling": False}, "info", "loss", "sides-correction", "not corrected"),
 ]
+
+
+def test_nvfp4_agrees_where_blocks_and_the_scales_of_rows_do():
+    p = Precision(**ALIKE)
+    assert check(train=p, rollout=p).agrees
+    rules = (("*.self_attention.*", "bf16"), ("*.linear_fc2", "mxfp8"))
+    assert check(train=p.replace(modules=rules), rollout=p.replace(modules=rules)).agrees
 
 
 @pytest.mark.parametrize(("train", "rollout", "severity", "where", "code", "words"), DIFFERENCES)

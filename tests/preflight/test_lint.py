@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,17 @@ TINY: dict[str, Any] = {
     **HEADS,
 }
 FP32_BLOCKS = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-TE_WITHOUT_FP32 = {TE_RECIPES: SimpleNamespace(Float8BlockScaling=SimpleNamespace(use_f32_scales=False))}
+NVFP4: dict[str, Any] = {"format": "e2m1", "scaling": "nvfp4"}
+
+
+@dataclass
+class _Float8BlockScaling:
+    """What a TransformerEngine has of the class that was imported without its variable."""
+
+    use_f32_scales: bool = False
+
+
+TE_WITHOUT_FP32 = {TE_RECIPES: SimpleNamespace(Float8BlockScaling=_Float8BlockScaling)}
 
 # code -> settings and arguments that it must come from. Codes of what is installed are in test_doctor and test_machine.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -52,6 +63,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ignored-delayed", {**BF16, "amax_history_len": 32}, {}),
     ("ignored-loss-scale", {**BLOCKWISE, "initial_loss_scale": 65536.0}, {}),
     ("ignored-rollout", {**BF16, "rollout_block": "tensor"}, {}),
+    ("ignored-nvfp4", {**BLOCKWISE, "weight_block": "1x16"}, {}),
+    ("fp4-backward-1x16", {**NVFP4, "weight_block": "1x16"}, {}),
+    ("nvfp4-rollout-activations", NVFP4, {}),
     ("ignored-scales", {**DELAYED, "weight_scale": "pow2"}, {}),
     ("ignored-scales-without-fp8", {**BF16, "weight_scale": "pow2"}, {}),
     ("ignored-layers", {**BF16, "first_layers": 1}, {}),
@@ -107,6 +121,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("environment-late", BLOCKWISE, {"environment": {FP32_BLOCKS: "1"}, "modules": TE_WITHOUT_FP32}),
     ("environment-against-contract", BLOCKWISE, {"environment": {FP32_BLOCKS: "1"}}),
     ("environment-missing", {**BLOCKWISE, **FP32_SCALES}, {"environment": {}}),
+    ("environment-missing", {**NVFP4, "backward": "dequantized"}, {"environment": {}}),
+    ("environment-against-contract", NVFP4, {"environment": {"NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1"}}),
+    ("environment-against-contract", BLOCKWISE, {"environment": {"NVTE_BACKWARD_OVERRIDE": "dequantized"}}),
     ("bridge-loads-into-fp8", {**BLOCKWISE, "fp8_param": True}, {"machine": "h200,bridge0.3.1,mcore0.16.1"}),
     ("environment-set", BLOCKWISE, {"environment": {"NVTE_BACKWARD_OVERRIDE": "bf16"}}),
 ]  # fmt: skip
@@ -156,6 +173,13 @@ CURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ignored-loss-scale", {"compute": "fp16", "initial_loss_scale": 65536.0}, {}),
     ("ignored-rollout", {"rollout": "fp8", "rollout_block": "tensor"}, {}),
     ("ignored-wgrad", {**BLOCKWISE, "wgrad": True}, {}),
+    ("ignored-nvfp4", {**BLOCKWISE, "weight_block": "1x16", "modules": [["*.linear_fc1", "nvfp4"]]}, {}),
+    ("fp4-backward-1x16", {**NVFP4, "weight_block": "16x16"}, {}),
+    ("fp4-backward-1x16", {**NVFP4, "weight_block": "1x16", "backward": "dequantized"}, {}),
+    ("fp4-backward-1x16", {**NVFP4, "weight_block": "1x16", "backward_scaling": "mxfp8"}, {}),
+    ("nvfp4-rollout-activations", {**NVFP4, "activation_scheme": "none"}, {}),
+    ("environment-against-contract", {**NVFP4, "weight_block": "1x16"},
+    {"environment": {"NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1"}}),
     ("e5m2-gradients-mxfp8", MXFP8, {}),
     ("fp16-delayed-freeze", {**DELAYED, "compute": "fp16", "amax_history_len": 1024, "initial_loss_scale": 65536.0},
     {}), ("fp16-delayed-freeze", {**DELAYED, "compute": "fp16"}, {}),

@@ -29,6 +29,7 @@ RECIPES = {
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "blockwise": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
     "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
     None: {},
 }
 BACK = {
@@ -50,7 +51,7 @@ def _transformer(p):
         said["fp8_param"] = p.fp8_param
     if p.scaling == "delayed":
         said["fp8_margin"] = 0
-    if p.first_layers:
+    if p.first_layers or p.last_layers:
         said |= {
             "first_last_layers_bf16": True,
             "num_layers_at_start_in_bf16": p.first_layers,
@@ -66,7 +67,7 @@ def test_verl_s_keys_of_every_preset(name):
     values = rendering.data
     assert _section(values, verl.SECTIONS["TransformerConfig"]) == _transformer(p)
     optimizer = _section(values, verl.SECTIONS["OptimizerConfig"])
-    assert optimizer.get("fp8_recipe") == p.scaling
+    assert optimizer.get("fp8_recipe") == (p.scaling if p.is_fp8 else None)
     assert ("initial_loss_scale" in optimizer) == (p.compute == "fp16"), "verl's own is 32768"
     ddp = _section(values, verl.SECTIONS["DistributedDataParallelConfig"])
     assert ddp["grad_reduce_in_fp32"] == (p.grad_reduce == "fp32")
@@ -76,9 +77,11 @@ def test_verl_s_keys_of_every_preset(name):
     # NeMo's presets have FP8 rollouts in powers of two with block scaling, and 1x32 blocks with MXFP8.
     own = p.rollout == "fp8" and p.scaling in ("delayed", "tensorwise") and not p.first_layers
     assert values[f"{ROLLOUT}.quantization"] == ("fp8" if own else None)
-    assert rendering.lost == (() if own or p.rollout != "fp8" else _lost_rollout(p))
+    assert rendering.lost == (() if own or p.rollout == "compute" else _lost_rollout(p))
     correction = values["algorithm.rollout_correction.rollout_is"]
-    assert (correction, values[f"{ROLLOUT}.calculate_log_probs"]) == (("token", True) if p.is_fp8 else (None, False))
+    assert (correction, values[f"{ROLLOUT}.calculate_log_probs"]) == (
+        ("token", True) if p.is_quantized else (None, False)
+    )
 
 
 def _lost_rollout(p):
@@ -100,14 +103,14 @@ def test_skyrl_s_keys_of_every_preset(name):
         assert rendering.lost == ("fp8_param",), "SkyRL has it with blockwise scaling and FP32 scales only"
         assert any("fp8_param=True" in note for note in rendering.notes)
     else:
-        assert rendering.lost == ()
+        assert rendering.lost == (("rollout", "rollout_block") if p.rollout == "nvfp4" else ())
     assert _section(values, skyrl.SECTIONS["TransformerConfig"]) == said
-    assert _section(values, skyrl.SECTIONS["OptimizerConfig"]).get("fp8_recipe") == p.scaling
+    assert _section(values, skyrl.SECTIONS["OptimizerConfig"]).get("fp8_recipe") == (p.scaling if p.is_fp8 else None)
     mode = {"mxfp8": "mxfp8", "delayed": "blockwise"}.get(p.scaling)
     assert values[skyrl.MODE] == mode
     assert values.get(skyrl.QUANTIZATION) == ("nemo_fp8" if p.is_fp8 and mode is None else None)
-    assert values["trainer.algorithm.off_policy_correction.tis_ratio_type"] == ("token" if p.is_fp8 else None)
-    assert values["generator.sampling_params.logprobs"] == (0 if p.is_fp8 else None)
+    assert values["trainer.algorithm.off_policy_correction.tis_ratio_type"] == ("token" if p.is_quantized else None)
+    assert values["generator.sampling_params.logprobs"] == (0 if p.is_quantized else None)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -116,8 +119,9 @@ def test_slime_s_flags_of_every_preset(name):
     rendering = render(p, "slime")
     words = rendering.data["flags"]
     flags = {"--fp8-format": p.format, "--fp8-recipe": p.scaling} if p.is_fp8 else {}
+    flags |= {"--fp4-format": p.format, "--fp4-recipe": p.scaling} if p.scaling == "nvfp4" else {}
     flags |= {"--sglang-dtype": {"bf16": "bfloat16", "fp16": "float16"}[p.compute], "--sglang-kv-cache-dtype": "auto"}
-    if p.first_layers:
+    if p.first_layers or p.last_layers:
         flags["--num-layers-at-start-in-bf16"] = str(p.first_layers)
     for flag, value in flags.items():
         assert words[words.index(flag) + 1] == value
@@ -128,7 +132,7 @@ def test_slime_s_flags_of_every_preset(name):
         assert json.loads(words[words.index("--train-env-vars") + 1]) == {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}
     own = p.rollout == "fp8" and p.scaling == "delayed"
     assert (rendering.data["quantization_config"] is not None) == own
-    assert rendering.lost == (() if own or p.rollout != "fp8" else _lost_rollout(p))
+    assert rendering.lost == (() if own or p.rollout == "compute" else _lost_rollout(p))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -71,7 +71,8 @@ def test_megatrons_own_defaults():
         ("--bf16 --fp8-format e5m2", "hybrid"),
         ("--bf16 --fp8-format hybrid --fp8-margin", "cannot be read"),
         ("--bf16 --fp16", "exclude"),
-        ("--bf16 --fp4-format e2m1", "FP8 only"),
+        ("--bf16 --fp4-format e2m2", "e2m1"),
+        ("--bf16 --fp4-format e2m1 --fp8-format hybrid", "one or the other"),
         (
             "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --num-layers-at-start-in-bf16 2",
             "first_last_layers_bf16",

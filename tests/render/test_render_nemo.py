@@ -111,6 +111,11 @@ def test_switching_fp8_on_and_off():
     assert on == {"format": "hybrid", "scaling": "delayed"}, "NeMo's recipe is delayed unless it says otherwise"
     base = preset("bf16_with_fp8_mixed")
     assert not base.replace(**nemo.changes_from_nemo({"fp8": None}, base)).is_fp8
+    four = nemo.changes_from_nemo({"fp4": "e2m1"}, preset("bf16_mixed"))
+    assert four == {"format": "e2m1", "scaling": "nvfp4"}
+    nvfp4 = preset("bf16_with_nvfp4_mixed")
+    assert nemo.changes_from_nemo({"fp4": None}, nvfp4) == {"format": None, "scaling": None}
+    assert nemo.changes_from_nemo({"fp8": "hybrid"}, nvfp4) == {"format": "hybrid", "scaling": "delayed"}
     current = preset("bf16_with_fp8_current_scaling_mixed")
     assert nemo.changes_from_nemo({"first_last_layers_bf16": False}, current) == {"first_layers": 0, "last_layers": 0}
     assert nemo.changes_from_nemo({"first_last_layers_bf16": True}, current) == {}
@@ -127,7 +132,9 @@ def test_switching_fp8_on_and_off():
         ({"fp8": "e5m2"}, "e5m2", "hybrid"),
         ({"fp8_recipe": "current"}, "current", "tensorwise"),
         ({"fp8_recipe": "subchannel"}, "subchannel", "blockwise"),
-        ({"fp8": "hybrid", "fp4": "e2m1"}, "fp4", "Leave fp4 out"),
+        ({"fp8": "hybrid", "fp4": "e2m1"}, "fp4", "fp8=None"),
+        ({"fp4": "e2m2"}, "e2m2", "e2m1"),
+        ({"fp4": "e2m1", "fp4_recipe": "mxfp4"}, "mxfp4", "nvfp4"),
         ({"precision": "fp8"}, "fp8", "bf16-mixed"),
         ({"params_dtype": "torch.float16"}, "params_dtype", "precision"),
         ({"autocast_enabled": True}, "autocast_enabled", "Leave it out"),

@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from support.strategies import contracts
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.presets import PRESETS
+from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.preflight.agreement import check
 from nemo_fp8.render import nemo_rl, render
 from nemo_fp8.render.nemo_rl import beside_the_contract, from_nemo_rl, ignored_by_nemo_rl, read_nemo_rl
+from nemo_fp8.render.nemo_rl_fp4 import ALIKE, missing
 
 # The two samples of NeMo RL's FP8 document, key for key.
 DOCUMENT_ROLLOUT = """
@@ -168,7 +169,7 @@ def test_every_contract_reads_back_but_for_what_the_notes_name(contract):
     mixed_environment = (
         contract.scaling in ("blockwise", "tensorwise") and contract.weight_scale != contract.activation_scale
     )
-    no_such_rollout = contract.rollout == "fp8" and contract.rollout_block == "tensor"
+    no_such_rollout = (contract.rollout == "fp8" and contract.rollout_block == "tensor") or contract.rollout == "nvfp4"
     lonely_cache = contract.rollout != "fp8" and contract.kv_cache == "fp8"
     if mixed_environment or no_such_rollout or lonely_cache:
         with pytest.raises(PrecisionError):
@@ -177,7 +178,7 @@ def test_every_contract_reads_back_but_for_what_the_notes_name(contract):
     rendering = render(contract, "nemo-rl")
     assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
     assert yaml.safe_load(rendering.text) == rendering.data
-    if contract.is_fp8 and contract.keep:
+    if contract.is_quantized and contract.keep:
         assert "keep" in rendering.lost
         return
     back = from_nemo_rl(rendering.text)
@@ -187,6 +188,10 @@ def test_every_contract_reads_back_but_for_what_the_notes_name(contract):
 
 def test_every_presets_yaml_is_one_contract_again():
     for p in PRESETS.values():
+        if p.rollout == "nvfp4":
+            with pytest.raises(PrecisionError, match="NVFP4 attention"):
+                render(p, "nemo-rl")
+            p = p.replace(rollout="compute", rollout_block=None)
         assert from_nemo_rl(render(p, "nemo-rl").text).gemms() == p.gemms()
 
 
@@ -200,9 +205,15 @@ def test_every_presets_yaml_is_one_contract_again():
         ("policy: {megatron_cfg: {fp8_cfg: {enabled: true, fp8: e4m3}}}", "lacks fp8_recipe"),
         ("policy: {megatron_cfg: {fp8_cgf: {enabled: true}}}", "Did you mean 'fp8_cfg'"),
         ("policy: {megatron_cfg: {fp8_cfg: true}}", "no mapping"),
-        ("policy: {megatron_cfg: {fp4_cfg: {enabled: true}}}", "FP8 only"),
-        ("policy: {generation: {nvfp4_pertoken_rollout: {enabled: true}}}", "FP8 only"),
-        ("policy: {megatron_cfg: {te_precision_config_file: recipes.yaml}}", "their own recipes"),
+        ("policy: {megatron_cfg: {fp4_cfg: {enabled: true, fp4_recipe: mxfp4}}}", "nvfp4"),
+        ("policy: {megatron_cfg: {fp4_cfg: {enabled: true, fp4_recipee: nvfp4}}}", "Did you mean 'fp4_recipe'"),
+        (
+            "policy: {megatron_cfg: {fp4_cfg: {enabled: true}, fp8_cfg: {enabled: true, fp8: e4m3, "
+            "fp8_recipe: blockwise}}}",
+            "both enabled",
+        ),
+        ("policy: {generation: {nvfp4_pertoken_rollout: {enabled: true, ignore: [a]}}}", "additional_ignore"),
+        ("policy: {megatron_cfg: {te_precision_config_file: recipes.yaml}}", "there is no file recipes.yaml"),
         ("policy: {megatron_cfg: {te_precision_config_fle: recipes.yaml}}", "te_precision_config_file"),
         ("policy: {generation: {vllm_cfg: {precision: fp8, quantization_ignore_pattern: [a]}}}", "_patterns"),
         ("policy: {generation: {vllm_cfg: {precision: fp8, refit_prequantize: true}}}", "is_mx: true"),
@@ -237,3 +248,76 @@ def test_slips_are_refused(text, word):
 def test_what_nemo_rl_would_do_otherwise_is_refused_not_noted():
     with pytest.raises(PrecisionError, match="128x128"):
         nemo_rl.to_nemo_rl(Precision(rollout="fp8", rollout_block="tensor"))
+
+
+# ---------------------------------------------------------------------- NVFP4: five places
+
+MOE = preset("bf16_with_nvfp4_mixed").replace(
+    **ALIKE, first_layers=2, last_layers=4, modules=(("*.linear_qkv", "bf16"), ("*.linear_proj", "bf16"))
+)
+"""What NeMo RL's own recipe for Qwen3-30B-A3B says: attention and six layers in BF16, the rest in NVFP4 per token."""
+
+
+def _written(folder, change=lambda document: None):
+    """The overlay of MOE and Megatron's file of recipes beside it, as a user saves them."""
+    document = nemo_rl.to_nemo_rl(MOE, 48)
+    change(document["policy"])
+    (folder / "te_precision.yaml").write_text(render(MOE, "te-precision").text)
+    (folder / "grpo.yaml").write_text(yaml.safe_dump(document))
+    return folder / "grpo.yaml"
+
+
+def test_five_places_of_nvfp4_come_out_of_one_contract_and_are_one_again(tmp_path):
+    megatron, generation = (nemo_rl.to_nemo_rl(MOE, 48)["policy"][name] for name in ("megatron_cfg", "generation"))
+    assert megatron["fp4_cfg"] == {"enabled": True, "fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param": False}
+    assert megatron["fp8_cfg"] == {"enabled": False}
+    five = dict.fromkeys(FIVE_VARIABLES[:-1], "1") | {FIVE_VARIABLES[-1]: "dequantized"}
+    assert five.items() <= megatron["env_vars"].items()
+    counts = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    assert [megatron[name] for name in counts] == [True, 2, 4]
+    assert generation["nvfp4_pertoken_rollout"]["additional_ignore"] == [
+        f"*.layers.{n}.mlp.experts*" for n in (0, 1, 44, 45, 46, 47)
+    ]
+    back = from_nemo_rl(_written(tmp_path))
+    assert back.diff(MOE) == {}
+    assert check(train=back, rollout=back).agrees
+    assert missing(*read_nemo_rl(tmp_path / "grpo.yaml")) == []
+
+
+FIVE_VARIABLES = (
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION",
+    "NVTE_NVFP4_DISABLE_RHT",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+    "NVTE_BACKWARD_OVERRIDE",
+)
+
+
+@pytest.mark.parametrize("place", [
+    "megatron_cfg.fp4_cfg",
+    "megatron_cfg.te_precision_config_file",
+    "megatron_cfg.first_last_layers_bf16",
+    *(f"megatron_cfg.env_vars.{name}" for name in FIVE_VARIABLES),
+    "generation.nvfp4_pertoken_rollout",
+    "generation.nvfp4_pertoken_rollout.additional_ignore",
+])  # fmt: skip
+def test_a_place_that_is_missing_is_named(tmp_path, place):
+    def leave_out(policy):
+        *sections, key = place.split(".")
+        for name in sections:
+            policy = policy[name]
+        del policy[key]
+
+    train, rollout = read_nemo_rl(_written(tmp_path, leave_out))
+    found = missing(train, rollout)
+    assert [f.where for f in found] == [f"policy.{place}"]
+    assert {f.code for f in found} == {"nemo-rl-nvfp4-missing"}
+    harmless = ("DISABLE_RHT", "DISABLE_STOCHASTIC_ROUNDING", "BACKWARD_OVERRIDE")  # no other values in a forward
+    assert check(train=train, rollout=rollout).agrees == place.endswith(harmless)
+
+
+def test_the_last_layers_need_the_number_of_layers_and_attention_stays_out():
+    with pytest.raises(PrecisionError, match="--layers 48"):
+        render(MOE, "nemo-rl")
+    with pytest.raises(PrecisionError, match="W4A16 comes from ModelOpt"):
+        render(MOE.replace(activation_scheme="none"), "nemo-rl", 48)

@@ -97,7 +97,7 @@ def test_megatron_core_builds_the_same_recipe_from_our_nemo_rendering(te_module,
 @settings(deadline=None)
 @given(contracts())
 def test_the_real_recipe_reads_back_as_the_contract(te_module, contract):
-    if not contract.is_fp8 or not contract.wgrad:
+    if not contract.is_quantized or not contract.wgrad:
         with pytest.raises(PrecisionError):
             te_recipe(contract, te_module)
         return
@@ -117,7 +117,7 @@ def test_the_real_recipe_reads_back_as_the_contract(te_module, contract):
 @settings(max_examples=40, deadline=None)
 @given(contracts())
 def test_the_pasted_text_builds_the_same_recipe(te_module, contract):
-    if not contract.is_fp8 or not contract.wgrad:
+    if not contract.is_quantized or not contract.wgrad:
         return
     rendering = render(contract, "te")
     scope = {name: getattr(te_module, name) for name in ("Format", "QParams", rendering.data["recipe"])}

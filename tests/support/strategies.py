@@ -15,13 +15,23 @@ def contracts(draw):
     one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     flag = lambda: draw(st.booleans())  # noqa: E731
     f: dict = {"compute": one_of("bf16", "fp16", "fp32"), "grad_reduce": one_of("fp32", "compute")}
-    scaling = one_of(None, "delayed", "tensorwise", "blockwise", "mxfp8")
-    f |= {"scaling": scaling, "format": one_of("hybrid", "e4m3") if scaling else None, "wgrad": flag()}
+    scaling = one_of(None, "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+    four = scaling == "nvfp4"
+    f |= {"scaling": scaling, "format": "e2m1" if four else one_of("hybrid", "e4m3") if scaling else None}
+    f |= {"wgrad": four or flag(), "compute": "bf16" if four else f["compute"]}
+    if scaling not in (None, "delayed"):
+        f["backward"] = one_of("quantized", "dequantized", "high_precision")
+    if four:
+        scopes = ("none", "weights", "activations", "all")
+        f |= {"weight_block": one_of("16x16", "1x16"), "hadamard": flag(), "stochastic_rounding": flag()}
+        f |= {"row_scaled": flag(), "four_over_six": one_of(*(scopes[:2] if f["hadamard"] else scopes))}
+        if f["four_over_six"] != "none":
+            f |= {"four_over_six_error": one_of("mae", "mse"), "four_over_six_bound_256": one_of(*scopes)}
     f |= {"margin": draw(st.integers(-4, 4)), "amax_history_len": draw(st.integers(1, 2048))}
     f |= {"amax_compute_algo": one_of("max", "most_recent")}
-    if scaling and scaling != "blockwise":
+    if scaling and scaling not in ("blockwise", "nvfp4"):
         f |= {"attention": flag(), "multi_head_attention": flag()}
-    f["fp8_param"] = bool(scaling) and f["compute"] != "fp32" and flag()
+    f["fp8_param"] = bool(scaling) and not four and f["compute"] != "fp32" and flag()
     if scaling != "delayed":
         f |= {"first_layers": draw(counts), "last_layers": draw(counts)}
     f |= {"keep": tuple(draw(st.lists(patterns, max_size=3, unique=True))), "strict": flag()}
@@ -32,11 +42,16 @@ def contracts(draw):
         "hysteresis": draw(st.integers(1, 8)),
     }
     f |= {
-        "rollout": one_of(None, "compute", "fp8"),
+        "rollout": one_of(None, "compute", "fp8", "nvfp4"),
         "kv_cache": one_of("auto", "fp8"),
         "importance_sampling": one_of(None, True, False),
     }
-    fp8_rollout = f["rollout"] == "fp8" or (f["rollout"] is None and scaling is not None)
+    fp8_rollout = f["rollout"] == "fp8" or (f["rollout"] is None and scaling is not None and not four)
+    if f["rollout"] == "nvfp4" or (f["rollout"] is None and four):
+        only_fp32 = scaling == "delayed"
+        scales = ("pow2",) if scaling == "mxfp8" else ("fp32",) if only_fp32 else ("fp32", "pow2")
+        f |= {"rollout_block": "1x16", "activation_scheme": one_of("dynamic", "none")}
+        return Precision(**f, weight_scale=one_of(*scales), activation_scale=one_of(*scales))
     block = one_of("128x128", "1x32", "tensor")
     f["rollout_block"] = block
     f["activation_scheme"] = one_of("dynamic", "static") if not fp8_rollout or block == "tensor" else "dynamic"
