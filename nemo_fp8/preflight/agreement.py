@@ -107,7 +107,7 @@ def merge(train: Precision, rollout: Precision) -> Precision:
     for name in _SHARED:
         if not _says(train, name, "train") and _says(rollout, name, "rollout"):
             values[name] = getattr(rollout, name)
-        elif not _says(train, name, "train") and train.is_quantized:
+        elif not _says(train, name, "train") and train.scaling == "delayed":
             values[name] = None  # delayed scaling beside a rollout without FP8 leaves no use for power-of-2 scales
     return Precision(**values)
 

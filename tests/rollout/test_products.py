@@ -79,7 +79,8 @@ def test_a_product_from_codes_is_that_of_decoded_weights(tile, tokens, rows):
     sizes = x.double().abs() @ q.dequantize_reference().double().abs().t()
     assert found.dtype is torch.float32
     assert ((found.double() - exact).abs() <= 2.0**-22 * sizes).all()
-    assert (found.double() - exact).norm() <= 2 * (plain.double() - exact).norm()
+    # One element alone may be off by its last bit where the other way happens to hit it.
+    assert (found.double() - exact).norm() <= 2 * (plain.double() - exact).norm() + 2.0**-24 * exact.norm()
 
 
 @needs_kernel

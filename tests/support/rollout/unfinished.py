@@ -32,8 +32,8 @@ def told(output):
 
 
 def near(one, other):
-    """The same token with almost the same log-probability."""
-    return one[0] == other[0] and abs(one[1] - other[1]) < 0.02
+    """The same token with almost the same log-probability: BF16 units round a batch of two otherwise than one."""
+    return one[0] == other[0] and abs(one[1] - other[1]) < 0.1
 
 
 def generate(llm):
