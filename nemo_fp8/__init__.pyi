@@ -55,8 +55,8 @@ class _Arguments(TypedDict, total=False):
     fp4_recipe: str
     compute: Literal["bf16", "fp16", "fp32"]
     grad_reduce: Literal["fp32", "compute"]
-    format: Literal["hybrid", "e4m3"] | None
-    scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None
+    format: Literal["hybrid", "e4m3", "e2m1"] | None
+    scaling: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"] | None
     margin: int
     amax_history_len: int
     amax_compute_algo: Literal["max", "most_recent"]
@@ -65,18 +65,28 @@ class _Arguments(TypedDict, total=False):
     wgrad: bool
     attention: bool
     multi_head_attention: bool
+    backward: Literal["quantized", "dequantized", "high_precision"]
+    backward_scaling: Literal["mxfp8", "nvfp4"] | None
+    weight_block: Literal["16x16", "1x16"]
+    hadamard: bool
+    stochastic_rounding: bool
+    row_scaled: bool
+    four_over_six: Literal["none", "weights", "activations", "all"]
+    four_over_six_error: Literal["mae", "mse"]
+    four_over_six_bound_256: Literal["none", "weights", "activations", "all"]
     first_layers: int
     last_layers: int
     keep: tuple[str, ...] | list[str]
+    modules: tuple[tuple[str, str], ...]
     strict: bool
     loss_scale: float | None
     initial_loss_scale: float
     min_loss_scale: float
     loss_scale_window: int
     hysteresis: int
-    rollout: Literal["compute", "fp8"] | None
-    rollout_block: Literal["128x128", "1x32", "tensor"] | None
-    activation_scheme: Literal["dynamic", "static"]
+    rollout: Literal["compute", "fp8", "nvfp4"] | None
+    rollout_block: Literal["128x128", "1x32", "1x16", "tensor"] | None
+    activation_scheme: Literal["dynamic", "static", "none"]
     kv_cache: Literal["auto", "fp8"]
     deep_gemm: bool
     importance_sampling: bool | None
@@ -471,4 +481,46 @@ def fp16_with_fp8_blockwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfi
         dimension; weight in E4M3 with a power-of-2 scale for each 128x128 block; a FP16 KV cache.
     note: Gradients in E5M2, as NeMo ships it; TransformerEngine's own block default and NeMo RL use E4M3
         (format='e4m3').
+    """
+
+def bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
+    """The precision 'bf16_with_nvfp4_mixed' as a Config for ``trainer.plugins``.
+
+    precision: bf16_with_nvfp4_mixed
+    compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
+    fprop: input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension; weight in E2M1 with
+        an E4M3 scale for each 16x16 block.
+    dgrad: output gradient in E2M1 with an E4M3 scale for every 16 values along the contracted dimension, rounded by
+        chance; weight in E2M1 with an E4M3 scale for each 16x16 block.
+    wgrad: output gradient in E2M1 with an E4M3 scale for every 16 values along the contracted dimension, rounded by
+        chance, after a random Hadamard transform; input in E2M1 with an E4M3 scale for every 16 values along the
+        contracted dimension, after a random Hadamard transform.
+    scales: Scales of blocks lie beneath an FP32 scale for each tensor, with which the largest block has the largest
+        scale.
+    weights: Kept in BF16 and cast to NVFP4 once per global batch.
+    attention: Attention scores and their product with V in BF16.
+    kept: In BF16: embeddings, norms, routers and the output head.
+    rollout: Generation with input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension;
+        weight in E2M1 with an E4M3 scale for every 16 values along the contracted dimension; a BF16 KV cache.
+    """
+
+def nemotron_3_super_bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
+    """The precision 'nemotron_3_super_bf16_with_nvfp4_mixed' as a Config for ``trainer.plugins``.
+
+    precision: nemotron_3_super_bf16_with_nvfp4_mixed
+    compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
+    fprop: input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension; weight in E2M1 with
+        an E4M3 scale for each 16x16 block.
+    dgrad: output gradient in E2M1 with an E4M3 scale for every 16 values along the contracted dimension, rounded by
+        chance; weight in E2M1 with an E4M3 scale for each 16x16 block.
+    wgrad: output gradient in E2M1 with an E4M3 scale for every 16 values along the contracted dimension, rounded by
+        chance, after a random Hadamard transform; input in E2M1 with an E4M3 scale for every 16 values along the
+        contracted dimension, after a random Hadamard transform.
+    scales: Scales of blocks lie beneath an FP32 scale for each tensor, with which the largest block has the largest
+        scale.
+    weights: Kept in BF16 and cast to NVFP4 once per global batch.
+    attention: Attention scores and their product with V in BF16.
+    kept: In BF16: the first 0 and the last 14 decoder layers; embeddings, norms, routers and the output head.
+    rollout: Generation with input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension;
+        weight in E2M1 with an E4M3 scale for every 16 values along the contracted dimension; a BF16 KV cache.
     """
