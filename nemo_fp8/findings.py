@@ -405,8 +405,8 @@ RULES: dict[str, Problem] = {
     ),
     "run-model-asks-for-fp4": error(
         "The model's config asks for FP4 (fp4={fp4!r}).",
-        "Megatron runs FP4 or FP8 and drops the other, and this plugin describes no FP4.",
-        "Leave fp4 off the model's config, or use NeMo's own plugin for FP4.",
+        "The contract says otherwise, and the plugin writes its settings over the config's.",
+        "Leave fp4 off the model's config, and choose bf16_with_nvfp4_mixed.",
     ),
     "run-offloaded-optimizer": error(
         "FP8 primary weights with {scaling} scaling and optimizer_cpu_offload.",

@@ -66,8 +66,8 @@ def _dropped(precision: Precision, run: Run) -> Iterator[Problem]:
 
 # Code of a rule -> whether a contract and a run break it.
 _RULES: dict[str, Callable[[Precision, Run], bool]] = {
-    "run-model-asks-for-fp8": lambda p, run: not p.is_quantized and bool(getattr(run.model, "fp8", None)),
-    "run-model-asks-for-fp4": lambda p, run: bool(getattr(run.model, "fp4", None)),
+    "run-model-asks-for-fp8": lambda p, run: not p.is_fp8 and bool(getattr(run.model, "fp8", None)),
+    "run-model-asks-for-fp4": lambda p, run: p.scaling != "nvfp4" and bool(getattr(run.model, "fp4", None)),
     "layers-all-kept": lambda p, run: p.is_quantized and p.first_layers + p.last_layers >= run.model.num_layers,
     "fp8-param-needs-distributed-optimizer": lambda p, run: (
         p.fp8_param and run.ddp is not None and not _shards_optimizer(run)
