@@ -19,7 +19,8 @@ cast along its rows. For the GEMM that contracts its rows (usage ``col``) it is 
 
 The edges are those of TE's kernels, which its Python shares but for NaN:
 
-    amax 0 or infinite    encode 1
+    amax 0                encode 1
+    amax infinite         encode 1; what is multiplied with the amax is infinite or NaN
     a tiny amax           encode overflows, and is the largest FP32 number
     an infinity           its block has the largest scale, and its code is 6
     NaN                   enters no amax; its code is +6 (TE's Python makes NaN of the whole tensor)
@@ -70,7 +71,7 @@ def quantize(
     matrix = along_rows(x, operand, usage)
     amax = amax_of(matrix, operand) if amax is None else _known(amax, matrix, operand)
     codes, found = cast_rows(matrix, operand, amax, convention=convention, generator=generator)
-    data = codes.view(*x.shape[:-1], -1) if usage == "row" else codes
+    data = codes.view(*x.shape[:-1], x.shape[-1] // 2) if usage == "row" else codes
     quantized = QuantizedNVFP4(
         data, found, operand.block, usage, amax=amax, source=x.shape, largest_scale=operand.largest_scale,
         hadamard=transforms(operand, usage),

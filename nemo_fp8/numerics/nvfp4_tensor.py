@@ -102,7 +102,7 @@ class QuantizedNVFP4(Quantized):
             return self
         self._must_turn(f"used as {usage!r}")
         turned = self._turned()
-        data = turned.data.view(*self.shape[:-1], -1) if usage == "row" else turned.data
+        data = turned.data.view(*self.shape[:-1], self.shape[-1] // 2) if usage == "row" else turned.data
         return replace(turned, data=data, usage=usage)
 
     def with_statistics(self, statistics: Statistics) -> QuantizedNVFP4:
@@ -110,12 +110,19 @@ class QuantizedNVFP4(Quantized):
         return replace(self, statistics=statistics)
 
     def _turned(self) -> QuantizedNVFP4:
+        rows = self.scale_inv.shape[0]
+        if rows % BLOCK:
+            raise PrecisionError(
+                f"{rows} {'rows' if self.usage == 'row' else 'columns'} are no whole blocks of {BLOCK}.",
+                f"Turned, a GEMM contracts them, {BLOCK} values with one scale, two codes a byte.",
+                f"Pad them to a multiple of {BLOCK}, or use this tensor as it lies.",
+            )
         return replace(self, data=turn(self.matrix), scale_inv=turn_scales(self.scale_inv), statistics=None)
 
     def _times(self, scale: torch.Tensor) -> torch.Tensor:
         codes = self.codes().view(*scale.shape, BLOCK)
         magnitude = magnitude_of(codes) * scale[:, :, None]
-        return torch.where(codes > 7, -magnitude, magnitude).view(scale.shape[0], -1)
+        return torch.where(codes > 7, -magnitude, magnitude).view(len(scale), scale.shape[1] * BLOCK)
 
     # ------------------------------------------------------------------ ModelOpt's view
 
