@@ -42,10 +42,9 @@ def doctor(
         answers = [Answer(precision.name, "none", NATIVE, reason, "")]
     findings = sanity(machine, None if described else os.environ)
     if precision:
-        findings += [
-            *bridge_findings(precision, machine),
-            *(resume_findings(precision, os.environ) if not described else ()),
-        ]
+        findings += bridge_findings(precision, machine)
+        if not described:
+            findings += resume_findings(precision, os.environ)
     if as_json:
         print_json(
             {

@@ -324,6 +324,11 @@ class Precision:
         recipe = self.recipe_of(names) if self.modules else self.scaling
         return self if recipe == self.scaling else self._with_recipe(recipe, self.rollout)
 
+    def variants(self) -> tuple[Precision, ...]:
+        """Return the contracts that modules may have: this one without its rules, and one for each other recipe."""
+        others = (recipe for recipe in dict.fromkeys(recipe for _, recipe in self.modules) if recipe != self.scaling)
+        return (self.replace(modules=()), *(self._with_recipe(recipe, self.rollout) for recipe in others))
+
     def _with_recipe(self, recipe: str | None, rollout: str) -> Precision:
         """Return the contract of a module that runs by a recipe: what follows from a scaling is derived anew."""
         changes: dict[str, Any] = dict.fromkeys(("weight_scale", "activation_scale", "rollout", "rollout_block"))

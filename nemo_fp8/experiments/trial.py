@@ -24,6 +24,7 @@ from typing import Any
 
 from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import te_environment
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.extras import require
 from nemo_fp8.recipes import RECIPES
@@ -85,6 +86,7 @@ def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None)
         environment = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // trial.ranks)),
             **os.environ,
+            **te_environment(trial.precision),
             "TMPDIR": folder,
         }
         with (

@@ -43,7 +43,11 @@ def doctor(machine: Machine) -> list[Answer]:
 
 def recipes_of(precision: Precision, sides: Sequence[str] = ("train", "rollout")) -> list[str]:
     """Return the rows of the support table that a contract needs; none for a side in the compute dtype."""
+    if precision.modules:
+        return list(dict.fromkeys(recipe for p in precision.variants() for recipe in recipes_of(p, sides)))
     found = []
+    if "train" in sides and precision.backward_scaling is not None:
+        found.append(precision.backward_scaling)
     if "train" in sides and precision.scaling is not None:
         fp32 = precision.scaling == "blockwise" and "fp32" in (precision.weight_scale, precision.activation_scale)
         found.append("blockwise-fp32" if fp32 else precision.scaling)

@@ -16,7 +16,7 @@ import sys
 from contextlib import ExitStack
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import te_environment
+from nemo_fp8.contract.te_variables import te_environment, variables_of
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
 from nemo_fp8.preflight.doctor import late_variables, recipes_of, require, resume_findings
@@ -80,15 +80,18 @@ def _require_te_obeys(precision: Precision) -> None:
     if not precision.wgrad:
         problems.append(finding("ignored-wgrad", "wgrad", severity="error"))
     wanted = te_environment(precision)
-    problems += [
-        Problem(
-            f"{late.where}={wanted[late.where]} is needed for {precision.weight_scale} scales, and TransformerEngine "
-            "has another value.",
-            "Megatron makes TE's recipe from defaults that TE read from the environment when it was imported.",
-            f"Set {late.where}={wanted[late.where]} before Python starts, for instance in the executor's env_vars.",
-        )
-        for late in late_variables(wanted, sys.modules)
-        if late.where in wanted
-    ]
+    # With a backward of its own, each linear is given its recipe, which needs no variable.
+    read = {} if precision.backward_scaling else variables_of(precision.scaling)
+    for late in late_variables(wanted, sys.modules):
+        if late.where in read:
+            fields = " and ".join(f"{name}={getattr(precision, name)!r}" for name in read[late.where].contract)
+            value = f"{late.where}={wanted[late.where]}" if late.where in wanted else f"{late.where} unset"
+            problems.append(
+                Problem(
+                    f"{value} is needed for {fields}, and TransformerEngine has another value.",
+                    "Megatron makes TE's recipe from defaults that TE read from the environment when it was imported.",
+                    f"Have {value} before Python starts, for instance by the executor's env_vars.",
+                )
+            )
     if problems:
         raise PrecisionError(problems)

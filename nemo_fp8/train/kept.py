@@ -1,13 +1,17 @@
-"""Keep linears of TransformerEngine in the compute dtype, as the rule of :mod:`nemo_fp8.models.selection` decides.
+"""Keep linears of TransformerEngine in the compute dtype, or run them by a recipe of their own.
 
-Megatron opens TE's autocast around whole layers, and the TE layers of megatron-core 0.15.3 take no recipe of their own.
-So a kept linear switches FP8 off around its own forward, through torch's hooks:
+:mod:`nemo_fp8.models.selection` decides which. Megatron opens TE's autocast around whole layers, and the TE layers of
+megatron-core 0.15.3 take no recipe of their own. So such a linear opens another one around its own forward, through
+torch's hooks:
 
-    forward_pre_hook    te.autocast(enabled=False) opens
+    forward_pre_hook    te.autocast(enabled=False), or with the recipe of the contract's rule, opens
     forward_hook        it closes, also after an error
 
-Backward needs no hook: TE decides in forward how a GEMM's operands are stored. A kept weight that was constructed in
-FP8 is converted back to the compute dtype, with its initial values, before DDP and the optimizer see it.
+Backward needs no hook: TE decides in forward how a GEMM's operands are stored. A recipe of its own is opened only where
+the layer runs quantized: rules take no layer out of the first and last ones that stay in the compute dtype. A kept
+weight that was constructed in FP8 is converted back to the compute dtype, with its initial values, before DDP and the
+optimizer see it. Where Megatron's own ``quant_recipe`` exists (0.16), it does the same by globs alone, counts layers
+from zero on each pipeline stage, and cannot see shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.models.selection import GEMM_MULTIPLE, KEEP, SHAPE, Kept, outside_names, why_kept
+from nemo_fp8.models.selection import GEMM_MULTIPLE, KEEP, SHAPE, Kept, contract_of, outside_names, why_kept
+from nemo_fp8.train.hybrid import recipe_for
 
 logger = logging.getLogger("nemo_fp8")
 
@@ -44,26 +49,42 @@ def keep_modules(model: Any, precision: Precision) -> None:
     for name, held in kept.items():
         if held.rule == SHAPE:
             logger.warning("%s stays in %s and not in FP8: %s.", name, precision.compute, held.reason)
-        _keep(linears[name])
+        _without_quantized_weights(linears[name])
+        _run_under(linears[name], None)
+    for name, linear in linears.items():
+        own = contract_of(precision, (name,), experts)
+        if name not in kept and (own is not precision or own.backward_scaling is not None):
+            _without_quantized_weights(linear)
+            _run_under(linear, recipe_for(own))
 
 
-def _keep(linear: torch.nn.Module) -> None:
-    from transformer_engine.pytorch import autocast
-
-    left: list[Any] = []
-
-    def leave_fp8(module: torch.nn.Module, args: Any) -> None:
-        left.append(autocast(enabled=False))
-        left[-1].__enter__()
-
-    def enter_fp8(module: torch.nn.Module, args: Any, output: Any) -> None:
-        left.pop().__exit__(None, None, None)
-
+def _without_quantized_weights(linear: torch.nn.Module) -> None:
     for name, weight in list(linear.named_parameters(recurse=False)):
         if hasattr(weight, "_quantizer"):
             setattr(linear, name, _in_compute_dtype(weight))
-    linear.register_forward_pre_hook(leave_fp8)
-    linear.register_forward_hook(enter_fp8, always_call=True)
+
+
+def _run_under(linear: torch.nn.Module, recipe: Any) -> None:
+    """Run a linear under a recipe, where its layer is quantized; None runs it in the compute dtype."""
+    from transformer_engine.pytorch import autocast
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
+
+    opened: list[Any] = []
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        quantized = recipe is not None and State.is_fp8_enabled()
+        opened.append(
+            autocast(enabled=True, recipe=recipe, amax_reduction_group=State.get_fp8_group())
+            if quantized
+            else autocast(enabled=False)
+        )
+        opened[-1].__enter__()
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    linear.register_forward_pre_hook(enter)
+    linear.register_forward_hook(leave, always_call=True)
 
 
 def _in_compute_dtype(weight: Any) -> torch.nn.Parameter:
@@ -106,16 +127,18 @@ def _require_any(
 
 
 def _require_fit(kept: Mapping[str, Kept], precision: Precision) -> None:
-    least = GEMM_MULTIPLE[str(precision.scaling)]
-    problems = [
-        Problem(
-            f"{name}: {held.reason}, under {precision.scaling} scaling.",
-            f"Its GEMMs take dimensions that are multiples of {least}.",
-            f"Choose sizes that stay multiples of {least} after the tensor-parallel split, or strict=False to keep "
-            "such layers.",
-        )
-        for name, held in kept.items()
-        if precision.strict and held.rule == SHAPE
-    ]
+    problems = []
+    for name, held in kept.items():
+        if precision.strict and held.rule == SHAPE:
+            scaling = str(contract_of(precision, (name,), 1).scaling)
+            least = GEMM_MULTIPLE[scaling]
+            problems.append(
+                Problem(
+                    f"{name}: {held.reason}, under {scaling} scaling.",
+                    f"Its GEMMs take dimensions that are multiples of {least}.",
+                    f"Choose sizes that stay multiples of {least} after the tensor-parallel split, or strict=False to "
+                    "keep such layers.",
+                )
+            )
     if problems:
         raise PrecisionError(problems)

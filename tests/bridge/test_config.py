@@ -44,11 +44,6 @@ def test_names_that_bridge_has_keep_its_values(registry):
                 assert getattr(ours, field.name) == getattr(theirs, field.name), f"{name}.{field.name}"
 
 
-def test_names_of_fp4_stay_bridges(registry):
-    module, before = registry
-    assert module.MIXED_PRECISION_RECIPES["bf16_with_nvfp4_mixed"] is before["bf16_with_nvfp4_mixed"]
-
-
 @settings(max_examples=100)
 @given(contracts())
 def test_every_contract_goes_in_and_comes_back(contract):

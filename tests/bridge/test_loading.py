@@ -1,6 +1,7 @@
 """Hugging Face weights in FP8 parameters: Bridge 0.3.1 trains on something else, and we do not."""
 
 import pytest
+import torch
 from support.bridge.jobs import STORED
 
 
@@ -62,3 +63,14 @@ def test_weights_that_were_written_too_late_to_be_repaired_are_refused(alone):
     said = alone["unrepaired"]["refused"]
     assert "16 FP8 weights are not what the optimizer will train" in said
     assert "remedy: " in said
+
+
+def test_shares_of_masters_on_two_ranks_are_the_checkpoint_again(pair, folder):
+    """Before the first step the masters are Hugging Face's values; each rank holds the half of each."""
+    from safetensors.torch import load_file
+
+    assert "refused" not in pair["exported"], pair["exported"]["refused"]
+    started, out = load_file(folder / "llama.safetensors"), load_file(folder / "exported.safetensors")
+    assert out.keys() == started.keys()
+    for name, weight in started.items():
+        assert torch.equal(out[name], weight.to(out[name].dtype)), name

@@ -4,7 +4,7 @@ for, the same on every layout, and goes on from a checkpoint as if it had never 
 from collections import Counter
 
 import pytest
-from support.bridge.jobs import EVERYWHERE, FP8, STORED, in_folder
+from support.bridge.jobs import EVERYWHERE, FP8, QUANTIZED, STORED, in_folder
 from support.bridge.runs import run_all
 
 RECIPE = {
@@ -12,6 +12,7 @@ RECIPE = {
     "tensorwise": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
 }
 LINEARS = 16  # four in each of four layers
 
@@ -21,10 +22,10 @@ def losses(run):
     return run["losses"]
 
 
-@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_every_recipe_trains_by_a_name_of_bridges_registry(alone, name):
     run = alone[name]
-    assert losses(run) == pytest.approx(losses(alone["bf16"]), rel=0.002)
+    assert losses(run) == pytest.approx(losses(alone["bf16"]), rel=0.02 if name == "nvfp4" else 0.002)
     assert losses(run) != losses(alone["bf16"])
     assert losses(run)[-1] < losses(run)[0] - 0.1
     kept = 8 if name == "tensorwise" else 0  # the preset keeps the first and the last layer
@@ -57,6 +58,24 @@ def test_a_module_that_is_kept_computes_and_lies_in_bf16(alone):
     assert Counter(run["kinds"].values())["Float8Tensor"] == LINEARS - 2
 
 
+def test_rules_by_module_are_what_megatron_does_with_the_file_that_is_rendered(alone):
+    """The same codes, and so the same losses to the bit: by hooks of ours, or by Megatron's ``quant_recipe``."""
+    run, theirs = alone["ruled"], alone["ruled-by-megatron"]
+    assert losses(run) == losses(theirs)
+    assert run["norms"] == theirs["norms"]
+    assert run["quantizers"] == theirs["quantizers"]
+    assert losses(run) != losses(alone["modules"])
+    assert Counter(run["quantizers"].values()) == {None: 4, "MXFP8BlockScaling": 4, "Float8BlockScaling": 6} | {
+        "Float8CurrentScaling": 2
+    }
+
+
+def test_a_backward_with_a_recipe_of_its_own_trains(alone):
+    run = alone["hybrid"]
+    assert losses(run)[-1] < losses(run)[0] - 0.1
+    assert set(run["quantizers"].values()) == {"CustomRecipe"}
+
+
 def test_a_recipe_for_single_modules_is_left_to_the_provider(alone):
     """Bridge overwrites every FP8 field of the provider; ``quant_recipe`` is none of them."""
     run = alone["modules"]
@@ -78,6 +97,8 @@ def test_a_recipe_for_single_modules_is_left_to_the_provider(alone):
 def test_two_processes_train_as_one(alone, pair):
     for name in ("bf16", "blockwise", "mxfp8"):
         assert losses(pair[name]) == pytest.approx(losses(alone[name]), rel=2e-4), name
+    # Gradients of NVFP4 are rounded by chance, from each rank's own generator.
+    assert losses(pair["nvfp4"]) == pytest.approx(losses(alone["nvfp4"])[:3], rel=5e-3)
 
 
 def test_gathers_that_overlap_change_nothing(pair):
@@ -124,7 +145,8 @@ def test_every_recipe_on_every_layout_trains_and_resumes(folder):
     runs = dict(zip(EVERYWHERE, run_all(in_folder(EVERYWHERE, folder), folder, ranks=2), strict=True))
     for name, run in runs.items():
         losses(run)
-        # Delayed scaling's extra state is saved by one tensor-parallel rank, with amaxes that differ by rank.
+        # Delayed scaling resumes to the bit on data-parallel ranks alone; why not here was not found (one likely cause:
+        # one tensor-parallel rank saves its extra state, whose amaxes differ by rank).
         if name.endswith("-whole") and not name.startswith("delayed"):
             resumed_exactly(runs, name.removesuffix("-whole"))
         if not name.endswith("-second"):

@@ -80,16 +80,16 @@ def find(
     assert new.is_contiguous()
     assert len(out) >= new.nbytes
     made = np.empty((-(-len(new) // patch_rows), 5), np.int64)
+    carried = (Part * len(parts))(*parts)
     row_bytes = new.shape[1] * new.itemsize
     job = _FindJob(
         old=old.data_ptr(), now=new.data_ptr(), out=out.ctypes.data, patches=made.ctypes.data,
-        parts=ctypes.addressof(several := (Part * len(parts))(*parts)), parts_count=len(parts), parallel=parallel(),
+        parts=ctypes.addressof(carried), parts_count=len(parts), parallel=parallel(),
         rows=len(new), row_bytes=row_bytes, first_row=row, patch_rows=patch_rows, sign=sign, width=new.itemsize,
         threads=threads(new) if len(made) > 1 else 1,
     )  # fmt: skip
     if not library.nemo_fp8_find(ctypes.byref(job)):
         raise MemoryError("no memory for the lists of what changed")
-    del several
     size = patch_rows * row_bytes
     return [
         (steps, others, out[i * size : i * size + length], changed, largest)
@@ -109,13 +109,12 @@ def add(
     library = build.library()
     if library is None:
         return None
+    targets = (Place * len(places))(*places)
     job = _AddJob(
-        raw=raw.ctypes.data, places=ctypes.addressof(several := (Place * len(places))(*places)),
-        places_count=len(places), strip=strip, steps=steps, others=others, first=first, rows=shape[0],
-        columns=shape[1], width=width, back=back,
+        raw=raw.ctypes.data, places=ctypes.addressof(targets), places_count=len(places), strip=strip, steps=steps,
+        others=others, first=first, rows=shape[0], columns=shape[1], width=width, back=back,
     )  # fmt: skip
     done = int(library.nemo_fp8_add(ctypes.byref(job)))
-    del several
     if done < 0:
         raise MemoryError("no memory for the positions of a patch")
     return done == 1

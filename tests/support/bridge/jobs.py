@@ -10,11 +10,19 @@ DELAYED, TENSORWISE, BLOCKWISE, MXFP8, NVFP4 = (
     "bf16_with_nvfp4_mixed",
 )
 FP8 = {"delayed": DELAYED, "tensorwise": TENSORWISE, "blockwise": BLOCKWISE, "mxfp8": MXFP8}
+QUANTIZED = FP8 | {"nvfp4": NVFP4}
 STORED = {"delayed": DELAYED, "tensorwise": TENSORWISE, "mxfp8": MXFP8}
 """Presets whose weights lie in FP8."""
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FEW = {"steps": 3}
+
+RULED = {
+    "format": "e4m3",
+    "scaling": "blockwise",
+    "modules": [["*.linear_proj", "bf16"], ["*.linear_fc1", "mxfp8"], ["*.layers.1.*", "tensorwise"]],
+}
+"""Rules for modules: carried out by the package's hooks, or by Megatron from the file that is rendered for it."""
 
 _MODULES = {
     "configs": {
@@ -53,7 +61,7 @@ ALONE = {
         **FEW,
     },
     "bf16": {"registered": True},
-    **{name: {"registered": True, "precision": preset.replace("_", "-")} for name, preset in FP8.items()},
+    **{name: {"registered": True, "precision": preset.replace("_", "-")} for name, preset in QUANTIZED.items()},
     "watched": {"contract": BLOCKWISE, "steps": 2, "monitor": 2, "tensorboard": "{folder}/board"},
     **{f"{kind}": {"contract": BLOCKWISE, "kind": kind, **FEW} for kind in ("llama", "qwen3")},
     "kept": {
@@ -61,6 +69,12 @@ ALONE = {
         **FEW,
     },
     "modules": {"contract": {"format": "e4m3", "scaling": "blockwise"}, "recipe": _MODULES, **FEW},
+    "ruled": {"contract": RULED, **FEW},
+    "ruled-by-megatron": {"contract": {k: v for k, v in RULED.items() if k != "modules"}, "rules": RULED, **FEW},
+    "hybrid": {
+        "contract": {"format": "e2m1", "scaling": "nvfp4", "weight_block": "1x16", "backward_scaling": "mxfp8"},
+        **FEW,
+    },
     **dict(_resumed("tensorwise-resumed", contract=TENSORWISE)),
     **{f"{name}-loaded": {"contract": preset, "hf": "{folder}/llama", **FEW} for name, preset in STORED.items()},
     "bf16-loaded": {"contract": "bf16_mixed", "hf": "{folder}/llama", **FEW},
@@ -78,6 +92,7 @@ PAIR = {
     "bf16": {"registered": True},
     "blockwise": {"contract": BLOCKWISE},
     "mxfp8": {"contract": MXFP8},
+    "nvfp4": {"contract": NVFP4, **FEW},
     "mxfp8-overlapped": {"contract": MXFP8, "ddp": OVERLAPPED},
     "delayed-split": {"contract": DELAYED, "model": SPLIT, **FEW},
     "tensorwise-experts": {
@@ -87,6 +102,7 @@ PAIR = {
         **FEW,
     },
     "delayed-loaded": {"contract": DELAYED, "hf": "{folder}/llama", "model": SPLIT, **FEW},
+    "exported": {"contract": MXFP8, "hf": "{folder}/llama", "export": "{folder}/exported.safetensors", **FEW},
     **dict(_resumed("delayed-resumed", contract=DELAYED)),
 }
 
@@ -99,7 +115,7 @@ def _everywhere():
         "overlapped": {"ddp": OVERLAPPED},
         "experts": {"experts": True, "model": {"expert_model_parallel_size": 2}},
     }
-    recipes = {"bf16": "bf16_mixed"} | FP8
+    recipes = {"bf16": "bf16_mixed"} | QUANTIZED
     for (layout, job), (name, preset) in itertools.product(layouts.items(), recipes.items()):
         padded = {"moe_router_padding_for_fp8": True} if layout == "experts" and name != "bf16" else {}
         job = job | {"contract": preset, "model": job.get("model", {}) | padded}
@@ -107,7 +123,6 @@ def _everywhere():
             yield from _resumed(f"{name}-{layout}", **job)
         else:
             yield f"{name}-{layout}", job
-    yield "nvfp4-data", {"precision": NVFP4}
 
 
 EVERYWHERE = dict(_everywhere())

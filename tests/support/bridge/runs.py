@@ -75,13 +75,17 @@ def train(
     monitor=0,
     tensorboard=None,
     recipe=None,
+    rules=None,
+    export=None,
     **settings,
 ):
     """Train as a job says; return losses, gradient norms, kinds of parameters and what its callbacks saw.
 
     ``precision`` is a name of Bridge's registry, with ours in it where ``registered``; or ``contract`` are fields of
     ours, and ``override`` of the resulting MixedPrecisionConfig. ``hf`` is the folder of a checkpoint to start from,
-    loaded ``exactly`` by a call of ours, or by a hook that is registered too ``late`` to be repaired.
+    loaded ``exactly`` by a call of ours, or by a hook that is registered too ``late`` to be repaired. ``recipe`` is the
+    content of Megatron's file of recipes by module, or ``rules`` are those of a contract that it is rendered from.
+    ``export`` is a file for the weights that the masters give before the first step.
     """
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
@@ -105,7 +109,8 @@ def train(
     else:
         from megatron.bridge import AutoBridge
 
-        provider = AutoBridge.from_hf_pretrained(hf).to_megatron_provider()
+        auto = AutoBridge.from_hf_pretrained(hf)
+        provider = auto.to_megatron_provider()
         provider.seq_length = tiny.LENGTH
         for name, value in changes.items():
             setattr(provider, name, value)
@@ -113,6 +118,10 @@ def train(
             load_exactly(provider)
         if late:
             provider._pre_wrap_hooks = Late(provider._pre_wrap_hooks)
+    if rules:
+        from nemo_fp8.render.te_precision import to_te_precision
+
+        recipe = to_te_precision(Precision.from_dict(rules))
     if recipe:
         from megatron.core.quantization.quant_config import RecipeConfig
 
@@ -121,6 +130,11 @@ def train(
 
     class See(Callback):
         def on_train_start(self, context):
+            if export:
+                from safetensors.torch import save_file
+
+                out = dict(bridge.hugging_face_weights(auto, context.model, context.optimizer))
+                save_file({name: weight.contiguous() for name, weight in out.items()}, export)
             for name, weight in _weights(context):
                 found["kinds"][name] = type(weight).__name__
                 if (master := getattr(weight, "main_param", None)) is not None and hf:

@@ -1,0 +1,87 @@
+"""TransformerEngine's recipe of one module, also where forward and backward have different formats.
+
+    fprop    input by rows x weight by rows            the contract's own scaling
+    dgrad    gradient x weight by columns              ``backward_scaling``
+    wgrad    gradient x input by columns               ``backward_scaling``
+
+TE carries the second kind out by a ``CustomRecipe``, whose factory gives each operand a quantizer by rows and another
+by columns. Those by columns are made of what those by rows hold (``rowwise_dequantized``), and not of the BF16 values:
+the backward then differentiates the function that the forward ran, up to the rounding of a format that is finer. The
+price is a second rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.render.te import te_recipe
+
+_ROLES = {"input": "input", "weight": "weight", "grad_output": "grad"}
+
+
+def recipe_for(precision: Precision) -> Any:
+    """Return TE's recipe for a contract without rules by module. TE has to be imported already.
+
+    Raises PrecisionError if this version of TE cannot carry the contract out.
+    """
+    if precision.backward_scaling in (None, precision.scaling):
+        return te_recipe(precision.replace(backward_scaling=None))
+    from transformer_engine.common.recipe import CustomRecipe
+
+    return CustomRecipe(qfactory=_factory(precision))
+
+
+def _factory(p: Precision) -> Callable[[Any], Any]:
+    from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+
+    def quantizer(role: Any) -> Any:
+        ours = _ROLES.get(getattr(role, "tensor_type", None) or "", "input")
+        backward = p.in_backward.operand(ours)
+        if ours == "grad":
+            return _quantizer(backward)
+        return HybridQuantizer(
+            rowwise_quantizer=_quantizer(p.operand(ours)),
+            columnwise_quantizer=_quantizer(backward),
+            columnwise_source="rowwise_dequantized",
+        )
+
+    return quantizer
+
+
+def _quantizer(operand: Operand | None) -> Any:
+    """Return TE's quantizer for an operand in E2M1, or in FP8 by MX blocks or one scale for the tensor."""
+    import torch
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    assert operand is not None
+    if operand.format == "e2m1":
+        return NVFP4Quantizer(
+            with_rht=operand.hadamard,
+            with_post_rht_amax=operand.hadamard,
+            with_2d_quantization=operand.block == (16, 16),
+            stochastic_rounding=operand.stochastic,
+            row_scaled_nvfp4=operand.row_scaled,
+            nvfp4_use_4over6=operand.four_over_six is not None,
+            nvfp4_e4m3_max=operand.largest_scale,
+            nvfp4_4over6_err_mode=(operand.four_over_six or "mae").upper(),
+        )
+    dtype = DType.kFloat8E4M3 if operand.format == "e4m3" else DType.kFloat8E5M2
+    if operand.scale == "e8m0":
+        return MXFP8Quantizer(fp8_dtype=dtype)
+    if operand.block is None:
+        return Float8CurrentScalingQuantizer(
+            fp8_dtype=dtype, device=torch.device("cuda"), force_pow_2_scales=operand.scale == "pow2"
+        )
+    return Float8BlockQuantizer(
+        fp8_dtype=dtype,
+        rowwise=True,
+        columnwise=True,
+        force_pow_2_scales=operand.scale == "pow2",
+        block_scaling_dim=2 if operand.block == (128, 128) else 1,
+    )
