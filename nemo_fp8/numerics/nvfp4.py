@@ -112,7 +112,13 @@ def cast_rows(
     generator: torch.Generator | None = None,
     scaled_errors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a matrix along its rows, with the kernel of its device or the specification, as :func:`cast_reference`."""
+    """Cast a matrix along its rows as :func:`cast_reference` does: with the kernel of its device, if there is one for
+    nearest codes, else with that."""
+    if not operand.stochastic and operand.four_over_six is None:
+        encode = encode_scale(amax.float(), operand.largest_scale, convention).reshape(-1)
+        found = kernels.quantize_fp4(matrix, encode, 1 if operand.block == (1, BLOCK) else BLOCK, convention)
+        if found is not None:
+            return found
     return cast_reference(
         matrix, operand, amax, convention=convention, generator=generator, scaled_errors=scaled_errors
     )
