@@ -142,7 +142,13 @@ def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> 
 
 
 def from_te(recipe: Any) -> Precision:
-    """Return the contract of a TE recipe object: its formats and scales for training, and defaults for the rest."""
+    """Return the contract of a TE recipe object: its formats and scales for training, and defaults for the rest.
+
+    A CustomRecipe that was made of a contract has it as ``qfactory.precision``.
+    """
+    of_ours = getattr(getattr(recipe, "qfactory", None), "precision", None)
+    if isinstance(of_ours, Precision):
+        return of_ours
     scaling = next((s for s, name in CLASSES.items() if any(c.__name__ == name for c in type(recipe).__mro__)), None)
     if scaling is None:
         raise PrecisionError(

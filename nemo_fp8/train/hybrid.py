@@ -12,7 +12,7 @@ price is a second rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_fp8.contract import Operand, Precision
@@ -30,24 +30,28 @@ def recipe_for(precision: Precision) -> Any:
         return te_recipe(precision.replace(backward_scaling=None))
     from transformer_engine.common.recipe import CustomRecipe
 
-    return CustomRecipe(qfactory=_factory(precision))
+    return CustomRecipe(qfactory=Factory(precision))
 
 
-def _factory(p: Precision) -> Callable[[Any], Any]:
-    from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+@dataclass(frozen=True)
+class Factory:
+    """Makes the quantizers of a linear for a contract; TE calls it with the role of each."""
 
-    def quantizer(role: Any) -> Any:
+    precision: Precision
+
+    def __call__(self, role: Any) -> Any:
+        """Return TE's quantizer for a role."""
+        from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+
         ours = _ROLES.get(getattr(role, "tensor_type", None) or "", "input")
-        backward = p.in_backward.operand(ours)
+        backward = self.precision.in_backward.operand(ours)
         if ours == "grad":
             return _quantizer(backward)
         return HybridQuantizer(
-            rowwise_quantizer=_quantizer(p.operand(ours)),
+            rowwise_quantizer=_quantizer(self.precision.operand(ours)),
             columnwise_quantizer=_quantizer(backward),
             columnwise_source="rowwise_dequantized",
         )
-
-    return quantizer
 
 
 def _quantizer(operand: Operand | None) -> Any:

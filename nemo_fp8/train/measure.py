@@ -164,7 +164,7 @@ def reduced(mine: dict[Key, Measurement]) -> dict[Key, Measurement]:
 
 def _quantized(x: torch.Tensor, role: str, precision: Any, quantizer: Any) -> Measurement:
     """Quantize an operand once more, with statistics, under the scale of its cast."""
-    operand = operands(precision)[role]
+    operand = operands(precision.in_backward if role == "grad" else precision)[role]
     x = x.detach()
     q = quantize(
         x.reshape(-1, x.shape[-1]),
@@ -187,11 +187,16 @@ _SLOTS = {"input": ("scaling_fwd", 0, 3), "weight": ("scaling_fwd", 1, 3), "grad
 def _quantizers(module: Any) -> Iterable[tuple[str, Any]]:
     """Yield (role, quantizer) for every operand of a linear; for an FP8 weight, the quantizer of its own codes."""
     for codes in getattr(module, "_fp8_workspaces", {}).values():
-        yield "weight", codes._quantizer
+        yield "weight", _by_rows(codes._quantizer)
     for role, (key, first, stride) in _SLOTS.items():
         for quantizer in (getattr(module, "quantizers", {}).get(key) or ())[first::stride]:
             if quantizer is not None:
-                yield role, quantizer
+                yield role, _by_rows(quantizer)
+
+
+def _by_rows(quantizer: Any) -> Any:
+    """Return what a quantizer of two formats casts rows with, which the forward multiplies; any other as it is."""
+    return getattr(quantizer, "rowwise_quantizer", quantizer)
 
 
 # ---------------------------------------------------------------------- FP8 primary weights
