@@ -27,7 +27,7 @@ from typing import Any
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.models.layout import Parallel
-from nemo_fp8.models.selection import stored, train_cut
+from nemo_fp8.models.selection import contract_of, stored, train_cut
 from nemo_fp8.models.shapes import COLUMN, Linear, Model
 from nemo_fp8.preflight.machine import Machine
 
@@ -71,14 +71,24 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class _Copy:
+    """The bytes of a quantized copy of weights, and whether a GPU that reads either layout needs it, too."""
+
+    codes: int
+    scales: int
+    needed: bool
+
+
+@dataclass(frozen=True)
 class _Share:
-    """Parameters of one kind on one GPU: their number, those in FP8, and the ranks that share their optimizer state."""
+    """Parameters of one kind on one GPU: their number, their quantized copies, and the ranks that share their optimizer
+    state."""
 
     elements: int
     over: int
-    fp8: bool = False
     primary: bool = False
-    scale_bytes: int = 0
+    rows: _Copy | None = None
+    columns: _Copy | None = None
     modules: int = 0
 
 
@@ -101,7 +111,7 @@ def alternatives(
         found += [
             precision.replace(fp8_param=on, name=names[on])
             for on in (False, True)
-            if not (on and precision.compute == "fp32")
+            if not (on and (precision.compute == "fp32" or precision.scaling == "nvfp4"))
         ]
     return [memory(model, p, parallel, machine) for p in found]
 
@@ -137,24 +147,25 @@ def _stage(stage: int, model: Model, p: Precision, parallel: Parallel, machine: 
     shares = [*_shares(stage, model, p, parallel)]
     compute = COMPUTE_BYTES[p.compute]
     reduce_bytes = 4 if p.grad_reduce == "fp32" else compute
-    columns = p.scaling not in PER_TENSOR or machine is None or machine.arch is None or machine.arch < 100
+    old = machine is None or machine.arch is None or machine.arch < 100
     elements = sum(share.elements for share in shares)
-    fp8 = sum(share.elements for share in shares if share.fp8)
     primary = sum(share.elements for share in shares if share.primary)
-    directions = 2 if columns else 1
-    scales = directions * sum(share.scale_bytes for share in shares)
+    rows = [share.rows for share in shares if share.rows]
+    columns = [share.columns for share in shares if share.columns and (old or share.columns.needed)]
+    scales = sum(copy.scales for copy in (*rows, *columns))
+    kind = "NVFP4" if p.scaling == "nvfp4" else "FP8"
     spread = parallel.distributed_optimizer is not False
     optimizer = sum(-(-share.elements // (share.over if spread else 1)) for share in shares)
     through_own_buffer = p.scaling == "mxfp8" and parallel.reuse_grad_buf is False and spread
     items = [
         Item("parameters", (elements - primary) * compute, f"{p.compute.upper()}; the optimizer gathers them in place"),
-        Item("FP8 weights by rows", fp8, "what fprop reads"),
+        Item(f"{kind} weights by rows", sum(copy.codes for copy in rows), "what fprop reads"),
         Item(
-            "FP8 weights by columns",
-            fp8 if columns else 0,
+            f"{kind} weights by columns",
+            sum(copy.codes for copy in columns),
             "what dgrad reads" if columns else "sm100 and newer read either layout",
         ),
-        Item("FP8 scales", scales, _scales_why(p)),
+        Item(f"{kind} scales", scales, _scales_why(p)),
         Item("gather buffer", primary * compute if through_own_buffer else 0, _gather_why(p, through_own_buffer)),
         Item("gradients", elements * reduce_bytes, "FP32" if reduce_bytes == 4 else p.compute.upper()),
         Item("master parameters", 0 if p.compute == "fp32" else optimizer * 4, "FP32" + _spread_why(parallel, spread)),
@@ -183,8 +194,9 @@ def _shares(stage: int, model: Model, p: Precision, parallel: Parallel) -> Itera
     fates = stored(model, p, parallel, "train")
     for layer in layers:
         for linear in model.linears(layer):
-            fp8 = isinstance(fates[layer, linear.name], Operand)
-            yield from _linear(linear, fp8, p, parallel, of_experts if linear.experts else dense)
+            fate = fates[layer, linear.name]
+            own = contract_of(p, (f"decoder.layers.{layer}.{linear.name}",), 1) if isinstance(fate, Operand) else None
+            yield from _linear(linear, own, p, parallel, of_experts if linear.experts else dense)
     cut = 128 * parallel.tensor
     embedding = -(-model.vocab // cut) * cut * model.hidden // parallel.tensor
     first, last = stage == 0, stage == parallel.pipeline - 1
@@ -193,35 +205,48 @@ def _shares(stage: int, model: Model, p: Precision, parallel: Parallel) -> Itera
     yield _Share(sum(map(model.unsplit, layers)) + first * model.positions + last * model.final_norm, dense)
 
 
-def _linear(linear: Linear, fp8: bool, p: Precision, parallel: Parallel, over: int) -> Iterator[_Share]:
+def _linear(linear: Linear, own: Precision | None, p: Precision, parallel: Parallel, over: int) -> Iterator[_Share]:
+    """Yield the shares of a linear and of its bias; ``own`` is its contract, None in the compute dtype."""
     cut = train_cut(linear, parallel)
     parts, columns = linear.on_rank(cut)
     rows, count = sum(parts), max(1, linear.experts // parallel.expert)
+    forward = own.operand("weight") if own else None
+    # A backward in the compute dtype reads the forward's codes, or the weight itself.
+    backward = own.in_backward.operand("weight") if own and own.backward == "quantized" else None
     yield _Share(
         rows * columns * count,
         over,
-        fp8=fp8,
-        primary=fp8 and p.fp8_param,
-        scale_bytes=_scale_bytes(p, rows, columns) * count if fp8 else 0,
-        modules=count if fp8 else 0,
+        primary=forward is not None and p.fp8_param,
+        rows=_copy(forward, rows, columns, count, needed=True) if forward else None,
+        columns=_copy(backward, rows, columns, count, needed=backward.block is not None) if backward else None,
+        modules=count if forward else 0,
     )
     yield _Share((linear.bias // cut if linear.split == COLUMN else linear.bias) * count, over)
 
 
-def _scale_bytes(p: Precision, rows: int, columns: int) -> int:
-    """Return the bytes of the scales for one FP8 copy of a weight."""
-    if p.scaling == "blockwise":
-        return 4 * -(-rows // 128) * -(-columns // 128)
-    return rows * columns // 32 if p.scaling == "mxfp8" else 4
+def _copy(operand: Operand, rows: int, columns: int, count: int, *, needed: bool) -> _Copy:
+    """Return the bytes of one quantized copy of ``count`` weights; not ``needed`` where a GEMM reads either layout."""
+    codes = rows * columns // (2 if operand.format == "e2m1" else 1)
+    if operand.scale == "e4m3":
+        scales = rows * columns // 16 + 4  # TransformerEngine repeats the scale of a square for each of its rows
+    elif operand.scale == "e8m0":
+        scales = rows * columns // 32
+    else:
+        high, wide = operand.block or (rows, columns)
+        scales = 4 * -(-rows // high) * -(-columns // wide)
+    return _Copy(codes * count, scales * count, needed)
 
 
 # ---------------------------------------------------------------------- in words
 
 
 def _scales_why(p: Precision) -> str:
-    return {"blockwise": "4 bytes for 128x128 values", "mxfp8": "1 byte for 32 values"}.get(
-        p.scaling or "", "4 bytes for each weight"
-    )
+    words = {
+        "blockwise": "4 bytes for 128x128 values",
+        "mxfp8": "1 byte for 32 values",
+        "nvfp4": "1 byte for 16 values",
+    }
+    return words.get(p.scaling or "", "4 bytes for each weight")
 
 
 def _gather_why(p: Precision, own: bool) -> str:

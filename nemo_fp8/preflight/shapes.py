@@ -76,7 +76,7 @@ def own_blocks(p: Precision, model: Model, linear: Linear, parallel: Parallel) -
 def _in_words(p: Precision, fate: Operand | Kept) -> tuple[str, str]:
     """Return what a linear runs in, and why it is not FP8."""
     if isinstance(fate, Operand):
-        return "FP8", ""
+        return "NVFP4" if fate.format == "e2m1" else "FP8", ""
     return "refused" if fate.rule == SHAPE and p.strict else p.compute.upper(), fate.in_short
 
 

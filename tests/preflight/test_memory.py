@@ -176,3 +176,42 @@ def test_every_preset_has_an_estimate(name: str) -> None:
     for machine in (None, HOPPER, BLACKWELL, Machine.parse("cpu")):
         estimate = memory(LLAMA, preset(name), Parallel.of("tp2,pp2,dp4"), machine)
         assert json.loads(json.dumps(estimate.to_dict()))["total"] == estimate.total > 0
+
+
+# ---------------------------------------------------------------------- four bits, and recipes by module
+
+
+def _bytes(precision: Precision, machine: Machine = BLACKWELL) -> dict[str, int]:
+    return {item.name: item.bytes for item in memory(LLAMA, precision, Parallel(), machine).items}
+
+
+LINEARS = sum(sum(linear.parts) * linear.columns for _, linear in LLAMA.all_linears())
+
+
+def test_nvfp4_takes_half_a_byte_for_a_code_and_one_for_sixteen() -> None:
+    found = _bytes(preset("bf16_with_nvfp4_mixed"))
+    count = len(list(LLAMA.all_linears()))
+    assert found["NVFP4 weights by rows"] == found["NVFP4 weights by columns"] == LINEARS // 2
+    assert found["NVFP4 scales"] == 2 * (LINEARS // 16 + 4 * count)
+    kept = _bytes(preset("nemotron_3_super_bf16_with_nvfp4_mixed"))
+    assert kept["NVFP4 weights by rows"] == LINEARS // 2 * 18 // 32
+
+
+def test_a_backward_in_bf16_keeps_no_second_copy() -> None:
+    for scaling, format in (("nvfp4", "e2m1"), ("blockwise", "e4m3")):
+        p = Precision(format=format, scaling=scaling)
+        for backward in ("dequantized", "high_precision"):
+            assert not any("columns" in name for name in _bytes(p.replace(backward=backward), HOPPER))
+        assert any("columns" in name for name in _bytes(p, HOPPER))
+
+
+def test_rules_by_module_count_each_module_under_its_own_recipe() -> None:
+    p = preset("bf16_with_nvfp4_mixed").replace(modules=(("*.linear_qkv", "bf16"), ("*.linear_fc*", "mxfp8")))
+    by_name: dict[str, int] = {}
+    for _, linear in LLAMA.all_linears():
+        name = linear.name.rpartition("_")[2]
+        by_name[name] = by_name.get(name, 0) + sum(linear.parts) * linear.columns
+    found = _bytes(p)
+    assert found["NVFP4 weights by rows"] == by_name["proj"] // 2 + by_name["fc1"] + by_name["fc2"]
+    assert found["NVFP4 scales"] == 2 * (by_name["proj"] // 16 + 4 * 32 + (by_name["fc1"] + by_name["fc2"]) // 32)
+    assert not savings(LLAMA, p)

@@ -192,7 +192,7 @@ def test_megatrons_own_checks_run_again_on_the_result():
 @pytest.mark.parametrize("name", nemo_fp8.PRESETS)
 def test_every_preset_agrees_with_a_healthy_run(name):
     plugin = fdl.build(getattr(nemo_fp8, name)())
-    run = _after_overrides(plugin, _configs(layers=8))
+    run = _after_overrides(plugin, _configs(layers=16))
     before_ddp(plugin.contract, run)
     require_agreement(plugin.contract, run)
 

@@ -191,3 +191,16 @@ def names_left_behind(extra):
         for target, name in NAMES | after
         if NAMES.get((target, name)) is not after.get((target, name))
     )
+
+
+# ---------------------------------------------------------------------- recipes of modules
+
+
+def recipes(trainer, extra):
+    """Linear -> TE's recipe of its last step, and what its backward does otherwise; None for the compute dtype."""
+
+    def said(module):
+        recipe = module.fp8_meta["recipe"] if module.fp8 else None
+        return recipe and [type(recipe).__name__, recipe.backward_override]
+
+    extra["recipes"] = {name: said(module) for name, module in linears(trainer).items()}

@@ -1,0 +1,63 @@
+"""NVFP4, recipes by module and backwards of their own in NeMo's training: TransformerEngine runs what the contract
+says, linear by linear, and the loss comes out near BF16's."""
+
+from collections import Counter
+
+import pytest
+from support.train.harness import RunFailed, train_tiny
+
+from nemo_fp8.contract.presets import preset
+from nemo_fp8.contract.te_variables import te_environment
+
+PROBE = "support.train.probes:recipes"
+LINEARS = 16  # four in each of four layers
+
+
+@pytest.fixture(scope="module")
+def bf16():
+    return train_tiny("bf16_mixed", stock=False).losses
+
+
+def test_nvfp4_runs_in_every_linear_and_stays_near_bf16(bf16):
+    run = train_tiny("bf16_with_nvfp4_mixed", stock=False, probe=PROBE)
+    assert Counter(map(tuple, run.extra["recipes"].values())) == {("NVFP4BlockScaling", None): LINEARS}
+    assert run.losses != bf16
+    assert run.losses == pytest.approx(bf16, rel=0.06)
+    assert run.losses[-1] < run.losses[0] - 0.1
+
+
+def test_rules_by_module_and_a_backward_of_its_own(bf16):
+    rules = [["*.layers.0.*", "blockwise"], ["*.linear_qkv", "bf16"], ["*.linear_fc1", "mxfp8"]]
+    settings = {"modules": rules, "backward_scaling": "mxfp8", "weight_block": "1x16"}
+    run = train_tiny("bf16_with_nvfp4_mixed", stock=False, settings=settings, probe=PROBE)
+    wanted = {
+        f"decoder.layers.{layer}.{name}": "Float8BlockScaling" if layer == 0 else recipe
+        for layer in range(4)
+        for name, recipe in (
+            ("self_attention.linear_qkv", None),
+            ("self_attention.linear_proj", "CustomRecipe"),
+            ("mlp.linear_fc1", "MXFP8BlockScaling"),
+            ("mlp.linear_fc2", "CustomRecipe"),
+        )
+    }
+    assert {name: said and said[0] for name, said in run.extra["recipes"].items()} == wanted
+    assert run.losses == pytest.approx(bf16, rel=0.06)
+
+
+def test_a_rule_takes_no_layer_out_of_those_that_stay_in_bf16():
+    first = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1}
+    settings = first | {"modules": [["*", "mxfp8"]]}
+    run = train_tiny("bf16_with_nvfp4_mixed", stock=False, settings=settings, probe=PROBE, steps=1)
+    assert {said and said[0] for name, said in run.extra["recipes"].items() if ".layers.0." in name} == {None}
+    assert Counter(said[0] for said in run.extra["recipes"].values() if said) == {"MXFP8BlockScaling": 12}
+
+
+def test_what_transformer_engine_reads_from_the_environment_must_be_there():
+    settings = {"backward": "dequantized", "weight_block": "1x16", "row_scaled": True}
+    with pytest.raises(RunFailed, match="NVTE_BACKWARD_OVERRIDE=dequantized is needed for backward='dequantized'"):
+        train_tiny("bf16_with_nvfp4_mixed", stock=False, settings=settings, steps=1)
+    wanted = te_environment(preset("bf16_with_nvfp4_mixed").replace(**settings))
+    run = train_tiny(
+        "bf16_with_nvfp4_mixed", stock=False, settings=settings, steps=2, env=wanted, torchrun=True, probe=PROBE
+    )
+    assert set(map(tuple, run.extra["recipes"].values())) == {("NVFP4BlockScaling", "dequantized")}
