@@ -16,9 +16,10 @@ import yaml
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import preset
-from nemo_fp8.render import nemo_rl, vllm
+from nemo_fp8.render import nemo_rl, nemo_rl_fp4, nemo_rl_keys, te_precision, vllm
 
 HERE = Path(__file__).parent
+RECIPES = "te_precision_attention_bf16.yaml"
 _HEAD = """\
 # {what}
 # Rendered from the contract
@@ -35,6 +36,13 @@ ROLLOUT = ("bf16_mixed", {"rollout": "fp8", **SCALES})
 MOE = (E2E[0], E2E[1] | {"keep": ("*mlp.gate*",)})
 # Blocks of 32 on both sides, for Blackwell. Here NeMo RL takes patterns of whole names: gates, and not gate_proj.
 MX = ("bf16_with_mxfp8_mixed", {"fp8_param": False, "grad_reduce": "compute", "keep": ("*mlp.gate",)})
+# Experts in NVFP4 whose forward and rollout multiply the same codes, and whose backward reads them; attention and six
+# layers in BF16.
+FP4: tuple[str, dict[str, Any]] = (
+    "bf16_with_nvfp4_mixed",
+    {"grad_reduce": "compute", "first_layers": 2, "last_layers": 4, "modules": nemo_rl_keys.EXPERTS_ALONE}
+    | nemo_rl_fp4.ALIKE,
+)
 
 # The precision-aware optimizer of NeMo RL's base files does not go with FP8; a colocated FP8 engine needs room for the
 # refit.
@@ -52,6 +60,8 @@ class Overlay:
     said: tuple[str, dict[str, Any]]
     """The contract: a preset, and what is changed of it."""
     beside: tuple[dict[str, Any], ...] = ()
+    layers: int | None = None
+    """The model's decoder layers, where an overlay names the last ones."""
     plugin: bool = False
     """Quantize with this package's vLLM plugin in place of NeMo RL's patches."""
 
@@ -62,7 +72,7 @@ class Overlay:
 
     def data(self) -> dict[str, Any]:
         """The whole file as plain values."""
-        data = merged({"defaults": self.defaults}, nemo_rl.to_nemo_rl(self.contract))
+        data = merged({"defaults": self.defaults}, nemo_rl.to_nemo_rl(self.contract, self.layers))
         for more in self.beside:
             data = merged(data, more)
         return with_plugin(data, self.contract) if self.plugin else data
@@ -135,6 +145,25 @@ OVERLAYS: dict[str, Overlay] = {
         # 768 over the four ranks of the file below is 192, a multiple of 32.
         (_BESIDE_TRAINING, _BESIDE_ROLLOUT),
     ),
+    "grpo_math_qwen30ba3b_megatron_nvfp4_e2e.yaml": Overlay(
+        "Qwen3 30B-A3B, a mixture of experts: NVFP4 training and rollout of the experts, on Blackwell.",
+        "grpo_math_qwen30ba3b_megatron.yaml",
+        FP4,
+        (
+            _BESIDE_TRAINING,
+            _BESIDE_ROLLOUT,
+            {
+                "policy": {
+                    "megatron_cfg": {
+                        "moe_router_dtype": "fp32",
+                        nemo_rl_keys.TE_PRECISION: f"examples/configs/{RECIPES}",
+                    }
+                }
+            },
+            {"policy": {"generation": {"vllm_cfg": {"expert_parallel_size": 1}}}},
+        ),
+        layers=48,
+    ),
     "grpo_math_qwen30ba3b_megatron_fp8_e2e.yaml": Overlay(
         "Qwen3 30B-A3B, a mixture of experts: blockwise FP8 training and rollout.",
         "grpo_math_qwen30ba3b_megatron.yaml",
@@ -145,17 +174,20 @@ OVERLAYS: dict[str, Overlay] = {
 }
 
 
+def files() -> dict[str, str]:
+    """Name -> text of every file in this folder: the overlays, and the file of recipes that one of them names."""
+    recipes = te_precision.render(preset(FP4[0]).replace(**FP4[1])).text
+    head = _HEAD.format(what="Megatron's recipes by module: attention in BF16.", contract="of the NVFP4 overlay")
+    return {name: overlay.text() for name, overlay in OVERLAYS.items()} | {RECIPES: head + recipes}
+
+
 def main() -> None:
     check = "--check" in sys.argv[1:]
-    stale = [
-        name
-        for name, overlay in OVERLAYS.items()
-        if not (HERE / name).is_file() or (HERE / name).read_text() != overlay.text()
-    ]
+    stale = [name for name, text in files().items() if not (HERE / name).is_file() or (HERE / name).read_text() != text]
     if check and stale:
         sys.exit(f"Out of date: {', '.join(stale)}. Run: python recipes/nemo_rl/make.py")
     for name in stale:
-        (HERE / name).write_text(OVERLAYS[name].text())
+        (HERE / name).write_text(files()[name])
     sys.stdout.write(f"wrote {', '.join(stale)}\n" if stale else f"{len(OVERLAYS)} overlays are up to date\n")
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nemo_fp8.preflight.agreement import check
 from nemo_fp8.preflight.lint import lint
-from nemo_fp8.render.nemo_rl import from_nemo_rl, ignored_by_nemo_rl
+from nemo_fp8.render.nemo_rl import from_nemo_rl, ignored_by_nemo_rl, read_nemo_rl
+from nemo_fp8.render.nemo_rl_fp4 import missing
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "nemo_rl"
 _spec = importlib.util.spec_from_file_location("nemo_rl_overlays", FOLDER / "make.py")
@@ -26,18 +28,20 @@ MODELS = {
 
 
 def test_nothing_else_lies_there():
-    assert sorted(p.name for p in FOLDER.glob("*.yaml")) == sorted(NAMES)
+    assert sorted(p.name for p in FOLDER.glob("*.yaml")) == sorted(make.files())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", make.files())
 def test_overlays_are_up_to_date(name):
-    assert (FOLDER / name).read_text() == make.OVERLAYS[name].text(), "run: python recipes/nemo_rl/make.py"
+    assert (FOLDER / name).read_text() == make.files()[name], "run: python recipes/nemo_rl/make.py"
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not make.OVERLAYS[n].plugin])
 def test_an_overlay_says_its_contract(name):
     overlay = make.OVERLAYS[name]
     text = (FOLDER / name).read_text()
+    # Copied beside NeMo RL's files, Megatron's file of recipes lies where the overlay says.
+    text = text.replace(f"examples/configs/{make.RECIPES}", str(FOLDER / make.RECIPES))
     # `keep` is said to the rollout alone; training keeps routers out of FP8 by itself.
     keep = overlay.contract.keep
     back = (
@@ -87,3 +91,10 @@ def test_the_experts_would_not_fit_over_the_base_files_four_ranks():
         parallel="tp2,ep8,etp1,sp,rollout-tp4",
     )
     assert any("192" in f.what or "192" in f.why for f in found)
+
+
+def test_the_nvfp4_overlay_lacks_none_of_the_five_places():
+    text = (FOLDER / "grpo_math_qwen30ba3b_megatron_nvfp4_e2e.yaml").read_text()
+    train, rollout = read_nemo_rl(text.replace(f"examples/configs/{make.RECIPES}", str(FOLDER / make.RECIPES)))
+    assert missing(train, rollout) == []
+    assert check(train=train, rollout=rollout).agrees

@@ -203,4 +203,4 @@ def recipes(trainer, extra):
         recipe = module.fp8_meta["recipe"] if module.fp8 else None
         return recipe and [type(recipe).__name__, recipe.backward_override]
 
-    extra["recipes"] = {name: said(module) for name, module in linears(trainer).items()}
+    extra["recipes"] = {name.removeprefix("0."): said(module) for name, module in linears(trainer).items()}
