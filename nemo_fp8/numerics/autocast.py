@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.models.selection import contract_of
 from nemo_fp8.numerics import bf16
 from nemo_fp8.numerics.delayed import DelayedState, update
 from nemo_fp8.numerics.linear import linear
@@ -202,12 +203,12 @@ class autocast:
             return nullcontext()
         from nemo_fp8.render.te import te_recipe
 
-        if self.precision.keep or self.precision.first_layers or self.precision.last_layers:
+        if self.precision.keep or self.precision.modules or self.precision.first_layers or self.precision.last_layers:
             raise PrecisionError(
                 "Layers kept in the compute dtype, in a model of TransformerEngine's modules.",
                 "TE's autocast covers every TE module inside of it, and knows neither layers nor names.",
-                "Open autocast around the layers that shall run in FP8, or leave keep, first_layers and last_layers "
-                "out.",
+                "Open autocast around the layers that shall run in FP8, or leave keep, modules, first_layers and "
+                "last_layers out.",
             )
         recipe = te_recipe(self.precision) if self.enabled else None
         if hasattr(te, "autocast"):  # TE 2.9 and later
@@ -317,6 +318,7 @@ def _refuse_without_model(precision: Precision) -> None:
         f"first_layers={precision.first_layers}": precision.first_layers > 0,
         f"last_layers={precision.last_layers}": precision.last_layers > 0,
         f"keep={list(precision.keep)}": bool(precision.keep),
+        f"modules={list(precision.modules)}": bool(precision.modules),
         "strict=True": precision.strict,
         "scaling='delayed'": precision.scaling == "delayed",
     }
@@ -339,7 +341,7 @@ def _adopt(model: torch.nn.Module, precision: Precision) -> WeakKeyDictionary[to
         records = module.__dict__.setdefault(_RECORDS, {})
         record = records.get((parameter, precision))
         if record is None:
-            record = _Record(name, precision, None)
+            record = _Record(name, contract_of(precision, (name,)), None)
             if precision.scaling == "delayed":
                 record.delayed = DelayedState(precision, weight.device)
                 # The state_dict holds one state, so another contract with delayed scaling starts a new one.

@@ -14,7 +14,8 @@ that is possible is taken:
     FP32 scales of tiles            code * scale has more bits than BF16 holds: dequantized in FP32 (each value
                                     rounded to FP32 once) and multiplied in FP32, three times slower
 
-If a GPU has an FP8 GEMM for the operands, that one runs instead (``scaled_mm.py``).
+Two operands in E2M1 are products of code times scale, six bits each, with both tensors' scales at the end. If a GPU has
+an FP8 GEMM for the operands, that one runs instead (``scaled_mm.py``).
 
 A real FP8 GEMM multiplies a tile's scale into partial sums, so results agree to FP32 rounding but never to the
 bit: the hardware chooses the order of sums, and what becomes of products below FP32's normal numbers (AMX flushes
@@ -29,6 +30,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16
 from nemo_fp8.numerics.formats import decode
+from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4
 from nemo_fp8.numerics.quantized import Quantized, as_matrix, per_tile
 from nemo_fp8.numerics.scaled_mm import scaled_mm
 from nemo_fp8.numerics.scales import is_pow2
@@ -45,6 +47,9 @@ def gemm(
 
     Raises PrecisionError if the contracted dimensions differ in length.
     """
+    if isinstance(a, QuantizedNVFP4) and isinstance(b, QuantizedNVFP4):
+        out = product_of_four_bits(a, b)
+        return (out if bias is None else out.add_(bias)).to(out_dtype)
     real = scaled_mm(a, b, out_dtype, bias)
     if real is not None:
         return real
@@ -63,6 +68,21 @@ def gemm(
     if bias is not None:
         out.add_(bias)
     return out.to(out_dtype)
+
+
+def product_of_four_bits(a: QuantizedNVFP4, b: QuantizedNVFP4) -> torch.Tensor:
+    """Compute ``a @ b.T`` in FP32: sums of ``code * scale``, and both amaxes last.
+
+    Both lie along the dimension that is contracted, turned and transformed alike. On numbers of like size the sums are
+    exact, in any order.
+    """
+    left, right = a.scaled(), b.scaled()
+    if left.shape[1] != right.shape[1]:
+        raise _do_not_fit(a, b)
+    with fp32_matmul("bf16" if multiplies_bf16() else "ieee"):
+        out = torch.mm(left, right.t())
+    both = torch.reciprocal(torch.tensor(a.largest * b.largest))
+    return out.mul_(a.amax.reshape(-1, 1) * b.amax.reshape(1, -1) * both)
 
 
 def _matmul_fp32(a: Quantized, b: Quantized, exact: bool) -> torch.Tensor:
@@ -84,12 +104,16 @@ def _fitting(a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple[torch.Tens
     left = left if a.usage == "row" else left.t()
     right = right.t() if b.usage == "row" else right
     if left.shape[1] != right.shape[0]:
-        raise PrecisionError(
-            f"Operands of shapes {tuple(a.shape)} ({a.usage}) and {tuple(b.shape)} ({b.usage}) do not fit.",
-            "A GEMM contracts the columns of usage 'row' and the rows of usage 'col', and both must be of one length.",
-            "Quantize each operand for the dimension that this GEMM contracts.",
-        )
+        raise _do_not_fit(a, b)
     return left, right
+
+
+def _do_not_fit(a: Quantized, b: Quantized) -> PrecisionError:
+    return PrecisionError(
+        f"Operands of shapes {tuple(a.shape)} ({a.usage}) and {tuple(b.shape)} ({b.usage}) do not fit.",
+        "A GEMM contracts the columns of usage 'row' and the rows of usage 'col', and both must be of one length.",
+        "Quantize each operand for the dimension that this GEMM contracts.",
+    )
 
 
 def _values(q: Quantized, dtype: torch.dtype) -> torch.Tensor:

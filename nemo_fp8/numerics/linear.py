@@ -17,13 +17,17 @@ master weight stays in its own dtype: the optimizer updates it, and forward quan
 change (gradient accumulation), it may be quantized once and passed in (:func:`quantize_weight`). With ``wgrad=False``
 the contract keeps wgrad in the compute dtype, and x is saved as it is.
 
+A contract may say that the backward multiplies other values: those of the forward's own codes (``dequantized``), or
+those that the codes were made from (``high_precision``); x and w are then saved in their own dtype. Or it quantizes
+by another recipe (``backward_scaling``): from the forward's codes, so that it differentiates what the forward ran.
+
 The trade-off: quantizing x for both usages in forward takes a second pass, and saves keeping x for backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -37,7 +41,8 @@ from nemo_fp8.numerics.gemm import gemm
 from nemo_fp8.numerics.quantize import quantize, quantize_pair
 from nemo_fp8.numerics.quantized import Quantized
 
-Pair = tuple[Quantized, Quantized]
+Pair = tuple[Quantized, Quantized | None]
+"""A weight for fprop, and for dgrad; None where the backward multiplies in the compute dtype."""
 
 
 @lru_cache(maxsize=64)
@@ -85,10 +90,18 @@ def quantize_operand(
 
 def quantize_weight(weight: torch.Tensor, precision: Precision, delayed: DelayedState | None = None) -> Pair:
     """Quantize a weight for fprop and dgrad; pass the pair to :func:`linear` for as long as the weight is the same."""
-    row, col = quantize_operand(weight.detach(), "weight", precision, delayed)
-    assert row is not None
-    assert col is not None
-    return row, col
+    return _for_both(weight.detach(), "weight", precision, delayed, col=True)
+
+
+def _for_both(x: torch.Tensor, role: str, p: Precision, delayed: DelayedState | None, *, col: bool) -> Pair:
+    """Quantize an input or a weight for the forward and, with ``col``, for a backward that is quantized."""
+    backward = p.in_backward
+    col = col and p.backward == "quantized"
+    by_rows, by_columns = quantize_operand(x, role, p, delayed, col=col and backward is p)
+    assert by_rows is not None
+    if col and backward is not p:
+        _, by_columns = quantize_operand(by_rows.dequantize(x.dtype), role, backward, row=False)
+    return by_rows, by_columns
 
 
 @dataclass
@@ -142,43 +155,43 @@ class _Fp8Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         # A frozen weight has no wgrad, the first layer's input no dgrad.
         needs_x, needs_w = (train and needed for needed in ctx.needs_input_grad[:2])
-        fp8_wgrad = needs_w and call.precision.wgrad
-        x_row, x_col = quantize_operand(
-            x.reshape(-1, x.shape[-1]), "input", call.precision, call.delayed, col=fp8_wgrad
-        )
-        w_row, w_col = call.weight or quantize_operand(weight, "weight", call.precision, call.delayed, col=needs_x)
-        assert x_row is not None
-        assert w_row is not None
+        p = call.precision
+        x_row, x_col = _for_both(x.reshape(-1, x.shape[-1]), "input", p, call.delayed, col=needs_w and p.wgrad)
+        w_row, w_col = call.weight or _for_both(weight, "weight", p, call.delayed, col=needs_x)
         y = gemm(x_row, w_row, out_dtype=x.dtype, bias=bias)
         if train:
             ctx.call, ctx.shape, ctx.x_dtype, ctx.w_dtype = call, x.shape, x.dtype, weight.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
-            kept = x_col if fp8_wgrad else None, w_col if needs_x else None
+            kept = x_col if needs_w else None, w_col if needs_x else None
             # A Quantized is taken apart: its tensors go through save_for_backward, which the hooks on saved tensors
-            # (offload, recompute) see, and its block and usage into an attribute.
-            ctx.layouts = [None if q is None else (q.block, q.usage) for q in kept]
-            parts = [t for q in kept for t in ((None, None) if q is None else (q.data, q.scale_inv))]
-            ctx.save_for_backward(*parts, x if needs_w and not fp8_wgrad else None)
+            # (offload, recompute) see, and all else into an attribute.
+            apart = [None if q is None else _taken_apart(q) for q in kept]
+            ctx.layouts = [None if one is None else one[0] for one in apart]
+            tensors = [tensor for one in apart if one is not None for tensor in one[1]]
+            decode = p.backward == "dequantized"
+            x_plain = (x_row.dequantize(x.dtype) if decode else x) if needs_w and kept[0] is None else None
+            w_plain = (w_row.dequantize(weight.dtype) if decode else weight) if needs_x and kept[1] is None else None
+            ctx.save_for_backward(x_plain, w_plain, *tensors)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *parts, x = ctx.saved_tensors
-        x_col, w_col = (
-            None if layout is None else Quantized(data, scale_inv, *layout)
-            for layout, data, scale_inv in zip(ctx.layouts, parts[::2], parts[1::2], strict=True)
-        )
+        x, w, *tensors = ctx.saved_tensors
+        left = iter(tensors)
+        x_col, w_col = (None if layout is None else layout(left) for layout in ctx.layouts)
         call: _Call = ctx.call
         dy = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
         # dy is quantized once, in one call for both usages: delayed scaling records its amax once.
         if w_col is not None or x_col is not None:
             row, col = quantize_operand(
-                dy, "grad", call.precision, call.delayed, row=w_col is not None, col=x_col is not None
+                dy, "grad", call.precision.in_backward, call.delayed, row=w_col is not None, col=x_col is not None
             )
         if w_col is not None:
             assert row is not None
             dx = gemm(row, w_col, out_dtype=ctx.x_dtype).view(ctx.shape)
+        elif w is not None:
+            dx = mm(dy, w.to(dy.dtype)).to(ctx.x_dtype).view(ctx.shape)
         if x_col is not None:
             assert col is not None
             dw = gemm(col, x_col, out_dtype=ctx.w_dtype)
@@ -190,3 +203,16 @@ class _Fp8Linear(torch.autograd.Function):
         if call.after_backward is not None:
             call.after_backward()
         return dx, dw, db, None, None
+
+
+def _taken_apart(q: Quantized) -> tuple[Callable[[Iterator[torch.Tensor]], Quantized], list[torch.Tensor]]:
+    """Return the tensors of a quantized operand, and a function that puts it together from the next of them."""
+    values: dict[str, Any] = {f.name: getattr(q, f.name) for f in fields(q) if f.name != "statistics"}
+    names = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
+    rest = {name: value for name, value in values.items() if name not in names}
+
+    def together(tensors: Iterator[torch.Tensor]) -> Quantized:
+        parts: dict[str, Any] = {name: next(tensors) for name in names}
+        return type(q)(**rest, **parts)
+
+    return together, [values[name] for name in names]

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from nemo_fp8.numerics.gemm import gemm
+from nemo_fp8.numerics.gemm import gemm, product_of_four_bits
 from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4
 from nemo_fp8.numerics.quantized import Quantized
-from nemo_fp8.te_cpu import blockwise, device, float8, nvfp4, quantized
+from nemo_fp8.te_cpu import blockwise, device, float8, quantized
 from nemo_fp8.te_cpu.activations import ACTIVATIONS
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.quantized import is_quantized
@@ -68,7 +68,7 @@ def _values(operand: _Operand) -> torch.Tensor:
 def _product(a: _Operand, b: _Operand, dtype: torch.dtype, bias: torch.Tensor | None, promotes: bool) -> torch.Tensor:
     """``b @ a.T + bias``: FP32 sums, rounded once."""
     if isinstance(a, QuantizedNVFP4) and isinstance(b, QuantizedNVFP4):
-        out = nvfp4.product(a, b)
+        out = product_of_four_bits(b, a)
     elif isinstance(a, Quantized) and isinstance(b, Quantized):
         if not promotes:
             return gemm(b, a, out_dtype=dtype, bias=bias)

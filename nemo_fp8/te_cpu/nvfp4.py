@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from nemo_fp8.contract import Operand
-from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16
 from nemo_fp8.numerics.nvfp4 import amax_of, cast_rows
 from nemo_fp8.numerics.nvfp4_tensor import BLOCK, QuantizedNVFP4, hadamard, turn, turn_scales
 from nemo_fp8.te_cpu import swizzle
@@ -112,15 +111,6 @@ def operand(tensor: Any, by_rows: bool) -> QuantizedNVFP4:
         packed, scales, (1, BLOCK), amax=getattr(tensor, f"_amax_{side}wise"), source=torch.Size((rows, columns)),
         largest_scale=tensor._nvfp4_e4m3_max,
     )  # fmt: skip
-
-
-def product(a: QuantizedNVFP4, b: QuantizedNVFP4) -> torch.Tensor:
-    """``b @ a.T`` in FP32: sums of ``code * scale``, and both amaxes last. On numbers of like size the sums are exact,
-    in any order."""
-    with fp32_matmul("bf16" if multiplies_bf16() else "ieee"):
-        out = torch.mm(b.scaled(), a.scaled().t())
-    both = torch.reciprocal(torch.tensor(a.largest * b.largest))
-    return out.mul_(b.amax.reshape(-1, 1) * a.amax.reshape(1, -1) * both)
 
 
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:

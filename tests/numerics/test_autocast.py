@@ -317,3 +317,18 @@ def test_a_region_that_cannot_be_opened_leaves_none_open(monkeypatch):
     assert torch.equal(linear(x), plain), "FP8 is off again"
     with fp8:
         assert not torch.equal(linear(x), plain)
+
+
+def test_rules_by_module_give_each_linear_its_own_recipe():
+    rules = (("first", "bf16"), ("second", "blockwise"), ("*", "nvfp4"))
+    p = Precision(format="e4m3", scaling="mxfp8", modules=rules)
+    names = ("first", "second", "third")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for name in names})
+    x = torch.randn(32, 64).bfloat16()
+    with autocast(p, model), torch.no_grad():
+        found = {name: module(x) for name, module in model.items()}
+    for name, own in (("second", Precision(format="e4m3", scaling="blockwise")), ("third", p.of(["third"]))):
+        assert torch.equal(found[name], linear(x, model[name].weight, precision=own))
+    assert torch.equal(found["first"], model["first"](x))
+    with pytest.raises(PrecisionError, match="autocast without a model"):
+        autocast(p)

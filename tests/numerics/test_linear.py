@@ -235,3 +235,72 @@ def test_operands_that_do_not_fit_are_refused():
     row = Operand("e4m3", None, "fp32")
     with pytest.raises(PrecisionError, match="do not fit"):
         gemm(quantize(torch.ones(4, 32), row), quantize(torch.ones(4, 16), row))
+
+
+# ---------------------------------------------------------------------- four bits, and what the backward multiplies
+
+NVFP4 = Precision(format="e2m1", scaling="nvfp4", stochastic_rounding=False)
+BACKWARDS = {
+    **{name: Precision(format="e4m3", scaling=name) for name in ("tensorwise", "blockwise", "mxfp8")},
+    "nvfp4": NVFP4,
+}
+
+
+def grads(p, dtype=torch.bfloat16):
+    """Output, both gradients, and what they were computed from."""
+    x, w, _, dy = data(m=64, k=160, n=96, dtype=dtype)
+    y = linear(x, w, precision=p)
+    y.backward(dy)
+    return y.detach(), x.grad, w.grad, (x.detach(), w.detach(), dy)
+
+
+@pytest.mark.parametrize("p", [NVFP4, NVFP4.replace(row_scaled=True), NVFP4.replace(weight_block="1x16")])
+def test_gemms_of_four_bits_multiply_the_values_of_the_codes(p):
+    y, dx, dw, (x, w, dy) = grads(p)
+    x_row, x_col, w_row, w_col, dy_row, dy_col = (
+        quantize(t, p.operand(role), usage=usage).dequantize()
+        for t, role in ((x, "input"), (w, "weight"), (dy, "grad"))
+        for usage in ("row", "col")
+    )
+    assert_rounded_once(y, *near(*oracle(x_row, w_row)))
+    assert_rounded_once(dx, *near(*oracle(dy_row, w_col.t())))
+    assert_rounded_once(dw, *near(*oracle(dy_col.t(), x_col.t())))
+    assert torch.equal(w_row, w_col) == (p.weight_block == "16x16")
+
+
+def near(exact, slack):
+    """The amax of a row and of a column is multiplied last, and the transform back is rounded: some more ulps."""
+    return exact, slack * 64
+
+
+@pytest.mark.parametrize("p", BACKWARDS.values(), ids=BACKWARDS)
+@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+def test_a_backward_in_the_compute_dtype_reads_the_forwards_codes_or_what_they_were_made_of(p, backward):
+    y, dx, dw, (x, w, dy) = grads(p.replace(backward=backward))
+    assert torch.equal(y, grads(p)[0])
+    if backward == "dequantized":
+        x, w = (quantize(t, p.operand(role)).dequantize(t.dtype) for t, role in ((x, "input"), (w, "weight")))
+    assert_rounded_once(dx, *oracle(dy, w.t()))
+    assert_rounded_once(dw, *oracle(dy.t(), x.t()))
+    assert not torch.equal(dx, grads(p)[1])
+
+
+def test_a_backward_with_a_recipe_of_its_own_quantizes_what_the_forward_decoded():
+    p = NVFP4.replace(weight_block="1x16", backward_scaling="mxfp8")
+    y, dx, dw, (x, w, dy) = grads(p)
+    assert torch.equal(y, grads(p.replace(backward_scaling=None))[0])
+    mx = Operand("e4m3", (1, 32), "e8m0")
+    x, w = (quantize(t, p.operand(role)).dequantize(t.dtype) for t, role in ((x, "input"), (w, "weight")))
+    assert torch.equal(dx, gemm(quantize(dy, mx), quantize(w, mx, usage="col")))
+    assert torch.equal(dw, gemm(quantize(dy, mx, usage="col"), quantize(x, mx, usage="col")))
+
+
+def test_gradients_of_four_bits_are_rounded_by_chance_so_that_their_mean_stays():
+    p = NVFP4.replace(stochastic_rounding=True, hadamard=False)
+    torch.manual_seed(0)
+    several = torch.stack([grads(p)[1].double() for _ in range(64)])
+    _, nearest, _, (_, w, dy) = grads(NVFP4.replace(hadamard=False))
+    exact = dy.double() @ quantize(w, p.operand("weight"), usage="col").dequantize().double()
+    of_the_mean = (several.mean(0) - exact).norm() / exact.norm()
+    assert of_the_mean < 0.35 * (several[0] - exact).norm() / exact.norm()
+    assert of_the_mean < 0.5 * (nearest.double() - exact).norm() / exact.norm(), "rounding to the nearest is a bias"
