@@ -181,26 +181,4 @@ def _found_now(operand: Operand | None) -> Operand | None:
 
 
 def _values(weight: torch.Tensor, operand: Operand | None, usage: str) -> torch.Tensor:
-    if operand is None:
-        return weight.float()
-    if operand.format == "e2m1":
-        return _four_bits(weight, operand, usage)
-    return quantize(weight, operand, usage=usage).dequantize()
-
-
-def _four_bits(weight: torch.Tensor, operand: Operand, usage: str) -> torch.Tensor:
-    from nemo_fp8.te_cpu.nvfp4 import _VALUES, LARGEST, block_scale, encode_scale, factor, nearest
-
-    x = (weight if usage == "row" else weight.t()).float().contiguous()
-    rows, columns = x.shape
-    assert operand.block is not None
-    high, wide = operand.block
-    tiles = torch.nn.functional.pad(x, (0, -columns % wide, 0, -rows % high))
-    tiles = tiles.view(-(-rows // high), high, -(-columns // wide), wide)
-    encode = encode_scale(x.abs().amax())
-    scales = block_scale(tiles.abs().amax((1, 3), keepdim=True), encode).to(torch.float8_e4m3fn).float()
-    codes = nearest(tiles * factor(scales, encode))
-    amax = torch.reciprocal(encode) * (LARGEST * 448)
-    values = _VALUES[codes.long()] * (scales * amax * torch.reciprocal(torch.tensor(LARGEST * 448)))
-    values = values.view(-(-rows // high) * high, -1)[:rows, :columns]
-    return values if usage == "row" else values.t()
+    return weight.float() if operand is None else quantize(weight, operand, usage=usage).dequantize()
