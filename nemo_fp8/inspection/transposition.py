@@ -149,6 +149,15 @@ class Copies:
         return cls(forward, backward, precision.backward == "dequantized")
 
     @property
+    def words(self) -> str:
+        """What the backward multiplies by, in words."""
+        if self.are_one:
+            return "the forward's codes"
+        if self.backward is None:
+            return "the weight itself"
+        return "a cast by rows" if self.backward == self.forward else f"a cast to {self.backward.format.upper()}"
+
+    @property
     def are_one(self) -> bool:
         """Whether both GEMMs read the same values of any weight: no measurement can find a difference."""
         if self.shared or self.forward is None or self.backward is None:
@@ -175,10 +184,28 @@ class Copies:
         return Transposition.of(dx, dx, dy @ backward)
 
 
+ONE = Copies(None, None, shared=True)
+"""What stands for all copies that are one: their measurements are the same."""
+
+
 def _found_now(operand: Operand | None) -> Operand | None:
     """Return an operand whose scale is found from the tensor: no file holds a delayed one."""
     return None if operand is None else replace(operand, delayed=False)
 
 
 def _values(weight: torch.Tensor, operand: Operand | None, usage: str) -> torch.Tensor:
-    return weight.float() if operand is None else quantize(weight, operand, usage=usage).dequantize()
+    if operand is None:
+        return weight.float()
+    rows, columns = weight.shape
+    return quantize(whole_blocks(weight, operand), operand, usage=usage).dequantize()[:rows, :columns]
+
+
+def whole_blocks(matrix: torch.Tensor, operand: Operand) -> torch.Tensor:
+    """Return a matrix with zeros behind it for E2M1 casts, which take whole blocks only; others it is as it is.
+
+    No GEMM multiplies such a weight in four bits: its numbers are of what a contract keeps.
+    """
+    rows, columns = matrix.shape
+    if operand.format != "e2m1" or not (rows % 16 or columns % 16):
+        return matrix
+    return torch.nn.functional.pad(matrix, (0, -columns % 16, 0, -rows % 16))

@@ -54,7 +54,7 @@ ALWAYS, LAYERS, KEEP, SHAPE, COMPUTE = "always", "layers", "keep", "shape", "com
 
 # Scaling -> the multiple that rows and columns of a weight must be. TE checks 8 on the outer dimension only, but each
 # dimension is contracted in one of the three GEMMs, and cuBLAS then needs 16 (16 bytes).
-GEMM_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+GEMM_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 # In a rollout: the multiple of the last part's rows, and the multiple of the columns under one scale a tensor.
 LAST_ROWS, KERNEL_COLUMNS = 32, 128
 
