@@ -55,12 +55,16 @@ class Format:
 
     @property
     def magnitudes(self) -> torch.Tensor:
-        """The values of the positive codes that are finite, in FP64: element ``code`` is its value."""
-        codes = torch.arange(self.first_nan if self.infinity is None else self.infinity)
+        """The values of all codes without a sign, in FP64: element ``code`` is its value."""
+        codes = torch.arange(1 << (self.exponent_bits + self.mantissa_bits))
         exponent, mantissa = codes >> self.mantissa_bits, codes & ((1 << self.mantissa_bits) - 1)
         hidden = (exponent > 0).long() << self.mantissa_bits if self.mantissa_bits else 1
         power = (exponent.clamp_min(1) if self.mantissa_bits else exponent) - self.bias - self.mantissa_bits
-        return torch.ldexp((hidden + mantissa).double(), power)
+        values = torch.ldexp((hidden + mantissa).double(), power)
+        if self.infinity is not None:
+            values[self.infinity] = float("inf")
+        values[self.first_nan :] = float("nan")
+        return values
 
     @property
     def binades(self) -> float:

@@ -19,7 +19,8 @@ cast along its rows. For the GEMM that contracts its rows (usage ``col``) it is 
 
 The edges are those of TE's kernels, which its Python shares but for NaN:
 
-    amax 0 or infinite    encode 1
+    amax 0                encode 1
+    amax infinite         encode 1; what is multiplied with the amax is infinite or NaN
     a tiny amax           encode overflows, and is the largest FP32 number
     an infinity           its block has the largest scale, and its code is 6
     NaN                   enters no amax; its code is +6 (TE's Python makes NaN of the whole tensor)
@@ -70,7 +71,7 @@ def quantize(
     matrix = along_rows(x, operand, usage)
     amax = amax_of(matrix, operand) if amax is None else _known(amax, matrix, operand)
     codes, found = cast_rows(matrix, operand, amax, convention=convention, generator=generator)
-    data = codes.view(*x.shape[:-1], -1) if usage == "row" else codes
+    data = codes.view(*x.shape[:-1], x.shape[-1] // 2) if usage == "row" else codes
     quantized = QuantizedNVFP4(
         data, found, operand.block, usage, amax=amax, source=x.shape, largest_scale=operand.largest_scale,
         hadamard=transforms(operand, usage),
@@ -111,7 +112,13 @@ def cast_rows(
     generator: torch.Generator | None = None,
     scaled_errors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a matrix along its rows, with the kernel of its device or the specification, as :func:`cast_reference`."""
+    """Cast a matrix along its rows as :func:`cast_reference` does: with the kernel of its device, if there is one for
+    nearest codes, else with that."""
+    if not operand.stochastic and operand.four_over_six is None:
+        encode = encode_scale(amax.float(), operand.largest_scale, convention).reshape(-1)
+        found = kernels.quantize_fp4(matrix, encode, 1 if operand.block == (1, BLOCK) else BLOCK, convention)
+        if found is not None:
+            return found
     return cast_reference(
         matrix, operand, amax, convention=convention, generator=generator, scaled_errors=scaled_errors
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import Format, format_of
 from nemo_fp8.numerics.quantized import Quantized, check_usage
 from nemo_fp8.numerics.statistics import Statistics
@@ -72,17 +73,24 @@ class QuantizedNVFP4(Quantized):
     def scaled(self) -> torch.Tensor:
         """Return ``code * scale`` as it lies: six bits, exact in FP32 and in BF16. A GEMM sums these, and multiplies
         with both amaxes at its end."""
-        return self._times(self.scale_inv.float())
-
-    def dequantize_reference(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Compute the values of the source's shape in FP32, rounded once to ``dtype``."""
-        values = self._times(self.scale_inv_fp32)
-        values = hadamard_back(values) if self.hadamard else values
-        return (values if self.usage == "row" else values.t()).to(dtype).reshape(self.shape)
+        fast = self._decoded(None, torch.float32)
+        return self._times(self.scale_inv.float()) if fast is None else fast
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Compute the values of the source's shape in FP32, rounded once to ``dtype``."""
-        return self.dequantize_reference(dtype)
+        fast = None if self.hadamard else self._decoded(self.amax, dtype)
+        return self.dequantize_reference(dtype) if fast is None else self._as_source(fast)
+
+    def dequantize_reference(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Compute the same in plain torch; tests hold the kernels to it."""
+        values = self._times(self.scale_inv_fp32)
+        return self._as_source((hadamard_back(values) if self.hadamard else values).to(dtype))
+
+    def _as_source(self, values: torch.Tensor) -> torch.Tensor:
+        return (values if self.usage == "row" else values.t()).reshape(self.shape)
+
+    def _decoded(self, amax: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        return kernels.decode_fp4(self.matrix, self.scale_inv, amax, self.largest, dtype)
 
     def t(self) -> QuantizedNVFP4:
         """Return the transpose. Raises PrecisionError for blocks that are not square."""
@@ -102,7 +110,7 @@ class QuantizedNVFP4(Quantized):
             return self
         self._must_turn(f"used as {usage!r}")
         turned = self._turned()
-        data = turned.data.view(*self.shape[:-1], -1) if usage == "row" else turned.data
+        data = turned.data.view(*self.shape[:-1], self.shape[-1] // 2) if usage == "row" else turned.data
         return replace(turned, data=data, usage=usage)
 
     def with_statistics(self, statistics: Statistics) -> QuantizedNVFP4:
@@ -110,12 +118,19 @@ class QuantizedNVFP4(Quantized):
         return replace(self, statistics=statistics)
 
     def _turned(self) -> QuantizedNVFP4:
+        rows = self.scale_inv.shape[0]
+        if rows % BLOCK:
+            raise PrecisionError(
+                f"{rows} {'rows' if self.usage == 'row' else 'columns'} are no whole blocks of {BLOCK}.",
+                f"Turned, a GEMM contracts them, {BLOCK} values with one scale, two codes a byte.",
+                f"Pad them to a multiple of {BLOCK}, or use this tensor as it lies.",
+            )
         return replace(self, data=turn(self.matrix), scale_inv=turn_scales(self.scale_inv), statistics=None)
 
     def _times(self, scale: torch.Tensor) -> torch.Tensor:
         codes = self.codes().view(*scale.shape, BLOCK)
         magnitude = magnitude_of(codes) * scale[:, :, None]
-        return torch.where(codes > 7, -magnitude, magnitude).view(scale.shape[0], -1)
+        return torch.where(codes > 7, -magnitude, magnitude).view(len(scale), scale.shape[1] * BLOCK)
 
     # ------------------------------------------------------------------ ModelOpt's view
 

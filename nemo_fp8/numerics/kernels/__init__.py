@@ -3,11 +3,14 @@
     quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
                                                     ->  codes, scale_inv, statistics
     decode(data, scale_inv, tile, dtype, out)       ->  values
+    quantize_fp4(x, encode, tile_rows, convention)  ->  codes two a byte, E4M3 scales
+    decode_fp4(codes, scales, amax, largest, dtype) ->  values
     amax(x)                                         ->  the largest magnitude
     sums(x, into)                                   ->  sums of rows and of columns, largest magnitudes
 
 Each returns None if it has no kernel for the device, dtype or tile, and the caller computes in torch. Their codes and
-scales equal those of :func:`nemo_fp8.numerics.quantize.quantize_reference` to the bit. Sums in statistics are added in
+scales equal those of :func:`nemo_fp8.numerics.quantize.quantize_reference`, and of
+:func:`nemo_fp8.numerics.nvfp4.cast_reference`, to the bit. Sums in statistics are added in
 another order and agree to about six digits.
 """
 
@@ -19,12 +22,12 @@ from typing import Protocol, cast
 
 import torch
 
-from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import format_of
-from nemo_fp8.numerics.kernels.out import check, rows_of
+from nemo_fp8.numerics.kernels.out import check, check_contiguous, rows_of
 from nemo_fp8.numerics.statistics import Statistics
 
 PROCESS = os.getpid()  # a forked process has none of the threads
+FP4_DEVICES = ("cpu",)
 Tile = tuple[int, int] | None
 Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
@@ -67,15 +70,41 @@ def decode(
     ``out`` is memory for the values, contiguous. Raises PrecisionError if it does not fit.
     """
     if out is not None:
-        check(out, "out", data.shape, dtype, data)
-        if not out.is_contiguous():
-            raise PrecisionError(
-                "out= is not contiguous.",
-                "Values are written in one piece.",
-                "Give torch.empty(data.shape, dtype=dtype).",
-            )
+        check_contiguous(out, "out", data.shape, dtype, data)
     device = _device(data)
     return None if device is None else device.decode(data, scale_inv, tile, dtype, out)
+
+
+def quantize_fp4(
+    x: torch.Tensor, encode: torch.Tensor, tile_rows: int, convention: str = "te", out: Out | None = None
+) -> Out | None:
+    """Cast a matrix of whole blocks of 16 columns to NVFP4, beneath one ``encode`` or one for each row; return codes
+    [rows, columns / 2] and scales [rows, columns / 16], or None if there is no kernel. ``tile_rows`` is 1 or 16.
+
+    ``out`` is memory for both, contiguous. Raises PrecisionError if it does not fit.
+    """
+    if out is not None:
+        rows, columns = x.shape
+        check_contiguous(out[0], "codes", (rows, columns // 2), torch.uint8, x)
+        check_contiguous(out[1], "scale_inv", (rows, columns // 16), torch.float8_e4m3fn, x)
+    device = _fp4_device(x)
+    return None if device is None else device.quantize(x, encode, tile_rows, convention, out)
+
+
+def decode_fp4(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    amax: torch.Tensor | None,
+    largest: float,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Compute ``code * (scale * amax * (1 / largest))`` in FP32, or ``code * scale`` without an amax, rounded once to
+    ``dtype``; return it, or None if there is no kernel. ``out`` is memory for the values, contiguous."""
+    if out is not None:
+        check_contiguous(out, "out", (codes.shape[0], codes.shape[1] * 2), dtype, codes)
+    device = _fp4_device(codes)
+    return None if device is None else device.decode(codes, scales, amax, largest, dtype, out)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor | None:
@@ -111,6 +140,26 @@ class _Kernels(Protocol):
     ) -> torch.Tensor | None: ...
 
     def amax(self, x: torch.Tensor) -> torch.Tensor | None: ...
+
+
+class _Fp4Kernels(Protocol):
+    """The interface of a device's module for NVFP4."""
+
+    def quantize(
+        self, x: torch.Tensor, encode: torch.Tensor, tile_rows: int, convention: str, out: Out | None
+    ) -> Out | None: ...
+
+    def decode(
+        self, codes: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor | None, largest: float, dtype: torch.dtype,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor | None: ...  # fmt: skip
+
+
+def _fp4_device(x: torch.Tensor) -> _Fp4Kernels | None:
+    """Import and return the module for NVFP4 on the tensor's device; None if there is none."""
+    if x.device.type not in FP4_DEVICES:
+        return None
+    return cast(_Fp4Kernels, importlib.import_module(f"{__name__}.{x.device.type}_fp4"))
 
 
 def _device(x: torch.Tensor) -> _Kernels | None:

@@ -30,11 +30,13 @@ from pathlib import Path
 
 from nemo_fp8.own_folder import own_folder
 
-_NAMES = ("fp8_quantize.c", "fp8_decode.c", "fp8_multiply.c", "fp8_accumulate.c", "fp8_sums.c", "fp8_patch.c")
+_NAMES = (
+    "fp8_quantize.c", "fp8_decode.c", "fp8_multiply.c", "fp8_accumulate.c", "fp8_sums.c", "fp8_patch.c",
+    "fp4_quantize.c", "fp4_decode.c",
+)  # fmt: skip
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
-HEADERS = tuple(
-    Path(__file__).with_name(name) for name in ("fp8.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h")
-)
+_SHARED = ("fp8.h", "fp8_tops.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h")
+HEADERS = tuple(Path(__file__).with_name(name) for name in _SHARED)
 FLAGS = (
     "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
     "-fopenmp-simd", "-shared", "-fPIC", "-pthread",

@@ -36,6 +36,8 @@ INLINE void ask_for(const void *x, int64_t bytes) {
 /* An FP8 format as the casts need it: fp8_rows.h says how. */
 typedef struct { uint32_t drop, least, top; float magic, saturates_above; } format;
 
+#define UNROLLED _Pragma("GCC unroll 16")
+
 /* Vectors for tame BF16, if the processor has them; BLOCK is then their number of bytes. */
 #if defined(__AVX512BW__)
 #include "fp8_avx512.h"

@@ -69,3 +69,33 @@ INLINE words widen_codes(const uint8_t *codes) {
 INLINE words upper_halves(words evens, words odds) { return _mm256_blend_epi16(_mm256_srli_epi32(evens, 16), odds, 0xaa); }
 INLINE reals low_halves(words fp16) { return _mm256_cvtph_ps(_mm256_castsi256_si128(fp16)); }
 INLINE reals high_halves(words fp16) { return _mm256_cvtph_ps(_mm256_extracti128_si256(fp16, 1)); }
+
+/* FP4. A vector of words has two columns a word, and so one block of 16. */
+INLINE words mark_negative(words codes, reals y) { /* -0 and NaN are not less than 0 */
+    words negative = WORDS(_mm256_cmp_ps(y, _mm256_setzero_ps(), _CMP_LT_OQ));
+    return _mm256_or_si256(codes, _mm256_and_si256(negative, _mm256_set1_epi32(8)));
+}
+INLINE words either_code(words even, words odd) { /* even | odd << 4, in the low bytes */
+    return _mm256_or_si256(even, _mm256_slli_epi32(odd, 4));
+}
+INLINE reals of_blocks(const float *factor) { return _mm256_broadcast_ss(factor); }
+INLINE void put_low_bytes(uint8_t *to, const words *four) {
+    words low[4];
+    UNROLLED
+    for (int i = 0; i < 4; i++) low[i] = _mm256_and_si256(four[i], _mm256_set1_epi32(0xff));
+    words bytes = _mm256_packus_epi16(_mm256_packus_epi32(low[0], low[1]), _mm256_packus_epi32(low[2], low[3]));
+    _mm256_storeu_si256((words *)to, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+}
+enum { TOPS = 8 };
+INLINE void tops_of_blocks(const uint16_t *x, float *amax) {
+    words v[8];
+    UNROLLED
+    for (int t = 0; t < 8; t++) v[t] = _mm256_and_si256(_mm256_loadu_si256((const words *)(x + 16 * t)), _mm256_set1_epi16(0x7fff));
+#define TOP_HALF(A, B, SIZE) _mm256_max_epu16(_mm256_unpacklo_epi##SIZE(A, B), _mm256_unpackhi_epi##SIZE(A, B))
+    UNROLLED
+    for (int i = 0; i < 4; i++) v[i] = TOP_HALF(v[2 * i], v[2 * i + 1], 16);
+    UNROLLED
+    for (int i = 0; i < 2; i++) v[i] = TOP_HALF(v[2 * i], v[2 * i + 1], 32);
+    __m128i tops = fold_tops(TOP_HALF(v[0], v[1], 64));
+    _mm256_storeu_si256((words *)amax, _mm256_slli_epi32(_mm256_cvtepu16_epi32(tops), 16));
+}

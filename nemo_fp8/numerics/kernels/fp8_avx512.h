@@ -78,3 +78,35 @@ INLINE words upper_halves(words evens, words odds) {
 }
 INLINE reals low_halves(words fp16) { return _mm512_cvtph_ps(_mm512_castsi512_si256(fp16)); }
 INLINE reals high_halves(words fp16) { return _mm512_cvtph_ps(_mm512_extracti64x4_epi64(fp16, 1)); }
+
+/* FP4. A vector of words has two columns a word, and so two blocks of 16. */
+INLINE words mark_negative(words codes, reals y) { /* -0 and NaN are not less than 0 */
+    return _mm512_mask_or_epi32(codes, _mm512_cmp_ps_mask(y, _mm512_setzero_ps(), _CMP_LT_OQ), codes, _mm512_set1_epi32(8));
+}
+INLINE words either_code(words even, words odd) { /* even | odd << 4, in the low bytes */
+    return _mm512_or_si512(even, _mm512_slli_epi32(odd, 4));
+}
+INLINE reals of_blocks(const float *factor) {
+    return _mm512_mask_broadcastss_ps(_mm512_set1_ps(factor[0]), 0xff00, _mm_load_ss(factor + 1));
+}
+INLINE void put_low_bytes(uint8_t *to, const words *four) {
+    UNROLLED
+    for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i *)(to + 16 * i), _mm512_cvtepi32_epi8(four[i]));
+}
+enum { TOPS = 16 };
+INLINE void tops_of_blocks(const uint16_t *x, float *amax) {
+    words v[8];
+    UNROLLED
+    for (int t = 0; t < 8; t++) v[t] = _mm512_and_si512(_mm512_loadu_si512(x + 32 * t), _mm512_set1_epi16(0x7fff));
+#define TOP_HALF(A, B, SIZE) _mm512_max_epu16(_mm512_unpacklo_epi##SIZE(A, B), _mm512_unpackhi_epi##SIZE(A, B))
+    UNROLLED
+    for (int i = 0; i < 4; i++) v[i] = TOP_HALF(v[2 * i], v[2 * i + 1], 16);
+    UNROLLED
+    for (int i = 0; i < 2; i++) v[i] = TOP_HALF(v[2 * i], v[2 * i + 1], 32);
+    v[0] = TOP_HALF(v[0], v[1], 64);
+    __m256i even = _mm512_castsi512_si256(v[0]), odd = _mm512_extracti64x4_epi64(v[0], 1); /* two quarters of a block each */
+    __m128i e = _mm_max_epu16(_mm256_castsi256_si128(even), _mm256_extracti128_si256(even, 1));
+    __m128i o = _mm_max_epu16(_mm256_castsi256_si128(odd), _mm256_extracti128_si256(odd, 1));
+    __m256i tops = _mm256_setr_m128i(_mm_unpacklo_epi16(e, o), _mm_unpackhi_epi16(e, o));
+    _mm512_storeu_si512(amax, _mm512_slli_epi32(_mm512_cvtepu16_epi32(tops), 16));
+}

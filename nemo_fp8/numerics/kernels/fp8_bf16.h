@@ -8,8 +8,6 @@
 
 #include "fp8_rows.h"
 
-#define UNROLLED _Pragma("GCC unroll 16")
-
 enum { GROUP = 2 * LANES /* columns whose evens and odds come apart */ };
 
 INLINE words encode_lanes(words magnitude, reals scale, steps k, int odd, int count, reals *signal, reals *noise) {

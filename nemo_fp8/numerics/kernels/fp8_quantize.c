@@ -50,18 +50,6 @@ typedef struct { const job *j; scratch *w; int64_t rows, width, tiles; const cha
 
 /* ----------------------------------------------------------------------------------------------- largest magnitudes */
 
-/* The row of largest magnitudes. A strip's rows lie pages apart, where the hardware prefetches only after a few misses,
-   so the beginnings of the next four rows are prefetched here. */
-static void find_tops(const char *x, int64_t step, int64_t rows, void *tops, int64_t n, int source) {
-    memset(tops, 0, (size_t)(n * bytes_of(source)));
-    int64_t r = 0, ahead = least_of(1024, n * bytes_of(source));
-    for (; r + 4 <= rows; r += 4) {
-        for (int64_t next = r + 4; next < least_of(r + 8, rows); next++) ask_for(x + next * step, ahead);
-        raise(x + r * step, step, 4, tops, n, source);
-    }
-    for (; r < rows; r++) raise(x + r * step, step, 1, tops, n, source);
-}
-
 /* The bits of the largest of n magnitudes, as a float; above INFINITE if one of them is NaN. */
 INLINE uint32_t highest_of(const void *x, int64_t n, int source) {
     if (source == FP32) {

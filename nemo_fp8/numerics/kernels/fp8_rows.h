@@ -12,7 +12,7 @@
 
 #pragma once
 
-#include "fp8.h"
+#include "fp8_tops.h"
 
 /* Statistics of a strip, of scaled values. A slot is a column, or two in a PAIR. A tile's first row sets them, and the
    others add to them: tiles of one row are common, and for them clearing would cost as much as counting. */
@@ -53,16 +53,6 @@ INLINE uint32_t encode(uint32_t x, float scale, format f, int tame, int count, c
         s->noise[slot] = noise + (count == ADD ? s->noise[slot] : 0);
     }
     return code;
-}
-
-/* Element i as the bits of a float. */
-INLINE uint32_t widen(const void *x, int64_t i, int source) {
-    if (source == FP32) return ((const uint32_t *)x)[i];
-    uint32_t u = ((const uint16_t *)x)[i];
-    if (source != FP16) return u << 16;
-    uint32_t magnitude = u & 0x7fff, subnormal = bits((float)(int32_t)magnitude * 0x1p-24f);
-    uint32_t normal = (magnitude << 13) + (magnitude < 0x7c00 ? 112u << 23 : 224u << 23);
-    return (u & 0x8000) << 16 | (magnitude < 0x400 ? subnormal : normal);
 }
 
 INLINE void cast_row(const void *x, uint8_t *restrict codes, int64_t n, const float *restrict scale, format f, int source, int tame,
@@ -118,19 +108,4 @@ static int count_row(const void *x, const uint8_t *codes, int64_t n, int source,
     if (source == FP32) for (int64_t i = 0; i < n; i++) s->lost[i] -= (((const uint32_t *)x)[i] & 0x7fffffff) == 0;
     else for (int64_t i = 0; i < n; i++) s->lost[i] -= (((const uint16_t *)x)[i] & 0x7fff) == 0;
     return 1;
-}
-
-/* Raises `tops` to the magnitudes of `rows` rows (1 or 4), `step` bytes apart. Four rows at once use more memory bandwidth. */
-#define HIGHER(A, B) ((A) > (B) ? (A) : (B))
-#define RAISE(TYPE, MASK, ROWS) \
-    for (int64_t i = 0; i < n; i++) { \
-        TYPE top = ((TYPE *)tops)[i]; \
-        for (int r = 0; r < (ROWS); r++) top = HIGHER(((const TYPE *)(x + r * step))[i] & (TYPE)(MASK), top); \
-        ((TYPE *)tops)[i] = top; \
-    }
-static void raise(const char *restrict x, int64_t step, int64_t rows, void *restrict tops, int64_t n, int source) {
-    if (source == FP32 && rows == 4) RAISE(uint32_t, 0x7fffffff, 4)
-    else if (source == FP32) RAISE(uint32_t, 0x7fffffff, 1)
-    else if (rows == 4) RAISE(uint16_t, 0x7fff, 4)
-    else RAISE(uint16_t, 0x7fff, 1)
 }

@@ -31,6 +31,19 @@ def check(out: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dty
         )
 
 
+def check_contiguous(
+    out: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, source: torch.Tensor
+) -> None:
+    """Raise PrecisionError if memory does not lie in one piece, or as :func:`check` does."""
+    check(out, name, shape, dtype, source)
+    if not out.is_contiguous():
+        raise PrecisionError(
+            f"{name}= is not contiguous.",
+            "It is written in one piece.",
+            f"Give torch.empty({tuple(shape)}, dtype={dtype}).",
+        )
+
+
 def rows_of(out: torch.Tensor, name: str) -> torch.Tensor:
     """Return the memory as a matrix with contiguous rows. Raises PrecisionError if its strides do not allow that."""
     try:

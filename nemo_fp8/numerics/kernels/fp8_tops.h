@@ -1,0 +1,42 @@
+/* Sources as the bits of floats, and the largest magnitudes in several rows of them: what casts to FP8 and to FP4 share. */
+
+#pragma once
+
+#include "fp8.h"
+
+/* Element i as the bits of a float. */
+INLINE uint32_t widen(const void *x, int64_t i, int source) {
+    if (source == FP32) return ((const uint32_t *)x)[i];
+    uint32_t u = ((const uint16_t *)x)[i];
+    if (source != FP16) return u << 16;
+    uint32_t magnitude = u & 0x7fff, subnormal = bits((float)(int32_t)magnitude * 0x1p-24f);
+    uint32_t normal = (magnitude << 13) + (magnitude < 0x7c00 ? 112u << 23 : 224u << 23);
+    return (u & 0x8000) << 16 | (magnitude < 0x400 ? subnormal : normal);
+}
+
+/* Raises `tops` to the magnitudes of `rows` rows (1 or 4), `step` bytes apart. Four rows at once use more memory bandwidth. */
+#define HIGHER(A, B) ((A) > (B) ? (A) : (B))
+#define RAISE(TYPE, MASK, ROWS) \
+    for (int64_t i = 0; i < n; i++) { \
+        TYPE top = ((TYPE *)tops)[i]; \
+        for (int r = 0; r < (ROWS); r++) top = HIGHER(((const TYPE *)(x + r * step))[i] & (TYPE)(MASK), top); \
+        ((TYPE *)tops)[i] = top; \
+    }
+static void raise(const char *restrict x, int64_t step, int64_t rows, void *restrict tops, int64_t n, int source) {
+    if (source == FP32 && rows == 4) RAISE(uint32_t, 0x7fffffff, 4)
+    else if (source == FP32) RAISE(uint32_t, 0x7fffffff, 1)
+    else if (rows == 4) RAISE(uint16_t, 0x7fff, 4)
+    else RAISE(uint16_t, 0x7fff, 1)
+}
+
+/* The row of largest magnitudes. A strip's rows lie pages apart, where the hardware prefetches only after a few misses,
+   so the beginnings of the next four rows are prefetched here. */
+static void find_tops(const char *x, int64_t step, int64_t rows, void *tops, int64_t n, int source) {
+    memset(tops, 0, (size_t)(n * bytes_of(source)));
+    int64_t r = 0, ahead = least_of(1024, n * bytes_of(source));
+    for (; r + 4 <= rows; r += 4) {
+        for (int64_t next = r + 4; next < least_of(r + 8, rows); next++) ask_for(x + next * step, ahead);
+        raise(x + r * step, step, 4, tops, n, source);
+    }
+    for (; r < rows; r++) raise(x + r * step, step, 1, tops, n, source);
+}

@@ -1,0 +1,207 @@
+"""The compiled CPU kernels of NVFP4 against the specification in torch: every code, every scale, every value."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernel_cases import SOURCES, same, values
+
+from nemo_fp8.contract import Operand
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import kernels, nvfp4, nvfp4_tensor
+from nemo_fp8.numerics.kernels import build, cpu, cpu_fp4
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler on this machine")
+OPERANDS = {1: Operand("e2m1", (1, 16), "e4m3"), 16: Operand("e2m1", (16, 16), "e4m3")}
+KINDS = ["gaussian", "magnitudes", "bits", "specials", "zero", "negative zeros", "tiny blocks", "large blocks"]
+
+
+def source(shape, dtype, seed, kind):
+    """What kernel_cases has, and what is rare: zeros with a sign, blocks whose scale is 0, blocks of huge values."""
+    if kind not in ("negative zeros", "tiny blocks", "large blocks"):
+        return values(shape, dtype, seed, kind)
+    x = values(shape, dtype, seed, "gaussian")
+    if kind == "negative zeros":
+        x.view(-1)[::3] = -0.0
+    elif kind == "tiny blocks":
+        x[:, 16:48] *= 2.0**-20
+    else:
+        x *= torch.finfo(dtype).max / 8
+        x.view(-1)[1::5] = -torch.finfo(dtype).tiny
+    return x
+
+
+def hold(x, tile_rows, encode=None, convention="te"):
+    """The kernel's codes and scales are the specification's."""
+    operand = OPERANDS[tile_rows]
+    amax = nvfp4.amax_of(x, operand) if encode is None else None
+    encode = nvfp4.encode_scale(amax, convention=convention).reshape(-1) if encode is None else encode
+    fast = kernels.quantize_fp4(x, encode, tile_rows, convention)
+    assert fast is not None
+    slow = specification(x, operand, encode, convention)
+    same(fast[0], slow[0])
+    same(fast[1], slow[1])
+    return fast
+
+
+def specification(x, operand, encode, convention):
+    """``cast_reference`` beneath a given scale."""
+    rows, columns = x.shape
+    blocks = x.float().reshape(rows, columns // 16, 16)
+    scale = nvfp4.cast(
+        nvfp4.block_scale(nvfp4.largest_of_blocks(blocks, operand), encode.reshape(-1, 1), convention), nvfp4.SCALE
+    )
+    factor = nvfp4.factor(scale.float(), encode.reshape(-1, 1), convention)
+    return nvfp4_tensor.pack(nvfp4.nearest(blocks * factor[:, :, None]).view(rows, columns)), scale
+
+
+def jobs_of_every_kind():
+    for seed, (dtype, tile_rows, kind) in enumerate(itertools.product(SOURCES, OPERANDS, KINDS)):
+        x = source((37, 2160), dtype, seed, kind)
+        codes, scales = hold(x, tile_rows)
+        for target, amax in itertools.product((torch.bfloat16, torch.float32), (None, torch.tensor(3.3))):
+            hold_decode(codes, scales, amax, target)
+
+
+def hold_decode(codes, scales, amax, dtype):
+    fast = kernels.decode_fp4(codes, scales, amax, 2688.0, dtype)
+    source = torch.Size((codes.shape[0], codes.shape[1] * 2))
+    whole = torch.tensor(2688.0) if amax is None else amax
+    q = nvfp4_tensor.QuantizedNVFP4(codes, scales, (1, 16), amax=whole, source=source)
+    slow = q._times(scales.float() if amax is None else q.scale_inv_fp32).to(dtype)
+    torch.testing.assert_close(fast, slow, rtol=0, atol=0, equal_nan=True)
+    number = ~slow.isnan()
+    same(fast[number], slow[number])  # zeros have their signs
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    blocks=st.sampled_from([1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 127, 128, 129, 260]),
+    dtype=st.sampled_from(SOURCES),
+    kind=st.sampled_from(KINDS),
+    tile_rows=st.sampled_from([1, 16]),
+    convention=st.sampled_from(["te", "vllm"]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_codes_and_scales_equal_the_specification(rows, blocks, dtype, kind, tile_rows, convention, seed):
+    x = source((rows, 16 * blocks), dtype, seed, kind) if blocks > 2 else values((rows, 16 * blocks), dtype, seed, kind)
+    hold(x, tile_rows, convention=convention)
+
+
+@pytest.mark.parametrize("isa", ["native", *build.OTHERS])
+def test_the_rows_that_other_processors_get(monkeypatch, isa):
+    """The same source for AVX2, and without any of this machine's instructions."""
+    if isa == "avx2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this processor has no AVX2")
+    if isa != "native":
+        monkeypatch.setattr(build, "MACHINE_FLAGS", (build.OTHERS[isa],))
+        monkeypatch.setattr(build, "library", build.library.__wrapped__)
+    jobs_of_every_kind()
+    every_mantissa()
+
+
+def every_mantissa():
+    """All mantissas of BF16 from an amax down to where codes end, beneath all that an amax can have; both signs."""
+    mantissa = 1 + torch.arange(128) / 128
+    below = torch.exp2(-torch.arange(6.0))
+    rows = torch.minimum(below[:, None] * mantissa, mantissa[:, None, None])  # amax, how far below it, mantissa
+    rows[:, :, ::16] = mantissa[:, None, None]
+    rows[:, :, 1::2] *= -1
+    for binade in (2.0**-100, 2.0**-3, 2.0**30, 2.0**100):
+        for encode in (1.0, 2688 / 2.0 / binade, 600.0):
+            hold((rows.reshape(-1, 128) * binade).bfloat16(), 1, torch.tensor([encode]))
+
+
+def test_a_scale_for_each_row():
+    x = source((50, 96), torch.bfloat16, 1, "gaussian")
+    hold(x, 1, torch.linspace(0.1, 4000, 50))
+
+
+@pytest.mark.parametrize("encode", [1e-30, 1e-3, 1.0, 1e5, 3.4028235e38, float("inf")])
+def test_any_scale_of_the_tensor(encode):
+    for dtype, kind, tile_rows in itertools.product(SOURCES, ("gaussian", "magnitudes", "specials"), OPERANDS):
+        hold(source((20, 288), dtype, 2, kind), tile_rows, torch.tensor([encode]))
+
+
+def test_every_byte_and_every_scale_decoded():
+    codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(8).view(16, 128).repeat(1, 9)
+    scales = torch.arange(256, dtype=torch.uint8).repeat(9).view(16, 144).view(torch.float8_e4m3fn)
+    for dtype in (torch.bfloat16, torch.float32):
+        for amax in (None, torch.tensor(1e-38), torch.tensor(3e38), torch.linspace(1e-40, 9, 16)):
+            hold_decode(codes, scales, amax, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tile_rows", OPERANDS)
+def test_large_results_which_go_past_the_caches(dtype, tile_rows):
+    """Some rows begin on a cache line and some do not; one value is NaN."""
+    for shape in ((4100, 2064), (4096, 2304)):
+        x = values(shape, dtype, 3, "gaussian")
+        x[700, 2000] = float("nan")
+        codes, scales = hold(x, tile_rows)
+        hold_decode(codes, scales, torch.tensor(4.0), torch.bfloat16)
+
+
+def test_rows_that_lie_apart_and_memory_that_is_given():
+    big = values((300, 1024), torch.bfloat16, 5, "gaussian")
+    for x in (big[:, 96:704], big[::2], big[7:8].expand(40, 1024)):
+        hold(x, 1)
+        hold(x, 16)
+    encode = torch.tensor([600.0])
+    expected = kernels.quantize_fp4(big, encode, 1)
+    out = torch.empty(300, 512, dtype=torch.uint8), torch.empty(300, 64, dtype=torch.float8_e4m3fn)
+    found = kernels.quantize_fp4(big, encode, 1, out=out)
+    assert found[0] is out[0]
+    same(out[0], expected[0])
+    same(out[1], expected[1])
+    values_there = torch.empty(300, 1024, dtype=torch.bfloat16)
+    assert kernels.decode_fp4(*found, None, 2688.0, torch.bfloat16, values_there) is values_there
+    for wrong in ((out[0][:, :64], out[1]), (out[0], out[1].view(torch.uint8)), (out[0].t(), out[1])):
+        with pytest.raises(PrecisionError):
+            kernels.quantize_fp4(big, encode, 1, out=wrong)
+    with pytest.raises(PrecisionError, match="not contiguous"):
+        kernels.decode_fp4(*found, None, 2688.0, torch.bfloat16, torch.empty(1024, 300, dtype=torch.bfloat16).t())
+
+
+def test_any_number_of_threads(monkeypatch):
+    x = values((700, 5008), torch.bfloat16, 6, "gaussian")
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 7):
+            torch.set_num_threads(n)
+            hold(x, 1)
+            hold(x, 16)
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(cpu_fp4, "parallel", lambda: None)
+    hold(x, 16)
+
+
+def test_what_the_kernels_do_not_take_is_left_to_torch():
+    one = torch.ones(1)
+    assert kernels.quantize_fp4(torch.ones(4, 16, dtype=torch.float64), one, 1) is None
+    assert kernels.quantize_fp4(torch.ones(16, 4).t(), one, 1) is None
+    assert kernels.quantize_fp4(torch.ones(0, 16), one, 1) is None
+    assert kernels.quantize_fp4(torch.ones(4, 16), one * float("nan"), 1) is None
+    codes, scales = kernels.quantize_fp4(torch.ones(4, 16), one, 1)
+    assert kernels.decode_fp4(codes, scales, None, 2688.0, torch.float16) is None
+
+
+def test_the_public_function_and_the_class_come_here(monkeypatch):
+    """Nearest codes and their decoding are the kernel's work; what has no kernel is the specification's."""
+    calls = []
+    monkeypatch.setattr(kernels, "quantize_fp4", lambda *a, **k: calls.append("quantize"))
+    monkeypatch.setattr(kernels, "decode_fp4", lambda *a, **k: calls.append("decode"))
+    x = values((32, 64), torch.bfloat16, 7, "gaussian")
+    found = nvfp4.quantize(x, OPERANDS[1])
+    found.dequantize()
+    assert calls == ["quantize", "decode"]
+    nvfp4.quantize(x, Operand("e2m1", (1, 16), "e4m3", stochastic=True))
+    nvfp4.quantize(x, Operand("e2m1", (1, 16), "e4m3", four_over_six="mae"))
+    assert calls == ["quantize", "decode"]
+    assert cpu.SOURCES.keys() == set(SOURCES)
