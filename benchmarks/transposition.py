@@ -41,9 +41,9 @@ import torch.nn.functional as F
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.experiments.corpus import VOCABULARY, Stories
-from nemo_fp8.inspection.transposition import Copies, Transposition
 from nemo_fp8.mismatch.band import student_t
 from nemo_fp8.numerics.quantize import quantize
+from nemo_fp8.numerics.transposition import Copies, Transposition
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/benchmarks/transposition.md"

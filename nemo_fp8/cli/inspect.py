@@ -20,7 +20,7 @@ from nemo_fp8.errors import PrecisionError, unknown
 if TYPE_CHECKING:
     from nemo_fp8.inspection.advice import Advice
     from nemo_fp8.inspection.measure import Inspection, Row
-    from nemo_fp8.inspection.transposition import Copies
+    from nemo_fp8.numerics.transposition import Copies
 
 # Short names for one contract of each scaling: a preset, and changes to it.
 SHORT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -160,7 +160,7 @@ def _print(inspection: Inspection, advice: list[Advice]) -> None:
 
 
 def _copies(inspection: Inspection) -> dict[str, Copies]:
-    from nemo_fp8.inspection.transposition import Copies
+    from nemo_fp8.numerics.transposition import Copies
 
     return {label: Copies.under(p) for label, p in inspection.recipes.items()}
 

@@ -10,7 +10,7 @@ import torch
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.contract.presets import preset
-from nemo_fp8.inspection.transposition import Copies, Transposition
+from nemo_fp8.numerics.transposition import Copies, Transposition
 
 BLOCKWISE = Operand("e4m3", (128, 128), "pow2")
 ROWS_OF_128 = Operand("e4m3", (1, 128), "fp32")
