@@ -20,7 +20,7 @@ from statistics import mean
 from typing import Any
 
 from nemo_fp8.contract.presets import PRESETS
-from nemo_fp8.report.figures import INK, MUTED, color, drawing, recipe_of, to_svg
+from nemo_fp8.report.figures import INK, MUTED, color, drawing, legend, recipe_of, to_svg
 
 ROOT = Path(__file__).parents[1]
 RECORDS, TARGET = ROOT / "docs/benchmarks", ROOT / "docs/pictures"
@@ -190,6 +190,39 @@ def snr(record: dict[str, Any]) -> Any:
     return figure
 
 
+def transposition(record: dict[str, Any]) -> Any:
+    """The gap of every arm to the one that reads the forward's codes, by the distance of the weights, with intervals."""
+    hues = {"NVFP4 weights": "nvfp4", "FP8 weights": "blockwise", "NVFP4": "tensorwise"}
+    with drawing(9, 3.4, columns=2, width_ratios=[1, 1.2]) as (figure, axes):
+        recipes, everything = axes[0]
+        for axis, chosen in (
+            (recipes, [row for row in record["arms"] if row["is_recipe"]]),
+            (everything, record["arms"]),
+        ):
+            axis.axhline(0, color=MUTED, linewidth=1)
+            for turn, (family, hue) in enumerate(hues.items()):
+                rows = [row for row in chosen if row["family"] == family and not row["reference"]]
+                # Square blocks of all families lie at 0: side by side.
+                aside = (turn - 1) * (0.35 if axis is recipes else 0)
+                axis.errorbar(
+                    [100 * row["weights_distance"] + aside for row in rows],
+                    [row["gap"] for row in rows],
+                    [row["half"] for row in rows],
+                    linestyle="",
+                    marker="osD"[turn],
+                    markersize=6,
+                    capsize=3,
+                    color=color(hue),
+                    label=family,
+                )
+            axis.set_xlabel("distance of the weights, %")
+        recipes.set_ylabel("held-out loss against the same codes, %")
+        recipes.set_title("Recipes")
+        everything.set_title("and errors made larger")
+        legend(figure, axes)
+    return figure
+
+
 def smooth(values: Sequence[float], width: int) -> list[float]:
     """The running mean over so many values, and over as many as there are at the beginning."""
     return [mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
@@ -215,6 +248,7 @@ PICTURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         ("rl", "rl.json", rl),
         ("push", "refit.json", push),
         ("snr", "snr.json", snr),
+        ("transposition", "transposition.json", transposition),
     )
     if (RECORDS / record).exists()
 }

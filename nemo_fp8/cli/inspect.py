@@ -20,6 +20,7 @@ from nemo_fp8.errors import PrecisionError, unknown
 if TYPE_CHECKING:
     from nemo_fp8.inspection.advice import Advice
     from nemo_fp8.inspection.measure import Inspection, Row
+    from nemo_fp8.numerics.transposition import Copies
 
 # Short names for one contract of each scaling: a preset, and changes to it.
 SHORT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,9 +29,11 @@ SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "blockwise": ("bf16_with_fp8_blockwise_mixed", {}),
     "blockwise-fp32": ("bf16_with_fp8_blockwise_mixed", {"weight_scale": "fp32", "activation_scale": "fp32"}),
     "mxfp8": ("bf16_with_mxfp8_mixed", {}),
+    "nvfp4": ("bf16_with_nvfp4_mixed", {}),
+    "nvfp4-1x16": ("bf16_with_nvfp4_mixed", {"weight_block": "1x16"}),
 }
 # Delayed scaling is left out: on a file it equals tensorwise.
-DEFAULT = ("tensorwise", "blockwise", "blockwise-fp32", "mxfp8")
+DEFAULT = ("tensorwise", "blockwise", "mxfp8", "nvfp4")
 
 
 def inspect(
@@ -51,8 +54,14 @@ def inspect(
         typer.Option("--activations", metavar="FILE", help="Inputs and gradients that nemo_fp8.capture recorded."),
     ] = None,
     snr: Annotated[
-        float, typer.Option("--snr", metavar="DB", help="Say what to keep out of FP8 to stay above this.")
-    ] = 20.0,
+        float | None,
+        typer.Option(
+            "--snr",
+            metavar="DB",
+            help="Say what to keep out of FP8 to stay above this.",
+            show_default="20, and 10 for NVFP4",
+        ),
+    ] = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
@@ -70,11 +79,11 @@ def inspect(
     if as_json:
         print_json({**inspection.to_dict(), "snr": snr, "keep": {a.label: a.to_dict() for a in advice}})
     else:
-        _print(inspection, advice, snr)
+        _print(inspection, advice)
     if html is not None:
         from nemo_fp8.report.inspect_page import inspection_page
 
-        written = inspection_page(inspection, advice, snr).write(html)
+        written = inspection_page(inspection, advice).write(html)
         print_notes([f"The report is in {written}."])
 
 
@@ -101,7 +110,8 @@ def _require_plots(html: Path) -> None:
 # ---------------------------------------------------------------------- text
 
 
-def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
+def _print(inspection: Inspection, advice: list[Advice]) -> None:
+    from nemo_fp8.inspection.advice import thresholds
     from nemo_fp8.models.families import ROLES
 
     rows, labels = inspection.measured(), list(inspection.recipes)
@@ -124,10 +134,13 @@ def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
     operands = list(dict.fromkeys(row.operand for row in rows))
     lines = [_recipe_line(inspection, a, operand) for a in advice for operand in operands]
     _table(
-        ("recipe", "operand", "SNR dB", "lowest", "blocks", "underflow", "saturated", f"below {snr:g}"),
+        ("recipe", "operand", "SNR dB", "lowest", "blocks", "underflow", "saturated", "below"),
         lines,
-        "lowest: of any tensor; blocks: the lowest that 99% of a tensor's blocks reach. Underflow and saturation in %.",
+        "lowest: of any tensor; blocks: the lowest that 99% of a tensor's blocks reach. Underflow and saturation in %. "
+        f"below: tensors below {thresholds(advice)}.",
     )
+    if weights and not all(pair.are_one for pair in _copies(inspection).values()):
+        _print_transposition(inspection, weights)
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.operand, row.place.role), []).append(row)
@@ -144,6 +157,26 @@ def _print(inspection: Inspection, advice: list[Advice], snr: float) -> None:
     _table(("worst tensors", *labels), worst, "SNR in dB of the tensor or its blocks, whichever is lower.")
     for a in advice:
         _print_advice(inspection, a)
+
+
+def _copies(inspection: Inspection) -> dict[str, Copies]:
+    from nemo_fp8.numerics.transposition import Copies
+
+    return {label: Copies.under(p) for label, p in inspection.recipes.items()}
+
+
+def _print_transposition(inspection: Inspection, weights: list[Row]) -> None:
+    lines = []
+    for label, pair in _copies(inspection).items():
+        whole = inspection.transposition(label, weights)
+        farthest = max(row.transpositions[label].distance for row in weights if label in row.transpositions)
+        numbers = (whole.differ_percent, 100 * whole.distance, 100 * farthest, 100 * whole.gain)
+        lines.append((label, pair.words, *(f"{round(number, 4) + 0.0:.3g}" for number in numbers)))
+    _table(
+        ("recipe", "backward multiplies by", "differ", "distance", "farthest", "gain"),
+        lines,
+        "How far it is from the weight that the forward used, in %; farthest: of any tensor.",
+    )
 
 
 def _table(columns: tuple[str, ...], rows: list[tuple[Any, ...]], caption: str) -> None:

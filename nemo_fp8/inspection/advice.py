@@ -33,6 +33,7 @@ class Advice:
 
     label: str
     snr: float
+    """The threshold in dB."""
     precision: Precision
     """The contract with the linears that it should keep."""
     below: tuple[Row, ...]
@@ -72,6 +73,7 @@ class Advice:
         """Return the advice as plain values, for JSON."""
         p = self.precision
         return {
+            "snr": self.snr,
             "below": [row.name for row in self.below],
             "first_layers": p.first_layers,
             "last_layers": p.last_layers,
@@ -82,9 +84,13 @@ class Advice:
         }
 
 
-def advise(inspection: Inspection, label: str, snr: float) -> Advice:
-    """Return what to keep under one recipe, so that no tensor in FP8 has an SNR below ``snr`` dB."""
+def advise(inspection: Inspection, label: str, snr: float | None = None) -> Advice:
+    """Return what to keep under one recipe, so that no tensor in FP8 has an SNR below ``snr`` dB.
+
+    None stands for 10 dB less than the format gives: 20 dB for FP8, 10 dB for NVFP4.
+    """
     p, rows, layers = inspection.recipes[label], inspection.measured(), inspection.layers
+    snr = (20.0 if p.is_fp8 else 10.0) if snr is None else snr
     running = [row for row in rows if label not in row.kept]
     below = [row for row in running if row.losses[label].floor_db < snr]
     failing, passing = {_unit(row) for row in below}, {_unit(row) for row in running}
@@ -107,6 +113,16 @@ def advise(inspection: Inspection, label: str, snr: float) -> Advice:
         lowest=min((row.losses[label].floor_db for row in stays), default=math.inf),
         whole_layers=_whole_layers(p, failing, layers),
     )
+
+
+def thresholds(advice: list[Advice]) -> str:
+    """Return the thresholds in words, each with the recipes that it is of if there are several."""
+    found: dict[float, list[str]] = {}
+    for a in advice:
+        found.setdefault(a.snr, []).append(a.label)
+    if len(found) == 1:
+        return f"{advice[0].snr:g} dB"
+    return ", ".join(f"{snr:g} dB ({', '.join(labels)})" for snr, labels in found.items())
 
 
 def _runs(p: Precision, row: Row, layers: int) -> bool:

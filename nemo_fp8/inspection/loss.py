@@ -160,6 +160,9 @@ def _by_block(
     """
     tile = quantized.block
     if tile is not None:
+        tile = (
+            (1, tile[1]) if quantized.format.bits == 4 else tile
+        )  # whose statistics are of 16 values, also of squares
         inside = (block[0] // tile[0], block[1] // tile[1])
         return _sums(statistics.signal, inside), _sums(statistics.noise, inside)
     # In units of the codes, so that squares stay in the range of FP32 for any magnitude of the tensor.

@@ -1,8 +1,8 @@
 """Measure what FP8 would do to a checkpoint, and to captured activations, before a run is spent on it.
 
 Every weight matrix is quantized as each contract says, and measured: SNR of the whole and of its blocks, underflow,
-saturation, MSE, amax, the range of scales, the dynamic range in use. One matrix is in memory at a time, and becomes a
-row of numbers.
+saturation, MSE, amax, the range of scales, the dynamic range in use; and how far the copy that the backward multiplies
+by is from the forward's (``transposition``). One matrix is in memory at a time, and becomes a row of numbers.
 
 A file does not have the scales of delayed scaling, which come from earlier steps. Here they come from the tensor
 itself, lowered by the contract's margin, which is right for a weight that changes slowly. Embeddings, norms, routers
@@ -27,6 +27,7 @@ import torch
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.inspection.loss import BLOCKS, Loss
+from nemo_fp8.numerics.transposition import ONE, Copies, Transposition, whole_blocks
 from nemo_fp8.models.names import Place, decoder, outside, place
 from nemo_fp8.models.selection import why_kept
 from nemo_fp8.numerics.formats import format_of
@@ -53,6 +54,8 @@ class Row:
     note: str = ""
     losses: Mapping[str, Loss] = field(default_factory=dict)
     """The losses by the recipe's label."""
+    transpositions: Mapping[str, Transposition] = field(default_factory=dict)
+    """Of a weight, by label: how far the copy that the backward multiplies by is from the forward's."""
     kept: Mapping[str, str] = field(default_factory=dict)
     """By label, why that contract keeps this linear in the compute dtype, although it could be quantized."""
 
@@ -66,7 +69,14 @@ class Row:
         return min(loss.floor_db for loss in self.losses.values())
 
     def to_dict(self) -> dict[str, Any]:
-        measured = {label: {**loss.to_dict(), "kept": self.kept.get(label)} for label, loss in self.losses.items()}
+        measured = {
+            label: {
+                **loss.to_dict(),
+                "kept": self.kept.get(label),
+                "transposition": turned.to_dict() if (turned := self.transpositions.get(label)) else None,
+            }
+            for label, loss in self.losses.items()
+        }
         return {
             "name": self.name,
             "operand": self.operand,
@@ -107,6 +117,10 @@ class Inspection:
     def total(self, label: str, rows: Iterable[Row]) -> Loss:
         """Return the loss of several tensors under one recipe, as if they were one tensor."""
         return Loss.together(row.losses[label] for row in rows)
+
+    def transposition(self, label: str, rows: Iterable[Row]) -> Transposition:
+        """Return how far the backward's copies of several weights are from the forward's, as if they were one."""
+        return Transposition.together(row.transpositions[label] for row in rows if label in row.transpositions)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -149,9 +163,9 @@ def inspect_checkpoint(
     for source, found in sources:
         for row in found:
             if not row.skipped:
-                losses = _measure(source, row, recipes)
+                losses, turned = _measure(source, row, recipes)
                 kept = {label: why for label, p in recipes.items() if (why := _kept(p, row, layers, experts))}
-                row = replace(row, losses=losses, kept=kept)
+                row = replace(row, losses=losses, transpositions=turned, kept=kept)
                 report(source.entries[row.name].bytes, row.name)
             measured.append(row)
         source.close()
@@ -229,21 +243,34 @@ def _experts(rows: Iterable[Row]) -> int:
 # ---------------------------------------------------------------------- measuring
 
 
-def _measure(source: Checkpoint, row: Row, recipes: Mapping[str, Precision]) -> dict[str, Loss]:
-    """Return the loss of a tensor under each recipe; recipes with the same cast share one measurement."""
+def _measure(
+    source: Checkpoint, row: Row, recipes: Mapping[str, Precision]
+) -> tuple[dict[str, Loss], dict[str, Transposition]]:
+    """Return the loss and the transposition of a tensor under each recipe; the same casts share one measurement."""
     casts = {label: (p.operand(row.operand), p.margin if p.scaling == "delayed" else 0) for label, p in recipes.items()}
     distinct = {(replace(operand, delayed=False), margin) for operand, margin in casts.values() if operand is not None}
     found: dict[tuple[Operand, int], list[Loss]] = {cast: [] for cast in distinct}
+    copies = _copies(row, recipes) if row.operand == "weight" else {}
+    turned: dict[Copies, list[Transposition]] = {pair: [] for pair in copies.values()}
     for matrix in source.matrices(row.name):
         for operand, margin in distinct:
             found[operand, margin].append(measure(matrix, operand, margin, BLOCKS[row.operand]))
+        for pair, parts in turned.items():
+            parts.append(pair.measure(matrix))
         del matrix  # before the next one is read
     together = {cast: Loss.together(losses) for cast, losses in found.items()}
-    return {
+    losses = {
         label: together[replace(operand, delayed=False), margin]
         for label, (operand, margin) in casts.items()
         if operand is not None
     }
+    return losses, {label: Transposition.together(turned[pair]) for label, pair in copies.items()}
+
+
+def _copies(row: Row, recipes: Mapping[str, Precision]) -> dict[str, Copies]:
+    """Return the two copies of a weight by label, under the recipe that each contract has for its module."""
+    own = {label: p.of((row.place.module,)) for label, p in recipes.items()}
+    return {label: ONE if (pair := Copies.under(p)).are_one else pair for label, p in own.items()}
 
 
 def measure(matrix: torch.Tensor, operand: Operand, margin: int, block: tuple[int, int]) -> Loss:
@@ -255,7 +282,10 @@ def measure(matrix: torch.Tensor, operand: Operand, margin: int, block: tuple[in
     if margin:
         format = format_of(operand.format)
         scale = delayed_scale(amax_of(matrix), torch.ones((), device=matrix.device), format, margin)
-    return Loss.of(matrix, quantize(matrix, operand, scale=scale, statistics=True), block)
+    whole = whole_blocks(matrix, operand)
+    chance = torch.Generator(matrix.device).manual_seed(0) if operand.stochastic else None
+    loss = Loss.of(whole, quantize(whole, operand, scale=scale, statistics=True, generator=chance), block)
+    return replace(loss, elements=matrix.numel())
 
 
 def _require_fp8(recipes: Mapping[str, Precision]) -> None:

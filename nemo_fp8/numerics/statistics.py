@@ -45,12 +45,12 @@ class Statistics:
     @property
     def signal(self) -> torch.Tensor:
         """sum x**2 over finite values, in FP64."""
-        return self.norm.double().square_()
+        return self.norm.double().square()
 
     @property
     def noise(self) -> torch.Tensor:
         """sum (x - dequantized)**2 over finite values, in FP64."""
-        return self.error_norm.double().square_()
+        return self.error_norm.double().square()
 
     @property
     def underflow_percent(self) -> torch.Tensor:

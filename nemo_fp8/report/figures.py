@@ -8,8 +8,8 @@
 
 A figure becomes inline SVG. Its text and frames are drawn in placeholder colours, which are then replaced by the CSS
 variables of the page, so that they follow the reader's light or dark setting. A recipe's colour has enough contrast on
-both. The colours are Okabe and Ito's, which colour-blind people can tell apart. Two variants of a recipe have the same
-colour and differ in dash and marker, so no information is in the hue alone.
+both. The colours are Okabe and Ito's, which colour-blind people can tell apart; their orange is darker. Two variants of
+a recipe have the same colour and differ in dash and marker, so no information is in the hue alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ COLORS = {
     "tensorwise": "#d55e00",
     "blockwise": "#0072b2",
     "mxfp8": "#009e73",
+    "nvfp4": "#c08a00",
 }
 # Successive lines of one recipe.
 DASHES = ("-", "--", ":", "-.")

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_fp8.inspection.advice import Advice
-from nemo_fp8.inspection.loss import Loss
+from nemo_fp8.inspection.advice import Advice, thresholds
 from nemo_fp8.inspection.measure import Inspection, Row
+from nemo_fp8.numerics.transposition import Copies
 from nemo_fp8.models.families import ROLES
 from nemo_fp8.report import figures
 from nemo_fp8.report.page import Cell, Column, Page
@@ -32,22 +32,33 @@ class Grid:
     """A grid of one number by layer and role."""
 
     title: str
-    value: Callable[[Loss], float]
+    value: Callable[[Inspection, str, list[Row]], float]
+    """The number of some tensors under the recipe of a label."""
     percent: bool
     caption: str
 
 
-_CROSS = "A cross marks what lies below {snr:g} dB."
+def _of_loss(name: str) -> Callable[[Inspection, str, list[Row]], float]:
+    """Return a function that gives a number of the loss of some tensors together."""
+
+    def value(inspection: Inspection, label: str, rows: list[Row]) -> float:
+        number: float = getattr(inspection.total(label, rows), name)
+        return number
+
+    return value
+
+
+_CROSS = "A cross marks what lies below {snr}."
 GRIDS = (
     Grid(
         title="SNR in dB",
-        value=lambda loss: loss.snr_db,
+        value=_of_loss("snr_db"),
         percent=False,
         caption=f"Signal-to-noise ratio of everything in a cell together. {_CROSS}",
     ),
     Grid(
         title="SNR in dB that 99% of the blocks reach",
-        value=lambda loss: loss.block_snr_db,
+        value=_of_loss("block_snr_db"),
         percent=False,
         caption="The same for small parts: blocks of {block}, of which the worst hundredth is left out. Here it shows "
         "when an "
@@ -55,13 +66,13 @@ GRIDS = (
     ),
     Grid(
         title="Underflow in %",
-        value=lambda loss: loss.underflow_percent,
+        value=_of_loss("underflow_percent"),
         percent=True,
         caption="Values other than zero that became zero. An empty cell has none.",
     ),
     Grid(
         title="Saturation in %",
-        value=lambda loss: loss.saturation_percent,
+        value=_of_loss("saturation_percent"),
         percent=True,
         caption="Values that were too large for their scale. A scale that is found from the tensor itself fits its "
         "largest value, "
@@ -70,7 +81,16 @@ GRIDS = (
 )
 
 
-def inspection_page(inspection: Inspection, advice: list[Advice], snr: float) -> Page:
+DISTANCE = Grid(
+    title="Distance in %",
+    value=lambda inspection, label, rows: 100 * inspection.transposition(label, rows).distance,
+    percent=True,
+    caption="How far the weights that the backward multiplies by are from the forward's, of everything in a cell "
+    "together. An empty cell has none.",
+)
+
+
+def inspection_page(inspection: Inspection, advice: list[Advice]) -> Page:
     """Return the page of an inspection."""
     rows = inspection.measured()
     operands = [operand for operand in OPERANDS if inspection.measured(operand)]
@@ -84,8 +104,8 @@ def inspection_page(inspection: Inspection, advice: list[Advice], snr: float) ->
     )
     page.section("Overview").text(
         "SNR: how much larger the values are than what quantizing them changed; 6 dB are one bit, E4M3 gives about 31 "
-        "dB and "
-        "E5M2 about 25 dB to values inside its range. Lower is worse. Underflow: values that became zero."
+        "dB, E5M2 about 25 dB and E2M1 about 20 dB to values inside its range. Lower is worse. Underflow: values that "
+        "became zero."
     )
     if any(row.note for row in rows):
         page.text(
@@ -97,15 +117,17 @@ def inspection_page(inspection: Inspection, advice: list[Advice], snr: float) ->
             f"NaN or infinity in {len(broken)} tensors, which no recipe mends: {', '.join(row.name for row in broken)}."
         )
     _overview(page, inspection, advice, operands)
-    page.section(f"What to keep above {snr:g} dB")
+    page.section(f"What to keep above {thresholds(advice)}")
     for a in advice:
         _keep(page, inspection, a)
+    page.section("What the backward multiplies by")
+    _backward(page, inspection, advice)
     page.section("The worst ten tensors")
-    _worst(page, inspection, snr)
+    _worst(page, inspection, advice)
     for operand in operands:
         page.section(f"{OPERANDS[operand]} by layer and role")
         for grid in GRIDS:
-            _grid(page, inspection, operand, grid, snr)
+            _grid(page, inspection, operand, grid, advice)
         _numbers(page, inspection, operand)
     skipped = [row for row in inspection.rows if row.skipped]
     if skipped:
@@ -183,6 +205,39 @@ def _keep(page: Page, inspection: Inspection, a: Advice) -> None:
         page.text(whole)
 
 
+def _backward(page: Page, inspection: Inspection, advice: list[Advice]) -> None:
+    """Append how far the backward's weights are from the forward's: a table, and a grid if there is any distance."""
+    page.text(
+        "The backward contracts the other dimension of a weight than the forward. In square blocks, or with one scale "
+        "for the whole, both read the same codes; in blocks along one dimension the backward reads another cast of the "
+        "weight, and multiplies by another weight than the forward did. The difference is the same for every token: a "
+        "bias, and no noise. Differ: the share of elements that are not the same. Distance: the norm of the "
+        "difference, relative to the weight's. Gain: what gradients are too long by, or too short."
+    )
+    weights, lines = inspection.measured("weight"), []
+    for label, precision in inspection.recipes.items():
+        turned = [row for row in weights if label in row.transpositions]
+        whole = inspection.transposition(label, turned)
+        farthest = max(turned, key=lambda row: row.transpositions[label].distance)
+        numbers = (whole.differ_percent, 100 * whole.distance, 100 * whole.gain)
+        far = 100 * farthest.transpositions[label].distance
+        at = (far, farthest.name.removesuffix(".weight")) if far else (far, None)
+        lines.append((_chip(inspection, label), Copies.under(precision).words, *numbers, *at))
+    columns = (
+        "recipe",
+        "the backward multiplies by",
+        Column("differ %", ".2f"),
+        Column("distance %", ".3f", "All weights together"),
+        Column("gain %", ".3f"),
+        Column("farthest %", ".3f", "The distance of the weight that is farthest"),
+        "which is",
+    )
+    page.table(columns, lines)
+    if any(row.transpositions[label].distance for row in weights for label in row.transpositions):
+        _grid(page, inspection, "weight", DISTANCE, advice)
+        _turned(page, inspection, weights)
+
+
 def _db(value: float) -> str:
     return "without loss" if math.isinf(value) else f"{value:.1f} dB"
 
@@ -198,14 +253,17 @@ def _cells(inspection: Inspection, operand: str) -> tuple[list[str], dict[tuple[
     return [role for role in ROLES if any(role == name for name, _ in cells)], cells
 
 
-def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, snr: float) -> None:
+def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, advice: list[Advice]) -> None:
     from matplotlib.colors import LogNorm, Normalize
+
+    snr = {a.label: a.snr for a in advice}
+    low, high = min(snr.values()), max(snr.values())
 
     roles, cells = _cells(inspection, operand)
     layers: list[int | None] = [*range(inspection.layers)]
     layers += [None] if any(layer is None for _, layer in cells) else []
     values = {
-        (label, role, layer): grid.value(inspection.total(label, rows))
+        (label, role, layer): grid.value(inspection, label, rows)
         for (role, layer), rows in cells.items()
         for label in inspection.recipes
     }
@@ -216,7 +274,7 @@ def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, snr: flo
         norm = LogNorm(1e-3, max([1.0, *shown]), clip=True)
     else:
         # Differences above MOST_DB do not matter, and one lossless tensor would take all the colours.
-        norm = Normalize(min([snr, *shown]), min(max([snr + 1, *shown]), max(MOST_DB, snr + 1)), clip=True)
+        norm = Normalize(min([low, *shown]), min(max([high + 1, *shown]), max(MOST_DB, high + 1)), clip=True)
     columns = min(len(inspection.recipes), 4 if len(layers) <= 16 else 2 if len(layers) <= 48 else 1)
     lines = -(-len(inspection.recipes) // columns)
     with figures.drawing(10.6, lines * (0.75 + 0.24 * len(roles)), lines, columns, sharex=True, sharey=True) as (
@@ -224,12 +282,12 @@ def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, snr: flo
         axes,
     ):
         for ax, label in zip(axes.flat, inspection.recipes, strict=False):
-            picture = _panel(ax, label, roles, layers, cells, values, grid, norm, snr)
+            picture = _panel(ax, label, roles, layers, cells, values, grid, norm, snr[label])
         for ax in axes.flat[len(inspection.recipes) :]:
             ax.set_visible(False)
         for ax in axes[-1]:
             ax.set_xlabel("layer")
-        over = "max" if not grid.percent and any(v > max(MOST_DB, snr + 1) for v in values.values()) else "neither"
+        over = "max" if not grid.percent and any(v > max(MOST_DB, high + 1) for v in values.values()) else "neither"
         figure.colorbar(picture, ax=axes, pad=0.01, aspect=14 * lines, extend=over, format="%g").outline.set_visible(
             False
         )
@@ -239,7 +297,7 @@ def _grid(page: Page, inspection: Inspection, operand: str, grid: Grid, snr: flo
         if any(row.kept for row in inspection.measured(operand))
         else ""
     )
-    page.heading(grid.title).figure(figure, grid.caption.format(snr=snr, block=block) + hatched)
+    page.heading(grid.title).figure(figure, grid.caption.format(snr=thresholds(advice), block=block) + hatched)
 
 
 def _panel(
@@ -287,7 +345,7 @@ def _panel(
     return picture
 
 
-def _worst(page: Page, inspection: Inspection, snr: float) -> None:
+def _worst(page: Page, inspection: Inspection, advice: list[Advice]) -> None:
     worst = inspection.worst()
     names = [row.name.removesuffix(".weight") for row in worst]
     styles = figures.lines((label, figures.recipe_of(p)) for label, p in inspection.recipes.items())
@@ -300,7 +358,8 @@ def _worst(page: Page, inspection: Inspection, snr: float) -> None:
             ax.plot(
                 [v if math.isfinite(v) else math.nan for v in values], [i + aside for i in range(len(worst))], **style
             )
-        ax.axvline(snr, color=figures.MUTED, linewidth=1, linestyle="--", label=f"{snr:g} dB")
+        for snr in dict.fromkeys(a.snr for a in advice):
+            ax.axvline(snr, color=figures.MUTED, linewidth=1, linestyle="--", label=f"{snr:g} dB")
         ax.set_yticks(range(len(worst)), names)
         ax.invert_yaxis()
         ax.set_xlabel("SNR in dB, of the tensor or of its blocks, whichever is lower")
@@ -359,6 +418,29 @@ def _numbers(page: Page, inspection: Inspection, operand: str) -> None:
     cut = f" The first {MOST_ROWS} of {len(lines)}; --json holds all." if len(lines) > MOST_ROWS else ""
     fold = f"All numbers of {OPERANDS[operand].lower()}, by layer and role"
     page.table(columns, lines[:MOST_ROWS], f"Kept: the contract leaves it in the compute dtype.{cut}", fold)
+
+
+def _turned(page: Page, inspection: Inspection, weights: list[Row]) -> None:
+    """Append a table of all distances: a row for each layer, role and recipe that has one."""
+    columns = (
+        "layer",
+        "role",
+        "recipe",
+        Column("tensors", "d"),
+        Column("differ %", ".3f"),
+        Column("distance %", ".4f"),
+        Column("gain %", ".4f"),
+        Column("cosine", ".6f", "Of the angle between the two"),
+    )
+    lines = []
+    for (role, layer), rows in _cells(inspection, "weight")[1].items():
+        for label in inspection.recipes:
+            t = inspection.transposition(label, rows)
+            if t.difference:
+                numbers = (t.differ_percent, 100 * t.distance, 100 * t.gain, t.cosine)
+                lines.append((layer, role, _chip(inspection, label), len(rows), *numbers))
+    cut = f"The first {MOST_ROWS} of {len(lines)}; --json holds all." if len(lines) > MOST_ROWS else ""
+    page.table(columns, lines[:MOST_ROWS], cut, "All distances, by layer and role")
 
 
 def _skipped(page: Page, rows: list[Row]) -> None:

@@ -6,9 +6,15 @@ a GPU only what TE keeps can be read: amax histories and scales from ``fp8_meta`
 and gradients cannot. FP8 primary weights are compared, on both, with the share of the FP32 master weights that lies on
 this rank.
 
+How far the weight that dgrad multiplies by is from the one that fprop used (``numerics.transposition``) follows from
+the weight and the recipe, on both: two casts of the weight where its blocks are not square, and nothing where they are.
+Where casts are seen, it is also measured how far that takes the input's gradient: :data:`TOKENS` rows of the gradient
+are multiplied with both copies. Of FP8 primary weights in 1x32 blocks nothing is said: their source is not there.
+
 Measurements are sums and extremes, which add up over the experts of a layer and over ranks:
 
-    SUM  elements, underflow, saturated, non-finite, signal, noise          MAX  amax, scale, 1 / scale
+    SUM  elements, underflow, saturated, non-finite, signal, noise; the six of a Transposition
+    MAX  amax, scale, 1 / scale
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -27,10 +33,14 @@ from nemo_fp8.contract import ROLES
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.linear import operands
 from nemo_fp8.numerics.quantize import quantize
+from nemo_fp8.numerics.transposition import Copies, Transposition
 from nemo_fp8.render.te import from_te
 from nemo_fp8.te_cpu.quantized import watching_casts
 
-SUMS, EXTREMES = 6, 3
+COUNTED = 6
+SUMS, EXTREMES = COUNTED + len(astuple(Transposition())), 3
+TOKENS = 256
+"""The most rows of a gradient that are multiplied to see how far off the input's gradient is."""
 Key = tuple[str, str]
 # The prefixes that the wrappers of Megatron, NeMo and Lightning add to the names of modules.
 _WRAPPERS = re.compile(r"^(?:(?:module|\d+)\.)+")
@@ -46,18 +56,24 @@ class Measurement:
 
     @classmethod
     def of(cls, amax: Any, scale_inv: torch.Tensor, *sums: Any) -> Measurement:
-        """Make a measurement of an amax, scales and, if known, the six sums."""
+        """Make a measurement of an amax, scales and, if known, the first six sums."""
         inverse = scale_inv.detach().double()
         ends = torch.stack([inverse.new_tensor(float(amax)), inverse.amin().reciprocal(), inverse.amax()])
-        return cls(torch.tensor([float(s) for s in sums or [0] * SUMS], dtype=torch.float64), ends.cpu())
+        all_sums = [*map(float, sums), *[0.0] * (SUMS - len(sums))]
+        return cls(torch.tensor(all_sums, dtype=torch.float64), ends.cpu())
 
     def and_(self, other: Measurement) -> Measurement:
         """Combine two measurements, as for the experts that share a name."""
         return Measurement(self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
 
+    def turned(self, found: Transposition) -> Measurement:
+        """Return the same with what was found of the copy that dgrad multiplies by."""
+        return replace(self, sums=torch.cat([self.sums[:COUNTED], self.sums.new_tensor(astuple(found))]))
+
     def numbers(self) -> dict[str, float | None]:
         """Return the numbers that reports print; None for one that is not known."""
-        elements, underflow, saturated, nonfinite, signal, noise = self.sums.tolist()
+        elements, underflow, saturated, nonfinite, signal, noise = self.sums[:COUNTED].tolist()
+        turned = Transposition(*self.sums[COUNTED:].tolist())
         amax, largest, inverse = self.extremes.tolist()
         known = elements > 0
         ratio = self.sums[4] / self.sums[5] if noise else torch.tensor(float("inf"))
@@ -69,6 +85,7 @@ class Measurement:
             "saturation_percent": 100 * saturated / elements if known else None,
             "snr_db": float(10 * torch.log10(ratio)) if known and signal else None,
             "nonfinite": nonfinite if known else None,
+            **{name: value if turned.elements else None for name, value in turned.to_dict().items()},
         }
 
 
@@ -99,6 +116,8 @@ class Probe:
             primary = [_primary(weight, self.optimizers) for weight in _weights(module) if _is_primary(weight)]
             if primary:
                 self.seen[name, "weight"] = reduce(Measurement.and_, primary)
+            if (turned := _turned(module)) is not None and (name, "weight") in self.seen:
+                self.seen[name, "weight"] = self.seen[name, "weight"].turned(turned)
         return {(name, role): self.seen.get((name, role), Measurement()) for name in self.linears for role in ROLES}
 
     def _see(self, quantizer: Any, x: torch.Tensor, quantized: Any) -> None:
@@ -113,7 +132,10 @@ class Probe:
         if id(quantizer) in self._owners:
             name, role = self._owners[id(quantizer)]
             module: Any = self.linears[name]
-            found = _quantized(x, role, from_te(module.fp8_meta["recipe"]), quantizer)
+            precision = from_te(module.fp8_meta["recipe"])
+            found = _quantized(x, role, precision, quantizer)
+            if role == "grad" and len(weights := _weights(module)) == 1 and not _is_primary(weights[0]):
+                found = found.turned(_error_of_dx(weights[0], x, Copies.under(precision)))
             self.seen[name, role] = found if (name, role) not in self.seen else self.seen[name, role].and_(found)
 
 
@@ -177,6 +199,31 @@ def _quantized(x: torch.Tensor, role: str, precision: Any, quantizer: Any) -> Me
     return Measurement.of(
         s.amax, q.scale_inv_fp32, s.elements, s.underflow, s.saturated, s.nonfinite, s.signal, s.noise
     )
+
+
+@torch.no_grad()
+def _turned(module: Any) -> Transposition | None:
+    """Return how far dgrad's copies of a module's weights are from fprop's, under the recipe that it last ran."""
+    recipe, weights = module.fp8_meta.get("recipe"), _weights(module)
+    if recipe is None or not weights:
+        return None
+    copies = Copies.under(from_te(recipe))
+    if copies.are_one:
+        return Transposition.together(Transposition.none(_values_of(weight)) for weight in weights)
+    if any(map(_is_primary, weights)):
+        return None
+    return Transposition.together(copies.measure(weight.detach()) for weight in weights)
+
+
+def _values_of(weight: Any) -> torch.Tensor:
+    values: torch.Tensor = weight.dequantize() if _is_primary(weight) else weight.detach()
+    return values
+
+
+@torch.no_grad()
+def _error_of_dx(weight: torch.Tensor, dy: torch.Tensor, copies: Copies) -> Transposition:
+    """Return how far ``dy @ B`` is from ``dy @ F`` for the first rows of a gradient."""
+    return copies.of_gradient(weight.detach(), dy.detach().reshape(-1, dy.shape[-1])[:TOKENS])
 
 
 # Operand -> where a TE linear keeps its quantizer: the list, the index, and the step to the next GEMM's (experts

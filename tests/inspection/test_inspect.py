@@ -12,7 +12,7 @@ import nemo_fp8
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.inspection.loss import BLOCKS, Loss
-from nemo_fp8.inspection.measure import inspect_checkpoint
+from nemo_fp8.inspection.measure import inspect_checkpoint, measure
 from nemo_fp8.numerics import quantize
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference
@@ -25,6 +25,7 @@ RECIPES = {
     "blockwise-fp32": BLOCKWISE.replace(weight_scale="fp32", activation_scale="fp32"),
     "mxfp8": preset("bf16_with_mxfp8_mixed"),
 }
+NVFP4 = preset("bf16_with_nvfp4_mixed")
 
 
 def _snr(signal, noise):
@@ -231,3 +232,67 @@ def test_what_cannot_be_inspected(checkpoint, tmp_path):
             inspect_checkpoint(*arguments)
     with pytest.raises(PrecisionError, match="no captured activations"):
         inspect_checkpoint(checkpoint, RECIPES, activations=checkpoint)
+
+
+@pytest.mark.parametrize("block", ["16x16", "1x16"])
+@pytest.mark.parametrize("shape", [(256, 384), (144, 80)])
+def test_the_loss_in_four_bits_is_what_a_few_plain_lines_compute(block, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x[:, :16] *= 1e-3
+    operand = NVFP4.replace(weight_block=block).operand("weight")
+    found = measure(x, operand, 0, BLOCKS["weight"])
+    values, exact = quantize(x, operand).dequantize().double(), x.double()
+    assert found.snr_db == pytest.approx(
+        _snr(float(exact.square().sum()), float((exact - values).square().sum())), abs=1e-3
+    )
+    blocks = [
+        (exact[i : i + 128, j : j + 128], values[i : i + 128, j : j + 128])
+        for i in range(0, shape[0], 128)
+        for j in range(0, shape[1], 128)
+    ]
+    worst = min(_snr(float(a.square().sum()), float((a - b).square().sum())) for a, b in blocks)
+    assert found.block_snr_db == pytest.approx(worst, abs=1e-3)
+    assert found.underflow == int(((values == 0) & (exact != 0)).sum())
+    assert found.elements == x.numel()
+
+
+def test_a_shape_that_four_bits_cannot_hold_is_measured_and_kept(tmp_path):
+    weight = torch.randn(40, 72, generator=torch.Generator().manual_seed(3))
+    save_file({"layers.0.fc1.weight": weight}, tmp_path / "odd.safetensors")
+    recipes = {"square": NVFP4, "row": NVFP4.replace(weight_block="1x16")}
+    (row,) = inspect_checkpoint(tmp_path / "odd.safetensors", recipes).rows
+    assert row.kept.keys() == recipes.keys()
+    assert {loss.elements for loss in row.losses.values()} == {40 * 72}
+    assert row.transpositions["square"].difference == 0
+    assert row.transpositions["row"].elements == 40 * 72
+    assert 0.1 < row.transpositions["row"].distance < 0.16
+
+
+def test_gradients_that_are_rounded_by_chance_are_measured_alike_each_time(checkpoint, tmp_path):
+    save_file({"model.layers.0.mlp.up_proj.grad": torch.randn(64, 256)}, tmp_path / "captured.safetensors")
+    first, second = (
+        inspect_checkpoint(checkpoint, {"nvfp4": NVFP4}, activations=tmp_path / "captured.safetensors").measured("grad")
+        for _ in range(2)
+    )
+    assert first[0].losses == second[0].losses
+    assert first[0].transpositions == {}
+
+
+def test_the_backwards_weight_is_measured_under_every_recipe(checkpoint):
+    recipes = RECIPES | {
+        "square": NVFP4,
+        "row": NVFP4.replace(weight_block="1x16"),
+        "same": NVFP4.replace(weight_block="1x16", backward="dequantized"),
+        "some": NVFP4.replace(weight_block="1x16", modules=[("*.q_proj", "blockwise")]),
+    }
+    found = inspect_checkpoint(checkpoint, recipes)
+    weights = found.measured("weight")
+    assert all(row.transpositions.keys() == recipes.keys() for row in weights)
+    far = {label: found.transposition(label, weights).distance for label in recipes}
+    assert {label for label, distance in far.items() if distance == 0} == RECIPES.keys() - {"mxfp8"} | {
+        "square",
+        "same",
+    }
+    for row in weights:
+        expected = 0 if row.place.role == "q" else row.transpositions["row"].difference
+        assert row.transpositions["some"].difference == expected

@@ -30,9 +30,14 @@ def test_tables_fit_80_columns_and_say_what_to_keep(checkpoint, monkeypatch):
     assert all(len(line.rstrip()) <= 80 for line in lines if "keep=[" not in line)
     for label in DEFAULT:
         assert any(line.startswith(label) for line in lines)
-    (pasted,) = [line for line in lines if "keep=[" in line]
-    assert pasted.startswith('first_layers=1, last_layers=1, keep=[r"re:')
-    assert r"layers\.2\." in pasted
+    of_tensorwise, of_nvfp4 = [line for line in lines if "keep=[" in line]
+    assert of_tensorwise.startswith('first_layers=1, last_layers=1, keep=[r"re:')
+    assert r"layers\.2\." in of_tensorwise
+    assert of_nvfp4.startswith('keep=[r"re:')
+    assert "10 dB (nvfp4)" in done.stdout
+    (turned,) = [line for line in lines if line.startswith("mxfp8") and "a cast by rows" in line]
+    assert 0 < float(turned.split()[-3]) < 0.01
+    assert sum("the forward's codes" in line for line in lines) == 3
 
 
 def test_json_is_json_and_holds_every_tensor(checkpoint, monkeypatch):
@@ -54,11 +59,12 @@ def test_the_page_stands_alone_and_shows_every_section(checkpoint, tmp_path, mon
     _run(checkpoint, "--html", tmp_path / "report.html", monkeypatch=monkeypatch)
     text = (tmp_path / "report.html").read_text()
     parsed = Parsed(text)
-    assert sum(tag == "svg" for tag, _ in parsed.tags) == 5  # four grids and the worst ten
+    assert sum(tag == "svg" for tag, _ in parsed.tags) == 6  # four grids, the distances and the worst ten
     words = "".join(parsed.text)
     for title in (
         "Overview",
-        "What to keep above 20 dB",
+        "What to keep above 20 dB (tensorwise, blockwise, mxfp8), 10 dB (nvfp4)",
+        "What the backward multiplies by",
         "The worst ten tensors",
         "Weights by layer and role",
         "Not quantized",
@@ -76,7 +82,35 @@ def test_every_short_name_and_yaml_files(checkpoint, tmp_path, monkeypatch):
     found = json.loads(done.stdout)["precisions"]
     assert found.keys() == {*SHORT, "mine", "bf16-with-fp8-blockwise-mixed"}
     assert found["mine"]["keep"] == ["*.q_proj"]
-    assert {p["scaling"] for p in found.values()} == {"delayed", "tensorwise", "blockwise", "mxfp8"}
+    assert {p["scaling"] for p in found.values()} == {"delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"}
+
+
+def test_the_distance_of_the_backward_is_in_table_json_and_page(checkpoint, tmp_path, monkeypatch):
+    chosen = ("--precision", "nvfp4", "--precision", "nvfp4-1x16")
+    page = tmp_path / "page.html"
+    text = _run(checkpoint, *chosen, "--html", page, monkeypatch=monkeypatch).stdout
+    found = json.loads(_run(checkpoint, *chosen, "--json", monkeypatch=monkeypatch).stdout)
+    turned = [t["precisions"]["nvfp4-1x16"]["transposition"] for t in found["tensors"] if t["precisions"]]
+    square = [t["precisions"]["nvfp4"]["transposition"] for t in found["tensors"] if t["precisions"]]
+    assert len(turned) == 7 * LAYERS
+    # Gaussian weights, but for the down projection that was damaged.
+    assert sum(0.128 < t["distance"] < 0.133 and 75 < t["differ_percent"] < 81 for t in turned) == 7 * LAYERS - 1
+    assert all((t["distance"], t["gain"], t["differ_percent"], t["cosine"]) == (0, 0, 0, 1) for t in square)
+    (line,) = [line for line in text.splitlines() if "a cast by rows" in line]
+    assert line.startswith("nvfp4-1x16")
+    assert "13." in line
+    assert "All distances, by layer and role" in "".join(Parsed(page.read_text()).text)
+
+
+def test_recipes_whose_backward_reads_the_forwards_codes_have_no_picture_of_distances(
+    checkpoint, tmp_path, monkeypatch
+):
+    page = tmp_path / "page.html"
+    text = _run(checkpoint, "--precision", "blockwise", "--html", page, monkeypatch=monkeypatch).stdout
+    assert "backward multiplies by" not in text
+    words = "".join(Parsed(page.read_text()).text)
+    assert "What the backward multiplies by" in words
+    assert "All distances" not in words
 
 
 @pytest.mark.parametrize(

@@ -80,3 +80,14 @@ def test_a_gaussian_has_the_snr_of_its_mantissa():
     assert summary["snr_db"] == pytest.approx(-20 * math.log10(0.0265), abs=0.1)
     assert summary["scale_inv_min"] < summary["scale_inv_max"]
     assert all(isinstance(v, float) for v in summary.values())
+
+
+@pytest.mark.parametrize("block", [(1, 32), (2, 2), None])
+def test_asking_twice_gives_the_same_numbers(block):
+    """The sums of the specification are in FP64 already: squaring them must not write over them."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    found = quantize_reference(x, block, FORMATS["e4m3"], "fp32", statistics=True)[2]
+    expected = float(x.double().square().sum())
+    for _ in range(2):
+        assert float(found.total().signal) == pytest.approx(expected, rel=1e-6)
+        assert 30 < float(found.total().snr_db) < 60

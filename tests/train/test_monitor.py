@@ -87,6 +87,31 @@ def test_every_layout_shows_the_same_layers(layout, alone):
             assert row["amax"] == pytest.approx(there["amax"], rel=0.05)
 
 
+MXFP8 = "bf16_with_mxfp8_mixed"
+
+
+def test_a_backward_that_reads_the_forwards_codes_is_exactly_there(alone):
+    for row in alone:
+        expected = (None,) * 4 if row["operand"] == "input" else (0, 0, 0, 1)
+        assert (row["differ_percent"], row["distance"], row["gain"], row["cosine"]) == expected
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2-sp"])
+def test_a_backward_that_reads_another_cast_is_seen(layout):
+    """Blocks of 1x32 with powers of two agree on weights as they are drawn, but for what lies below the last code."""
+    rows = watched(MXFP8, settings={"fp8_param_gather": False}, **LAYOUTS[layout]).extra["rows"]
+    weights = [row for row in rows if row["operand"] == "weight"]
+    assert _layers(weights) == _named(range(4))
+    assert all(0 <= row["distance"] < 1e-3 and row["cosine"] > 0.999999 for row in weights)
+    assert any(row["differ_percent"] > 0 for row in weights)
+    assert all(row["distance"] < 1e-3 for row in rows if row["operand"] == "grad")
+
+
+def test_primary_weights_in_blocks_of_rows_say_nothing():
+    weights = [row for row in watched(MXFP8).extra["rows"] if row["operand"] == "weight"]
+    assert {row["distance"] for row in weights} == {None}
+
+
 def test_layers_in_bf16_are_not_shown():
     assert _layers(watched(TENSORWISE).extra["rows"]) == _named((1, 2))
 
@@ -148,8 +173,8 @@ def test_tensorboard_gets_it(tmp_path):
     rows = watched(env={"TENSORBOARD": str(tmp_path)}).extra["rows"]
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    row = rows[0]
-    for metric in ("amax", "scale_max", "underflow_percent", "saturation_percent", "snr_db"):
+    row = next(row for row in rows if row["operand"] == "weight")
+    for metric in ("amax", "scale_max", "underflow_percent", "saturation_percent", "snr_db", "distance", "gain"):
         (event,) = events.Scalars(f"fp8/{row['layer']}/{row['operand']}/{metric}")
         assert (event.step, event.value) == (3, pytest.approx(row[metric], rel=1e-5))
     assert [e.value for e in events.Scalars("fp8/skipped_steps")] == [0.0]
