@@ -9,7 +9,9 @@
                                                         (pip install --no-deps --target /tmp/torchao "torchao==0.18.*")
 
 Quantizing a BF16 element moves 3 bytes (2 in, 1 out), and so does decoding it; scales and statistics are not counted,
-though the latter are 17 bytes a tile in new memory: half a byte for each MX element. The yardstick is a copy that moves
+though the latter are 17 bytes a tile in new memory: half a byte for each MX element. NVFP4 moves 2.5625 bytes an
+element (2 in, half a byte and a scale's sixteenth out) where the tensor's amax is given, and 4.5625 where it is found
+first, in a pass of its own that reads everything once more; so does its yardstick. The yardstick is a copy that moves
 as many bytes with as many threads, of three kinds: torch's `copy_` into memory that is there; torch's `clone` to a new
 tensor, for which the operating system has to find and clear pages; and the C library's `memcpy`, a part for each
 thread, the fastest copy that we know on such a machine. Only ratios within one run mean anything. All ways take turns,
@@ -40,7 +42,7 @@ from pairs import BYTES, Pairs, Place, memcpy_in_parts, pair_up, places_for, sec
 from peers import E4M3, Ways, padded_eager, peers
 
 from nemo_fp8 import __version__
-from nemo_fp8.numerics import kernels
+from nemo_fp8.numerics import kernels, nvfp4
 from nemo_fp8.numerics.kernels import build
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/quantize.md"
@@ -57,6 +59,16 @@ OPERATIONS: dict[str, tuple[tuple[int, int] | None, str]] = {
     "MX 32x1 (column usage)": ((32, 1), "e8m0"),
     "whole tensor, given scale": (None, "fp32"),
 }
+# name: rows of a block, whether the tensor's amax is given
+NVFP4: dict[str, tuple[int, bool]] = {
+    "NVFP4 1x16, given amax": (1, True),
+    "NVFP4 16x16, given amax": (16, True),
+    "NVFP4 1x16": (1, False),
+    "NVFP4 16x16": (16, False),
+}
+NVFP4_DECODED = "decode NVFP4 to BF16"
+# Bytes that an element moves, where they are not BYTES.
+MOVED = {name: 2.5625 if given else 4.5625 for name, (_, given) in NVFP4.items()} | {NVFP4_DECODED: 2.5625}
 DECODED: dict[str, tuple[int, int]] = {"decode 128x128 to BF16": (128, 128), "decode 1x128 to BF16": (1, 128)}
 
 
@@ -74,6 +86,11 @@ def measure(shape: tuple[int, int], rounds: int, device: str, only: str = "") ->
     for name, tile in DECODED.items():
         if only in name:
             add_decoding(name, tile, places[0].x, there, new)
+    for name in NVFP4:
+        if only in name and device in kernels.FP4_DEVICES:
+            add_nvfp4(name, places[0].x, there, new)
+    if only in NVFP4_DECODED and device in kernels.FP4_DEVICES:
+        add_decoding_nvfp4(places[0].x, there, new)
     with tensors_from_the_system(device):
         pairs = pair_up(new, places, max(4, rounds // 4), device)
     return {"shape": shape, "pairs": pairs | pair_up(there, places, rounds, device), "places": places}
@@ -116,6 +133,60 @@ def add_decoding(name: str, tile: tuple[int, int], x: torch.Tensor, there: Pairs
         copy,
     )
     new[f"{name}/new"] = (lambda p: require(kernels.decode(p.codes, scale_inv, tile, torch.bfloat16, None)), clone)
+
+
+def add_nvfp4(name: str, x: torch.Tensor, there: Pairs, new: Pairs) -> None:
+    tile_rows, given = NVFP4[name]
+    encode = nvfp4.encode_scale(require(kernels.amax(x))).reshape(1)
+
+    def run(x: torch.Tensor, out: Any) -> Any:
+        found = encode if given else nvfp4.encode_scale(require(kernels.amax(x))).reshape(1)
+        return require(kernels.quantize_fp4(x, found, tile_rows, out=out))
+
+    scales = run(x, None)[1]
+    there[f"{name}/there"] = (lambda p: run(p.x, (half_of(p.codes), scales)), copy_of(MOVED[name]))
+    new[f"{name}/new"] = (lambda p: run(p.x, None), clone_of(MOVED[name]))
+
+
+def add_decoding_nvfp4(x: torch.Tensor, there: Pairs, new: Pairs) -> None:
+    amax = require(kernels.amax(x))
+    scales = require(kernels.quantize_fp4(x, nvfp4.encode_scale(amax).reshape(1), 1))[1]
+
+    def run(p: Place, out: Any) -> Any:
+        return require(kernels.decode_fp4(half_of(p.codes), scales, amax, 2688.0, torch.bfloat16, out))
+
+    there[f"{NVFP4_DECODED}/there"] = (lambda p: run(p, p.values), copy_of(MOVED[NVFP4_DECODED]))
+    new[f"{NVFP4_DECODED}/new"] = (lambda p: run(p, None), clone_of(MOVED[NVFP4_DECODED]))
+
+
+def half_of(codes: torch.Tensor) -> torch.Tensor:
+    """Half of the memory for FP8 codes, as bytes of two."""
+    rows, columns = codes.shape
+    return codes.view(torch.uint8).view(-1)[: codes.numel() // 2].view(rows, columns // 2)
+
+
+def copy_of(moved: float) -> Callable[[Place], Any]:
+    """A copy that moves so many bytes an element: of a part of what FP8 moves, or of that and of the source."""
+
+    def run(p: Place) -> None:
+        rest = moved if moved <= BYTES else moved - 4
+        if moved > BYTES:
+            p.values.copy_(p.x)
+        part = int(p.x.numel() * rest) // 2
+        p.target[:part].copy_(p.plain[:part])
+
+    return run
+
+
+def clone_of(moved: float) -> Callable[[Place], Any]:
+    """The same to new memory. Of what is read twice only the cast writes: the other reading is an amax of torch's."""
+
+    def run(p: Place) -> Any:
+        if moved > BYTES:
+            torch.aminmax(p.x.view(-1))
+        return p.plain[: int(p.x.numel() * 2.5625) // 2].clone()
+
+    return run
 
 
 def measure_peers(places: list[Place], rounds: int, device: str, compiled: bool) -> dict[str, dict[str, float]]:
@@ -209,7 +280,8 @@ def tables(result: dict[str, Any]) -> list[str]:
     memcpy = share(pairs["copy/memcpy"]) if "copy/memcpy" in pairs else None  # how much faster it is than torch's copy
 
     def speed(name: str) -> str:
-        return f"{elements * BYTES / seconds(pairs[name]) / 1e9:.1f}" if name in pairs else ""
+        moved = MOVED.get(name.split("/")[0], BYTES)
+        return f"{elements * moved / seconds(pairs[name]) / 1e9:.1f}" if name in pairs else ""
 
     def shares(name: str, by: float = 1.0) -> str:
         return f"{share(pairs[name]) / by:.0%}" if name in pairs else ""

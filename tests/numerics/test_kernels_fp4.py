@@ -117,6 +117,13 @@ def every_mantissa():
             hold((rows.reshape(-1, 128) * binade).bfloat16(), 1, torch.tensor([encode]))
 
 
+def test_scales_that_are_rounded_down_far():
+    """A subnormal scale may be so much smaller than it should be that values reach 7, 8 and beyond."""
+    for step in torch.linspace(1.0, 1.6, 25):
+        x = torch.linspace(-1, 1, 16).repeat(2, 8) * 6 * step * 2.0**-9
+        hold(x.bfloat16(), 1, torch.ones(1))
+
+
 def test_a_scale_for_each_row():
     x = source((50, 96), torch.bfloat16, 1, "gaussian")
     hold(x, 1, torch.linspace(0.1, 4000, 50))

@@ -2,7 +2,7 @@
    BF16 if that is asked for.
 
    A byte becomes one 32-bit word of two BF16 values, or two FP32 values. The magnitude of a code is the largest of three lines, one
-   for each grid: code / 2, code - 2 and 2 code - 8. Plain C, vectorized by the compiler. */
+   for each grid: code / 2, code - 2 and 2 code - 8. With AVX-512 or AVX2 a vector holds a table of them, and BF16 is made by hand. */
 
 #include "fp8.h"
 
@@ -51,6 +51,24 @@ static void bf16_row(const uint8_t *restrict codes, uint32_t *restrict out, int6
     }
 }
 
+#ifdef BLOCK
+/* BF16 on vectors, 2 * LANES columns at a time. Returns how many columns are done. */
+static int64_t bf16_groups(const uint8_t *codes, uint16_t *out, int64_t n, const float *scale, int streams) {
+    const e2m1_values k = values_of_e2m1();
+    int64_t c = 0;
+    streams = streams && ((uintptr_t)out & (BLOCK - 1)) == 0;
+    for (; c + 2 * LANES <= n; c += 2 * LANES) {
+        words bytes = spread_bytes(codes + c / 2);
+        reals factor = of_blocks(scale + c / VALUES);
+        words even = rounded(V(mul_ps)(look_up(bytes, k), factor)), odd = rounded(V(mul_ps)(look_up(V(srli_epi32)(bytes, 4), k), factor));
+        words two = upper_halves(even, odd);
+        if (streams) V_BITS(stream)((words *)(out + c), two);
+        else V_BITS(storeu)((words *)(out + c), two);
+    }
+    return c;
+}
+#endif
+
 static void fp32_row(const uint8_t *restrict codes, float *restrict out, int64_t n, const float *restrict slots) {
     for (int64_t i = 0; i < n / 2; i++) {
         out[2 * i] = value_of(codes[i], slots[i]);
@@ -74,14 +92,22 @@ static void work_back4(void *argument) {
         scales_back(j->scales + first / VALUES, w.scale, n);
         if (j->amax) {
             float amax = j->amax[at.row * j->amax_stride], reciprocal = j->reciprocal;
-            for (int64_t t = 0; t < n; t++) w.scale[t] = w.scale[t] * amax * reciprocal;
+            for (int64_t t = 0; t < n; t++) {
+                float s = w.scale[t] * amax * reciprocal;
+                w.scale[t] = value(bits(s) << 1 > INFINITE << 1 ? 0x7fc00000u : bits(s)); /* one NaN, which rounding leaves one */
+            }
         }
-        for (int64_t t = 0; t < n; t++) for (int64_t i = 0; i < VALUES / 2; i++) w.slots[t * (VALUES / 2) + i] = w.scale[t];
-        char *out = (char *)j->out + first * size;
-        void *row = streams ? (void *)w.row : (void *)out;
-        if (j->target == FP32) fp32_row(j->codes + first / 2, row, width, w.slots);
-        else bf16_row(j->codes + first / 2, row, width, w.slots);
-        if (streams) stream(out, w.row, width * size);
+        uint8_t *out = (uint8_t *)j->out + first * size;
+        int64_t done = 0;
+#ifdef BLOCK
+        if (j->target == BF16) done = bf16_groups(j->codes + first / 2, (uint16_t *)out, width, w.scale, streams);
+#endif
+        if (done == width) continue;
+        for (int64_t t = done / VALUES; t < n; t++) for (int64_t i = 0; i < VALUES / 2; i++) w.slots[t * (VALUES / 2) + i] = w.scale[t];
+        void *row = streams ? (void *)w.row : (void *)(out + done * size);
+        if (j->target == FP32) fp32_row(j->codes + (first + done) / 2, row, width - done, w.slots + done / 2);
+        else bf16_row(j->codes + (first + done) / 2, row, width - done, w.slots + done / 2);
+        if (streams) stream(out + done * size, w.row, (width - done) * size);
     }
     streamed();
 }

@@ -7,7 +7,8 @@
        code = min(round(2 |y|), round(|y|) + 2, round(|y| / 2) + 4, 7)
 
    The adder rounds: the last place of 2**23 is 1, ties go to even, and the low bits of the sum are the code. Two neighbouring BF16
-   values are the halves of one 32-bit word and become one byte, which saves the shuffles: plain C, vectorized by the compiler. */
+   values are the halves of one 32-bit word and become one byte, which saves the shuffles. That is plain C, vectorized by the
+   compiler. Tame BF16, nearly all there is, runs on vectors by hand where there is AVX-512 or AVX2: a third fewer instructions. */
 
 #include "fp8_tops.h"
 
@@ -53,7 +54,8 @@ static uint32_t top_number(const fp4_job *j, const char *x, int64_t rows, int64_
     return top;
 }
 
-static void amaxes(const fp4_job *j, scratch4 *w, const char *x, int64_t rows, int64_t width) {
+/* The amax of every block; NaNs enter none. Returns whether all values are numbers. */
+static int amaxes(const fp4_job *j, scratch4 *w, const char *x, int64_t rows, int64_t width) {
     const char *tops = x;
     int64_t n = width / VALUES, t = 0;
     uint32_t most = 0;
@@ -66,15 +68,20 @@ static void amaxes(const fp4_job *j, scratch4 *w, const char *x, int64_t rows, i
     for (t = 0; t < n; t++) most = bits(w->amax[t]) > most ? bits(w->amax[t]) : most;
     for (t = 0; t < n && most > INFINITE; t++)
         if (bits(w->amax[t]) > INFINITE) w->amax[t] = value(top_number(j, x, rows, t * VALUES));
+    return most <= INFINITE;
 }
 
 /* ------------------------------------------------------------------------------------------------ scales and factors */
 
-/* E4M3 as fp8_rows.h rounds to it: the step at a magnitude is the last place of the magnitude times 2**20. */
-static void find_factors(const float *restrict amax, float encode, int vllm, uint8_t *restrict scales, float *restrict factor, int64_t n) {
+/* E4M3 as fp8_rows.h rounds to it: the step at a magnitude is the last place of the magnitude times 2**20.
+
+   Returns whether the blocks are tame: no value of theirs, multiplied, is as large as 7, which needs a code above 7, and none that
+   BF16 has, multiplied, becomes 0 for being small, which would lose its sign. */
+static int find_factors(const float *restrict amax, float encode, int vllm, uint8_t *restrict scales, float *restrict factor, int64_t n) {
     const float most = 3.40282346638528859812e+38f, sixth = 1.0f / 6.0f, decode = 1.0f / encode, folded = encode * sixth;
     const float magic = value(147u << 23), if_zero = vllm ? 1e8f : 0.0f;
     const uint32_t least = 121u << 23, top = 0x43e00000u; /* 2**-6, 448 */
+    uint32_t largest = 0, smallest = INFINITE;
     for (int64_t t = 0; t < n; t++) {
         float s = vllm ? encode * (amax[t] * sixth) : amax[t] * folded;
         uint32_t u = bits(s), e = u > least ? u : least;
@@ -85,8 +92,12 @@ static void find_factors(const float *restrict amax, float encode, int vllm, uin
         scales[t] = (uint8_t)(c < least ? small : normal);
         d = d == 0 ? if_zero : d;
         float f = 1.0f / d;
-        factor[t] = f < most ? f : most;
+        factor[t] = f = f < most ? f : most;
+        uint32_t reaches = bits(amax[t] * f);
+        largest = reaches > largest ? reaches : largest;
+        smallest = bits(f) < smallest ? bits(f) : smallest;
     }
+    return largest < bits(7.0f) && smallest >= bits(0x1p-16f);
 }
 
 /* ------------------------------------------------------------------------------------------------------------- codes */
@@ -118,30 +129,23 @@ INLINE void pack_pairs(const void *x, uint8_t *restrict out, int64_t n, const fl
 #ifdef BLOCK
 enum { UNIT = 8 * LANES /* columns whose codes are BLOCK bytes, or half of them */ };
 
-/* The same for BF16 on vectors: UNIT columns at a time. Returns how many columns are done. */
+/* The same for tame BF16 on vectors: UNIT columns at a time. Returns how many columns are done. */
 static int64_t pack_units(const uint16_t *x, uint8_t *out, int64_t n, const float *factor, const char *ask) {
-    const words upper = V(set1_epi32)((int)0xffff0000), positive = V(set1_epi32)(0x7fffffff);
-    const reals one = V(set1_ps)(8388608.0f), two = V(set1_ps)(2), half = V(set1_ps)(0.5f);
-    const reals ones = V(set1_ps)(8388608.0f + 2), twos = V(set1_ps)(8388608.0f + 4), top = V(set1_ps)(8388608.0f + 7);
+    const words positive = V(set1_epi32)(0x7fff7fff), upper = V(set1_epi32)(0x7fff0000);
+    const grids k = grids_of_e2m1();
     int64_t c = 0;
     for (; c + UNIT <= n; c += UNIT) {
         words codes[4];
         for (int64_t i = 0; i < 2 * UNIT; i += 64) _mm_prefetch(ask + 2 * c + i, _MM_HINT_T1);
         UNROLLED
         for (int g = 0; g < 4; g++) {
-            words both = V_BITS(loadu)((const words *)(x + c + g * 2 * LANES)), half_of[2];
+            words both = V_BITS(loadu)((const words *)(x + c + g * 2 * LANES));
             reals scale = of_blocks(factor + (c + g * 2 * LANES) / VALUES);
-            UNROLLED
-            for (int odd = 0; odd < 2; odd++) {
-                reals y = V(mul_ps)(REALS(odd ? V_BITS(and)(both, upper) : V(slli_epi32)(both, 16)), scale);
-                reals m = REALS(V_BITS(and)(WORDS(y), positive));
-                reals least = V(min_ps)(V(fmadd_ps)(m, two, one), V(add_ps)(m, ones)); /* of NaN and a number the second is taken */
-                least = V(min_ps)(least, V(min_ps)(V(fmadd_ps)(m, half, twos), top));
-                half_of[odd] = mark_negative(WORDS(least), y);
-            }
-            codes[g] = either_code(half_of[0], half_of[1]);
+            reals even = V(mul_ps)(REALS(V(slli_epi32)(V_BITS(and)(both, positive), 16)), scale);
+            reals odd = V(mul_ps)(REALS(V_BITS(and)(both, upper)), scale);
+            codes[g] = code_pairs(even, odd, both, k);
         }
-        put_low_bytes(out + c / 2, codes);
+        put_pairs(out + c / 2, codes);
     }
     return c;
 }
@@ -162,13 +166,13 @@ static void cast_blocks(const fp4_job *j, scratch4 *w, int64_t r0, int64_t rows,
     int64_t size = bytes_of(j->source), step = j->stride * size, n = width / VALUES, done = 0, spread = 0;
     const char *x = (const char *)j->x + (r0 * j->stride + c0) * size;
     int streams = large(j->rows * j->cols / 2);
-    amaxes(j, w, x, rows, width);
-    find_factors(w->amax, j->encode[r0 * j->encode_stride], j->vllm, w->scales, w->factor, n);
+    int numbers = amaxes(j, w, x, rows, width);
+    int tame = find_factors(w->amax, j->encode[r0 * j->encode_stride], j->vllm, w->scales, w->factor, n) && numbers;
     for (int64_t r = 0; r < rows; r++) {
         int64_t at = (r0 + r) * j->cols + c0;
         uint8_t *to = j->codes + at / 2, *row = streams ? w->row : to;
 #ifdef BLOCK
-        if (j->source == BF16) done = pack_units((const uint16_t *)(x + r * step), row, width, w->factor, ask + r * step);
+        if (tame && j->source == BF16) done = pack_units((const uint16_t *)(x + r * step), row, width, w->factor, ask + r * step);
 #endif
         if (done < width && !spread) spread = 1, spread_factors(w, done / VALUES, n);
         for (int64_t c = done; c < width; c += ASKED) {

@@ -45,6 +45,13 @@ typedef struct { uint32_t drop, least, top; float magic, saturates_above; } form
 #include "fp8_avx2.h"
 #endif
 
+#ifdef BLOCK
+INLINE words rounded(reals y) { /* its upper halves are BF16 */
+    words u = WORDS(y), odd = V_BITS(and)(V(srli_epi32)(u, 16), V(set1_epi32)(1));
+    return V(add_epi32)(V(add_epi32)(u, V(set1_epi32)(0x7fff)), odd);
+}
+#endif
+
 /* ------------------------------------------------------------------------------------------------- division of work */
 
 /* A unit of work is some rows of tiles, one strip wide. If there are enough rows for all threads, it is as wide as the matrix,

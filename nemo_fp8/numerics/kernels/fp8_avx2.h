@@ -71,19 +71,26 @@ INLINE reals low_halves(words fp16) { return _mm256_cvtph_ps(_mm256_castsi256_si
 INLINE reals high_halves(words fp16) { return _mm256_cvtph_ps(_mm256_extracti128_si256(fp16, 1)); }
 
 /* FP4. A vector of words has two columns a word, and so one block of 16. */
-INLINE words mark_negative(words codes, reals y) { /* -0 and NaN are not less than 0 */
-    words negative = WORDS(_mm256_cmp_ps(y, _mm256_setzero_ps(), _CMP_LT_OQ));
-    return _mm256_or_si256(codes, _mm256_and_si256(negative, _mm256_set1_epi32(8)));
+/* As round_lanes, above: the code of an even column comes out as code << 8, that of an odd one as code << 12. */
+typedef struct { reals least, infinite, magic; words even, odd; } grids;
+INLINE grids grids_of_e2m1(void) {
+    const uint32_t from = -(149 << 1) & 0xffff; /* 2**22, in whose binade the last place is 1/2, has the exponent 149 */
+    return (grids){_mm256_set1_ps(1), _mm256_set1_ps(value(INFINITE)), _mm256_set1_ps(value(149u << 23 | from)),
+                   _mm256_set1_epi32(1 << (16 + 8 - 6) | 1 << 8), _mm256_set1_epi32(1 << (16 + 12 - 6) | 1 << 12)};
 }
-INLINE words either_code(words even, words odd) { /* even | odd << 4, in the low bytes */
-    return _mm256_or_si256(even, _mm256_slli_epi32(odd, 4));
+INLINE words code_lanes(reals y, grids k, words halves) {
+    reals e = _mm256_and_ps(_mm256_max_ps(y, k.least), k.infinite);
+    return _mm256_madd_epi16(WORDS(_mm256_fmadd_ps(e, k.magic, y)), halves);
+}
+INLINE words code_pairs(reals even, reals odd, words x, grids k) { /* (even | odd << 4) << 8, with the signs of x but for -0 */
+    words above = _mm256_subs_epu16(x, _mm256_set1_epi16((int16_t)0x8000)), negative = _mm256_cmpgt_epi16(above, _mm256_setzero_si256());
+    words signs = _mm256_madd_epi16(negative, _mm256_set1_epi32((int32_t)(0x8000u << 16 | (0xffffu & -2048))));
+    return _mm256_or_si256(_mm256_or_si256(code_lanes(even, k, k.even), code_lanes(odd, k, k.odd)), signs);
 }
 INLINE reals of_blocks(const float *factor) { return _mm256_broadcast_ss(factor); }
-INLINE void put_low_bytes(uint8_t *to, const words *four) {
-    words low[4];
-    UNROLLED
-    for (int i = 0; i < 4; i++) low[i] = _mm256_and_si256(four[i], _mm256_set1_epi32(0xff));
-    words bytes = _mm256_packus_epi16(_mm256_packus_epi32(low[0], low[1]), _mm256_packus_epi32(low[2], low[3]));
+INLINE void put_pairs(uint8_t *to, const words *four) {
+    words low = _mm256_srli_epi16(_mm256_packus_epi32(four[0], four[1]), 8), high = _mm256_srli_epi16(_mm256_packus_epi32(four[2], four[3]), 8);
+    words bytes = _mm256_packus_epi16(low, high);
     _mm256_storeu_si256((words *)to, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
 }
 enum { TOPS = 8 };
@@ -98,4 +105,16 @@ INLINE void tops_of_blocks(const uint16_t *x, float *amax) {
     for (int i = 0; i < 2; i++) v[i] = TOP_HALF(v[2 * i], v[2 * i + 1], 32);
     __m128i tops = fold_tops(TOP_HALF(v[0], v[1], 64));
     _mm256_storeu_si256((words *)amax, _mm256_slli_epi32(_mm256_cvtepu16_epi32(tops), 16));
+}
+
+/* 2 * LANES codes, two a byte: each byte in a word of its own, whose low three bits are looked up; the fourth is the sign. */
+typedef struct { reals values; } e2m1_values;
+INLINE e2m1_values values_of_e2m1(void) {
+    static const float values[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    return (e2m1_values){_mm256_loadu_ps(values)};
+}
+INLINE words spread_bytes(const uint8_t *codes) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)); }
+INLINE reals look_up(words codes, e2m1_values k) {
+    reals sign = REALS(_mm256_slli_epi32(codes, 28)), negative = _mm256_set1_ps(-0.0f);
+    return _mm256_or_ps(_mm256_permutevar8x32_ps(k.values, codes), _mm256_and_ps(sign, negative));
 }

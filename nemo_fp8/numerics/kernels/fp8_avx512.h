@@ -80,16 +80,26 @@ INLINE reals low_halves(words fp16) { return _mm512_cvtph_ps(_mm512_castsi512_si
 INLINE reals high_halves(words fp16) { return _mm512_cvtph_ps(_mm512_extracti64x4_epi64(fp16, 1)); }
 
 /* FP4. A vector of words has two columns a word, and so two blocks of 16. */
-INLINE words mark_negative(words codes, reals y) { /* -0 and NaN are not less than 0 */
-    return _mm512_mask_or_epi32(codes, _mm512_cmp_ps_mask(y, _mm512_setzero_ps(), _CMP_LT_OQ), codes, _mm512_set1_epi32(8));
+/* As fp8_rows.h rounds, with a float for each grid whose last place is the grid's step, and whose low bits hold the code at which
+   the grid counts from 0: for |y| below 2, below 4 and below 7, whose exponents end in 15, 0 and 1. */
+typedef struct { reals step; } grids;
+INLINE grids grids_of_e2m1(void) {
+    float step[16] = {[15] = 4194304.0f, [0] = 8388608.0f + 2, [1] = 16777216.0f + 8};
+    return (grids){_mm512_loadu_ps(step)};
 }
-INLINE words either_code(words even, words odd) { /* even | odd << 4, in the low bytes */
-    return _mm512_or_si512(even, _mm512_slli_epi32(odd, 4));
+INLINE words code_lanes(reals y, grids k) { /* in the low byte */
+    words exponent = _mm512_srli_epi32(WORDS(_mm512_max_ps(y, _mm512_set1_ps(1))), 23);
+    return WORDS(_mm512_add_ps(y, _mm512_permutexvar_ps(exponent, k.step)));
+}
+INLINE words code_pairs(reals even, reals odd, words x, grids k) { /* even | odd << 4, with the signs of x but for -0 */
+    words negative = _mm512_min_epu16(_mm512_subs_epu16(x, _mm512_set1_epi16((int16_t)0x8000)), _mm512_set1_epi16(1));
+    words signs = _mm512_madd_epi16(negative, _mm512_set1_epi32(128 << 16 | 8));
+    return _mm512_ternarylogic_epi32(code_lanes(even, k), _mm512_slli_epi32(code_lanes(odd, k), 4), signs, 0xfe); /* or */
 }
 INLINE reals of_blocks(const float *factor) {
     return _mm512_mask_broadcastss_ps(_mm512_set1_ps(factor[0]), 0xff00, _mm_load_ss(factor + 1));
 }
-INLINE void put_low_bytes(uint8_t *to, const words *four) {
+INLINE void put_pairs(uint8_t *to, const words *four) {
     UNROLLED
     for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i *)(to + 16 * i), _mm512_cvtepi32_epi8(four[i]));
 }
@@ -110,3 +120,12 @@ INLINE void tops_of_blocks(const uint16_t *x, float *amax) {
     __m256i tops = _mm256_setr_m128i(_mm_unpacklo_epi16(e, o), _mm_unpackhi_epi16(e, o));
     _mm512_storeu_si512(amax, _mm512_slli_epi32(_mm512_cvtepu16_epi32(tops), 16));
 }
+
+/* 2 * LANES codes, two a byte: each byte in a word of its own, whose low four bits are looked up. */
+typedef struct { reals values; } e2m1_values;
+INLINE e2m1_values values_of_e2m1(void) {
+    static const float values[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    return (e2m1_values){_mm512_loadu_ps(values)};
+}
+INLINE words spread_bytes(const uint8_t *codes) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)); }
+INLINE reals look_up(words codes, e2m1_values k) { return _mm512_permutexvar_ps(codes, k.values); }

@@ -77,11 +77,6 @@ static int all_numbers(const uint8_t *codes, int64_t n, uint8_t special) {
    of 2**shift >= 32 columns, or one for each column, evens of a group first. */
 enum { GROUP = 2 * LANES };
 
-INLINE words rounded(reals y) { /* its upper halves are BF16 */
-    words u = WORDS(y), odd = V_BITS(and)(V(srli_epi32)(u, 16), V(set1_epi32)(1));
-    return V(add_epi32)(V(add_epi32)(u, V(set1_epi32)(0x7fff)), odd);
-}
-
 INLINE words decode_group(const uint8_t *codes, const float *scale, int columns, int e4m3) {
     words fp16 = widen_codes(codes);
     if (e4m3) fp16 = V_BITS(and)(V(srai_epi16)(fp16, 1), V(set1_epi16)((int16_t)0xbf80));
