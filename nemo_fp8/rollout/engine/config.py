@@ -38,7 +38,7 @@ class NemoFp8Config(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> NemoFp8Config:
         """Make the object from a ``quantization_config``; raises PrecisionError for an unknown key."""
-        return cls(Precision(rollout="fp8", **from_plugin(config)), options_of_plugin(config))
+        return cls(Precision(**{"rollout": "fp8"} | from_plugin(config)), options_of_plugin(config))
 
     @classmethod
     def get_name(cls) -> str:
@@ -63,7 +63,7 @@ class NemoFp8Config(QuantizationConfig):
         """
         if isinstance(layer, LinearBase):
             reason = reason_to_keep(self.precision, prefix, self._layers(), self.packed_modules_mapping)
-            return NemoFp8LinearMethod(self, prefix) if reason is None else self.unquantized(reason)
+            return self._linear(prefix) if reason is None else self.unquantized(reason)
         if isinstance(layer, RoutedExperts):
             moe = layer.moe_config
             inner = moe.intermediate_size_per_partition_unpadded * moe.tp_size
@@ -73,6 +73,13 @@ class NemoFp8Config(QuantizationConfig):
             return experts.method_for(self, layer, prefix) if reason is None else experts.unquantized(layer, reason)
         return kv.method_for(self, layer) if isinstance(layer, (Attention, MLAAttention)) else None
 
+    def _linear(self, prefix: str) -> NemoFp8LinearMethod:
+        if self.precision.rollout == "nvfp4":
+            from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
+
+            return Nvfp4LinearMethod(self, prefix)
+        return NemoFp8LinearMethod(self, prefix)
+
     def loaded(self, layer: torch.nn.Module) -> None:
         """Log a warning, once, if the model takes no pushes. vLLM calls this in its last pass over a complete model."""
         if not self._loaded:
@@ -80,7 +87,7 @@ class NemoFp8Config(QuantizationConfig):
             warn_if_unpushable(layer)
 
     def unquantized(self, reason: str) -> UnquantizedLinearMethod:
-        """Return vLLM's method for the compute dtype, with the reason why the layer is not in FP8."""
+        """Return vLLM's method for the compute dtype, with the reason why the layer is not quantized."""
         method = UnquantizedLinearMethod()
         method.nemo_fp8_reason = reason
         return method

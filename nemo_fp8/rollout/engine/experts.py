@@ -25,6 +25,7 @@ from nemo_fp8.rollout.engine import kernels, ops
 from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.engine.quantizer import quantize_weight
 from nemo_fp8.rollout.engine.selection import in_every_layer
+from nemo_fp8.rollout.engine.storage import Storage
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.engine.config import NemoFp8Config
@@ -36,6 +37,8 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
     Raises PrecisionError if experts cannot be decoded and the contract is strict.
     """
     emulated = config.options["activations"] == "emulated" and current_platform.is_cpu()
+    if config.precision.rollout == "nvfp4":
+        return _in_four_bits(config, layer, prefix)
     if kernels.has_experts_kernel(config.storage, config.options["kernel"]) and not emulated:
         return NemoFp8MoEMethod(config, layer, prefix)
     unknown = " and ".join(_not_decoded(layer))
@@ -49,6 +52,25 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
             "on their output.",
             f"Add {name!r} to keep, or set strict=False; or use a machine with vLLM's kernel (AMX, or a GPU) and "
             "activations='kernel'.",
+        )
+    kernels.logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", name, why)
+    return unquantized(layer, why)
+
+
+def _in_four_bits(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase:
+    """Return the method for experts in NVFP4, which are decoded on a CPU; elsewhere they stay in the compute dtype."""
+    from nemo_fp8.rollout.engine.four_bit_experts import Nvfp4MoEMethod
+
+    unknown = " and ".join(_not_decoded(layer))
+    if current_platform.is_cpu() and not unknown:
+        return Nvfp4MoEMethod(config, layer, prefix)
+    what, name = f"experts with {unknown}" if unknown else "experts on a GPU", in_every_layer(prefix)
+    why = f"{what} have no NVFP4 kernel of ours"
+    if config.precision.strict:
+        raise PrecisionError(
+            f"{prefix}: {what} cannot be in NVFP4 here, and the contract is strict.",
+            "NVFP4 experts run on decoded weights, on a CPU: with SiLU, no biases, and weights on their output.",
+            f"Add {name!r} to keep, set strict=False, or export the checkpoint for vLLM's own kernels.",
         )
     kernels.logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", name, why)
     return unquantized(layer, why)
@@ -69,6 +91,12 @@ def _not_decoded(layer: RoutedExperts) -> Iterator[str]:
         yield "biases (as GPT-OSS has them)"
     if layer.moe_config.activation != MoEActivation.SILU:
         yield f"{layer.moe_config.activation.value} activations"
+
+
+def padded_to_blocks(sizes: tuple[int, ...], storage: Storage) -> tuple[int, ...]:
+    """Return the sizes of experts padded to whole blocks of the kernel's grid."""
+    side = storage.grid[1]
+    return tuple(-(-size // side) * side for size in sizes)
 
 
 class Quantizing:
@@ -148,8 +176,7 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
         sizes = super().maybe_roundup_sizes(
             hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
         )
-        side = self.storage.grid[1]
-        return tuple(-(-size // side) * side for size in sizes)
+        return padded_to_blocks(sizes, self.storage)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
@@ -179,6 +206,7 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
     ) -> torch.Tensor:
         """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
         weights = (layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv)
+        assert self.storage.activation is not None
         how = (list(self.storage.grid), self.group, self.storage.activation.scale, self.direct)
         out: torch.Tensor = ops.decoded_experts(x, *weights, topk_weights, topk_ids.long(), layer.expert_map, *how)
         return out
