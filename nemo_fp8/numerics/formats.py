@@ -1,11 +1,12 @@
-"""Number formats as data: what the bits of E4M3FN, E5M2 and E8M0 mean, the cast into them and the way back.
+"""Number formats as data: what the bits of E4M3FN, E5M2, E2M1 and E8M0 mean, the cast into FP8 and the way back.
 
 A code of a small float is ``sign | exponent | mantissa``; its value is
 
     (-1)**sign * 2**(exponent - bias) * (1 + mantissa / 2**m)        exponent > 0
     (-1)**sign * 2**(1 - bias) * (mantissa / 2**m)                   exponent = 0
 
-E8M0 has neither sign nor mantissa: it is the exponent byte of a power of two, with 255 for NaN.
+E8M0 has neither sign nor mantissa: it is the exponent byte of a power of two, with 255 for NaN. E2M1 has neither
+infinity nor NaN, and lies two to a byte: ``nvfp4.py`` casts it.
 
 The cast rounds to nearest, ties to even, and saturates as the GPU's ``cvt.rn.satfinite`` does: anything too
 large, infinity included, becomes the largest finite value, and NaN stays NaN. Every FP8 value is exact in BF16,
@@ -39,7 +40,7 @@ class Format:
     infinity: int | None
     """The code of +infinity, where there is one."""
     first_nan: int
-    """The lowest positive code that is NaN; all codes above it are NaN as well."""
+    """The lowest positive code that is NaN; all codes above it are NaN as well. Beyond the last code if none is."""
 
     @property
     def smallest(self) -> float:
@@ -53,6 +54,15 @@ class Format:
         return self.max + (step if self.infinity is None else step / 2) / 2
 
     @property
+    def magnitudes(self) -> torch.Tensor:
+        """The values of the positive codes that are finite, in FP64: element ``code`` is its value."""
+        codes = torch.arange(self.first_nan if self.infinity is None else self.infinity)
+        exponent, mantissa = codes >> self.mantissa_bits, codes & ((1 << self.mantissa_bits) - 1)
+        hidden = (exponent > 0).long() << self.mantissa_bits if self.mantissa_bits else 1
+        power = (exponent.clamp_min(1) if self.mantissa_bits else exponent) - self.bias - self.mantissa_bits
+        return torch.ldexp((hidden + mantissa).double(), power)
+
+    @property
     def binades(self) -> float:
         """log2 of the largest over the smallest positive value: the dynamic range."""
         return math.log2(self.max / self.smallest)
@@ -63,6 +73,7 @@ FORMATS = {
     for f in (
         Format("e4m3", torch.float8_e4m3fn, 8, 4, 3, 7, 448.0, None, 0x7F),
         Format("e5m2", torch.float8_e5m2, 8, 5, 2, 15, 57344.0, 0x7C, 0x7D),
+        Format("e2m1", torch.float4_e2m1fn_x2, 4, 2, 1, 1, 6.0, None, 0x8),
         Format("e8m0", torch.float8_e8m0fnu, 8, 8, 0, 127, 2.0**127, None, 0xFF),
     )
 }

@@ -1,4 +1,4 @@
-"""Quantize values to FP8 codes and scales: one function for every operand of every recipe.
+"""Quantize values to codes and scales: one function for every operand of every recipe.
 
 A tensor is cut into tiles, and each tile shares one scale:
 
@@ -12,6 +12,7 @@ The tile is what tells the recipes apart:
     delayed, tensorwise   the whole tensor
     blockwise             128x128 for weights, 1x128 for inputs and gradients
     mxfp8                 1x32
+    nvfp4                 1x16 or 16x16, beneath a scale of the tensor: ``nvfp4.py``
 
 :func:`quantize_reference` is the specification, in plain torch. :func:`quantize` checks its arguments and runs the
 compiled kernel of the device, which equals the specification to the bit, or the specification where there is no
@@ -31,8 +32,9 @@ import torch
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.numerics import kernels, scales
+from nemo_fp8.numerics import kernels, nvfp4, scales
 from nemo_fp8.numerics.formats import FP32_MAX, Format, cast, decode_e8m0, format_of
+from nemo_fp8.numerics.nvfp4_tensor import BLOCK
 from nemo_fp8.numerics.quantized import Quantized, as_matrix, check_usage
 from nemo_fp8.numerics.statistics import Statistics, measure
 
@@ -51,6 +53,8 @@ def quantize(
     convention: str = "te",
     epsilon: float = 0.0,
     statistics: bool = False,
+    amax: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> Quantized:
     """Quantize ``x`` as ``operand`` says.
 
@@ -60,10 +64,21 @@ def quantize(
     convention   ``te`` or ``deepgemm``: which FP32 division makes the scale, see ``scales.py``
     epsilon      a lower bound for amaxes; only the reference knows one, so no kernel runs
     statistics   count underflow, saturation and errors along with the cast
+    amax         of E2M1 operands alone: the amax to take, as :func:`nemo_fp8.numerics.nvfp4.quantize` says
+    generator    of E2M1 operands alone: of the chance in stochastic rounding
+
+    An E2M1 operand gives a :class:`~nemo_fp8.numerics.nvfp4_tensor.QuantizedNVFP4`; its conventions are ``te`` and
+    ``vllm``.
 
     Raises PrecisionError if ``x`` has another dtype, lacks rows and columns for its tiles, or if the operand, the
     scale and the convention do not go together.
     """
+    if operand.format == "e2m1":
+        _check_fp4(x, scale, epsilon)
+        return nvfp4.quantize(
+            x, operand, usage=usage, amax=amax, convention=convention, statistics=statistics, generator=generator
+        )
+    _check_fp8(operand, amax, generator)
     tile = _check(x, operand, usage, scale, convention)
     result = None
     if epsilon == 0.0:
@@ -95,6 +110,12 @@ def quantize_into(
     element for each tile of ``x``, with any strides. Both are written once and never read. The other arguments and
     what is raised are those of :func:`quantize`; memory of a wrong shape or dtype, or that overlaps ``x``, is refused.
     """
+    if operand.format == "e2m1":
+        raise PrecisionError(
+            "Given memory for an E2M1 operand.",
+            "Its codes lie two a byte beside an amax, which this memory has no place for.",
+            "Use quantize(), and copy its data and scale_inv.",
+        )
     tile = _check(x, operand, usage, scale, convention)
     out = (codes, scale_inv)
     result = kernels.quantize(x, tile, operand.format, operand.scale, convention, statistics, scale, out)
@@ -113,13 +134,19 @@ def quantize_pair(
     scale: torch.Tensor | None = None,
     convention: str = "te",
     statistics: bool = False,
+    generator: torch.Generator | None = None,
 ) -> tuple[Quantized, Quantized]:
     """Quantize ``x`` for both usages, as (row, col). The arguments are those of :func:`quantize`."""
+
+    def cast_for(usage: str) -> Quantized:
+        return quantize(
+            x, operand, usage=usage, scale=scale, convention=convention, statistics=statistics, generator=generator
+        )
+
     # A square tile, or the whole tensor, is the same tile for both usages, so both share one set of codes.
-    row = quantize(x, operand, scale=scale, convention=convention, statistics=statistics)
-    if operand.block is None or operand.block[0] == operand.block[1]:
-        return row, row.used_as("col")
-    return row, quantize(x, operand, usage="col", scale=scale, convention=convention, statistics=statistics)
+    row = cast_for("row")
+    square = operand.block is None or operand.block[0] == operand.block[1]
+    return row, row.used_as("col") if square else cast_for("col")
 
 
 def tile_of(operand: Operand, usage: str) -> Tile:
@@ -166,7 +193,8 @@ def quantize_reference(
     stats = None
     if statistics:
         assert amax is not None
-        stats = measure(tiles, scaled, data, amax, scale_inv, _elements(x, tile), format)
+        codes, decoded = data.view(torch.uint8) & 0x7F, data.to(torch.float32)
+        stats = measure(tiles, scaled, codes, decoded, amax, scale_inv, _elements(x, tile), format)
         stats = stats.whole() if tile is None else stats
     return _untile(data, x, tile), scale_inv.reshape(()) if tile is None else scale_inv, stats
 
@@ -262,11 +290,33 @@ def _check(x: torch.Tensor, operand: Operand, usage: str, scale: torch.Tensor | 
     return tile
 
 
+def _check_fp4(x: torch.Tensor, scale: torch.Tensor | None, epsilon: float) -> None:
+    """Raise PrecisionError for a source or for arguments that E2M1 has no use for."""
+    _check_source(x, (1, BLOCK))
+    if scale is not None or epsilon:
+        raise PrecisionError(
+            "A given scale, or an epsilon, for an E2M1 operand.",
+            "Its scales follow from the tensor's amax, which has no lower bound.",
+            "Give amax=, or leave both out.",
+        )
+
+
+def _check_fp8(operand: Operand, amax: torch.Tensor | None, generator: torch.Generator | None) -> None:
+    """Raise PrecisionError for what only E2M1 operands have."""
+    only = (operand.hadamard, operand.stochastic, operand.row_scaled, operand.four_over_six is not None)
+    if amax is not None or generator is not None or any(only):
+        raise PrecisionError(
+            f"An {operand.format.upper()} operand with what belongs to E2M1: {operand.words()}.",
+            "FP8 is rounded to the nearest code, with scales of its tiles alone.",
+            "Use an operand of format e2m1, and give amax= and generator= to none else.",
+        )
+
+
 def _check_source(x: torch.Tensor, tile: Tile) -> None:
     if x.dtype not in SOURCES:
         raise PrecisionError(
             f"Cannot quantize a {x.dtype} tensor.",
-            "FP8 codes are defined from BF16, FP16 and FP32 values; anything else would be rounded twice, or is FP8 "
+            "Codes are defined from BF16, FP16 and FP32 values; anything else would be rounded twice, or is FP8 "
             "already.",
             "Convert it first (x.bfloat16()), or dequantize() what is quantized.",
         )

@@ -84,11 +84,7 @@ class Statistics:
     @property
     def range_used_percent(self) -> torch.Tensor:
         """The binades between the smallest and the largest code in use, as a share of the format's."""
-        values = (
-            torch.arange(128, dtype=torch.uint8, device=self.least_code.device)
-            .view(self.format.dtype)
-            .to(torch.float64)
-        )
+        values = self.format.magnitudes.to(self.least_code.device)
         values[0] = self.format.smallest
         used = torch.log2(values[self.largest_code.long()] / values[self.least_code.long()])
         return used * 100.0 / self.format.binades
@@ -143,7 +139,8 @@ def _most(x: torch.Tensor) -> torch.Tensor:
 def measure(
     source: torch.Tensor,
     scaled: torch.Tensor,
-    data: torch.Tensor,
+    codes: torch.Tensor,
+    decoded: torch.Tensor,
     amax: torch.Tensor,
     scale_inv: torch.Tensor,
     elements: torch.Tensor,
@@ -151,13 +148,13 @@ def measure(
 ) -> Statistics:
     """Compute statistics by tile.
 
-    ``source``, ``scaled`` (before the cast) and ``data`` are [tile rows, rows, tile columns, columns], the others
-    [tile rows, tile columns]. The padding is zeros, which add nothing to a sum.
+    ``source``, ``scaled`` (before the cast), ``codes`` (without their signs) and ``decoded`` (what the signed codes
+    stand for, in FP32) are [tile rows, rows, tile columns, columns], the others [tile rows, tile columns]. The padding
+    is zeros, which add nothing to a sum.
     """
     source = source.float()
     finite = source.isfinite()
-    codes = data.view(torch.uint8) & 0x7F
-    values = data.to(torch.float32) * _values_of(scale_inv)[:, None, :, None]
+    values = decoded * _values_of(scale_inv)[:, None, :, None]
     error = torch.where(finite, source - values, 0.0)
     source = torch.where(finite, source, 0.0)
     whole = (1, 3)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.gemm import gemm
+from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.te_cpu import blockwise, device, float8, nvfp4, quantized
 from nemo_fp8.te_cpu.activations import ACTIVATIONS
@@ -44,7 +45,7 @@ def _check_kinds(A: Any, B: Any) -> None:
         raise RuntimeError(f"{words}, but got A.scaling_mode = {modes[0]}, B.scaling_mode = {modes[1]}")
 
 
-_Operand = Quantized | nvfp4.Side | torch.Tensor
+_Operand = Quantized | torch.Tensor
 
 
 def _operand(tensor: Any, by_rows: bool) -> _Operand:
@@ -66,7 +67,7 @@ def _values(operand: _Operand) -> torch.Tensor:
 
 def _product(a: _Operand, b: _Operand, dtype: torch.dtype, bias: torch.Tensor | None, promotes: bool) -> torch.Tensor:
     """``b @ a.T + bias``: FP32 sums, rounded once."""
-    if isinstance(a, nvfp4.Side) and isinstance(b, nvfp4.Side):
+    if isinstance(a, QuantizedNVFP4) and isinstance(b, QuantizedNVFP4):
         out = nvfp4.product(a, b)
     elif isinstance(a, Quantized) and isinstance(b, Quantized):
         if not promotes:

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
+from nemo_fp8.numerics import nvfp4
 from nemo_fp8.numerics.formats import cast, decode_e8m0, format_of
-from nemo_fp8.te_cpu import nvfp4
+from nemo_fp8.numerics.nvfp4_tensor import BLOCK, unpack
 from nemo_fp8.te_cpu.enumerations import torch_dtype
+from nemo_fp8.te_cpu.nvfp4 import data_transpose, scales_2d_transpose
 from nemo_fp8.te_cpu.tensors import amax_of
 
 _MX = 32
@@ -166,7 +168,7 @@ def nvfp4_multi_tensor_2d_partial_cast(
         rows, first, last = _rows_of(shard, w, start)
         of_blocks = cast(scale[torch.arange(first, last) // block_len], format_of("e4m3")).float()
         factor = nvfp4.factor(of_blocks, torch.where(whole > 0, whole, 1.0)).repeat_interleave(block_len, 1)[:, :w]
-        codes = nvfp4.unpack(out)
+        codes = unpack(out)
         codes[start % 2 : start % 2 + shard.numel()] = _slice_of(nvfp4.nearest(rows * factor), shard, w, start, first)
         out.copy_(codes[0::2] | (codes[1::2] << 4))
 
@@ -180,5 +182,5 @@ def nvfp4_2d_multi_tensor_transpose(
     """The columns of weights whose rows are there: a square block serves both."""
     lists = (rowwise_data_list, columnwise_data_list, rowwise_scale_inv_list, columnwise_scale_inv_list, M_list, K_list)
     for rows, columns, row_scales, column_scales, m, k in zip(*lists, strict=True):
-        nvfp4.data_transpose(rows, out=columns)
-        nvfp4.scales_2d_transpose(row_scales, column_scales, -(-m // nvfp4.BLOCK), -(-k // nvfp4.BLOCK))
+        data_transpose(rows, out=columns)
+        scales_2d_transpose(row_scales, column_scales, -(-m // BLOCK), -(-k // BLOCK))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +18,13 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 TE = ROOT / ".te" / "transformer_engine"
-ML_DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e8m0": ml_dtypes.float8_e8m0fnu}
+VLLM = ROOT / ".venv-rollout" / "lib"
+ML_DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+}
 LARGEST = {name: np.float32(ml_dtypes.finfo(ML_DTYPES[name]).max) for name in ("e4m3", "e5m2")}
 
 
@@ -79,18 +87,43 @@ def _scale(
 
 def function_of(path: Path, name: str, **names: object) -> Callable:
     """One function out of somebody's file, whose imports need a GPU; ``names`` is what it uses of its module."""
-    wanted = [
-        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == name
-    ]
-    assert wanted, f"{path} no longer holds {name}"
-    found = {"torch": torch, "Tuple": tuple, **names}
-    exec(compile(ast.Module(wanted, []), str(path), "exec"), found)
-    return found[name]
+    return lift(path, name, Tuple=tuple, **names)[name]
+
+
+def lift(path: Path, *wanted: str, **names: object) -> dict[str, Any]:
+    """Functions and classes out of somebody's file, as :func:`function_of`."""
+    nodes = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) in wanted]
+    assert len(nodes) == len(wanted), f"{path} no longer holds all of {wanted}"
+    found = {"torch": torch, **names}
+    future = ast.parse("from __future__ import annotations").body
+    exec(compile(ast.Module([*future, *nodes], []), str(path), "exec"), found)
+    return found
 
 
 def te_scale() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """TE's own Python reference for scales."""
     return function_of(TE / "pytorch" / "custom_recipes" / "reference_current_scaling.py", "_scale_from_amax_tensor")
+
+
+def te_nvfp4() -> SimpleNamespace:
+    """TE's own Python reference for NVFP4: its class ``NVFP4QuantizerRef`` and its casts."""
+
+    class Quantizer:
+        def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+            self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+
+    gemm = SimpleNamespace(GEMMType=SimpleNamespace(FPROP=None))  # a default argument of a method that is not called
+    names = ("cast_to_fp4x2", "cast_from_fp4x2", "cast_to_e8", "get_wgrad_sign_vector", "NVFP4QuantizerRef")
+    file = TE / "pytorch" / "custom_recipes" / "reference_nvfp4.py"
+    return SimpleNamespace(**lift(file, *names, Quantizer=Quantizer, gemm=gemm))
+
+
+def vllm_nvfp4() -> SimpleNamespace | None:
+    """vLLM's own ``ref_nvfp4_quant``, out of the rollout environment; None if that is not there."""
+    path = "python3*/site-packages/vllm/model_executor/layers/quantization/utils/nvfp4_emulation_utils.py"
+    files = sorted(VLLM.glob(path))
+    names = ("get_reciprocal", "cast_to_fp4", "ref_nvfp4_quant")
+    return SimpleNamespace(**lift(files[0], *names, FLOAT4_E2M1_MAX_RECIPROCAL=1 / 6.0)) if files else None
 
 
 def as_codes(data: torch.Tensor) -> np.ndarray:
