@@ -6,9 +6,10 @@
 
     value = code * weight_scale * weight_scale_2
 
-Parts that an engine multiplies as one matrix (q, k and v; gate and up) share the last scale, as its kernels keep one.
-So the caller gives the amax: of all parts, and of all shards. That is a rule for trainer, engine and export alike,
-and :func:`nemo_fp8.models.selection.shared_scale` says which parts they are.
+Parts that an engine multiplies as one matrix (q, k and v; gate and up) share the last scale, since its kernels keep one.
+So the caller gives the amax: of all parts, and of all shards. The rule is the same for trainer, engine and export, and
+:func:`nemo_fp8.models.selection.sharing_a_scale` says which parts they are. The arithmetic is that of
+:mod:`nemo_fp8.numerics.nvfp4`, in TE's convention, so a trainer's own rowwise codes are these.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_fp8.numerics.formats import cast, format_of
+from nemo_fp8.contract import Operand
+from nemo_fp8.numerics import nvfp4
+from nemo_fp8.numerics.nvfp4_tensor import BLOCK
+from nemo_fp8.numerics.statistics import Statistics
 
-BLOCK = 16
 LARGEST = 6.0 * 448.0
 INPUT_SCALE = 1.0
 """The scale of a layer's activations where nothing was calibrated, as in a checkpoint: block scales do the rest."""
+
+__all__ = ["BLOCK", "INPUT_SCALE", "LARGEST", "FourBits", "amax_of", "four_bits"]
 
 
 @dataclass(frozen=True)
@@ -32,18 +37,8 @@ class FourBits:
     weight: torch.Tensor
     weight_scale: torch.Tensor
     weight_scale_2: torch.Tensor
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the values; they are computed in FP32, as vLLM's emulation does."""
-        low_high = torch.stack([self.weight & 15, self.weight >> 4], -1).flatten(-2)
-        values = _VALUES.to(self.weight.device)[low_high.long()]
-        scales = self.weight_scale.float() * self.weight_scale_2[..., None, None]
-        blocks = values.view(*scales.shape, BLOCK) * scales[..., None]
-        return blocks.view(values.shape).to(dtype)
-
-
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], dtype=torch.float32)  # vLLM loads under BF16
+    statistics: tuple[Statistics, ...] = ()
+    """Of each matrix, if asked for."""
 
 
 def amax_of(weight: torch.Tensor) -> torch.Tensor:
@@ -51,23 +46,18 @@ def amax_of(weight: torch.Tensor) -> torch.Tensor:
     return weight.abs().amax((-2, -1)).float()
 
 
-def four_bits(weight: torch.Tensor, amax: torch.Tensor) -> FourBits:
+def four_bits(weight: torch.Tensor, operand: Operand, amax: torch.Tensor, statistics: bool = False) -> FourBits:
     """Quantize a matrix, or each of a stack, beneath the scale that ``amax`` gives (one for each matrix)."""
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # vLLM loads weights under BF16, and 1/6 would be rounded to it
-    try:
-        return _four_bits(weight, amax)
-    finally:
-        torch.set_default_dtype(usual)
-
-
-def _four_bits(weight: torch.Tensor, amax: torch.Tensor) -> FourBits:
-    from nemo_fp8.te_cpu import nvfp4
-
-    *stack, rows, columns = weight.shape
-    blocks = weight.float().view(*stack, rows, columns // BLOCK, BLOCK)
-    encode = nvfp4.encode_scale(amax)[..., None, None]
-    scales = cast(nvfp4.block_scale(blocks.abs().amax(-1), encode), format_of("e4m3"))
-    codes = nvfp4.nearest(blocks * nvfp4.factor(scales.float(), encode)[..., None])
-    packed = nvfp4.pack(codes.view(-1, columns)).view(*stack, rows, columns // 2)
-    return FourBits(packed, scales, amax.float() / LARGEST)
+    stack = weight.view(-1, *weight.shape[-2:])
+    found = [
+        nvfp4.quantize(one, operand, amax=largest, statistics=statistics)
+        for one, largest in zip(stack, amax.reshape(-1), strict=True)
+    ]
+    codes, scales = torch.stack([q.data for q in found]), torch.stack([q.scale_inv for q in found])
+    lead = weight.shape[:-2]
+    return FourBits(
+        codes.view(*lead, *codes.shape[1:]),
+        scales.view(*lead, *scales.shape[1:]),
+        torch.stack([q.weight_scale_2 for q in found]).view(lead),
+        tuple(q.statistics for q in found if q.statistics is not None),
+    )

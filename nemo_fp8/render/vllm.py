@@ -193,7 +193,13 @@ def to_hugging_face(precision: Precision, kept: Sequence[str] | None = None) -> 
     named = [pattern for pattern in p.keep if not re.search(r"[*?\[]|^re:", pattern)]
     rows = (
         (
-            p.rollout != "fp8",
+            p.rollout == "nvfp4",
+            "NVFP4 as a Hugging Face FP8 checkpoint.",
+            "ModelOpt's format holds it, which names what is in it and what is not.",
+            "`nemo-fp8 export --layout modelopt` writes it.",
+        ),
+        (
+            p.rollout == "compute",
             f"{p.compute.upper()} generation as an FP8 checkpoint.",
             "Nothing to quantize.",
             "Set rollout='fp8'.",

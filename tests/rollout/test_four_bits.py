@@ -35,7 +35,7 @@ def plain(x, amax, of_activations=False):
     Ties of E4M3 are frequent among BF16 values, so the order of the products is that of TE for weights, and of vLLM for
     activations.
     """
-    encode, sixth = 2688 / amax, torch.tensor(6.0).reciprocal()
+    encode, sixth = torch.div(torch.tensor(2688.0), amax), torch.tensor(6.0).reciprocal()
     blocks = x.float().view(*x.shape[:-1], -1, 16)
     most = blocks.abs().amax(-1, keepdim=True)
     scale = encode * (most * sixth) if of_activations else most * (encode * sixth)
@@ -148,9 +148,7 @@ def test_odd_shapes_stay_in_bf16_with_the_reason(checkpoint):
 
     report = plain_report(build(checkpoint("qwen3", intermediate=328), rollout="nvfp4"))
     kept = {name: row["why"] for name, row in report.items() if row["stored"] != "nvfp4"}
-    assert kept == {
-        f"model.layers.{i}.mlp.down_proj": "328 columns are not a multiple of 16" for i in range(4)
-    }
+    assert kept == {f"model.layers.{i}.mlp.down_proj": "328 columns are not a multiple of 16" for i in range(4)}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

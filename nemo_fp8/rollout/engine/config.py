@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.render.vllm import PLUGIN, from_plugin, options_of_plugin
-from nemo_fp8.rollout.engine import experts, kv
+from nemo_fp8.rollout.engine import experts, four_bit_experts, kv
+from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.engine.selection import reason_to_keep, reason_to_keep_experts
 from nemo_fp8.rollout.engine.storage import storage_of
@@ -70,15 +71,14 @@ class NemoFp8Config(QuantizationConfig):
             reason = reason_to_keep_experts(
                 self.precision, prefix, self._layers(), moe.num_logical_experts, inner, moe.hidden_dim_unpadded
             )
-            return experts.method_for(self, layer, prefix) if reason is None else experts.unquantized(layer, reason)
+            return self._experts(layer, prefix) if reason is None else experts.unquantized(layer, reason)
         return kv.method_for(self, layer) if isinstance(layer, (Attention, MLAAttention)) else None
 
     def _linear(self, prefix: str) -> NemoFp8LinearMethod:
-        if self.precision.rollout == "nvfp4":
-            from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
+        return (Nvfp4LinearMethod if self.precision.rollout == "nvfp4" else NemoFp8LinearMethod)(self, prefix)
 
-            return Nvfp4LinearMethod(self, prefix)
-        return NemoFp8LinearMethod(self, prefix)
+    def _experts(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase:
+        return (four_bit_experts if self.precision.rollout == "nvfp4" else experts).method_for(self, layer, prefix)
 
     def loaded(self, layer: torch.nn.Module) -> None:
         """Log a warning, once, if the model takes no pushes. vLLM calls this in its last pass over a complete model."""

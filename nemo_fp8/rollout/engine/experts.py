@@ -37,11 +37,9 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
     Raises PrecisionError if experts cannot be decoded and the contract is strict.
     """
     emulated = config.options["activations"] == "emulated" and current_platform.is_cpu()
-    if config.precision.rollout == "nvfp4":
-        return _in_four_bits(config, layer, prefix)
     if kernels.has_experts_kernel(config.storage, config.options["kernel"]) and not emulated:
         return NemoFp8MoEMethod(config, layer, prefix)
-    unknown = " and ".join(_not_decoded(layer))
+    unknown = " and ".join(not_decoded(layer))
     if not unknown:
         return DecodedMoEMethod(config, layer, prefix, emulated)
     name, why = in_every_layer(prefix), f"experts with {unknown} run on vLLM's fused FP8 kernel only"
@@ -57,25 +55,6 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
     return unquantized(layer, why)
 
 
-def _in_four_bits(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase:
-    """Return the method for experts in NVFP4, which are decoded on a CPU; elsewhere they stay in the compute dtype."""
-    from nemo_fp8.rollout.engine.four_bit_experts import Nvfp4MoEMethod
-
-    unknown = " and ".join(_not_decoded(layer))
-    if current_platform.is_cpu() and not unknown:
-        return Nvfp4MoEMethod(config, layer, prefix)
-    what, name = f"experts with {unknown}" if unknown else "experts on a GPU", in_every_layer(prefix)
-    why = f"{what} have no NVFP4 kernel of ours"
-    if config.precision.strict:
-        raise PrecisionError(
-            f"{prefix}: {what} cannot be in NVFP4 here, and the contract is strict.",
-            "NVFP4 experts run on decoded weights, on a CPU: with SiLU, no biases, and weights on their output.",
-            f"Add {name!r} to keep, set strict=False, or export the checkpoint for vLLM's own kernels.",
-        )
-    kernels.logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", name, why)
-    return unquantized(layer, why)
-
-
 def unquantized(layer: RoutedExperts, reason: str) -> UnquantizedFusedMoEMethod:
     """Return vLLM's method for the compute dtype, with the reason why the experts are not in FP8."""
     method = UnquantizedFusedMoEMethod(layer.moe_config)
@@ -83,7 +62,7 @@ def unquantized(layer: RoutedExperts, reason: str) -> UnquantizedFusedMoEMethod:
     return method
 
 
-def _not_decoded(layer: RoutedExperts) -> Iterator[str]:
+def not_decoded(layer: RoutedExperts) -> Iterator[str]:
     """Yield the features of a layer that the decoded method does not have."""
     if layer.apply_router_weight_on_input:
         yield "the router's weight on their input (as Llama 4 has it)"

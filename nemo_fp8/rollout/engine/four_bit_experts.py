@@ -15,17 +15,43 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_moe_weight_quant
 from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
 
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.modelopt import FourBits, amax_of, four_bits
-from nemo_fp8.rollout.engine.experts import Quantizing, padded_to_blocks
+from nemo_fp8.rollout.engine.experts import Quantizing, not_decoded, padded_to_blocks, unquantized
 from nemo_fp8.rollout.engine.four_bits import decoded, rounded, scales_of_activations
+from nemo_fp8.rollout.engine.selection import in_every_layer
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.engine.config import NemoFp8Config
+
+logger = init_logger("vllm.nemo_fp8")
+
+
+def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase:
+    """Return the method for experts in NVFP4, which are decoded on a CPU; elsewhere they stay in the compute dtype.
+
+    Raises PrecisionError if they cannot be decoded and the contract is strict.
+    """
+    unknown = " and ".join(not_decoded(layer))
+    if current_platform.is_cpu() and not unknown:
+        return Nvfp4MoEMethod(config, layer, prefix)
+    what, name = f"experts with {unknown}" if unknown else "experts on a GPU", in_every_layer(prefix)
+    why = f"{what} have no NVFP4 kernel of ours"
+    if config.precision.strict:
+        raise PrecisionError(
+            f"{prefix}: {what} cannot be in NVFP4 here, and the contract is strict.",
+            "NVFP4 experts run on decoded weights, on a CPU: with SiLU, no biases, and weights on their output.",
+            f"Add {name!r} to keep, set strict=False, or export the checkpoint for vLLM's own kernels.",
+        )
+    logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", name, why)
+    return unquantized(layer, why)
 
 
 class Nvfp4MoEMethod(Quantizing, OnlineMoEMethodBase):
@@ -52,7 +78,7 @@ class Nvfp4MoEMethod(Quantizing, OnlineMoEMethodBase):
         for name in ("w13", "w2"):
             weight = getattr(layer, f"{name}_weight").data
             amax = amax_for_moe_weight_quant(amax_of(weight), self.moe.tp_size)
-            self.lay_out_four_bits(layer, name, four_bits(weight, amax))
+            self.lay_out_four_bits(layer, name, four_bits(weight, self.operand, amax))
         layer._already_called_process_weights_after_loading = True
 
     def lay_out_four_bits(self, layer: RoutedExperts, name: str, found: FourBits) -> None:
@@ -76,9 +102,7 @@ class Nvfp4MoEMethod(Quantizing, OnlineMoEMethodBase):
         """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
         names = ("weight", "weight_scale", "weight_scale_2")
         w13, w2 = ([getattr(layer, f"{which}_{name}") for name in names] for which in ("w13", "w2"))
-        out: torch.Tensor = four_bit_experts(
-            x, *w13, *w2, topk_weights, topk_ids.long(), layer.expert_map, self.scales
-        )
+        out: torch.Tensor = four_bit_experts(x, *w13, *w2, topk_weights, topk_ids.long(), layer.expert_map, self.scales)
         return out
 
 

@@ -71,7 +71,7 @@ class Nvfp4LinearMethod(NemoFp8LinearMethod):
     def _quantize(self, layer: LinearBase) -> None:
         weight = layer.weight.data
         amax = amax_for_tp_weight_quant(amax_of(weight), self.sharded)
-        self.lay_out_four_bits(layer, four_bits(weight, amax))
+        self.lay_out_four_bits(layer, four_bits(weight, self.operand, amax))
 
     def lay_out_four_bits(self, layer: LinearBase, found: FourBits) -> None:
         """Set codes and scales as parameters of the layer, under the names and in the layout of vLLM's kernels."""
@@ -129,7 +129,7 @@ def rounded(x: torch.Tensor, scales: str) -> torch.Tensor:
         scale = x.new_full((), 1 / INPUT_SCALE, dtype=torch.float32)
     else:
         amax = x.abs().amax(-1).float()
-        scale = torch.where(amax == 0, 1.0, LARGEST / amax).view(-1, 1, 1)
+        scale = torch.where(amax == 0, 1.0, torch.div(LARGEST, amax)).view(-1, 1, 1)
     out: torch.Tensor = ref_nvfp4_quant_dequant(x, scale, BLOCK)
     return out
 

@@ -32,7 +32,9 @@ def grid_report(model: torch.nn.Module) -> dict[str, LayerReport]:
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, (NemoFp8LinearMethod, Quantizing)):
-            found[name] = LayerReport(method.config.precision.rollout, None, _kernel(method), method.operand.block, method.other_blocks)
+            found[name] = LayerReport(
+                method.config.precision.rollout, None, _kernel(method), method.operand.block, method.other_blocks
+            )
         elif method is not None and hasattr(method, "nemo_fp8_reason"):
             found[name] = LayerReport(_dtype(layer), method.nemo_fp8_reason)
     return found
