@@ -383,6 +383,20 @@ def _key(tensor: str) -> str:
     return tensor
 
 
+def sharing_a_scale(tensors: Iterable[str]) -> list[tuple[str, ...]]:
+    """Group weights that share one scale in NVFP4: q, k and v; gate and up, of each expert by itself.
+
+    An engine holds them as one matrix, whose kernels take one FP32 scale beneath the block scales. So the amax that the
+    scale is made of is that of all of them.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in tensors:
+        parent, _, word = module_of(name).rpartition(".")
+        key = f"{parent}.{'+'.join(_FUSED_OF[word])}" if word in _FUSED_OF else name
+        groups.setdefault(key, []).append(name)
+    return [tuple(names) for names in groups.values()]
+
+
 def _experts(tensor: str) -> str:
     """Return the module of all routed experts of a layer: the name up to ``experts``."""
     found = _EXPERTS.match(module_of(tensor))

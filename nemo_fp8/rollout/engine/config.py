@@ -18,8 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.render.vllm import PLUGIN, from_plugin, options_of_plugin
-from nemo_fp8.rollout.engine import experts, four_bit_experts, kv
-from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
+from nemo_fp8.rollout.engine import compatibility, experts, kv
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.engine.selection import reason_to_keep, reason_to_keep_experts
 from nemo_fp8.rollout.engine.storage import storage_of
@@ -34,6 +33,9 @@ class NemoFp8Config(QuantizationConfig):
         self.precision = Precision(rollout="fp8") if precision is None else precision
         self.options = options_of_plugin({}) if options is None else options
         self.storage = storage_of(self.precision)
+        wrong = compatibility.misfits(compatibility.FOUR_BITS) if self.precision.rollout == "nvfp4" else []
+        if wrong:
+            raise compatibility.error_of(wrong)
         self._loaded = False
 
     @classmethod
@@ -75,10 +77,18 @@ class NemoFp8Config(QuantizationConfig):
         return kv.method_for(self, layer) if isinstance(layer, (Attention, MLAAttention)) else None
 
     def _linear(self, prefix: str) -> NemoFp8LinearMethod:
-        return (Nvfp4LinearMethod if self.precision.rollout == "nvfp4" else NemoFp8LinearMethod)(self, prefix)
+        if self.precision.rollout != "nvfp4":
+            return NemoFp8LinearMethod(self, prefix)
+        from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
+
+        return Nvfp4LinearMethod(self, prefix)
 
     def _experts(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase:
-        return (four_bit_experts if self.precision.rollout == "nvfp4" else experts).method_for(self, layer, prefix)
+        if self.precision.rollout != "nvfp4":
+            return experts.method_for(self, layer, prefix)
+        from nemo_fp8.rollout.engine import four_bit_experts
+
+        return four_bit_experts.method_for(self, layer, prefix)
 
     def loaded(self, layer: torch.nn.Module) -> None:
         """Log a warning, once, if the model takes no pushes. vLLM calls this in its last pass over a complete model."""

@@ -23,8 +23,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel, init_nvfp4_linear_kernel
-from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear import (
+    EmulationNvFp4LinearKernel,
+    NvFp4LinearLayerConfig,
+    init_nvfp4_linear_kernel,
+)
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
     dequantize_to_dtype,

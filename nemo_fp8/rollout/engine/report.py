@@ -1,4 +1,4 @@
-"""Report on the layers of a worker: which are quantized, on which kernel and in which blocks, and why others are not."""
+"""Report on the layers of a worker: which are quantized, on which kernel, in which blocks; why others are not."""
 
 from __future__ import annotations
 
