@@ -134,8 +134,8 @@ class Checkpoint:
         """
         entry = self.entries[name]
         if self.is_nvfp4(name):
-            codes, scale, scale_2 = (self._read(self.entries[name + end], None) for end in ("", "_scale", SCALE_2))
-            yield QuantizedNVFP4.from_modelopt(codes, scale, scale_2).dequantize()
+            codes, scales, scale_2 = (self._read(self.entries[name + end], None) for end in ("", "_scale", SCALE_2))
+            yield QuantizedNVFP4.from_modelopt(codes, scales, scale_2).dequantize()
             return
         stacked = len(entry.shape) > 2
         scale = self._scale(entry) if entry.dtype in CODES else None

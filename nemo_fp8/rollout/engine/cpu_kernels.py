@@ -34,7 +34,7 @@ class CodesMxfp8LinearKernel(Mxfp8LinearKernel):
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
         return True, None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Leave codes as they are, and see exponents as what they are."""
         layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data.view(torch.float8_e8m0fnu), requires_grad=False)
 

@@ -72,10 +72,11 @@ def not_decoded(layer: RoutedExperts) -> Iterator[str]:
         yield f"{layer.moe_config.activation.value} activations"
 
 
-def padded_to_blocks(sizes: tuple[int, ...], storage: Storage) -> tuple[int, ...]:
+def padded_to_blocks(sizes: tuple[int, int], storage: Storage) -> tuple[int, int]:
     """Return the sizes of experts padded to whole blocks of the kernel's grid."""
     side = storage.grid[1]
-    return tuple(-(-size // side) * side for size in sizes)
+    hidden, inner = (-(-size // side) * side for size in sizes)
+    return hidden, inner
 
 
 class Quantizing:

@@ -76,10 +76,20 @@ class Nvfp4MoEMethod(Quantizing, OnlineMoEMethodBase):
             return
         self._zero_padding(layer)
         for name in ("w13", "w2"):
-            weight = getattr(layer, f"{name}_weight").data
-            amax = amax_for_moe_weight_quant(amax_of(weight), self.moe.tp_size)
-            self.lay_out_four_bits(layer, name, four_bits(weight, self.operand, amax))
+            self.lay_out_four_bits(layer, name, self.quantized(layer, getattr(layer, f"{name}_weight").data))
         layer._already_called_process_weights_after_loading = True
+
+    def quantized(self, layer: RoutedExperts, weight: torch.Tensor, statistics: bool = False) -> FourBits:
+        """Quantize this worker's part of all experts, each beneath the amax of its parts on all workers."""
+        amax = amax_for_moe_weight_quant(amax_of(weight), self.moe.tp_size)
+        return four_bits(weight, self.operand, amax, statistics)
+
+    def live(self, layer: RoutedExperts, name: str) -> tuple[torch.Tensor, ...]:
+        """Return codes, block scales and the scales beneath of ``w13_weight`` or ``w2_weight``."""
+        return tuple(getattr(layer, f"{name}{end}") for end in ("", "_scale", "_scale_2"))
+
+    def follow(self, layer: RoutedExperts) -> None:
+        """Make what depends on the scales beneath, after they were written in place: nothing does."""
 
     def lay_out_four_bits(self, layer: RoutedExperts, name: str, found: FourBits) -> None:
         """Set codes and scales of ``w13`` or ``w2`` as parameters of the layer."""

@@ -72,9 +72,16 @@ class Nvfp4LinearMethod(NemoFp8LinearMethod):
         return choose(self.storage, self.config.options)
 
     def _quantize(self, layer: LinearBase) -> None:
-        weight = layer.weight.data
+        self.lay_out_four_bits(layer, self.quantized(layer, layer.weight.data))
+
+    def quantized(self, layer: LinearBase, weight: torch.Tensor, statistics: bool = False) -> FourBits:
+        """Quantize this worker's part of a weight beneath the amax of all parts, on all workers."""
         amax = amax_for_tp_weight_quant(amax_of(weight), self.sharded)
-        self.lay_out_four_bits(layer, four_bits(weight, self.operand, amax))
+        return four_bits(weight, self.operand, amax, statistics)
+
+    def live(self, layer: LinearBase, name: str) -> tuple[torch.Tensor, ...]:
+        """Return codes, block scales and the scale beneath, as the kernel reads them."""
+        return layer.weight, layer.weight_scale, layer.weight_global_scale
 
     def lay_out_four_bits(self, layer: LinearBase, found: FourBits) -> None:
         """Set codes and scales as parameters of the layer, under the names and in the layout of vLLM's kernels."""
@@ -87,6 +94,11 @@ class Nvfp4LinearMethod(NemoFp8LinearMethod):
             replace_parameter(layer, "input_global_scale_inv", 1 / one)
             replace_parameter(layer, "alpha", one * found.weight_scale_2)
         self.fp8_linear.process_weights_after_loading(layer)
+
+    def follow(self, layer: LinearBase) -> None:
+        """Make what depends on the scale beneath, after it was written in place."""
+        if self.storage.activation is not None:
+            layer.alpha.data.copy_(layer.input_global_scale.data * layer.weight_global_scale.data)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ weight.T + bias``; the kernel quantizes ``x`` if the contract wants it."""
