@@ -56,9 +56,7 @@ def reference(
     operand = precision.operand("weight", side)
     if operand is None:
         return
-    quantized = (
-        precision if precision.rolls_out_quantized else precision.replace(rollout="fp8", rollout_block="128x128")
-    )
+    quantized = precision if precision.rolls_out_quantized else precision.replace(rollout="fp8")
     chosen = select(shapes_of(weights), quantized, layers=layers).quantized
     sharing = _shared(weights)
     for name in weights:

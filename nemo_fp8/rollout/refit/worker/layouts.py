@@ -136,7 +136,7 @@ class Facts:
         self.tiles.setdefault((at.start, at.stop), []).append(statistics)
 
     def count_scales(self, scales: torch.Tensor, kind: str, at: slice = ONE) -> None:
-        """Count scales, and the bad ones among them. ``kind`` is the contract's ``scale`` (``pow2``, ``fp32`` or ``e4m3``)."""
+        """Count scales, and the bad ones among them. ``kind`` is the operand's (``pow2``, ``fp32`` or ``e4m3``)."""
         scales = _decoded(scales)
         # An E4M3 scale of 16 small values is zero where others of their tensor are a million times as large.
         good = scales.isfinite() & ((scales > 0) | (kind == "e4m3"))
