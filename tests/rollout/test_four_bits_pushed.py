@@ -134,3 +134,21 @@ def test_an_engine_answers_as_a_fresh_one_after_a_push_and_after_a_push_of_chang
     assert compare_weights(changed, told_by(receipt), NVFP4) == []
     refit.push(weights).require()
     assert torch.equal(engines.log_probs(llm, 1, 200), before)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_wide", "qwen3_moe"])
+def test_two_workers_hold_the_codes_of_the_whole_weight(checkpoint, kind):
+    """One scale over both workers, at load and after a push; and the trainer knows both parts' fingerprints."""
+    from support.rollout.several_workers import ask
+
+    both = [checkpoint(kind, seed) for seed in (0, 1)]
+    answer = ask("mp", both[0], {"rollout": "nvfp4", "pushed": str(both[1])})
+    for checks in (answer["checks"], answer["after"]):
+        assert [(worker["rank"], worker["differ"]) for worker in checks] == [(0, []), (1, [])]
+        assert all(worker["compared"] == (16 if kind == "qwen3_wide" else 72) for worker in checks)
+    assert all(len(worker["differ"]) == worker["compared"] for worker in answer["stale"])
+    assert answer["finite"]
+    assert answer["receipt"]["misaligned"] == []
+    assert compare_weights(weights_of(both[1]), told_by(answer["receipt"]), NVFP4) == []
+    assert compare_weights(weights_of(both[0]), told_by(answer["receipt"]), NVFP4) != []
