@@ -18,7 +18,7 @@ from nemo_fp8.contract.naming import load
 from nemo_fp8.errors import Problem
 
 if TYPE_CHECKING:
-    from nemo_fp8.export import Certificate, Exported, Source
+    from nemo_fp8.export import Certificate, Exported, Plan, Source
     from nemo_fp8.export.logprobs import Comparison
 
 
@@ -36,8 +36,14 @@ def export(
         ),
     ],
     layout: Annotated[
-        str, typer.Option("--layout", metavar="NAME", help="deepseek or compressed-tensors.")
-    ] = "deepseek",
+        str | None,
+        typer.Option(
+            "--layout",
+            metavar="NAME",
+            help="deepseek or compressed-tensors for blocks of 128x128; modelopt for NVFP4 and MXFP8.",
+            show_default=False,
+        ),
+    ] = None,
     from_nemo: Annotated[
         bool, typer.Option("--from-nemo", help="SRC is a NeMo checkpoint: a folder with weights/ and context/.")
     ] = False,
@@ -54,7 +60,7 @@ def export(
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint in FP8 (or BF16) in Hugging Face's layout, as a stream; run again after a kill, it resumes."""
+    """Write a checkpoint in FP8, NVFP4 or BF16 in Hugging Face's layout, as a stream; after a kill, it resumes."""
     contract = load(precision, changes)
 
     from nemo_fp8.export import export as write
@@ -104,7 +110,7 @@ def _against_vllm(source: Source, done: Exported, precision: Precision, python: 
     from nemo_fp8.export import export as write
     from nemo_fp8.export.logprobs import as_it_is, compare, log_probs, on_the_fly, reads_codes
 
-    decoded = done.plan.quantization is not None and not reads_codes(python)
+    decoded = done.plan.quantization is not None and not reads_codes(python, done.plan)
     with tempfile.TemporaryDirectory(prefix=".nemo_fp8_", dir=done.folder.parent) as work:
         if decoded:
             again = write(
@@ -132,7 +138,7 @@ def _print(done: Exported, certificate: Certificate | None, comparison: Comparis
         ("checkpoint", f"{done.folder} ({plan.layout.name} layout)" if plan.quantization else str(done.folder)),
         ("written", _written(done)),
         (
-            "in FP8",
+            f"in {_format(plan)}",
             f"{len(plan.selection.quantized)} weights"
             if plan.quantization
             else "nothing: the contract generates in the compute dtype",
@@ -179,18 +185,32 @@ def _certified(c: Certificate) -> list[tuple[str, str]]:
             f"{c.codes_wrong + c.scales_wrong:,} of {c.codes:,} codes and {c.scales:,} scales differ from the "
             f"source's{moved}",
         ),
+        *_idempotent(c),
+        ("copied", f"{c.bytes_wrong:,} differences in {c.copied:,} kept tensors ({c.copied_bytes / 1e6:,.1f} MB)"),
+    ]
+
+
+def _format(plan: Plan) -> str:
+    if plan.precision.rollout == "nvfp4":
+        return "NVFP4"
+    return "MXFP8" if plan.precision.rollout_block == "1x32" and plan.quantization else "FP8"
+
+
+def _idempotent(c: Certificate) -> list[tuple[str, str]]:
+    if not c.idempotent:
+        return []
+    return [
         (
             "idempotent",
             f"{c.codes_changed:,} codes and {c.scales_changed:,} scales change when it is dequantized and exported "
             "again",
-        ),
-        ("copied", f"{c.bytes_wrong:,} differences in {c.copied:,} kept tensors ({c.copied_bytes / 1e6:,.1f} MB)"),
+        )
     ]
 
 
 def _compared(c: Comparison) -> list[tuple[str, str]]:
     verdict = "bitwise equal" if c.equal else f"{c.differing:,} differ, by up to {c.largest:.3g}"
-    how = "decoded and quantized again (vLLM cannot read FP8 blocks on this machine)" if c.decoded else "loaded"
+    how = "decoded and quantized again (vLLM cannot read such codes on this machine)" if c.decoded else "loaded"
     return [
         (
             "vLLM",

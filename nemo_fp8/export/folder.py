@@ -91,6 +91,7 @@ class Destination:
                 *(shard.file for shard in plan.shards),
                 INDEX,
                 "config.json",
+                *plan.beside,
                 *(name for name, _ in plan.source.files()),
             ]
             self.write(STATE, _text({"fingerprint": plan.fingerprint, "identity": plan.identity, "files": files}))

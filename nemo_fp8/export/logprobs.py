@@ -3,8 +3,10 @@
     log_probs(exported, {"dtype": "bfloat16"}, python)             the export, as any vLLM loads it
     log_probs(source, {"quantization": "nemo_fp8", ...}, python)   the source, quantized when it is loaded
 
-On a CPU without AMX vLLM has no kernel for the first (:func:`reads_codes`). The export is then decoded to BF16 and
-quantized when it is loaded, too: its certificate proves that this gives the same codes.
+On a CPU without AMX vLLM has no kernel for FP8 in 128x128 blocks, and on no CPU one for experts in NVFP4 or MXFP8, or
+for NVFP4 weights under BF16 activations (:func:`reads_codes`). The export is then decoded to BF16 and
+quantized when it is loaded, too: of 128x128 blocks its certificate proves that this gives the same codes, of others the
+comparison shows it.
 
 vLLM and NeMo cannot share an environment, so each engine runs in a process of vLLM's own Python, on this same file.
 Both get the same prompts in the same order and the same settings, so that a deterministic kernel gives the same bits
@@ -26,6 +28,8 @@ from typing import Any
 from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.export.plan import Plan
+from nemo_fp8.models.names import place
 from nemo_fp8.preflight.machine import Machine, vllm_pythons
 from nemo_fp8.preflight.support import UNSUPPORTED, answer
 from nemo_fp8.render.vllm import PLUGIN, to_plugin, to_vllm
@@ -93,7 +97,7 @@ def vllm_python(given: str | Path | None = None) -> Path:
 def on_the_fly(precision: Precision) -> dict[str, Any]:
     """Return engine arguments under which vLLM quantizes a BF16 checkpoint with our numerics."""
     arguments = to_vllm(precision)
-    if precision.rollout != "fp8":
+    if not precision.rolls_out_quantized:
         return arguments
     plugin = {"quantization": PLUGIN, "hf_overrides": {"quantization_config": to_plugin(precision)}}
     return {name: value for name, value in arguments.items() if name != "quantization_config"} | plugin
@@ -140,9 +144,16 @@ def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Pa
     return found
 
 
-def reads_codes(python: str | Path) -> bool:
-    """Whether the vLLM of a Python has a kernel on this machine for a checkpoint in FP8 blocks."""
-    return answer("rollout-checkpoint", Machine.here(python)).verdict != UNSUPPORTED
+def reads_codes(python: str | Path, plan: Plan) -> bool:
+    """Whether the vLLM of a Python has a kernel on this machine for what a plan writes.
+
+    For ModelOpt's layouts nemo_fp8's plugin names vLLM's emulation to its CPU build, which has those of linears alone.
+    """
+    machine = Machine.here(python)
+    if plan.layout.name != "modelopt":
+        return answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
+    experts = any(place(name).role == "experts" for name in plan.selection.quantized)
+    return not machine.vllm_cpu or not (experts or plan.precision.activation_scheme == "none")
 
 
 def compare(a: list[dict[str, float]], b: list[dict[str, float]]) -> Comparison:
@@ -185,8 +196,8 @@ def main(task: Mapping[str, Any]) -> None:
     )
     rows = []
     for given in llm.generate(prompts, asked, use_tqdm=False):
-        for place in [*given.prompt_logprobs[1:], *given.outputs[0].logprobs]:
-            rows.append({str(token): found.logprob for token, found in place.items()})
+        for position in [*given.prompt_logprobs[1:], *given.outputs[0].logprobs]:
+            rows.append({str(token): found.logprob for token, found in position.items()})
     Path(task["out"]).write_text(json.dumps(rows))
     end(llm)
 

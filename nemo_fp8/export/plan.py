@@ -20,9 +20,10 @@ from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.export.layouts import Layout, layout_of
+from nemo_fp8.export.codings import CODES, Coding
+from nemo_fp8.export.layouts import Layout, coding_of, layout_of
 from nemo_fp8.export.source import Source, require_quantizable
-from nemo_fp8.models.selection import Selection, select
+from nemo_fp8.models.selection import Selection, select, sharing_a_scale
 from nemo_fp8.storage.safetensors import DTYPES, Described
 
 # To be raised when the same source and contract are written differently.
@@ -31,12 +32,12 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor of an output file: a copy of a source tensor, or its codes, or its scales."""
+    """One tensor of an output file: a copy of a source tensor, or its codes, or another part of it."""
 
     name: str
     about: Described
     source: str
-    scale: bool = False
+    part: str = CODES
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Plan:
     source: Source
     precision: Precision
     layout: Layout
+    coding: Coding | None
     selection: Selection
     shards: tuple[Shard, ...]
     config: dict[str, Any] | None
@@ -100,19 +102,19 @@ class Plan:
     """The values in which an unfinished export must equal this one, to be resumed."""
 
     @classmethod
-    def of(cls, source: Source, precision: Precision, layout: str = "deepseek") -> Plan:
-        """Plan the export of a source.
+    def of(cls, source: Source, precision: Precision, layout: str | None = None) -> Plan:
+        """Plan the export of a source; ``layout`` None is the usual one for the contract.
 
         Raises PrecisionError if the layout is unknown, the contract or the source cannot be written in it, or nothing
-        would be quantized although the contract's rollout is in FP8.
+        would be quantized although the contract's rollout is.
         """
-        how = layout_of(layout)
         _require_writable(precision)
+        how, coding = layout_of(layout, precision), coding_of(precision)
         model = _text_model(source.config)
         shapes = {name: about.shape for name, about in source.tensors.items()}
         selection = select(shapes, precision, layers=model.get("num_hidden_layers"), kv_rows=_kv_rows(model))
         require_quantizable(source, sorted(selection.quantized))
-        if precision.rollout == "fp8" and not selection.quantized:
+        if precision.rolls_out_quantized and not selection.quantized:
             raise PrecisionError(
                 f"Nothing of {source.name} would be quantized.",
                 _why_nothing(selection),
@@ -122,32 +124,42 @@ class Plan:
         stacks = [name for name in selection.quantized if len(shapes[name]) == 3]
         if stacks and not how.stacks:
             raise PrecisionError(
-                f"{sorted(stacks)[0]} is a stack of experts, in the {layout} layout.",
+                f"{sorted(stacks)[0]} is a stack of experts, in the {how.name} layout.",
                 "That layout has a name for the scale of a module, and a stack is none.",
-                "Write the deepseek layout.",
+                "Write the deepseek layout, or the experts apart.",
             )
         quantization = how.config(precision, selection.not_converted) if selection.quantized else None
         identity = {
             "version": VERSION,
             "source": source.identity(),
             "precision": {k: v for k, v in precision.to_dict().items() if k != "name"},
-            "layout": layout,
+            "layout": how.name,
         }
         metadata = {"format": "pt", "nemo_fp8_export": _digest(identity)}
         shards = tuple(
-            Shard(file, tuple(o for name in names for o in _outputs(source, name, selection, how)), metadata)
+            Shard(file, tuple(o for name in names for o in _outputs(source, name, selection, how, coding)), metadata)
             for file, names in source.shards.items()
         )
         _require_distinct(shards)
         config = source.config
         if config is not None and quantization is not None:
             config = {**config, "quantization_config": quantization}
-        return cls(source, precision, how, selection, shards, config, quantization, identity)
+        return cls(source, precision, how, coding, selection, shards, config, quantization, identity)
 
     @property
     def fingerprint(self) -> str:
         """A hash of the identity, which is in the header of every file."""
         return _digest(self.identity)
+
+    @cached_property
+    def sharing(self) -> dict[str, tuple[str, ...]]:
+        """The weights that share a scale with each quantized weight, itself among them."""
+        return {name: names for names in sharing_a_scale(sorted(self.selection.quantized)) for name in names}
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """Further files that say how the weights are quantized, by name."""
+        return {} if self.quantization is None else self.layout.beside(self.quantization)
 
     @property
     def bytes_in(self) -> int:
@@ -174,17 +186,16 @@ class Plan:
 
 def _require_writable(precision: Precision) -> None:
     """Raise PrecisionError for a rollout that no layout of checkpoints can express."""
-    if precision.rollout != "fp8":
+    if not precision.rolls_out_quantized:
         return
-    if precision.rollout_block != "128x128":
+    if precision.rollout_block == "tensor":
         raise PrecisionError(
-            f"rollout_block={precision.rollout_block!r} as a checkpoint.",
-            "Engines that fuse Q, K and V, or gate and up, take whole blocks of 128x128 from a checkpoint as they "
-            "are; one scale for a "
-            "tensor would have to be shared between files, and MX has a format of its own.",
+            "rollout_block='tensor' as a checkpoint.",
+            "Engines that fuse Q, K and V, or gate and up, take whole blocks from a checkpoint as they are; one scale "
+            "for a tensor would have to be shared between files.",
             "Add --set rollout_block=128x128.",
         )
-    if precision.activation_scheme != "dynamic":
+    if precision.activation_scheme == "static":
         raise PrecisionError(
             "activation_scheme='static' as a checkpoint.",
             "Static scales of activations are calibrated, and a checkpoint's weights say nothing of them.",
@@ -192,18 +203,15 @@ def _require_writable(precision: Precision) -> None:
         )
 
 
-def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight, or of a stack of weights."""
-    *stack, rows, columns = shape
-    return (*stack, -(-rows // 128), -(-columns // 128))
-
-
-def _outputs(source: Source, name: str, selection: Selection, layout: Layout) -> tuple[Output, ...]:
+def _outputs(
+    source: Source, name: str, selection: Selection, layout: Layout, coding: Coding | None
+) -> tuple[Output, ...]:
     about = source.tensors[name]
-    if name not in selection.quantized:
+    if coding is None or name not in selection.quantized:
         return (Output(name, about, name),)
-    codes = Output(name, Described.of(about.shape, "F8_E4M3"), name)
-    return codes, Output(layout.scale_name(name), Described.of(scale_shape(about.shape), "F32"), name, scale=True)
+    return tuple(
+        Output(layout.name_of(name, part), made, name, part) for part, made in coding.parts(about.shape).items()
+    )
 
 
 def _require_distinct(shards: Sequence[Shard]) -> None:

@@ -1,9 +1,10 @@
 """Export a checkpoint: read, quantize and write one tensor after the other.
 
-    codes, scales = canonical(quantize(weight in the compute dtype))
+    codes, scales = encode(weight in the compute dtype)        codings.py
 
 The weight is rounded to the compute dtype first, since an engine that quantizes at load does so, too. A stack of
-experts is quantized matrix by matrix. The source is checked again after every file: if it changed while it was read,
+experts is quantized matrix by matrix. Where weights share a scale (NVFP4), all that share it are read first for their
+amax, so that each weight is read twice. The source is checked again after every file: if it changed while it was read,
 the export would be a mixture of two models.
 """
 
@@ -17,17 +18,15 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.export.canonical import canonical
+from nemo_fp8.export.codings import CODES, Encoded, in_compute
 from nemo_fp8.export.folder import Destination, _text
 from nemo_fp8.export.plan import Output, Plan, Shard
 from nemo_fp8.export.source import Source
-from nemo_fp8.numerics.quantize import quantize
-from nemo_fp8.numerics.quantized import Quantized
+from nemo_fp8.numerics.modelopt import amax_of
 from nemo_fp8.storage.safetensors import INDEX, bytes_of
 
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Called with the number of source bytes that are done, and the name of their tensor or file.
 Progress = Callable[[int, str], None]
 
@@ -63,7 +62,7 @@ def export(
     destination: str | Path,
     precision: Precision,
     *,
-    layout: str = "deepseek",
+    layout: str | None = None,
     restart: bool = False,
     progress: Callable[[int], Progress] | None = None,
 ) -> Exported:
@@ -83,15 +82,17 @@ def export(
             return Exported(plan, target.folder, time.monotonic() - began, len(plan.shards), True)
         step = progress(plan.bytes_in) if progress else lambda count, name: None
         resumed = 0
+        amaxes = Amaxes(plan)
         for shard in plan.shards:
             if target.has(shard):
                 resumed += 1
                 step(
-                    sum(source.tensors[output.source].bytes for output in shard.outputs if not output.scale), shard.file
+                    sum(source.tensors[output.source].bytes for output in shard.outputs if output.part == CODES),
+                    shard.file,
                 )
                 continue
             with target.writing(shard.file) as file:
-                _write(file, shard, plan, step)
+                _write(file, shard, plan, amaxes, step)
                 _require_unchanged(plan)
         written = _write_the_rest(plan, target)
         target.finish({"fingerprint": plan.fingerprint, "identity": plan.identity, "files": written, **summary(plan)})
@@ -99,7 +100,7 @@ def export(
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """Return, as plain values, what is in FP8 and what is not, with the reasons."""
+    """Return, as plain values, what is quantized and what is not, with the reasons."""
     kept: dict[str, list[str]] = {}
     for name, why in plan.selection.kept.items():
         kept.setdefault(f"{why.rule}: {why.reason}", []).append(name)
@@ -114,48 +115,62 @@ def summary(plan: Plan) -> dict[str, Any]:
     }
 
 
-def quantize_weight(matrix: torch.Tensor, operand: Operand, compute: str, name: str) -> Quantized:
-    """Return a weight as an export stores it; raise PrecisionError if it holds values that are not finite."""
-    x = matrix.to(COMPUTE[compute])
-    if not bool(torch.isfinite(x).all()):
-        raise PrecisionError(
-            f"{name} holds values that are not finite.",
-            "NaN or infinity in a weight means that the training run which wrote it had diverged, or that the file is "
-            "damaged; or a "
-            f"value is too large for {compute.upper()}.",
-            "Export an earlier checkpoint.",
-        )
-    return canonical(quantize(x, operand))
+class Amaxes:
+    """The largest magnitudes of weights that share a scale, each found when it is first asked for."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.found = plan, dict[tuple[str, ...], torch.Tensor]()
+
+    def of(self, name: str) -> torch.Tensor | None:
+        """Return the amax of all weights that share a scale with this one; None if its format has no such scale."""
+        if self.plan.coding is None or not self.plan.coding.shares_amax:
+            return None
+        names = self.plan.sharing[name]
+        if names not in self.found:
+            compute = self.plan.precision.compute
+            amaxes = [
+                amax_of(in_compute(matrix, compute, other))
+                for other in names
+                for matrix in self.plan.source.matrices(other)
+            ]
+            self.found[names] = torch.stack(amaxes).amax()
+        return self.found[names]
+
+
+def encode(plan: Plan, name: str, matrix: torch.Tensor, amaxes: Amaxes) -> Encoded:
+    """Return the parts of a weight as an export stores them; raise PrecisionError for values that are not finite."""
+    assert plan.coding is not None
+    return plan.coding.encode(in_compute(matrix, plan.precision.compute, name), amaxes.of(name))
 
 
 # ---------------------------------------------------------------------- one file
 
 
-def _write(file: BinaryIO, shard: Shard, plan: Plan, step: Progress) -> None:
-    operand = plan.precision.operand("weight", "rollout")
+def _write(file: BinaryIO, shard: Shard, plan: Plan, amaxes: Amaxes, step: Progress) -> None:
     file.write(shard.header)
-    scales = {output.source: output for output in shard.outputs if output.scale}
+    parts: dict[str, list[Output]] = {}
     for output in shard.outputs:
-        if output.scale:
-            continue
-        file.seek(shard.starts[output.name])
-        if output.source not in scales:
-            for chunk in _exactly(output, plan.source.chunks(output.source)):
+        parts.setdefault(output.source, []).append(output)
+    for name, outputs in parts.items():
+        codes, *others = outputs
+        file.seek(shard.starts[codes.name])
+        if not others:
+            for chunk in _exactly(codes, plan.source.chunks(name)):
                 file.write(chunk)
-                step(len(chunk), output.source)
+                step(len(chunk), name)
             continue
-        assert operand is not None
-        found = []
-        for matrix in plan.source.matrices(output.source):
-            q = quantize_weight(matrix, operand, plan.precision.compute, output.source)
-            file.write(bytes_of(q.data))
-            found.append(q.scale_inv)
-            step(matrix.numel() * matrix.element_size(), output.source)
-            del matrix, q  # before the next one is read
-        scale = scales[output.source]
-        file.seek(shard.starts[scale.name])
-        for chunk in _exactly(scale, map(bytes_of, found)):
-            file.write(chunk)
+        found: dict[str, list[torch.Tensor]] = {output.part: [] for output in others}
+        for matrix in plan.source.matrices(name):
+            made = encode(plan, name, matrix, amaxes)
+            file.write(bytes_of(made.pop(CODES)))
+            for part, tensor in made.items():
+                found[part].append(tensor)
+            step(matrix.numel() * matrix.element_size(), name)
+            del matrix, made  # before the next one is read
+        for output in others:
+            file.seek(shard.starts[output.name])
+            for chunk in _exactly(output, map(bytes_of, found[output.part])):
+                file.write(chunk)
 
 
 def _exactly(output: Output, chunks: Iterator[memoryview]) -> Iterator[memoryview]:
@@ -178,7 +193,7 @@ def _write_the_rest(plan: Plan, target: Destination) -> list[str]:
     for name, content in plan.source.files():
         target.write(name, content)
         written.append(name)
-    for name, value in ((INDEX, plan.index), ("config.json", plan.config)):
+    for name, value in ((INDEX, plan.index), *plan.beside.items(), ("config.json", plan.config)):
         if value is not None:
             target.write(name, _text(value))
             written.append(name)

@@ -1,8 +1,8 @@
 """The source of an export: names, shapes and bytes of tensors, and the files that belong to the model.
 
 :class:`Source` is the interface that the exporter needs. A Hugging Face checkpoint has it here, NeMo's in
-``nemo_fp8.train``. A checkpoint that is FP8 already is a source, too: its weights are dequantized and rounded to BF16,
-and its scales are left out.
+``nemo_fp8.train``. A checkpoint that is quantized already is a source, too: its weights are dequantized and rounded to
+BF16, and its scales are left out.
 
 A downloaded folder is not trusted. An index or a link that leads out of the folder is refused, since the link's target
 would be copied into the export and published with it. Links to the ``blobs`` of Hugging Face's cache are the exception,
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.storage.safetensors import CODES, SCALES, VALUES, Checkpoint, Described, bytes_of
+from nemo_fp8.storage.safetensors import CODES, SCALE_2, SCALES, VALUES, Checkpoint, Described, bytes_of
 
 RECEIPT = "nemo_fp8_export.json"
 # Weights in other formats, which would be a second model in the same folder.
@@ -87,11 +87,13 @@ class HuggingFace:
         self._entries = checkpoint.entries
         self._files = list(dict.fromkeys(entry.file for entry in self._entries.values()))
         self._config = _read_config(folder)
-        self._codes = {name for name, entry in self._entries.items() if entry.dtype in CODES}
+        packed = {name for name in self._entries if checkpoint.is_nvfp4(name)}
+        scales = {name + ending for name in packed for ending in SCALES}
+        self._codes = {name for name, entry in self._entries.items() if entry.dtype in CODES} - scales | packed
         self.name = str(checkpoint.path)
         consumed = self._consumed()
         self.tensors: Mapping[str, Described] = {
-            name: Described.of(entry.shape, "BF16")
+            name: Described.of((*entry.shape[:-1], entry.shape[-1] * (1 + (name in packed))), "BF16")
             if name in self._codes
             else Described(entry.shape, entry.dtype, entry.bytes)
             for name, entry in self._entries.items()
@@ -132,7 +134,7 @@ class HuggingFace:
         notes = []
         if self._codes:
             notes.append(
-                f"{len(self._codes)} weights of the source are FP8 already; they were dequantized to BF16 first."
+                f"{len(self._codes)} weights of the source are quantized already; they were dequantized to BF16 first."
             )
         if self._config is None:
             notes.append(
@@ -173,7 +175,7 @@ class HuggingFace:
         """Return the names of the scales of weights that are FP8 already, which are no tensors of the source."""
         stems = {name.removesuffix("_packed") for name in self._codes}
         modules = {name.removesuffix(".weight") for name in stems}
-        found = {stem + ending for stem in stems for ending in SCALES}
+        found = {stem + ending for stem in stems for ending in (*SCALES, SCALE_2)}
         return found | {
             f"{module}.{activation}" for module in modules for activation in ("input_scale", "activation_scale")
         }
@@ -184,7 +186,7 @@ class HuggingFace:
             path.is_file()
             and not weights
             and not path.name.startswith(".")
-            and path.name not in ("config.json", RECEIPT)
+            and path.name not in ("config.json", "hf_quant_config.json", RECEIPT)
         )
 
 
@@ -221,10 +223,10 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
             f"{path} holds no mapping.", "A model's config is one.", "Copy or download the folder again."
         )
     method = (config.get("quantization_config") or {}).get("quant_method")
-    if method not in (None, "fp8", "compressed-tensors"):
+    if method not in (None, "fp8", "compressed-tensors", "modelopt"):
         raise PrecisionError(
             f"The source is quantized already, with {method!r}.",
-            "What can be dequantized here is FP8 with scales beside the codes.",
+            "What can be dequantized here is FP8, or ModelOpt's NVFP4, with scales beside the codes.",
             "Give the BF16 checkpoint that it was made from.",
         )
     return config

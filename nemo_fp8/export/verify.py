@@ -3,17 +3,19 @@
 For every quantized weight W with its codes C and scales s, all read from the disk and compared bit for bit:
 
     right        (C, s) = Q(W)                   the numerics, on the source
-    idempotent   (C, s) = Q(bf16(C * s))         dequantizing to BF16 and exporting again gives the same file
+    idempotent   (C, s) = Q(bf16(C * s))         dequantizing to BF16 and exporting again gives the same file; only
+                                                 128x128 blocks have that form (codings.py), others are not asked
     copied       every tensor that was kept has the source's bytes
 
-Q is ``canonical(quantize(.))``. Without ``canonical`` idempotence holds for values only: with power-of-two scales the
+Q is the coding's ``encode``, of 128x128 blocks ``canonical(quantize(.))``. Without ``canonical`` idempotence holds for
+values only: with power-of-two scales the
 codes of about one tile in twenty would double while their scale halves (see :mod:`nemo_fp8.export.canonical`);
 ``tiles_moved`` counts these tiles. With FP32 scales both would stay the same without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,10 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.export.codings import CODES, COMPUTE
 from nemo_fp8.export.folder import Destination
 from nemo_fp8.export.plan import Plan
-from nemo_fp8.export.run import COMPUTE, Progress, quantize_weight
-from nemo_fp8.numerics.quantize import quantize
-from nemo_fp8.numerics.quantized import Quantized
+from nemo_fp8.export.run import Amaxes, Progress, encode
 from nemo_fp8.storage.safetensors import Checkpoint
 
 
@@ -46,6 +47,8 @@ class Certificate:
     """Codes that change when the values are quantized again."""
     scales_changed: int = 0
     bytes_wrong: int = 0
+    idempotent: bool = True
+    """Whether it was asked if codes and scales change when the values are quantized again."""
     names: list[str] = field(default_factory=list)
     """Tensors with any difference."""
 
@@ -96,7 +99,7 @@ def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress
         )
     written = Checkpoint.open(target.folder)
     _require_planned(plan, written)
-    found = Certificate()
+    found, amaxes = Certificate(idempotent=plan.coding is None or plan.coding.comes_back), Amaxes(plan)
     step = progress(plan.bytes_in) if progress else lambda count, name: None
     try:
         for name, about in plan.source.tensors.items():
@@ -108,7 +111,7 @@ def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress
                 found.bytes_wrong,
             )
             if name in plan.selection.quantized:
-                _compare_weight(found, plan, written, name)
+                _compare_weight(found, plan, written, name, amaxes)
             else:
                 _compare_copy(found, plan, written, name)
             if before != (
@@ -125,29 +128,30 @@ def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress
     return found
 
 
-def _compare_weight(found: Certificate, plan: Plan, written: Checkpoint, name: str) -> None:
-    operand = plan.precision.operand("weight", "rollout")
-    assert operand is not None
-    compute = plan.precision.compute
-    stored = _stored(written, name, plan.layout.scale_name(name))
-    for matrix, ours in zip(plan.source.matrices(name), stored, strict=True):
-        right = quantize_weight(matrix, operand, compute, name)
-        first = quantize(matrix.to(COMPUTE[compute]), operand)
-        again = quantize_weight(ours.dequantize(COMPUTE[compute]), operand, compute, name)
-        found.codes += ours.data.numel()
-        found.scales += ours.scale_inv.numel()
-        found.tiles_moved += _differing(first.scale_inv, right.scale_inv)
-        found.codes_wrong += _differing(ours.data, right.data)
-        found.scales_wrong += _differing(ours.scale_inv, right.scale_inv)
-        found.codes_changed += _differing(ours.data, again.data)
-        found.scales_changed += _differing(ours.scale_inv, again.scale_inv)
+def _compare_weight(found: Certificate, plan: Plan, written: Checkpoint, name: str, amaxes: Amaxes) -> None:
+    coding, dtype = plan.coding, COMPUTE[plan.precision.compute]
+    assert coding is not None
+    parts = [*coding.parts(plan.source.tensors[name].shape)]
+    stored = zip(*(written.stored(plan.layout.name_of(name, part)) for part in parts), strict=True)
+    for matrix, tensors in zip(plan.source.matrices(name), stored, strict=True):
+        ours = dict(zip(parts, tensors, strict=True))
+        right = encode(plan, name, matrix, amaxes)
+        found.tiles_moved += coding.moved(matrix.to(dtype), right)
+        for part in parts:
+            wrong = _differing(ours[part], right[part])
+            if part == CODES:
+                found.codes += matrix.numel()
+                found.codes_wrong += wrong
+            else:
+                found.scales += ours[part].numel()
+                found.scales_wrong += wrong
+        if coding.comes_back:
+            again = encode(plan, name, coding.decode(ours, dtype), amaxes)
+            for part in parts:
+                changed = _differing(ours[part], again[part])
+                found.codes_changed += changed if part == CODES else 0
+                found.scales_changed += changed if part != CODES else 0
     found.weights += 1
-
-
-def _stored(written: Checkpoint, name: str, scale: str) -> Iterator[Quantized]:
-    """Yield codes and scales of a weight as they are in the file, matrix by matrix."""
-    for codes, scale_inv in zip(written.stored(name), written.stored(scale), strict=True):
-        yield Quantized(codes, scale_inv, (128, 128))
 
 
 def _compare_copy(found: Certificate, plan: Plan, written: Checkpoint, name: str) -> None:

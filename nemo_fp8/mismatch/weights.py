@@ -20,19 +20,21 @@ the same answer as its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from nemo_fp8.contract import SCALES, Precision
+from nemo_fp8.contract import SCALES, Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.names import place
-from nemo_fp8.models.selection import select
+from nemo_fp8.models.selection import select, sharing_a_scale
 from nemo_fp8.moved import renamed
 from nemo_fp8.numerics import Quantized, quantize
+from nemo_fp8.numerics.modelopt import amax_of
+from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 
 Weights = Mapping[str, torch.Tensor]
@@ -54,10 +56,27 @@ def reference(
     operand = precision.operand("weight", side)
     if operand is None:
         return
-    chosen = select(shapes_of(weights), precision.replace(rollout="fp8"), layers=layers).quantized
+    quantized = precision if precision.rolls_out_quantized else precision.replace(rollout="fp8")
+    chosen = select(shapes_of(weights), quantized, layers=layers).quantized
+    sharing = _shared(weights)
     for name in weights:
         if name in chosen:
-            yield name, quantize(weights[name], replace(operand, delayed=False))
+            others = sharing[name] if operand.format == "e2m1" and side == "rollout" else ()
+            yield name, _cast(weights, name, replace(operand, delayed=False), others)
+
+
+def _cast(weights: Weights, name: str, operand: Operand, sharing: Sequence[str] = ()) -> Quantized:
+    """Quantize a weight, beneath the amax of all that share its scale if there are any, as an engine and an export do.
+
+    A stack of experts is quantized matrix by matrix elsewhere; in NVFP4 their scales have no place here.
+    """
+    if not sharing:
+        return quantize(weights[name], operand)
+    return quantize(weights[name], operand, amax=torch.stack([amax_of(weights[other]) for other in sharing]).amax())
+
+
+def _shared(weights: Weights) -> dict[str, tuple[str, ...]]:
+    return {name: names for names in sharing_a_scale(shapes_of(weights)) for name in names}
 
 
 def sides_apart(
@@ -141,7 +160,7 @@ class _Search:
 
     def __init__(self, weights: Weights, precision: Precision, previous: Weights | None) -> None:
         self.weights, self.previous = weights, previous or {}
-        self.shapes = shapes_of(weights)
+        self.shapes, self.sharing = shapes_of(weights), _shared(weights)
         self.operand = precision.operand("weight", "rollout")
 
     def explain(self, name: str, expected: Quantized | torch.Tensor, held: Held) -> Problem:
@@ -158,7 +177,7 @@ class _Search:
         if isinstance(expected, Quantized):
             q = expected
             yield "zeroed", "all scales are zero", lambda: replace(q, scale_inv=torch.zeros_like(q.scale_inv))
-            yield "zeroed", "all weights are zero", lambda: self._like(q, torch.zeros_like(self.weights[name]))
+            yield "zeroed", "all weights are zero", lambda: self._zeroed(name)
             if self.operand is not None and self.operand.scale in _OTHER:
                 other = replace(self.operand, scale=_OTHER[self.operand.scale])
                 detail = f"{SCALES[other.scale]} scales, and the contract says {SCALES[self.operand.scale]}"
@@ -166,9 +185,9 @@ class _Search:
         else:
             yield "zeroed", "all values are zero", lambda: torch.zeros_like(expected)
         if name in self.previous:
-            yield "stale", "the weights of the push before", lambda: self._like(expected, self.previous[name])
+            yield "stale", "the weights of the push before", lambda: self._like(expected, self.previous, name)
         for twin in self._twins(name):
-            yield "swapped", f"it holds {twin}", lambda twin=twin: self._like(expected, self.weights[twin])  # type: ignore[misc]
+            yield "swapped", f"it holds {twin}", lambda twin=twin: self._like(expected, self.weights, twin)  # type: ignore[misc]
 
     def _twins(self, name: str) -> list[str]:
         """Return the tensors that may have been swapped with this one: of its shape, in its layer or of its name."""
@@ -177,11 +196,24 @@ class _Search:
         near = [other for other in same if place(other).layer == mine.layer]
         return near + [other for other in same if other not in near and place(other).tail == mine.tail]
 
-    def _like(self, expected: Quantized | torch.Tensor, weight: torch.Tensor) -> Quantized | torch.Tensor:
+    def _like(self, expected: Quantized | torch.Tensor, weights: Weights, name: str) -> Quantized | torch.Tensor:
         if not isinstance(expected, Quantized):
-            return weight
+            return weights[name]
         assert self.operand is not None
-        return quantize(weight, self.operand)
+        return _cast(weights, name, self.operand, self._sharing(name))
+
+    def _sharing(self, name: str) -> Sequence[str]:
+        return self.sharing[name] if self.operand is not None and self.operand.format == "e2m1" else ()
+
+    def _zeroed(self, name: str) -> Quantized:
+        assert self.operand is not None
+        zeros = {name: torch.zeros_like(self.weights[name])}
+        return _cast(
+            {other: self.weights[other] for other in self._sharing(name)} | zeros,
+            name,
+            self.operand,
+            self._sharing(name),
+        )
 
 
 _OTHER = {"fp32": "pow2", "pow2": "fp32"}
@@ -209,7 +241,9 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(mine, theirs)
 
 
-def _tensors(held: Quantized | tuple[torch.Tensor, torch.Tensor] | torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _tensors(held: Quantized | tuple[torch.Tensor, ...] | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if isinstance(held, QuantizedNVFP4):
+        return (held.data, held.scale_inv, held.weight_scale_2.view(1))
     if isinstance(held, Quantized):
         return (held.data, held.scale_inv)
     return (held,) if isinstance(held, torch.Tensor) else tuple(held)
@@ -230,6 +264,10 @@ def _cut(whole: Quantized | torch.Tensor, part: str) -> tuple[torch.Tensor, ...]
         return (tensors[0].contiguous().as_strided(sizes, strides, *offset),)
     try:
         box = [tuple(map(int, side.split(":"))) for side in part.split(",")]
+        if isinstance(whole, QuantizedNVFP4):
+            (start, stop), (left, right) = box
+            codes, scales, beneath = tensors
+            return codes[start:stop, left // 2 : right // 2], scales[start:stop, left // 16 : right // 16], beneath
         cut = tensors[0][tuple(slice(start, stop) for start, stop in box)]
     except ValueError:
         raise PrecisionError(

@@ -30,6 +30,7 @@ Shapes that fit:
                         them. This is what vLLM loads from a checkpoint and its kernels on GPUs and CPUs multiply
     rollout, tensor     columns are a multiple of 128, the rows of all parts together of 32: the same kernels run these
     rollout, 1x32       columns are a multiple of 32
+    rollout, 1x16       columns are a multiple of 16 (NVFP4); vLLM pads rows where a kernel wants more
 
 The trade-off: the rule for a rollout looks at whole weights and knows no tensor parallelism, since one checkpoint
 serves every layout. If kernels cannot multiply a worker's share of a linear (:func:`share_misfit`), the linear stays in
@@ -318,8 +319,8 @@ def share_misfit(precision: Precision, rows: int, columns: int) -> str | None:
 
 
 def _row_step(precision: Precision) -> int:
-    """Return the multiple of the rows that kernels need: 1 for MX weights, which are decoded before the GEMM."""
-    return 1 if precision.rollout_block == "1x32" else LAST_ROWS
+    """Return the multiple of the rows that kernels need: 1 for MX and NVFP4 weights, which are padded or decoded."""
+    return 1 if precision.rollout_block in ("1x32", "1x16") else LAST_ROWS
 
 
 def part_names(prefix: str, fused: Mapping[str, Sequence[str]] | None = None, experts: int = 0) -> tuple[str, ...]:
@@ -419,6 +420,20 @@ def _key(tensor: str) -> str:
         if word in _FUSED_OF:
             return f"{parent}.{'+'.join(_FUSED_OF[word])}"
     return tensor
+
+
+def sharing_a_scale(tensors: Iterable[str]) -> list[tuple[str, ...]]:
+    """Group weights that share one scale in NVFP4: q, k and v; gate and up, of each expert by itself.
+
+    An engine holds them as one matrix, whose kernels take one FP32 scale beneath the block scales. So the amax that the
+    scale is made of is that of all of them.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in tensors:
+        parent, _, word = module_of(name).rpartition(".")
+        key = f"{parent}.{'+'.join(_FUSED_OF[word])}" if word in _FUSED_OF else name
+        groups.setdefault(key, []).append(name)
+    return [tuple(names) for names in groups.values()]
 
 
 def _experts(tensor: str) -> str:

@@ -167,7 +167,7 @@ def encode_scale(amax: torch.Tensor, largest_scale: int = 448, convention: str =
 
 def block_scale(amax: torch.Tensor, encode: torch.Tensor, convention: str = "te") -> torch.Tensor:
     """Return a block's scale in FP32, before it is rounded to E4M3."""
-    sixth = torch.reciprocal(torch.tensor(LARGEST))
+    sixth = torch.reciprocal(torch.tensor(LARGEST, dtype=torch.float32))
     scale = encode * (amax * sixth) if convention == "vllm" else amax * (encode * sixth)
     return scale.clamp_max(FP32_MAX)
 
@@ -234,7 +234,7 @@ def _four_over_six(
     scaled_errors: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast every block in both ways and take the better one; 6 if neither is."""
-    base = torch.div(most, torch.tensor(LARGEST)) * encode
+    base = torch.div(most, torch.tensor(LARGEST, dtype=torch.float32)) * encode
     ways = []
     for scale in (base * 1.5, base):
         found = cast(scale, SCALE)
@@ -243,7 +243,7 @@ def _four_over_six(
         if scaled_errors:
             lost = value - blocks * encode[:, :, None]
         else:  # divided last, by a tensor, so that torch does not multiply with a reciprocal
-            largest = torch.tensor(LARGEST * operand.largest_scale)
+            largest = torch.tensor(LARGEST * operand.largest_scale, dtype=torch.float32)
             lost = torch.div(value * amax[:, :, None], largest) - blocks
         ways.append((codes, found, _error(lost, operand)))
     (four, scale_4, error_4), (six, scale_6, error_6) = ways

@@ -161,7 +161,7 @@ class QuantizedNVFP4(Quantized):
 
 def weight_scale_2(amax: torch.Tensor, largest_scale: int = 448) -> torch.Tensor:
     """Compute ``amax / (6 * 448)``, divided as ModelOpt does."""
-    return torch.div(amax, torch.tensor(_LARGEST * largest_scale, device=amax.device))
+    return torch.div(amax, torch.tensor(_LARGEST * largest_scale, dtype=torch.float32, device=amax.device))
 
 
 def amax_of_scale_2(scale_2: torch.Tensor, largest_scale: int = 448) -> torch.Tensor:
@@ -170,7 +170,7 @@ def amax_of_scale_2(scale_2: torch.Tensor, largest_scale: int = 448) -> torch.Te
     Rounding twice may end at a neighbour; then the neighbours are tried. A number that no amax makes gets the nearest.
     """
     around = scale_2.float() * (_LARGEST * largest_scale)
-    for amax in (around, torch.nextafter(around, torch.zeros(())), torch.nextafter(around, around * 2)):
+    for amax in (around, torch.nextafter(around, torch.zeros_like(around)), torch.nextafter(around, around * 2)):
         around = torch.where(weight_scale_2(amax, largest_scale) == scale_2, amax, around)
     return around
 
@@ -227,4 +227,4 @@ def _sums_and_differences(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _reciprocal(number: float) -> torch.Tensor:
-    return torch.reciprocal(torch.tensor(number))
+    return torch.reciprocal(torch.tensor(number, dtype=torch.float32))

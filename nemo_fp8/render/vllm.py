@@ -1,9 +1,9 @@
 """vLLM: engine arguments, the flags of ``vllm serve``, and Hugging Face's ``quantization_config``.
 
-There are two ways to an FP8 rollout. Stock vLLM quantizes a BF16 checkpoint itself (``fp8_per_block``), with FP32
-scales and no choice of layers by number; it is rendered if the contract asks for no more than that. Everything else
-needs our plugin (``quantization="nemo_fp8"``), whose options are passed in ``hf_overrides`` under the contract's own
-names. A checkpoint that is already quantized says so in its ``quantization_config``.
+There are two ways to a quantized rollout. Stock vLLM quantizes a BF16 checkpoint itself (``fp8_per_block``), with FP32
+scales and no choice of layers by number; it is rendered if the contract asks for no more than that. Everything else,
+and all of NVFP4, needs our plugin (``quantization="nemo_fp8"``), whose options are passed in ``hf_overrides`` under the
+contract's own names. A checkpoint that is already quantized says so in its ``quantization_config``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ PLUGIN = "nemo_fp8"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # The plugin's settings, under the contract's names.
 PLUGIN_FIELDS = (
+    "rollout",
     "weight_scale",
     "activation_scale",
     "rollout_block",
@@ -74,7 +75,7 @@ _REASONS = {
 
 
 def needs_plugin(precision: Precision) -> bool:
-    """Whether stock vLLM cannot do what the contract asks of an FP8 rollout."""
+    """Whether stock vLLM cannot do what the contract asks of a quantized rollout."""
     p = precision
     plain = p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == STOCK_SCALES.get(
         p.rollout_block
@@ -87,7 +88,7 @@ def to_vllm(precision: Precision, plugin: bool = False) -> dict[str, Any]:
     """Return keyword arguments for ``vllm.LLM`` on an unquantized checkpoint; ``plugin`` uses ours in any case."""
     p = precision
     arguments: dict[str, Any] = {"dtype": _DTYPES[p.compute], "kv_cache_dtype": p.kv_cache}
-    if p.rollout != "fp8":
+    if not p.rolls_out_quantized:
         return arguments
     if plugin or needs_plugin(p):
         arguments |= {"quantization": PLUGIN, "hf_overrides": {"quantization_config": to_plugin(p)}}
@@ -129,9 +130,10 @@ def from_vllm(arguments: Mapping[str, Any]) -> Precision:
 
 
 def to_plugin(precision: Precision) -> dict[str, Any]:
-    """Return the ``quantization_config`` that our vLLM plugin reads."""
+    """Return the ``quantization_config`` that our vLLM plugin reads; it means FP8 where it names no ``rollout``."""
     values = precision.to_dict()
-    return {"quant_method": PLUGIN} | {name: values[name] for name in PLUGIN_FIELDS}
+    said = {name: values[name] for name in PLUGIN_FIELDS if (name, values[name]) != ("rollout", "fp8")}
+    return {"quant_method": PLUGIN} | said
 
 
 def from_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +193,13 @@ def to_hugging_face(precision: Precision, kept: Sequence[str] | None = None) -> 
     named = [pattern for pattern in p.keep if not re.search(r"[*?\[]|^re:", pattern)]
     rows = (
         (
-            p.rollout != "fp8",
+            p.rollout == "nvfp4",
+            "NVFP4 as a Hugging Face FP8 checkpoint.",
+            "ModelOpt's format holds it, which names what is in it and what is not.",
+            "`nemo-fp8 export --layout modelopt` writes it.",
+        ),
+        (
+            p.rollout == "compute",
             f"{p.compute.upper()} generation as an FP8 checkpoint.",
             "Nothing to quantize.",
             "Set rollout='fp8'.",
@@ -279,7 +287,7 @@ def render(precision: Precision) -> Rendering:
     arguments = to_vllm(precision)
     lost, notes = lost_fields(precision, from_vllm(arguments), _REASONS, "vLLM")
     data: dict[str, Any] = {"engine": arguments}
-    if precision.rollout == "fp8":
+    if precision.rolls_out_quantized:
         if arguments["quantization"] == PLUGIN:
             notes.append("Needs nemo_fp8 installed beside vLLM, whose plugin vLLM loads in every worker.")
         else:

@@ -55,7 +55,7 @@ def engine_args(
         # Without DeepGEMM vLLM takes another kernel, and logs it: no reason to refuse.
         require(p.replace(deep_gemm=False), where, sides=("rollout",))
     rounded = p.kv_cache == "fp8" and where is not None and answer("kv-cache-fp8", where).way == ROUNDED
-    if rounded and p.rollout != "fp8":
+    if rounded and not p.rolls_out_quantized:
         raise PrecisionError(
             "kv_cache='fp8' with generation in the compute dtype, on a CPU without AVX-512.",
             "vLLM has no FP8 cache there, and it is nemo_fp8's quantization that rounds keys and values instead.",
@@ -65,7 +65,7 @@ def engine_args(
         {"activations": activations, "kernel": kernel, "cache": "rounded" if rounded else "auto"}
     )
     arguments = to_vllm(p.replace(kv_cache="auto") if rounded else p, plugin=True) | {"worker_extension_cls": WORKER}
-    if p.rollout == "fp8":
+    if p.rolls_out_quantized:
         contradictions = [*_contradicted(environment(p))]
         if contradictions:
             raise PrecisionError(contradictions)
@@ -145,20 +145,20 @@ def check_model(folder: Path, p: Precision) -> None:
         return  # a name on the Hub, which vLLM will download
     said = json.loads(config.read_text())
     quantized = said.get("quantization_config")
-    if quantized and p.rollout == "fp8":
+    if quantized and p.rolls_out_quantized:
         raise PrecisionError(
             f"{folder} is a quantized checkpoint.",
-            f"Its config.json names quant_method={quantized.get('quant_method')!r}; FP8 is made from BF16 weights "
-            "here.",
+            f"Its config.json names quant_method={quantized.get('quant_method')!r}; codes are made from BF16 "
+            "weights here.",
             instead_of_codes(),
         )
     if quantized and _in_fp8_blocks(quantized) and (why := _unread()):
         raise PrecisionError(f"{folder} is a checkpoint in FP8, which vLLM cannot run on this machine.", *why)
     layers = (said.get("text_config") or said).get("num_hidden_layers")
-    if p.rollout == "fp8" and layers is not None and p.first_layers + p.last_layers >= layers:
+    if p.rolls_out_quantized and layers is not None and p.first_layers + p.last_layers >= layers:
         raise PrecisionError(
             f"{p.first_layers} first and {p.last_layers} last layers in BF16, of {layers}.",
-            f"{folder} has no more, so nothing would be in FP8.",
+            f"{folder} has no more, so nothing would be quantized.",
             "Lower num_first_layers_in_bf16 or num_last_layers_in_bf16.",
         )
 

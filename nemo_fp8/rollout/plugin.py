@@ -1,7 +1,8 @@
 """The plugin for vLLM: the entry point ``vllm.general_plugins`` calls :func:`register` in each of vLLM's processes.
 
 The main process, EngineCore and every worker of every executor load plugins before they build anything, so the
-quantization method ``nemo_fp8`` is known wherever a model is. Nothing is patched: vLLM has a registry of methods. If
+quantization method ``nemo_fp8`` is known wherever a model is, and on a CPU kernels for checkpoints of ModelOpt's.
+Nothing is patched: vLLM has a registry of methods, and one of kernels. If
 vLLM's internals are not what we know, vLLM works as without us, and an engine that asks for ``nemo_fp8`` gets an error.
 """
 
@@ -25,6 +26,10 @@ def register() -> None:
         from nemo_fp8.rollout.refit.worker import transfer
 
         transfer.register()
+        if not compatibility.misfits(compatibility.FOUR_BITS):
+            from nemo_fp8.rollout.engine import cpu_kernels
+
+            cpu_kernels.register()
 
 
 def _config() -> type:

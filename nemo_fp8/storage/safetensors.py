@@ -5,7 +5,8 @@
 The safetensors library checks a file's header (sizes, overlaps, gaps, the file's length). The bytes are then read at
 the place that the header gives. They are not mapped, since pages of a mapped file count as the process's memory until
 the file is closed. A stack of experts is read matrix by matrix. Weights that are FP8 already are dequantized: code
-times the scale in the checkpoint, which may be that of a tensor, a row, or a block.
+times the scale in the checkpoint, which may be that of a tensor, a row, or a block. So are NVFP4 weights of ModelOpt's,
+which are bytes of two codes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4
 from nemo_fp8.numerics.quantized import Quantized
 
 INDEX = "model.safetensors.index.json"
@@ -44,6 +46,7 @@ DTYPES = {
 VALUES = ("BF16", "F16", "F32", "F64")
 CODES = ("F8_E4M3", "F8_E5M2")
 SCALES = ("_scale_inv", "_scale")
+SCALE_2 = "_scale_2"  # of NVFP4: the FP32 scale beneath the block scales
 _SOUND = "Copy or download the file again; its size and checksum are on the page it came from."
 
 
@@ -120,12 +123,20 @@ class Checkpoint:
         stem = name.removesuffix("_packed")
         return next((stem + ending for ending in SCALES if stem + ending in self.entries), None)
 
+    def is_nvfp4(self, name: str) -> bool:
+        """Whether a tensor is bytes of two E2M1 codes, in ModelOpt's layout."""
+        return self.entries[name].dtype == "U8" and name + SCALE_2 in self.entries
+
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor, or each matrix of a stack; FP8 is dequantized to FP32.
+        """Yield a tensor, or each matrix of a stack; FP8 and NVFP4 are dequantized to FP32.
 
         Raises PrecisionError if FP8 codes have no scale, or one of an unknown shape.
         """
         entry = self.entries[name]
+        if self.is_nvfp4(name):
+            codes, scales, scale_2 = (self._read(self.entries[name + end], None) for end in ("", "_scale", SCALE_2))
+            yield QuantizedNVFP4.from_modelopt(codes, scales, scale_2).dequantize()
+            return
         stacked = len(entry.shape) > 2
         scale = self._scale(entry) if entry.dtype in CODES else None
         for i in range(entry.shape[0]) if stacked else (None,):

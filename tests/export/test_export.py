@@ -23,6 +23,8 @@ from nemo_fp8.numerics import quantize
 POW2 = preset("bf16_with_fp8_blockwise_mixed")
 FP32 = POW2.replace(weight_scale="fp32", activation_scale="fp32")
 BF16 = preset("bf16_mixed")
+NVFP4 = Precision(rollout="nvfp4")
+MXFP8 = preset("bf16_with_mxfp8_mixed")
 
 
 def loaded(folder):
@@ -270,7 +272,9 @@ def test_misaligned_layers_are_named_or_refused(tmp_path):
 
 REFUSED = {
     "blocks": (POW2.replace(rollout_block="tensor"), {}, "rollout_block='tensor' as a checkpoint"),
-    "mx": (preset("bf16_with_mxfp8_mixed"), {}, "rollout_block='1x32' as a checkpoint"),
+    "mx": (preset("bf16_with_mxfp8_mixed"), {"layout": "deepseek"}, "rollout_block='1x32' in the deepseek layout"),
+    "four bits": (NVFP4, {"layout": "compressed-tensors"}, "Write the modelopt layout"),
+    "modelopt": (POW2, {"layout": "modelopt"}, "holds blocks of 1x16 or 1x32"),
     "static": (POW2.replace(rollout_block="tensor", activation_scheme="static"), {}, "as a checkpoint"),
     "two kinds of scales": (POW2.replace(activation_scale="fp32"), {}, "one scale_fmt for both"),
     "nothing left": (POW2.replace(first_layers=3), {}, "Nothing of .* would be quantized"),

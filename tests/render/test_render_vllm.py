@@ -23,7 +23,7 @@ def test_every_rollout_reads_back_but_for_what_the_notes_name(contract):
     back = vllm.from_vllm(rendering.data["engine"])
     assert set(contract.diff(back)) == set(rendering.lost)
     assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
-    if contract.rollout == "fp8":
+    if contract.rolls_out_quantized:
         rollout = (
             "rollout",
             "rollout_block",
@@ -57,6 +57,21 @@ def test_stock_vllm_where_it_suffices_and_the_plugin_where_not():
     assert pow2["linear_backend"] == "deep_gemm"
     assert pow2["hf_overrides"]["quantization_config"]["weight_scale"] == "pow2"
     assert vllm.to_vllm(Precision(rollout="fp8", first_layers=1))["quantization"] == "nemo_fp8"
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "none"])
+def test_nvfp4_is_the_plugins_and_reads_back(activations):
+    contract = Precision(rollout="nvfp4", activation_scheme=activations, first_layers=1, keep=("*.o_proj",))
+    arguments = vllm.to_vllm(contract)
+    assert arguments["quantization"] == "nemo_fp8"
+    config = arguments["hf_overrides"]["quantization_config"]
+    assert (config["rollout"], config["rollout_block"]) == ("nvfp4", "1x16")
+    assert vllm.from_vllm(arguments) == contract
+    assert "rollout" not in vllm.to_plugin(Precision(rollout="fp8"))
+    assert "rollout" not in vllm.from_plugin(vllm.to_plugin(Precision(rollout="fp8")))
+    assert not render(contract, "vllm").lost
+    with pytest.raises(PrecisionError, match="NVFP4 as a Hugging Face FP8 checkpoint"):
+        vllm.to_hugging_face(contract)
 
 
 def test_unknown_words_are_refused():

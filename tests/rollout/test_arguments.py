@@ -18,6 +18,7 @@ from nemo_fp8.rollout.arguments import engine_machine
 
 ROLLOUTS = {name: p for name, p in PRESETS.items() if p.rollout == "fp8"} | {
     "bf16": Precision(),
+    "nvfp4": Precision(rollout="nvfp4", first_layers=1),
     "fp32_scales": Precision(rollout="fp8"),
     "kept": Precision(
         rollout="fp8", keep=("*.gate", r"re:layers\.3\."), first_layers=1, kv_cache="fp8", deep_gemm=True
@@ -48,8 +49,8 @@ def test_engine_args_say_the_contract(name, monkeypatch, elsewhere):
         "kv_cache",
         "deep_gemm",
     )
-    assert {f: getattr(back, f) for f in fields if wanted.rollout == "fp8"} == {
-        f: getattr(wanted, f) for f in fields if wanted.rollout == "fp8"
+    assert {f: getattr(back, f) for f in fields if wanted.rolls_out_quantized} == {
+        f: getattr(wanted, f) for f in fields if wanted.rolls_out_quantized
     }
     assert arguments["worker_extension_cls"].endswith("NemoFp8Worker")
 

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.rollout.engines import fp8, log_probs
 
 from nemo_fp8 import Precision
 from nemo_fp8.export import HuggingFace, export, verify
+from nemo_fp8.export.logprobs import reads_codes
 from nemo_fp8.models.selection import Selection
 
 FP32 = Precision(rollout="fp8")
@@ -24,6 +25,10 @@ def exported(source, folder, precision, **how):
     return done.plan.selection
 
 
+NVFP4 = Precision(rollout="nvfp4")
+MXFP8 = Precision(rollout="fp8", rollout_block="1x32", weight_scale="pow2", activation_scale="pow2")
+
+
 def fields(precision):
     return {name: value for name, (_, value) in Precision(rollout="fp8").diff(precision).items()}
 
@@ -35,7 +40,9 @@ def chosen(selection: Selection):
 
 def in_fp8(llm):
     (layers,) = llm.collective_rpc("nemo_fp8_report")
-    return {name.removesuffix(".routed_experts") for name, about in layers.items() if about["stored"] == "fp8"}
+    return {
+        name.removesuffix(".routed_experts") for name, about in layers.items() if about["stored"] in ("fp8", "nvfp4")
+    }
 
 
 @pytest.mark.parametrize("read", ["by vLLM itself", "decoded again"])
@@ -60,6 +67,50 @@ def test_an_export_and_the_source_on_the_fly_are_bitwise_equal(engine, checkpoin
             **fp8(**fields(precision)),
         )
     assert torch.equal(log_probs(loaded), right)
+
+
+@pytest.mark.parametrize("precision", [NVFP4, MXFP8], ids=["nvfp4", "mxfp8"])
+def test_vllm_itself_loads_modelopts_layouts_and_gives_the_same_bits(engine, checkpoint, tmp_path, precision):
+    """Without a word about us: config.json says it all. A scale that is another one is seen in what it answers."""
+    precision = precision.replace(first_layers=1, keep=("*.layers.2.*q_proj",))
+    selection = exported(checkpoint("llama"), tmp_path / "out", precision)
+    fly = engine(checkpoint("llama"), **fp8(**fields(precision)))
+    assert in_fp8(fly) == chosen(selection)
+    right, loaded = log_probs(fly), engine(tmp_path / "out")
+    assert right.isfinite().all()
+    assert torch.equal(log_probs(loaded), right)
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight_scale"].view(torch.uint8)[0, 0] ^= 8  # an exponent, or half of one
+    save_file(tensors, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
+    loaded.collective_rpc("reload_weights")
+    assert not torch.equal(log_probs(loaded), right)
+
+
+@pytest.mark.parametrize("how", ["experts in NVFP4", "experts in MXFP8", "activations in BF16"])
+def test_what_vllms_cpu_build_has_no_kernel_for_is_compared_decoded(engine, checkpoint, tmp_path, how):
+    kind = "qwen3_moe" if "experts" in how else "llama"
+    precision = MXFP8 if "MXFP8" in how else NVFP4 if kind == "qwen3_moe" else NVFP4.replace(activation_scheme="none")
+    done = export(HuggingFace.open(checkpoint(kind)), tmp_path / "out", precision)
+    assert verify(done.plan, tmp_path / "out").holds
+    assert not reads_codes(sys.executable, done.plan)
+    back = export(HuggingFace.open(tmp_path / "out"), tmp_path / "bf16", Precision()).folder
+    fly = engine(checkpoint(kind), **fp8(**fields(precision)))
+    again = engine(back, **fp8(**fields(precision)))
+    assert in_fp8(again) == in_fp8(fly) == chosen(done.plan.selection)
+    assert torch.equal(log_probs(again), log_probs(fly))
+
+
+def test_vllm_keeps_in_memory_what_the_file_holds(checkpoint, tmp_path):
+    """vLLM's own classes on the export, and ours on the source: the same bytes under the same names."""
+    from support.rollout.in_process import build, same_bits
+
+    exported(checkpoint("qwen3"), tmp_path / "out", NVFP4)
+    theirs, ours = build(tmp_path / "out", quantized=False), build(checkpoint("qwen3"), rollout="nvfp4")
+    for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        a, b = (model.get_submodule(f"model.layers.1.{name}") for model in (theirs, ours))
+        assert type(a.quant_method.kernel) is type(b.quant_method.fp8_linear)
+        for parameter in ("weight", "weight_scale", "weight_global_scale", "input_global_scale_inv", "alpha"):
+            assert same_bits(getattr(a, parameter).data.view(-1), getattr(b, parameter).data.view(-1))
 
 
 def test_the_real_compressed_tensors_reads_the_config(checkpoint, tmp_path):

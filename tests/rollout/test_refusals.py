@@ -166,7 +166,7 @@ def test_codes_are_no_weights(checkpoint, tmp_path):
     name = f"{LAYER}.self_attn.o_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(PrecisionError, match=r"o_proj: the checkpoint is in FP8 already"):
+    with pytest.raises(PrecisionError, match=r"o_proj: the checkpoint is quantized already"):
         build(folder)
 
 

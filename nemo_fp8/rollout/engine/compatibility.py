@@ -110,6 +110,21 @@ INTERNALS = (
     Internal(f"{_TRANSFER}.base", "TrainerInitInfo", ("rank",)), Internal(f"{_TRANSFER}.base",
     "TrainerWeightTransferEngine", ("client", "source", "is_sender")), )  # fmt: skip
 
+# Checked only if weights are in NVFP4, or a checkpoint is ModelOpt's: older versions lack some.
+_EMULATION = f"{_QUANTIZATION}.utils.nvfp4_emulation_utils"
+_KERNELS = "vllm.model_executor.kernels.linear"
+FOUR_BITS = (
+    Internal(_KERNELS, "EmulationNvFp4LinearKernel.apply_weights", ("layer", "x", "bias")),
+    Internal(_KERNELS, "Mxfp8LinearKernel"),
+    Internal(_KERNELS, "NvFp4LinearLayerConfig"),
+    Internal(_KERNELS, "init_nvfp4_linear_kernel", ("use_a16",)),
+    Internal(_KERNELS, "register_linear_kernel", ("kernel_class", "platform", "kernel_type")),
+    Internal(_KERNELS, "_POSSIBLE_NVFP4_KERNELS"),
+    Internal(_KERNELS, "_POSSIBLE_MXFP8_KERNELS"),
+    Internal(_EMULATION, "dequantize_to_dtype", ("tensor_fp4", "tensor_sf", "global_scale", "swizzle")),
+    Internal(_EMULATION, "ref_nvfp4_quant_dequant", ("x", "global_scale", "block_size")),
+)
+
 # Checked only if one of these backends is used: their modules import what only GPUs have.
 GPU_TRANSFER = (
     Internal(f"{_TRANSFER}.nccl_engine", "NCCLWeightTransferEngine"),

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.render.vllm import PLUGIN, from_plugin, options_of_plugin
-from nemo_fp8.rollout.engine import experts, kv
+from nemo_fp8.rollout.engine import compatibility, experts, kv
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.engine.selection import reason_to_keep, reason_to_keep_experts
 from nemo_fp8.rollout.engine.storage import storage_of
@@ -33,12 +33,15 @@ class NemoFp8Config(QuantizationConfig):
         self.precision = Precision(rollout="fp8") if precision is None else precision
         self.options = options_of_plugin({}) if options is None else options
         self.storage = storage_of(self.precision)
+        wrong = compatibility.misfits(compatibility.FOUR_BITS) if self.precision.rollout == "nvfp4" else []
+        if wrong:
+            raise compatibility.error_of(wrong)
         self._loaded = False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> NemoFp8Config:
         """Make the object from a ``quantization_config``; raises PrecisionError for an unknown key."""
-        return cls(Precision(rollout="fp8", **from_plugin(config)), options_of_plugin(config))
+        return cls(Precision(**{"rollout": "fp8"} | from_plugin(config)), options_of_plugin(config))
 
     @classmethod
     def get_name(cls) -> str:
@@ -63,15 +66,29 @@ class NemoFp8Config(QuantizationConfig):
         """
         if isinstance(layer, LinearBase):
             reason = reason_to_keep(self.precision, prefix, self._layers(), self.packed_modules_mapping)
-            return NemoFp8LinearMethod(self, prefix) if reason is None else self.unquantized(reason)
+            return self._linear(prefix) if reason is None else self.unquantized(reason)
         if isinstance(layer, RoutedExperts):
             moe = layer.moe_config
             inner = moe.intermediate_size_per_partition_unpadded * moe.tp_size
             reason = reason_to_keep_experts(
                 self.precision, prefix, self._layers(), moe.num_logical_experts, inner, moe.hidden_dim_unpadded
             )
-            return experts.method_for(self, layer, prefix) if reason is None else experts.unquantized(layer, reason)
+            return self._experts(layer, prefix) if reason is None else experts.unquantized(layer, reason)
         return kv.method_for(self, layer) if isinstance(layer, (Attention, MLAAttention)) else None
+
+    def _linear(self, prefix: str) -> NemoFp8LinearMethod:
+        if self.precision.rollout != "nvfp4":
+            return NemoFp8LinearMethod(self, prefix)
+        from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
+
+        return Nvfp4LinearMethod(self, prefix)
+
+    def _experts(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase:
+        if self.precision.rollout != "nvfp4":
+            return experts.method_for(self, layer, prefix)
+        from nemo_fp8.rollout.engine import four_bit_experts
+
+        return four_bit_experts.method_for(self, layer, prefix)
 
     def loaded(self, layer: torch.nn.Module) -> None:
         """Log a warning, once, if the model takes no pushes. vLLM calls this in its last pass over a complete model."""
@@ -80,7 +97,7 @@ class NemoFp8Config(QuantizationConfig):
             warn_if_unpushable(layer)
 
     def unquantized(self, reason: str) -> UnquantizedLinearMethod:
-        """Return vLLM's method for the compute dtype, with the reason why the layer is not in FP8."""
+        """Return vLLM's method for the compute dtype, with the reason why the layer is not quantized."""
         method = UnquantizedLinearMethod()
         method.nemo_fp8_reason = reason
         return method

@@ -25,6 +25,7 @@ from nemo_fp8.rollout.engine import kernels, ops
 from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.engine.quantizer import quantize_weight
 from nemo_fp8.rollout.engine.selection import in_every_layer
+from nemo_fp8.rollout.engine.storage import Storage
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.engine.config import NemoFp8Config
@@ -38,7 +39,7 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
     emulated = config.options["activations"] == "emulated" and current_platform.is_cpu()
     if kernels.has_experts_kernel(config.storage, config.options["kernel"]) and not emulated:
         return NemoFp8MoEMethod(config, layer, prefix)
-    unknown = " and ".join(_not_decoded(layer))
+    unknown = " and ".join(not_decoded(layer))
     if not unknown:
         return DecodedMoEMethod(config, layer, prefix, emulated)
     name, why = in_every_layer(prefix), f"experts with {unknown} run on vLLM's fused FP8 kernel only"
@@ -61,7 +62,7 @@ def unquantized(layer: RoutedExperts, reason: str) -> UnquantizedFusedMoEMethod:
     return method
 
 
-def _not_decoded(layer: RoutedExperts) -> Iterator[str]:
+def not_decoded(layer: RoutedExperts) -> Iterator[str]:
     """Yield the features of a layer that the decoded method does not have."""
     if layer.apply_router_weight_on_input:
         yield "the router's weight on their input (as Llama 4 has it)"
@@ -69,6 +70,13 @@ def _not_decoded(layer: RoutedExperts) -> Iterator[str]:
         yield "biases (as GPT-OSS has them)"
     if layer.moe_config.activation != MoEActivation.SILU:
         yield f"{layer.moe_config.activation.value} activations"
+
+
+def padded_to_blocks(sizes: tuple[int, int], storage: Storage) -> tuple[int, int]:
+    """Return the sizes of experts padded to whole blocks of the kernel's grid."""
+    side = storage.grid[1]
+    hidden, inner = (-(-size // side) * side for size in sizes)
+    return hidden, inner
 
 
 class Quantizing:
@@ -148,8 +156,7 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
         sizes = super().maybe_roundup_sizes(
             hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
         )
-        side = self.storage.grid[1]
-        return tuple(-(-size // side) * side for size in sizes)
+        return padded_to_blocks(sizes, self.storage)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
@@ -179,6 +186,7 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
     ) -> torch.Tensor:
         """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
         weights = (layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv)
+        assert self.storage.activation is not None
         how = (list(self.storage.grid), self.group, self.storage.activation.scale, self.direct)
         out: torch.Tensor = ops.decoded_experts(x, *weights, topk_weights, topk_ids.long(), layer.expert_map, *how)
         return out

@@ -74,7 +74,7 @@ def choose(storage: Storage, wanted: str, shape: tuple[int, int], out_dtype: tor
     except ValueError as error:
         return _without_kernel(storage, str(error).splitlines()[-1])
     refuse_second_quantization(type(kernel).__name__, storage.weight, e8m0=is_deep_gemm_e8m0_used())
-    if storage.activation.scale == "pow2" and hasattr(kernel, "quant_fp8"):
+    if storage.activation is not None and storage.activation.scale == "pow2" and hasattr(kernel, "quant_fp8"):
         kernel.quant_fp8.use_ue8m0 = True  # the quantizer of this one kernel
     return kernel
 

@@ -94,22 +94,30 @@ class NemoFp8LinearMethod(LinearMethodBase):
             "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader)
         )
         initialize_online_processing(layer)
-        self.fp8_linear = kernels.choose(self.storage, self.config.options["kernel"], (rows, columns), self.out_dtype)
+        self.fp8_linear = self._choose((rows, columns))
+
+    def _choose(self, shape: tuple[int, int]) -> Any:
+        """Return the kernel for a weight of this shape, and find out who quantizes activations."""
+        kernel = kernels.choose(self.storage, self.config.options["kernel"], shape, self.out_dtype)
         self.fake_quantizes = self.config.options["activations"] == "emulated" and not kernels.quantizes_activations(
-            self.fp8_linear
+            kernel
         )
+        return kernel
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Quantize the loaded weight. vLLM calls this a second time at the end of loading, which changes nothing."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             self.config.loaded(layer)
             return
+        self._quantize(layer)
+        layer._already_called_process_weights_after_loading = True
+
+    def _quantize(self, layer: LinearBase) -> None:
         layer.input_scale = None
         codes, scale_inv = quantize_weight(
             layer.weight.data, self.storage, lambda amax: amax_for_tp_weight_quant(amax, self.sharded)
         )
         self.lay_out(layer, codes, scale_inv)
-        layer._already_called_process_weights_after_loading = True
 
     def lay_out(self, layer: LinearBase, codes: torch.Tensor, scale_inv: torch.Tensor) -> None:
         """Set codes and scales as parameters of the layer, in the layout of the kernel."""
@@ -122,6 +130,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
         if self.fake_quantizes:
             # The decoding kernel computes in FP32, so activations stay exact; others take them in their own dtype.
             dtype = torch.float32 if isinstance(self.fp8_linear, kernels.DecodeKernel) else x.dtype
+            assert self.storage.activation is not None
             x = ops.fake_quantize(x, self.storage.group, self.storage.activation.scale, dtype)
         out: torch.Tensor = self.fp8_linear.apply_weights(layer, x, bias)
         return out
@@ -132,7 +141,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
         """Return vLLM's BF16 method with a warning; raise PrecisionError if the contract is strict."""
         if self.config.precision.strict:
             raise PrecisionError(
-                f"{self.prefix}: a weight of {rows}x{columns} on this worker cannot be in FP8.",
+                f"{self.prefix}: a weight of {rows}x{columns} on this worker cannot be quantized.",
                 f"{reason[0].upper()}{reason[1:]}, and the contract is strict.",
                 f"Pad the layer, add {self.prefix!r} to keep, use fewer tensor-parallel workers, or set strict=False.",
             )
@@ -162,7 +171,7 @@ def _refusing_codes(loader: MethodType, name: str) -> MethodType:
     def load(layer: LinearBase, param: torch.Tensor, loaded_weight: torch.Tensor, *rest: Any, **more: Any) -> Any:
         if loaded_weight.dtype in (torch.float8_e4m3fn, torch.uint8):
             raise PrecisionError(
-                f"{name}: the checkpoint is in FP8 already.",
+                f"{name}: the checkpoint is quantized already.",
                 f"It holds {loaded_weight.dtype} codes, and nemo_fp8 quantizes BF16 weights.",
                 instead_of_codes(),
             )

@@ -1,4 +1,4 @@
-"""Report on the layers of a worker: which are in FP8, on which kernel and in which blocks, and why others are not."""
+"""Report on the layers of a worker: which are quantized, on which kernel, in which blocks; why others are not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class LayerReport:
     """How one linear is stored, or the experts of one layer."""
 
     stored: str
-    """``fp8``, or the compute dtype."""
+    """``fp8``, ``nvfp4``, or the compute dtype."""
     why: str | None = None
-    """Why it is not in FP8."""
+    """Why it is not quantized."""
     kernel: str | None = None
     block: tuple[int, int] | None = None
-    """The block that shares a scale; None if the weight has one scale, or is not in FP8."""
+    """The block that shares a scale; None if the weight has one scale, or is not quantized."""
     other_blocks: str | None = None
     """Why this worker's blocks are not those of the unsharded weight. A trainer's own codes do not fit then."""
 
@@ -32,7 +32,9 @@ def grid_report(model: torch.nn.Module) -> dict[str, LayerReport]:
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, (NemoFp8LinearMethod, Quantizing)):
-            found[name] = LayerReport("fp8", None, _kernel(method), method.operand.block, method.other_blocks)
+            found[name] = LayerReport(
+                method.config.precision.rollout, None, _kernel(method), method.operand.block, method.other_blocks
+            )
         elif method is not None and hasattr(method, "nemo_fp8_reason"):
             found[name] = LayerReport(_dtype(layer), method.nemo_fp8_reason)
     return found

@@ -4,6 +4,8 @@
     128x128        one scale a block of 128x128    1x128          128x128
     1x32           one E8M0 exponent a row of 32   1x32           1x32
     tensor         one scale a weight              1x128          128x128
+    1x16           NVFP4: one E4M3 scale for 16    1x16 or none   1x16
+                   values beneath one in FP32
 
 A weight with one scale runs on the kernels for blocks, with the same value in every block: the same codes, the same
 product. The contract decides the operands (``Precision.operand``), and the table repeats them; only the grid is decided
@@ -14,21 +16,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
 from nemo_fp8.errors import PrecisionError
 
 
 @dataclass(frozen=True)
 class Storage:
-    """One row of the table: the operands, and the grid of scales that a kernel sees."""
+    """One row of the table: the operands, and the grid of scales that a kernel sees.
+
+    ``activation`` is None if activations stay in the compute dtype.
+    """
 
     weight: Operand
-    activation: Operand
+    activation: Operand | None
     grid: tuple[int, int]
 
     @property
     def group(self) -> int:
         """The number of activations along the contracted dimension that share a scale."""
+        assert self.activation is not None
         assert self.activation.block is not None
         return self.activation.block[1]
 
@@ -36,7 +42,7 @@ class Storage:
 def storage_of(precision: Precision) -> Storage:
     """Return the storage of a contract's rollout.
 
-    Raises PrecisionError if activation scales are static, or the rollout is not in FP8.
+    Raises PrecisionError if activation scales are static, or the rollout is not quantized.
     """
     p = precision
     if p.activation_scheme == "static":
@@ -46,10 +52,11 @@ def storage_of(precision: Precision) -> Storage:
             "Set activation_scheme='dynamic'.",
         )
     weight, activation = (p.operand(role, "rollout") for role in ("weight", "input"))
-    if weight is None or activation is None:
+    if weight is None:
         raise PrecisionError(
             f"rollout={p.rollout!r} on an engine that quantizes.",
             "The contract generates in the compute dtype, which has no codes and no scales.",
-            "Set rollout='fp8', or start the engine without quantization='nemo_fp8'.",
+            "Set rollout='fp8' or 'nvfp4', or start the engine without quantization='nemo_fp8'.",
         )
-    return Storage(weight, activation, (1, 32) if p.rollout_block == "1x32" else (128, 128))
+    grid = ROLLOUT_BLOCKS[p.rollout_block] or (128, 128)
+    return Storage(weight, activation, grid)

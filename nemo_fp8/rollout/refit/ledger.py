@@ -45,7 +45,7 @@ from nemo_fp8.rollout.refit.patch import (
     grid_of,
     matrix_of,
 )
-from nemo_fp8.rollout.refit.receipt import Delta, Written
+from nemo_fp8.rollout.refit.receipt import CODED, Delta, Written
 from nemo_fp8.rollout.refit.wire import AT_ONCE, Piece, aligned, cut, same_as_announced
 
 STRIP = 1 << 21  # elements that are quantized and compared at a time, so that they lie in the cache meanwhile
@@ -411,7 +411,7 @@ class Ledger:
             before = self.written.get(one.entry.name)
             if before is not None and i not in going:
                 found[str(i)] = dict(before.fingerprints)
-            elif before is not None and before.kind != "fp8":  # else in blocks that the ledger does not know
+            elif before is not None and before.kind not in CODED:  # else in blocks that the ledger does not know
                 assert one.values is not None
                 # A part with words in its name is no box of the tensor: a view of it, or what the loader computed.
                 boxes = {part: _box_of(part) for part in before.fingerprints if ":" in part and " " not in part}

@@ -1,8 +1,8 @@
 """Make the receipt of a push from the facts of all workers: what was written, and how good it is.
 
 The numbers of quality (SNR, bad scales) are those of the quantization in the engine. A fingerprint is that of the bytes
-that lie in the engine: codes and scales of an FP8 tensor, values of any other. Under tensor parallelism every worker
-fingerprints the part that it holds.
+that lie in the engine: codes and scales of a quantized tensor, values of any other. Under tensor parallelism every
+worker fingerprints the part that it holds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.rollout.refit.fingerprint import together
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 
+CODED = ("fp8", "nvfp4")
 TOO_LARGE = 2.0**64
 """The root of FP32's largest value, nearly: a norm squares what a layer gives it, which would overflow."""
 
@@ -29,7 +30,7 @@ class Written:
     """Of a stack of experts the numbers are those of the whole stack; only ``snr_db`` is the worst expert's."""
     shape: tuple[int, ...]
     kind: str
-    """``fp8``, ``kv scale``, or the dtype in which the tensor is kept."""
+    """``fp8``, ``nvfp4``, ``kv scale``, or the dtype in which the tensor is kept."""
     largest: float
     """The largest magnitude of its values; an upper bound for codes that came with scales."""
     snr_db: float | None
@@ -120,8 +121,14 @@ class Receipt:
 
     @property
     def fp8(self) -> tuple[Written, ...]:
-        """The tensors that lie in the engine as FP8 codes."""
-        return tuple(t for t in self.tensors if t.kind == "fp8")
+        """The tensors that lie in the engine as codes, of FP8 or of NVFP4."""
+        return tuple(t for t in self.tensors if t.kind in CODED)
+
+    @property
+    def four_bit_bytes(self) -> tuple[int, int]:
+        """The bytes of all NVFP4 codes and scales, and of the same weights in BF16."""
+        weights = sum(math.prod(t.shape) for t in self.tensors if t.kind == "nvfp4")
+        return weights // 2 + weights // 16, 2 * weights
 
     @property
     def misaligned(self) -> tuple[str, ...]:
@@ -213,6 +220,9 @@ class Receipt:
                     _some(self.misaligned, "those of the unsharded weights", "others than the unsharded weight's in"),
                 )
             )
+        held, wide = self.four_bit_bytes
+        if held:
+            rows.append(("NVFP4", f"{_size(held)} of codes and scales, {wide / held:.1f} times less than in BF16"))
         if self.computed:
             rows.append(("computed", _some(self.computed)))
         if self.delta is not None:

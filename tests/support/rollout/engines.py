@@ -65,6 +65,6 @@ def fp8(**fields):
     options = {name: fields.pop(name) for name in ("activations", "kernel") if name in fields}
     return {
         "quantization": "nemo_fp8",
-        "hf_overrides": {"quantization_config": to_plugin(Precision(rollout="fp8", **fields)) | options},
+        "hf_overrides": {"quantization_config": to_plugin(Precision(**{"rollout": "fp8"} | fields)) | options},
         "worker_extension_cls": "nemo_fp8.rollout.engine.worker.NemoFp8Worker",
     }

@@ -31,12 +31,24 @@ def main(executor, folder, fields, answer, place):
     fields = json.loads(fields)
     check = {"worker_extension_cls": "support.rollout.worker_check.CheckedWorker"}
     several = {"tensor_parallel_size": 2, "distributed_executor_backend": backend}
+    pushed = fields.pop("pushed", None)
     llm = engines.start(folder, **engines.fp8(**fields) | check | several)
+    how = ("nemo_fp8_check", (folder, fields.get("weight_scale", "fp32")))
+    if fields.get("rollout") == "nvfp4":
+        how = ("nemo_fp8_check_four_bits", (folder,))
     answers = {
-        "checks": llm.collective_rpc("nemo_fp8_check", args=(folder, fields.get("weight_scale", "fp32"))),
+        "checks": llm.collective_rpc(how[0], args=how[1]),
         "reports": llm.collective_rpc("nemo_fp8_report"),
         "finite": bool(engines.log_probs(llm, count=2).isfinite().all()),
     }
+    if pushed:
+        from nemo_fp8.rollout import Refit
+        from support.rollout.models import tensors_of
+
+        receipt = Refit(llm).push(dict(tensors_of(Path(pushed))), verify=True).require()
+        answers["receipt"] = receipt.to_dict()
+        answers["after"] = llm.collective_rpc("nemo_fp8_check_four_bits", args=(pushed,))
+        answers["stale"] = llm.collective_rpc("nemo_fp8_check_four_bits", args=(folder,))
     Path(answer).write_text(json.dumps(answers))
     engines.stop(llm)
     if backend == "ray":

@@ -44,6 +44,49 @@ class CheckedWorker(NemoFp8Worker):
                     differ.append(name)
         return {"rank": self.place[0], "compared": compared, "differ": differ}
 
+    def nemo_fp8_check_four_bits(self, folder):
+        """The same for NVFP4: whole weights are quantized beneath the amax of all that is fused, and cut by hand."""
+        from safetensors.torch import load_file
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        self.weights = load_file(f"{folder}/model.safetensors")
+        self.place = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        compared, differ = 0, []
+        for name, layer in self.model_runner.model.named_modules():
+            for parts, held in self._in_four_bits(name, layer):
+                compared += 1
+                amax = max(self.weights[part].abs().max().float() for part in parts)
+                made = [self._cut(part, amax) for part in parts]
+                wanted = [torch.cat(rows) for rows in zip(*made, strict=True)]
+                same = all(same_bits(a, b) for a, b in zip(held[:2], wanted, strict=True))
+                if not (same and held[2] == amax / 2688):
+                    differ.append(name)
+        return {"rank": self.place[0], "compared": compared, "differ": differ}
+
+    def _in_four_bits(self, name, layer):
+        method = type(getattr(layer, "quant_method", None)).__name__
+        parent, _, last = name.rpartition(".")
+        if method == "Nvfp4LinearMethod":
+            names = [f"{parent}.{part}.weight" for part in FUSED[f"{parent.rsplit('.', 1)[-1]}.{last}"]]
+            yield names, (layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+        if method == "Nvfp4MoEMethod":
+            here = name.removesuffix(".routed_experts")
+            for expert in range(layer.local_num_experts):
+                for which, words in (("w13", ("gate", "up")), ("w2", ("down",))):
+                    held = [getattr(layer, f"{which}_weight{end}").data[expert] for end in ("", "_scale", "_scale_2")]
+                    yield [f"{here}.{expert}.{word}_proj.weight" for word in words], held
+
+    def _cut(self, name, amax):
+        from nemo_fp8.contract import Operand
+        from nemo_fp8.numerics import quantize
+
+        rank, ranks = self.place
+        q = quantize(self.weights[name], Operand("e2m1", (1, 16), "e4m3"), amax=amax)
+        dim = int(name.split(".")[-2] in BY_COLUMNS)
+        return q.data.chunk(ranks, dim)[rank], q.scale_inv.view(torch.uint8).chunk(ranks, dim)[rank].view(
+            torch.float8_e4m3fn
+        )
+
     def _linear(self, name, layer):
         parent, _, last = name.rpartition(".")
         parts = FUSED[f"{parent.rsplit('.', 1)[-1]}.{last}"]

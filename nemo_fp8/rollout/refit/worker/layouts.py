@@ -108,7 +108,7 @@ class Facts:
     """
 
     kind: str = ""
-    """``fp8``, ``kv scale``, or the dtype in which the tensor is kept."""
+    """``fp8``, ``nvfp4``, ``kv scale``, or the dtype in which the tensor is kept."""
     experts: int = 0
     """How many tensors are stacked in this one; 0 if it is no stack."""
     signal: Count = 0.0
@@ -136,9 +136,10 @@ class Facts:
         self.tiles.setdefault((at.start, at.stop), []).append(statistics)
 
     def count_scales(self, scales: torch.Tensor, kind: str, at: slice = ONE) -> None:
-        """Count scales, and the bad ones among them. ``kind`` is the contract's ``scale`` (``pow2`` or ``fp32``)."""
+        """Count scales, and the bad ones among them. ``kind`` is the operand's (``pow2``, ``fp32`` or ``e4m3``)."""
         scales = _decoded(scales)
-        good = scales.isfinite() & (scales > 0)
+        # An E4M3 scale of 16 small values is zero where others of their tensor are a million times as large.
+        good = scales.isfinite() & ((scales > 0) | (kind == "e4m3"))
         if kind == "pow2":
             good &= floor_pow2(scales) == scales
         self.scales += scales.numel()
@@ -200,8 +201,8 @@ def _each(values: torch.Tensor, at: slice) -> torch.Tensor:
 
 
 def _decoded(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales in FP32; some kernels keep exponents (E8M0)."""
-    return scales if scales.dtype == torch.float32 else decode_e8m0(scales)
+    """Return scales in FP32; some kernels keep exponents (E8M0), or E4M3."""
+    return scales.float() if scales.dtype in (torch.float32, torch.float8_e4m3fn) else decode_e8m0(scales)
 
 
 @dataclass

@@ -87,8 +87,15 @@ def _why_whole(plan: Plan, route: Route, sink: Sink) -> str:
         if route.source is None or sink.live.dtype != plan.manifest[route.entry].torch_dtype:
             return f"The engine keeps it in another order, or in {word(sink.live.dtype)}"
     else:
+        if isinstance(sink, Staged) and _has_one_scale(sink):
+            return "One scale is made of the whole weight"
         return "The kernel packs the layer as a whole" if isinstance(sink, Staged) else "It is a scale of the KV cache"
     return ""
+
+
+def _has_one_scale(sink: Staged) -> bool:
+    operand = getattr(sink.layer.quant_method, "operand", None)
+    return operand is not None and operand.format == "e2m1"
 
 
 class Patching(Session):
@@ -317,7 +324,9 @@ class Patching(Session):
                     at = slice(*route.source[0]) if facts.experts and route.source else ONE
                     facts.count_scales(sink.scales[tuple(slice(*one) for one in box)], sink.operand.scale, at)
                 else:
-                    facts.kind = word(route.target.dtype)
+                    facts.kind = (
+                        "nvfp4" if isinstance(sink, Staged) and _has_one_scale(sink) else word(route.target.dtype)
+                    )
                 facts.fingerprints[part] = there
                 if i not in sent:
                     good = good and isinstance(wanted, dict) and wanted.get(part) == there

@@ -72,6 +72,8 @@ class Plan:
         method = getattr(layer, "quant_method", None)
         if isinstance(method, BaseKVCacheMethod) and target.parameter.endswith("_scale"):
             return "scales"
+        if target.parameter.endswith("weight") and method is not None and _in_four_bits(layer):
+            return "four bits"
         if isinstance(method, (NemoFp8LinearMethod, Quantizing)) and target.parameter.endswith("weight"):
             return "staged" if layout_of(layer) is None else "blocks"
         live = _live(layer, target)
@@ -100,6 +102,11 @@ class Plan:
                 assert layout is not None
                 codes, scales = (getattr(layer, name) for name in (target.parameter, scale_name(target)))
                 sinks[target] = Blocks(tally, codes, scales, layout, layer.quant_method.operand, routes, verify)
+            elif way == "four bits":
+                from nemo_fp8.rollout.refit.worker.four_bits import FourBitWeights
+
+                filled = self.routes.constants.get(target, ())
+                sinks[target] = FourBitWeights(tally, layer, target, routes, filled)
             elif way == "scales":
                 sinks[target] = attention.setdefault(target.layer, KvScales(tally, layer))
             elif way == "in place":
@@ -274,6 +281,15 @@ def _at_blocks(route: Route) -> bool:
         *zip(route.to[-2:], route.target.shape[-2:], strict=True),
     ]
     return all(start % BLOCK == 0 and (stop % BLOCK == 0 or stop == n) for (start, stop), n in ends)
+
+
+def _in_four_bits(layer: Any) -> bool:
+    """Whether a layer holds NVFP4 codes in the order in which they were made."""
+    if layer.quant_method.__class__.__name__ not in ("Nvfp4LinearMethod", "Nvfp4MoEMethod"):
+        return False  # and an old vLLM, which has no emulation, never imports it
+    from nemo_fp8.rollout.refit.worker.four_bits import in_place
+
+    return in_place(layer)
 
 
 def _live(layer: torch.nn.Module, target: Target) -> torch.Tensor | None:

@@ -1,0 +1,154 @@
+"""Store the experts of a MoE layer in NVFP4, in ModelOpt's layout, and multiply them decoded.
+
+    w13_weight, w2_weight                   uint8  [experts, N, K / 2]
+    w13_weight_scale, w2_weight_scale       e4m3   [experts, N, K / 16]
+    w13_weight_scale_2, w2_weight_scale_2   FP32   [experts]: gate and up of an expert share one
+
+vLLM's own emulation of NVFP4 experts is written in Triton, which its CPU build does not have. Here the same operands
+are multiplied one expert after the other: activations as in :mod:`nemo_fp8.rollout.engine.four_bits`, weights decoded
+to the dtype of the activations. The trade-off: a decoded expert is made anew on each call, so that memory holds four
+bits a weight and no copy can be older than a push.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_moe_weight_quant
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
+
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.modelopt import FourBits, amax_of, four_bits
+from nemo_fp8.rollout.engine.experts import Quantizing, not_decoded, padded_to_blocks, unquantized
+from nemo_fp8.rollout.engine.four_bits import decoded, rounded, scales_of_activations
+from nemo_fp8.rollout.engine.selection import in_every_layer
+
+if TYPE_CHECKING:
+    from nemo_fp8.rollout.engine.config import NemoFp8Config
+
+logger = init_logger("vllm.nemo_fp8")
+
+
+def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase:
+    """Return the method for experts in NVFP4, which are decoded on a CPU; elsewhere they stay in the compute dtype.
+
+    Raises PrecisionError if they cannot be decoded and the contract is strict.
+    """
+    unknown = " and ".join(not_decoded(layer))
+    if current_platform.is_cpu() and not unknown:
+        return Nvfp4MoEMethod(config, layer, prefix)
+    what, name = f"experts with {unknown}" if unknown else "experts on a GPU", in_every_layer(prefix)
+    why = f"{what} have no NVFP4 kernel of ours"
+    if config.precision.strict:
+        raise PrecisionError(
+            f"{prefix}: {what} cannot be in NVFP4 here, and the contract is strict.",
+            "NVFP4 experts run on decoded weights, on a CPU: with SiLU, no biases, and weights on their output.",
+            f"Add {name!r} to keep, set strict=False, or export the checkpoint for vLLM's own kernels.",
+        )
+    logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", name, why)
+    return unquantized(layer, why)
+
+
+class Nvfp4MoEMethod(Quantizing, OnlineMoEMethodBase):
+    """Routed experts of a layer in NVFP4, decoded for each product."""
+
+    def __init__(self, config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> None:
+        super().__init__(layer.moe_config)
+        self._remember(config, prefix)
+        self.scales = scales_of_activations(self.storage, config.options)
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        """Pad sizes to whole blocks."""
+        sizes = super().maybe_roundup_sizes(
+            hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+        )
+        return padded_to_blocks(sizes, self.storage)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        self._zero_padding(layer)
+        for name in ("w13", "w2"):
+            self.lay_out_four_bits(layer, name, self.quantized(layer, getattr(layer, f"{name}_weight").data))
+        layer._already_called_process_weights_after_loading = True
+
+    def quantized(self, layer: RoutedExperts, weight: torch.Tensor, statistics: bool = False) -> FourBits:
+        """Quantize this worker's part of all experts, each beneath the amax of its parts on all workers."""
+        amax = amax_for_moe_weight_quant(amax_of(weight), self.moe.tp_size)
+        return four_bits(weight, self.operand, amax, statistics)
+
+    def live(self, layer: RoutedExperts, name: str) -> tuple[torch.Tensor, ...]:
+        """Return codes, block scales and the scales beneath of ``w13_weight`` or ``w2_weight``."""
+        return tuple(getattr(layer, f"{name}{end}") for end in ("", "_scale", "_scale_2"))
+
+    def follow(self, layer: RoutedExperts) -> None:
+        """Make what depends on the scales beneath, after they were written in place: nothing does."""
+
+    def lay_out_four_bits(self, layer: RoutedExperts, name: str, found: FourBits) -> None:
+        """Set codes and scales of ``w13`` or ``w2`` as parameters of the layer."""
+        replace_parameter(layer, f"{name}_weight", found.weight)
+        replace_parameter(layer, f"{name}_weight_scale", found.weight_scale)
+        replace_parameter(layer, f"{name}_weight_scale_2", found.weight_scale_2)
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """Return None: only vLLM's own choice of a kernel reads a description of weights and scales."""
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
+        names = ("weight", "weight_scale", "weight_scale_2")
+        w13, w2 = ([getattr(layer, f"{which}_{name}") for name in names] for which in ("w13", "w2"))
+        out: torch.Tensor = four_bit_experts(x, *w13, *w2, topk_weights, topk_ids.long(), layer.expert_map, self.scales)
+        return out
+
+
+@torch.library.custom_op("nemo_fp8::four_bit_experts", mutates_args=())
+def four_bit_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    s13: torch.Tensor,
+    g13: torch.Tensor,
+    w2: torch.Tensor,
+    s2: torch.Tensor,
+    g2: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    local: torch.Tensor | None,
+    scales: str,
+) -> torch.Tensor:
+    """Return for each token the weighted sum of its experts' outputs; ``w13`` holds gate and up, with SiLU.
+
+    ``experts`` are the numbers of each token's experts; ``local`` maps them to rows of the weights (-1: on another
+    worker). ``scales`` says how activations are quantized.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    chosen = experts if local is None else local[experts]
+    for expert in torch.unique(chosen).tolist():
+        if expert < 0:
+            continue
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        hidden = rounded(x[token], scales) @ decoded(w13[expert], s13[expert], g13[expert], x.dtype).t()
+        gate, up = hidden.float().chunk(2, dim=-1)
+        inner = rounded((torch.nn.functional.silu(gate) * up).to(x.dtype), scales)
+        result = (inner @ decoded(w2[expert], s2[expert], g2[expert], x.dtype).t()).float()
+        out.index_add_(0, token, result * weights[token, place, None].float())
+    return out.to(x.dtype)
+
+
+@four_bit_experts.register_fake
+def _(x: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(x)

@@ -1,0 +1,154 @@
+"""NVFP4 weights that are pushed: the bytes of a fresh engine, fingerprints that a trainer computes by itself, and a
+receipt that sees a bit."""
+
+import pytest
+import torch
+from support.rollout import engines
+from support.rollout.in_process import Worker, build, same_bits, weights_of
+
+from nemo_fp8 import Precision
+from nemo_fp8.contract import Operand
+from nemo_fp8.mismatch.weights import compare_weights, told_by
+from nemo_fp8.numerics import quantize
+from nemo_fp8.rollout import Refit, engine_args
+from nemo_fp8.rollout.refit.fingerprint import fingerprint
+
+NVFP4 = Precision(rollout="nvfp4")
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def pushed(checkpoint):
+    """An engine's model of seed 0 under NVFP4, and the weights of seed 1 that are pushed into it."""
+
+    def give(kind="llama", **fields):
+        return build(checkpoint(kind), rollout="nvfp4", **fields), weights_of(checkpoint(kind, 1))
+
+    return give
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
+def test_a_push_leaves_the_bytes_of_a_fresh_start(pushed, checkpoint, kind):
+    model, weights = pushed(kind)
+    places = {name: p.data_ptr() for name, p in model.named_parameters() if "proj" in name or "experts" in name}
+    receipt = Refit(Worker(model), chunk=2**20).push(weights, verify=True).require()
+    fresh = dict(build(checkpoint(kind, 1), rollout="nvfp4").named_parameters())
+    held = dict(model.named_parameters())
+    assert all(same_bits(held[name].data.view(-1), value.data.view(-1)) for name, value in fresh.items())
+    assert {name: held[name].data_ptr() for name in places} == places
+    coded = {t.name for t in receipt.tensors if t.kind == "nvfp4"}
+    assert coded == {name for name in weights if "_proj" in name}
+    assert receipt.verified
+    assert receipt.misaligned == ()
+    assert receipt.never_written == ()
+    assert all(15 < t.snr_db < 25 for t in receipt.fp8)
+    held_bytes, wide = receipt.four_bit_bytes
+    live = [p for n, p in held.items() if p.dtype in (torch.uint8, torch.float8_e4m3fn)]
+    assert held_bytes == sum(p.nbytes for p in live)
+    assert wide == 2 * sum(weights[name].numel() for name in coded)
+    assert "3.6 times less than in BF16" in str(receipt)
+
+
+def test_the_trainer_computes_the_fingerprints_by_itself(pushed):
+    model, weights = pushed()
+    receipt = Refit(Worker(model)).push(weights)
+    told = {t.name: t for t in receipt.tensors}
+    gate, up = weights[UP.replace("up_proj", "gate_proj")], weights[UP]
+    assert gate.abs().max() != up.abs().max()
+    q = quantize(up, Operand("e2m1", (1, 16), "e4m3"), amax=torch.maximum(gate.abs().max(), up.abs().max()).float())
+    mine = fingerprint(q.data, q.scale_inv, q.weight_scale_2.view(1))
+    assert told[UP].fingerprints == {"0:512,0:256": mine}
+    alone = quantize(up, Operand("e2m1", (1, 16), "e4m3"))
+    if gate.abs().max() > up.abs().max():
+        assert mine != fingerprint(alone.data, alone.scale_inv, alone.weight_scale_2.view(1))
+    assert told[UP].scales == up.numel() // 16 + 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_weights_that_are_others_are_named(pushed, kind):
+    """By the receipt, and by what lies in memory later: after one bit of a code or of a scale."""
+    model, weights = pushed(kind)
+    worker = Worker(model)
+    receipt = Refit(worker).push(weights)
+    assert compare_weights(weights, told_by(receipt), NVFP4) == []
+    other = dict(weights)
+    name = next(name for name in weights if "layers.1" in name and "down_proj" in name)
+    other[name] = -weights[name]
+    assert [problem.where for problem in compare_weights(other, told_by(receipt), NVFP4)] == [name]
+    live = dict(model.named_parameters())
+    for at, parameter in live.items():
+        if "layers.1" not in at or parameter.dtype not in (torch.uint8, torch.float8_e4m3fn):
+            continue
+        seen = parameter.data.view(-1).view(torch.uint8)
+        seen[0] ^= 1
+        found = compare_weights(weights, worker.nemo_fp8_refit_held({})["held"], NVFP4)
+        assert len(found) == 1
+        assert "layers.1" in found[0].where
+        seen[0] ^= 1
+    assert compare_weights(weights, worker.nemo_fp8_refit_held({})["held"], NVFP4) == []
+
+
+def test_a_push_that_did_not_arrive_is_told(pushed, monkeypatch):
+    """A byte that changes between the copy and the end of the push."""
+    from nemo_fp8.rollout.refit.worker.four_bits import FourBitWeights
+
+    model, weights = pushed()
+    finish = FourBitWeights.finish
+
+    def damaged(self):
+        finish(self)
+        self.live.weight.view(-1)[5] ^= 16
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FourBitWeights, "finish", damaged)
+        receipt = Refit(Worker(model)).push(weights, verify=True)
+    assert receipt.verified is False
+    assert not receipt.ok
+    assert Refit(Worker(model)).push(weights, verify=True).require().verified
+
+
+def test_bad_weights_are_told(pushed):
+    model, weights = pushed()
+    weights[UP] = weights[UP].clone()
+    weights[UP][3, 7] = float("nan")
+    receipt = Refit(Worker(model)).push(weights)
+    assert not receipt.ok
+    assert any(UP in problem.what for problem in receipt.problems)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_an_engine_answers_as_a_fresh_one_after_a_push_and_after_a_push_of_changes(engine, checkpoint, kind):
+    """Changed tensors come whole, since one scale is made of them; the others are confirmed from memory."""
+    llm = engine(checkpoint(kind), **engine_args(NVFP4))
+    before, weights = llm.as_started, weights_of(checkpoint(kind))
+    refit = Refit(llm)
+    refit.push(weights_of(checkpoint(kind, 1)), delta=True).require()
+    assert not torch.equal(engines.log_probs(llm, 1, 200), before)
+    changed = weights_of(checkpoint(kind, 1))
+    name = next(name for name in weights if "down_proj" in name)
+    changed[name] = weights[name]
+    receipt = refit.push(changed, delta=True).require()
+    assert receipt.delta.instead == ""
+    assert name in receipt.delta.whole
+    assert "One scale is made of the whole weight" in receipt.delta.whole.values()
+    assert compare_weights(changed, told_by(receipt), NVFP4) == []
+    refit.push(weights).require()
+    assert torch.equal(engines.log_probs(llm, 1, 200), before)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_wide", "qwen3_moe"])
+def test_two_workers_hold_the_codes_of_the_whole_weight(checkpoint, kind):
+    """One scale over both workers, at load and after a push; and the trainer knows both parts' fingerprints."""
+    from support.rollout.several_workers import ask
+
+    both = [checkpoint(kind, seed) for seed in (0, 1)]
+    answer = ask("mp", both[0], {"rollout": "nvfp4", "pushed": str(both[1])})
+    for checks in (answer["checks"], answer["after"]):
+        assert [(worker["rank"], worker["differ"]) for worker in checks] == [(0, []), (1, [])]
+        assert all(worker["compared"] == (16 if kind == "qwen3_wide" else 72) for worker in checks)
+    assert all(len(worker["differ"]) == worker["compared"] for worker in answer["stale"])
+    assert answer["finite"]
+    assert answer["receipt"]["misaligned"] == []
+    assert compare_weights(weights_of(both[1]), told_by(answer["receipt"]), NVFP4) == []
+    assert compare_weights(weights_of(both[0]), told_by(answer["receipt"]), NVFP4) != []
