@@ -80,8 +80,8 @@ demo: environments
 IN_PAIRS := -n 2 --dist loadfile --no-loadscope-reorder
 test: setup
 	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest $(IN_PAIRS)
-	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py
-	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_compiled.py
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py tests/numerics/test_kernels_fp4_triton.py
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_compiled.py tests/numerics/test_kernels_fp4_compiled.py
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest $(IN_PAIRS) tests/rollout
 	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest tests/bridge
 
@@ -89,6 +89,7 @@ test: setup
 test-long: setup
 	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest -m long
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest -m long tests/rollout
+	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest -m long tests/numerics/test_kernels_fp4_compiled.py
 	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest -m long tests/bridge
 
 # No environment of ours: TransformerEngine is compiled for the torch and the CUDA that are there. It says what is missing.

@@ -24,6 +24,7 @@ import argparse
 import collections
 import concurrent.futures
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -127,11 +128,11 @@ def compile_launch(name: str, launch: cuda.Launch, capability: int, sass: bool =
     triton.runtime.driver.set_active(Named(capability))
     constants = {
         **launch.constants,
-        "HARDWARE": capability >= 89,
+        **({"HARDWARE": capability >= 89} if "HARDWARE" in launch.constants else {}),
         **{k: v for k, v in options.items() if k in launch.constants},
     }
     options = {k: v for k, v in options.items() if k not in launch.constants}
-    kernel = getattr(triton_kernels, launch.kernel)
+    kernel = getattr(importlib.import_module(f"nemo_fp8.numerics.kernels.{launch.module}"), launch.kernel)
     made = kernel.warmup(*launch.arguments, grid=(launch.programs,), **constants, num_warps=launch.warps, **options)
     strips = constants.get("STRIPS", 1)
     if "HIGH" in constants:
@@ -142,13 +143,18 @@ def compile_launch(name: str, launch: cuda.Launch, capability: int, sass: bool =
     source, result = (0 if t is None else 8 * t.itemsize for t in launch.arguments[:2])
     if launch.kernel == "decode_kernel":
         result = 8 * launch.arguments[2].itemsize
+    if (
+        launch.module == "triton_fp4"
+    ):  # values are asked to be moved 128 bits at a time, codes, a quarter of them, are not
+        source, result = (0, 8 * launch.arguments[3].itemsize) if "AMAX" in constants else (source, 0)
     registers, stack = _resources(made.asm["cubin"])
     executed, f2fp = _executed(made.asm["cubin"], strips, values * source // 128) if sass else ({}, 0)
     ptx = made.asm["ptx"]
     return Compiled(
         name, capability, launch.warps, strips, values, registers, stack // 4, _widths(ptx, "ld"), _widths(ptx, "st"),
         2 * len(re.findall(r"cvt\.rn\.(?:satfinite\.e[45]m[32]x2\.f32|f16x2\.e[45]m[32]x2)", ptx)),
-        constants["ALIGNED"], launch.kernel == "decode_kernel" or constants["CAST"], source, result, executed, f2fp,
+        constants["ALIGNED"], launch.kernel == "decode_kernel" or constants.get("CAST", False), source, result,
+        executed, f2fp,
     )  # fmt: skip
 
 

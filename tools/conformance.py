@@ -292,7 +292,12 @@ def four_bits() -> Iterator[Row]:
     }  # fmt: skip
     for name, (operand, usages) in NVFP4.items():
         for usage, (oracle, run) in itertools.product(usages, ways.items()):
-            if run is not vllm_nvfp4 or (operand == ROWS and usage == "row"):
+            applies = {
+                te_nvfp4: True,
+                vllm_nvfp4: operand == ROWS and usage == "row",
+                own_nvfp4: operand.four_over_six is None,  # which has no kernel
+            }
+            if applies[run]:
                 row = Row("nvfp4", f"{name}{', columns' if usage == 'col' else ''}", oracle)
                 run(row, operand, usage)
                 yield row

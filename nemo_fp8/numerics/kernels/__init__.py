@@ -27,7 +27,7 @@ from nemo_fp8.numerics.kernels.out import check, check_contiguous, rows_of
 from nemo_fp8.numerics.statistics import Statistics
 
 PROCESS = os.getpid()  # a forked process has none of the threads
-FP4_DEVICES = ("cpu",)
+FP4_DEVICES = ("cpu", "cuda")
 Tile = tuple[int, int] | None
 Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]

@@ -131,6 +131,7 @@ class Launch:
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int
+    module: str = "triton_kernels"
 
 
 def cast(
@@ -213,9 +214,7 @@ def variants() -> Iterator[tuple[str, Launch]]:
 
 
 def _start(launch: Launch) -> None:
-    from nemo_fp8.numerics.kernels import triton_kernels
-
-    kernel = getattr(triton_kernels, launch.kernel)
+    kernel = getattr(importlib.import_module(f"nemo_fp8.numerics.kernels.{launch.module}"), launch.kernel)
     kernel[(launch.programs,)](*launch.arguments, **launch.constants, num_warps=launch.warps)
 
 
