@@ -207,11 +207,30 @@ def test_a_vllm_that_does_not_fit_is_refused_with_one_error_and_only_where_it_is
     build(checkpoint("qwen3"))
 
 
+def test_a_vllm_without_nvfp4_refuses_that_alone(checkpoint, monkeypatch):
+    from vllm.model_executor.kernels import linear
+
+    from nemo_fp8.rollout.engine import cpu_kernels
+    from nemo_fp8.rollout.plugin import register
+
+    gone = compatibility.Internal("vllm.model_executor.kernels.linear", "no_such_emulation")
+    with monkeypatch.context() as patch:
+        patch.setattr(compatibility, "FOUR_BITS", (*compatibility.FOUR_BITS, gone))
+        patch.setattr(cpu_kernels, "register", lambda: pytest.fail("no kernel is named to such a vLLM"))
+        register()
+        build(checkpoint("qwen3"))
+        with pytest.raises(Exception, match="no_such_emulation"):
+            build(checkpoint("qwen3"), rollout="nvfp4")
+    before = {platform: [*kernels] for platform, kernels in linear._POSSIBLE_NVFP4_KERNELS.items()}
+    register()
+    assert before == linear._POSSIBLE_NVFP4_KERNELS  # a second call adds nothing
+
+
 def test_every_import_from_vllm_is_in_the_table():
     import ast
     from pathlib import Path
 
-    rows = (*compatibility.INTERNALS, *compatibility.GPU_TRANSFER)
+    rows = (*compatibility.INTERNALS, *compatibility.GPU_TRANSFER, *compatibility.FOUR_BITS)
     folder, listed = Path(compatibility.__file__).parents[1], {(row.module, row.name.split(".")[0]) for row in rows}
     taken = {
         (node.module, alias.name)

@@ -115,6 +115,7 @@ _EMULATION = f"{_QUANTIZATION}.utils.nvfp4_emulation_utils"
 _KERNELS = "vllm.model_executor.kernels.linear"
 FOUR_BITS = (
     Internal(_KERNELS, "EmulationNvFp4LinearKernel.apply_weights", ("layer", "x", "bias")),
+    Internal("vllm.model_executor.kernels", "linear"),
     Internal(_KERNELS, "Mxfp8LinearKernel"),
     Internal(_KERNELS, "NvFp4LinearLayerConfig"),
     Internal(_KERNELS, "init_nvfp4_linear_kernel", ("use_a16",)),
