@@ -395,6 +395,8 @@ def tables(runs: list[dict[str, Any]]) -> str:
         mine = [row for row in rows if row["family"] == family]
         recipes = [row for row in mine if row["is_recipe"]]
         for name, chosen in (("recipes", recipes), ("recipes and controls", mine)):
+            if name == "recipes and controls" and len(mine) == len(recipes):
+                continue
             out.append(f"| {family} | {name} | {correlation(chosen):+.2f} |")
     stays = mean(row["stays_cosine"] for row in rows if row["arm"].endswith("transposed"))
     out += ["", f"B - F at the end of a run and at half of it: cosine {stays:.2f}, mean of the transposed arms."]

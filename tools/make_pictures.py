@@ -216,7 +216,7 @@ def transposition(record: dict[str, Any]) -> Any:
                     label=family,
                 )
             axis.set_xlabel("distance of the weights, %")
-        recipes.set_ylabel("held-out loss against the same codes, %")
+        recipes.set_ylabel("loss against same codes, %")
         recipes.set_title("Recipes")
         everything.set_title("and errors made larger")
         legend(figure, axes)
