@@ -140,13 +140,16 @@ class Copies:
     backward: Operand | None
     shared: bool = False
     """Whether dgrad reads the codes that fprop read, whatever their blocks."""
+    of_codes: bool = False
+    """Whether dgrad's copy is cast from the values of fprop's codes, as a backward with a recipe of its own is."""
 
     @classmethod
     def under(cls, precision: Precision) -> Copies:
         """Return the copies of a contract's weights."""
         gemms = precision.gemms()
         forward, backward = (_found_now(gemms[gemm][1]) for gemm in ("fprop", "dgrad"))
-        return cls(forward, backward, precision.backward == "dequantized")
+        of_codes = precision.backward_scaling not in (None, precision.scaling)
+        return cls(forward, backward, precision.backward == "dequantized", of_codes)
 
     @property
     def words(self) -> str:
@@ -168,7 +171,8 @@ class Copies:
     def values(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return F and B of a matrix ``[out, in]``, in FP32."""
         forward = _values(weight, self.forward, "row")
-        return forward, forward if self.shared else _values(weight, self.backward, "col")
+        source = forward.to(weight.dtype) if self.of_codes else weight
+        return forward, forward if self.shared else _values(source, self.backward, "col")
 
     def measure(self, weight: torch.Tensor) -> Transposition:
         """Return how far B is from F for a matrix ``[out, in]``."""
