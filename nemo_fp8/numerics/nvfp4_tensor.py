@@ -170,7 +170,7 @@ def amax_of_scale_2(scale_2: torch.Tensor, largest_scale: int = 448) -> torch.Te
     Rounding twice may end at a neighbour; then the neighbours are tried. A number that no amax makes gets the nearest.
     """
     around = scale_2.float() * (_LARGEST * largest_scale)
-    for amax in (around, torch.nextafter(around, torch.zeros(())), torch.nextafter(around, around * 2)):
+    for amax in (around, torch.nextafter(around, torch.zeros_like(around)), torch.nextafter(around, around * 2)):
         around = torch.where(weight_scale_2(amax, largest_scale) == scale_2, amax, around)
     return around
 
