@@ -96,6 +96,21 @@ def test_amaxes_that_are_known_are_taken(hadamard):
     assert torch.equal(swizzle.scales_of(swizzled, "column"), found._columnwise_scale_inv)
 
 
+@pytest.mark.parametrize("signs", [False, True])
+def test_the_transform_is_the_quantizers_own_matrix(signs):
+    """Random signs or none; sums of values of like size are exact in any order."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 128).bfloat16()
+    quantizer = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=signs)
+    turned = x.t().contiguous()
+    turned = (turned.view(-1, 16).float() @ quantizer.rht_matrix.float()).bfloat16().view(turned.shape)
+    found, expected = quantizer(x), NVFP4Quantizer()(turned)
+    assert torch.equal(found._columnwise_data, expected._rowwise_data)
+    assert torch.equal(found._amax_columnwise, expected._amax_rowwise)
+    with pytest.raises(ValueError, match="only supported for bfloat16"):
+        quantizer(x.float())
+
+
 @pytest.mark.parametrize(
     ("arguments", "amax", "words"),
     [
