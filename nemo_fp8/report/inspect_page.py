@@ -15,8 +15,8 @@ from typing import Any
 
 from nemo_fp8.inspection.advice import Advice, thresholds
 from nemo_fp8.inspection.measure import Inspection, Row
-from nemo_fp8.numerics.transposition import Copies
 from nemo_fp8.models.families import ROLES
+from nemo_fp8.numerics.transposition import Copies
 from nemo_fp8.report import figures
 from nemo_fp8.report.page import Cell, Column, Page
 
