@@ -342,15 +342,13 @@ def interval(values: list[float]) -> tuple[float, float]:
 def compared(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each arm: its loss, its gaps to the family's reference in percent, and the meter's numbers."""
     references = {arm.family: arm.name for arm in arms() if arm.reference}
-    losses = {(row["family"], row["arm"], row["seed"]): row["loss"] for row in runs}
     rows = []
     for arm in arms():
         mine = [row for row in runs if (row["family"], row["arm"]) == (arm.family, arm.name)]
         if not mine:
             continue
-        base = [losses[arm.family, references[arm.family], row["seed"]] for row in mine]
-        gaps = [100 * (row["loss"] / of - 1) for row, of in zip(mine, base, strict=True)]
-        middle, half = interval(gaps)
+        found = gaps(runs, arm.family, arm.name, references[arm.family])
+        middle, half = interval(found)
         meter = {
             f"{part}_{name}": mean(row[part][name] for row in mine)
             for part in ("weights", "gradients", "whole", "stays")
@@ -358,9 +356,23 @@ def compared(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         rows.append(
             {"family": arm.family, "arm": arm.name, "reference": arm.reference, "is_recipe": arm.is_recipe}
-            | {"loss": mean(row["loss"] for row in mine), "gaps": gaps, "gap": middle, "half": half, **meter}
+            | {"loss": mean(row["loss"] for row in mine), "gaps": found, "gap": middle, "half": half, **meter}
         )
     return rows
+
+
+def gaps(runs: list[dict[str, Any]], family: str, arm: str, other: str) -> list[float]:
+    """Return by how many percent an arm's loss is above another's, seed by seed."""
+    losses = {(row["arm"], row["seed"]): row["loss"] for row in runs if row["family"] == family}
+    return [100 * (losses[arm, seed] / losses[other, seed] - 1) for name, seed in losses if name == arm]
+
+
+def _is_turned(row: dict[str, Any]) -> bool:
+    return str(row["arm"]).endswith("transposed")
+
+
+def _is_square(row: dict[str, Any]) -> bool:
+    return "," not in row["arm"]
 
 
 def correlation(rows: list[dict[str, Any]]) -> float:
@@ -390,6 +402,11 @@ def tables(runs: list[dict[str, Any]]) -> str:
         mine = [row for row in rows if row["family"] == family and not row["reference"]]
         apart = [row["arm"] for row in mine if abs(row["gap"]) > row["half"]]
         out.append(f"| {family} | {'; '.join(apart)} | {'; '.join(r['arm'] for r in mine if r['arm'] not in apart)} |")
+    out += ["", "| family | 1xN blocks, transposed, against square blocks |", "|---|---:|"]
+    for family in dict.fromkeys(row["family"] for row in rows[1:]):
+        square, turned = (row for row in rows if row["family"] == family and (_is_square(row) or _is_turned(row)))
+        middle, half = interval(gaps(runs, family, turned["arm"], square["arm"]))
+        out.append(f"| {family} | {middle:+.2f} % ± {half:.2f} |")
     out += ["", "| family | arms | correlation of distance and gap |", "|---|---|---:|"]
     for family in dict.fromkeys(row["family"] for row in rows[1:]):
         mine = [row for row in rows if row["family"] == family]
@@ -398,7 +415,7 @@ def tables(runs: list[dict[str, Any]]) -> str:
             if name == "recipes and controls" and len(mine) == len(recipes):
                 continue
             out.append(f"| {family} | {name} | {correlation(chosen):+.2f} |")
-    stays = mean(row["stays_cosine"] for row in rows if row["arm"].endswith("transposed"))
+    stays = mean(row["stays_cosine"] for row in rows if _is_turned(row))
     out += ["", f"B - F at the end of a run and at half of it: cosine {stays:.2f}, mean of the transposed arms."]
     return "\n".join(out)
 
