@@ -1,5 +1,7 @@
 """What the monitor's probe says of the weight that TE's dgrad multiplies by is what TE's own tensors hold."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -51,6 +53,19 @@ def test_the_distance_is_that_of_the_two_copies_that_te_holds(weight):
     assert numbers["grad"]["distance"] == pytest.approx(of_dx["distance"], rel=1e-4)
     assert numbers["grad"]["distance"] > 0
     assert numbers["input"]["distance"] is None
+
+
+@pytest.mark.skipif(ARCH < 100, reason="NVFP4 needs architecture 100")
+@pytest.mark.parametrize(("turned", "distance"), [(True, 0.13), (False, 0.0)])
+def test_four_bits_in_rows_are_far_apart_and_in_squares_one(turned, distance, monkeypatch):
+    from transformer_engine.common.recipe import NVFP4BlockScaling
+
+    case = SimpleNamespace(build=lambda: NVFP4BlockScaling(disable_2d_quantization=turned))
+    monkeypatch.setitem(CASES, "nvfp4 in question", case)
+    gaussian = (torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    numbers, _ = _watched("nvfp4 in question", gaussian, torch.randn(64, 256).bfloat16())
+    for role in ("weight", "grad"):
+        assert numbers[role]["distance"] == pytest.approx(distance, abs=0.01)
 
 
 def test_square_blocks_are_one(weight):
