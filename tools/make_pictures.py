@@ -82,16 +82,16 @@ def curves(rows: list[dict[str, Any]]) -> Any:
     base = runs.pop("bf16_mixed")
     with drawing(9, 5, rows=2, columns=2, sharex=True, sharey=True) as (figure, axes):
         for axis, (name, mine) in zip(axes.flat, runs.items(), strict=True):
-            recipe = recipe_of(PRESETS[name])
-            band(axis, mine, color(recipe))
+            # A control is no preset: a recipe that is known to be worse.
+            recipe = recipe_of(PRESETS[name]) if name in PRESETS else name
+            hue = color(recipe) if name in PRESETS else MUTED
+            band(axis, mine, hue)
             band(axis, base, color("bf16"), linestyle="--", linewidth=1)
             end, of_bf16 = mean(c[-1] for c in mine), mean(c[-1] for c in base)
             axis.set(yscale="log", yticks=[0.25, 0.5, 1, 2, 4], yticklabels=["0.25", "0.5", "1", "2", "4"])
             axis.minorticks_off()
-            axis.set_title(recipe, color=color(recipe), fontweight="bold")
-            axis.text(
-                0.97, 0.93, f"ends at {end:.3f}", transform=axis.transAxes, ha="right", va="top", color=color(recipe)
-            )
+            axis.set_title(recipe, color=hue, fontweight="bold")
+            axis.text(0.97, 0.93, f"ends at {end:.3f}", transform=axis.transAxes, ha="right", va="top", color=hue)
             axis.text(
                 0.97,
                 0.81,
@@ -245,6 +245,7 @@ PICTURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     name: (record, figure_of)
     for name, record, figure_of in (
         ("loss", "training.json", loss),
+        ("four_bits", "nvfp4.json", loss),
         ("rl", "rl.json", rl),
         ("push", "refit.json", push),
         ("snr", "snr.json", snr),
