@@ -337,7 +337,7 @@ class Precision:
             changes |= {"format": None, "scaling": None, "backward": "quantized", "fp8_param": False}
             changes |= {"attention": False, "multi_head_attention": False, "rollout": "compute"}
         else:
-            four, eight = recipe == "nvfp4", "e4m3" if self.format == "e2m1" else self.format
+            four, eight = recipe == "nvfp4", self.format if self.is_fp8 else "e4m3"
             changes |= {"format": "e2m1" if four else eight, "scaling": recipe}
             changes |= {"fp8_param": False, "attention": False, "multi_head_attention": False} if four else {}
             changes |= {"rollout": "compute"} if rollout == "compute" else {}

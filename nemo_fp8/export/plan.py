@@ -195,6 +195,13 @@ def _require_writable(precision: Precision) -> None:
             "for a tensor would have to be shared between files.",
             "Add --set rollout_block=128x128.",
         )
+    stored = {p.operand("weight", "rollout") for p in precision.variants() if p.rolls_out_quantized}
+    if len(stored) > 1:
+        raise PrecisionError(
+            "Rules for modules that quantize to several formats, as a checkpoint.",
+            "A layout of checkpoints names one format and the modules that stay out of it.",
+            f"Leave rules for {precision.compute} alone; an engine quantizes by all of them from a BF16 checkpoint.",
+        )
     if precision.activation_scheme == "static":
         raise PrecisionError(
             "activation_scheme='static' as a checkpoint.",

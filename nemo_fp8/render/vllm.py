@@ -30,8 +30,11 @@ PLUGIN_FIELDS = (
     "first_layers",
     "last_layers",
     "keep",
+    "modules",
     "strict",
 )
+# Fields that are said only where they differ from these, which every version of the plugin takes.
+_UNSAID = {"rollout": "fp8", "modules": []}
 # The plugin's options beyond the contract: option -> its values, the default first.
 PLUGIN_OPTIONS = {
     # Activations as the kernel takes them, or quantized in 1x128 groups before a kernel for BF16 (CPUs).
@@ -80,7 +83,9 @@ def needs_plugin(precision: Precision) -> bool:
     plain = p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == STOCK_SCALES.get(
         p.rollout_block
     )
-    whole = not (p.first_layers or p.last_layers or p.strict) and not any("[" in pattern for pattern in p.keep)
+    whole = not (p.first_layers or p.last_layers or p.strict or p.modules) and not any(
+        "[" in pattern for pattern in p.keep
+    )
     return not (plain and whole)
 
 
@@ -132,7 +137,7 @@ def from_vllm(arguments: Mapping[str, Any]) -> Precision:
 def to_plugin(precision: Precision) -> dict[str, Any]:
     """Return the ``quantization_config`` that our vLLM plugin reads; it means FP8 where it names no ``rollout``."""
     values = precision.to_dict()
-    said = {name: values[name] for name in PLUGIN_FIELDS if (name, values[name]) != ("rollout", "fp8")}
+    said = {name: values[name] for name in PLUGIN_FIELDS if name not in _UNSAID or values[name] != _UNSAID[name]}
     return {"quant_method": PLUGIN} | said
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.small_models import tensors, write
 
 from nemo_fp8 import Precision, PrecisionError, preset
@@ -161,3 +161,21 @@ def test_a_killed_export_resumes_with_the_amax_of_parts_in_other_files(tmp_path)
 def test_stacks_of_experts_have_no_names_in_that_layout(tmp_path):
     with pytest.raises(PrecisionError, match="in the modelopt layout"):
         to(tmp_path / "out", write(tmp_path / "in", tensors(experts=3, stacked=True)), NVFP4)
+
+
+def test_rules_for_modules_leave_modules_out_of_a_checkpoint_and_no_more(tmp_path):
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
+    (tmp_path / "in").mkdir()
+    save_file({name: weight.clone() for name in names}, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1}))
+    kept = Precision(rollout="nvfp4", modules=(("*.linear_qkv", "bf16"),))
+    export(HuggingFace.open(tmp_path / "in"), tmp_path / "out", kept)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: written[name].dtype for name in names} == {
+        name: torch.uint8 if "o_proj" in name else torch.bfloat16 for name in names
+    }
+    with pytest.raises(PrecisionError, match="several formats"):
+        export(
+            HuggingFace.open(tmp_path / "in"), tmp_path / "other", kept.replace(modules=(("*.linear_qkv", "mxfp8"),))
+        )

@@ -161,3 +161,22 @@ def test_an_engine_generates(engine, checkpoint, kind):
     assert {name for name, row in report.items() if row["stored"] != "nvfp4"} == {
         name for name in report if name.endswith("mlp.gate")
     }
+
+
+def test_each_layer_is_stored_as_the_rule_for_its_module_says(checkpoint):
+    from nemo_fp8.rollout.engine.report import plain_report
+
+    rules = (("*.layers.0.*", "bf16"), ("*.linear_qkv", "blockwise"), ("*.up_proj", "mxfp8"))
+    model, weights = build(checkpoint("llama"), rollout="nvfp4", modules=rules), weights_of(checkpoint("llama"))
+    blocks = {(128, 128): "qkv_proj", (1, 32): "gate_up_proj", (1, 16): "o_proj", None: "layers.0"}
+    report = {name: row for name, row in plain_report(model).items() if ".layers." in name and "_proj" in name}
+    for name, row in report.items():
+        if ".layers.0." in name:
+            assert (row["stored"], "rules for modules" in row["why"]) == ("bfloat16", True), name
+        elif word := next((word for block, word in blocks.items() if name.endswith(word) and block), None):
+            assert blocks[row["block"]] == word, name
+    x = torch.randn(37, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = call(model, "model.layers.1.self_attn.o_proj", x)
+    assert close(found, product(x, [weights["model.layers.1.self_attn.o_proj.weight"]], "one scale for all"))
+    kept = call(model, "model.layers.0.self_attn.o_proj", x)
+    assert close(kept, torch.nn.functional.linear(x, weights["model.layers.0.self_attn.o_proj.weight"]).float())

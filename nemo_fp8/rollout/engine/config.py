@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.models.selection import contract_of, part_names
 from nemo_fp8.render.vllm import PLUGIN, from_plugin, options_of_plugin
 from nemo_fp8.rollout.engine import compatibility, experts, kv
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
@@ -37,6 +38,7 @@ class NemoFp8Config(QuantizationConfig):
         if wrong:
             raise compatibility.error_of(wrong)
         self._loaded = False
+        self._of_modules: dict[Precision, NemoFp8Config] = {}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> NemoFp8Config:
@@ -64,6 +66,8 @@ class NemoFp8Config(QuantizationConfig):
 
         Raises PrecisionError if the layer's cache cannot be in FP8 on this machine and one was asked for.
         """
+        if isinstance(layer, (LinearBase, RoutedExperts)) and self.precision.modules:
+            return self._by_its_own(layer, prefix)
         if isinstance(layer, LinearBase):
             reason = reason_to_keep(self.precision, prefix, self._layers(), self.packed_modules_mapping)
             return self._linear(prefix) if reason is None else self.unquantized(reason)
@@ -75,6 +79,20 @@ class NemoFp8Config(QuantizationConfig):
             )
             return self._experts(layer, prefix) if reason is None else experts.unquantized(layer, reason)
         return kv.method_for(self, layer) if isinstance(layer, (Attention, MLAAttention)) else None
+
+    def _by_its_own(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return the method of a layer under the contract that the rules for modules give it."""
+        routed = isinstance(layer, RoutedExperts)
+        count = layer.moe_config.num_logical_experts if isinstance(layer, RoutedExperts) else 0
+        names = part_names(prefix, experts=count) if routed else part_names(prefix, self.packed_modules_mapping)
+        own = contract_of(self.precision, names, count).replace(modules=())
+        if not own.rolls_out_quantized:
+            reason = "the contract's rules for modules give it the compute dtype"
+            return experts.unquantized(layer, reason) if isinstance(layer, RoutedExperts) else self.unquantized(reason)
+        config = self._of_modules.setdefault(own, NemoFp8Config(own, self.options))
+        config.packed_modules_mapping = self.packed_modules_mapping
+        config.loaded = self.loaded  # type: ignore[method-assign]  # the model is one
+        return config.get_quant_method(layer, prefix)
 
     def _linear(self, prefix: str) -> NemoFp8LinearMethod:
         if self.precision.rollout != "nvfp4":
