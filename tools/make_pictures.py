@@ -101,6 +101,8 @@ def curves(rows: list[dict[str, Any]]) -> Any:
                 va="top",
                 color=color("bf16"),
             )
+        least = min(value for several in (base, *runs.values()) for curve in several for value in curve)
+        axes[0, 0].set_ylim(bottom=0.9 * least)
         for axis in axes[:, 0]:
             axis.set_ylabel("loss, nats a token")
         for axis in axes[1]:

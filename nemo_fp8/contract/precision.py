@@ -12,7 +12,7 @@ Every other module reads a :class:`Precision`: ``render/`` writes it in the sett
 
 A contract checks itself when it is constructed and raises one PrecisionError that lists every problem. A field that the
 chosen recipe *ignores* is no problem here; ``lint`` reports it. The trade-off of one flat, frozen class: it has
-about thirty fields, and needs no code for equality, hashing, diffs and YAML beyond a loop over them.
+about forty fields, and needs no code for equality, hashing, diffs and YAML beyond a loop over them.
 
 Standard library only (PyYAML is imported when YAML is read or written).
 """
@@ -23,6 +23,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 from nemo_fp8.contract.operands import GEMMS, ROLES, ROLLOUT_BLOCKS, Operand
@@ -191,6 +192,11 @@ class Precision:
         problems = [*_wrong_values(self)] or [*_contradictions(self)]
         if problems:
             raise PrecisionError(problems)
+        # Each of these is a contract, and checks itself.
+        if self.backward_scaling is not None:
+            _ = self.in_backward
+        if self.modules:
+            self.variants()
 
     def replace(self, **changes: Any) -> Precision:
         """Return a copy with ``changes`` made. Derived fields are derived anew, unless they were given once.
@@ -305,7 +311,7 @@ class Precision:
     @property
     def in_backward(self) -> Precision:
         """The contract whose operands a quantized backward multiplies: this one, unless ``backward_scaling`` is set."""
-        return self if self.backward_scaling is None else self._with_recipe(self.backward_scaling, self.rollout)
+        return self if self.backward_scaling is None else _variant(self, self.backward_scaling)
 
     def recipe_of(self, names: Iterable[str]) -> str | None:
         """Return the recipe of a module by its names (Megatron's, Hugging Face's): of the first rule that matches.
@@ -322,27 +328,12 @@ class Precision:
         A rollout that is quantized follows the module's recipe; one in the compute dtype stays so.
         """
         recipe = self.recipe_of(names) if self.modules else self.scaling
-        return self if recipe == self.scaling else self._with_recipe(recipe, self.rollout)
+        return self if recipe == self.scaling else _variant(self, recipe)
 
     def variants(self) -> tuple[Precision, ...]:
         """Return the contracts that modules may have: this one without its rules, and one for each other recipe."""
         others = (recipe for recipe in dict.fromkeys(recipe for _, recipe in self.modules) if recipe != self.scaling)
-        return (self.replace(modules=()), *(self._with_recipe(recipe, self.rollout) for recipe in others))
-
-    def _with_recipe(self, recipe: str | None, rollout: str) -> Precision:
-        """Return the contract of a module that runs by a recipe: what follows from a scaling is derived anew."""
-        changes: dict[str, Any] = dict.fromkeys(("weight_scale", "activation_scale", "rollout", "rollout_block"))
-        changes |= {"modules": (), "backward_scaling": None, "deep_gemm": False}
-        if recipe == self.compute:
-            changes |= {"format": None, "scaling": None, "backward": "quantized", "fp8_param": False}
-            changes |= {"attention": False, "multi_head_attention": False, "rollout": "compute"}
-        else:
-            four, eight = recipe == "nvfp4", self.format if self.is_fp8 else "e4m3"
-            changes |= {"format": "e2m1" if four else eight, "scaling": recipe}
-            changes |= {"fp8_param": False, "attention": False, "multi_head_attention": False} if four else {}
-            changes |= {"rollout": "compute"} if rollout == "compute" else {}
-            changes |= {"activation_scheme": "dynamic"} if self.activation_scheme == "none" and not four else {}
-        return self.replace(**changes)
+        return (self.replace(modules=()), *(_variant(self, recipe) for recipe in others))
 
     def keeps(self, module: str, layer: int | None = None, layers: int | None = None) -> bool:
         """Whether ``keep`` matches a module's name, or its layer is one of the first or last that stay unquantized.
@@ -407,6 +398,23 @@ def _derived(format: str | None, scaling: str | None, rollout: str | None) -> di
         "rollout_block": "1x16" if rollout == "nvfp4" else "1x32" if scaling == "mxfp8" else "128x128",
         "importance_sampling": rollout != "compute",
     }
+
+
+@lru_cache(maxsize=1 << 10)
+def _variant(p: Precision, recipe: str | None) -> Precision:
+    """Return the contract of a module that runs by another recipe: what follows from a scaling is derived anew."""
+    changes: dict[str, Any] = dict.fromkeys(("weight_scale", "activation_scale", "rollout", "rollout_block"))
+    changes |= {"modules": (), "backward_scaling": None, "deep_gemm": False}
+    if recipe == p.compute:
+        changes |= {"format": None, "scaling": None, "backward": "quantized", "fp8_param": False}
+        changes |= {"attention": False, "multi_head_attention": False, "rollout": "compute"}
+    else:
+        four, eight = recipe == "nvfp4", p.format if p.is_fp8 else "e4m3"
+        changes |= {"format": "e2m1" if four else eight, "scaling": recipe}
+        changes |= {"fp8_param": False, "attention": False, "multi_head_attention": False} if four else {}
+        changes |= {"rollout": "compute"} if p.rollout == "compute" else {}
+        changes |= {"activation_scheme": "dynamic"} if p.activation_scheme == "none" and not four else {}
+    return p.replace(**changes)
 
 
 def _plain(value: Any) -> Any:

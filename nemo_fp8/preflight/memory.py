@@ -216,7 +216,7 @@ def _linear(linear: Linear, own: Precision | None, p: Precision, parallel: Paral
     yield _Share(
         rows * columns * count,
         over,
-        primary=forward is not None and p.fp8_param,
+        primary=own is p and p.fp8_param,  # a module with a recipe of its own keeps its weight in the compute dtype
         rows=_copy(forward, rows, columns, count, needed=True) if forward else None,
         columns=_copy(backward, rows, columns, count, needed=backward.block is not None) if backward else None,
         modules=count if forward else 0,

@@ -27,7 +27,7 @@ def recipe_for(precision: Precision) -> Any:
     Raises PrecisionError if this version of TE cannot carry the contract out.
     """
     if precision.backward_scaling in (None, precision.scaling):
-        return te_recipe(precision.replace(backward_scaling=None))
+        return te_recipe(precision.replace(backward_scaling=None, modules=()))
     from transformer_engine.common.recipe import CustomRecipe
 
     return CustomRecipe(qfactory=Factory(precision))

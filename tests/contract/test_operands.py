@@ -165,6 +165,12 @@ def test_a_module_has_the_recipe_of_the_first_rule_that_matches_one_of_its_names
     assert p.replace(rollout="compute", rollout_block=None).of(["a.linear_fc1"]).operand("weight", "rollout") is None
 
 
+def test_a_rule_that_contradicts_the_contract_is_refused_when_it_is_said():
+    p = Precision(format="e4m3", scaling="tensorwise", wgrad=False)
+    with pytest.raises(PrecisionError, match="wgrad=False with scaling='nvfp4'"):
+        p.replace(modules=(("*.linear_fc1", "nvfp4"),))
+
+
 @pytest.mark.parametrize(("rules", "words"), [
     ((("*", "delayed"),), "delayed scaling"),
     ((("*", "fp4"),), "nvfp4"),
