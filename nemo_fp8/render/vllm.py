@@ -8,6 +8,7 @@ contract's own names. A checkpoint that is already quantized says so in its ``qu
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ from typing import Any
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.models.families import HUGGING_FACE, in_hugging_face
 from nemo_fp8.render.rendering import Rendering, lost_fields
 
 PLUGIN = "nemo_fp8"
@@ -83,10 +85,19 @@ def needs_plugin(precision: Precision) -> bool:
     plain = p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == STOCK_SCALES.get(
         p.rollout_block
     )
-    whole = not (p.first_layers or p.last_layers or p.strict or p.modules) and not any(
-        "[" in pattern for pattern in p.keep
-    )
-    return not (plain and whole)
+    counted = p.first_layers or p.last_layers or p.strict or p.modules
+    named = any("[" in pattern for pattern in p.keep) or _keeps_by_other_names(p)
+    return not plain or bool(counted) or named
+
+
+def _keeps_by_other_names(p: Precision) -> bool:
+    """Whether ``keep`` names a linear as Megatron does, or a part of one: stock vLLM knows its own names alone."""
+    numbers = {0, *(int(found) for pattern in p.keep for found in re.findall(r"layers\\?\.(\d+)", pattern))}
+    for number, unit in itertools.product(numbers if p.keep else (), HUGGING_FACE):
+        theirs = [p.keeps(f"model.layers.{number}.{name}") for name in in_hugging_face(unit, e=0)]
+        if not all(theirs) and (any(theirs) or p.keeps(f"decoder.layers.{number}.{unit}")):
+            return True
+    return False
 
 
 def to_vllm(precision: Precision, plugin: bool = False) -> dict[str, Any]:

@@ -147,3 +147,17 @@ def test_kept_modules_need_their_names():
 def test_foreign_quantization_configs_are_refused(config, word):
     with pytest.raises(PrecisionError, match=word):
         vllm.from_hugging_face(config)
+
+
+@pytest.mark.parametrize(("pattern", "plugin"), [
+    ("*.o_proj", False),
+    ("*.self_attn.*", False),
+    ("*.gate", False),
+    ("model.layers.3.*", False),
+    ("*.linear_qkv", True),  # Megatron's name, of which stock vLLM would quantize every part
+    ("decoder.layers.3.*", True),
+    ("*.q_proj", True),  # a part: vLLM refuses a fused layer whose parts differ
+])  # fmt: skip
+def test_stock_vllm_gets_only_names_that_it_knows(pattern, plugin):
+    arguments = vllm.to_vllm(Precision(rollout="fp8", keep=(pattern,)))
+    assert (arguments["quantization"] == vllm.PLUGIN) == plugin

@@ -29,6 +29,8 @@ from nemo_fp8.experiments.rl.settings import GrpoSettings
 _BF16, _FP8 = preset("bf16_mixed"), preset("bf16_with_fp8_blockwise_mixed")
 # A rollout with the same scales as in FP8 training.
 _ROLLOUT = _BF16.replace(rollout="fp8", weight_scale=_FP8.weight_scale, activation_scale=_FP8.activation_scale)
+# NVFP4 weights, activations in BF16.
+_FOUR_BITS = _BF16.replace(rollout="nvfp4", activation_scheme="none")
 _OFF: dict[str, Any] = {"use_importance_sampling_correction": False}
 
 # name -> the contract, and the correction (None: as the contract says).
@@ -36,6 +38,7 @@ VARIANTS: dict[str, tuple[Precision, dict[str, Any] | None]] = {
     "bf16-bf16": (_BF16, None),
     "bf16-fp8": (_ROLLOUT, None),
     "bf16-fp8-uncorrected": (_ROLLOUT, _OFF),
+    "bf16-nvfp4": (_FOUR_BITS, None),
     "fp8-fp8": (_FP8, None),
     "fp8-fp8-uncorrected": (_FP8, _OFF),
 }
