@@ -152,3 +152,19 @@ def test_two_workers_hold_the_codes_of_the_whole_weight(checkpoint, kind):
     assert answer["receipt"]["misaligned"] == []
     assert compare_weights(weights_of(both[1]), told_by(answer["receipt"]), NVFP4) == []
     assert compare_weights(weights_of(both[0]), told_by(answer["receipt"]), NVFP4) != []
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_push_goes_into_each_layer_as_the_rule_for_its_module_says(checkpoint, kind):
+    rules = (("*.layers.0.*", "bf16"), ("*.linear_qkv", "blockwise"), ("*.self_attention.linear_proj", "mxfp8"))
+    model, weights = build(checkpoint(kind), rollout="nvfp4", modules=rules), weights_of(checkpoint(kind, 1))
+    receipt = Refit(Worker(model)).push(weights, verify=True).require()
+    fresh = dict(build(checkpoint(kind, 1), rollout="nvfp4", modules=rules).named_parameters())
+    held = dict(model.named_parameters())
+    assert all(same_bits(held[name].data.view(-1), value.data.view(-1)) for name, value in fresh.items())
+    kinds = {t.name: t.kind for t in receipt.tensors if "_proj" in t.name}
+    assert {kind for name, kind in kinds.items() if ".layers.0." in name} == {"bfloat16"}
+    assert {kind for name, kind in kinds.items() if ".layers.1." in name and "attn" in name} == {"fp8"}
+    assert {kind for name, kind in kinds.items() if ".layers.1.mlp" in name} == {"nvfp4"}
+    again = Refit(Worker(model)).push(weights, verify=True).require()
+    assert {t.name: t.fingerprints for t in again.tensors} == {t.name: t.fingerprints for t in receipt.tensors}
