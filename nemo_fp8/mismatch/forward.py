@@ -31,6 +31,7 @@ from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.mismatch.weights import Weights, reference
 from nemo_fp8.models.families import FAMILIES
+from nemo_fp8.models.selection import contract_of
 from nemo_fp8.numerics import cast, decode, quantize
 from nemo_fp8.numerics.bf16 import linear
 from nemo_fp8.numerics.formats import FORMATS
@@ -108,14 +109,15 @@ class Run:
     dtype: torch.dtype | None = None
     """The dtype of everything that is not in FP8; None means that of the weights."""
 
-    def operand(self, role: str) -> Operand | None:
-        """Return how ``input`` or ``weight`` is quantized; None if it is not.
+    def operand(self, role: str, linear: str = "") -> Operand | None:
+        """Return how ``input`` or ``weight`` is quantized, of a ``linear`` by the rule for it; None if it is not.
 
         Raises PrecisionError for static activation scales, which only the engine knows.
         """
         if self.precision is None:
             return None
-        found = self.precision.operand(role, self.side)
+        own = contract_of(self.precision, (linear,), 1) if linear else self.precision
+        found = own.operand(role, self.side)
         if found is not None and found.delayed and self.side == "rollout" and self.activations:
             raise PrecisionError(
                 "activation_scheme='static' cannot be emulated from weights.",
@@ -204,7 +206,7 @@ class _Layer:
         if not run.activations:
             self.weights |= {name: q.dequantize(run.dtype or stored[name].dtype) for name, q in quantized.items()}
             quantized = {}
-        self.quantized, self.operand = quantized, run.operand("input")
+        self.quantized = quantized
 
     def __call__(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         x = x + self._attention(self._norm("input_layernorm", x), rope)
@@ -218,8 +220,10 @@ class _Layer:
         q = self.quantized.get(weight)
         if q is None:
             return linear(x, _get(self.weights, weight), bias)
-        assert self.operand is not None
-        y = gemm(quantize(x.reshape(-1, x.shape[-1]), self.operand), q, out_dtype=x.dtype, bias=bias)
+        operand = self.run.operand("input", f"{self.at}{name}")
+        if operand is None:  # weights alone are quantized
+            return linear(x, q.dequantize(x.dtype), bias)
+        y = gemm(quantize(x.reshape(-1, x.shape[-1]), operand), q, out_dtype=x.dtype, bias=bias)
         return y.view(*x.shape[:-1], -1)
 
     def _attention(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from nemo_fp8.contract import SCALES, Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.names import place
-from nemo_fp8.models.selection import select, sharing_a_scale
+from nemo_fp8.models.selection import contract_of, module_of, select, sharing_a_scale
 from nemo_fp8.moved import renamed
 from nemo_fp8.numerics import Quantized, quantize
 from nemo_fp8.numerics.modelopt import amax_of
@@ -53,16 +53,21 @@ def reference(
     ``layers`` is the number of decoder layers, found from the names if not given. ``side="train"`` yields the trainer's
     own FP8 weights; nothing, if the contract does not train in FP8.
     """
-    operand = precision.operand("weight", side)
-    if operand is None:
+    if precision.operand("weight", side) is None:
         return
     quantized = precision if precision.rolls_out_quantized else precision.replace(rollout="fp8")
     chosen = select(shapes_of(weights), quantized, layers=layers).quantized
     sharing = _shared(weights)
     for name in weights:
-        if name in chosen:
+        operand = _operand_of(name, precision, side) if name in chosen else None
+        if operand is not None:
             others = sharing[name] if operand.format == "e2m1" and side == "rollout" else ()
             yield name, _cast(weights, name, replace(operand, delayed=False), others)
+
+
+def _operand_of(tensor: str, precision: Precision, side: str = "rollout") -> Operand | None:
+    """Return how a side stores a weight: by the rule for its module, if there is one."""
+    return contract_of(precision, (module_of(tensor),), 1).operand("weight", side)
 
 
 def _cast(weights: Weights, name: str, operand: Operand, sharing: Sequence[str] = ()) -> Quantized:
@@ -161,7 +166,7 @@ class _Search:
     def __init__(self, weights: Weights, precision: Precision, previous: Weights | None) -> None:
         self.weights, self.previous = weights, previous or {}
         self.shapes, self.sharing = shapes_of(weights), _shared(weights)
-        self.operand = precision.operand("weight", "rollout")
+        self.precision = precision
 
     def explain(self, name: str, expected: Quantized | torch.Tensor, held: Held) -> Problem:
         """Return the problem for a tensor that is not as expected, with the accident that explains it."""
@@ -178,9 +183,10 @@ class _Search:
             q = expected
             yield "zeroed", "all scales are zero", lambda: replace(q, scale_inv=torch.zeros_like(q.scale_inv))
             yield "zeroed", "all weights are zero", lambda: self._zeroed(name)
-            if self.operand is not None and self.operand.scale in _OTHER:
-                other = replace(self.operand, scale=_OTHER[self.operand.scale])
-                detail = f"{SCALES[other.scale]} scales, and the contract says {SCALES[self.operand.scale]}"
+            operand = _operand_of(name, self.precision)
+            if operand is not None and operand.scale in _OTHER:
+                other = replace(operand, scale=_OTHER[operand.scale])
+                detail = f"{SCALES[other.scale]} scales, and the contract says {SCALES[operand.scale]}"
                 yield "scales", detail, lambda: quantize(self.weights[name], other)
         else:
             yield "zeroed", "all values are zero", lambda: torch.zeros_like(expected)
@@ -199,19 +205,21 @@ class _Search:
     def _like(self, expected: Quantized | torch.Tensor, weights: Weights, name: str) -> Quantized | torch.Tensor:
         if not isinstance(expected, Quantized):
             return weights[name]
-        assert self.operand is not None
-        return _cast(weights, name, self.operand, self._sharing(name))
+        operand = _operand_of(name, self.precision)
+        return weights[name] if operand is None else _cast(weights, name, operand, self._sharing(name))
 
     def _sharing(self, name: str) -> Sequence[str]:
-        return self.sharing[name] if self.operand is not None and self.operand.format == "e2m1" else ()
+        operand = _operand_of(name, self.precision)
+        return self.sharing[name] if operand is not None and operand.format == "e2m1" else ()
 
     def _zeroed(self, name: str) -> Quantized:
-        assert self.operand is not None
+        operand = _operand_of(name, self.precision)
+        assert operand is not None
         zeros = {name: torch.zeros_like(self.weights[name])}
         return _cast(
             {other: self.weights[other] for other in self._sharing(name)} | zeros,
             name,
-            self.operand,
+            operand,
             self._sharing(name),
         )
 

@@ -222,3 +222,24 @@ def test_every_kind_has_its_words_and_no_words_are_of_no_kind():
 def test_what_no_part_is():
     with pytest.raises(PrecisionError, match="no part of a tensor"):
         compare_weights({"model.norm.weight": torch.ones(4)}, {"model.norm.weight": {"half": "0"}}, FP8)
+
+
+def test_the_reference_stores_each_weight_by_the_rule_for_its_module():
+    draws = torch.Generator().manual_seed(0)
+    names = [f"model.layers.0.{part}_proj.weight" for part in ("self_attn.q", "self_attn.k", "self_attn.v")]
+    names += [f"model.layers.0.{part}_proj.weight" for part in ("self_attn.o", "mlp.gate", "mlp.up", "mlp.down")]
+    weights = {name: torch.randn(256, 256, generator=draws).bfloat16() for name in names}
+    rules = (("*.linear_qkv", "bf16"), ("*.linear_proj", "mxfp8"))
+    found = dict(reference(weights, Precision(rollout="nvfp4", modules=rules), layers=1))
+    assert {name: q.block for name, q in found.items()} == {
+        names[3]: (1, 32), **dict.fromkeys(names[4:], (1, 16)),
+    }  # fmt: skip
+    held = dict(found)
+    assert (
+        compare_weights(weights, held | {n: weights[n] for n in names[:3]}, Precision(rollout="nvfp4", modules=rules))
+        == []
+    )
+    stale = {n: t + 1 for n, t in weights.items()}
+    held[names[3]] = dict(reference(stale, Precision(rollout="nvfp4", modules=rules), layers=1))[names[3]]
+    (problem,) = compare_weights(weights, held, Precision(rollout="nvfp4", modules=rules), previous=stale)
+    assert (problem.where, problem.code) == (names[3], "weight-stale")
