@@ -231,3 +231,35 @@ def test_a_quantized_weight_is_the_workers():
         expected = quantize(weights[name], Operand("e4m3", (128, 128), "fp32"))
         assert torch.equal(q.data.view(torch.uint8), expected.data.view(torch.uint8))
         assert torch.equal(q.scale_inv, expected.scale_inv)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_rules_by_module_change_the_forward_of_their_modules_alone(family):
+    config = tiny.config(family)
+    weights, tokens = tiny.state_dict(config), tiny.tokens()
+
+    def run(**fields):
+        return log_probs(config, weights, tokens, Run(Precision(rollout="fp8", **fields)))
+
+    kept = run(keep=("*.linear_qkv",))
+    assert torch.equal(run(modules=(("*.linear_qkv", "bf16"),)), kept)
+    ruled = run(modules=(("*.linear_qkv", "bf16"), ("*.linear_proj", "mxfp8")))
+    assert not torch.equal(ruled, kept)
+    everything = run(modules=(("*", "mxfp8"),))
+    assert torch.equal(everything, run(rollout_block="1x32", weight_scale="pow2", activation_scale="pow2"))
+
+
+@pytest.mark.parametrize("activations", [True, False])
+def test_four_bits_are_far_from_bf16_and_weights_alone_are_nearer(activations):
+    config = tiny.config("llama")
+    weights, tokens = tiny.state_dict(config), tiny.tokens()
+    plain = log_probs(config, weights, tokens)
+
+    def apart(**fields):
+        found = log_probs(config, weights, tokens, Run(Precision(**fields), activations=activations))
+        return (found - plain).abs().mean()
+
+    four, eight = apart(rollout="nvfp4"), apart(rollout="fp8")
+    assert four > 2 * eight
+    weights_alone = apart(rollout="nvfp4", activation_scheme="none")
+    assert (weights_alone < four) == activations
