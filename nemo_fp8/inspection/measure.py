@@ -28,7 +28,7 @@ from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.inspection.loss import BLOCKS, Loss
 from nemo_fp8.models.names import Place, decoder, outside, place
-from nemo_fp8.models.selection import why_kept
+from nemo_fp8.models.selection import contract_of, why_kept
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.scales import amax_of, delayed_scale
@@ -247,10 +247,12 @@ def _measure(
     source: Checkpoint, row: Row, recipes: Mapping[str, Precision]
 ) -> tuple[dict[str, Loss], dict[str, Transposition]]:
     """Return the loss and the transposition of a tensor under each recipe; the same casts share one measurement."""
-    casts = {label: (p.operand(row.operand), p.margin if p.scaling == "delayed" else 0) for label, p in recipes.items()}
+    own = {label: _own(p, row) for label, p in recipes.items()}
+    casts = {label: (p.operand(row.operand), p.margin if p.scaling == "delayed" else 0) for label, p in own.items()}
     distinct = {(replace(operand, delayed=False), margin) for operand, margin in casts.values() if operand is not None}
     found: dict[tuple[Operand, int], list[Loss]] = {cast: [] for cast in distinct}
-    copies = _copies(row, recipes) if row.operand == "weight" else {}
+    pairs = {label: Copies.under(p) for label, p in own.items()} if row.operand == "weight" else {}
+    copies = {label: ONE if pair.are_one else pair for label, pair in pairs.items()}
     turned: dict[Copies, list[Transposition]] = {pair: [] for pair in copies.values()}
     for matrix in source.matrices(row.name):
         for operand, margin in distinct:
@@ -267,10 +269,11 @@ def _measure(
     return losses, {label: Transposition.together(turned[pair]) for label, pair in copies.items()}
 
 
-def _copies(row: Row, recipes: Mapping[str, Precision]) -> dict[str, Copies]:
-    """Return the two copies of a weight by label, under the recipe that each contract has for its module."""
-    own = {label: p.of((row.place.module,)) for label, p in recipes.items()}
-    return {label: ONE if (pair := Copies.under(p)).are_one else pair for label, p in own.items()}
+def _own(precision: Precision, row: Row) -> Precision:
+    """Return the contract of a tensor's module; the whole one for a module that a rule leaves in the compute dtype, so
+    that it is seen what it would lose."""
+    own = contract_of(precision, (row.place.module,), 1)
+    return precision if own.operand(row.operand) is None else own
 
 
 def measure(matrix: torch.Tensor, operand: Operand, margin: int, block: tuple[int, int]) -> Loss:
