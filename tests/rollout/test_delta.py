@@ -38,7 +38,7 @@ def fresh(folder, tensors, **contract):
      ("qwen3_odd", {}), ("qwen3", {"rollout_block": "tensor"})],
     ids=str,
 )  # fmt: skip
-def test_changes_leave_every_bit_as_everything_does(checkpoint, kind, contract):
+def test_changes_leave_every_bit_as_everything_does(here, checkpoint, kind, contract):
     """Dense and experts, FP32 and power-of-2 scales, MXFP8, shapes that stay in BF16, one scale for a weight."""
     folder = checkpoint(kind, 0)
     worker, tensors = Worker(build(folder, **contract)), weights_of(folder)
@@ -58,11 +58,17 @@ def test_changes_leave_every_bit_as_everything_does(checkpoint, kind, contract):
         last = receipt
         assert receipt.verified
         assert 0 < receipt.delta.share < 0.1
-        # Whole: a layer with one scale for a weight, and experts in BF16, which their kernel packs.
-        whole_layers = {"tensor": 28, 1: 24 if "moe" in kind else 0}
-        count = whole_layers.get(contract.get("rollout_block", contract.get("last_layers")), 0)
-        assert len(receipt.delta.whole) == count
-        assert count or receipt.bytes < receipt.delta.full_bytes / 10
+        # Whole: a layer with one scale for a weight, and what a kernel packs: experts in BF16 and, with BF16 units in
+        # the processor, every linear in BF16.
+        one_scale = contract.get("rollout_block") == "tensor"
+        linears = [t for t in receipt.tensors if t.name.endswith(("_proj.weight", "mlp.gate.weight"))]
+        packed = {
+            t.name
+            for t in linears
+            if one_scale or (t.kind == "bfloat16" and (here.packs_bf16 or ".experts." in t.name))
+        }
+        assert receipt.delta.whole.keys() == packed
+        assert packed or receipt.bytes < receipt.delta.full_bytes / 10
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
