@@ -107,13 +107,10 @@ def test_variants_differ_in_contract_and_correction_alone():
     assert not runs["bf16-fp8"].precision.is_fp8
     # What an FP8 rollout holds is the same, whatever trains.
     assert runs["bf16-fp8"].precision.weight_scale == runs["fp8-fp8"].precision.weight_scale
-    assert [runs[n].correction["use_importance_sampling_correction"] for n in VARIANTS] == [
-        False,
-        True,
-        False,
-        True,
-        False,
-    ]
+    four = runs["bf16-nvfp4"].precision
+    assert (four.is_quantized, four.rollout, four.operand("input", "rollout")) == (False, "nvfp4", None)
+    corrected = {n for n in VARIANTS if runs[n].correction["use_importance_sampling_correction"]}
+    assert corrected == {"bf16-fp8", "bf16-nvfp4", "fp8-fp8"}
 
 
 def test_wrong_questions_are_answered_before_anything_starts():
