@@ -72,7 +72,7 @@ def te_arguments(precision: Precision) -> tuple[str, dict[str, Any], dict[str, b
         raise PrecisionError(
             f"modules={p.modules!r}, backward_scaling={p.backward_scaling!r} as one recipe of TransformerEngine.",
             "A recipe of TE's own is one for all modules and for both directions.",
-            "Leave them out; or train through Megatron-Bridge, where a module has its own recipe.",
+            "Leave them out; or train with nemo_fp8's plugin for NeMo or bridge_config, which give each linear its own.",
         )
     arguments: dict[str, Any] = {"fp4_format" if p.scaling == "nvfp4" else "fp8_format": _FORMATS[p.format]}
     if p.scaling == "delayed":
@@ -88,18 +88,22 @@ def te_arguments(precision: Precision) -> tuple[str, dict[str, Any], dict[str, b
     return CLASSES[p.scaling], arguments, operands
 
 
-def _beyond_scales(p: Precision) -> dict[str, Any]:
-    """Return the arguments that say more than TE's defaults, of those that a variable can say, too."""
-    wanted = {
-        variable.field: (variable.wanted(p), variable.default)
+def _variable_fields(p: Precision) -> dict[str, tuple[Any, Any]]:
+    """Return the recipe's fields that a variable can say, too: the contract's value of each, and TE's default."""
+
+    def plain(word: str | None) -> Any:
+        return word == "1" if word in ("0", "1") else word
+
+    return {
+        variable.field: (plain(variable.wanted(p)), plain(variable.default))
         for variable in variables_of(p.scaling).values()
         if variable.field in _SAID
     }
-    return {
-        field: value == "1" if value in ("0", "1") else value
-        for field, (value, usual) in wanted.items()
-        if value != usual
-    }
+
+
+def _beyond_scales(p: Precision) -> dict[str, Any]:
+    """Return those of these fields that say more than TE's defaults."""
+    return {field: value for field, (value, usual) in _variable_fields(p).items() if value != usual}
 
 
 def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> Any:
@@ -135,6 +139,10 @@ def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> 
             "Use another version of TransformerEngine, or leave these settings out of the contract.",
         )
     arguments |= {name: recipe_module.Format[arguments[name]] for name in _FORMAT_ARGUMENTS if name in arguments}
+    # Said even where it is TE's default, for which the environment may have put another one.
+    arguments = {
+        field: value for field, (value, _) in _variable_fields(precision).items() if field in known
+    } | arguments
     recipe = recipe_class(**arguments)
     for operand, power_2 in operands.items():
         setattr(recipe, operand, dataclasses.replace(getattr(recipe, operand), power_2_scale=power_2))

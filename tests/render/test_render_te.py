@@ -193,3 +193,21 @@ def test_an_installed_te_is_found_even_where_its_cuda_libraries_are_not(te_folde
     assert length == "1024"
     assert file.startswith(str(te_folder))
     assert imported == "False"
+
+
+def test_the_environment_cannot_change_a_recipe_that_is_made_of_a_contract(te_folder):
+    """In a process of its own, whose TE has read other defaults than its own."""
+    script = (
+        "import sys; from nemo_fp8 import Precision; from nemo_fp8.render.te import from_te, te_recipe;"
+        "from nemo_fp8.render.te_loader import load_recipe_module as load;"
+        "p = Precision(format='e2m1', scaling='nvfp4');"
+        "module = load(sys.argv[1]);"
+        "assert module.NVFP4BlockScaling().disable_rht, 'the environment was read';"
+        "assert from_te(te_recipe(p, module)).gemms() == p.gemms();"
+        "mx = Precision(format='e4m3', scaling='mxfp8');"
+        "assert te_recipe(mx, module).backward_override is None"
+    )
+    said = {"NVTE_NVFP4_DISABLE_RHT": "1", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1"}
+    shell = {**os.environ, **said, "NVTE_BACKWARD_OVERRIDE": "dequantized"}
+    done = subprocess.run([sys.executable, "-c", script, str(te_folder)], env=shell, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
