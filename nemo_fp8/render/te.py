@@ -72,7 +72,7 @@ def te_arguments(precision: Precision) -> tuple[str, dict[str, Any], dict[str, b
         raise PrecisionError(
             f"modules={p.modules!r}, backward_scaling={p.backward_scaling!r} as one recipe of TransformerEngine.",
             "A recipe of TE's own is one for all modules and for both directions.",
-            "Leave them out; or train with nemo_fp8's plugin for NeMo or bridge_config, which give each linear its own.",
+            "Leave them out; or train with nemo_fp8's plugin or bridge_config, which give each linear its own.",
         )
     arguments: dict[str, Any] = {"fp4_format" if p.scaling == "nvfp4" else "fp8_format": _FORMATS[p.format]}
     if p.scaling == "delayed":

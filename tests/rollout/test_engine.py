@@ -69,13 +69,14 @@ def test_kv_scales_can_be_put_in_place(llm):
     assert torch.equal(engines.log_probs(llm), plain)
 
 
-def test_an_fp8_cache_is_not_one_of_bf16(llm, engine, checkpoint):
+def test_an_fp8_cache_is_not_one_of_bf16(here, llm, engine, checkpoint):
     """After all that was put on and taken off above, too. Scales of 1 round small values coarsely: vLLM's own cache on
     a CPU with AVX-512 by 0.12 in the mean."""
     cached = engines.log_probs(llm, 1)
     plain = engines.log_probs(engine(checkpoint("qwen3"), **engine_args(FP8)), 1)
     assert not torch.equal(cached, plain)
-    assert (cached - plain).abs().mean() < 0.2
+    without_amx = here.caches_fp8 and "amx" not in (here.machine.cpu or ())
+    assert (cached - plain).abs().mean() < (0.15 if without_amx else 0.1)
 
 
 def test_what_is_rounded_is_what_an_fp8_cache_gives_back():

@@ -32,8 +32,9 @@ def told(output):
 
 
 def near(one, other):
-    """The same token with almost the same log-probability: BF16 units round a batch of two otherwise than one."""
-    return one[0] == other[0] and abs(one[1] - other[1]) < 0.1
+    """The same token with almost the same log-probability: AVX-512's BF16 units, which round a batch of two otherwise
+    than one, were seen 0.023 apart."""
+    return one[0] == other[0] and abs(one[1] - other[1]) < 0.03
 
 
 def generate(llm):
