@@ -77,7 +77,8 @@ demo: environments
 # tests/conftest.py.
 # Triton comes with vLLM alone, and must not have been imported by anything else when its interpreter is asked for; so it compiles in
 # another process than it interprets in.
-IN_PAIRS := -n 2 --dist loadfile --no-loadscope-reorder
+# A worker that ends in the midst of a test is not replaced: the test fails by name, and would be run again on each new worker.
+IN_PAIRS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: setup
 	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest $(IN_PAIRS)
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py tests/numerics/test_kernels_fp4_triton.py
