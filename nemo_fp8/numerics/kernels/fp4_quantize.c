@@ -144,19 +144,30 @@ INLINE void pack_pairs(const void *x, uint8_t *restrict out, int64_t n, const fl
 }
 
 /* One of the two codes around each value: the upper one as often as the value is near to it. A magnitude counts in steps of its
-   grid, from the code on at which the grid begins. */
+   grid, from the code on at which the grid begins: its exponent, from 0 to 2, is the grid's number. */
 INLINE uint32_t code_by_chance(uint32_t x, float factor, float chance) {
-    float y = value(x) * factor, m = value(bits(y) & 0x7fffffff);
-    m = m < 6 ? m : 6; /* so is NaN */
-    float steps = m * (m < 2 ? 2.0f : m < 4 ? 1.0f : 0.5f);
-    int32_t below = (int32_t)steps, first = m < 2 ? 0 : m < 4 ? 2 : 4;
-    return (uint32_t)(below + first + (chance < steps - (float)below)) | (y < 0 ? 8 : 0);
+    const uint32_t one = 127u << 23, six = 0x40c00000u; /* as integers, since the compiler vectorizes their minimum */
+    float y = value(x) * factor;
+    uint32_t u = bits(y) & 0x7fffffff;
+    u = u < six ? u : six; /* so is NaN */
+    uint32_t grid = ((u > one ? u : one) >> 23) - 127;
+    float steps = value(u) * value((128 - grid) << 23);
+    int32_t below = (int32_t)steps;
+    uint32_t up = bits(chance - (steps - (float)below)) >> 31; /* whether it is less */
+    return ((uint32_t)below + up + 2 * grid) | (y < 0 ? 8 : 0);
 }
 
-INLINE void pack_by_chance(const void *x, uint8_t *restrict out, int64_t n, const float *restrict slots, const float *restrict chance, int source) {
+/* At most ASKED columns. */
+INLINE void pack_by_chance(const char *x, uint8_t *restrict out, int64_t n, const float *factor, const float *chance, int source) {
+    uint32_t codes[ASKED];
+    for (int64_t c = 0; c < n; c += VALUES) {
+        float scale = factor[c / VALUES];
+        for (int i = 0; i < VALUES; i++) codes[c + i] = code_by_chance(widen(x + c * bytes_of(source), i, source), scale, chance[c + i]);
+    }
     for (int64_t i = 0; i < n / 2; i++) {
-        uint32_t even = code_by_chance(widen(x, 2 * i, source), slots[i], chance[2 * i]);
-        out[i] = (uint8_t)(even | code_by_chance(widen(x, 2 * i + 1, source), slots[i], chance[2 * i + 1]) << 4);
+        uint64_t two;
+        memcpy(&two, codes + 2 * i, 8);
+        out[i] = (uint8_t)(two | two >> 28);
     }
 }
 
@@ -185,13 +196,16 @@ static int64_t pack_units(const uint16_t *x, uint8_t *out, int64_t n, const floa
 }
 #endif
 
-static void pack_row(const char *x, uint8_t *out, int64_t n, const float *slots, const float *chance, int source) {
-#define OF_SOURCE(SOURCE) \
-    if (chance) pack_by_chance(x, out, n, slots, chance, SOURCE); \
-    else pack_pairs(x, out, n, slots, SOURCE);
-    if (source == BF16) { OF_SOURCE(BF16) }
-    else if (source == FP32) { OF_SOURCE(FP32) }
-    else { OF_SOURCE(FP16) }
+static void pack_row(const char *x, uint8_t *out, int64_t n, const float *slots, int source) {
+    if (source == BF16) pack_pairs(x, out, n, slots, BF16);
+    else if (source == FP32) pack_pairs(x, out, n, slots, FP32);
+    else pack_pairs(x, out, n, slots, FP16);
+}
+
+static void pack_row_by_chance(const char *x, uint8_t *out, int64_t n, const float *factor, const float *chance, int source) {
+    if (source == BF16) pack_by_chance(x, out, n, factor, chance, BF16);
+    else if (source == FP32) pack_by_chance(x, out, n, factor, chance, FP32);
+    else pack_by_chance(x, out, n, factor, chance, FP16);
 }
 
 static void spread_factors(const float *factor, float *slots, int64_t first, int64_t n) {
@@ -277,12 +291,13 @@ static void cast_blocks(const fp4_job *j, scratch4 *w, const char *x, int64_t st
 #ifdef BLOCK
         if (tame && j->source == BF16 && !j->chance) done = pack_units((const uint16_t *)(x + r * step), row, width, w->factor, ask + r * step);
 #endif
-        if (done < width && !spread) spread = 1, spread_factors(w->factor, w->slots, done / VALUES, n);
+        if (done < width && !spread && !j->chance) spread = 1, spread_factors(w->factor, w->slots, done / VALUES, n);
         for (int64_t c = done; c < width; c += ASKED) {
             int64_t part = least_of(ASKED, width - c);
+            const char *from = x + r * step + c * size;
             ask_for(ask + r * step + c * size, part * size);
-            if (j->chance) ask_for(j->chance + at + j->cols + c, part * 4);
-            pack_row(x + r * step + c * size, row + c / 2, part, w->slots + c / 2, j->chance ? j->chance + at + c : NULL, j->source);
+            if (j->chance) pack_row_by_chance(from, row + c / 2, part, w->factor + c / VALUES, j->chance + at + c, j->source);
+            else pack_row(from, row + c / 2, part, w->slots + c / 2, j->source);
         }
         if (streams) stream(to, row, width / 2), stream(j->scales + at / VALUES, w->scales, n);
         else memcpy(j->scales + at / VALUES, w->scales, (size_t)n);

@@ -111,19 +111,22 @@ static void turn_tile(const char *x, int64_t step, int64_t high, int64_t width, 
 
 /* The largest magnitude of the transformed tile, as the bits of BF16; NaN is skipped. */
 static uint32_t top_of_transformed(const char *x, int64_t step, int64_t high, int64_t width, const float *signs, const char *ask, turned *t) {
-    uint16_t tops[WIDE] = {0}, top = 0;
+    uint16_t tops[WIDE], top = 0;
     for (int64_t r = 0; r < high; r += PATCH) {
         int64_t apart = step;
         for (int64_t i = r; i < r + PATCH; i++) ask_for(ask + i * step, 2 * width);
         const char *patch = whole_patch(x + r * step, &apart, width, 2, t);
         transform(patch, apart, signs, t);
-        for (int i = 0; i < PATCH; i++)
-            for (int c = 0; c < WIDE; c++) {
-                uint16_t u = ((const uint16_t *)t->patch)[i * WIDE + c] & 0x7fff;
-                u = u <= 0x7f80 ? u : 0;
-                tops[c] = u > tops[c] ? u : tops[c];
-            }
+        const uint16_t *found = (const uint16_t *)t->patch;
+        find_tops((const char *)found, 2 * WIDE, PATCH, tops, WIDE, BF16);
+        for (int c = 0; c < WIDE; c++) {
+            if (tops[c] <= INFINITE >> 16) top = tops[c] > top ? tops[c] : top;
+            else
+                for (int i = c; i < PATCH * WIDE; i += WIDE) {
+                    uint16_t u = found[i] & 0x7fff;
+                    top = u > top && u <= INFINITE >> 16 ? u : top;
+                }
+        }
     }
-    for (int c = 0; c < WIDE; c++) top = tops[c] > top ? tops[c] : top;
     return top;
 }
