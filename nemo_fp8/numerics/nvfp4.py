@@ -144,7 +144,9 @@ def cast_rows(
     tile_rows = 1 if operand.block == (1, BLOCK) else BLOCK
     more = {"chance": chance, "four_over_six": choice}
     found = kernels.quantize_fp4(matrix, encode, tile_rows, convention, signs=signs, **more)
-    if found is None:
+    if found is not None:
+        return found
+    if signs is not None or not matrix.is_contiguous():  # perhaps there is a kernel for it row by row
         matrix = transformed(matrix, signs)
         found = kernels.quantize_fp4(matrix, encode, tile_rows, convention, **more)
     if found is None:
