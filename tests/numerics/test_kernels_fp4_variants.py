@@ -167,6 +167,18 @@ def test_columns_of_what_lies_apart():
             hold(x, variant)
 
 
+def test_infinities_whose_differences_are_nan():
+    """Sums of two infinities are infinite, which is the amax; their differences enter none, nor does what is finite."""
+    x = values((32, 40), torch.bfloat16, 9, "gaussian")
+    x[[3, 9], 5] = float("inf")
+    assert nvfp4.transformed(x.t(), nvfp4.SIGNS)[5, :16].isnan().any()
+    assert nvfp4.amax_of(x.t(), ROW, nvfp4.SIGNS) == float("inf")
+    hold(x, "transform")
+    x[4, 5] = float("nan")
+    assert nvfp4.amax_of(x.t(), ROW, nvfp4.SIGNS).isfinite()
+    hold(x, "transform")
+
+
 def test_without_a_compiler_one_seed_gives_the_same(monkeypatch):
     """The kernel and torch round by the same chance, by rows and then by columns, from any generator."""
     x = values((160, 96), torch.bfloat16, 8, "gaussian")
