@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from numerics import test_kernels_fp4, test_kernels_fp4_variants
 from support import SUPPORT
 from support.kernel_cases import FP8, SOURCES, jobs_of_every_kind, large_results, same, values
 
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Elsewhere:
-    """The two functions of the library, each call a process of the emulator's."""
+    """The functions of the library that cast and decode, each call a process of the emulator's."""
 
     def __init__(self, program: Path) -> None:
         emulator = next(path for name in EMULATORS if (path := shutil.which(name)))
@@ -57,6 +58,23 @@ class Elsewhere:
         out = elements * (4 if j.target == cpu.FP32 else 2)
         self._run("nemo_fp8_decode", j, {"codes": elements, "scale_inv": tiles * (1 if j.e8m0 else 4), "out": out})
 
+    def nemo_fp4_quantize(self, reference) -> None:
+        j = reference._obj
+        scales = 4 * (j.rows if j.encode_stride else 1)
+        sizes = {"codes": j.rows * j.cols // 2, "scales": j.rows * j.cols // 16, "encode": scales, "amax": scales}
+        self._run("nemo_fp4_quantize", j, _matrix(j) | sizes | {"chance": 4 * j.rows * j.cols, "signs": 64})
+
+    def nemo_fp4_transformed_top(self, reference) -> None:
+        j = reference._obj
+        self._run("nemo_fp4_transformed_top", j, _matrix(j) | {"signs": 64})
+
+    def nemo_fp4_decode(self, reference) -> None:
+        j = reference._obj
+        elements, amax = j.rows * j.cols, 4 * (j.rows if j.amax_stride else 1)
+        out = elements * (4 if j.target == cpu.FP32 else 2)
+        sizes = {"codes": elements // 2, "scales": elements // 16, "amax": amax, "out": out}
+        self._run("nemo_fp4_decode", j, sizes)
+
     def _run(self, function: str, job: ctypes.Structure, sizes: dict[str, int]) -> None:
         there = type(job).from_buffer_copy(job)
         pointers = [name for name, kind, *_ in job._fields_ if kind is ctypes.c_void_p]
@@ -71,10 +89,21 @@ class Elsewhere:
         done = subprocess.run(
             [*self.command, function], input=head + bytes(there) + memory, capture_output=True, check=True
         )
-        assert len(done.stdout) == len(memory)
+        job_after, after = done.stdout[: ctypes.sizeof(there)], done.stdout[ctypes.sizeof(there) :]
+        assert len(after) == len(memory)
         for name, (address, at, size) in places.items():
             if name != "x":
-                ctypes.memmove(address, done.stdout[at : at + size], size)
+                ctypes.memmove(address, after[at : at + size], size)
+        told = type(job).from_buffer_copy(job_after)
+        for name, kind, *_ in job._fields_:
+            if kind is not ctypes.c_void_p:
+                setattr(job, name, getattr(told, name))
+
+
+def _matrix(job: ctypes.Structure) -> dict[str, int]:
+    """How much memory the matrix of a job spans."""
+    apart, together = (job.cols, job.rows) if job.turned else (job.rows, job.cols)
+    return {"x": ((apart - 1) * job.stride + together) * (4 if job.source == cpu.FP32 else 2)}
 
 
 @pytest.fixture(scope="module", params=MACHINES)
@@ -123,6 +152,18 @@ def test_every_code_and_every_bfloat16_value(on_arm):
             torch.testing.assert_close(back, every.float().to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("cast", [test_kernels_fp4, test_kernels_fp4_variants], ids=["plain", "variants"])
+def test_casts_to_four_bits_of_every_kind(on_arm, cast):
+    """Of values as weights have them, and of special ones among them: every job is a process."""
+    cast.jobs_of_every_kind(("gaussian", "specials"))
+
+
+def test_every_byte_of_four_bits_and_every_mantissa(on_arm):
+    test_kernels_fp4.test_every_byte_and_every_scale_decoded()
+    test_kernels_fp4.every_mantissa()
+    test_kernels_fp4_variants.every_chance()
+
+
 def test_a_wrong_kernel_would_be_seen(on_arm, monkeypatch):
     """The comparison, and the way through the emulator, seen to say no: one scale is changed on its way there."""
     run = Elsewhere._run
@@ -134,6 +175,16 @@ def test_a_wrong_kernel_would_be_seen(on_arm, monkeypatch):
     monkeypatch.setattr(Elsewhere, "_run", half)
     with pytest.raises(AssertionError, match="bytes differ"):
         large_results((128, 128), ("te", "fp32"), torch.bfloat16)
+
+    def other_rule(self, function, job, sizes):
+        if function == "nemo_fp4_quantize":
+            job.vllm = not job.vllm
+            ctypes.c_float.from_address(job.encode).value *= 1.5
+        run(self, function, job, sizes)
+
+    monkeypatch.setattr(Elsewhere, "_run", other_rule)
+    with pytest.raises(AssertionError, match="bytes differ"):
+        test_kernels_fp4.every_mantissa()
 
 
 @pytest.mark.parametrize(
