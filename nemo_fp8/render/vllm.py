@@ -16,8 +16,8 @@ from typing import Any
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
-from nemo_fp8.render.rendering import Rendering, lost_fields
-from nemo_fp8.render.vllm_online import ONLINE, STOCK, from_online, leading_as_kept, to_online, why_plugin
+from nemo_fp8.render.rendering import Rendering, leading_as_kept, lost_fields
+from nemo_fp8.render.vllm_online import ONLINE, STOCK, from_online, to_online, why_plugin
 
 PLUGIN = "nemo_fp8"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -14,19 +14,18 @@ and of ``ignore``, first excludes those before it. With ``keep=("*.o_proj",)`` a
 ``targets`` begin with :data:`_LINEARS`, since vLLM ends where one matches what is no linear, its attention among them.
 They are read back in the same order. vLLM knows its own names alone, experts of a layer as one, and no shapes; where
 that makes a difference in any family, or the scales do, the contract needs our plugin, and :func:`why_plugin` says why.
-So does ``*.mlp.*``: by Megatron's names it means experts, which Mixtral calls ``block_sparse_moe``.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
-from nemo_fp8.models.families import EXPERTS, HUGGING_FACE, in_hugging_face
+from nemo_fp8.models.one_naming import apart_in_vllm
+from nemo_fp8.render.rendering import leading_as_kept, names_and_rules
 
 ONLINE = "online"
 # vLLM's online quantization by weight block, its scales, and the rule whose rollout it is. One scale a weight is not
@@ -56,7 +55,7 @@ def why_plugin(precision: Precision) -> list[Problem]:
         problems.append(_named("a set of characters in a glob", "It is translated to a regular expression for vLLM"))
     elif p.modules and any(re.search(r"\\[1-9]|\(\?P", pattern) for pattern in kept):
         problems.append(_named("a group that is named or referred to", "Rules are joined to one regular expression"))
-    elif at := next(_by_other_names(p), None):
+    elif at := next(apart_in_vllm(p), None):
         problems.append(_named(at, "It knows its own names alone, and the parts of a fused layer have to be alike"))
     return problems
 
@@ -86,43 +85,7 @@ def _not_plain(p: Precision) -> Iterator[Problem]:
             )
 
 
-def _by_other_names(p: Precision) -> Iterator[str]:
-    """Yield the linears for which a name of vLLM's, alone, leads to another answer than all of their names."""
-    patterns = [*p.keep, *(pattern for pattern, _ in p.modules)]
-    numbers = {0, *(int(found) for pattern in patterns for found in re.findall(r"layers\\?\.(\d+)", pattern))}
-    routed = [unit for unit in HUGGING_FACE if unit.startswith("mlp.experts.")]
-    for number in numbers if patterns else ():
-        at = f"model.layers.{number}."
-        for unit in HUGGING_FACE:
-            if unit not in routed:
-                theirs = [f"{at}{name}" for name in in_hugging_face(unit)]
-                yield from _apart(p, theirs, [f"decoder.layers.{number}.{unit}"])
-        for words in EXPERTS:
-            parts = [f"{at}{name}" for unit in routed for name in in_hugging_face(unit, words, 0)]
-            others = [*parts, *(f"decoder.layers.{number}.{unit}" for unit in routed)]
-            yield from _apart(p, [f"{at}{words.block}.experts"], others)
-
-
-def _apart(p: Precision, theirs: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-    right = _recipe(p, (*theirs, *others))
-    if any(_recipe(p, (name,)) != right for name in theirs):
-        yield others[-1]
-
-
-def _recipe(p: Precision, names: Sequence[str]) -> str | None:
-    return p.compute if any(map(p.keeps, names)) else p.recipe_of(names)
-
-
 # ---------------------------------------------------------------------- engine arguments
-
-
-def leading_as_kept(precision: Precision) -> Precision:
-    """Return the same contract with its first rules as names in ``keep``, if they say the compute dtype."""
-    first = [*itertools.takewhile(lambda rule: rule[1] == precision.compute, precision.modules)]
-    if not first:
-        return precision
-    keep = (*precision.keep, *(pattern for pattern, _ in first))
-    return precision.replace(keep=keep, modules=precision.modules[len(first) :])
 
 
 def to_online(precision: Precision) -> dict[str, Any]:
@@ -183,8 +146,8 @@ def from_online(quantization: str, config: Mapping[str, Any], compute: str) -> d
         return _stored(own) | {"keep": tuple(map(regex_to_pattern, ignore)), "modules": (*said, *rest)}
     *said, (_, last) = rules
     named = [(regex_to_pattern(f"re:{own}"), _RECIPES.get(scheme, compute)) for own, scheme in said]
-    kept = [*itertools.takewhile(lambda rule: rule[1] == compute, named)]
-    return _stored(last) | {"keep": tuple(pattern for pattern, _ in kept), "modules": tuple(named[len(kept) :])}
+    kept, others = names_and_rules(named, compute)
+    return _stored(last) | {"keep": kept, "modules": others}
 
 
 def _stored(scheme: str) -> dict[str, Any]:

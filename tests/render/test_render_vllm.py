@@ -13,6 +13,7 @@ from support.strategies import contracts
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render import render, vllm, vllm_online
+from nemo_fp8.render.rendering import leading_as_kept
 
 FP32 = Precision(rollout="fp8")
 MX = Precision(rollout="fp8", rollout_block="1x32", weight_scale="pow2", activation_scale="pow2")
@@ -188,7 +189,7 @@ LAYERS = [f"model.layers.{i}.{name}" for i in range(4) for name in (
 def test_rules_that_stock_vllm_can_carry_out_read_back(contract):
     arguments = vllm.to_vllm(contract, plugin=False)
     assert arguments["quantization"] in ("online", "fp8_per_block", "mxfp8")
-    assert vllm.from_vllm(arguments) == vllm_online.leading_as_kept(contract)
+    assert vllm.from_vllm(arguments) == leading_as_kept(contract)
     assert not {"modules", "keep"} & set(render(contract, "vllm").lost)
 
 
