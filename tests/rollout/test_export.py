@@ -132,6 +132,37 @@ def test_vllm_holds_a_mixed_checkpoint_as_the_rules_say(checkpoint, tmp_path):
     assert stored[3] == {f"{i}.{module}" for i in range(4) for module in modules} - mxfp8 - bf16
 
 
+def test_vllm_reads_every_list_and_the_shapes_of_128x128_blocks(checkpoint, tmp_path):
+    """Its CPU build has no kernel for these, so this is its config's answer and its parameters, before any product."""
+    from support.rollout.in_process import build
+    from vllm.model_executor.layers.quantization import modelopt
+
+    precision = NVFP4.replace(modules=(*RULES[:3], ("*.linear_fc2", "tensorwise"), ("*.experts.*", "mxfp8")))
+    done = export(HuggingFace.open(checkpoint("qwen3")), tmp_path / "out", precision)
+    assert not reads_codes(sys.executable, done.plan)
+    for file in ("config.json", "hf_quant_config.json"):
+        said = json.loads((tmp_path / "out" / file).read_text())
+        read = modelopt.ModelOptMixedPrecisionConfig.from_config(said.get("quantization_config", said))
+        read.packed_modules_mapping = {
+            "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+            "gate_up_proj": ["gate_proj", "up_proj"],
+        }
+        for i in range(4):
+            at = f"model.layers.{i}."
+            assert read.is_layer_excluded(f"{at}self_attn.o_proj") == (i > 0)
+            names = ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")
+            right = ["NVFP4", "NVFP4", "FP8_PB_WO"] if i else ["MXFP8"] * 3
+            right[0] = "MXFP8" if i in (0, 2) else "NVFP4"
+            assert [read._resolve_quant_algo(at + name) for name in names] == right
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    weight, scale = (tensors[f"model.layers.1.mlp.down_proj.{part}"] for part in ("weight", "weight_scale"))
+    layer, shapes = torch.nn.Module(), modelopt.Shapes([weight.shape[0]], weight.shape[1], torch.bfloat16)
+    build(checkpoint("qwen3"), quantized=False)  # parameters ask for the number of workers
+    modelopt.KFp8Block128().create_weights(layer, modelopt.WEIGHT, modelopt.CkptCtx(), shapes, None)
+    for stored, parameter in ((weight, layer.weight), (scale, layer.weight_scale)):
+        assert (stored.shape, stored.dtype) == (parameter.shape, parameter.dtype)
+
+
 @pytest.mark.parametrize("how", ["experts in NVFP4", "experts in MXFP8", "activations in BF16"])
 def test_what_vllms_cpu_build_has_no_kernel_for_is_compared_decoded(engine, checkpoint, tmp_path, how):
     kind = "qwen3_moe" if "experts" in how else "llama"
