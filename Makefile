@@ -90,7 +90,6 @@ test: setup
 test-long: setup
 	$(ENDING_WITH_MAKE) $(BIN)/python -m pytest -m long
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest -m long tests/rollout
-	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest -m long tests/numerics/test_kernels_fp4_compiled.py
 	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest -m long tests/bridge
 
 # No environment of ours: TransformerEngine is compiled for the torch and the CUDA that are there. It says what is missing.

@@ -5,7 +5,8 @@ instructions allow.
     .venv-rollout/bin/python benchmarks/compile_kernels.py             the table of what was compiled
     .venv-rollout/bin/python benchmarks/compile_kernels.py --write     into docs/benchmarks/triton.md and triton.json
 
-The list is `cuda.variants()`: launches, made by the functions that make all launches. Triton's `warmup` compiles them
+Programs of the record are compiled again where their file, a launch or Triton changed. The list is `variants()` of
+`cuda.py` and of `cuda_fp4.py`: launches, made by the functions that make all launches. Triton's `warmup` compiles them
 as a launch would, for a GPU that a small driver names (`Named`). Registers and stack are read from the machine code
 (`cuobjdump`), the width of loads and stores and the FP8 conversion from PTX, and instructions from SASS (`nvdisasm`).
 
@@ -40,7 +41,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from nemo_fp8.numerics.kernels import cuda, triton_kernels
+from nemo_fp8.numerics.kernels import cuda, cuda_fp4
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/triton.md"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -102,6 +103,10 @@ class Compiled:
     executed: dict[str, float] = field(default_factory=dict)
     """Instructions that a thread executes at most, by pipe; only where SASS was asked for."""
     f2fp: int = 0
+    module: str = "triton_kernels"
+    other_bits: int = 0
+    """Of an element, beside ``source_bits`` and ``result_bits``: NVFP4's codes, which nobody asks to be moved 128 bits
+    at a time."""
 
 
 # ---------------------------------------------------------------------- compiling
@@ -143,10 +148,10 @@ def compile_launch(name: str, launch: cuda.Launch, capability: int, sass: bool =
     source, result = (0 if t is None else 8 * t.itemsize for t in launch.arguments[:2])
     if launch.kernel == "decode_kernel":
         result = 8 * launch.arguments[2].itemsize
-    if (
-        launch.module == "triton_fp4"
-    ):  # values are asked to be moved 128 bits at a time, codes, a quarter of them, are not
+    other = 0
+    if launch.module == "triton_fp4":
         source, result = (0, 8 * launch.arguments[3].itemsize) if "AMAX" in constants else (source, 0)
+        other = 4
     registers, stack = _resources(made.asm["cubin"])
     executed, f2fp = _executed(made.asm["cubin"], strips, values * source // 128) if sass else ({}, 0)
     ptx = made.asm["ptx"]
@@ -154,7 +159,7 @@ def compile_launch(name: str, launch: cuda.Launch, capability: int, sass: bool =
         name, capability, launch.warps, strips, values, registers, stack // 4, _widths(ptx, "ld"), _widths(ptx, "st"),
         2 * len(re.findall(r"cvt\.rn\.(?:satfinite\.e[45]m[32]x2\.f32|f16x2\.e[45]m[32]x2)", ptx)),
         constants["ALIGNED"], launch.kernel == "decode_kernel" or constants.get("CAST", False), source, result,
-        executed, f2fp,
+        executed, f2fp, launch.module, other,
     )  # fmt: skip
 
 
@@ -214,33 +219,41 @@ def _executed(cubin: bytes, strips: int, loads: int) -> tuple[dict[str, float], 
     return executed, sum(operation.startswith("F2FP") for operation, _ in lines)
 
 
-def sources() -> str:
-    """Return a digest of all that decides what is compiled: the kernels' source, every launch, Triton's version."""
-    digest = hashlib.sha256(Path(triton_kernels.__file__).read_bytes() + triton.__version__.encode())
-    for name, launch in cuda.variants():
+def variants() -> list[tuple[str, cuda.Launch]]:
+    """Return every program that our code can ask Triton for, with its name."""
+    return [*cuda.variants(), *cuda_fp4.variants()]
+
+
+def sources() -> dict[str, str]:
+    """Return a digest of all that decides what is compiled, by file of kernels: the source, every launch, Triton's
+    version."""
+    digests = {}
+    for name, launch in variants():
+        if launch.module not in digests:
+            source = Path(cuda.__file__).with_name(f"{launch.module}.py").read_bytes()
+            digests[launch.module] = hashlib.sha256(source + triton.__version__.encode())
         takes = [
             (a.dtype, a.shape, a.stride(), a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a
             for a in launch.arguments
         ]
-        digest.update(repr((name, launch.kernel, launch.programs, launch.warps, launch.constants, takes)).encode())
-    return digest.hexdigest()
+        about = (name, launch.kernel, launch.programs, launch.warps, launch.constants, takes)
+        digests[launch.module].update(repr(about).encode())
+    return {module: digest.hexdigest() for module, digest in digests.items()}
 
 
-def recorded() -> dict[tuple[str, int], Compiled] | None:
-    """Return the programs of the record, by name and target; None if they are not of today's sources."""
-    found = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
-    if found.get("sources") != sources():
-        return None
+def recorded() -> dict[tuple[str, int], Compiled]:
+    """Return the programs of the record that are of today's sources, by name and target."""
+    found, today = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8")), sources()
     rows = (
         row | {way: {int(bits): n for bits, n in row[way].items()} for way in ("loads", "stores")}
         for row in found["programs"]
     )
     made = [Compiled(**row) for row in rows]
-    return {(m.name, m.capability): m for m in made}
+    return {(m.name, m.capability): m for m in made if found["sources"].get(m.module) == today.get(m.module)}
 
 
 def _compile_by_number(number: int, capability: int, sass: bool) -> Compiled:
-    name, launch = list(cuda.variants())[number]
+    name, launch = variants()[number]
     return compile_launch(name, launch, capability, sass)
 
 
@@ -256,7 +269,7 @@ def start(
     return {
         (name, target): pool.submit(_compile_by_number, number, target, sass(name))
         for target in TARGETS
-        for number, (name, _) in enumerate(cuda.variants())
+        for number, (name, _) in enumerate(variants())
         if wanted(name, target)
     }
 
@@ -279,7 +292,7 @@ def bound(made: Compiled, gpu: Gpu) -> tuple[float, str, float]:
         for pipe, (lanes, _) in PIPES.items()
     }
     slowest = max(needs, key=lambda pipe: needs[pipe])
-    return needs[slowest], slowest, (made.source_bits + made.result_bits) / 8 / gpu.bandwidth
+    return needs[slowest], slowest, (made.source_bits + made.result_bits + made.other_bits) / 8 / gpu.bandwidth
 
 
 # ---------------------------------------------------------------------- telling
@@ -300,8 +313,8 @@ def tell(made: list[Compiled]) -> str:
         "",
         "Written by `benchmarks/compile_kernels.py --write`; do not edit.",
         "",
-        f"Triton {triton.__version__} with its own ptxas. `kernels/cuda.py` can ask for {len(list(cuda.variants()))} "
-        "programs; "
+        f"Triton {triton.__version__} with its own ptxas. `kernels/cuda.py` and `cuda_fp4.py` can ask for "
+        f"{len(variants())} programs; "
         f"{len({m.name for m in made})} are here, compiled for {', '.join(f'sm_{t}' for t in TARGETS)}. "
         "`tests/numerics/test_kernels_compiled.py` compiles a part of them in every run of the suite, and all of them "
         "where the record beside this page is of other kernels or another Triton; it fails for a spilled register, "
@@ -314,10 +327,9 @@ def tell(made: list[Compiled]) -> str:
         "## The bound on paper",
         "",
         "**Computed from instructions and bytes, not measured.** The time of the busiest pipe of an SM beside the "
-        "time that the bytes need "
-        "at the memory's full rate, the copy limit, for BF16 and E4M3 where rows are aligned. A share of 100% says "
-        "that the bytes take "
-        "longer than the instructions: then the kernel can run at the speed of a copy, if enough loads are in flight.",
+        "time that the bytes need at the memory's full rate, the copy limit, for BF16 with E4M3 and with NVFP4 where "
+        "rows are aligned. A share of 100% says that the bytes take longer than the instructions: then the kernel can "
+        "run at the speed of a copy, if enough loads are in flight.",
         "",
         *(
             f"- {g.name}: {g.processors} SMs at {g.clock / 1e9:.3f} GHz, {g.bandwidth / 1e12:.2f} TB/s, code for "
@@ -397,7 +409,7 @@ def tell(made: list[Compiled]) -> str:
 def record(made: list[Compiled]) -> str:
     """The page's numbers as JSON, a program a line."""
     programs = ",\n".join(json.dumps(asdict(m)) for m in made)
-    return f'{{"triton": "{triton.__version__}", "sources": "{sources()}", "programs": [\n{programs}\n]}}\n'
+    return f'{{"triton": "{triton.__version__}", "sources": {json.dumps(sources())}, "programs": [\n{programs}\n]}}\n'
 
 
 def _moved(widths: dict[int, int]) -> str:
@@ -410,10 +422,14 @@ def main() -> None:
     given = parser.parse_args()
 
     def timed(name: str) -> bool:
-        return "unaligned" not in name and re.search("bfloat16 to e4m3|e4m3 to bf|amax of bf", name) is not None
+        shown = "bfloat16 to e4m3|e4m3 to bf|amax of bf|bfloat16 to e2m1|e2m1 to bf"
+        return "unaligned" not in name and re.search(shown, name) is not None
 
+    known = recorded()
     with tempfile.TemporaryDirectory() as cache, processes(cache) as pool:
-        made = [future.result() for future in start(pool, lambda *_: True, timed).values()]
+        started = start(pool, lambda *which: which not in known, timed)
+        known |= {which: future.result() for which, future in started.items()}
+    made = [known[name, target] for target in TARGETS for name, _ in variants()]
     page = tell(made)
     if given.write:
         PAGE.write_text(page, encoding="utf-8")

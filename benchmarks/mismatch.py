@@ -1,6 +1,6 @@
 """How often the mismatch gate fires: on sound engines, and on broken ones, over many models with random weights.
 
-    .venv/bin/python benchmarks/mismatch.py --seeds 300
+    .venv/bin/python benchmarks/mismatch.py --seeds 60 --write     into docs/benchmarks/mismatch.md and mismatch.json
 
 Each seed is a model of its own, with prompts of its own. The engine is the emulation in a third arithmetic (FP16),
 which neither side of the prediction uses. ``others`` judges other prompts than the predicted ones, by the distance
@@ -11,9 +11,12 @@ quantized.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,8 +27,11 @@ from support import tiny
 from nemo_fp8.contract import Precision
 from nemo_fp8.mismatch import Gate, LogProbs, Run, log_probs, predict
 
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/benchmarks/mismatch.md"
 LAYER = "model.layers.1."
 SOUND = "none"
+WHICH = ("others", "same")
 # The band alone, without room for what emulation may miss, and the gate as it is.
 GATES = {"band at 1%": Gate(false_positives=1e-2, factor=1.0, residual_factor=1.0), "gate": Gate()}
 
@@ -51,7 +57,7 @@ def measure(family: str, activations: bool, seeds: int, sequences: int, length: 
         weights = tiny.state_dict(config, seed)
         predicted, others = tiny.tokens(sequences, length, 2 * seed), tiny.tokens(sequences, length, 2 * seed + 1)
         prediction = predict(config, weights, predicted, precision, activations=activations)
-        for tokens, which in ((others, "others"), (predicted, "same")):
+        for tokens, which in zip((others, predicted), WHICH, strict=True):
             trainer = log_probs(config, weights, tokens)
             for fault, held in faults(weights, family).items():
                 engine = log_probs(config, held, tokens, Run(precision, activations=activations, dtype=torch.float16))
@@ -63,28 +69,65 @@ def measure(family: str, activations: bool, seeds: int, sequences: int, length: 
     return {fault: {name: count / seeds for name, count in row.items()} for fault, row in fired.items()}
 
 
+def page(record: dict[str, Any]) -> str:
+    """Return the page of a record."""
+    given, kinds = record["settings"], record["fired"]
+    verdicts = given["seeds"] * 2 * len(kinds)
+    left = sum(kind[SOUND][f"band at 1%, {which}"] for kind in kinds.values() for which in WHICH)
+    rows = []
+    for fault in next(iter(kinds.values())):
+        cells = [" / ".join(f"{100 * kind[fault][f'gate, {which}']:.0f}" for which in WHICH) for kind in kinds.values()]
+        rows.append(f"| {fault} | {' | '.join(cells)} |")
+    return f"""# How often the mismatch gate fires
+
+Written by `benchmarks/mismatch.py --write`; do not edit. The gate: [the mismatch](../mismatch.md#how-sure-it-is).
+
+Over {given["seeds"]} tiny models with random weights of each kind, each with {given["sequences"]} sequences of
+{given["length"]} tokens and an engine in FP16 arithmetic, in %; first by the distance on other tokens, then by both
+checks on the predicted ones. A fault lies in one layer of three, and with experts in one expert of four.
+
+| fault | {" | ".join(kinds)} |
+|---|{"---|" * len(kinds)}
+{chr(10).join(rows)}
+
+The band alone, without the factors and at 1%, was left by {round(left * given["seeds"])} of {verdicts} sound verdicts.
+
+```text
+{record["about"]["command"]}
+```
+
+{record["about"]["date"]}, {record["about"]["versions"]}. The record: [mismatch.json](mismatch.json).
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=60)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--length", type=int, default=32)
-    parser.add_argument("--out", type=Path, help="Write the numbers as JSON.")
-    args = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} and the JSON beside it")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    results = {}
-    for family in ("qwen3", "qwen3_moe"):
-        for activations in (False, True):
-            name = f"{family}, {'W8A8' if activations else 'W8A16'}"
-            results[name] = measure(family, activations, args.seeds, args.sequences, args.length)
-            columns = list(results[name][SOUND])
-            print(f"\n| {name} | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-            for fault, row in results[name].items():
-                print(f"| {fault} | {' | '.join(f'{100 * row[c]:.1f}' for c in columns)} |", flush=True)
-    if args.out:
-        args.out.write_text(
-            json.dumps({"arguments": {k: v for k, v in vars(args).items() if k != "out"}, "fired": results}, indent=1)
-            + "\n"
+    fired = {
+        f"{family}, {'W8A8' if activations else 'W8A16'}": measure(
+            family, activations, given.seeds, given.sequences, given.length
         )
+        for family in ("qwen3", "qwen3_moe")
+        for activations in (False, True)
+    }
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+        "command": f"python benchmarks/mismatch.py {' '.join(sys.argv[1:])}",
+    }
+    settings = {name: getattr(given, name) for name in ("seeds", "sequences", "length")}
+    record = {"about": about, "settings": settings, "fired": fired}
+    text = page(record)
+    if given.write:
+        PAGE.write_text(text)
+        PAGE.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    else:
+        print(text)
 
 
 if __name__ == "__main__":

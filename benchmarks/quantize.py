@@ -11,15 +11,15 @@
 Quantizing a BF16 element moves 3 bytes (2 in, 1 out), and so does decoding it; scales and statistics are not counted,
 though the latter are 17 bytes a tile in new memory: half a byte for each MX element. NVFP4 moves 2.5625 bytes an
 element (2 in, half a byte and a scale's sixteenth out) where the tensor's amax is given, and 4.5625 where it is found
-first, in a pass of its own that reads everything once more; so does its yardstick. The yardstick is a copy that moves
-as many bytes with as many threads, of three kinds: torch's `copy_` into memory that is there; torch's `clone` to a new
-tensor, for which the operating system has to find and clear pages; and the C library's `memcpy`, a part for each
-thread, the fastest copy that we know on such a machine. Only ratios within one run mean anything. All ways take turns,
-round after round, each on another piece of memory, more of them than caches hold; and each is timed right after its
-yardstick. A share is the median of these neighbours' ratios, and GB/s come from the median time. Pairs in which the
-operating system took a processor away from this process are thrown away (unless none is left), so that a machine that
-others use too gives the same shares, only from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy
-with everything the processor has.
+first, in a pass of its own that reads everything once more; so does its yardstick. Rounding by chance reads four more,
+the drawn numbers, which are not drawn here. The yardstick is a copy that moves as many bytes with as many threads, of
+three kinds: torch's `copy_` into memory that is there; torch's `clone` to a new tensor, for which the operating system
+has to find and clear pages; and the C library's `memcpy`, a part for each thread, the fastest copy that we know on such
+a machine. Only ratios within one run mean anything. All ways take turns, round after round, each on another piece of
+memory, more of them than caches hold; and each is timed right after its yardstick. A share is the median of these
+neighbours' ratios, and GB/s come from the median time. Pairs in which the operating system took a processor away from
+this process are thrown away (unless none is left), so that a machine that others use too gives the same shares, only
+from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy with everything the processor has.
 """
 
 from __future__ import annotations
@@ -66,9 +66,18 @@ NVFP4: dict[str, tuple[int, bool]] = {
     "NVFP4 1x16": (1, False),
     "NVFP4 16x16": (16, False),
 }
+# What training casts beside that, beneath a given amax: columns, columns after the Hadamard transform, and both by
+# chance. name: whether columns are cast, whether they are transformed, whether codes are rounded by chance
+NVFP4_VARIANTS: dict[str, tuple[bool, bool, bool]] = {
+    "NVFP4 16x1 (column usage)": (True, False, False),
+    "NVFP4 16x1 after the transform": (True, True, False),
+    "NVFP4 1x16 by chance": (False, False, True),
+    "NVFP4 16x1 after the transform, by chance": (True, True, True),
+}
 NVFP4_DECODED = "decode NVFP4 to BF16"
 # Bytes that an element moves, where they are not BYTES.
 MOVED = {name: 2.5625 if given else 4.5625 for name, (_, given) in NVFP4.items()} | {NVFP4_DECODED: 2.5625}
+MOVED |= {name: 6.5625 if by_chance else 2.5625 for name, (*_, by_chance) in NVFP4_VARIANTS.items()}
 DECODED: dict[str, tuple[int, int]] = {"decode 128x128 to BF16": (128, 128), "decode 1x128 to BF16": (1, 128)}
 
 
@@ -89,6 +98,9 @@ def measure(shape: tuple[int, int], rounds: int, device: str, only: str = "") ->
     for name in NVFP4:
         if only in name and device in kernels.FP4_DEVICES:
             add_nvfp4(name, places[0].x, there, new)
+    for name in NVFP4_VARIANTS:
+        if only in name and device == "cpu":
+            add_nvfp4_variant(name, places[0].x, there)
     if only in NVFP4_DECODED and device in kernels.FP4_DEVICES:
         add_decoding_nvfp4(places[0].x, there, new)
     with tensors_from_the_system(device):
@@ -146,6 +158,23 @@ def add_nvfp4(name: str, x: torch.Tensor, there: Pairs, new: Pairs) -> None:
     scales = run(x, None)[1]
     there[f"{name}/there"] = (lambda p: run(p.x, (half_of(p.codes), scales)), copy_of(MOVED[name]))
     new[f"{name}/new"] = (lambda p: run(p.x, None), clone_of(MOVED[name]))
+
+
+def add_nvfp4_variant(name: str, x: torch.Tensor, there: Pairs) -> None:
+    columns, transforms, by_chance = NVFP4_VARIANTS[name]
+    encode = nvfp4.encode_scale(require(kernels.amax(x))).reshape(1)
+    shape = x.shape[::-1] if columns else x.shape
+    chance = torch.rand(shape) if by_chance else None
+    signs = nvfp4.SIGNS if transforms else None
+    scales = torch.empty(shape[0], shape[1] // 16, dtype=torch.float8_e4m3fn)
+
+    def run(p: Place) -> Any:
+        out = half_of(p.codes).view(shape[0], shape[1] // 2), scales
+        return require(
+            kernels.quantize_fp4(p.x.t() if columns else p.x, encode, 1, out=out, signs=signs, chance=chance)
+        )
+
+    there[f"{name}/there"] = (run, copy_of(MOVED[name]))
 
 
 def add_decoding_nvfp4(x: torch.Tensor, there: Pairs, new: Pairs) -> None:

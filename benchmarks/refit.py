@@ -21,7 +21,6 @@ import functools
 import json
 import os
 import platform
-import re
 import sys
 import tempfile
 import time
@@ -218,7 +217,7 @@ def measure_experts(folder: Path, rounds: int) -> dict[str, Any]:
     found: dict[str, dict[str, float]] = {}
     for name, kind, shape in (("experts", "qwen3_moe", EXPERTS), ("dense", "qwen3", AS_MANY)):
         path = models.write(folder / name, kind, 0, **shape)
-        tensors = stacked(read(path))
+        tensors = models.stacked(read(path))
         race = Race.started(path, tensors, False, engines.fp8() | {"load_format": "dummy"})
         found[name] = {
             "seconds": min(race.measured(race.push, tensors)["wall"] for _ in range(rounds)),
@@ -250,24 +249,6 @@ def after_a_step(tensors: dict[str, Any]) -> dict[str, Any]:
         rest = torch.ldexp(torch.rand(tensor.shape, generator=draws) - 0.5, exponent - 8)
         up = torch.rand(tensor.shape, generator=draws) < 0.5
         found[name] = (tensor.float() + 0.999 * rest + torch.where(up, LR, -LR)).to(tensor.dtype)
-    return found
-
-
-def stacked(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors with all experts of a layer in two stacks, as transformers 5 keeps them; gate lies above up."""
-    import torch
-
-    of_expert = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-    found, parts = {}, dict[str, dict[str, list[Any]]]()
-    for name, tensor in tensors.items():
-        match = of_expert.fullmatch(name)
-        if match:
-            parts.setdefault(match[1], {"gate": [], "up": [], "down": []})[match[3]].append(tensor)
-        else:
-            found[name] = tensor
-    for name, part in parts.items():
-        gate, up, down = (torch.stack(part[which]) for which in ("gate", "up", "down"))
-        found |= {f"{name}.gate_up_proj": torch.cat([gate, up], 1), f"{name}.down_proj": down}
     return found
 
 

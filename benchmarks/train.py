@@ -35,6 +35,8 @@ RECIPES = {
     "blockwise": "bf16_with_fp8_blockwise_mixed",
     "mxfp8": "bf16_with_mxfp8_mixed",
 }
+# What a step's time is measured under; NVFP4 is a field of Megatron's config beside FP8's.
+TIMED = RECIPES | {"nvfp4": "bf16_with_nvfp4_mixed"}
 FOUR_BITS = ("bf16_mixed", "bf16_with_fp8_blockwise_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed", "control")
 # Known to be worse: what NVFP4's recipe is for, left out. An experiment that cannot tell it apart shows nothing.
 CONTROL = {"weight_block": "1x16", "hadamard": False, "stochastic_rounding": False, "name": "control"}
@@ -107,7 +109,7 @@ def speed(model: str, steps: int, torchao: str | None, own: bool, results: Path 
 
     hidden, ffn, layers, sequence, micro = MODELS[model]
     with redirect_stdout(sys.stderr):  # what NeMo prints is no figure
-        seconds = alternate(model, steps, [None, *([OWN] if own else []), *RECIPES])
+        seconds = alternate(model, steps, [None, *([OWN] if own else []), *TIMED])
     rows = []
     for kind, mine in seconds.items():
         ratio = median(a / b for a, b in zip(mine, seconds[None], strict=True))
@@ -212,14 +214,18 @@ def _alternate(kinds: list[str | None]) -> Any:
 
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             self.kind = kinds[trainer.global_step % len(kinds)]
-            contract = preset(RECIPES[self.kind]) if self.kind in RECIPES else None
+            contract = preset(TIMED[self.kind]) if self.kind in TIMED else None
+            four_bits = contract is not None and contract.format == "e2m1"
             self.closed = self.kind == OWN and not bf16.multiplies_bf16()
             if self.closed:
                 bf16._replaced.leave()
             for module in trainer.model.modules():
                 if (config := getattr(module, "config", None)) is not None and hasattr(config, "fp8_recipe"):
-                    config.fp8 = None if contract is None else contract.format
-                    if contract is not None:
+                    config.fp8 = None if contract is None or four_bits else contract.format
+                    config.fp4 = contract.format if four_bits else None
+                    if four_bits:
+                        config.fp4_recipe = contract.scaling
+                    elif contract is not None:
                         config.fp8_recipe, config.fp8_amax_history_len = contract.scaling, contract.amax_history_len
                 if hasattr(module, "_fp8_workspaces"):
                     module._fp8_workspaces.clear()  # weights were quantized for another recipe

@@ -35,7 +35,15 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.numerics import kernels, scales
 from nemo_fp8.numerics.formats import FP32_MAX, cast, format_of
-from nemo_fp8.numerics.nvfp4_tensor import BLOCK, QuantizedNVFP4, hadamard, magnitude_of, pack, weight_scale_2
+from nemo_fp8.numerics.nvfp4_tensor import (
+    BLOCK,
+    SIGNS,
+    QuantizedNVFP4,
+    hadamard,
+    magnitude_of,
+    pack,
+    weight_scale_2,
+)
 from nemo_fp8.numerics.quantized import as_matrix, check_usage
 from nemo_fp8.numerics.statistics import Statistics, measure
 
@@ -68,25 +76,25 @@ def quantize(
     check(operand, convention)
     check_usage(usage)
     check_source(x, operand, usage)
-    matrix = along_rows(x, operand, usage)
-    amax = amax_of(matrix, operand) if amax is None else _known(amax, matrix, operand)
-    codes, found = cast_rows(matrix, operand, amax, convention=convention, generator=generator)
+    matrix, signs = as_matrix(x.detach()), SIGNS if transforms(operand, usage) else None
+    matrix = matrix if usage == "row" else matrix.t()
+    amax = amax_of(matrix, operand, signs) if amax is None else _known(amax, matrix, operand)
+    codes, found = cast_rows(matrix, operand, amax, signs=signs, convention=convention, generator=generator)
     data = codes.view(*x.shape[:-1], x.shape[-1] // 2) if usage == "row" else codes
     quantized = QuantizedNVFP4(
         data, found, operand.block, usage, amax=amax, source=x.shape, largest_scale=operand.largest_scale,
         hadamard=transforms(operand, usage),
     )  # fmt: skip
-    return quantized.with_statistics(_statistics(matrix, operand, quantized)) if statistics else quantized
+    if not statistics:
+        return quantized
+    return quantized.with_statistics(_statistics(along_rows(x, operand, usage), operand, quantized))
 
 
 def along_rows(x: torch.Tensor, operand: Operand, usage: str) -> torch.Tensor:
     """Return the matrix whose rows are cast: ``x`` with its leading dimensions flattened, turned for usage ``col``, and
     transformed if the operand says so."""
     matrix = as_matrix(x.detach())
-    if usage == "row":
-        return matrix
-    turned = matrix.t().contiguous()
-    return hadamard(turned).to(x.dtype) if operand.hadamard else turned
+    return matrix if usage == "row" else transformed(matrix.t(), SIGNS if operand.hadamard else None)
 
 
 def transforms(operand: Operand, usage: str) -> bool:
@@ -94,11 +102,24 @@ def transforms(operand: Operand, usage: str) -> bool:
     return operand.hadamard and usage == "col"
 
 
-def amax_of(matrix: torch.Tensor, operand: Operand) -> torch.Tensor:
+def transformed(matrix: torch.Tensor, signs: tuple[float, ...] | None) -> torch.Tensor:
+    """Return the matrix row by row, in one piece; with ``signs`` after the Hadamard transform, which is rounded to the
+    matrix's dtype."""
+    matrix = matrix.contiguous()
+    return matrix if signs is None else hadamard(matrix, signs).to(matrix.dtype)
+
+
+def amax_of(matrix: torch.Tensor, operand: Operand, signs: tuple[float, ...] | None = None) -> torch.Tensor:
     """Return the largest magnitude of the matrix (0-dim) or, where rows are scaled, of each of its rows; NaN is
-    skipped."""
+    skipped. With ``signs`` it is that of the transformed matrix."""
     if operand.row_scaled:
-        return scales.amax_of(matrix, (1,))
+        return scales.amax_of(transformed(matrix, signs), (1,))
+    if signs is not None:
+        found = kernels.transformed_amax(matrix, signs)
+        if found is not None:
+            return found
+        matrix = transformed(matrix, signs)
+    matrix = matrix.t() if matrix.stride(0) == 1 else matrix  # as it lies in memory
     found = kernels.amax(matrix)
     return scales.amax_of(matrix) if found is None else found
 
@@ -108,20 +129,33 @@ def cast_rows(
     operand: Operand,
     amax: torch.Tensor,
     *,
+    signs: tuple[float, ...] | None = None,
     convention: str = "te",
     generator: torch.Generator | None = None,
     scaled_errors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a matrix along its rows as :func:`cast_reference` does: with the kernel of its device, if there is one for
-    nearest codes, else with that."""
-    if not operand.stochastic and operand.four_over_six is None:
-        encode = encode_scale(amax.float(), operand.largest_scale, convention).reshape(-1)
-        found = kernels.quantize_fp4(matrix, encode, 1 if operand.block == (1, BLOCK) else BLOCK, convention)
-        if found is not None:
-            return found
-    return cast_reference(
-        matrix, operand, amax, convention=convention, generator=generator, scaled_errors=scaled_errors
-    )
+    """Cast a matrix along its rows as :func:`cast_reference` does, with ``signs`` after the Hadamard transform: with
+    the kernel of its device, if there is one, else with that. The matrix may lie turned (``x.t()``)."""
+    encode = encode_scale(amax.float(), operand.largest_scale, convention).reshape(-1)
+    chance = _chance(matrix, generator) if operand.stochastic else None
+    choice = None
+    if operand.four_over_six is not None:
+        choice = kernels.FourOverSix(operand.four_over_six, amax, LARGEST * operand.largest_scale, scaled_errors)
+    tile_rows = 1 if operand.block == (1, BLOCK) else BLOCK
+    more = {"chance": chance, "four_over_six": choice}
+    found = kernels.quantize_fp4(matrix, encode, tile_rows, convention, signs=signs, **more)
+    if found is not None:
+        return found
+    if signs is not None or not matrix.is_contiguous():  # perhaps there is a kernel for it row by row
+        matrix = transformed(matrix, signs)
+        found = kernels.quantize_fp4(matrix, encode, tile_rows, convention, **more)
+    if found is None:
+        found = cast_reference(matrix, operand, amax, convention=convention, chance=chance, scaled_errors=scaled_errors)
+    return found
+
+
+def _chance(matrix: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    return torch.rand(matrix.shape, dtype=torch.float32, device=matrix.device, generator=generator)
 
 
 # ---------------------------------------------------------------------- the specification
@@ -133,12 +167,13 @@ def cast_reference(
     amax: torch.Tensor,
     *,
     convention: str = "te",
-    generator: torch.Generator | None = None,
+    chance: torch.Tensor | None = None,
     scaled_errors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes [rows, columns / 2], two a byte, and E4M3 scales [rows, columns / 16] of a matrix.
 
-    The scale of a 16x16 block is there for each of its rows. ``amax`` is one number or one for each row.
+    The scale of a 16x16 block is there for each of its rows. ``amax`` is one number or one for each row. A stochastic
+    operand rounds by ``chance``, one number for each value, uniform from 0 to 1; torch draws those that are not given.
     ``scaled_errors`` lets 4 over 6 compare ``code * scale`` with ``x * encode``, as TE does when its fast math is
     asked for, instead of values.
     """
@@ -151,7 +186,11 @@ def cast_reference(
     else:
         found = cast(block_scale(most, encode, convention), SCALE)
         scaled = blocks * factor(found.float(), encode, convention)[:, :, None]
-        codes = stochastic(scaled, generator) if operand.stochastic else nearest(scaled)
+        if operand.stochastic:
+            chance = _chance(matrix, None) if chance is None else chance
+            codes = stochastic(scaled, chance.view(scaled.shape))
+        else:
+            codes = nearest(scaled)
     return pack(codes.view(rows, columns)), found
 
 
@@ -201,12 +240,11 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
     return _signed(x, torch.round(steps) + first)
 
 
-def stochastic(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+def stochastic(x: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
     """Return one of the two codes around each value by chance: as often the upper one as the value is near to it."""
     x = _within(x)
     steps, first = _steps(x)
     below = torch.floor(steps)
-    chance = torch.rand(x.shape, dtype=torch.float32, device=x.device, generator=generator)
     return _signed(x, below + first + (chance < steps - below))
 
 

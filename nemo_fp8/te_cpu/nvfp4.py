@@ -18,40 +18,42 @@ import torch
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics.nvfp4 import amax_of, cast_rows
-from nemo_fp8.numerics.nvfp4_tensor import BLOCK, QuantizedNVFP4, hadamard, turn, turn_scales
+from nemo_fp8.numerics.nvfp4_tensor import BLOCK, QuantizedNVFP4, turn, turn_scales
 from nemo_fp8.te_cpu import swizzle
 from nemo_fp8.te_cpu.tensors import as_matrix_shape, reduced
 
 
 def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
     """Codes, scales and amaxes of ``x`` by rows, by columns, or both."""
-    for side, matrix in _sides(quantizer, x, out):
+    wanted = operand_of(quantizer)
+    for side, matrix, signs in _sides(quantizer, x, out):
         if quantizer.row_scaled_nvfp4:
-            found = amax_of(matrix, operand_of(quantizer))
+            found = amax_of(matrix, wanted, signs)
         else:
-            given = (
-                None if side == "column" and quantizer.with_rht else amax
-            )  # the transform's values have an amax of their own
-            found = amax_of(matrix, operand_of(quantizer)) if given is None else given
+            given = amax if signs is None else None  # the transform's values have an amax of their own
+            found = amax_of(matrix, wanted, signs) if given is None else given
+            amax = found if signs is None else amax  # that of the rows is that of the columns
             found = reduced(quantizer, found.reshape(1).clone())
-        _write_side(quantizer, matrix, out, side, found)
+        _write_side(quantizer, matrix, signs, out, side, found)
 
 
 def write_with_its_amaxes(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
     """Codes and scales alone, for the amaxes that ``out`` holds: what found them has looked at ``x`` already."""
-    for side, matrix in _sides(quantizer, x, out):
-        _write_side(quantizer, matrix, out, side, getattr(out, f"_amax_{side}wise"))
+    for side, matrix, signs in _sides(quantizer, x, out):
+        _write_side(quantizer, matrix, signs, out, side, getattr(out, f"_amax_{side}wise"))
 
 
-def _sides(quantizer: Any, x: torch.Tensor, out: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The matrix that each side of ``out`` holds, row by row."""
+Signs = tuple[float, ...] | None
+
+
+def _sides(quantizer: Any, x: torch.Tensor, out: Any) -> Iterator[tuple[str, torch.Tensor, Signs]]:
+    """The matrix whose rows each side of ``out`` holds, and the signs of its transform if it has one."""
     rows, columns = as_matrix_shape(x.shape)
     x = x.reshape(rows, columns)
     if out._rowwise_data is not None:
-        yield "row", x
+        yield "row", x, None
     if out._columnwise_data is not None:
-        turned = x.t().contiguous()
-        yield "column", _transformed(turned, quantizer.rht_matrix) if quantizer.with_rht else turned
+        yield "column", x.t(), _signs(quantizer, x) if quantizer.with_rht else None
 
 
 def swizzles(quantizer: Any, rows: int, columns: int) -> bool:
@@ -62,9 +64,9 @@ def swizzles(quantizer: Any, rows: int, columns: int) -> bool:
     )
 
 
-def _write_side(quantizer: Any, x: torch.Tensor, out: Any, side: str, amax: torch.Tensor) -> None:
+def _write_side(quantizer: Any, x: torch.Tensor, signs: Signs, out: Any, side: str, amax: torch.Tensor) -> None:
     fast_math = os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") not in ("", "0")
-    codes, scales = cast_rows(x, operand_of(quantizer), amax, scaled_errors=fast_math)
+    codes, scales = cast_rows(x, operand_of(quantizer), amax, signs=signs, scaled_errors=fast_math)
     if (
         getattr(out, f"_amax_{side}wise").shape != amax.shape
     ):  # TE describes one amax for all columns where each row has its own
@@ -88,11 +90,10 @@ def operand_of(quantizer: Any) -> Operand:
     )
 
 
-def _transformed(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def _signs(quantizer: Any, x: torch.Tensor) -> Signs:
     if x.dtype != torch.bfloat16:
         raise ValueError("RHT is only supported for bfloat16 input")
-    signs = matrix[:, 0].float().sign().tolist()  # the first column of H is ones
-    return hadamard(x, tuple(signs)).to(x.dtype)
+    return tuple(quantizer.rht_matrix[:, 0].float().sign().tolist())  # the first column of H is ones
 
 
 def operand(tensor: Any, by_rows: bool) -> QuantizedNVFP4:

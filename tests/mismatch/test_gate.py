@@ -1,8 +1,9 @@
 """The gate on emulated engines: calm over many sound models, firing on broken ones, and naming what is broken.
 
-``benchmarks/mismatch.py`` counts the same over hundreds of models; docs/mismatch.md has its table.
+``benchmarks/mismatch.py`` counts the same over hundreds of models, into docs/benchmarks/mismatch.md.
 """
 
+import copy
 import json
 
 import pytest
@@ -167,3 +168,16 @@ def test_questions_without_an_answer(engine):
     for wrong in ({"false_positives": 0.0}, {"factor": 0.5}, {"residual_factor": 0.9}):
         with pytest.raises(PrecisionError, match="A gate with"):
             Gate(**wrong)
+
+
+def test_the_page_says_what_the_record_has():
+    from benchmarks import mismatch as measured
+
+    record = json.loads(measured.PAGE.with_suffix(".json").read_text())
+    page = measured.page(record)
+    assert page == measured.PAGE.read_text()
+    calm = [kind[measured.SOUND][f"gate, {which}"] for kind in record["fired"].values() for which in measured.WHICH]
+    assert calm == [0.0] * 8
+    other = copy.deepcopy(record)
+    other["fired"]["qwen3, W8A16"][measured.SOUND]["gate, others"] = 0.5
+    assert "| none | 50 / 0 |" in measured.page(other)

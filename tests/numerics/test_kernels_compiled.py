@@ -42,20 +42,28 @@ SOURCES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Every program, by its name and target: those of the record, if it is of today's sources, and a part of them
-    compiled again; else all of them compiled, which takes ten minutes of a core."""
+    """Every program, by its name and target: those of the record that are of today's sources, of which a part is
+    compiled again; and all others compiled, which takes ten minutes of a core if there are none in the record."""
     known = compile_kernels.recorded()
     with compile_kernels.processes(str(tmp_path_factory.mktemp("triton"))) as pool:
-        started = compile_kernels.start(pool, lambda name, target: known is None or _again(name, target))
+        started = compile_kernels.start(pool, lambda *which: which not in known or _again(*which))
         compiled = {which: future.result() for which, future in started.items()}
-    if known is not None:
-        as_recorded = {which: replace(known[which], executed={}, f2fp=0) for which in compiled}
-        assert compiled == as_recorded, "the record is of another compiler: benchmarks/compile_kernels.py --write"
-    return (known or {}) | compiled
+    again = {which: made for which, made in compiled.items() if which in known}
+    as_recorded = {which: replace(known[which], executed={}, f2fp=0) for which in again}
+    assert again == as_recorded, "the record is of another compiler: benchmarks/compile_kernels.py --write"
+    return known | compiled
+
+
+AGAIN = (
+    "bfloat16 to e4m3, 128x128",
+    "bfloat16 to e4m3, 1x128, statistics",
+    "bfloat16 to e2m1, 1x16",
+    "e2m1 to bfloat16",
+)
 
 
 def _again(name, target):
-    return target == TARGETS[0] and name.endswith(("bfloat16 to e4m3, 128x128", "bfloat16 to e4m3, 1x128, statistics"))
+    return target == TARGETS[0] and name in AGAIN
 
 
 @pytest.fixture
@@ -69,9 +77,8 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_program_compiles_without_spilling(made, source, target):
     found = [m for (name, capability), m in made.items() if capability == target and re.search(rf"\b{source}\b", name)]
-    assert len(found) == 2 * (
-        1 + 2 * 6 * 2 + 2 * 2
-    )  # aligned or not: amax, formats x tiles x statistics, formats x ways to decode
+    # Aligned or not: amax; formats x tiles x statistics; formats x ways to decode; NVFP4's tiles x rules, and its ways.
+    assert len(found) == 2 * (1 + 2 * 6 * 2 + 2 * 2 + 2 * 2 + 2)
     assert [f"{m.name} for sm_{target}: {problem}" for m in found for problem in problems(m)] == []
     assert {m.capability for m in found} == {target}
     assert sum(m.wide for m in found) == len(found) // 2
@@ -82,10 +89,15 @@ def test_a_record_of_other_kernels_is_no_record(monkeypatch, tmp_path):
     monkeypatch.setattr(compile_kernels, "PAGE", page)
     page.with_suffix(".json").write_text(compile_kernels.record([]))
     assert compile_kernels.recorded() == {}
-    changed = tmp_path / "triton_kernels.py"
-    changed.write_text(Path(triton_kernels.__file__).read_text() + "\n")
-    monkeypatch.setattr(triton_kernels, "__file__", str(changed))
-    assert compile_kernels.recorded() is None
+    made = compile_kernels.Compiled("", 90, 1, 1, 1, 1, 0, {}, {}, 0, False, False, 16, 8)
+    page.with_suffix(".json").write_text(compile_kernels.record([made, replace(made, name="4", module="triton_fp4")]))
+    assert set(compile_kernels.recorded()) == {("", 90), ("4", 90)}
+    for module in ("triton_kernels", "triton_fp4"):
+        source = Path(triton_kernels.__file__).with_name(f"{module}.py").read_text()
+        (tmp_path / f"{module}.py").write_text(source)
+    (tmp_path / "triton_kernels.py").write_text("# another\n")
+    monkeypatch.setattr(cuda, "__file__", str(tmp_path / "cuda.py"))
+    assert set(compile_kernels.recorded()) == {("4", 90)}  # each file stands for its own programs
 
 
 def test_the_machine_code_converts_in_hardware_too(cache):

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_cases import FOUR_BIT_KINDS as KINDS
 from support.kernel_cases import SOURCES, same, values
+from support.kernel_cases import four_bit_source as source
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
@@ -17,22 +19,6 @@ from nemo_fp8.numerics.kernels import build, cpu, cpu_fp4
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler on this machine")
 OPERANDS = {1: Operand("e2m1", (1, 16), "e4m3"), 16: Operand("e2m1", (16, 16), "e4m3")}
-KINDS = ["gaussian", "magnitudes", "bits", "specials", "zero", "negative zeros", "tiny blocks", "large blocks"]
-
-
-def source(shape, dtype, seed, kind):
-    """What kernel_cases has, and what is rare: zeros with a sign, blocks whose scale is 0, blocks of huge values."""
-    if kind not in ("negative zeros", "tiny blocks", "large blocks"):
-        return values(shape, dtype, seed, kind)
-    x = values(shape, dtype, seed, "gaussian")
-    if kind == "negative zeros":
-        x.view(-1)[::3] = -0.0
-    elif kind == "tiny blocks":
-        x[:, 16:48] *= 2.0**-20
-    else:
-        x *= torch.finfo(dtype).max / 8
-        x.view(-1)[1::5] = -torch.finfo(dtype).tiny
-    return x
 
 
 def hold(x, tile_rows, encode=None, convention="te"):
@@ -192,7 +178,7 @@ def test_any_number_of_threads(monkeypatch):
 def test_what_the_kernels_do_not_take_is_left_to_torch():
     one = torch.ones(1)
     assert kernels.quantize_fp4(torch.ones(4, 16, dtype=torch.float64), one, 1) is None
-    assert kernels.quantize_fp4(torch.ones(16, 4).t(), one, 1) is None
+    assert kernels.quantize_fp4(torch.ones(4, 32)[:, ::2], one, 1) is None
     assert kernels.quantize_fp4(torch.ones(0, 16), one, 1) is None
     assert kernels.quantize_fp4(torch.ones(4, 16), one * float("nan"), 1) is None
     codes, scales = kernels.quantize_fp4(torch.ones(4, 16), one, 1)
@@ -200,7 +186,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch():
 
 
 def test_the_public_function_and_the_class_come_here(monkeypatch):
-    """Nearest codes and their decoding are the kernel's work; what has no kernel is the specification's."""
+    """Casts and their decoding are the kernel's work; what it does not take is the specification's."""
     calls = []
     monkeypatch.setattr(kernels, "quantize_fp4", lambda *a, **k: calls.append("quantize"))
     monkeypatch.setattr(kernels, "decode_fp4", lambda *a, **k: calls.append("decode"))
@@ -210,5 +196,7 @@ def test_the_public_function_and_the_class_come_here(monkeypatch):
     assert calls == ["quantize", "decode"]
     nvfp4.quantize(x, Operand("e2m1", (1, 16), "e4m3", stochastic=True))
     nvfp4.quantize(x, Operand("e2m1", (1, 16), "e4m3", four_over_six="mae"))
-    assert calls == ["quantize", "decode"]
+    assert calls[2:] == ["quantize"] * 2
+    nvfp4.quantize(x, OPERANDS[1], usage="col")
+    assert calls[4:] == ["quantize"] * 2  # as it lies, and turned
     assert cpu.SOURCES.keys() == set(SOURCES)

@@ -84,9 +84,11 @@ def test_json_holds_every_step(comparison):
     assert read["runs"][1]["precision"] == DELAYED.to_dict()
 
 
-def test_an_unknown_recipe_is_told_before_anything_runs():
+def test_an_unknown_recipe_or_stack_is_told_before_anything_runs():
     with pytest.raises(PrecisionError, match="Did you mean 'tiny_llama'"):
         run_trial(Trial("tiny_lama", BF16))
+    with pytest.raises(PrecisionError, match="Did you mean 'bridge'"):
+        run_trial(Trial("tiny_llama", BF16, stack="bridg"))
 
 
 def test_two_precisions_of_one_name_are_refused():

@@ -4,6 +4,7 @@ too."""
 import asyncio
 import json
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -202,10 +203,67 @@ def test_a_push_meets_a_generate_of_another_thread(run, weights, fresh):
     with ThreadPoolExecutor(1) as other:
         asked = other.submit(unfinished.generate, llm)
         while not llm.llm_engine.has_unfinished_requests():
+            assert not asked.done()
             time.sleep(0.001)
         Refit(llm).push(weights("qwen3", 1)).require()
         assert asked.result(60) == fresh[0]
     assert unfinished.answer(llm) == fresh[1]
+
+
+class Watched:
+    """In the place of an engine's socket: slow, writes nothing, and counts those who came while another one wrote."""
+
+    def __init__(self):
+        self.lock, self.messages, self.met = threading.Lock(), 0, 0
+
+    def send_multipart(self, *arguments, **named):
+        self.met += not self.lock.acquire(blocking=False)
+        time.sleep(0.005)
+        self.messages += 1
+        if self.lock.locked():
+            self.lock.release()
+
+
+@pytest.mark.parametrize("with_a_refit", [True, False])
+def test_two_threads_never_write_one_message(run, monkeypatch, with_a_refit):
+    """ZeroMQ aborts the process where their frames mix, or an answer never comes."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    llm, _ = run("qwen3")
+    core, watched = llm.llm_engine.engine_core, Watched()
+    Refit(llm)
+    monkeypatch.setattr(core, "input_socket", watched)
+    if not with_a_refit:  # what vLLM's client does by itself
+        monkeypatch.delitem(vars(core), "_send_input")
+
+    def tell():
+        for number in range(20):
+            core._send_input(EngineCoreRequestType.UTILITY, (0, number, "nothing", ()))
+
+    with ThreadPoolExecutor(2) as others:
+        for each in [others.submit(tell), others.submit(tell)]:
+            each.result(60)
+    assert watched.messages == 40
+    assert (watched.met == 0) == with_a_refit
+
+
+def test_a_message_that_was_begun_before_is_waited_for(run, monkeypatch):
+    llm, _ = run("qwen3")
+    core, socket, ended = llm.llm_engine.engine_core, llm.llm_engine.engine_core.input_socket, []
+    monkeypatch.delitem(vars(core), "_send_input", raising=False)
+
+    class Slow:
+        def send_multipart(self, *arguments, **named):
+            time.sleep(0.5)
+            ended.append(socket.send_multipart(*arguments, **named))
+
+    monkeypatch.setattr(core, "input_socket", Slow())
+    with ThreadPoolExecutor(1) as other:
+        asked = other.submit(llm.collective_rpc, "nemo_fp8_report")
+        time.sleep(0.1)
+        Refit(llm)
+        assert ended
+        asked.result(60)
 
 
 def test_a_push_that_dies_leaves_unfinished_requests_waiting(run, weights, fresh):

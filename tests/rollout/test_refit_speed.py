@@ -3,7 +3,6 @@ over the bytes, stacks of experts that are written whole, and no waiting for a d
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 from rollout.test_reload import differing, held
 from support.rollout.in_process import Worker, build, weights_of
+from support.rollout.models import stacked
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
@@ -32,7 +32,6 @@ from nemo_fp8.rollout.refit.worker.session import Session
 
 K_PROJ = "model.layers.2.self_attn.k_proj.weight"
 BLOCK = Operand("e4m3", (128, 128), "fp32")
-EXPERTS = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @pytest.fixture(scope="module")
@@ -260,21 +259,6 @@ def test_large_copies_that_pass_the_caches_are_whole():
 # ---------------------------------------------------------------------- stacks of experts
 
 
-def stacked(tensors):
-    """All experts of a layer in two stacks, as transformers 5 keeps them: gate above up, and down."""
-    found, parts = {}, {}
-    for name, tensor in tensors.items():
-        match = EXPERTS.fullmatch(name)
-        if match:
-            parts.setdefault(match[1], {"gate": [], "up": [], "down": []})[match[3]].append(tensor)
-        else:
-            found[name] = tensor
-    for name, part in parts.items():
-        gate, up, down = (torch.stack(part[which]) for which in ("gate", "up", "down"))
-        found |= {f"{name}.gate_up_proj": torch.cat([gate, up], 1), f"{name}.down_proj": down}
-    return found
-
-
 STACK = "model.layers.1.mlp.experts.down_proj"
 
 
@@ -398,9 +382,9 @@ def test_a_part_of_every_expert_is_written_as_one(scale, monkeypatch):
 @pytest.mark.long
 def test_128_experts_in_48_layers_cost_at_most_twice_as_much_as_a_dense_model(tmp_path):
     """By the byte, in processor time of one thread, which other processes disturb less than the clock on the wall."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    import refit as benchmark
     from support.rollout import models
+
+    from benchmarks import refit as benchmark
 
     took = {}
     for name, kind, shape in (("dense", "qwen3", benchmark.AS_MANY), ("experts", "qwen3_moe", benchmark.EXPERTS)):

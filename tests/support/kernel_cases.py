@@ -15,6 +15,7 @@ TILES = [(128, 128), (1, 128), (128, 1), (1, 32), (32, 1), (16, 64), None]
 RULES = [("te", "fp32"), ("te", "pow2"), ("deepgemm", "fp32"), ("deepgemm", "pow2"), ("te", "e8m0")]
 SOURCES = [torch.bfloat16, torch.float16, torch.float32]
 FP8 = ["e4m3", "e5m2"]
+FOUR_BIT_KINDS = ["gaussian", "magnitudes", "bits", "specials", "zero", "negative zeros", "tiny blocks", "large blocks"]
 SPECIALS = [
     0.0,
     -0.0,
@@ -47,6 +48,21 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, kind: str) -> 
     if kind == "zero":
         x = x * 0.0
     return x.to(dtype)
+
+
+def four_bit_source(shape: tuple[int, int], dtype: torch.dtype, seed: int, kind: str) -> torch.Tensor:
+    """What :func:`values` has, and what is rare: zeros with a sign, blocks whose scale is 0, blocks of huge values."""
+    if kind not in ("negative zeros", "tiny blocks", "large blocks"):
+        return values(shape, dtype, seed, kind)
+    x = values(shape, dtype, seed, "gaussian")
+    if kind == "negative zeros":
+        x.view(-1)[::3] = -0.0
+    elif kind == "tiny blocks":
+        x[:, 16:48] *= 2.0**-20
+    else:
+        x *= torch.finfo(dtype).max / 8
+        x.view(-1)[1::5] = -torch.finfo(dtype).tiny
+    return x
 
 
 def same(fast: torch.Tensor, slow: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from support.te_cases import ARCH
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef, cast_from_fp4x2
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
+from nemo_fp8.numerics.kernels import build
 from nemo_fp8.te_cpu import swizzle
 
 pytestmark = pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
@@ -174,3 +175,33 @@ def test_stochastic_rounding_keeps_the_mean_and_takes_only_neighbours():
         assert set(found[:, column].unique().tolist()) <= {above.item(), below.item()}
         spread = (above - below).item() / 2
         assert abs(found[:, column].mean().item() - value) <= 4 * spread / 4096**0.5 + 1e-6
+
+
+@pytest.mark.skipif(build.library() is None, reason="no C compiler on this machine")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"with_2d_quantization": True},
+        {"with_rht": True, "with_post_rht_amax": True},
+        {"with_rht": True, "with_post_rht_amax": True, "stochastic_rounding": True},
+        {"row_scaled_nvfp4": True},
+        {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256, "nvfp4_4over6_err_mode": "MSE"},
+    ],
+    ids=["weight", "input", "gradient", "row-scaled", "4 over 6"],
+)
+def test_a_machine_without_a_compiler_writes_the_same_bytes(monkeypatch, arguments):
+    """Compiled kernels or torch: one seed gives both sides of a tensor the same codes, scales and amaxes."""
+    torch.manual_seed(0)
+    x = (torch.randn(96, 160) * torch.logspace(-2, 2, 160)).bfloat16()
+
+    def written():
+        torch.manual_seed(1)
+        found = NVFP4Quantizer(**arguments)(x)
+        return {name: getattr(found, name) for name, _ in type(found)._INNER_TENSORS}
+
+    fast = written()
+    monkeypatch.setattr(build, "library", lambda: None)
+    slow = written()
+    assert fast.keys() == slow.keys()
+    for name, found in fast.items():
+        assert torch.equal(found, slow[name]), name

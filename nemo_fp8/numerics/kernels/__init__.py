@@ -3,7 +3,9 @@
     quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
                                                     ->  codes, scale_inv, statistics
     decode(data, scale_inv, tile, dtype, out)       ->  values
-    quantize_fp4(x, encode, tile_rows, convention)  ->  codes two a byte, E4M3 scales
+    quantize_fp4(x, encode, tile_rows, convention, out, signs, chance, four_over_six)
+                                                    ->  codes two a byte, E4M3 scales
+    transformed_amax(x, signs)                      ->  the largest magnitude after the Hadamard transform
     decode_fp4(codes, scales, amax, largest, dtype) ->  values
     amax(x)                                         ->  the largest magnitude
     sums(x, into)                                   ->  sums of rows and of columns, largest magnitudes
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -75,20 +78,52 @@ def decode(
     return None if device is None else device.decode(data, scale_inv, tile, dtype, out)
 
 
+@dataclass(frozen=True)
+class FourOverSix:
+    """How 4 over 6 chooses: by ``mae`` or ``mse``, beneath the tensor's amax (or one for each row), which becomes
+    ``largest``; ``scaled`` compares values before they are scaled back."""
+
+    error: str
+    amax: torch.Tensor
+    largest: float
+    scaled: bool = False
+
+
 def quantize_fp4(
-    x: torch.Tensor, encode: torch.Tensor, tile_rows: int, convention: str = "te", out: Out | None = None
+    x: torch.Tensor,
+    encode: torch.Tensor,
+    tile_rows: int,
+    convention: str = "te",
+    out: Out | None = None,
+    *,
+    signs: tuple[float, ...] | None = None,
+    chance: torch.Tensor | None = None,
+    four_over_six: FourOverSix | None = None,
 ) -> Out | None:
     """Cast a matrix of whole blocks of 16 columns to NVFP4, beneath one ``encode`` or one for each row; return codes
     [rows, columns / 2] and scales [rows, columns / 16], or None if there is no kernel. ``tile_rows`` is 1 or 16.
 
-    ``out`` is memory for both, contiguous. Raises PrecisionError if it does not fit.
+    A matrix may lie turned (``x.t()``). With ``signs`` its rows are transformed first, and with ``chance``, a number
+    from 0 to 1 for each value, codes are rounded by chance. ``out`` is memory for both, contiguous. Raises
+    PrecisionError if it does not fit.
     """
     if out is not None:
         rows, columns = x.shape
         check_contiguous(out[0], "codes", (rows, columns // 2), torch.uint8, x)
         check_contiguous(out[1], "scale_inv", (rows, columns // 16), torch.float8_e4m3fn, x)
     device = _fp4_device(x)
-    return None if device is None else device.quantize(x, encode, tile_rows, convention, out)
+    if device is None:
+        return None
+    return device.quantize(x, encode, tile_rows, convention, out, signs, chance, four_over_six)
+
+
+def transformed_amax(x: torch.Tensor, signs: tuple[float, ...]) -> torch.Tensor | None:
+    """Return the largest magnitude that is not NaN of what :func:`quantize_fp4` casts with these ``signs``, in FP32;
+    None if there is no kernel. Only CPUs have one."""
+    if x.device.type != "cpu":
+        return None
+    found: torch.Tensor | None = importlib.import_module(f"{__name__}.cpu_fp4").transformed_amax(x, signs)
+    return found
 
 
 def decode_fp4(
@@ -146,8 +181,9 @@ class _Fp4Kernels(Protocol):
     """The interface of a device's module for NVFP4."""
 
     def quantize(
-        self, x: torch.Tensor, encode: torch.Tensor, tile_rows: int, convention: str, out: Out | None
-    ) -> Out | None: ...
+        self, x: torch.Tensor, encode: torch.Tensor, tile_rows: int, convention: str, out: Out | None,
+        signs: tuple[float, ...] | None, chance: torch.Tensor | None, four_over_six: FourOverSix | None,
+    ) -> Out | None: ...  # fmt: skip
 
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor | None, largest: float, dtype: torch.dtype,

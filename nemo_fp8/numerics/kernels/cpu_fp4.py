@@ -6,23 +6,34 @@ As in `cpu.py` one call is one job, divided among torch's own threads, and None 
 from __future__ import annotations
 
 import ctypes
+import functools
+from typing import Any
 
 import torch
 
-from nemo_fp8.numerics.kernels import build
+from nemo_fp8.numerics.kernels import FourOverSix, build
 from nemo_fp8.numerics.kernels.cpu import BF16, FP32, SOURCES, parallel, threads
 
 BLOCK = 16
+ERRORS = {"mae": 1, "mse": 2}
 
 
 class _Fp4Job(ctypes.Structure):
     """`struct fp4_job` of the C source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "encode", "parallel")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "codes", "scales", "encode", "amax", "chance", "signs", "parallel")
+        ),
         *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "encode_stride")),
-        *((name, ctypes.c_int32) for name in ("source", "tile_rows", "vllm", "threads")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("source", "tile_rows", "vllm", "turned", "error", "scaled_errors", "threads")
+        ),
+        ("largest", ctypes.c_float),
         ("next", ctypes.c_int64),
+        ("top", ctypes.c_uint32),
     )
 
 
@@ -44,25 +55,70 @@ def quantize(
     tile_rows: int,
     convention: str,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    signs: tuple[float, ...] | None = None,
+    chance: torch.Tensor | None = None,
+    four_over_six: FourOverSix | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Do what :func:`nemo_fp8.numerics.nvfp4.cast_reference` does for the nearest codes beneath ``encode``; None if
-    there is no kernel for it."""
+    """Do what :func:`nemo_fp8.numerics.nvfp4.cast_reference` does beneath ``encode``; None if there is no kernel for
+    it."""
     library = build.library()
-    if library is None or x.dtype not in SOURCES or x.numel() == 0 or x.stride(1) != 1 or bool(encode.isnan().any()):
+    if library is None or not _takes(x, signs) or bool(encode.isnan().any()):
         return None
     rows, cols = x.shape
-    encode = encode.contiguous()
+    encode, amax = encode.contiguous(), four_over_six and four_over_six.amax.float().contiguous()
+    chance = None if chance is None else chance.contiguous()
     codes, scales = out or (
         torch.empty(rows, cols // 2, dtype=torch.uint8),
         torch.empty(rows, cols // BLOCK, dtype=torch.float8_e4m3fn),
     )
     job = _Fp4Job(
-        x=x.data_ptr(), codes=codes.data_ptr(), scales=scales.data_ptr(), encode=encode.data_ptr(),
-        rows=rows, cols=cols, stride=x.stride(0), encode_stride=int(encode.numel() > 1), source=SOURCES[x.dtype],
-        tile_rows=tile_rows, vllm=convention == "vllm", threads=threads(x), parallel=parallel(),
+        **_source(x, signs), codes=codes.data_ptr(), scales=scales.data_ptr(), encode=encode.data_ptr(),
+        amax=None if amax is None else amax.data_ptr(), chance=None if chance is None else chance.data_ptr(),
+        encode_stride=int(encode.numel() > 1), tile_rows=tile_rows, vllm=convention == "vllm",
+        error=0 if four_over_six is None else ERRORS[four_over_six.error],
+        scaled_errors=four_over_six is not None and four_over_six.scaled,
+        largest=0.0 if four_over_six is None else four_over_six.largest,
     )  # fmt: skip
     library.nemo_fp4_quantize(ctypes.byref(job))
     return codes, scales
+
+
+def transformed_amax(x: torch.Tensor, signs: tuple[float, ...]) -> torch.Tensor | None:
+    """Return the largest magnitude that is not NaN of the values that :func:`quantize` casts after their transform;
+    None if there is no kernel for it."""
+    library = build.library()
+    if library is None or not _takes(x, signs):
+        return None
+    job = _Fp4Job(**_source(x, signs))
+    library.nemo_fp4_transformed_top(ctypes.byref(job))
+    return torch.tensor(job.top << 16, dtype=torch.int32).view(torch.float32)
+
+
+def _takes(x: torch.Tensor, signs: tuple[float, ...] | None) -> bool:
+    """Whether there is a kernel for this matrix: one of its dimensions lies in one piece; what is transformed lies
+    turned, as GEMMs have it that contract rows."""
+    turned = _turned(x)
+    straight = x.stride(1) == 1 and signs is None
+    return x.dtype in SOURCES and x.numel() > 0 and (straight or turned) and (not signs or x.dtype == torch.bfloat16)
+
+
+def _turned(x: torch.Tensor) -> bool:
+    return x.stride(0) == 1 and x.stride(1) != 1
+
+
+def _source(x: torch.Tensor, signs: tuple[float, ...] | None) -> dict[str, Any]:
+    """What a job says of the matrix that is cast, and of what casts it."""
+    turned = _turned(x)
+    return {
+        "x": x.data_ptr(), "rows": x.shape[0], "cols": x.shape[1], "stride": x.stride(1 if turned else 0),
+        "source": SOURCES[x.dtype], "turned": turned, "threads": threads(x), "parallel": parallel(),
+        "signs": signs and ctypes.cast(_quarters(signs), ctypes.c_void_p),
+    }  # fmt: skip
+
+
+@functools.cache
+def _quarters(signs: tuple[float, ...]) -> Any:
+    return (ctypes.c_float * BLOCK)(*(sign / 4 for sign in signs))
 
 
 def decode(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from nemo_fp8.numerics.kernels import FourOverSix
 from nemo_fp8.numerics.kernels.cuda import SOURCES, Launch, _aligned, _start, available
 
 BLOCK = 16
@@ -23,9 +24,14 @@ def quantize(
     tile_rows: int,
     convention: str,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    signs: tuple[float, ...] | None = None,
+    chance: torch.Tensor | None = None,
+    four_over_six: FourOverSix | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Do what :func:`nemo_fp8.numerics.nvfp4.cast_reference` does for the nearest codes beneath ``encode``; None if
     there is no kernel for it."""
+    if any(asked is not None for asked in (signs, chance, four_over_six)):
+        return None
     if x.dtype not in SOURCES or x.numel() == 0 or x.stride(1) != 1 or not available():
         return None
     rows, cols = x.shape

@@ -10,25 +10,34 @@
    values are the halves of one 32-bit word and become one byte, which saves the shuffles. That is plain C, vectorized by the
    compiler. Tame BF16, nearly all there is, runs on vectors by hand where there is AVX-512 or AVX2: a third fewer instructions. */
 
-#include "fp8_tops.h"
+#include "fp4_turn.h"
 
 enum { VALUES = 16, BLOCKS = STRIP / VALUES, ASKED = 512 };
+enum rule { TE, VLLM, SIX, FOUR }; /* how the amax of a block becomes its scale; the last two are the ways of 4 over 6 */
+enum error { NO_CHOICE, MAE, MSE };
 
 typedef struct fp4_job {
     const void *x;         /* rows x cols, `stride` elements from row to row; cols is a multiple of 16 */
     uint8_t *codes;        /* rows x cols / 2 */
     uint8_t *scales;       /* rows x cols / 16 */
     const float *encode;   /* the tensor's own scale, or one for each row: `encode_stride` is 0 or 1 */
+    const float *amax;     /* the same for what `encode` was made of; only 4 over 6 reads it */
+    const float *chance;   /* rows x cols, uniform from 0 to 1, for codes rounded by chance; NULL for the nearest */
+    const float *signs;    /* 16 of +-1/4, for values that are transformed; NULL for values as they are */
     parallel_function *parallel;
     int64_t rows, cols, stride, encode_stride;
-    int32_t source, tile_rows, vllm, threads;
+    int32_t source, tile_rows, vllm, turned /* `stride` is that from column to column */, error, scaled_errors, threads;
+    float largest;         /* what `amax` becomes: 6 * 448, or 6 * 256 */
     _Atomic int64_t next;
+    _Atomic uint32_t top;  /* of transformed values, as the bits of BF16 */
 } fp4_job;
 
 typedef struct {
     uint32_t tops[STRIP];
     float amax[BLOCKS], factor[BLOCKS], slots[STRIP / 2];
     uint8_t scales[BLOCKS] __attribute__((aligned(64))), row[STRIP / 2] __attribute__((aligned(64)));
+    float four[BLOCKS], lost[STRIP], errors[2][ROWS_OF_A_UNIT][BLOCKS];
+    uint8_t four_scales[BLOCKS];
 } scratch4;
 
 /* ------------------------------------------------------------------------------------------------- amaxes of blocks */
@@ -44,60 +53,64 @@ INLINE uint32_t top_of_block(const void *x, int64_t first, int source) {
     return source == FP32 ? top : widen(&half, 0, source);
 }
 
-static uint32_t top_number(const fp4_job *j, const char *x, int64_t rows, int64_t first) {
+static uint32_t top_number(const char *x, int64_t step, int64_t rows, int64_t first, int source) {
     uint32_t top = 0;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = first; i < first + VALUES; i++) {
-            uint32_t u = widen(x + r * j->stride * bytes_of(j->source), i, j->source) & 0x7fffffff;
+            uint32_t u = widen(x + r * step, i, source) & 0x7fffffff;
             top = u > top && u <= INFINITE ? u : top;
         }
     return top;
 }
 
 /* The amax of every block; NaNs enter none. Returns whether all values are numbers. */
-static int amaxes(const fp4_job *j, scratch4 *w, const char *x, int64_t rows, int64_t width) {
+static int amaxes(scratch4 *w, const char *x, int64_t step, int64_t rows, int64_t width, int source) {
     const char *tops = x;
     int64_t n = width / VALUES, t = 0;
     uint32_t most = 0;
-    if (rows > 1) find_tops(x, j->stride * bytes_of(j->source), rows, w->tops, width, j->source), tops = (const char *)w->tops;
+    if (rows > 1) find_tops(x, step, rows, w->tops, width, source), tops = (const char *)w->tops;
 #ifdef BLOCK
-    if (j->source == BF16) for (; t + TOPS <= n; t += TOPS) tops_of_blocks((const uint16_t *)tops + t * VALUES, w->amax + t);
+    if (source == BF16) for (; t + TOPS <= n; t += TOPS) tops_of_blocks((const uint16_t *)tops + t * VALUES, w->amax + t);
 #endif
-    if (j->source == FP32) for (; t < n; t++) w->amax[t] = value(top_of_block(tops, t * VALUES, FP32));
-    else for (; t < n; t++) w->amax[t] = value(top_of_block(tops, t * VALUES, j->source));
+    if (source == FP32) for (; t < n; t++) w->amax[t] = value(top_of_block(tops, t * VALUES, FP32));
+    else for (; t < n; t++) w->amax[t] = value(top_of_block(tops, t * VALUES, source));
     for (t = 0; t < n; t++) most = bits(w->amax[t]) > most ? bits(w->amax[t]) : most;
     for (t = 0; t < n && most > INFINITE; t++)
-        if (bits(w->amax[t]) > INFINITE) w->amax[t] = value(top_number(j, x, rows, t * VALUES));
+        if (bits(w->amax[t]) > INFINITE) w->amax[t] = value(top_number(x, step, rows, t * VALUES, source));
     return most <= INFINITE;
 }
 
 /* ------------------------------------------------------------------------------------------------ scales and factors */
 
-/* E4M3 as fp8_rows.h rounds to it: the step at a magnitude is the last place of the magnitude times 2**20.
+/* E4M3 as fp8_rows.h rounds to it: the step at a magnitude is the last place of the magnitude times 2**20, in which the sum counts.
 
    Returns whether the blocks are tame: no value of theirs, multiplied, is as large as 7, which needs a code above 7, and none that
-   BF16 has, multiplied, becomes 0 for being small, which would lose its sign. */
-static int find_factors(const float *restrict amax, float encode, int vllm, uint8_t *restrict scales, float *restrict factor, int64_t n) {
+   BF16 has, multiplied, becomes 0 for being small, which would lose its sign: the least factor is that of the largest scale. */
+INLINE int factors_by(const float *restrict amax, float encode, int rule, uint8_t *restrict scales, float *restrict factor, int64_t n) {
     const float most = 3.40282346638528859812e+38f, sixth = 1.0f / 6.0f, decode = 1.0f / encode, folded = encode * sixth;
-    const float magic = value(147u << 23), if_zero = vllm ? 1e8f : 0.0f;
+    const float magic = value(147u << 23);
     const uint32_t least = 121u << 23, top = 0x43e00000u; /* 2**-6, 448 */
-    uint32_t largest = 0, smallest = INFINITE;
+    uint32_t largest = 0;
     for (int64_t t = 0; t < n; t++) {
-        float s = vllm ? encode * (amax[t] * sixth) : amax[t] * folded;
-        uint32_t u = bits(s), e = u > least ? u : least;
-        u = u > top ? top : u;
-        e = (e > top ? top : e) & INFINITE;
-        float step = value(e) * magic, rounded = (value(u) + step) - step, d = rounded * decode;
-        uint32_t c = bits(rounded), normal = (c - (120u << 23)) >> 20, small = (uint32_t)(int32_t)(rounded * 512.0f);
-        scales[t] = (uint8_t)(c < least ? small : normal);
-        d = d == 0 ? if_zero : d;
+        float s = rule == TE ? amax[t] * folded : rule == VLLM ? encode * (amax[t] * sixth) : amax[t] / 6.0f * encode;
+        if (rule == FOUR) s *= 1.5f;
+        uint32_t u = bits(s) < top ? bits(s) : top, e = (u > least ? u : least) & INFINITE;
+        float step = value(e) * magic, sum = value(u) + step, d = (sum - step) * decode;
+        scales[t] = (uint8_t)(bits(sum) + (e >> 20) - (least >> 20)); /* steps of the smallest normal on, and below it */
+        if (rule == VLLM) d = d == 0 ? 1e8f : d;
         float f = 1.0f / d;
         factor[t] = f = f < most ? f : most;
         uint32_t reaches = bits(amax[t] * f);
         largest = reaches > largest ? reaches : largest;
-        smallest = bits(f) < smallest ? bits(f) : smallest;
     }
-    return largest < bits(7.0f) && smallest >= bits(0x1p-16f);
+    return largest < bits(7.0f) && 1.0f / (448.0f * decode) >= 0x1p-16f;
+}
+
+static int find_factors(const float *amax, float encode, int rule, uint8_t *scales, float *factor, int64_t n) {
+    if (rule == TE) return factors_by(amax, encode, TE, scales, factor, n);
+    if (rule == VLLM) return factors_by(amax, encode, VLLM, scales, factor, n);
+    if (rule == SIX) return factors_by(amax, encode, SIX, scales, factor, n);
+    return factors_by(amax, encode, FOUR, scales, factor, n);
 }
 
 /* ------------------------------------------------------------------------------------------------------------- codes */
@@ -123,6 +136,34 @@ INLINE void pack_pairs(const void *x, uint8_t *restrict out, int64_t n, const fl
             even = widen(x, 2 * i, source), odd = widen(x, 2 * i + 1, source);
         }
         out[i] = (uint8_t)(code_of(even, slots[i]) | code_of(odd, slots[i]) << 4);
+    }
+}
+
+/* One of the two codes around each value: the upper one as often as the value is near to it. A magnitude counts in steps of its
+   grid, from the code on at which the grid begins: its exponent, from 0 to 2, is the grid's number. */
+INLINE uint32_t code_by_chance(uint32_t x, float factor, float chance) {
+    const uint32_t one = 127u << 23, six = 0x40c00000u; /* as integers, since the compiler vectorizes their minimum */
+    float y = value(x) * factor;
+    uint32_t u = bits(y) & 0x7fffffff;
+    u = u < six ? u : six; /* so is NaN */
+    uint32_t grid = ((u > one ? u : one) >> 23) - 127;
+    float steps = value(u) * value((128 - grid) << 23);
+    int32_t below = (int32_t)steps;
+    uint32_t up = bits(chance - (steps - (float)below)) >> 31; /* whether it is less */
+    return ((uint32_t)below + up + 2 * grid) | (y < 0 ? 8 : 0);
+}
+
+/* At most ASKED columns. */
+INLINE void pack_by_chance(const char *x, uint8_t *restrict out, int64_t n, const float *factor, const float *chance, int source) {
+    uint32_t codes[ASKED];
+    for (int64_t c = 0; c < n; c += VALUES) {
+        float scale = factor[c / VALUES];
+        for (int i = 0; i < VALUES; i++) codes[c + i] = code_by_chance(widen(x + c * bytes_of(source), i, source), scale, chance[c + i]);
+    }
+    for (int64_t i = 0; i < n / 2; i++) {
+        uint64_t two;
+        memcpy(&two, codes + 2 * i, 8);
+        out[i] = (uint8_t)(two | two >> 28);
     }
 }
 
@@ -157,28 +198,102 @@ static void pack_row(const char *x, uint8_t *out, int64_t n, const float *slots,
     else pack_pairs(x, out, n, slots, FP16);
 }
 
-static void spread_factors(scratch4 *w, int64_t first, int64_t n) {
-    for (int64_t t = first; t < n; t++) for (int64_t i = 0; i < VALUES / 2; i++) w->slots[t * (VALUES / 2) + i] = w->factor[t];
+static void pack_row_by_chance(const char *x, uint8_t *out, int64_t n, const float *factor, const float *chance, int source) {
+    if (source == BF16) pack_by_chance(x, out, n, factor, chance, BF16);
+    else if (source == FP32) pack_by_chance(x, out, n, factor, chance, FP32);
+    else pack_by_chance(x, out, n, factor, chance, FP16);
 }
 
-/* One row of blocks, `rows` rows of values: 1, or up to 16 of squares. */
-static void cast_blocks(const fp4_job *j, scratch4 *w, int64_t r0, int64_t rows, int64_t c0, int64_t width, const char *ask) {
-    int64_t size = bytes_of(j->source), step = j->stride * size, n = width / VALUES, done = 0, spread = 0;
-    const char *x = (const char *)j->x + (r0 * j->stride + c0) * size;
-    int streams = large(j->rows * j->cols / 2);
-    int numbers = amaxes(j, w, x, rows, width);
-    int tame = find_factors(w->amax, j->encode[r0 * j->encode_stride], j->vllm, w->scales, w->factor, n) && numbers;
+static void spread_factors(const float *factor, float *slots, int64_t first, int64_t n) {
+    for (int64_t t = first; t < n; t++) for (int64_t i = 0; i < VALUES / 2; i++) slots[t * (VALUES / 2) + i] = factor[t];
+}
+
+/* ---------------------------------------------------------------------------------------------------------- 4 over 6 */
+
+/* What is lost of each value. The code is code_of's, and its magnitude the largest of three lines, as in fp4_decode.c. */
+INLINE void losses(const void *x, float *restrict lost, int64_t n, float factor, float scale, float encode, float amax, float largest,
+                   int scaled, int mse, int source) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t u = widen(x, i, source), code = code_of(u, factor);
+        float c = (float)(int32_t)(code & 7), halves = c * 0.5f, ones = c - 2, twos = c * 2 - 8;
+        float magnitude = halves > ones ? halves : ones;
+        magnitude = magnitude > twos ? magnitude : twos;
+        float v = value(bits(magnitude) | (code & 8) << 28) * scale;
+        float off = scaled ? v - value(u) * encode : v * amax / largest - value(u);
+        lost[i] = mse ? off * off : value(bits(off) & 0x7fffffff);
+    }
+}
+
+static void losses_of(const fp4_job *j, const char *x, float *lost, int64_t n, float factor, float scale, float encode, float amax) {
+#define BY_ERROR(SOURCE, SCALED) \
+    if (j->error == MSE) losses(x, lost, n, factor, scale, encode, amax, j->largest, SCALED, 1, SOURCE); \
+    else losses(x, lost, n, factor, scale, encode, amax, j->largest, SCALED, 0, SOURCE);
+#define BY_SCALE(SOURCE) if (j->scaled_errors) { BY_ERROR(SOURCE, 1) } else { BY_ERROR(SOURCE, 0) }
+    if (j->source == BF16) { BY_SCALE(BF16) }
+    else if (j->source == FP32) { BY_SCALE(FP32) }
+    else { BY_SCALE(FP16) }
+}
+
+/* E4M3 back to a float; no scale is NaN. */
+INLINE float scale_of(uint32_t code) { return code >> 3 ? value((code << 20) + (120u << 23)) : (float)(int32_t)code * 0x1p-9f; }
+
+/* Errors in the order of TE's kernel: one after the other in a row, and the rows of a square pair by pair. */
+static void errors_of(const fp4_job *j, scratch4 *w, const char *x, int64_t step, int64_t r0, int64_t rows, int64_t width, int way) {
+    const float *factor = way ? w->factor : w->four;
+    const uint8_t *scales = way ? w->scales : w->four_scales;
+    int64_t n = width / VALUES;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t at = (r0 + r) * j->encode_stride;
+        for (int64_t t = 0; t < n; t++) {
+            int64_t first = t * VALUES;
+            losses_of(j, x + r * step + first * bytes_of(j->source), w->lost + first, VALUES, factor[t], scale_of(scales[t]), j->encode[at], j->amax[at]);
+        }
+        for (int64_t t = 0; t < n; t++) {
+            float total = 0;
+            for (int64_t i = 0; i < VALUES; i++) total += w->lost[t * VALUES + i];
+            w->errors[way][r][t] = total;
+        }
+    }
+    if (rows == 1 && j->tile_rows == 1) return;
+    for (int64_t r = rows; r < ROWS_OF_A_UNIT; r++) memset(w->errors[way][r], 0, sizeof w->errors[way][r]);
+    for (int64_t half = ROWS_OF_A_UNIT / 2; half; half /= 2)
+        for (int64_t r = 0; r < half; r++)
+            for (int64_t t = 0; t < n; t++) w->errors[way][r][t] += w->errors[way][r + half][t];
+}
+
+/* Takes for each block the scale that makes its largest value 4, where that loses less than the one that makes it 6. */
+static int choose_factors(const fp4_job *j, scratch4 *w, const char *x, int64_t step, int64_t r0, int64_t rows, int64_t width) {
+    float encode = j->encode[r0 * j->encode_stride];
+    int64_t n = width / VALUES;
+    int four = find_factors(w->amax, encode, FOUR, w->four_scales, w->four, n), six = find_factors(w->amax, encode, SIX, w->scales, w->factor, n);
+    for (int way = 0; way < 2; way++) errors_of(j, w, x, step, r0, rows, width, way);
+    for (int64_t t = 0; t < n; t++)
+        if (w->errors[0][0][t] < w->errors[1][0][t]) w->factor[t] = w->four[t], w->scales[t] = w->four_scales[t];
+    return four && six;
+}
+
+/* ------------------------------------------------------------------------------------------------------------- blocks */
+
+/* One row of blocks at x, `rows` rows of values `step` bytes apart: 1, or up to 16 of squares. Their place is row r0, column c0. */
+static void cast_blocks(const fp4_job *j, scratch4 *w, const char *x, int64_t step, int64_t r0, int64_t rows, int64_t c0, int64_t width,
+                        const char *ask) {
+    int64_t size = bytes_of(j->source), n = width / VALUES, done = 0, spread = 0;
+    int streams = large(j->rows * j->cols / 2), tame = amaxes(w, x, step, rows, width, j->source);
+    if (j->error) tame &= choose_factors(j, w, x, step, r0, rows, width);
+    else tame &= find_factors(w->amax, j->encode[r0 * j->encode_stride], j->vllm ? VLLM : TE, w->scales, w->factor, n);
     for (int64_t r = 0; r < rows; r++) {
         int64_t at = (r0 + r) * j->cols + c0;
         uint8_t *to = j->codes + at / 2, *row = streams ? w->row : to;
 #ifdef BLOCK
-        if (tame && j->source == BF16) done = pack_units((const uint16_t *)(x + r * step), row, width, w->factor, ask + r * step);
+        if (tame && j->source == BF16 && !j->chance) done = pack_units((const uint16_t *)(x + r * step), row, width, w->factor, ask + r * step);
 #endif
-        if (done < width && !spread) spread = 1, spread_factors(w, done / VALUES, n);
+        if (done < width && !spread && !j->chance) spread = 1, spread_factors(w->factor, w->slots, done / VALUES, n);
         for (int64_t c = done; c < width; c += ASKED) {
             int64_t part = least_of(ASKED, width - c);
+            const char *from = x + r * step + c * size;
             ask_for(ask + r * step + c * size, part * size);
-            pack_row(x + r * step + c * size, row + c / 2, part, w->slots + c / 2, j->source);
+            if (j->chance) pack_row_by_chance(from, row + c / 2, part, w->factor + c / VALUES, j->chance + at + c, j->source);
+            else pack_row(from, row + c / 2, part, w->slots + c / 2, j->source);
         }
         if (streams) stream(to, row, width / 2), stream(j->scales + at / VALUES, w->scales, n);
         else memcpy(j->scales + at / VALUES, w->scales, (size_t)n);
@@ -189,7 +304,8 @@ static void cast_blocks(const fp4_job *j, scratch4 *w, int64_t r0, int64_t rows,
 static void work4(void *argument) {
     fp4_job *j = argument;
     scratch4 w;
-    int64_t size = bytes_of(j->source), high = ROWS_OF_A_UNIT;
+    int64_t size = bytes_of(j->source), high = ROWS_OF_A_UNIT, step = j->stride * size;
+    const char *x = j->x;
     way through = way_through(plan_for(j->rows, j->cols, high, j->threads), &j->next);
     for (spot at = go_on(&through), next; at.row >= 0; at = next) {
         next = go_on(&through);
@@ -197,14 +313,63 @@ static void work4(void *argument) {
         int64_t width = least_of(STRIP, j->cols - at.column), last = least_of((at.row + 1) * high, j->rows);
         for (int64_t r = at.row * high; r < last; r += j->tile_rows) {
             int64_t later = ahead.row * high + r - at.row * high;
-            const char *ask = (const char *)j->x + (later * j->stride + ahead.column) * size;
-            cast_blocks(j, &w, r, least_of(j->tile_rows, last - r), at.column, width, ask);
+            cast_blocks(j, &w, x + r * step + at.column * size, step, r, least_of(j->tile_rows, last - r), at.column, width,
+                        x + later * step + ahead.column * size);
         }
     }
     streamed();
 }
 
+/* ------------------------------------------------------------------------------------------------------------- turned */
+
+/* A tile of the source: `high` of its rows, which are columns of the matrix that is cast, and `wide` of its columns. The next one
+   lies beside it. */
+typedef struct { const char *x, *ask; int64_t row, column, high, wide; } tile;
+
+static int next_tile(fp4_job *j, tile *t) {
+    int64_t beside = (j->rows + WIDE - 1) / WIDE, tiles = beside * ((j->cols + HIGH - 1) / HIGH), at = atomic_fetch_add(&j->next, 1);
+    if (at >= tiles) return 0;
+    int64_t size = bytes_of(j->source);
+    t->row = at % beside * WIDE, t->column = at / beside * HIGH;
+    t->wide = least_of(WIDE, j->rows - t->row), t->high = least_of(HIGH, j->cols - t->column);
+    t->x = (const char *)j->x + (t->column * j->stride + t->row) * size;
+    t->ask = t->x + WIDE * size * j->threads;
+    return 1;
+}
+
+static void work_turned(void *argument) {
+    fp4_job *j = argument;
+    scratch4 w;
+    turned columns;
+    tile t;
+    int64_t size = bytes_of(j->source), step = APART * size;
+    while (next_tile(j, &t)) {
+        turn_tile(t.x, j->stride * size, t.high, t.wide, j->source, j->signs, t.ask, &columns);
+        for (int64_t r = 0; r < t.wide; r += j->tile_rows) {
+            const char *row = (const char *)columns.rows + r * step;
+            cast_blocks(j, &w, row, step, t.row + r, least_of(j->tile_rows, t.wide - r), t.column, t.high, row);
+        }
+    }
+    streamed();
+}
+
+static void work_top(void *argument) {
+    fp4_job *j = argument;
+    turned columns;
+    tile t;
+    uint32_t top = 0;
+    while (next_tile(j, &t)) {
+        uint32_t found = top_of_transformed(t.x, j->stride * 2, t.high, t.wide, j->signs, t.ask, &columns);
+        top = found > top ? found : top;
+    }
+    uint32_t old = atomic_load(&j->top);
+    while (old < top && !atomic_compare_exchange_weak(&j->top, &old, top)) {}
+}
+
 void nemo_fp4_quantize(fp4_job *j) {
     expect(j->codes, j->rows * j->cols / 2);
-    share(work4, j, j->threads, j->parallel);
+    share(j->turned ? work_turned : work4, j, j->threads, j->parallel);
 }
+
+/* The largest magnitude of the values that nemo_fp4_quantize would cast after their transform. */
+void nemo_fp4_transformed_top(fp4_job *j) { share(work_top, j, j->threads, j->parallel); }

@@ -64,6 +64,7 @@ INTERNALS = (
     Internal("vllm.config", "get_current_vllm_config"),
     Internal("vllm.config", "set_current_vllm_config", ("vllm_config",)),
     Internal("vllm.logger", "init_logger", ("name",)),
+    Internal("vllm.v1.engine.core_client", "SyncMPClient._send_input", ("request_type", "request")),
     Internal("vllm.platforms", "current_platform.is_cpu"),
     Internal(f"{_QUANTIZATION}.base_config", "QuantizationConfig"),
     Internal(f"{_QUANTIZATION}.base_config", "QuantizeMethodBase"),

@@ -6,8 +6,8 @@
     forget()                 drop what was computed with old weights (the prefix cache); return whether vLLM did
 
 An ``LLM`` can have unfinished requests, too: of a ``generate`` that was interrupted, of a loop around ``step()``, of
-another thread. Its EngineCore is another process, which computes them whether or not anybody waits. A server holds its
-requests itself (:mod:`nemo_fp8.rollout.refit.door`).
+another thread. Its EngineCore is another process, which computes them whether or not anybody waits, and to which one
+thread at a time may send. A server holds its requests itself (:mod:`nemo_fp8.rollout.refit.door`).
 
 A control that can reach another host is a :class:`Carrier`: it sends the bytes with the message, since memory cannot be
 mapped there. If an engine dies, every call that waits for it raises (:mod:`nemo_fp8.rollout.refit.alive`).
@@ -18,10 +18,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
+import threading
+import time
 import urllib.error
 import urllib.request
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
+from types import CodeType, FrameType
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
@@ -106,6 +111,7 @@ class Offline:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
+        _let_one_thread_send(llm.llm_engine.engine_core)
 
     def call(self, method: str, message: Answer) -> list[Answer]:
         engine = self.llm.llm_engine
@@ -168,6 +174,34 @@ _UNFINISHED = {
     "keep": "They go on with the new weights afterwards, and vLLM gives their answers back with the next ones; "
     "running='abort' drops them.",
 }
+
+
+def _let_one_thread_send(core: Any) -> None:
+    """Let the client of an EngineCore in another process send one message after the other, whichever threads ask.
+
+    A message goes to the client's socket frame by frame, and neither that socket nor the encoder before it is made for
+    two threads: where a push met the ``generate`` of another thread in the midst of a message, ZeroMQ aborted the
+    process, or an answer never came.
+    """
+    send = getattr(type(core), "_send_input", None)
+    if send is None or "_send_input" in vars(core):  # EngineCore is in this process, or another Refit was here before
+        return
+    lock, client = threading.Lock(), weakref.proxy(core)  # no cycle: an engine ends with the last name of its LLM
+
+    def one_at_a_time(*arguments: Any) -> None:
+        with lock:
+            send(client, *arguments)
+
+    vars(core).setdefault("_send_input", one_at_a_time)
+    while any(_runs(thread, send.__code__) for thread in sys._current_frames().values()):
+        time.sleep(0.001)  # a message that was begun without the lock
+
+
+def _runs(frame: FrameType | None, code: CodeType) -> bool:
+    """Whether a thread, given its innermost frame, is in this function."""
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Finished:

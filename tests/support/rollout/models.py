@@ -4,12 +4,14 @@ State dicts are written by hand, in the order in which a checkpoint has them, so
 """
 
 import json
+import re
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 VOCABULARY = 512
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 # What differs from the family's own shape: Llama's head is tied or not, and `wide` is for tensor parallelism.
 KINDS = {
     "qwen3": {"family": "qwen3"},
@@ -114,3 +116,18 @@ def tensors_of(folder):
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors").items()
+
+
+def stacked(tensors):
+    """All experts of a layer in two stacks, as transformers 5 keeps them: gate above up, and down."""
+    found, parts = {}, {}
+    for name, tensor in tensors.items():
+        match = _OF_EXPERT.fullmatch(name)
+        if match:
+            parts.setdefault(match[1], {"gate": [], "up": [], "down": []})[match[3]].append(tensor)
+        else:
+            found[name] = tensor
+    for name, part in parts.items():
+        gate, up, down = (torch.stack(part[which]) for which in ("gate", "up", "down"))
+        found |= {f"{name}.gate_up_proj": torch.cat([gate, up], 1), f"{name}.down_proj": down}
+    return found

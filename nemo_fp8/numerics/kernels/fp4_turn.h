@@ -1,0 +1,132 @@
+/* Columns as rows: a tile of the source, turned into scratch and there cast like any other rows.
+
+   A GEMM that contracts the rows of a matrix wants 16 of them in a block. A patch, 16 rows of the source by WIDE columns, becomes 16
+   neighbours in each of WIDE rows. A tile is HIGH rows high, so that what is written for one of its columns fills whole cache lines,
+   and one cache line wide. With signs the patch is first transformed: x @ (signs * H) / 4 of 16 values is four steps of sums and
+   differences, here of whole rows, and rounded to BF16. */
+
+#pragma once
+
+#include "fp8_tops.h"
+
+enum { PATCH = 16, WIDE = 32, HIGH = 512, APART = HIGH + 32 /* between turned rows: not a power of two, for the caches' sake */ };
+
+typedef struct {
+    float sums[PATCH * WIDE] __attribute__((aligned(64)));
+    uint32_t patch[PATCH * WIDE] __attribute__((aligned(64)));
+    uint32_t rows[WIDE * APART] __attribute__((aligned(64)));
+} turned;
+
+/* Patches at the right edge are filled up with zeros. */
+static const char *whole_patch(const char *x, int64_t *step, int64_t width, int64_t size, turned *t) {
+    if (width == WIDE) return x;
+    memset(t->patch, 0, (size_t)(PATCH * WIDE * size));
+    for (int64_t r = 0; r < PATCH; r++) memcpy((char *)t->patch + r * WIDE * size, x + r * *step, (size_t)(width * size));
+    *step = WIDE * size;
+    return (const char *)t->patch;
+}
+
+/* NaN stays one: `| 0x400000` where rounding would carry it away. */
+INLINE uint32_t rounded_to_bf16(float v) {
+    uint32_t u = bits(v);
+    return ((u & 0x7fffffff) > INFINITE ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+
+/* Transforms a patch of BF16 into `t->patch`. */
+static void transform(const char *x, int64_t step, const float *restrict signs, turned *t) {
+    uint16_t *out = (uint16_t *)t->patch;
+    for (int r = 0; r < PATCH; r++)
+        for (int c = 0; c < WIDE; c++) t->sums[r * WIDE + c] = value((uint32_t)((const uint16_t *)(x + r * step))[c] << 16) * signs[r];
+    for (int apart = 1; apart < PATCH; apart *= 2)
+        for (int r = 0; r < PATCH; r++) {
+            if (r & apart) continue;
+            float *restrict first = t->sums + r * WIDE, *restrict second = t->sums + (r + apart) * WIDE;
+            for (int c = 0; c < WIDE; c++) {
+                float a = first[c], b = second[c];
+                first[c] = a + b, second[c] = a - b;
+            }
+        }
+    for (int i = 0; i < PATCH * WIDE; i++) out[i] = (uint16_t)rounded_to_bf16(t->sums[i]);
+}
+
+/* Turns a patch: column c becomes the 16 values at `to + c * APART`. */
+static void turn_halves(const char *x, int64_t step, uint16_t *to) {
+#ifdef __SSE2__
+#ifdef __AVX2__ /* rows 0 to 7 in the lower half of a vector, 8 to 15 in the upper one */
+#define V8(NAME) _mm256_##NAME
+#define ROW8(R) _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(x + (r + (R)) * step + 2 * c))), \
+                                       _mm_loadu_si128((const __m128i *)(x + (r + (R) + 8) * step + 2 * c)), 1)
+#define PUT8(TO, FROM) _mm256_storeu_si256((__m256i *)(TO), FROM)
+    typedef __m256i eight;
+    enum { AT_ONCE = 16 };
+#else
+#define V8(NAME) _mm_##NAME
+#define ROW8(R) _mm_loadu_si128((const __m128i *)(x + (r + (R)) * step + 2 * c))
+#define PUT8(TO, FROM) _mm_storeu_si128((__m128i *)(TO), FROM)
+    typedef __m128i eight;
+    enum { AT_ONCE = 8 };
+#endif
+    for (int r = 0; r < PATCH; r += AT_ONCE)
+        for (int c = 0; c < WIDE; c += 8) {
+            eight a[8], b[8];
+            UNROLLED
+            for (int i = 0; i < 8; i++) a[i] = ROW8(i);
+            UNROLLED
+            for (int i = 0; i < 4; i++) /* columns 0 to 3 of rows 2i, 2i + 1, and 4 to 7 */
+                b[i] = V8(unpacklo_epi16)(a[2 * i], a[2 * i + 1]), b[i + 4] = V8(unpackhi_epi16)(a[2 * i], a[2 * i + 1]);
+            UNROLLED
+            for (int i = 0; i < 8; i += 4) { /* columns i, i + 1 of rows 0 to 3 and 4 to 7, then i + 2, i + 3 */
+                a[i] = V8(unpacklo_epi32)(b[i], b[i + 1]), a[i + 1] = V8(unpacklo_epi32)(b[i + 2], b[i + 3]);
+                a[i + 2] = V8(unpackhi_epi32)(b[i], b[i + 1]), a[i + 3] = V8(unpackhi_epi32)(b[i + 2], b[i + 3]);
+            }
+            UNROLLED
+            for (int i = 0; i < 8; i += 2) {
+                PUT8(to + r + (c + i) * APART, V8(unpacklo_epi64)(a[i], a[i + 1]));
+                PUT8(to + r + (c + i + 1) * APART, V8(unpackhi_epi64)(a[i], a[i + 1]));
+            }
+        }
+#else
+    for (int c = 0; c < WIDE; c++)
+        for (int r = 0; r < PATCH; r++) to[c * APART + r] = ((const uint16_t *)(x + r * step))[c];
+#endif
+}
+
+static void turn_words(const char *x, int64_t step, uint32_t *to) {
+    for (int c = 0; c < WIDE; c++)
+        for (int r = 0; r < PATCH; r++) to[c * APART + r] = ((const uint32_t *)(x + r * step))[c];
+}
+
+/* Turns `high` rows (a multiple of PATCH) and `width` columns at x; prefetches as many rows at `ask`. */
+static void turn_tile(const char *x, int64_t step, int64_t high, int64_t width, int source, const float *signs, const char *ask, turned *t) {
+    int64_t size = bytes_of(source);
+    for (int64_t r = 0; r < high; r += PATCH) {
+        int64_t apart = step;
+        for (int64_t i = r; i < r + PATCH; i++) ask_for(ask + i * step, width * size);
+        const char *patch = whole_patch(x + r * step, &apart, width, size, t);
+        if (signs) transform(patch, apart, signs, t), patch = (const char *)t->patch, apart = WIDE * size;
+        if (source == FP32) turn_words(patch, apart, t->rows + r);
+        else turn_halves(patch, apart, (uint16_t *)t->rows + r);
+    }
+}
+
+/* The largest magnitude of the transformed tile, as the bits of BF16; NaN is skipped. */
+static uint32_t top_of_transformed(const char *x, int64_t step, int64_t high, int64_t width, const float *signs, const char *ask, turned *t) {
+    uint16_t tops[WIDE], top = 0;
+    for (int64_t r = 0; r < high; r += PATCH) {
+        int64_t apart = step;
+        for (int64_t i = r; i < r + PATCH; i++) ask_for(ask + i * step, 2 * width);
+        const char *patch = whole_patch(x + r * step, &apart, width, 2, t);
+        transform(patch, apart, signs, t);
+        const uint16_t *found = (const uint16_t *)t->patch;
+        find_tops((const char *)found, 2 * WIDE, PATCH, tops, WIDE, BF16);
+        for (int c = 0; c < WIDE; c++) {
+            if (tops[c] <= INFINITE >> 16) top = tops[c] > top ? tops[c] : top;
+            else
+                for (int i = c; i < PATCH * WIDE; i += WIDE) {
+                    uint16_t u = found[i] & 0x7fff;
+                    top = u > top && u <= INFINITE >> 16 ? u : top;
+                }
+        }
+    }
+    return top;
+}
