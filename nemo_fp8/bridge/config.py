@@ -8,7 +8,9 @@ Bridge calls on every rank when it has resolved the configs of a run and before 
     after     checks these configs against the contract; has the model, once built, looked after (``loading.py``)
 
 The fields are the setting: ``config.mixed_precision.fp8_margin = 1`` works as with Bridge's own. ``beyond`` holds what
-the contract says and Bridge has no field for, such as ``keep``.
+the contract says and Bridge has no field for, such as ``keep`` and ``modules``. These are carried out by hooks on the
+linears and not by Megatron's ``quant_recipe``, which a rendering writes: ``render/bridge.py`` says where they differ. A
+``quant_recipe`` of the provider's is left as it is.
 
 A checkpoint's ``run_config.yaml`` names this class, so instantiating the whole file again needs nemo_fp8; Bridge
 itself reads only plain values from it when it resumes.

@@ -18,7 +18,7 @@ from nemo_fp8.contract.naming import load
 from nemo_fp8.errors import Problem
 
 if TYPE_CHECKING:
-    from nemo_fp8.export import Certificate, Exported, Plan, Source
+    from nemo_fp8.export import Certificate, Exported, Source
     from nemo_fp8.export.logprobs import Comparison
 
 
@@ -40,7 +40,7 @@ def export(
         typer.Option(
             "--layout",
             metavar="NAME",
-            help="deepseek or compressed-tensors for blocks of 128x128; modelopt for NVFP4 and MXFP8.",
+            help="deepseek or compressed-tensors for blocks of 128x128; modelopt for NVFP4, MXFP8 and mixed formats.",
             show_default=False,
         ),
     ] = None,
@@ -133,16 +133,14 @@ def _against_vllm(source: Source, done: Exported, precision: Precision, python: 
 
 
 def _print(done: Exported, certificate: Certificate | None, comparison: Comparison | None) -> None:
+    from nemo_fp8.export.run import formats
+
     plan = done.plan
     rows = [
         ("checkpoint", f"{done.folder} ({plan.layout.name} layout)" if plan.quantization else str(done.folder)),
         ("written", _written(done)),
-        (
-            f"in {_format(plan)}",
-            f"{len(plan.selection.quantized)} weights"
-            if plan.quantization
-            else "nothing: the contract generates in the compute dtype",
-        ),
+        *((f"in {name}", f"{count} weights") for name, count in formats(plan).items()),
+        *([] if plan.quantization else [("in FP8", "nothing: the contract generates in the compute dtype")]),
         *_kept(done),
         *(_certified(certificate) if certificate else []),
         *(_compared(comparison) if comparison else []),
@@ -188,12 +186,6 @@ def _certified(c: Certificate) -> list[tuple[str, str]]:
         *_idempotent(c),
         ("copied", f"{c.bytes_wrong:,} differences in {c.copied:,} kept tensors ({c.copied_bytes / 1e6:,.1f} MB)"),
     ]
-
-
-def _format(plan: Plan) -> str:
-    if plan.precision.rollout == "nvfp4":
-        return "NVFP4"
-    return "MXFP8" if plan.precision.rollout_block == "1x32" and plan.quantization else "FP8"
 
 
 def _idempotent(c: Certificate) -> list[tuple[str, str]]:

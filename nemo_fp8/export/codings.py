@@ -55,26 +55,34 @@ class Coding(Protocol):
 
 @dataclass(frozen=True)
 class DeepSeekBlocks:
-    """FP8 codes with an FP32 scale for each 128x128."""
+    """FP8 codes with an FP32 scale for each 128x128.
+
+    ``spread``: the scales have a dimension of one behind each of theirs, ``[n, 1, k, 1]``, as ModelOpt stores them.
+    """
 
     operand: Operand
+    spread: bool = False
     comes_back = True
     shares_amax = False
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, Described]:
         *stack, rows, columns = shape
         grid = (*stack, -(-rows // 128), -(-columns // 128))
+        grid = (grid[0], 1, grid[1], 1) if self.spread else grid
         return {CODES: Described.of(shape, "F8_E4M3"), SCALE: Described.of(grid, "F32")}
 
     def encode(self, x: torch.Tensor, amax: torch.Tensor | None) -> Encoded:
         q = canonical(quantize(x, self.operand))
-        return {CODES: q.data, SCALE: q.scale_inv}
+        return {CODES: q.data, SCALE: q.scale_inv[:, None, :, None] if self.spread else q.scale_inv}
 
     def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        return Quantized(parts[CODES], parts[SCALE], (128, 128)).dequantize(dtype)
+        return Quantized(parts[CODES], self._flat(parts), (128, 128)).dequantize(dtype)
 
     def moved(self, x: torch.Tensor, encoded: Encoded) -> int:
-        return int((quantize(x, self.operand).scale_inv != encoded[SCALE]).sum())
+        return int((quantize(x, self.operand).scale_inv != self._flat(encoded)).sum())
+
+    def _flat(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return parts[SCALE][:, 0, :, 0] if self.spread else parts[SCALE]
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
     log_probs(exported, {"dtype": "bfloat16"}, python)             the export, as any vLLM loads it
     log_probs(source, {"quantization": "nemo_fp8", ...}, python)   the source, quantized when it is loaded
 
-On a CPU without AMX vLLM has no kernel for FP8 in 128x128 blocks, and on no CPU one for experts in NVFP4 or MXFP8, or
-for NVFP4 weights under BF16 activations (:func:`reads_codes`). The export is then decoded to BF16 and
-quantized when it is loaded, too: of 128x128 blocks its certificate proves that this gives the same codes, of others the
-comparison shows it.
+On a CPU without AMX vLLM has no kernel for FP8 in 128x128 blocks, and on no CPU one for such blocks in ModelOpt's
+layout, for experts in NVFP4 or MXFP8, or for NVFP4 weights under BF16 activations (:func:`reads_codes`). The export is
+then decoded to BF16 and quantized when it is loaded, too: of 128x128 blocks its certificate proves that this gives the
+same codes, of others the comparison shows it.
 
 vLLM and NeMo cannot share an environment, so each engine runs in a process of vLLM's own Python, on this same file.
 Both get the same prompts in the same order and the same settings, so that a deterministic kernel gives the same bits
@@ -152,8 +152,11 @@ def reads_codes(python: str | Path, plan: Plan) -> bool:
     machine = Machine.here(python)
     if plan.layout.name != "modelopt":
         return answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
-    experts = any(place(name).role == "experts" for name in plan.selection.quantized)
-    return not machine.vllm_cpu or not (experts or plan.precision.activation_scheme == "none")
+    if any(p.rollout_block == "128x128" for p in plan.forms.values()):
+        return not machine.vllm_cpu and answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
+    experts = any(place(name).role == "experts" for name in plan.forms)
+    weights_only = any(p.activation_scheme == "none" for p in plan.forms.values())
+    return not machine.vllm_cpu or not (experts or weights_only)
 
 
 def compare(a: list[dict[str, float]], b: list[dict[str, float]]) -> Comparison:

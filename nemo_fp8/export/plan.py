@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,8 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.codings import CODES, Coding
 from nemo_fp8.export.layouts import Layout, coding_of, layout_of
 from nemo_fp8.export.source import Source, require_quantizable
-from nemo_fp8.models.selection import Selection, select, sharing_a_scale
+from nemo_fp8.models.names import place
+from nemo_fp8.models.selection import Selection, module_of, select, sharing_a_scale
 from nemo_fp8.storage.safetensors import DTYPES, Described
 
 # To be raised when the same source and contract are written differently.
@@ -91,7 +92,10 @@ class Plan:
     source: Source
     precision: Precision
     layout: Layout
-    coding: Coding | None
+    forms: Mapping[str, Precision]
+    """The contract of each quantized weight, without rules: the one that the contract's rules for modules give it."""
+    codings: Mapping[str, Coding]
+    """How each quantized weight is stored."""
     selection: Selection
     shards: tuple[Shard, ...]
     config: dict[str, Any] | None
@@ -109,7 +113,6 @@ class Plan:
         would be quantized although the contract's rollout is.
         """
         _require_writable(precision)
-        how, coding = layout_of(layout, precision), coding_of(precision)
         model = _text_model(source.config)
         shapes = {name: about.shape for name, about in source.tensors.items()}
         selection = select(shapes, precision, layers=model.get("num_hidden_layers"), kv_rows=_kv_rows(model))
@@ -121,6 +124,9 @@ class Plan:
                 "Check first_layers, last_layers and keep; --precision bf16_mixed writes a checkpoint that is not "
                 "quantized.",
             )
+        forms = {name: own for unit in selection.units for own in [unit.contract(precision)] for name in unit.tensors}
+        how = layout_of(layout, {*forms.values()})
+        codings = {p: coding_of(p, how) for p in {*forms.values()}}
         stacks = [name for name in selection.quantized if len(shapes[name]) == 3]
         if stacks and not how.stacks:
             raise PrecisionError(
@@ -128,7 +134,9 @@ class Plan:
                 "That layout has a name for the scale of a module, and a stack is none.",
                 "Write the deepseek layout, or the experts apart.",
             )
-        quantization = how.config(precision, selection.not_converted) if selection.quantized else None
+        _require_read(how, forms)
+        named = {module_of(name): own for name, own in forms.items()}
+        quantization = how.config(named, selection.not_converted) if named else None
         identity = {
             "version": VERSION,
             "source": source.identity(),
@@ -136,15 +144,16 @@ class Plan:
             "layout": how.name,
         }
         metadata = {"format": "pt", "nemo_fp8_export": _digest(identity)}
+        of = {name: codings[own] for name, own in forms.items()}
         shards = tuple(
-            Shard(file, tuple(o for name in names for o in _outputs(source, name, selection, how, coding)), metadata)
+            Shard(file, tuple(o for name in names for o in _outputs(source, name, how, of.get(name))), metadata)
             for file, names in source.shards.items()
         )
         _require_distinct(shards)
         config = source.config
         if config is not None and quantization is not None:
             config = {**config, "quantization_config": quantization}
-        return cls(source, precision, how, coding, selection, shards, config, quantization, identity)
+        return cls(source, precision, how, forms, of, selection, shards, config, quantization, identity)
 
     @property
     def fingerprint(self) -> str:
@@ -188,19 +197,12 @@ def _require_writable(precision: Precision) -> None:
     """Raise PrecisionError for a rollout that no layout of checkpoints can express."""
     if not precision.rolls_out_quantized:
         return
-    if precision.rollout_block == "tensor":
+    if any(p.rollout_block == "tensor" for p in precision.variants()):
         raise PrecisionError(
             "rollout_block='tensor' as a checkpoint.",
             "Engines that fuse Q, K and V, or gate and up, take whole blocks from a checkpoint as they are; one scale "
             "for a tensor would have to be shared between files.",
             "Add --set rollout_block=128x128.",
-        )
-    stored = {p.operand("weight", "rollout") for p in precision.variants() if p.rolls_out_quantized}
-    if len(stored) > 1:
-        raise PrecisionError(
-            "Rules for modules that quantize to several formats, as a checkpoint.",
-            "A layout of checkpoints names one format and the modules that stay out of it.",
-            f"Leave rules for {precision.compute} alone; an engine quantizes by all of them from a BF16 checkpoint.",
         )
     if precision.activation_scheme == "static":
         raise PrecisionError(
@@ -210,11 +212,21 @@ def _require_writable(precision: Precision) -> None:
         )
 
 
-def _outputs(
-    source: Source, name: str, selection: Selection, layout: Layout, coding: Coding | None
-) -> tuple[Output, ...]:
+def _require_read(layout: Layout, forms: Mapping[str, Precision]) -> None:
+    """Raise PrecisionError for experts that vLLM reads under other names than ModelOpt writes."""
+    wrong = [name for name, p in forms.items() if p.rollout_block == "128x128" and place(name).role == "experts"]
+    if layout.name == "modelopt" and wrong:
+        raise PrecisionError(
+            f"{wrong[0]}: experts in 128x128 blocks in the modelopt layout.",
+            "vLLM reads their scales under DeepSeek's names there, and those of other linears under ModelOpt's.",
+            "Give the experts a rule ('mxfp8', 'nvfp4', or the compute dtype); or all modules 128x128 blocks, which "
+            "the deepseek layout holds.",
+        )
+
+
+def _outputs(source: Source, name: str, layout: Layout, coding: Coding | None) -> tuple[Output, ...]:
     about = source.tensors[name]
-    if coding is None or name not in selection.quantized:
+    if coding is None:
         return (Output(name, about, name),)
     return tuple(
         Output(layout.name_of(name, part), made, name, part) for part, made in coding.parts(about.shape).items()

@@ -11,6 +11,7 @@ the export would be a mixture of two models.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,10 +110,17 @@ def summary(plan: Plan) -> dict[str, Any]:
         "precision": plan.precision.to_dict(),
         "layout": plan.layout.name,
         "quantized": len(plan.selection.quantized),
+        "formats": formats(plan),
         "kept": kept,
         "misaligned": [problem.to_dict() for problem in plan.selection.misaligned],
         "quantization_config": plan.quantization,
     }
+
+
+def formats(plan: Plan) -> dict[str, int]:
+    """Return how many weights are stored in each format, by its name."""
+    named = {"1x16": "NVFP4", "1x32": "MXFP8"}
+    return dict(Counter(named.get(p.rollout_block, "FP8") for p in plan.forms.values()))
 
 
 class Amaxes:
@@ -123,7 +131,7 @@ class Amaxes:
 
     def of(self, name: str) -> torch.Tensor | None:
         """Return the amax of all weights that share a scale with this one; None if its format has no such scale."""
-        if self.plan.coding is None or not self.plan.coding.shares_amax:
+        if not self.plan.codings[name].shares_amax:
             return None
         names = self.plan.sharing[name]
         if names not in self.found:
@@ -139,8 +147,7 @@ class Amaxes:
 
 def encode(plan: Plan, name: str, matrix: torch.Tensor, amaxes: Amaxes) -> Encoded:
     """Return the parts of a weight as an export stores them; raise PrecisionError for values that are not finite."""
-    assert plan.coding is not None
-    return plan.coding.encode(in_compute(matrix, plan.precision.compute, name), amaxes.of(name))
+    return plan.codings[name].encode(in_compute(matrix, plan.precision.compute, name), amaxes.of(name))
 
 
 # ---------------------------------------------------------------------- one file

@@ -99,7 +99,7 @@ def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress
         )
     written = Checkpoint.open(target.folder)
     _require_planned(plan, written)
-    found, amaxes = Certificate(idempotent=plan.coding is None or plan.coding.comes_back), Amaxes(plan)
+    found, amaxes = Certificate(idempotent=all(c.comes_back for c in plan.codings.values())), Amaxes(plan)
     step = progress(plan.bytes_in) if progress else lambda count, name: None
     try:
         for name, about in plan.source.tensors.items():
@@ -129,8 +129,7 @@ def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress
 
 
 def _compare_weight(found: Certificate, plan: Plan, written: Checkpoint, name: str, amaxes: Amaxes) -> None:
-    coding, dtype = plan.coding, COMPUTE[plan.precision.compute]
-    assert coding is not None
+    coding, dtype = plan.codings[name], COMPUTE[plan.precision.compute]
     parts = [*coding.parts(plan.source.tensors[name].shape)]
     stored = zip(*(written.stored(plan.layout.name_of(name, part)) for part in parts), strict=True)
     for matrix, tensors in zip(plan.source.matrices(name), stored, strict=True):

@@ -107,6 +107,15 @@ class Unit:
         own = next((fused for fused, words in _FUSED_AS.items() if word in words), None)
         return (f"{parent}.{own}", *self.modules) if own else self.modules
 
+    @property
+    def experts(self) -> int:
+        """The number of routed experts' matrices; 0 for other linears."""
+        return len(self.tensors) if place(self.tensors[0]).role == "experts" else 0
+
+    def contract(self, precision: Precision) -> Precision:
+        """Return the contract of these linears, without rules: with the recipe that the contract's rules give them."""
+        return contract_of(precision, self.names, self.experts).replace(modules=())
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -468,7 +477,7 @@ def _why_unit(unit: Unit, precision: Precision, layers: int, kv_rows: int | None
         # Experts come as one stack or as many matrices, and some checkpoints store them transposed. Their rows and
         # columns have to be whole blocks alike, so the order does not matter.
         return why_kept(
-            precision, names, {((shape[-2],), shape[-1]) for shape in unit.shapes}, layers, experts=len(unit.shapes)
+            precision, names, {((shape[-2],), shape[-1]) for shape in unit.shapes}, layers, experts=unit.experts
         )
     if first.kept:
         return why_kept(precision, names, (), layers)
@@ -504,7 +513,7 @@ def _problem(unit: Unit, kept: Kept, precision: Precision) -> Problem:
     weights = sum(math.prod(shape) for shape in unit.shapes)
     return Problem(
         f"{name}: {weights:,} weights stay in {precision.compute.upper()}.",
-        f"{kept.reason[0].upper()}{kept.reason[1:]}, as blocks of {precision.rollout_block} need.",
+        f"{kept.reason[0].upper()}{kept.reason[1:]}, as blocks of {unit.contract(precision).rollout_block} need.",
         f"Add {names[0]!r} to keep=, or set strict=False.",
         "error" if precision.strict else "warning",
     )

@@ -7,6 +7,7 @@ field out by mistake. The trade-off: every renderer needs a reader; the tests ne
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,22 @@ class Rendering:
                 Problem(note, why, "Change the contract, or carry it another way.") for note in self.notes
             )
         return self
+
+
+Rules = tuple[tuple[str, str], ...]
+
+
+def names_and_rules(rules: Iterable[tuple[str, str]], compute: str) -> tuple[tuple[str, ...], Rules]:
+    """Split rules that were read into names to keep, the first ones if they say the compute dtype, and the others."""
+    every = tuple(rules)
+    kept = tuple(pattern for pattern, _ in itertools.takewhile(lambda rule: rule[1] == compute, every))
+    return kept, every[len(kept) :]
+
+
+def leading_as_kept(precision: Precision) -> Precision:
+    """Return the same contract with its first rules among the names to keep, if they say the compute dtype."""
+    kept, rules = names_and_rules(precision.modules, precision.compute)
+    return precision.replace(keep=(*precision.keep, *kept), modules=rules) if kept else precision
 
 
 def lost_fields(

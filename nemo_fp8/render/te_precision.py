@@ -19,6 +19,7 @@ import yaml
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.yaml import load_mapping
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.models.one_naming import apart_in_megatron
 from nemo_fp8.render.rendering import Rendering, lost_fields
 
 TYPE = "TEQuantizationParams"
@@ -27,7 +28,10 @@ _RECIPES = ("tensorwise", "blockwise", "mxfp8")
 
 
 def to_te_precision(precision: Precision) -> dict[str, Any]:
-    """Return the file's two sections. Raises PrecisionError for patterns that Megatron cannot match."""
+    """Return the file's two sections.
+
+    Raises PrecisionError for patterns that Megatron cannot match, or would match with fewer names than the contract.
+    """
     refused = [
         Problem(
             f"{pattern!r} in Megatron's file of recipes.",
@@ -37,6 +41,14 @@ def to_te_precision(precision: Precision) -> dict[str, Any]:
         for pattern in (*precision.keep, *(pattern for pattern, _ in precision.modules))
         if pattern.startswith("re:")
     ]
+    if not refused and (at := next(apart_in_megatron(precision), None)):
+        refused = [
+            Problem(
+                f"A pattern of keep or modules means {at}, by another name, in Megatron's file of recipes.",
+                "Megatron matches its own names alone, and what nothing matches runs by the recipe of the whole model.",
+                "Write Megatron's name, such as '*.linear_qkv' for '*.k_proj'.",
+            )
+        ]
     if refused:
         raise PrecisionError(refused)
     # What ``keep`` names comes first, as it does in the contract.

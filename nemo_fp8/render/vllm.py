@@ -1,14 +1,13 @@
 """vLLM: engine arguments, the flags of ``vllm serve``, and Hugging Face's ``quantization_config``.
 
-There are two ways to a quantized rollout. Stock vLLM quantizes a BF16 checkpoint itself (``fp8_per_block``), with FP32
-scales and no choice of layers by number; it is rendered if the contract asks for no more than that. Everything else,
-and all of NVFP4, needs our plugin (``quantization="nemo_fp8"``), whose options are passed in ``hf_overrides`` under the
+There are two ways to a quantized rollout. Stock vLLM quantizes a BF16 checkpoint itself (:mod:`.vllm_online`), in two
+formats and with no choice of layers by number; it is rendered if the contract asks for no more than that. All else, and
+all of NVFP4, needs our plugin (``quantization="nemo_fp8"``), whose options are passed in ``hf_overrides`` under the
 contract's own names. A checkpoint that is already quantized says so in its ``quantization_config``.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shlex
@@ -17,8 +16,8 @@ from typing import Any
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
-from nemo_fp8.models.families import HUGGING_FACE, in_hugging_face
-from nemo_fp8.render.rendering import Rendering, lost_fields
+from nemo_fp8.render.rendering import Rendering, leading_as_kept, lost_fields
+from nemo_fp8.render.vllm_online import ONLINE, STOCK, from_online, to_online, why_plugin
 
 PLUGIN = "nemo_fp8"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -47,11 +46,6 @@ PLUGIN_OPTIONS = {
     # vLLM's cache, of the type that its own argument says; or keys and values rounded to FP8 in one of BF16 (CPUs).
     "cache": ("auto", "rounded"),
 }
-# Stock vLLM's online quantization by weight block, and its scales. One scale a weight is not among them:
-# there vLLM scales activations by token or by tensor, as the machine's kernel takes them.
-STOCK = {"128x128": "fp8_per_block", "1x32": "mxfp8"}
-STOCK_SCALES = {"128x128": "fp32", "1x32": "pow2"}
-
 _TRAINING = "Said of training; a rollout has no use for it."
 _REASONS = {
     **dict.fromkeys(
@@ -79,39 +73,20 @@ _REASONS = {
 # ---------------------------------------------------------------------- engine arguments
 
 
-def needs_plugin(precision: Precision) -> bool:
-    """Whether stock vLLM cannot do what the contract asks of a quantized rollout."""
-    p = precision
-    plain = p.activation_scheme == "dynamic" and p.weight_scale == p.activation_scale == STOCK_SCALES.get(
-        p.rollout_block
-    )
-    counted = p.first_layers or p.last_layers or p.strict or p.modules
-    named = any("[" in pattern for pattern in p.keep) or _keeps_by_other_names(p)
-    return not plain or bool(counted) or named
+def to_vllm(precision: Precision, plugin: bool | None = None) -> dict[str, Any]:
+    """Return keyword arguments for ``vllm.LLM`` on an unquantized checkpoint.
 
-
-def _keeps_by_other_names(p: Precision) -> bool:
-    """Whether ``keep`` names a linear as Megatron does, or a part of one: stock vLLM knows its own names alone."""
-    numbers = {0, *(int(found) for pattern in p.keep for found in re.findall(r"layers\\?\.(\d+)", pattern))}
-    for number, unit in itertools.product(numbers if p.keep else (), HUGGING_FACE):
-        theirs = [p.keeps(f"model.layers.{number}.{name}") for name in in_hugging_face(unit, e=0)]
-        if not all(theirs) and (any(theirs) or p.keeps(f"decoder.layers.{number}.{unit}")):
-            return True
-    return False
-
-
-def to_vllm(precision: Precision, plugin: bool = False) -> dict[str, Any]:
-    """Return keyword arguments for ``vllm.LLM`` on an unquantized checkpoint; ``plugin`` uses ours in any case."""
+    ``plugin`` says whether ours quantizes, or vLLM itself; None takes vLLM itself where it can do what the contract
+    asks. Raises PrecisionError if it has to and cannot.
+    """
     p = precision
     arguments: dict[str, Any] = {"dtype": _DTYPES[p.compute], "kv_cache_dtype": p.kv_cache}
     if not p.rolls_out_quantized:
         return arguments
-    if plugin or needs_plugin(p):
+    if plugin or (plugin is None and why_plugin(p)):
         arguments |= {"quantization": PLUGIN, "hf_overrides": {"quantization_config": to_plugin(p)}}
     else:
-        arguments["quantization"] = STOCK[p.rollout_block]
-        if p.keep:
-            arguments["quantization_config"] = {"ignore": [pattern_to_regex(pattern) for pattern in p.keep]}
+        arguments |= to_online(p)
     if p.deep_gemm:
         arguments["linear_backend"] = "deep_gemm"
     return arguments
@@ -123,7 +98,7 @@ def from_vllm(arguments: Mapping[str, Any]) -> Precision:
     compute = {v: k for k, v in _DTYPES.items()}.get(dtype)
     kv_cache = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}.get(arguments.get("kv_cache_dtype", "auto"))
     quantization = arguments.get("quantization")
-    known = (None, PLUGIN, *STOCK.values())
+    known = (None, PLUGIN, ONLINE, *STOCK.values())
     if compute is None:
         raise PrecisionError([unknown("dtype", dtype, _DTYPES.values())])
     if kv_cache is None:
@@ -137,11 +112,7 @@ def from_vllm(arguments: Mapping[str, Any]) -> Precision:
         config = arguments.get("hf_overrides", {}).get("quantization_config", {"quant_method": PLUGIN})
         fields |= from_plugin(config) | ({"kv_cache": "fp8"} if config.get("cache") == "rounded" else {})
     elif quantization is not None:
-        block = next(block for block, name in STOCK.items() if name == quantization)
-        fields |= {"rollout_block": block, "weight_scale": STOCK_SCALES[block], "activation_scale": STOCK_SCALES[block]}
-        fields["keep"] = tuple(
-            regex_to_pattern(text) for text in arguments.get("quantization_config", {}).get("ignore", ())
-        )
+        fields |= from_online(quantization, arguments.get("quantization_config") or {}, compute)
     return Precision(**fields)
 
 
@@ -176,24 +147,6 @@ def options_of_plugin(config: Mapping[str, Any]) -> dict[str, str]:
     if problems:
         raise PrecisionError(problems)
     return chosen
-
-
-def pattern_to_regex(pattern: str) -> str:
-    """Translate a ``keep`` pattern to a regex for vLLM's ``ignore``, which takes globs only since 0.31."""
-    if pattern.startswith("re:"):
-        return f"re:.*(?:{pattern[3:]})"  # vLLM matches from a name's start, a contract anywhere
-    pieces = {"*": ".*", "?": "."}
-    return "re:" + "".join(pieces.get(c, re.escape(c)) for c in pattern) + "$"
-
-
-def regex_to_pattern(text: str) -> str:
-    """Translate an entry of vLLM's ``ignore`` to a ``keep`` pattern."""
-    if not text.startswith("re:"):
-        return text
-    if text.startswith("re:.*(?:") and text.endswith(")"):
-        return f"re:{text[8:-1]}"
-    glob = re.sub(r"\.\*|\\(.)|\.", lambda m: m[1] or {".*": "*", ".": "?"}[m[0]], text[3:].removesuffix("$"))
-    return glob if pattern_to_regex(glob) == text else f"re:^(?:{text[3:]})"
 
 
 # ---------------------------------------------------------------------- Hugging Face
@@ -301,11 +254,17 @@ def from_hugging_face(config: Mapping[str, Any]) -> Precision:
 def render(precision: Precision) -> Rendering:
     """Render the flags for ``vllm serve``; engine arguments and a quantized checkpoint's config are in the data."""
     arguments = to_vllm(precision)
-    lost, notes = lost_fields(precision, from_vllm(arguments), _REASONS, "vLLM")
+    back = from_vllm(arguments)
+    # A first rule for the compute dtype is one of the names to keep, in vLLM as here.
+    stock = arguments.get("quantization") in (ONLINE, *STOCK.values())
+    lost, notes = lost_fields(leading_as_kept(precision) if stock else precision, back, _REASONS, "vLLM")
     data: dict[str, Any] = {"engine": arguments}
     if precision.rolls_out_quantized:
         if arguments["quantization"] == PLUGIN:
             notes.append("Needs nemo_fp8 installed beside vLLM, whose plugin vLLM loads in every worker.")
+            notes += [f"Stock vLLM does not do it: {problem.what} {problem.why}" for problem in why_plugin(precision)]
+        elif arguments["quantization"] == ONLINE:
+            notes.append("targets is a key of vLLM's quantization_config in 0.31, which this was tested with.")
         else:
             notes.append("vLLM's own quantization casts a MoE model's router too; keep it by name (keep=('*.gate',)).")
         try:

@@ -149,7 +149,7 @@ class Checkpoint:
     def stored(self, name: str) -> Iterator[torch.Tensor]:
         """Yield a tensor, or each matrix of a stack, as it is stored: FP8 as codes, without their scales."""
         entry = self.entries[name]
-        for i in range(entry.shape[0]) if len(entry.shape) > 2 else (None,):
+        for i in range(entry.shape[0]) if len(entry.shape) == 3 else (None,):
             yield self._read(entry, i)
 
     def chunks(self, name: str, size: int = 16 * 2**20) -> Iterator[memoryview]:
@@ -176,6 +176,8 @@ class Checkpoint:
                 "Give the whole checkpoint, or the BF16 one that it was made from.",
             )
         scale = self._read(self.entries[name], None)
+        if scale.dim() == 4:  # ModelOpt's [n, 1, k, 1]
+            scale = scale[:, 0, :, 0]
         return scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
 
     def _read(self, entry: Entry, index: int | None) -> torch.Tensor:

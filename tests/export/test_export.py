@@ -274,7 +274,7 @@ REFUSED = {
     "blocks": (POW2.replace(rollout_block="tensor"), {}, "rollout_block='tensor' as a checkpoint"),
     "mx": (preset("bf16_with_mxfp8_mixed"), {"layout": "deepseek"}, "rollout_block='1x32' in the deepseek layout"),
     "four bits": (NVFP4, {"layout": "compressed-tensors"}, "Write the modelopt layout"),
-    "modelopt": (POW2, {"layout": "modelopt"}, "holds blocks of 1x16 or 1x32"),
+    "modelopt": (POW2, {"layout": "modelopt"}, "no word for it"),
     "static": (POW2.replace(rollout_block="tensor", activation_scheme="static"), {}, "as a checkpoint"),
     "two kinds of scales": (POW2.replace(activation_scale="fp32"), {}, "one scale_fmt for both"),
     "nothing left": (POW2.replace(first_layers=3), {}, "Nothing of .* would be quantized"),

@@ -175,7 +175,150 @@ def test_rules_for_modules_leave_modules_out_of_a_checkpoint_and_no_more(tmp_pat
     assert {name: written[name].dtype for name in names} == {
         name: torch.uint8 if "o_proj" in name else torch.bfloat16 for name in names
     }
-    with pytest.raises(PrecisionError, match="several formats"):
-        export(
-            HuggingFace.open(tmp_path / "in"), tmp_path / "other", kept.replace(modules=(("*.linear_qkv", "mxfp8"),))
-        )
+
+
+RULES = (
+    ("*.layers.0.*", "mxfp8"),  # before the next one: the first rule that matches wins
+    ("*.linear_proj", "bf16"),
+    ("*.layers.2.*k_proj", "mxfp8"),  # q, k and v have one recipe
+    ("*.down_proj", "tensorwise"),  # in a rollout: 128x128 blocks with FP32 scales
+)
+OPERANDS = {
+    "NVFP4": Operand("e2m1", (1, 16), "e4m3"),
+    "MXFP8": Operand("e4m3", (1, 32), "e8m0"),
+    "FP8_PB_WO": Operand("e4m3", (128, 128), "fp32"),
+}
+
+
+def named(name):
+    """ModelOpt's name of what the rules give a weight, said once more; None for BF16."""
+    _, _, layer, *_, word, _ = name.split(".")
+    if layer == "0":
+        return "MXFP8"
+    if word == "o_proj":
+        return None
+    if layer == "2" and word in ("q_proj", "k_proj", "v_proj"):
+        return "MXFP8"
+    return "FP8_PB_WO" if word == "down_proj" else "NVFP4"
+
+
+def mixed(tmp_path, precision=NVFP4, **settings):
+    weights = tensors(**settings)
+    return to(tmp_path / "out", write(tmp_path / "in", weights), precision.replace(modules=RULES)), weights
+
+
+def test_rules_give_each_module_its_format(tmp_path):
+    """Names, shapes, codes and scales of three formats and BF16 in one checkpoint, each as it has them alone."""
+    done, weights = mixed(tmp_path)
+    assert done.plan.layout.name == "modelopt"
+    assert verify(done.plan, done.folder).holds
+    written = loaded(done.folder)
+    for names in groups(weights):
+        amax = max(weights[name].float().abs().max() for name in names)
+        for name in names:
+            algorithm, module = named(name), name.removesuffix(".weight")
+            codes = written.pop(name)
+            if algorithm is None:
+                assert torch.equal(bits(codes), bits(weights[name]))
+                continue
+            right = quantize(weights[name], OPERANDS[algorithm], amax=amax if algorithm == "NVFP4" else None)
+            scale = written.pop(f"{module}.weight_scale")
+            assert torch.equal(bits(codes), bits(right.data)), name
+            assert torch.equal(bits(scale), bits(right.scale_inv)), name
+            if algorithm == "FP8_PB_WO":  # [n, 1, k, 1], as vLLM's parameter of that format
+                assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (2, 1, 3, 1))
+            if algorithm == "NVFP4":
+                assert written.pop(f"{module}.weight_scale_2") == amax / 2688
+                assert written.pop(f"{module}.input_scale") == 1.0
+    assert written.keys() == {name for name in weights if "_proj" not in name}
+
+
+def test_the_lists_of_a_mixed_checkpoint(tmp_path):
+    done, weights = mixed(tmp_path)
+    config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
+    beside = json.loads((done.folder / "hf_quant_config.json").read_text())["quantization"]
+    assert (config["quant_method"], config["quant_algo"]) == ("modelopt", "MIXED_PRECISION")
+    sizes = {"NVFP4": 16, "MXFP8": 32, "FP8_PB_WO": 128}
+    right = {
+        name.removesuffix(".weight"): {"quant_algo": named(name), "group_size": sizes[named(name)]}
+        for name in weights
+        if "_proj" in name and named(name)
+    }
+    assert config["quantized_layers"] == beside["quantized_layers"] == right
+    assert config["ignore"] == beside["exclude_modules"]
+    assert set(config["ignore"]) == {"lm_head", *(f"model.layers.{i}.self_attn.o_proj" for i in (1, 2))}
+    by_size = {
+        module: group["weights"]["group_size"]
+        for group in config["config_groups"].values()
+        for module in group["targets"]
+    }
+    assert by_size == {module: about["group_size"] for module, about in right.items()}
+    assert done.to_dict()["formats"] == {"MXFP8": 10, "NVFP4": 7, "FP8": 2}
+
+
+def test_verify_sees_a_single_bit_in_every_format(tmp_path):
+    done, _ = mixed(tmp_path)
+    for name in ("1.mlp.up_proj", "0.mlp.up_proj", "2.mlp.down_proj"):  # NVFP4, MXFP8, 128x128
+        source = f"model.layers.{name}.weight"
+        (shard,) = [s for s in done.plan.shards if any(o.source == source for o in s.outputs)]
+        file = done.folder / shard.file
+        whole = file.read_bytes()
+        for output in (o for o in shard.outputs if o.source == source):
+            changed = bytearray(whole)
+            changed[shard.starts[output.name] + output.about.bytes // 2] ^= 1
+            file.write_bytes(changed)
+            assert verify(done.plan, done.folder).names == [source]
+        file.write_bytes(whole)
+
+
+def test_a_mixed_export_is_a_source_again(tmp_path):
+    done, weights = mixed(tmp_path)
+    values = loaded(to(tmp_path / "back", done.folder, preset("bf16_mixed")).folder)
+    assert values.keys() == weights.keys()
+    for name, weight in weights.items():
+        lost = (values[name].float() - weight.float()).norm() / weight.float().norm()
+        assert lost < (0.15 if "_proj" in name and named(name) == "NVFP4" else 0.05), name
+
+
+def test_one_format_by_rules_is_a_checkpoint_of_that_format(tmp_path):
+    """A rule for every module, or for modules that the model has not: nothing is mixed, and the layout is the usual."""
+    source = write(tmp_path / "in", tensors())
+    for rules, algorithm in (((("*", "mxfp8"),), "MXFP8"), ((("*.mamba.*", "mxfp8"),), "NVFP4")):
+        plan = Plan.of(HuggingFace.open(source), NVFP4.replace(modules=rules))
+        assert plan.quantization["quant_algo"] == algorithm
+        assert "quantized_layers" not in plan.quantization
+    plan = Plan.of(HuggingFace.open(source), NVFP4.replace(modules=(("*", "tensorwise"),)))
+    assert plan.layout.name == "deepseek"
+
+
+@pytest.mark.parametrize(("rules", "how", "word"), [
+    ((("*.down_proj", "blockwise"),), {}, "FP8_PB_WO has no word for it"),
+    ((("*.down_proj", "mxfp8"),), {"layout": "deepseek"}, "in the deepseek layout"),
+    ((("*.down_proj", "mxfp8"),), {"layout": "compressed-tensors"}, "in the compressed-tensors layout"),
+    ((("*.layers.0.*", "blockwise"), ("*", "tensorwise")), {}, "one scale_fmt for the whole checkpoint"),
+    ((("*.layers.0.*", "blockwise"), ("*", "tensorwise")), {"layout": "compressed-tensors"}, "activation_scale='pow2'"),
+])  # fmt: skip
+def test_what_a_layout_cannot_hold_is_refused(tmp_path, rules, how, word):
+    source = write(tmp_path / "in", tensors())
+    with pytest.raises(PrecisionError, match=word):
+        to(tmp_path / "out", source, NVFP4.replace(modules=rules), **how)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_in_128x128_blocks_are_refused_in_that_layout(tmp_path):
+    source = write(tmp_path / "in", tensors(experts=3))
+    with pytest.raises(PrecisionError, match="reads their scales under DeepSeek's names"):
+        to(tmp_path / "out", source, NVFP4.replace(modules=(("*.experts.*", "tensorwise"),)))
+    mixed = NVFP4.replace(modules=(("*.experts.*", "mxfp8"),))
+    assert to(tmp_path / "mx", source, mixed).to_dict()["formats"] == {"NVFP4": 12, "MXFP8": 27}
+
+
+def test_compressed_tensors_holds_blocks_by_rules_and_what_stays_out_of_them(tmp_path):
+    fp32 = Precision(rollout="fp8", modules=(("*.linear_proj", "bf16"), ("*.down_proj", "tensorwise")))
+    done = to(tmp_path / "out", write(tmp_path / "in", tensors()), fp32, layout="compressed-tensors")
+    (group,) = done.plan.quantization["config_groups"].values()
+    assert group["targets"] == ["Linear"]
+    assert {n for n in done.plan.quantization["ignore"] if "_proj" in n} == {
+        f"model.layers.{i}.self_attn.o_proj" for i in range(3)
+    }
+    assert verify(done.plan, done.folder).holds

@@ -1,14 +1,19 @@
 """Megatron-Bridge 0.3.1: its real dataclass, its real registry."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.strategies import contracts
 
+from nemo_fp8 import preset
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.models.selection import contract_of, why_kept_by_name
 from nemo_fp8.render import bridge, nemo, render
+from nemo_fp8.render.rendering import leading_as_kept
 
 
 def _built(module, contract):
@@ -48,8 +53,9 @@ def test_every_contract_reads_back_but_for_what_the_notes_name(bridge_module, co
     back = bridge.from_bridge(rendering.data)
     assert set(contract.diff(back)) == set(rendering.lost)
     assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
-    # And from the whole real object, every field of it.
-    assert bridge.from_bridge(dataclasses.asdict(_built(bridge_module, contract))) == back
+    # And from the whole real object, every field of it, and the provider's beside it.
+    recipe = {"quant_recipe": rendering.data.get("quant_recipe")}
+    assert bridge.from_bridge(dataclasses.asdict(_built(bridge_module, contract)) | recipe) == back
 
 
 @settings(max_examples=20, deadline=None)
@@ -60,6 +66,7 @@ def test_the_pasted_text_builds_the_real_config(bridge_module, contract):
     exec(text, namespace)
     namespace["mixed_precision"].finalize()
     assert namespace["mixed_precision"] == _built(bridge_module, contract)
+    assert ("quant_recipe" in namespace) == ("quant_recipe" in render(contract, "bridge").data)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +87,63 @@ def test_what_bridge_would_take_in_silence_is_refused(values, word):
 
 def test_bridges_default_recipe_is_its_own():
     assert bridge.from_bridge({"bf16": True, "fp8": "e4m3"}).scaling == "tensorwise"
+
+
+# ---------------------------------------------------------------------- recipes by module
+
+MEGATRONS = ["*.linear_qkv", "*.linear_proj", "*.linear_fc1", "*.mlp.*", "*.layers.0.*", "decoder.layers.2.*", "*"]
+UNITS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
+         "mlp.experts.linear_fc1", "mlp.experts.linear_fc2", "mlp.shared_experts.linear_fc1")  # fmt: skip
+bases = [preset("bf16_with_nvfp4_mixed"), preset("bf16_with_mxfp8_mixed"), preset("bf16_with_fp8_tensorwise_mixed")]
+ruled = st.builds(
+    lambda base, keep, rules: base.replace(fp8_param=False, keep=tuple(keep), modules=tuple(rules)),
+    st.sampled_from(bases),
+    st.lists(st.sampled_from(MEGATRONS), max_size=2, unique=True),
+    st.lists(
+        st.tuples(st.sampled_from(MEGATRONS), st.sampled_from(["bf16", "nvfp4", "mxfp8", "blockwise", "tensorwise"])),
+        max_size=4,
+    ),
+)
+
+
+@given(ruled)
+def test_rules_are_rendered_as_quant_recipe_and_read_back(contract):
+    rendering = render(contract, "bridge")
+    assert ("quant_recipe" in rendering.data) == bool(contract.keep or contract.modules)
+    assert not {"keep", "modules"} & set(rendering.lost)
+    back = bridge.from_bridge(rendering.data)
+    assert (back.keep, back.modules) == (leading_as_kept(contract).keep, leading_as_kept(contract).modules)
+
+
+@settings(deadline=None, max_examples=50)
+@given(ruled)
+def test_megatrons_own_matching_gives_each_linear_what_the_rules_give_it(contract):
+    from megatron.core.quantization.quant_config import RecipeConfig
+    from megatron.core.quantization.utils import get_quant_config_or_none
+
+    recipe = RecipeConfig.from_config_dict(bridge.to_quant_recipe(contract) or {"configs": {}, "matchers": {}})
+    for name in (f"decoder.layers.{i}.{unit}" for i in range(3) for unit in UNITS):
+        found = get_quant_config_or_none(name, recipe)
+        own = contract_of(contract, (name,), int("experts." in name))
+        kept = why_kept_by_name(contract, (name,), None, side="train") or not own.is_quantized
+        if found is None:
+            assert own.scaling == contract.scaling
+            assert not kept
+            continue
+        chosen = found.config["training_recipe"]
+        said = chosen.get("fp4_quantization_recipe") or chosen.get("fp8_quantization_recipe")
+        assert said == (None if kept else own.scaling), name
+
+
+@pytest.mark.parametrize(("changes", "word"), [
+    ({"keep": ("*.k_proj",)}, "No quant_recipe: .*linear_qkv, by another name"),
+    ({"modules": (("*.self_attn.*", "bf16"),)}, "No quant_recipe: .*by another name"),
+    ({"modules": (("re:linear_fc[12]", "bf16"),)}, "No quant_recipe: .*no regular expressions"),
+    ({"modules": (("*.linear_qkv", "bf16"),), "fp8_param": True}, "No quant_recipe: .*also where a rule says"),
+])  # fmt: skip
+def test_what_megatron_would_do_otherwise_is_not_rendered_and_said(changes, word):
+    contract = preset("bf16_with_mxfp8_mixed").replace(**{"fp8_param": False} | changes)
+    rendering = render(contract, "bridge")
+    assert "quant_recipe" not in rendering.data
+    assert set(rendering.lost) >= {"keep", "modules"} & changes.keys()
+    assert any(re.search(word, note) for note in rendering.notes)

@@ -12,8 +12,11 @@ from support.strategies import contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.render import render, vllm
+from nemo_fp8.render import render, vllm, vllm_online
+from nemo_fp8.render.rendering import leading_as_kept
 
+FP32 = Precision(rollout="fp8")
+MX = Precision(rollout="fp8", rollout_block="1x32", weight_scale="pow2", activation_scale="pow2")
 NAMES = ["model.layers.0.mlp.gate", "model.layers.13.self_attn.qkv_proj", "lm_head", "model.embed_tokens", "a.b", "axb"]
 
 
@@ -88,17 +91,17 @@ def test_unknown_words_are_refused():
     st.sampled_from(NAMES),
 )
 def test_vllms_regular_expression_matches_what_the_glob_matches(pattern, name):
-    regex = vllm.pattern_to_regex(pattern)
+    regex = vllm_online.pattern_to_regex(pattern)
     assert (re.match(regex.removeprefix("re:"), name) is not None) == fnmatch.fnmatchcase(name, pattern)
-    assert vllm.regex_to_pattern(regex) == pattern
+    assert vllm_online.regex_to_pattern(regex) == pattern
 
 
 @pytest.mark.parametrize("pattern", [r"re:layers\.(0|3)\.", "re:gate$"])
 @pytest.mark.parametrize("name", NAMES)
 def test_vllms_regular_expression_matches_what_the_contracts_matches(pattern, name):
-    regex = vllm.pattern_to_regex(pattern)
+    regex = vllm_online.pattern_to_regex(pattern)
     assert (re.match(regex.removeprefix("re:"), name) is not None) == Precision(keep=(pattern,)).keeps(name)
-    assert vllm.regex_to_pattern(regex) == pattern
+    assert vllm_online.regex_to_pattern(regex) == pattern
 
 
 @given(contracts())
@@ -161,3 +164,97 @@ def test_foreign_quantization_configs_are_refused(config, word):
 def test_stock_vllm_gets_only_names_that_it_knows(pattern, plugin):
     arguments = vllm.to_vllm(Precision(rollout="fp8", keep=(pattern,)))
     assert (arguments["quantization"] == vllm.PLUGIN) == plugin
+
+
+# ---------------------------------------------------------------------- recipes by module, without our plugin
+
+OWN = [
+    "*.self_attn.*", "*.o_proj", "model.layers.2.*", r"re:layers\.(0|2)\.", r"re:\.(mlp|block_sparse_moe)\.",
+    "*.shared_experts.*", "*", "*.gate",
+]  # fmt: skip
+rules = st.lists(st.tuples(st.sampled_from(OWN), st.sampled_from(["bf16", "mxfp8", "tensorwise"])), max_size=4)
+stock = st.sampled_from([FP32, MX]).flatmap(
+    lambda base: st.builds(
+        lambda keep, modules: base.replace(keep=tuple(keep), modules=tuple(modules)),
+        st.lists(st.sampled_from(OWN), max_size=2, unique=True),
+        rules,
+    )
+)
+LAYERS = [f"model.layers.{i}.{name}" for i in range(4) for name in (
+    "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", "mlp.experts", "mlp.gate",
+    "mlp.shared_experts.down_proj")]  # fmt: skip
+
+
+@given(stock)
+def test_rules_that_stock_vllm_can_carry_out_read_back(contract):
+    arguments = vllm.to_vllm(contract, plugin=False)
+    assert arguments["quantization"] in ("online", "fp8_per_block", "mxfp8")
+    assert vllm.from_vllm(arguments) == leading_as_kept(contract)
+    assert not {"modules", "keep"} & set(render(contract, "vllm").lost)
+
+
+@given(stock)
+def test_every_layer_matches_one_pattern_and_gets_what_the_rules_say(contract):
+    """vLLM's matching, said once more: it refuses a layer that two patterns match, of targets or of both lists."""
+    arguments = vllm.to_vllm(contract)
+    config = arguments.get("quantization_config", {})
+    targets = config.get("targets", {"re:.*": arguments["quantization"]})
+    for name in LAYERS:
+        found = [scheme for text, scheme in targets.items() if re.match(text[3:], name)]
+        ignored = any(re.match(text[3:], name) for text in config.get("ignore", ()))
+        router = "targets" in config and name.endswith(".gate")
+        kept = contract.keeps(name) or not contract.of([name]).rolls_out_quantized or router
+        right = {"128x128": "fp8_per_block", "1x32": "mxfp8"}[contract.of([name]).rollout_block]
+        if "targets" in config:
+            assert len(found) + ignored <= 1
+        assert kept == (ignored or not found), name
+        assert kept or found == [right], name
+    outside = ("", "lm_head", "model.embed_tokens", "model.layers.0.self_attn.attn")  # vLLM ends where one matches
+    assert "targets" not in config or not any(re.match(text[3:], name) for text in targets for name in outside)
+
+
+@pytest.mark.parametrize(("changes", "word"), [
+    ({"modules": (("*.mlp.*", "blockwise"),)}, "rule 'blockwise'.*weight_scale='pow2'"),
+    ({"modules": (("*.mlp.*", "nvfp4"),)}, "rule 'nvfp4'"),
+    ({"modules": (("*.linear_qkv", "mxfp8"),)}, "linear_qkv, in keep or modules"),
+    ({"modules": (("*.k_proj", "mxfp8"),)}, "linear_qkv, in keep or modules"),
+    ({"modules": (("*.experts.0.*", "mxfp8"),)}, "experts.linear_fc2, in keep or modules"),
+    ({"modules": (("*.mlp.*", "mxfp8"), ("*.[qkv]_proj", "bf16"))}, "a set of characters"),
+    ({"modules": ((r"re:(mlp)\.\1", "mxfp8"),)}, "a group that is named or referred to"),
+    ({"keep": ("*.experts.*",)}, "experts.linear_fc2, in keep or modules"),
+    ({"keep": ("*.mlp.*",)}, "experts.linear_fc2, in keep or modules"),  # as Megatron says, of Mixtral's experts too
+    ({"first_layers": 1}, "counts no layers"),
+    ({"rollout": "nvfp4", "rollout_block": None}, "rollout='nvfp4'"),
+])  # fmt: skip
+def test_what_stock_vllm_cannot_do_is_refused_and_left_to_the_plugin(changes, word):
+    contract = FP32.replace(**changes)
+    with pytest.raises(PrecisionError, match=word) as error:
+        vllm.to_vllm(contract, plugin=False)
+    assert all(problem.remedy for problem in error.value.problems)
+    assert vllm.to_vllm(contract)["quantization"] == vllm.PLUGIN
+    assert any("Stock vLLM does not do it" in note for note in render(contract, "vllm").notes)
+
+
+def test_targets_that_others_wrote():
+    """No order, since vLLM refuses a layer that two match; and what none matches stays in the compute dtype."""
+    config = {"targets": {"*.self_attn.*": "fp8_per_block", "re:.*down_proj": "mxfp8"}, "ignore": ["lm_head"]}
+    back = vllm.from_vllm({"quantization": "online", "quantization_config": config})
+    assert back.keep == ("lm_head",)
+    at = "model.layers.1."
+    names = ("self_attn.qkv_proj", "mlp.down_proj", "mlp.gate_up_proj")
+    found = [back.of([f"{at}{name}"]) for name in names]
+    assert [(p.rollout, p.rollout_block) for p in found[:2]] == [("fp8", "128x128"), ("fp8", "1x32")]
+    assert found[2].rollout == "compute"
+    everywhere = {"targets": {"re:.*": "mxfp8"}}
+    assert vllm.from_vllm({"quantization": "online", "quantization_config": everywhere}).modules == ()
+
+
+@pytest.mark.parametrize(("arguments", "word"), [
+    ({"quantization": "online", "quantization_config": {"linear": "mxfp8"}}, "linear"),
+    ({"quantization": "online", "quantization_config": {"targets": {"*": "mxfp4"}}}, "mxfp4"),
+    ({"quantization": "mxfp8", "quantization_config": {"targets": {"*": "mxfp8"}}}, "never both"),
+    ({"quantization": "online"}, "never both"),
+])  # fmt: skip
+def test_online_settings_that_a_contract_cannot_describe_are_refused(arguments, word):
+    with pytest.raises(PrecisionError, match=word):
+        vllm.from_vllm(arguments)

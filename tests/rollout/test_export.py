@@ -86,6 +86,83 @@ def test_vllm_itself_loads_modelopts_layouts_and_gives_the_same_bits(engine, che
     assert not torch.equal(log_probs(loaded), right)
 
 
+RULES = (
+    ("*.layers.0.*", "mxfp8"),  # before the next one: the first rule that matches wins
+    ("*.linear_proj", "bf16"),
+    ("*.layers.2.*k_proj", "mxfp8"),  # q, k and v have one recipe
+    ("*.down_proj", "mxfp8"),
+)
+"""Two formats and BF16 in NVFP4's contract, by Megatron's names and by Hugging Face's."""
+
+
+def test_vllm_itself_loads_a_mixed_checkpoint_and_gives_the_same_bits(engine, checkpoint, tmp_path):
+    """Two formats and BF16 in one model, layer by layer, as the plugin has them. A rule that is another one is seen."""
+    precision = NVFP4.replace(modules=RULES)
+    selection = exported(checkpoint("llama"), tmp_path / "out", precision)
+    fly = engine(checkpoint("llama"), **fp8(**fields(precision)))
+    assert in_fp8(fly) == chosen(selection)
+    right, loaded = log_probs(fly), engine(tmp_path / "out")
+    assert right.isfinite().all()
+    assert torch.equal(log_probs(loaded), right)
+    other = precision.replace(modules=(("*.layers.2.*q_proj", "nvfp4"), *RULES))  # an earlier rule wins, in one layer
+    exported(checkpoint("llama"), tmp_path / "other", other)
+    assert not torch.equal(log_probs(engine(tmp_path / "other")), right)
+
+
+def test_vllm_holds_a_mixed_checkpoint_as_the_rules_say(checkpoint, tmp_path):
+    """vLLM's own classes on the export, and ours on the source: the same bytes under the same names."""
+    from support.rollout.in_process import build, same_bits
+
+    exported(checkpoint("qwen3"), tmp_path / "out", NVFP4.replace(modules=RULES))
+    theirs = build(tmp_path / "out", quantized=False)
+    ours = build(checkpoint("qwen3"), rollout="nvfp4", modules=[list(rule) for rule in RULES])
+    stored = {}
+    for name, layer in ours.named_modules():
+        if hasattr(layer, "quant_method") and "_proj" in name:
+            same = theirs.get_submodule(name)
+            parts = {part: held for part, held in layer.named_parameters() if part.startswith("weight")}
+            for part, held in parts.items():
+                in_theirs = getattr(same, "weight_scale" if part == "weight_scale_inv" else part)
+                assert same_bits(in_theirs.data.view(-1), held.data.view(-1)), (name, part)
+            stored.setdefault(len(parts), set()).add(name.removeprefix("model.layers."))
+    modules = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    mxfp8 = {f"0.{module}" for module in modules} | {"2.self_attn.qkv_proj"} | {f"{i}.mlp.down_proj" for i in (1, 2, 3)}
+    bf16 = {f"{i}.self_attn.o_proj" for i in (1, 2, 3)}
+    assert (stored[2], stored[1]) == (mxfp8, bf16)
+    assert stored[3] == {f"{i}.{module}" for i in range(4) for module in modules} - mxfp8 - bf16
+
+
+def test_vllm_reads_every_list_and_the_shapes_of_128x128_blocks(checkpoint, tmp_path):
+    """Its CPU build has no kernel for these, so this is its config's answer and its parameters, before any product."""
+    from support.rollout.in_process import build
+    from vllm.model_executor.layers.quantization import modelopt
+
+    precision = NVFP4.replace(modules=(*RULES[:3], ("*.linear_fc2", "tensorwise"), ("*.experts.*", "mxfp8")))
+    done = export(HuggingFace.open(checkpoint("qwen3")), tmp_path / "out", precision)
+    assert not reads_codes(sys.executable, done.plan)
+    for file in ("config.json", "hf_quant_config.json"):
+        said = json.loads((tmp_path / "out" / file).read_text())
+        read = modelopt.ModelOptMixedPrecisionConfig.from_config(said.get("quantization_config", said))
+        read.packed_modules_mapping = {
+            "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+            "gate_up_proj": ["gate_proj", "up_proj"],
+        }
+        for i in range(4):
+            at = f"model.layers.{i}."
+            assert read.is_layer_excluded(f"{at}self_attn.o_proj") == (i > 0)
+            names = ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")
+            right = ["NVFP4", "NVFP4", "FP8_PB_WO"] if i else ["MXFP8"] * 3
+            right[0] = "MXFP8" if i in (0, 2) else "NVFP4"
+            assert [read._resolve_quant_algo(at + name) for name in names] == right
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    weight, scale = (tensors[f"model.layers.1.mlp.down_proj.{part}"] for part in ("weight", "weight_scale"))
+    layer, shapes = torch.nn.Module(), modelopt.Shapes([weight.shape[0]], weight.shape[1], torch.bfloat16)
+    build(checkpoint("qwen3"), quantized=False)  # parameters ask for the number of workers
+    modelopt.KFp8Block128().create_weights(layer, modelopt.WEIGHT, modelopt.CkptCtx(), shapes, None)
+    for stored, parameter in ((weight, layer.weight), (scale, layer.weight_scale)):
+        assert (stored.shape, stored.dtype) == (parameter.shape, parameter.dtype)
+
+
 @pytest.mark.parametrize("how", ["experts in NVFP4", "experts in MXFP8", "activations in BF16"])
 def test_what_vllms_cpu_build_has_no_kernel_for_is_compared_decoded(engine, checkpoint, tmp_path, how):
     kind = "qwen3_moe" if "experts" in how else "llama"
