@@ -8,7 +8,10 @@
 
    The adder rounds: the last place of 2**23 is 1, ties go to even, and the low bits of the sum are the code. Two neighbouring BF16
    values are the halves of one 32-bit word and become one byte, which saves the shuffles. That is plain C, vectorized by the
-   compiler. Tame BF16, nearly all there is, runs on vectors by hand where there is AVX-512 or AVX2: a third fewer instructions. */
+   compiler. Tame BF16, nearly all there is, runs on vectors by hand where there is AVX-512 or AVX2: a third fewer instructions.
+
+   Columns are rows of a tile that was turned (fp4_turn.h). Rounding by chance reads a number for each value, so that whoever draws
+   them decides. 4 over 6 is a choice of factors, made before the cast. */
 
 #include "fp4_turn.h"
 
