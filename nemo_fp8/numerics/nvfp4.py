@@ -29,6 +29,8 @@ The edges are those of TE's kernels, which its Python shares but for NaN:
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from nemo_fp8.contract import Operand
@@ -142,13 +144,16 @@ def cast_rows(
     if operand.four_over_six is not None:
         choice = kernels.FourOverSix(operand.four_over_six, amax, LARGEST * operand.largest_scale, scaled_errors)
     tile_rows = 1 if operand.block == (1, BLOCK) else BLOCK
-    more = {"chance": chance, "four_over_six": choice}
-    found = kernels.quantize_fp4(matrix, encode, tile_rows, convention, signs=signs, **more)
+    cast_with = functools.partial(
+        kernels.quantize_fp4, encode=encode, tile_rows=tile_rows, convention=convention, chance=chance,
+        four_over_six=choice,
+    )  # fmt: skip
+    found = cast_with(matrix, signs=signs)
     if found is not None:
         return found
     if signs is not None or not matrix.is_contiguous():  # perhaps there is a kernel for it row by row
         matrix = transformed(matrix, signs)
-        found = kernels.quantize_fp4(matrix, encode, tile_rows, convention, **more)
+        found = cast_with(matrix)
     if found is None:
         found = cast_reference(matrix, operand, amax, convention=convention, chance=chance, scaled_errors=scaled_errors)
     return found

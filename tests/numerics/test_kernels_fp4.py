@@ -110,6 +110,18 @@ def test_scales_that_are_rounded_down_far():
         hold(x.bfloat16(), 1, torch.ones(1))
 
 
+@pytest.mark.parametrize(
+    ("convention", "encode", "first"), [("vllm", 2688.0, 32), ("te", 2.0**-20, 34), ("vllm", 2.0**-20, 34)]
+)
+def test_what_becomes_zero_when_it_is_multiplied_loses_its_sign(convention, encode, first):
+    """By vLLM's factor for a scale of 0, or by that of a huge amax; nothing else in the row is unusual."""
+    for tile_rows in OPERANDS:
+        x = torch.linspace(0.5, 1, 256).repeat(16, 1) / encode * 2688
+        x[:, first:48] = -(2.0**-126)
+        codes, _ = hold(x.bfloat16(), tile_rows, torch.tensor([encode]), convention)
+        assert not codes[:, first // 2 : 24].any()
+
+
 def test_a_scale_for_each_row():
     x = source((50, 96), torch.bfloat16, 1, "gaussian")
     hold(x, 1, torch.linspace(0.1, 4000, 50))

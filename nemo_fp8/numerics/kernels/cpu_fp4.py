@@ -65,7 +65,8 @@ def quantize(
     if library is None or not _takes(x, signs) or bool(encode.isnan().any()):
         return None
     rows, cols = x.shape
-    encode, amax = encode.contiguous(), four_over_six and four_over_six.amax.float().contiguous()
+    encode = encode.contiguous()
+    amax = None if four_over_six is None else four_over_six.amax.float().contiguous()
     chance = None if chance is None else chance.contiguous()
     codes, scales = out or (
         torch.empty(rows, cols // 2, dtype=torch.uint8),

@@ -8,7 +8,10 @@
 
    The adder rounds: the last place of 2**23 is 1, ties go to even, and the low bits of the sum are the code. Two neighbouring BF16
    values are the halves of one 32-bit word and become one byte, which saves the shuffles. That is plain C, vectorized by the
-   compiler. Tame BF16, nearly all there is, runs on vectors by hand where there is AVX-512 or AVX2: a third fewer instructions. */
+   compiler. Tame BF16, nearly all there is, runs on vectors by hand where there is AVX-512 or AVX2: a third fewer instructions.
+
+   Columns are rows of a tile that was turned (fp4_turn.h). Rounding by chance reads a number for each value, so that whoever draws
+   them decides. 4 over 6 is a choice of factors, made before the cast. */
 
 #include "fp4_turn.h"
 
@@ -85,25 +88,26 @@ static int amaxes(scratch4 *w, const char *x, int64_t step, int64_t rows, int64_
 /* E4M3 as fp8_rows.h rounds to it: the step at a magnitude is the last place of the magnitude times 2**20, in which the sum counts.
 
    Returns whether the blocks are tame: no value of theirs, multiplied, is as large as 7, which needs a code above 7, and none that
-   BF16 has, multiplied, becomes 0 for being small, which would lose its sign: the least factor is that of the largest scale. */
+   BF16 has, multiplied, becomes 0 for being small, which would lose its sign: the least factor is that of the largest scale, or
+   vLLM's of a scale that is 0. */
 INLINE int factors_by(const float *restrict amax, float encode, int rule, uint8_t *restrict scales, float *restrict factor, int64_t n) {
     const float most = 3.40282346638528859812e+38f, sixth = 1.0f / 6.0f, decode = 1.0f / encode, folded = encode * sixth;
     const float magic = value(147u << 23);
     const uint32_t least = 121u << 23, top = 0x43e00000u; /* 2**-6, 448 */
-    uint32_t largest = 0;
+    uint32_t largest = 0, zero = 0;
     for (int64_t t = 0; t < n; t++) {
         float s = rule == TE ? amax[t] * folded : rule == VLLM ? encode * (amax[t] * sixth) : amax[t] / 6.0f * encode;
         if (rule == FOUR) s *= 1.5f;
         uint32_t u = bits(s) < top ? bits(s) : top, e = (u > least ? u : least) & INFINITE;
         float step = value(e) * magic, sum = value(u) + step, d = (sum - step) * decode;
         scales[t] = (uint8_t)(bits(sum) + (e >> 20) - (least >> 20)); /* steps of the smallest normal on, and below it */
-        if (rule == VLLM) d = d == 0 ? 1e8f : d;
+        if (rule == VLLM) zero |= d == 0, d = d == 0 ? 1e8f : d;
         float f = 1.0f / d;
         factor[t] = f = f < most ? f : most;
         uint32_t reaches = bits(amax[t] * f);
         largest = reaches > largest ? reaches : largest;
     }
-    return largest < bits(7.0f) && 1.0f / (448.0f * decode) >= 0x1p-16f;
+    return !zero && largest < bits(7.0f) && 1.0f / (448.0f * decode) >= 0x1p-16f;
 }
 
 static int find_factors(const float *amax, float encode, int rule, uint8_t *scales, float *factor, int64_t n) {

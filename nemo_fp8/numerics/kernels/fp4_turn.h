@@ -9,13 +9,20 @@
 
 #include "fp8_tops.h"
 
-enum { PATCH = 16, WIDE = 32, HIGH = 512, APART = HIGH + 32 /* between turned rows: not a power of two, for the caches' sake */ };
+enum { AHEAD = 64, PATCH = 16, WIDE = 32, HIGH = 512, APART = HIGH + 32 /* between turned rows: not a power of two, for the caches' sake */ };
 
 typedef struct {
     float sums[PATCH * WIDE] __attribute__((aligned(64)));
     uint32_t patch[PATCH * WIDE] __attribute__((aligned(64)));
     uint32_t rows[WIDE * APART] __attribute__((aligned(64)));
 } turned;
+
+/* Prefetches a patch some rows ahead, in this tile or at the beginning of the next. Not more: rows that lie a power of two apart
+   share a few places in a cache. */
+INLINE void ask_for_patch(const char *x, const char *next, int64_t step, int64_t r, int64_t high, int64_t bytes) {
+    const char *from = r < high ? x + r * step : next + (r - high) * step;
+    for (int64_t i = 0; i < PATCH; i++) ask_for(from + i * step, bytes);
+}
 
 /* Patches at the right edge are filled up with zeros. */
 static const char *whole_patch(const char *x, int64_t *step, int64_t width, int64_t size, turned *t) {
@@ -101,7 +108,7 @@ static void turn_tile(const char *x, int64_t step, int64_t high, int64_t width, 
     int64_t size = bytes_of(source);
     for (int64_t r = 0; r < high; r += PATCH) {
         int64_t apart = step;
-        for (int64_t i = r; i < r + PATCH; i++) ask_for(ask + i * step, width * size);
+        ask_for_patch(x, ask, step, r + AHEAD, high, width * size);
         const char *patch = whole_patch(x + r * step, &apart, width, size, t);
         if (signs) transform(patch, apart, signs, t), patch = (const char *)t->patch, apart = WIDE * size;
         if (source == FP32) turn_words(patch, apart, t->rows + r);
@@ -114,7 +121,7 @@ static uint32_t top_of_transformed(const char *x, int64_t step, int64_t high, in
     uint16_t tops[WIDE], top = 0;
     for (int64_t r = 0; r < high; r += PATCH) {
         int64_t apart = step;
-        for (int64_t i = r; i < r + PATCH; i++) ask_for(ask + i * step, 2 * width);
+        ask_for_patch(x, ask, step, r + AHEAD, high, 2 * width);
         const char *patch = whole_patch(x + r * step, &apart, width, 2, t);
         transform(patch, apart, signs, t);
         const uint16_t *found = (const uint16_t *)t->patch;
