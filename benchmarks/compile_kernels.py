@@ -225,13 +225,15 @@ def variants() -> list[tuple[str, cuda.Launch]]:
 
 
 def sources() -> dict[str, str]:
-    """Return a digest of all that decides what is compiled, by file of kernels: the source, every launch, Triton's
-    version."""
-    digests = {}
+    """Return a digest of all that decides what is compiled, by file of kernels: its source and that of the kernels that
+    it takes from another file, every launch, Triton's version."""
+    folder, digests = Path(cuda.__file__).parent, {}
     for name, launch in variants():
         if launch.module not in digests:
-            source = Path(cuda.__file__).with_name(f"{launch.module}.py").read_bytes()
-            digests[launch.module] = hashlib.sha256(source + triton.__version__.encode())
+            source = (folder / f"{launch.module}.py").read_text(encoding="utf-8")
+            taken = re.findall(r"(?m)^from nemo_fp8\.numerics\.kernels\.(\w+) import", source)
+            source += "".join((folder / f"{module}.py").read_text(encoding="utf-8") for module in taken)
+            digests[launch.module] = hashlib.sha256((source + triton.__version__).encode())
         takes = [
             (a.dtype, a.shape, a.stride(), a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a
             for a in launch.arguments

@@ -16,6 +16,7 @@ from support.kernel_cases import (
     RULES,
     SOURCES,
     TILES,
+    build_for,
     compare_statistics,
     jobs_of_every_kind,
     large_results,
@@ -121,11 +122,7 @@ def test_decode_equals_dequantize(tile, element, dtype):
 @pytest.mark.parametrize("tile", [(1, 128), (1, 32), (128, 1), (1, 16)], ids=str)
 def test_decode_under_scales_at_the_ends_of_fp32(monkeypatch, tmp_path, tile, isa):
     """A scale times 256 may be infinite where the values are not, and values may be subnormal where scales are not."""
-    if isa == "avx2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("this processor has no AVX2")
-    if isa != "native":
-        monkeypatch.setattr(build, "MACHINE_FLAGS", (build.OTHERS[isa],))
-        monkeypatch.setattr(build, "library", build.library.__wrapped__)
+    build_for(isa, monkeypatch)
     numbers = {"e4m3": 0x7F, "e5m2": 0x7C}
     for element, end in numbers.items():
         below = torch.arange(end, dtype=torch.uint8)

@@ -95,9 +95,15 @@ def test_a_record_of_other_kernels_is_no_record(monkeypatch, tmp_path):
     for module in ("triton_kernels", "triton_fp4"):
         source = Path(triton_kernels.__file__).with_name(f"{module}.py").read_text()
         (tmp_path / f"{module}.py").write_text(source)
-    (tmp_path / "triton_kernels.py").write_text("# another\n")
     monkeypatch.setattr(cuda, "__file__", str(tmp_path / "cuda.py"))
-    assert set(compile_kernels.recorded()) == {("4", 90)}  # each file stands for its own programs
+    assert set(compile_kernels.recorded()) == {("", 90), ("4", 90)}
+    with (tmp_path / "triton_fp4.py").open("a") as file:
+        file.write("# another\n")
+    assert set(compile_kernels.recorded()) == {("", 90)}
+    (tmp_path / "triton_fp4.py").write_text(Path(triton_kernels.__file__).with_name("triton_fp4.py").read_text())
+    with (tmp_path / "triton_kernels.py").open("a") as file:
+        file.write("# another\n")
+    assert compile_kernels.recorded() == {}  # NVFP4's take some from there
 
 
 def test_the_machine_code_converts_in_hardware_too(cache):

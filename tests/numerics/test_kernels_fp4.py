@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_cases import FOUR_BIT_KINDS as KINDS
-from support.kernel_cases import SOURCES, same, values
+from support.kernel_cases import SOURCES, build_for, same, values
 from support.kernel_cases import four_bit_source as source
 
 from nemo_fp8.contract import Operand
@@ -82,11 +82,7 @@ def test_codes_and_scales_equal_the_specification(rows, blocks, dtype, kind, til
 @pytest.mark.parametrize("isa", ["native", *build.OTHERS])
 def test_the_rows_that_other_processors_get(monkeypatch, isa):
     """The same source for AVX2, and without any of this machine's instructions."""
-    if isa == "avx2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("this processor has no AVX2")
-    if isa != "native":
-        monkeypatch.setattr(build, "MACHINE_FLAGS", (build.OTHERS[isa],))
-        monkeypatch.setattr(build, "library", build.library.__wrapped__)
+    build_for(isa, monkeypatch)
     jobs_of_every_kind()
     every_mantissa()
 

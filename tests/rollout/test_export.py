@@ -69,16 +69,22 @@ def test_an_export_and_the_source_on_the_fly_are_bitwise_equal(engine, checkpoin
     assert torch.equal(log_probs(loaded), right)
 
 
+def loaded_as_on_the_fly(engine, source, folder, precision):
+    """Export, and return log-probs and the engine of the export, which quantizing on the fly gives to the bit."""
+    selection = exported(source, folder, precision)
+    fly = engine(source, **fp8(**fields(precision)))
+    assert in_fp8(fly) == chosen(selection)
+    right, loaded = log_probs(fly), engine(folder)
+    assert right.isfinite().all()
+    assert torch.equal(log_probs(loaded), right)
+    return right, loaded
+
+
 @pytest.mark.parametrize("precision", [NVFP4, MXFP8], ids=["nvfp4", "mxfp8"])
 def test_vllm_itself_loads_modelopts_layouts_and_gives_the_same_bits(engine, checkpoint, tmp_path, precision):
     """Without a word about us: config.json says it all. A scale that is another one is seen in what it answers."""
     precision = precision.replace(first_layers=1, keep=("*.layers.2.*q_proj",))
-    selection = exported(checkpoint("llama"), tmp_path / "out", precision)
-    fly = engine(checkpoint("llama"), **fp8(**fields(precision)))
-    assert in_fp8(fly) == chosen(selection)
-    right, loaded = log_probs(fly), engine(tmp_path / "out")
-    assert right.isfinite().all()
-    assert torch.equal(log_probs(loaded), right)
+    right, loaded = loaded_as_on_the_fly(engine, checkpoint("llama"), tmp_path / "out", precision)
     tensors = load_file(tmp_path / "out/model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight_scale"].view(torch.uint8)[0, 0] ^= 8  # an exponent, or half of one
     save_file(tensors, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
@@ -98,12 +104,7 @@ RULES = (
 def test_vllm_itself_loads_a_mixed_checkpoint_and_gives_the_same_bits(engine, checkpoint, tmp_path):
     """Two formats and BF16 in one model, layer by layer, as the plugin has them. A rule that is another one is seen."""
     precision = NVFP4.replace(modules=RULES)
-    selection = exported(checkpoint("llama"), tmp_path / "out", precision)
-    fly = engine(checkpoint("llama"), **fp8(**fields(precision)))
-    assert in_fp8(fly) == chosen(selection)
-    right, loaded = log_probs(fly), engine(tmp_path / "out")
-    assert right.isfinite().all()
-    assert torch.equal(log_probs(loaded), right)
+    right, _ = loaded_as_on_the_fly(engine, checkpoint("llama"), tmp_path / "out", precision)
     other = precision.replace(modules=(("*.layers.2.*q_proj", "nvfp4"), *RULES))  # an earlier rule wins, in one layer
     exported(checkpoint("llama"), tmp_path / "other", other)
     assert not torch.equal(log_probs(engine(tmp_path / "other")), right)

@@ -214,14 +214,16 @@ class Watched:
     """In the place of an engine's socket: slow, writes nothing, and counts those who came while another one wrote."""
 
     def __init__(self):
-        self.lock, self.messages, self.met = threading.Lock(), 0, 0
+        self.counting, self.inside, self.messages, self.met = threading.Lock(), 0, 0, 0
 
     def send_multipart(self, *arguments, **named):
-        self.met += not self.lock.acquire(blocking=False)
+        with self.counting:
+            self.met += self.inside > 0
+            self.inside += 1
+            self.messages += 1
         time.sleep(0.005)
-        self.messages += 1
-        if self.lock.locked():
-            self.lock.release()
+        with self.counting:
+            self.inside -= 1
 
 
 @pytest.mark.parametrize("with_a_refit", [True, False])
@@ -249,18 +251,20 @@ def test_two_threads_never_write_one_message(run, monkeypatch, with_a_refit):
 
 def test_a_message_that_was_begun_before_is_waited_for(run, monkeypatch):
     llm, _ = run("qwen3")
-    core, socket, ended = llm.llm_engine.engine_core, llm.llm_engine.engine_core.input_socket, []
+    core = llm.llm_engine.engine_core
+    socket, begun, ended = core.input_socket, threading.Event(), []
     monkeypatch.delitem(vars(core), "_send_input", raising=False)
 
     class Slow:
         def send_multipart(self, *arguments, **named):
+            begun.set()
             time.sleep(0.5)
             ended.append(socket.send_multipart(*arguments, **named))
 
     monkeypatch.setattr(core, "input_socket", Slow())
     with ThreadPoolExecutor(1) as other:
         asked = other.submit(llm.collective_rpc, "nemo_fp8_report")
-        time.sleep(0.1)
+        assert begun.wait(60)
         Refit(llm)
         assert ended
         asked.result(60)

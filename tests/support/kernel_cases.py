@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS
+from nemo_fp8.numerics.kernels import build
 from nemo_fp8.numerics.quantize import quantize_reference
 from nemo_fp8.numerics.quantized import Quantized
 
@@ -73,6 +75,15 @@ def same(fast: torch.Tensor, slow: torch.Tensor) -> None:
     assert not len(wrong), (
         f"{len(wrong)} of {len(a)} bytes differ, first at {wrong[0]}: {a[wrong[0]]} instead of {b[wrong[0]]}"
     )
+
+
+def build_for(isa, monkeypatch):
+    """Give a test the kernels of another instruction set, or the ``native`` ones; skip it where they cannot run."""
+    if isa == "avx2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this processor has no AVX2")
+    if isa != "native":
+        monkeypatch.setattr(build, "MACHINE_FLAGS", (build.OTHERS[isa],))
+        monkeypatch.setattr(build, "library", build.library.__wrapped__)
 
 
 def compare_statistics(fast, slow, sums: bool) -> None:
