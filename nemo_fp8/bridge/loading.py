@@ -26,6 +26,7 @@ __needs__ = require("bridge")
 
 import torch
 
+from nemo_fp8.bridge.saving import agree_before_saving
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.train.kept import keep_modules
@@ -41,7 +42,8 @@ MEGATRONS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allr
 
 
 def look_after_weights(provider: Any, precision: Precision) -> None:
-    """Have a provider's model, once built: loaded exactly, out of FP8 where the contract keeps it, and compared.
+    """Have a provider's model, once built: loaded exactly, out of FP8 where the contract keeps it, compared, and saved
+    so that every rank can resume.
 
     Hooks that are registered later, as Bridge does for adapters, run after ours. Called again it changes nothing.
     """
@@ -107,7 +109,8 @@ class _Exactly:
 
 
 class _AfterLoading:
-    """The last hook: takes out of FP8 what the contract keeps, and compares the rest with what masters are made of."""
+    """The last hook: takes out of FP8 what the contract keeps, compares the rest with what masters are made of, and
+    prepares the model for checkpoints."""
 
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
@@ -115,6 +118,8 @@ class _AfterLoading:
     def __call__(self, models: Models) -> Models:
         keep_modules(models, self.precision)
         require_first_values(models)
+        if self.precision.scaling == "delayed":
+            agree_before_saving(models)
         return models
 
 

@@ -1,22 +1,19 @@
-"""Keep validation and checkpoints from changing the amaxes of delayed scaling.
+"""Keep validation and checkpoints from changing the amaxes of delayed scaling, in NeMo's runs.
 
-TransformerEngine collects amaxes in the first row of a history. The next forward that has a backward turns the row
-into scales. Two things interfere:
+``amax_histories.py`` says what the first row of a history is. Two things interfere with it:
 
     validation      adds its amaxes to the row, as if they were of training. The row is restored at its end
-    a checkpoint    saves the state of one tensor-parallel rank. Between an optimizer step and the next forward the row
-                    holds amaxes of FP8 weights that differ by rank. They are reduced before the checkpoint is written
-
-Reducing early changes no result: after the next forward TE takes the same maximum over the same ranks.
+    a checkpoint    saves the row of one tensor-parallel rank. The ranks agree on it before the checkpoint is written
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+
+from nemo_fp8.train.amax_histories import agree_among_ranks, amax_histories
 
 
 class ForgetValidation(Callback):
@@ -41,30 +38,9 @@ class ForgetValidation(Callback):
 class AgreeBeforeSaving(Callback):
     """A callback that reduces amaxes over TE's group of ranks before a checkpoint is saved."""
 
-    @torch.no_grad()
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Take the maximum over the ranks over which TE takes it."""
-        from megatron.core import parallel_state
-
-        rows = [history[0] for history in _histories(trainer)]
-        if not rows:
-            return
-        alone = trainer.strategy.lightning_module.config.tp_only_amax_red
-        group = parallel_state.get_amax_reduction_group(with_context_parallel=True, tp_only_amax_red=alone)
-        largest = torch.cat(rows)
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
-        for row, agreed in zip(rows, torch.split(largest, [len(row) for row in rows]), strict=True):
-            row.copy_(agreed)
-
-
-def amax_histories(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the amax histories of every FP8 module of TransformerEngine in a model."""
-    for module in model.modules():
-        meta = getattr(module, "fp8_meta", None) or {}
-        for key in ("scaling_fwd", "scaling_bwd"):
-            history = getattr(meta.get(key), "amax_history", None)
-            if history is not None:
-                yield history
+        agree_among_ranks(_histories(trainer), trainer.strategy.lightning_module.config)
 
 
 def _histories(trainer: Any) -> list[torch.Tensor]:

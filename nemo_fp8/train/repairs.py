@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.train.amax_histories import amax_histories
 from nemo_fp8.train.checks import Run
-from nemo_fp8.train.delayed_amaxes import AgreeBeforeSaving, ForgetValidation, amax_histories
+from nemo_fp8.train.delayed_amaxes import AgreeBeforeSaving, ForgetValidation
 from nemo_fp8.train.mxfp8_gather import Mxfp8Gather, Mxfp8Start
 
 logger = logging.getLogger("nemo_fp8")

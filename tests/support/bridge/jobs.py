@@ -94,7 +94,6 @@ PAIR = {
     "mxfp8": {"contract": MXFP8},
     "nvfp4": {"contract": NVFP4, **FEW},
     "mxfp8-overlapped": {"contract": MXFP8, "ddp": OVERLAPPED},
-    "delayed-split": {"contract": DELAYED, "model": SPLIT, **FEW},
     "tensorwise-experts": {
         "contract": TENSORWISE,
         "experts": True,
@@ -104,6 +103,7 @@ PAIR = {
     "delayed-loaded": {"contract": DELAYED, "hf": "{folder}/llama", "model": SPLIT, **FEW},
     "exported": {"contract": MXFP8, "hf": "{folder}/llama", "export": "{folder}/exported.safetensors", **FEW},
     **dict(_resumed("delayed-resumed", contract=DELAYED)),
+    **dict(_resumed("delayed-split", contract=DELAYED, model=SPLIT)),
 }
 
 
