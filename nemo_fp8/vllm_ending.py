@@ -18,13 +18,18 @@ from typing import Any
 THREADS = ("EngineCoreOutputQueueThread", "MPClientEngineMonitor")
 
 
-def end(llm: Any, patience: float = 5.0) -> None:
-    """End the engine and its processes, and wait until its threads are gone; those of other engines stay."""
-    before = alive()
-    llm.llm_engine.engine_core.shutdown()
+def end(llm: Any, patience: float = 5.0) -> bool:
+    """End the engine and its processes, and wait until its threads are gone; those of other engines stay.
+
+    Returns whether they are gone. An engine without a process of its own has none.
+    """
+    core = llm.llm_engine.engine_core
+    before = alive() if hasattr(core, "call_utility") else Counter[str]()
+    core.shutdown()
     deadline = time.monotonic() + patience
-    while any(alive()[name] == count for name, count in before.items()) and time.monotonic() < deadline:
+    while not (gone := all(alive()[name] < count for name, count in before.items())) and time.monotonic() < deadline:
         time.sleep(0.01)
+    return gone
 
 
 def alive() -> Counter[str]:

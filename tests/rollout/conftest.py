@@ -1,8 +1,10 @@
 """For every rollout test: checkpoints, and real vLLM engines that are started once for each set of arguments.
 
-An engine start costs 15 to 20 seconds, so tests share them: ``engine`` gives the running one where the arguments are
-the same, and ends the one that was used longest ago where there are too many for a small machine. vLLM starts its
-processes by spawning, which imports the main module again; pytest's own is safe to import.
+An engine start in processes of its own costs 15 to 20 seconds, and in the test's process one. So a test asks for one
+that runs ``apart`` where this is what it is about: messages, threads, signals, memory that two processes share. Tests
+share engines as well: ``engine`` gives the running one where the arguments are the same, and ends the one that was used
+longest ago where there are too many for a small machine. vLLM starts its processes by spawning, which imports the main
+module again; pytest's own is safe to import.
 """
 
 import importlib.util
@@ -89,18 +91,18 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine():
-    """``engine(folder, **arguments)`` is a running ``vllm.LLM``, and ``.as_started`` what it answered first. At most
-    two run at once."""
+    """``engine(folder, apart=False, **arguments)`` is a running ``vllm.LLM``, and ``.as_started`` what it answered
+    first. At most two run at once."""
     from support.rollout import engines
 
     running = OrderedDict()
 
-    def give(folder, **arguments):
-        key = repr((str(folder), sorted(arguments.items())))
+    def give(folder, *, apart=False, **arguments):
+        key = repr((str(folder), apart, sorted(arguments.items())))
         if key not in running:
             while len(running) > 1:
                 engines.stop(running.popitem(last=False)[1])
-            running[key] = engines.start(folder, **arguments)
+            running[key] = engines.start(folder, apart=apart, **arguments)
             running[key].as_started = engines.log_probs(running[key], 1, 200)  # before anything was pushed
         running.move_to_end(key)
         return running[key]

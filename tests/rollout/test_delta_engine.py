@@ -28,7 +28,7 @@ def _dying(tensors, after):
 
 def test_changes_in_an_engine(engine, checkpoint):
     """As a push of everything leaves it; taken back, and served, where the sender dies between two patches."""
-    llm = engine(checkpoint("qwen3", 0), **fp8())
+    llm = engine(checkpoint("qwen3", 0), apart=True, **fp8())
     tensors = load_file(checkpoint("qwen3", 0) / "model.safetensors")
     Refit(llm).push(stepped(tensors)).require()
     expected = log_probs(llm, 1, 200)

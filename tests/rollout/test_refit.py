@@ -45,7 +45,7 @@ def run(engine, checkpoint):
 
     def give(row):
         kind, fields = ENGINES[row]
-        llm = engine(checkpoint(kind, 0), **fp8(**fields))
+        llm = engine(checkpoint(kind, 0), apart=True, **fp8(**fields))
         return llm, lambda: log_probs(llm, 1, 200)
 
     return give
@@ -176,7 +176,7 @@ def fresh(run, engine, checkpoint, weights):
     from them."""
     llm, _ = run("qwen3")
     Refit(llm).push(weights("qwen3", 0))
-    return [unfinished.answer(llm), unfinished.answer(engine(checkpoint("qwen3", 1), **fp8()))]
+    return [unfinished.answer(llm), unfinished.answer(engine(checkpoint("qwen3", 1), apart=True, **fp8()))]
 
 
 @pytest.mark.parametrize("running", unfinished.MODES)

@@ -82,7 +82,7 @@ def test_fifty_pushes_of_changes_leave_memory_flat(executor):
 )
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_every_way_to_store_weights(engine, checkpoint, kind, fields):
-    llm = engine(checkpoint(kind, 0), **fp8(**fields))
+    llm = engine(checkpoint(kind, 0), apart=True, **fp8(**fields))
     Refit(llm).push(load_file(checkpoint(kind, 1) / "model.safetensors"), verify=True).require()
     assert not torch.equal(log_probs(llm, 1, 200), llm.as_started)
     Refit(llm).push(load_file(checkpoint(kind, 0) / "model.safetensors"), verify=True).require()
@@ -92,7 +92,7 @@ def test_every_way_to_store_weights(engine, checkpoint, kind, fields):
 @pytest.mark.long
 def test_scales_of_an_fp8_cache_come_along(engine, checkpoint):
     """Pushed scales change the answers, are what a calibrated engine would have, and go with the weights."""
-    llm = engine(checkpoint("qwen3", 0), **engine_args(Precision(rollout="fp8", kv_cache="fp8")))
+    llm = engine(checkpoint("qwen3", 0), apart=True, **engine_args(Precision(rollout="fp8", kv_cache="fp8")))
     weights = load_file(checkpoint("qwen3", 0) / "model.safetensors")
     plain = log_probs(llm, 1, 200)
     scales = {f"model.layers.{i}.self_attn.attn.{which}_scale": torch.tensor(0.05) for i in range(4) for which in "kv"}
@@ -121,7 +121,7 @@ def test_a_push_takes_no_more_memory_than_its_chunk(engine, checkpoint):
     size."""
     chunk, slack = 8 << 20, 12 << 20  # slack: strips of codes, one tensor of the file, allocators
     path = checkpoint("qwen3", 1, hidden=1024, layers=6, intermediate=3072) / "model.safetensors"
-    llm = engine(checkpoint("qwen3", 0, hidden=1024, layers=6, intermediate=3072), **fp8())
+    llm = engine(checkpoint("qwen3", 0, hidden=1024, layers=6, intermediate=3072), apart=True, **fp8())
     refit, me = Refit(llm, chunk=chunk), psutil.Process()
 
     def tensors():  # read, and not mapped: pages of the file would count as memory

@@ -28,7 +28,7 @@ def test_a_transfer_is_bitwise_a_push(engine, checkpoint):
         "worker_extension_cls": "support.rollout.refit_door.DoorWorker",
         "weight_transfer_config": {"backend": "nemo_fp8_files"},
     }
-    llm = engine(checkpoint("llama_tied", 0), **arguments)
+    llm = engine(checkpoint("llama_tied", 0), apart=True, **arguments)
     llm.init_weight_transfer_engine({"init_info": {}})
 
     def send(seed, change=lambda names: names):
@@ -45,7 +45,7 @@ def test_a_transfer_is_bitwise_a_push(engine, checkpoint):
     new = log_probs(llm, 1, 200)
     send(0)
     assert torch.equal(log_probs(llm, 1, 200), old)
-    fresh = engine(checkpoint("llama_tied", 1), **fp8())
+    fresh = engine(checkpoint("llama_tied", 1), apart=True, **fp8())
     assert torch.equal(new, log_probs(fresh, 1, 200))
     with pytest.raises(Exception, match=r"did not come|lacks"):
         send(1, lambda names: names[:-3])

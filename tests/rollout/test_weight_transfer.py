@@ -51,7 +51,7 @@ def test_what_this_vllm_has_is_what_the_table_says():
 
 @pytest.fixture
 def llm(engine, checkpoint):
-    llm = engine(checkpoint("qwen3", 0), **fp8(), **BACKEND)
+    llm = engine(checkpoint("qwen3", 0), apart=True, **fp8(), **BACKEND)
     Refit(llm).push(dict(tensors_of(checkpoint("qwen3", 0)))).require()
     return llm
 
@@ -69,7 +69,7 @@ def test_a_push_by_name_is_any_push(llm, engine, checkpoint):
     assert llm.get_weight_version() == plain.weight_version == "step 7"
     assert (plain.fingerprint, plain.tensors) == (receipt.fingerprint, receipt.tensors)
     assert trainer.send_weights("step 8").weight_version == llm.get_weight_version() == "step 8"
-    fresh = engine(checkpoint("qwen3", 1), **fp8())
+    fresh = engine(checkpoint("qwen3", 1), apart=True, **fp8())
     assert torch.equal(new, log_probs(fresh, 1, 200))
     assert not torch.equal(new, old)
     trainer.shutdown()
@@ -126,7 +126,7 @@ def test_no_update_from_outside_is_believed(llm, checkpoint):
 @pytest.mark.long
 def test_an_engine_without_our_extension_and_a_client_of_a_framework(engine, checkpoint):
     arguments = {name: value for name, value in fp8().items() if name != "worker_extension_cls"}
-    llm = engine(checkpoint("qwen3", 0), **arguments, **BACKEND)
+    llm = engine(checkpoint("qwen3", 0), apart=True, **arguments, **BACKEND)
     source = Weights(checkpoint("qwen3", 1))
     told = trainer_of(FourCalls(llm), source, verify=True).send_weights()
     assert told.verified
@@ -136,7 +136,7 @@ def test_an_engine_without_our_extension_and_a_client_of_a_framework(engine, che
     assert (
         trainer_of(FourCalls(llm), source, caller_pauses=True).send_weights().require().fingerprint == told.fingerprint
     )
-    fresh = engine(checkpoint("qwen3", 1), **fp8())
+    fresh = engine(checkpoint("qwen3", 1), apart=True, **fp8())
     assert torch.equal(log_probs(llm, 1, 200), log_probs(fresh, 1, 200))
 
 

@@ -1,5 +1,9 @@
 """Starting, asking and ending real vLLM engines."""
 
+import os
+import tempfile
+from unittest import mock
+
 import torch
 
 from support.rollout.models import VOCABULARY
@@ -16,20 +20,35 @@ SMALL = {
 }
 
 
-def start(folder, **arguments):
-    """A small engine on this checkpoint."""
+def start(folder, *, apart=True, **arguments):
+    """A small engine on this checkpoint, in processes of its own as vLLM has it by default; not ``apart``, in this one,
+    which answers the same and starts in a second and not in fifteen."""
     from vllm import LLM
 
-    return LLM(model=str(folder), **(SMALL | arguments))
+    if not apart:
+        one_worker()
+    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}):
+        return LLM(model=str(folder), **(SMALL | arguments))
 
 
 def stop(llm):
     """End an engine, every process of it, and its threads here."""
-    from nemo_fp8.vllm_ending import alive, end
+    from nemo_fp8.vllm_ending import end
 
-    before = alive()
-    end(llm)
-    assert all(alive()[name] < count for name, count in before.items()), "Python's exit could meet a thread in C++"
+    assert end(llm), "Python's exit could meet a thread in C++"
+
+
+def one_worker():
+    """Make the groups of a single worker in this process, once: of a config without a model, so that models with
+    experts and without find theirs."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        return
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/meeting", 0, backend="gloo")
+        parallel_state.initialize_model_parallel(1, 1)
 
 
 def prompts(count=8, length=24, seed=123):

@@ -5,7 +5,6 @@ a layer is stored and what it computes by itself. What engines do with it is ask
 """
 
 import os
-import tempfile
 from types import SimpleNamespace
 
 import torch
@@ -14,7 +13,7 @@ from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_reference
 from nemo_fp8.rollout.refit.control import PREFIX
 from nemo_fp8.rollout.refit.worker.held import NemoFp8Held
-from support.rollout.engines import SMALL, fp8
+from support.rollout.engines import SMALL, fp8, one_worker
 
 
 def build(folder, engine=None, quantized=True, **contract):
@@ -27,8 +26,8 @@ def build(folder, engine=None, quantized=True, **contract):
     arguments = {name: value for name, value in SMALL.items() if name != "disable_log_stats"}
     arguments |= fp8(**contract) if quantized else {}
     config = EngineArgs(model=str(folder), **arguments | (engine or {})).create_engine_config()
+    one_worker()
     with set_current_vllm_config(config):
-        _one_worker()
         model = get_model(vllm_config=config)
     model.vllm_config = config
     return model
@@ -41,16 +40,6 @@ def call(model, name, *arguments):
     with set_current_vllm_config(model.vllm_config), torch.inference_mode():
         out = model.get_submodule(name)(*arguments)
     return out[0] if isinstance(out, tuple) else out
-
-
-def _one_worker():
-    from vllm.distributed import parallel_state
-
-    if not torch.distributed.is_initialized():
-        meeting = f"file://{tempfile.mkdtemp()}/meeting"
-        parallel_state.init_distributed_environment(1, 0, meeting, 0, backend="gloo")
-    parallel_state.destroy_model_parallel()  # a MoE model wants a group more than others
-    parallel_state.initialize_model_parallel(1, 1)
 
 
 class Worker(NemoFp8Held):

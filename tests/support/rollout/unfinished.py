@@ -3,7 +3,7 @@
 
 Run as a script it is the case of an engine whose EngineCore lives in the same process:
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 python tests/rollout/unfinished.py FOLDER OTHER_FOLDER
+    python tests/rollout/unfinished.py FOLDER OTHER_FOLDER
 """
 
 import os
@@ -111,7 +111,7 @@ def within_steps(llm, weights, fresh, running):
 
 def in_this_process(folder, other):
     """Both cases in all modes, in a Python of its own."""
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": f"{TESTS}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{ROOT}"}
     command = [sys.executable, __file__, str(folder), str(other)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -123,7 +123,7 @@ def main(*folders):
     from support.rollout import engines
 
     llm, weights = (
-        engines.start(folders[0], **engines.fp8()),
+        engines.start(folders[0], apart=False, **engines.fp8()),
         [load_file(Path(folder) / "model.safetensors") for folder in folders],
     )
     assert not hasattr(llm.llm_engine.engine_core, "call_utility")
