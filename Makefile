@@ -9,6 +9,8 @@ BRIDGE := .venv-bridge
 # Pure-Python wheels that tests read by file. They lie apart: the rollout environment has no TransformerEngine and no Megatron-Bridge,
 # and torchao is a peer that nothing here depends on.
 APART := transformer-engine==2.20.2 megatron-bridge==0.3.1 torchao==0.18.0
+# verl, SkyRL and TRL: tests have their own classes read what is rendered for them. No other Python should find them.
+PEERS := .peers
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # OpenMP's threads spin while they wait, and two programs that do so on two cores are ten times slower than one after the other.
@@ -33,7 +35,7 @@ help:
 # Side by side: pip spends its time unpacking, on one core. It would compile on that core, too; COMPILE takes both, and leaves tests out.
 COMPILE := -m compileall -qq -j 2 -x '/tests?/'
 setup:
-	@$(MAKE) --silent --no-print-directory -j2 $(BRIDGE)/.installed $(ROLLOUT)/.installed .te/.installed
+	@$(MAKE) --silent --no-print-directory -j2 $(BRIDGE)/.installed $(ROLLOUT)/.installed .te/.installed $(PEERS)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py constraints/training.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11), (3, 12)) else f"make setup needs Python 3.10 to 3.12, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11 setup")'
@@ -56,6 +58,12 @@ $(ROLLOUT)/.installed: pyproject.toml setup.py constraints/rollout.txt
 .te/.installed: Makefile
 	rm -rf .te
 	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --target .te $(APART)
+	@touch $@
+
+# SkyRL asks for Python 3.12, which its configurations do not need.
+$(PEERS)/.installed: constraints/peers.txt
+	rm -rf $(PEERS)
+	$(PYTHON) -m pip install -qq --root-user-action=ignore --no-deps --ignore-requires-python --target $(PEERS) --requirement $<
 	@touch $@
 
 # Only what differs from $(VENV) lies here: 26 MB, in seven seconds. All else is found there, after what is here.
@@ -119,4 +127,4 @@ format: setup
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(BRIDGE) $(ROLLOUT) .te .site site build dist *.egg-info
+	rm -rf $(VENV) $(BRIDGE) $(ROLLOUT) .te $(PEERS) .site site build dist *.egg-info

@@ -1,6 +1,7 @@
 """What the renderers of verl, SkyRL, slime and TRL share: the source that was read, and one rendering for two sides.
 
-None of the four was run here: their keys were read from their sources, which ``SOURCES`` names. Each has FP8 rollouts
+None of the four trained here: their keys were read from their sources, which ``SOURCES`` names, and verl's, SkyRL's and
+TRL's own classes read what is rendered for them in ``tests/render/test_peers.py``. Each has FP8 rollouts
 of its own, described by the contract fields that they imply. An FP8 rollout is written if the contract's is one of
 them; else it is left out and named as lost, since a rollout with other blocks or scales is no better than one in BF16.
 """
@@ -47,6 +48,8 @@ BLOCKS_OF_128: dict[str, Any] = {
     "last_layers": 0,
     "keep": (),
 }
+MEGATRON = "megatron"
+"""The trainer that verl and SkyRL have to be told to take: by themselves they train with FSDP."""
 COMMON_REASONS = {
     "strict": "It fails in the first step on a shape that FP8 cannot hold.",
     "keep": "Its training keeps whole layers at the ends only, and no modules by name.",
@@ -81,6 +84,16 @@ def require_compute(framework: str, precision: Precision, dtypes: Mapping[str, s
             f"compute={precision.compute!r} in {framework}.",
             why,
             f"Set compute={next(iter(dtypes.values()))!r}, or render to nemo or bridge.",
+        )
+
+
+def require_megatron(framework: str, key: str, given: Mapping[str, Any]) -> None:
+    """Raise PrecisionError if settings choose another trainer than Megatron, which would pass over Megatron's keys."""
+    if (chosen := given.get(key, MEGATRON)) != MEGATRON:
+        raise PrecisionError(
+            f"{key}={chosen!r} in {framework}.",
+            f"{framework}'s other trainers take no notice of Megatron's settings, and train in the compute dtype.",
+            f"Set {key}={MEGATRON}, or check the rollout alone.",
         )
 
 

@@ -19,6 +19,7 @@ from nemo_fp8.render import frameworks, overrides, vllm
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, same, write
 
+TRAINER = "trainer.strategy"
 _MEGATRON, _ENGINE = "trainer.policy.megatron_config", "generator.inference_engine"
 _DTYPES = {"bfloat16": "bf16"}
 
@@ -67,7 +68,7 @@ def to_skyrl(precision: Precision) -> dict[str, Any]:
     if not p.deep_gemm:
         del said[_BACKEND]
     said[LOG_PROBS] = 0 if p.importance_sampling else None
-    return overrides.to_overrides(trained, SECTIONS) | said | _rollout(p)
+    return {TRAINER: frameworks.MEGATRON} | overrides.to_overrides(trained, SECTIONS) | said | _rollout(p)
 
 
 def environment(precision: Precision) -> dict[str, str]:
@@ -93,7 +94,9 @@ def _rollout(p: Precision) -> dict[str, Any]:
 def read_skyrl(given: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[Precision, Precision]:
     """Return the training side and the rollout side of these overrides and variables, each as a contract."""
     plugin = {key.removeprefix(f"{PLUGIN}."): value for key, value in given.items() if key.startswith(f"{PLUGIN}.")}
-    known = (*overrides.keys(SECTIONS), MODE, QUANTIZATION, LOG_PROBS, *(f"{PLUGIN}.{name}" for name in plugin))
+    frameworks.require_megatron("SkyRL", TRAINER, given)
+    ours = (TRAINER, MODE, QUANTIZATION, LOG_PROBS, *(f"{PLUGIN}.{name}" for name in plugin))
+    known = (*overrides.keys(SECTIONS), *ours)
     modes = {
         MODE: Setting("rollout", None, same(None, *MODES)),
         QUANTIZATION: Setting("rollout", None, same(None, vllm.PLUGIN)),

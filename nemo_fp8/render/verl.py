@@ -18,6 +18,7 @@ from nemo_fp8.render import frameworks, overrides
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, write
 
+TRAINER = "model_engine"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -55,13 +56,15 @@ def to_verl(precision: Precision) -> dict[str, Any]:
     if not p.deep_gemm:
         del said[_BACKEND]  # older vLLMs know no such argument
     environment = {f"{ENVIRONMENT}.{name}": value for name, value in te_environment(p).items()}
-    return overrides.to_overrides(p, SECTIONS) | environment | said | {LOG_PROBS: p.importance_sampling}
+    trainer = {TRAINER: frameworks.MEGATRON}
+    return trainer | overrides.to_overrides(p, SECTIONS) | environment | said | {LOG_PROBS: p.importance_sampling}
 
 
 def read_verl(given: Mapping[str, Any]) -> tuple[Precision, Precision]:
     """Return the training side and the rollout side of these overrides, each as a contract."""
     variables = {f"{ENVIRONMENT}.{name}": name for name in VARIABLES}
-    known = (*overrides.keys(SECTIONS), *variables, LOG_PROBS)
+    known = (TRAINER, *overrides.keys(SECTIONS), *variables, LOG_PROBS)
+    frameworks.require_megatron("verl", TRAINER, given)
     fields = frameworks.read_settings("verl", SETTINGS, given, known)
     train = overrides.from_overrides(given, SECTIONS, fields.get("compute", "bf16"))
     environment = {name: given[key] for key, name in variables.items() if key in given}
@@ -71,9 +74,11 @@ def read_verl(given: Mapping[str, Any]) -> tuple[Precision, Precision]:
 
 
 def render(precision: Precision) -> Rendering:
-    """Render the overrides as lines of a command; ``++`` adds a key or takes the place of one."""
+    """Render the overrides as lines of a command; ``++`` adds a key or takes the place of one, and the trainer is a
+    choice among files of verl's."""
     data = to_verl(precision)
     notes = ["For verl's Megatron engine and vLLM; its FSDP engine trains in the compute dtype only."]
-    text = " \\\n".join(shlex.quote(f"++{name}={overrides.hydra(value)}") for name, value in data.items())
+    words = (f"{'' if name == TRAINER else '++'}{name}={overrides.hydra(value)}" for name, value in data.items())
+    text = " \\\n".join(map(shlex.quote, words))
     reasons = frameworks.why_not_blocks_of_128("verl", precision) | frameworks.COMMON_REASONS
     return frameworks.both_sides("verl", "verl", precision, text, data, read_verl(data), reasons, notes)

@@ -36,7 +36,7 @@ def test_what_pip_fetches_is_kept_from_run_to_run(job):
     (python,) = (step["with"] for step in job["steps"] if step.get("uses", "").startswith("actions/setup-python@"))
     assert python["cache"] == "pip"
     kept = {str(path.relative_to(ROOT)) for path in ROOT.glob(python["cache-dependency-path"])}
-    assert kept == {f"constraints/{name}.txt" for name in ("training", "bridge", "rollout", "site")}
+    assert kept == {f"constraints/{name}.txt" for name in ("training", "bridge", "rollout", "site", "peers")}
 
 
 def test_it_may_only_read(job):

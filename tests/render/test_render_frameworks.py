@@ -193,6 +193,7 @@ def test_the_text_says_what_the_data_says():
     for to, data, mark in (("verl", render(p, "verl").data, "++"), ("skyrl", render(p, "skyrl").data["overrides"], "")):
         lines = [line for line in render(p, to).text.split("\n") if not line.startswith("export ")]
         words = shlex.split(" ".join(lines).replace("\\ ", ""))
+        assert all(word.startswith((mark, verl.TRAINER)) for word in words)
         pairs = [word.removeprefix(mark).split("=", 1) for word in words]
         assert {name: yaml.safe_load(value) for name, value in pairs} == data
     text = render(p, "slime").text
@@ -257,6 +258,8 @@ def test_a_contract_that_a_framework_cannot_hold_at_all_is_one_clear_error(to, c
             ),
             "contradict each other",
         ),
+        (lambda: verl.read_verl({verl.TRAINER: "dp"}), "model_engine=megatron"),
+        (lambda: skyrl.read_skyrl({skyrl.TRAINER: "fsdp"}, {}), "trainer.strategy=megatron"),
         (lambda: skyrl.read_skyrl({skyrl.MODE: "serialized"}, {}), "blockwise"),
         (lambda: skyrl.read_skyrl({skyrl.QUANTIZATION: "fp8"}, {}), "nemo_fp8"),
         (lambda: slime.read_slime("--bf16 --sglang-kv-cache-dtype fp8", None), "fp8_e4m3"),
@@ -278,7 +281,7 @@ def test_the_page_names_every_key_and_the_source_it_was_read_from():
         assert f"{source.repository} {source.commit}" in page
         assert source.date in page
         assert f"| {source.release or 'none on PyPI'}" in page
-    keys = [*verl.SETTINGS, *verl.SECTIONS.values(), verl.ENVIRONMENT, verl.LOG_PROBS]
+    keys = [verl.TRAINER, skyrl.TRAINER, *verl.SETTINGS, *verl.SECTIONS.values(), verl.ENVIRONMENT, verl.LOG_PROBS]
     keys += [*skyrl.SETTINGS, *skyrl.SECTIONS.values(), skyrl.MODE, skyrl.QUANTIZATION, skyrl.PLUGIN, skyrl.LOG_PROBS]
     keys += [*slime.SETTINGS, slime.CORRECTION, slime.VARIABLES, slime.CHECKPOINT, *trl.CONFIG, "--kv_cache_dtype"]
     assert [key for key in keys if f"`{key}" not in page] == []

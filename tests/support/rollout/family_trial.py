@@ -5,9 +5,7 @@ in_engines    two engines that start from two checkpoints; the first is pushed t
 """
 
 import json
-import os
 import re
-from unittest import mock
 
 import torch
 
@@ -90,9 +88,8 @@ def computed(receipt):
 def in_engines(root, family):
     """Whether an engine that was pushed to answers bit by bit as one that was started from the same weights."""
     old, new = folders(root, family)
-    with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"):  # engines of this process start in seconds
-        fresh = _answers(new)[0]
-        started, pushed, back = _answers(old, weights_of(new), weights_of(old))
+    fresh = _answers(new)[0]
+    started, pushed, back = _answers(old, weights_of(new), weights_of(old))
     return {
         "as a fresh engine": torch.equal(pushed, fresh),
         "back again": torch.equal(back, started),
@@ -102,7 +99,7 @@ def in_engines(root, family):
 
 
 def _answers(folder, *pushes):
-    llm = engines.start(folder, distributed_executor_backend="uni", **engines.fp8(weight_scale="pow2"))
+    llm = engines.start(folder, apart=False, distributed_executor_backend="uni", **engines.fp8(weight_scale="pow2"))
     try:
         found = [engines.log_probs(llm, 2)]
         for weights in pushes:
