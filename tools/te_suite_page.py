@@ -75,6 +75,11 @@ CAUSES: tuple[Cause, ...] = (
         "expects of another version of TE what 2.20.2's own Python saves",
     ),
     Cause("nvfp4_module_exact.*multi_step", r"mismatch at step [12]", _DIVIDES),
+    Cause(
+        "hybrid_tp_sp.*test_identity_all_modules",
+        r"layernorm_mlp_vs_vanilla.*not bitwise-identical",
+        "asks equal bits of GELU by itself and of TE's compiled bias and GELU, which round at other places here",
+    ),
     Cause("nvfp4_module_exact.*single_step", r"mismatch at step 0", _SUMS),
     Cause("distributed/test_numerics_exact.*nvfp4", r"(?:Output|Dgrad|Wgrad) mismatch", _DIVIDES),
     Cause("test_fused_linear_paths_match_backward_override_reference.*scale_add", r"Mismatched elements: \d /", _SUMS),

@@ -171,18 +171,14 @@ def test_no_token_is_put_where_others_can_read_or_have_put_something(cache, tmp_
     assert token_of("http://127.0.0.1:8000") is None
 
 
+def serving(model, *words):
+    """The words of a command that serves a model in blockwise FP8."""
+    command = [sys.executable, "-m", "nemo_fp8.cli", "serve", str(model)]
+    return [*command, "--precision", "bf16_with_fp8_blockwise_mixed", *words]
+
+
 def said_by_the_command(*words, **variables):
-    words = [
-        sys.executable,
-        "-m",
-        "nemo_fp8.cli",
-        "serve",
-        "m",
-        "--precision",
-        "bf16_with_fp8_blockwise_mixed",
-        "--dry-run",
-        *words,
-    ]
+    words = serving("m", "--dry-run", *words)
     done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
@@ -227,16 +223,7 @@ def test_a_server_that_died_is_said_so():
 @pytest.mark.long
 def test_the_command_serves_a_model_to_who_brings_the_token_and_ends_when_told(checkpoint, tmp_path):
     url, log = f"http://127.0.0.1:{servers.free_port()}", tmp_path / "log"
-    words = [
-        sys.executable,
-        "-m",
-        "nemo_fp8.cli",
-        "serve",
-        str(checkpoint("qwen3")),
-        "--precision",
-        "bf16_with_fp8_blockwise_mixed",
-    ]
-    words += ["--port", url.rsplit(":")[-1], "--json", *servers.MORE]
+    words = serving(checkpoint("qwen3"), "--port", url.rsplit(":")[-1], "--json", *servers.MORE)
     with log.open("w") as file:
         process = subprocess.Popen(words, env={**os.environ, "VLLM_API_KEY": "secret"}, stdout=file, stderr=file)
         try:
@@ -264,16 +251,7 @@ def drawing(checkpoint, tmp_path_factory):
     home, log = Path(tempfile.mkdtemp()), tmp_path_factory.mktemp("drawing") / "log"
     home.chmod(0o755)
     url = f"http://127.0.0.1:{servers.free_port()}"
-    words = [
-        sys.executable,
-        "-m",
-        "nemo_fp8.cli",
-        "serve",
-        str(checkpoint("qwen3")),
-        "--precision",
-        "bf16_with_fp8_blockwise_mixed",
-    ]
-    words += ["--port", url.rsplit(":")[-1], *servers.MORE]
+    words = serving(checkpoint("qwen3"), "--port", url.rsplit(":")[-1], *servers.MORE)
     with pytest.MonkeyPatch.context() as patch, log.open("w") as file:
         patch.setenv("XDG_CACHE_HOME", str(home))
         for name in ("VLLM_API_KEY", "NEMO_FP8_REFIT_TOKEN"):
@@ -391,18 +369,10 @@ def as_another_user(ask):
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
 def test_nothing_is_left_of_a_server_whatever_ends_the_command(checkpoint, tmp_path, number):
     url = f"http://127.0.0.1:{servers.free_port()}"
-    words = [
-        sys.executable,
-        "-m",
-        "nemo_fp8.cli",
-        "serve",
-        str(checkpoint("qwen3")),
-        "--precision",
-        "bf16_with_fp8_blockwise_mixed",
-    ]
+    words = serving(checkpoint("qwen3"), "--port", url.rsplit(":")[-1], *servers.MORE)
     found, memory = [], set()
     with (tmp_path / "log").open("w") as file:
-        process = subprocess.Popen([*words, "--port", url.rsplit(":")[-1], *servers.MORE], stdout=file, stderr=file)
+        process = subprocess.Popen(words, stdout=file, stderr=file)
     try:
         serve.wait_until_ready(serve.Server((), {}, url), process, 300)
         found = below(process)

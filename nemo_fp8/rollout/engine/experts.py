@@ -25,7 +25,6 @@ from nemo_fp8.rollout.engine import kernels, ops
 from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.engine.quantizer import quantize_weight
 from nemo_fp8.rollout.engine.selection import in_every_layer
-from nemo_fp8.rollout.engine.storage import Storage
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.engine.config import NemoFp8Config
@@ -72,15 +71,8 @@ def not_decoded(layer: RoutedExperts) -> Iterator[str]:
         yield f"{layer.moe_config.activation.value} activations"
 
 
-def padded_to_blocks(sizes: tuple[int, int], storage: Storage) -> tuple[int, int]:
-    """Return the sizes of experts padded to whole blocks of the kernel's grid."""
-    side = storage.grid[1]
-    hidden, inner = (-(-size // side) * side for size in sizes)
-    return hidden, inner
-
-
 class Quantizing:
-    """The part that both methods share: quantize weights, and find where the blocks lie."""
+    """The part that all methods share: quantize weights once they are loaded, and find where the blocks lie."""
 
     moe: Any
     _zero_padding: Any
@@ -106,9 +98,25 @@ class Quantizing:
                 "nemo_fp8: %s has other blocks than the unsharded weights: %s", name, self.other_blocks
             )
 
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Quantize the weights of a layer, once."""
+        if not getattr(layer, "_already_called_process_weights_after_loading", False):
+            self._zero_padding(layer)
+            self.quantize_layer(layer)
+            layer._already_called_process_weights_after_loading = True
+
+    def quantize_layer(self, layer: RoutedExperts) -> None:
+        """Replace the weights of a layer by codes and scales."""
+        self.lay_out(layer, *self._quantized(layer))
+
+    def lay_out(
+        self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor
+    ) -> None:
+        """Set codes and scales in FP8 as parameters of the layer, in the layout of the method's kernel."""
+        raise NotImplementedError
+
     def _quantized(self, layer: RoutedExperts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Quantize both weights; return the codes of both, then the scales of both."""
-        self._zero_padding(layer)
         layer.weight_block_size = list(self.storage.grid)
         both = (layer.w13_weight.data, layer.w2_weight.data)
         (w13, s13), (w2, s2) = (
@@ -127,12 +135,6 @@ class NemoFp8MoEMethod(Quantizing, Fp8PerBlockOnlineMoEMethod):
         super().__init__(**({"moe": layer.moe_config} if "moe" in takes else {"layer": layer}))
         self._remember(config, prefix)
 
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
-            return
-        self.lay_out(layer, *self._quantized(layer))
-        layer._already_called_process_weights_after_loading = True
-
     def lay_out(
         self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor
     ) -> None:
@@ -140,7 +142,23 @@ class NemoFp8MoEMethod(Quantizing, Fp8PerBlockOnlineMoEMethod):
         self._setup_kernel(layer, w13, w2, s13, s2, layer.w13_input_scale, layer.w2_input_scale)
 
 
-class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
+class Decoding(Quantizing, OnlineMoEMethodBase):
+    """The part that methods share which decode: sizes padded as for vLLM's fused kernel, so that the codes are those
+    of every other method."""
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        """Pad sizes to whole blocks of the kernel's grid."""
+        sizes = super().maybe_roundup_sizes(
+            hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+        )
+        side = self.storage.grid[1]
+        hidden, inner = (-(-size // side) * side for size in sizes)
+        return hidden, inner
+
+
+class DecodedMoEMethod(Decoding):
     """Routed experts of a layer in FP8, multiplied in FP32: from an expert's codes for few tokens, or decoded."""
 
     def __init__(self, config: NemoFp8Config, layer: RoutedExperts, prefix: str, fake_quantizes: bool) -> None:
@@ -148,21 +166,6 @@ class DecodedMoEMethod(Quantizing, OnlineMoEMethodBase):
         self._remember(config, prefix)
         self.group = self.storage.group if fake_quantizes else 0
         self.direct = kernels.direct(config.options["kernel"])
-
-    def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
-    ) -> tuple[int, int]:
-        """Pad sizes to whole blocks, as for the fused kernel, so that both methods have the same codes."""
-        sizes = super().maybe_roundup_sizes(
-            hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
-        )
-        return padded_to_blocks(sizes, self.storage)
-
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
-            return
-        self.lay_out(layer, *self._quantized(layer))
-        layer._already_called_process_weights_after_loading = True
 
     def lay_out(
         self, layer: RoutedExperts, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor

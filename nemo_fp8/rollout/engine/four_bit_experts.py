@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
-from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_moe_weight_quant
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.modelopt import FourBits, amax_of, four_bits
-from nemo_fp8.rollout.engine.experts import Quantizing, not_decoded, padded_to_blocks, unquantized
+from nemo_fp8.rollout.engine.experts import Decoding, not_decoded, unquantized
 from nemo_fp8.rollout.engine.four_bits import decoded, rounded, scales_of_activations
 from nemo_fp8.rollout.engine.selection import in_every_layer
 
@@ -54,7 +53,7 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
     return unquantized(layer, why)
 
 
-class Nvfp4MoEMethod(Quantizing, OnlineMoEMethodBase):
+class Nvfp4MoEMethod(Decoding):
     """Routed experts of a layer in NVFP4, decoded for each product."""
 
     def __init__(self, config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> None:
@@ -62,22 +61,10 @@ class Nvfp4MoEMethod(Quantizing, OnlineMoEMethodBase):
         self._remember(config, prefix)
         self.scales = scales_of_activations(self.storage, config.options)
 
-    def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
-    ) -> tuple[int, int]:
-        """Pad sizes to whole blocks."""
-        sizes = super().maybe_roundup_sizes(
-            hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
-        )
-        return padded_to_blocks(sizes, self.storage)
-
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
-            return
-        self._zero_padding(layer)
+    def quantize_layer(self, layer: RoutedExperts) -> None:
+        """Replace the weights of a layer by codes and scales."""
         for name in ("w13", "w2"):
             self.lay_out_four_bits(layer, name, self.quantized(layer, getattr(layer, f"{name}_weight").data))
-        layer._already_called_process_weights_after_loading = True
 
     def quantized(self, layer: RoutedExperts, weight: torch.Tensor, statistics: bool = False) -> FourBits:
         """Quantize this worker's part of all experts, each beneath the amax of its parts on all workers."""
