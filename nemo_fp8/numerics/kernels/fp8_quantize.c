@@ -259,7 +259,7 @@ static void largest_codes(const float *restrict amax, const float *restrict scal
     for (int64_t t = 0; t < WHOLE(n); t++) to[t] = (uint8_t)encode(bits(amax[t]), scale[t], f, 1, NONE, NULL, 0);
 }
 
-static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, steps k, const char *ask) {
+static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, const steps *k, const char *ask) {
     const job *j = s->j;
     scratch *w = s->w;
     int columns = j->tile_cols == 1;
@@ -271,7 +271,7 @@ static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, steps k, c
             for (int64_t r = first; r < least_of(first + ABREAST, s->rows); r++)
                 CAST_BF16[columns][j->norm ? r ? ADD : SET : NONE](
                     (const uint16_t *)s->x + r * j->stride, codes + r * j->codes_stride, c, least_of(c + PIECE, s->width),
-                    ask + r * j->stride * 2, &o, &k, &w->counts);
+                    ask + r * j->stride * 2, &o, k, &w->counts);
     if (!j->norm) return;
     int64_t there = (s->width + BLOCK - 1) / BLOCK * BLOCK, n = s->tiles;
     if (columns) {
@@ -290,7 +290,13 @@ static const char *first_of(const job *j, spot at) {
     return (const char *)j->x + (at.row * j->tile_rows * j->stride + at.column) * bytes_of(j->source);
 }
 
-static void work_on(const job *j, format f, scratch *w, spot at, spot next) {
+/* `k` is the format as the vectors need it (fp8_bf16.h), made once a job: a strip is too little work to make it each time. */
+#ifndef BLOCK
+typedef struct { char none; } steps;
+INLINE steps steps_of(format f) { (void)f; return (steps){0}; }
+#endif
+
+static void work_on(const job *j, format f, const steps *k, scratch *w, spot at, spot next) {
     int64_t r0 = at.row * j->tile_rows, grid = (j->cols + j->tile_cols - 1) / j->tile_cols, tile = at.column / j->tile_cols;
     strip s = {j, w, least_of(j->tile_rows, j->rows - r0), least_of(STRIP, j->cols - at.column), 0, first_of(j, at)};
     s.tiles = (s.width + j->tile_cols - 1) / j->tile_cols;
@@ -310,7 +316,7 @@ static void work_on(const job *j, format f, scratch *w, spot at, spot next) {
 #ifdef BLOCK
     int bf16 = j->source == BF16 || j->source == PAIR;
     if (tame && bf16 && (j->tile_cols == 1 || j->tile_cols >= 32))
-        cast_strip_bf16(&s, codes, f, steps_of(f), first_of(j, next.row < 0 ? at : next));
+        cast_strip_bf16(&s, codes, f, k, first_of(j, next.row < 0 ? at : next));
     else
 #endif
         cast_strip(&s, codes, f, tame);
@@ -325,10 +331,11 @@ static void work(void *argument) {
     uint32_t drop = 23 - (uint32_t)j->mantissa_bits, least = 128 - (uint32_t)j->bias;
     float magic = value((127 + drop) << 23 | (-(least << j->mantissa_bits) & 0xff));
     format f = {drop, least << 23, bits(j->format_max), magic, j->saturates_above};
+    steps k = steps_of(f);
     way through = way_through(plan_for(j->rows, j->cols, j->tile_rows, j->threads), &j->next);
     for (spot at = go_on(&through), next; at.row >= 0; at = next) {
         next = go_on(&through);
-        work_on(j, f, &w, at, next);
+        work_on(j, f, &k, &w, at, next);
     }
     streamed();
 }
