@@ -233,6 +233,19 @@ def test_counters_hold_a_whole_tile(tile, dtype):
     assert float(counted.total().underflow) == n - 1
 
 
+@pytest.mark.parametrize("tile", [(1, 32), (32, 1), (128, 128)], ids=str)
+def test_counts_of_zero_take_no_memory(tile):
+    """Where every value is a number, nothing saturates: one zero stands for all tiles. A NaN makes every tile counted."""
+    x = values((256, 4096), torch.bfloat16, 13, "gaussian")
+    counted = kernels.quantize(x, tile, "e4m3", "fp32", "te", True)[2]
+    for zeros in (counted.saturated, counted.nonfinite):
+        assert zeros.untyped_storage().nbytes() <= 4 and zeros.shape == counted.underflow.shape and not zeros.any()
+    x[200, 3000] = float("nan")
+    wild = kernels.quantize(x, tile, "e4m3", "fp32", "te", True)[2]
+    assert wild.nonfinite.nonzero().tolist() == [[200 // tile[0], 3000 // tile[1]]]
+    assert int(wild.nonfinite.sum()) == 1 and not wild.saturated.any()
+
+
 @pytest.mark.long
 def test_more_elements_than_32_bits_count():
     """The last rows of two billion elements; needs 5 GB of memory."""
