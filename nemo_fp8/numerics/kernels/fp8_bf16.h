@@ -27,7 +27,7 @@ INLINE void cast_block(const uint16_t *x, uint8_t *to, int64_t c, row_options o,
                        counts *restrict s) {
     const words upper = V(set1_epi32)(0x7fff0000);
     int sums = columns ? 4 : BLOCK / 32; /* of each kind, in a block; a tile that is no column has 32 columns or more */
-    int64_t first_sum = columns ? c : c / 2 * LANES / 16; /* c is a multiple of BLOCK: no remainders */
+    int64_t first_sum = columns ? c : (c >> 5) * LANES;
     float *signal = s->signal + first_sum, *noise = s->noise + first_sum;
     words x0 = V_BITS(loadu)((const words *)x), x1 = V_BITS(loadu)((const words *)(x + GROUP)), evens[2], odds[2];
     reals signals[4], noises[4];
