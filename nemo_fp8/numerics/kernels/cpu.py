@@ -123,12 +123,12 @@ def quantize(
     codes, scale_inv = out or (torch.empty(x.shape, dtype=format.dtype), torch.empty(grid, dtype=scale_type))
     found = scale_inv if scale_inv.stride(1) == 1 or grid[1] == 1 else torch.empty(grid, dtype=scale_type)
     tiny = torch.finfo(x.dtype).max  # what TE takes for the scale of a tile if it overflows
-    more = {"codes": codes, "scale_inv": found, "scale_stride": found.stride(0), "scale_if_tiny": tiny}
+    more: dict[str, Any] = {"scale_inv": found, "scale_stride": found.stride(0), "scale_if_tiny": tiny}
     counts = _empty_counts(grid, tile, left_out=_RARE) if statistics else {}
-    wild = _run(library, matrix, tile, format, scaling=scaling, **more, **counts)
+    wild = _run(library, matrix, tile, format, codes, scaling=scaling, **more, **counts)
     if statistics and wild:
         counts = _empty_counts(grid, tile)
-        _run(library, matrix, tile, format, scaling=scaling, **more, **counts)
+        _run(library, matrix, tile, format, codes, scaling=scaling, **more, **counts)
     elif statistics:
         counts |= dict.fromkeys(_RARE, torch.zeros((), dtype=_counter(tile)).expand(grid))
     if found is not scale_inv:
