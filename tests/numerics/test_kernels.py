@@ -233,6 +233,22 @@ def test_counters_hold_a_whole_tile(tile, dtype):
     assert float(counted.total().underflow) == n - 1
 
 
+@pytest.mark.parametrize("tile", [(1, 32), (32, 1), (128, 128)], ids=str)
+def test_counts_of_zero_take_no_memory(tile):
+    """Where every value is a number, nothing saturates: one zero stands for all tiles. With a NaN each is counted."""
+    x = values((256, 4096), torch.bfloat16, 13, "gaussian")
+    counted = kernels.quantize(x, tile, "e4m3", "fp32", "te", True)[2]
+    for zeros in (counted.saturated, counted.nonfinite):
+        assert zeros.untyped_storage().nbytes() <= 4
+        assert zeros.shape == counted.underflow.shape
+        assert not zeros.any()
+    x[200, 3000] = float("nan")
+    wild = kernels.quantize(x, tile, "e4m3", "fp32", "te", True)[2]
+    assert wild.nonfinite.nonzero().tolist() == [[200 // tile[0], 3000 // tile[1]]]
+    assert int(wild.nonfinite.sum()) == 1
+    assert not wild.saturated.any()
+
+
 @pytest.mark.long
 def test_more_elements_than_32_bits_count():
     """The last rows of two billion elements; needs 5 GB of memory."""
@@ -325,6 +341,14 @@ def test_the_rows_that_other_processors_get(cache, monkeypatch, isa):
     large_results((128, 128), ("te", "fp32"), torch.bfloat16)
     large_results((1, 32), ("te", "e8m0"), torch.bfloat16)
     assert len(list(cache.glob("*.so"))) == 1
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this processor has no AVX-512")
+def test_avx512_without_shuffles_of_bytes(cache, monkeypatch):
+    """The first processors with AVX-512 lack VBMI, by which later ones join codes."""
+    monkeypatch.setattr(build, "MACHINE_FLAGS", ((*build.MACHINE_FLAGS[0], "-mno-avx512vbmi"),))
+    jobs_of_every_kind()
+    large_results((1, 32), ("te", "e8m0"), torch.bfloat16)
 
 
 @pytest.mark.parametrize(

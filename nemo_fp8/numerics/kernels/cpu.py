@@ -37,6 +37,7 @@ ELEMENTS_FOR_THREADS = 1 << 17  # one thread finishes fewer elements than this b
 _COUNTS = {
     "norm": torch.float32, "error_norm": torch.float32, "amax": torch.float32, "underflow": torch.int32, "saturated":
     torch.int32, "nonfinite": torch.int32, "least": torch.uint8, "largest": torch.uint8, }  # fmt: skip
+_RARE = ("saturated", "nonfinite")  # nothing saturates a scale that comes from its own tile, but for infinities and NaN
 
 
 class _Job(ctypes.Structure):
@@ -50,7 +51,7 @@ class _Job(ctypes.Structure):
         ),
         *((name, ctypes.c_int32) for name in ("source", "scaling", "mantissa_bits", "bias", "count_bytes", "threads")),
         *((name, ctypes.c_float) for name in ("format_max", "saturates_above", "given", "scale_if_tiny")),
-        ("next", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("next", "wild")),
     )
 
 
@@ -121,10 +122,15 @@ def quantize(
     scale_type = torch.float8_e8m0fnu if scale_kind == "e8m0" else torch.float32
     codes, scale_inv = out or (torch.empty(x.shape, dtype=format.dtype), torch.empty(grid, dtype=scale_type))
     found = scale_inv if scale_inv.stride(1) == 1 or grid[1] == 1 else torch.empty(grid, dtype=scale_type)
-    counts = _empty_counts(grid, tile) if statistics else {}
     tiny = torch.finfo(x.dtype).max  # what TE takes for the scale of a tile if it overflows
-    more = {"scale_inv": found, "scale_stride": found.stride(0), **counts}
-    _run(library, matrix, tile, format, codes=codes, scaling=scaling, scale_if_tiny=tiny, **more)
+    more: dict[str, Any] = {"scale_inv": found, "scale_stride": found.stride(0), "scale_if_tiny": tiny}
+    counts = _empty_counts(grid, tile, left_out=_RARE) if statistics else {}
+    wild = _run(library, matrix, tile, format, codes, scaling=scaling, **more, **counts)
+    if statistics and wild:
+        counts = _empty_counts(grid, tile)
+        _run(library, matrix, tile, format, codes, scaling=scaling, **more, **counts)
+    elif statistics:
+        counts |= dict.fromkeys(_RARE, torch.zeros((), dtype=_counter(tile)).expand(grid))
     if found is not scale_inv:
         scale_inv.copy_(found)
     return codes, scale_inv, _statistics(x, tile, format, counts, scale_inv) if statistics else None
@@ -279,8 +285,11 @@ def _run(
     format: Format,
     codes: torch.Tensor | None = None,
     **more: Any,
-) -> None:
-    """Run one job. Tensors are passed as their addresses."""
+) -> bool:
+    """Run one job; return whether it met a value that is infinite, NaN or too large for its scale.
+
+    Tensors are passed as their addresses.
+    """
     source = SOURCES[matrix.dtype]
     if codes is not None:
         more |= {
@@ -296,6 +305,7 @@ def _run(
         **{name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in more.items()},
     )  # fmt: skip
     library.nemo_fp8_quantize(ctypes.byref(job))
+    return bool(job.wild)
 
 
 def _takes(tile: Tile) -> bool:
@@ -344,10 +354,14 @@ def _counter(tile: tuple[int, int]) -> torch.dtype:
     return torch.uint8 if tile[0] * tile[1] <= 255 else torch.int32
 
 
-def _empty_counts(grid: tuple[int, int], tile: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Return memory for all counts, in one allocation, which the allocator is more likely to have ready."""
+def _empty_counts(
+    grid: tuple[int, int], tile: tuple[int, int], left_out: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """Return memory for the counts, in one allocation, which the allocator is more likely to have ready."""
     tiles, counter = grid[0] * grid[1], _counter(tile)
-    types = {name: counter if dtype == torch.int32 else dtype for name, dtype in _COUNTS.items()}
+    types = {
+        name: counter if dtype == torch.int32 else dtype for name, dtype in _COUNTS.items() if name not in left_out
+    }
     block = torch.empty(tiles * sum(dtype.itemsize for dtype in types.values()), dtype=torch.uint8)
     pieces = torch.split(block, [tiles * dtype.itemsize for dtype in types.values()])
     return {name: piece.view(dtype).view(grid) for (name, dtype), piece in zip(types.items(), pieces, strict=True)}

@@ -34,12 +34,14 @@ INLINE words round_lanes(reals y, steps k, int odd, reals *rounded) {
 /* Bytes packed from two vectors come with their halves interleaved. */
 INLINE words in_order(words bytes) { return _mm256_permute4x64_epi64(bytes, 0xd8); }
 
-/* The 32 codes of which `evens` and `odds` hold every other one of 16, in order and with the signs of x. */
-INLINE words join(const words *evens, const words *odds, words x0, words x1) {
+/* The 32 codes of which `evens` and `odds` hold every other one of 16, in order and with the signs of x; `magnitudes` lack them. */
+INLINE words join(const words *evens, const words *odds, words x0, words x1, words *magnitudes) {
     words a = _mm256_srli_epi16(_mm256_packs_epi32(evens[0], evens[1]), SPARE);
     words b = _mm256_packs_epi32(odds[0], odds[1]);
     words negative = _mm256_and_si256(_mm256_packs_epi16(x0, x1), _mm256_set1_epi8(-128)); /* saturates: the sign stays */
-    return in_order(_mm256_or_si256(_mm256_or_si256(a, b), negative));
+    words codes = in_order(_mm256_or_si256(_mm256_or_si256(a, b), negative));
+    *magnitudes = _mm256_and_si256(codes, _mm256_set1_epi8(0x7f));
+    return codes;
 }
 
 /* One bit for each byte. */

@@ -28,23 +28,38 @@ INLINE steps steps_of(format f) {
 
 INLINE words round_lanes(reals y, steps k, int odd, reals *rounded) {
     (void)odd;
-    words exponent = _mm512_srli_epi32(WORDS(_mm512_max_ps(y, k.least)), 23);
+    words exponent = _mm512_srli_epi32(_mm512_max_epi32(WORDS(y), WORDS(k.least)), 23);
     reals step = _mm512_permutex2var_ps(k.low, exponent, k.high), sum = _mm512_add_ps(y, step);
     *rounded = _mm512_sub_ps(sum, step);
     return WORDS(sum);
 }
 
-/* The low bytes of 64 words, of which `evens` and `odds` hold every other one of 32, in order and with the signs of x. */
-INLINE words join(const words *evens, const words *odds, words x0, words x1) {
+/* The low bytes of 64 words, of which `evens` and `odds` hold every other one of 32, in order and with the signs of x;
+   `magnitudes` lack them. */
+INLINE words join(const words *evens, const words *odds, words x0, words x1, words *magnitudes) {
+#ifdef __AVX512VBMI__ /* shuffles of bytes */
+    /* Byte i of a half is byte i / 2 * 4 of the evens or, 64 further on, of the odds; the sign's byte is the upper one of word i. */
+    static const uint8_t low[64] = {0, 64, 4, 68, 8, 72, 12, 76, 16, 80, 20, 84, 24, 88, 28, 92, 32, 96, 36, 100, 40, 104, 44, 108, 48, 112,
+                                    52, 116, 56, 120, 60, 124, 0, 64, 4, 68, 8, 72, 12, 76, 16, 80, 20, 84, 24, 88, 28, 92, 32, 96, 36,
+                                    100, 40, 104, 44, 108, 48, 112, 52, 116, 56, 120, 60, 124};
+    static const uint8_t upper[64] = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53,
+                                      55, 57, 59, 61, 63, 65, 67, 69, 71, 73, 75, 77, 79, 81, 83, 85, 87, 89, 91, 93, 95, 97, 99, 101, 103,
+                                      105, 107, 109, 111, 113, 115, 117, 119, 121, 123, 125, 127};
+    words order = _mm512_loadu_si512(low), halves[2];
+    for (int i = 0; i < 2; i++) halves[i] = _mm512_permutex2var_epi8(evens[i], order, odds[i]);
+    *magnitudes = _mm512_mask_blend_epi64(0xf0, halves[0], halves[1]);
+    words signs = _mm512_permutex2var_epi8(x0, _mm512_loadu_si512(upper), x1);
+    return _mm512_ternarylogic_epi32(*magnitudes, signs, _mm512_set1_epi8(-128), 0xf8); /* first | second & third */
+#else
     static const uint16_t order[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
                                        1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
-    words two[2]; /* codes in each 32-bit word; 0xca: first ? second : third */
-    for (int i = 0; i < 2; i++)
-        two[i] = _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xff), evens[i], _mm512_slli_epi32(odds[i], 8), 0xca);
-    words four = _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xffff), two[0], _mm512_slli_epi32(two[1], 16), 0xca);
-    words codes = _mm512_permutexvar_epi16(_mm512_loadu_si512(order), four);
+    words two[2]; /* codes in each 32-bit word */
+    for (int i = 0; i < 2; i++) two[i] = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, evens[i], _mm512_slli_epi32(odds[i], 8));
+    words four = _mm512_mask_blend_epi16(0xaaaaaaaa, two[0], _mm512_slli_epi32(two[1], 16));
+    *magnitudes = _mm512_permutexvar_epi16(_mm512_loadu_si512(order), four);
     __mmask64 negative = _mm512_kunpackd(_mm512_movepi16_mask(x1), _mm512_movepi16_mask(x0));
-    return _mm512_mask_add_epi8(codes, negative, codes, _mm512_set1_epi8(-128));
+    return _mm512_mask_add_epi8(*magnitudes, negative, *magnitudes, _mm512_set1_epi8(-128));
+#endif
 }
 
 /* One bit for each byte. */

@@ -27,7 +27,8 @@ INLINE void cast_block(const uint16_t *x, uint8_t *to, int64_t c, row_options o,
                        counts *restrict s) {
     const words upper = V(set1_epi32)(0x7fff0000);
     int sums = columns ? 4 : BLOCK / 32; /* of each kind, in a block; a tile that is no column has 32 columns or more */
-    float *signal = s->signal + sums * (c / BLOCK) * LANES, *noise = s->noise + sums * (c / BLOCK) * LANES;
+    int64_t first_sum = columns ? c : (c >> 5) * LANES;
+    float *signal = s->signal + first_sum, *noise = s->noise + first_sum;
     words x0 = V_BITS(loadu)((const words *)x), x1 = V_BITS(loadu)((const words *)(x + GROUP)), evens[2], odds[2];
     reals signals[4], noises[4];
     UNROLLED
@@ -50,9 +51,9 @@ INLINE void cast_block(const uint16_t *x, uint8_t *to, int64_t c, row_options o,
         signals[i] = V(add_ps)(signals[i], signals[i + sums]), noises[i] = V(add_ps)(noises[i], noises[i + sums]);
     UNROLLED
     for (int i = 0; i < sums && count; i++) V(storeu_ps)(signal + LANES * i, signals[i]), V(storeu_ps)(noise + LANES * i, noises[i]);
-    words out = join(evens, odds, x0, x1);
+    words magnitudes, out = join(evens, odds, x0, x1, &magnitudes);
     if (count) {
-        words codes = V_BITS(and)(out, V(set1_epi8)(0x7f)), below = V(sub_epi8)(codes, V(set1_epi8)(1));
+        words below = V(sub_epi8)(magnitudes, V(set1_epi8)(1));
         words *least = (words *)(s->least + c), *lost = (words *)(s->lost + c);
         uint64_t zeros = negative_of(below);
         if (count == ADD) below = V(min_epu8)(below, V_BITS(loadu)(least));

@@ -24,13 +24,14 @@ typedef struct job {
     void *scale_inv;                              /* one a tile: floats, or bytes for E8M0; `scale_stride` from row to row */
     float *norm, *error_norm;                     /* one a tile, NULL if not wanted; these and all that follow lie in one piece of memory */
     float *amax;                                  /* may be wanted alone */
-    void *underflow, *saturated, *nonfinite;      /* `count_bytes` each: 1 for tiles of few elements, else 4 */
+    void *underflow;                              /* `count_bytes` each: 1 for tiles of few elements, else 4 */
+    void *saturated, *nonfinite;                  /* likewise; or both NULL, and `wild` becomes 1 if any of them is not 0 */
     uint8_t *least, *largest;
     parallel_function *parallel;
     int64_t rows, cols, stride, codes_stride, scale_stride, tile_rows, tile_cols;
     int32_t source, scaling, mantissa_bits, bias, count_bytes, threads;
     float format_max, saturates_above, given, scale_if_tiny;
-    _Atomic int64_t next;
+    _Atomic int64_t next, wild;
 } job;
 
 /* The scratch memory of a thread: one entry for each column or each tile of a strip. */
@@ -210,7 +211,8 @@ static int64_t bytes_of_counts(const job *j) {
 /* Stores complete in order: one that waits for its cache line delays all that follow, once for each kind of statistics. */
 static void ask_for_counts(const job *j, int64_t at, int64_t n) {
     const void *floats[] = {j->amax + at, j->norm + at, j->error_norm + at}, *counters[] = {j->underflow, j->saturated, j->nonfinite};
-    for (int i = 0; i < 3; i++) ask_for(floats[i], n * 4), ask_for((const char *)counters[i] + at * j->count_bytes, n * j->count_bytes);
+    for (int i = 0; i < 3; i++) ask_for(floats[i], n * 4);
+    for (int i = 0; i < (j->saturated ? 3 : 1); i++) ask_for((const char *)counters[i] + at * j->count_bytes, n * j->count_bytes);
     ask_for(j->least + at, n), ask_for(j->largest + at, n);
 }
 
@@ -220,9 +222,11 @@ static void store_counts(const job *j, scratch *w, int64_t at, int64_t n, int ta
     unscale_roots(w->signal, w->scale_inv, n), unscale_roots(w->noise, w->scale_inv, n);
     put(j->norm + at, w->signal, n * 4, streams), put(j->error_norm + at, w->noise, n * 4, streams);
     store_counters((char *)j->underflow + at * bytes, w->underflow, n, bytes, w->row, streams);
-    if (tame) memset(w->saturated, 0, (size_t)n * 4), memset(w->nonfinite, 0, (size_t)n * 4);
-    store_counters((char *)j->saturated + at * bytes, w->saturated, n, bytes, w->row, streams);
-    store_counters((char *)j->nonfinite + at * bytes, w->nonfinite, n, bytes, w->row, streams);
+    if (j->saturated) {
+        if (tame) memset(w->saturated, 0, (size_t)n * 4), memset(w->nonfinite, 0, (size_t)n * 4);
+        store_counters((char *)j->saturated + at * bytes, w->saturated, n, bytes, w->row, streams);
+        store_counters((char *)j->nonfinite + at * bytes, w->nonfinite, n, bytes, w->row, streams);
+    }
     store_one_more(j->least + at, w->least, n, w->row, streams);
     put(j->largest + at, w->largest, n, streams);
 }
@@ -259,7 +263,7 @@ static void largest_codes(const float *restrict amax, const float *restrict scal
     for (int64_t t = 0; t < WHOLE(n); t++) to[t] = (uint8_t)encode(bits(amax[t]), scale[t], f, 1, NONE, NULL, 0);
 }
 
-static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, steps k, const char *ask) {
+static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, const steps *k, const char *ask) {
     const job *j = s->j;
     scratch *w = s->w;
     int columns = j->tile_cols == 1;
@@ -271,7 +275,7 @@ static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, steps k, c
             for (int64_t r = first; r < least_of(first + ABREAST, s->rows); r++)
                 CAST_BF16[columns][j->norm ? r ? ADD : SET : NONE](
                     (const uint16_t *)s->x + r * j->stride, codes + r * j->codes_stride, c, least_of(c + PIECE, s->width),
-                    ask + r * j->stride * 2, &o, &k, &w->counts);
+                    ask + r * j->stride * 2, &o, k, &w->counts);
     if (!j->norm) return;
     int64_t there = (s->width + BLOCK - 1) / BLOCK * BLOCK, n = s->tiles;
     if (columns) {
@@ -290,7 +294,14 @@ static const char *first_of(const job *j, spot at) {
     return (const char *)j->x + (at.row * j->tile_rows * j->stride + at.column) * bytes_of(j->source);
 }
 
-static void work_on(const job *j, format f, scratch *w, spot at, spot next) {
+/* `k` is the format as the vectors need it (fp8_bf16.h), made once a job: a strip is too little work to make it each time. */
+#ifndef BLOCK
+typedef struct { char none; } steps;
+INLINE steps steps_of(format f) { (void)f; return (steps){0}; }
+#endif
+
+/* Returns whether the strip is tame. */
+static int work_on(const job *j, format f, const steps *k, scratch *w, spot at, spot next) {
     int64_t r0 = at.row * j->tile_rows, grid = (j->cols + j->tile_cols - 1) / j->tile_cols, tile = at.column / j->tile_cols;
     strip s = {j, w, least_of(j->tile_rows, j->rows - r0), least_of(STRIP, j->cols - at.column), 0, first_of(j, at)};
     s.tiles = (s.width + j->tile_cols - 1) / j->tile_cols;
@@ -299,7 +310,7 @@ static void work_on(const job *j, format f, scratch *w, spot at, spot next) {
     if (j->norm && !streams) ask_for_counts(j, at.row * grid + tile, s.tiles);
     int tame = find_amaxes(&s);
     if (j->amax) put(j->amax + at.row * grid + tile, w->amax, s.tiles * 4, streams);
-    if (!j->codes) return;
+    if (!j->codes) return tame;
     find_scales(j, w->amax, w->scale, w->scale_inv, s.tiles);
     int64_t scales_at = at.row * j->scale_stride + tile;
     if (j->scaling == E8M0) store_exponents((uint8_t *)j->scale_inv + scales_at, w->scale_inv, s.tiles, w->row, streams);
@@ -310,11 +321,12 @@ static void work_on(const job *j, format f, scratch *w, spot at, spot next) {
 #ifdef BLOCK
     int bf16 = j->source == BF16 || j->source == PAIR;
     if (tame && bf16 && (j->tile_cols == 1 || j->tile_cols >= 32))
-        cast_strip_bf16(&s, codes, f, steps_of(f), first_of(j, next.row < 0 ? at : next));
+        cast_strip_bf16(&s, codes, f, k, first_of(j, next.row < 0 ? at : next));
     else
 #endif
         cast_strip(&s, codes, f, tame);
     if (j->norm) store_counts(j, w, at.row * grid + tile, s.tiles, tame, streams);
+    return tame;
 }
 
 /* ---------------------------------------------------------------------------------------------------- the whole job */
@@ -325,10 +337,11 @@ static void work(void *argument) {
     uint32_t drop = 23 - (uint32_t)j->mantissa_bits, least = 128 - (uint32_t)j->bias;
     float magic = value((127 + drop) << 23 | (-(least << j->mantissa_bits) & 0xff));
     format f = {drop, least << 23, bits(j->format_max), magic, j->saturates_above};
+    steps k = steps_of(f);
     way through = way_through(plan_for(j->rows, j->cols, j->tile_rows, j->threads), &j->next);
     for (spot at = go_on(&through), next; at.row >= 0; at = next) {
         next = go_on(&through);
-        work_on(j, f, &w, at, next);
+        if (!work_on(j, f, &k, &w, at, next)) j->wild = 1;
     }
     streamed();
 }
