@@ -19,7 +19,8 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LOCAL = DENSE | {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED = {"n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
           "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}  # fmt: skip
-LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 128, "q_lora_rank": 128, "qk_rope_head_dim": 64, "v_head_dim": 64,
+# vLLM's CPU kernel for latent attention is compiled for 512 + 64 and no other size.
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 128, "qk_rope_head_dim": 64, "v_head_dim": 64,
           "qk_nope_head_dim": 64}  # fmt: skip
 GPT = {"vocab_size": VOCABULARY, "n_positions": 512, "n_embd": 256, "n_layer": 2, "n_head": 4, "bos_token_id": 1,
        "eos_token_id": 1}  # fmt: skip
