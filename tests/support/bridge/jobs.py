@@ -121,7 +121,7 @@ PAIR = {
 
 
 def _everywhere():
-    """Every recipe on every layout, resumed where ranks hold parts of the model: the matrix that takes minutes."""
+    """Layout -> every recipe on it, resumed where ranks hold parts of the model: the matrix that takes minutes."""
     layouts = {
         "split": {"model": SPLIT},
         "pipeline": {"model": PIPELINE, "saving": LATER},
@@ -132,18 +132,17 @@ def _everywhere():
         "experts": {"experts": True, "model": {"expert_model_parallel_size": 2}},
     }
     recipes = {"bf16": "bf16_mixed"} | QUANTIZED
-    yield "imported", IMPORTED
+    found = {layout: {} for layout in layouts}
+    found["adapted"]["imported"] = IMPORTED
     for (layout, job), (name, preset) in itertools.product(layouts.items(), recipes.items()):
         padded = {"moe_router_padding_for_fp8": True} if layout == "experts" and name != "bf16" else {}
         job = job | {"contract": preset, "model": job.get("model", {}) | padded}
-        if layout in RESUMED:
-            yield from _resumed(f"{name}-{layout}", **job)
-        else:
-            yield f"{name}-{layout}", job
+        resumed = layout in ("split", "pipeline", "adapted")
+        found[layout] |= dict(_resumed(f"{name}-{layout}", **job)) if resumed else {f"{name}-{layout}": job}
+    return found
 
 
-RESUMED = ("split", "pipeline", "adapted")
-EVERYWHERE = dict(_everywhere())
+EVERYWHERE = _everywhere()
 
 
 def in_folder(jobs, folder):

@@ -19,15 +19,15 @@ from support import ROOT, TESTS
 ENVIRONMENT = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 
 
-def run_all(jobs, folder, ranks=1, limit=900):
-    """What a process, or two under torchrun, saw of these jobs, in their order; ``limit`` is in seconds."""
+def run_all(jobs, folder, ranks=1):
+    """What a process, or two under torchrun, saw of these jobs, in their order."""
     out = Path(folder, f"seen{ranks}.json")
     words = ["-m", "support.bridge.runs", str(out), json.dumps(jobs)]
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     env = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, ROOT)))}
     env |= {"OMP_NUM_THREADS": str(2 // ranks)}
     done = subprocess.run(
-        [sys.executable, *launcher, *words], env=env, cwd=folder, capture_output=True, text=True, timeout=limit
+        [sys.executable, *launcher, *words], env=env, cwd=folder, capture_output=True, text=True, timeout=900
     )
     assert out.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return json.loads(out.read_text())
@@ -81,6 +81,7 @@ def train(
     rules=None,
     export=None,
     imported=None,
+    gathered=False,
     **settings,
 ):
     """Train as a job says; return losses, gradient norms, kinds of parameters and what its callbacks saw.
@@ -90,7 +91,8 @@ def train(
     loaded ``exactly`` by a call of ours. ``written``: the provider writes into weights that it has constructed.
     ``recipe`` is the content of Megatron's file of recipes by module, or ``rules`` are those of a contract that it is
     rendered from. ``export`` is a file for the weights that the masters give before the first step. ``imported`` is a
-    folder into which a checkpoint of Hugging Face's is converted, instead of a training.
+    folder into which a checkpoint of Hugging Face's is converted, instead of a training. ``gathered`` replaces TE's
+    attention by one that runs over ranks on a CPU.
     """
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
@@ -123,6 +125,10 @@ def train(
             setattr(provider, name, value)
         if exactly:
             load_exactly(provider)
+    if gathered:
+        from support.bridge.gathered import layers
+
+        provider.transformer_layer_spec = layers
     if written:
         provider.provide = _writing(provider.provide)
     if rules:
