@@ -81,7 +81,6 @@ def train(
     rules=None,
     export=None,
     imported=None,
-    gathered=False,
     **settings,
 ):
     """Train as a job says; return losses, gradient norms, kinds of parameters and what its callbacks saw.
@@ -91,8 +90,7 @@ def train(
     loaded ``exactly`` by a call of ours. ``written``: the provider writes into weights that it has constructed.
     ``recipe`` is the content of Megatron's file of recipes by module, or ``rules`` are those of a contract that it is
     rendered from. ``export`` is a file for the weights that the masters give before the first step. ``imported`` is a
-    folder into which a checkpoint of Hugging Face's is converted, instead of a training. ``gathered`` replaces TE's
-    attention by one that runs over ranks on a CPU.
+    folder into which a checkpoint of Hugging Face's is converted, instead of a training.
     """
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
@@ -125,10 +123,6 @@ def train(
             setattr(provider, name, value)
         if exactly:
             load_exactly(provider)
-    if gathered:
-        from support.bridge.gathered import layers
-
-        provider.transformer_layer_spec = layers
     if written:
         provider.provide = _writing(provider.provide)
     if rules:
