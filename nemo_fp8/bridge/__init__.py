@@ -9,7 +9,8 @@ or ``bridge.register_presets()``, and then any preset's name: ``mixed_precision=
 
 config      ``ContractPrecision``: a ``MixedPrecisionConfig`` that checks machine and configs where Bridge applies it
 loading     Hugging Face weights into FP8 parameters, which Bridge 0.3.1 loses
-saving      amaxes of delayed scaling that every rank can resume from
+delayed_amaxes
+            amaxes of training alone, from which every rank can resume
 start       what is wrong with a run's first weights, from its configuration
 masters     weights out, under Hugging Face's names, from the FP32 master weights
 patches     the one name of Megatron's that has to be replaced

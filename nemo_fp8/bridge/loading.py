@@ -13,12 +13,16 @@ loss; delayed scaling also keeps the amax of the first memory. ``load_exactly`` 
 takes kept values, amax and codes from those. After the last hook ``require_first_values`` compares each weight with its
 kept values, so that whatever else writes into the weights is refused, too. The trade-off: while weights are loaded, FP8
 weights exist a second time, in the compute dtype.
+
+Bridge registers its hook for adapters later than all others. It loads a checkpoint, freezes it, and puts adapters
+around its linears. Nothing ever quantizes a frozen weight again, so that delayed scaling would keep it under its first
+scale, which is 1. So such a weight gets the scale of its own amax, and the values that TE keeps of it are let go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 from nemo_fp8.extras import require
 
@@ -26,9 +30,11 @@ __needs__ = require("bridge")
 
 import torch
 
-from nemo_fp8.bridge.saving import agree_before_saving
+from nemo_fp8.bridge.delayed_amaxes import keep_amaxes_of_training
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.formats import FORMATS
+from nemo_fp8.numerics.scales import delayed_scale
 from nemo_fp8.train.kept import keep_modules
 
 Models = list[Any]
@@ -42,16 +48,15 @@ MEGATRONS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allr
 
 
 def look_after_weights(provider: Any, precision: Precision) -> None:
-    """Have a provider's model, once built: loaded exactly, out of FP8 where the contract keeps it, compared, and saved
-    so that every rank can resume.
+    """Have a provider's model, once built: loaded exactly, out of FP8 where the contract keeps it, compared, and its
+    amaxes kept to those of training, on which every rank can resume.
 
-    Hooks that are registered later, as Bridge does for adapters, run after ours. Called again it changes nothing.
+    Hooks that are registered later, as Bridge's for adapters, run after ours, and load exactly, too. Called again it
+    changes nothing.
     """
-    hooks = _hooks(provider)
-    if any(isinstance(hook, _AfterLoading) for hook in hooks):
-        return
-    load_exactly(provider)
-    provider.register_pre_wrap_hook(_AfterLoading(precision))
+    if not isinstance(_hooks(provider), _Hooks):
+        load_exactly(provider)
+        provider._pre_wrap_hooks = _Hooks([*_hooks(provider), _AfterLoading(precision)])
 
 
 def load_exactly(provider: Any) -> Any:
@@ -77,8 +82,8 @@ def require_first_values(models: Models) -> None:
             f"{len(far)} FP8 weights are not what the optimizer will train, {far[0]} among them.",
             "Values were written into them after their construction, and TransformerEngine kept those of the "
             "construction, of which the optimizer makes its master weights.",
-            "Write weights in a hook of provider.register_pre_wrap_hook before training starts, which nemo_fp8 "
-            "repairs, or before that, or set fp8_param_gather=False.",
+            "Write weights in a hook of provider.register_pre_wrap_hook, around which nemo_fp8 repairs that, or set "
+            "fp8_param_gather=False.",
         )
 
 
@@ -104,13 +109,28 @@ class _Exactly:
             if isinstance(amax := getattr(weight._quantizer, "amax", None), torch.Tensor):
                 amax.zero_()  # of the first values
             weight.copy_(plain.data)
+            weight.requires_grad_(plain.requires_grad)
             module._parameters[name] = weight
         return models
 
 
+class _Later(_Exactly):
+    """The same for a hook that is registered when all others are, and may freeze what it loads."""
+
+    def __init__(self, hook: Hook, precision: Precision) -> None:
+        super().__init__(hook)
+        self.precision = precision
+
+    def __call__(self, models: Models) -> Models:
+        models = super().__call__(models)
+        require_first_values(models)
+        _settle_frozen(models, self.precision)
+        return models
+
+
 class _AfterLoading:
-    """The last hook: takes out of FP8 what the contract keeps, compares the rest with what masters are made of, and
-    prepares the model for checkpoints."""
+    """Ours, before those that are registered later: takes out of FP8 what the contract keeps, compares the rest with
+    what masters are made of, and has delayed scaling keep the amaxes of training."""
 
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
@@ -118,9 +138,44 @@ class _AfterLoading:
     def __call__(self, models: Models) -> Models:
         keep_modules(models, self.precision)
         require_first_values(models)
+        _settle_frozen(models, self.precision)
         if self.precision.scaling == "delayed":
-            agree_before_saving(models)
+            keep_amaxes_of_training(models)
         return models
+
+
+class _Hooks(list[Hook]):
+    """The hooks of a provider that is looked after; a later one loads exactly, too.
+
+    It has no attributes: Bridge's export copies a provider's, attribute by attribute, and fails at a frozen contract. A
+    copy of the list appends hooks of ours, which stay as they are.
+    """
+
+    __slots__ = ()
+
+    def append(self, hook: Hook) -> None:
+        """Add a hook behind the others."""
+        ours = isinstance(hook, _Exactly | _AfterLoading)
+        super().append(hook if ours else _Later(hook, self._precision()))
+
+    def insert(self, index: SupportsIndex, hook: Hook) -> None:
+        """Add a hook before the others."""
+        super().insert(index, _Exactly(hook))
+
+    def _precision(self) -> Precision:
+        return next(hook.precision for hook in self if isinstance(hook, _AfterLoading))
+
+
+@torch.no_grad()
+def _settle_frozen(models: Models, precision: Precision) -> None:
+    """Give frozen FP8 weights their only scale, and let go of the values that masters would be made of."""
+    for _, weight, kept in list(_stored(models)):
+        if not weight.requires_grad:
+            if precision.scaling == "delayed":
+                amax, scale = weight._quantizer.amax, weight._quantizer.scale
+                scale.copy_(delayed_scale(amax.reshape(scale.shape), scale, FORMATS["e4m3"], precision.margin))
+                weight.copy_(kept.to(weight.device))
+            weight.clear_high_precision_init_val()
 
 
 def _hooks(provider: Any) -> list[Hook]:

@@ -39,6 +39,8 @@ def _first_weights(config: Any) -> Iterator[Problem]:
     precision = get_mixed_precision_config(precision) if isinstance(precision, str) else precision
     if precision is None or not (precision.fp8 and precision.fp8_param_gather):
         return
+    if config.peft is not None:  # adapters have masters; the weights under them are frozen and have none
+        return
     if not isinstance(precision, ContractPrecision) and loads_into_fp8(config.model):
         yield finding("bridge-loads-into-fp8", "model", bridge="")
     exact = checkpoint.load_main_params_from_ckpt and not checkpoint.load_optim

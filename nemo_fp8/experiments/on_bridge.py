@@ -102,6 +102,12 @@ def tiny_llama(
     )
 
 
+def mean_loss(context: Any) -> float:
+    """Return the loss of a step from a callback's context; Bridge gives a sum and a count, or their quotient."""
+    loss = context.loss_dict["lm loss"]
+    return float(loss[0] / loss[1] if loss.numel() == 2 else loss)
+
+
 class Recorder(Callback):
     """The lines of a run."""
 
@@ -118,9 +124,8 @@ class Recorder(Callback):
         self.lines.begin()
 
     def on_train_step_end(self, context: Any) -> None:
-        """Write the step; the loss is a sum and a count, or their quotient."""
-        loss = context.loss_dict["lm loss"]
-        self.lines.end(float(loss[0] / loss[1] if loss.numel() == 2 else loss))
+        """Write the step."""
+        self.lines.end(mean_loss(context))
 
     def on_train_end(self, context: Any) -> None:
         """Write the last line."""

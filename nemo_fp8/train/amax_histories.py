@@ -1,4 +1,5 @@
-"""Where delayed scaling collects amaxes, and how ranks agree on them before a checkpoint is written.
+"""Where delayed scaling collects amaxes, how ranks agree on them before a checkpoint is written, and how those of
+validation are forgotten.
 
 TransformerEngine collects amaxes in the first row of a history. The next forward that has a backward takes the maximum
 over ranks and turns the row into scales. Between an optimizer step and that forward the row holds the amaxes of FP8
@@ -6,12 +7,15 @@ weights, which differ by tensor-parallel rank, and Megatron saves the state of o
 
     before a checkpoint      row = max over the ranks over which TE takes it
 
-Taking the maximum early changes no result: after the next forward TE takes the same maximum over the same ranks.
+Taking the maximum early changes no result: after the next forward TE takes the same maximum over the same ranks. A
+forward of validation has no backward: it adds its amaxes to the row and takes no scales of it. So
+
+    after a validation       row = row before the validation
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,3 +49,17 @@ def agree_among_ranks(histories: Sequence[torch.Tensor], config: Any) -> None:
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
     for row, agreed in zip(rows, torch.split(largest, [len(row) for row in rows]), strict=True):
         row.copy_(agreed)
+
+
+@torch.no_grad()
+def hold_rows(histories: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return copies of the rows that are being collected, for :func:`restore_rows`."""
+    return {id(history): history[0].clone() for history in histories}
+
+
+@torch.no_grad()
+def restore_rows(histories: Iterable[torch.Tensor], held: Mapping[int, torch.Tensor]) -> None:
+    """Restore the rows; that of a linear which ran for the first time since they were held becomes zero."""
+    for history in histories:
+        before = held.get(id(history))
+        history[0].copy_(torch.zeros_like(history[0]) if before is None else before)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from nemo_fp8.train.amax_histories import agree_among_ranks, amax_histories
+from nemo_fp8.train.amax_histories import agree_among_ranks, amax_histories, hold_rows, restore_rows
 
 
 class ForgetValidation(Callback):
@@ -24,14 +24,11 @@ class ForgetValidation(Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Copy the rows that are being collected."""
-        self._held = {id(history): history[0].clone() for history in _histories(trainer)}
+        self._held = hold_rows(_histories(trainer))
 
-    @torch.no_grad()
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the rows; that of a linear which ran for the first time in the validation becomes zero."""
-        for history in _histories(trainer):
-            before = self._held.get(id(history))
-            history[0].copy_(torch.zeros_like(history[0]) if before is None else before)
+        """Restore the rows."""
+        restore_rows(_histories(trainer), self._held)
         self._held = {}
 
 

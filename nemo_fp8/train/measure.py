@@ -44,6 +44,8 @@ TOKENS = 256
 Key = tuple[str, str]
 # The prefixes that the wrappers of Megatron, NeMo and Lightning add to the names of modules.
 _WRAPPERS = re.compile(r"^(?:(?:module|\d+)\.)+")
+# What the adapters of NeMo and Bridge call the linear that they are put around.
+_UNDER_AN_ADAPTER = ".to_wrap"
 _LAYER = re.compile(r"^(.*?\blayers\.)(\d+)(?=\.|$)")
 
 
@@ -151,6 +153,7 @@ def linear_names(model: Any) -> dict[str, torch.nn.Module]:
             if here and here.end() == len(name) and isinstance(number := getattr(module, "layer_number", None), int):
                 numbers[name] = f"{here[1]}{number - 1}"
             if Probe.sees(module):
+                name = name.removesuffix(_UNDER_AN_ADAPTER)
                 names[name if here is None else numbers.get(here[0], here[0]) + name[here.end() :]] = module
     return names
 

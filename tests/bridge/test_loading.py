@@ -59,7 +59,7 @@ def test_one_call_repairs_bridges_own_precision(alone):
     assert (run["losses"], run["masters"]) == (ours["losses"], ours["masters"])
 
 
-def test_weights_that_were_written_too_late_to_be_repaired_are_refused(alone):
+def test_weights_that_were_written_where_no_hook_sees_it_are_refused(alone):
     said = alone["unrepaired"]["refused"]
     assert "16 FP8 weights are not what the optimizer will train" in said
     assert "remedy: " in said

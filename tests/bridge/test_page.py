@@ -1,7 +1,9 @@
-"""The snippets of docs/bridge.md run, top to bottom; and Bridge's recipes are built."""
+"""The snippets of docs/bridge.md run, top to bottom; so does the example; and Bridge's recipes are built."""
 
 import re
 import runpy
+import subprocess
+import sys
 
 from support import ROOT
 
@@ -19,6 +21,17 @@ def test_the_pages_snippets_run(folder, monkeypatch, capsys):
     for snippet in _python(ROOT / "docs/bridge.md"):
         exec(compile(snippet, "bridge.md", "exec"), namespace)
     assert "[after training is done]" in capsys.readouterr().out
+
+
+def test_the_example_trains_and_shows_what_it_says(tmp_path):
+    words = [sys.executable, ROOT / "examples/bridge.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    shown = re.search(r"\nlosses: (.*)\nlinears in FP8: (.*)\n((?:decoder.*dB\n){3})$", done.stdout)
+    losses = [float(word) for word in shown[1].split()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 1
+    assert int(shown[2]) == 4 * 6 - 2
 
 
 def test_the_recipe_for_8b_is_built_and_checked(monkeypatch):

@@ -121,17 +121,40 @@ def test_grouped_experts_on_two_ranks(pair):
     assert {kind for name, kind in experts.items() if ".layers.0." in name} == {"Parameter"}
 
 
+def test_pipeline_stages_count_layers_over_all_of_them(pair):
+    """The last stage, whose last layer the contract keeps, sees two layers of four."""
+    run = pair["delayed-pipeline"]
+    assert losses(run)[-1] < losses(run)[0] - 0.1
+    kept = {f"decoder.layers.1.mlp.linear_fc{i}" for i in (1, 2)}
+    assert {name for name, recipe in run["quantizers"].items() if recipe is None} == kept
+    assert Counter(run["kinds"].values())["Float8Tensor"] == len(run["quantizers"]) - 2 == LINEARS // 2 - 2
+
+
+def test_validation_leaves_no_amax_behind(pair):
+    """Delayed scaling scales by amaxes of training alone, whatever was validated in between."""
+    run, plain = pair["delayed-validated"], pair["delayed-resumed-whole"]
+    assert losses(run) == losses(plain)
+    assert run["norms"] == plain["norms"]
+    assert len(run["validation"]) >= 4
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 
 def resumed_exactly(runs, name):
     whole, first, second = (runs[f"{name}-{part}"] for part in ("whole", "first", "second"))
-    assert losses(first) + losses(second) == losses(whole)
-    assert first["norms"] + second["norms"] == whole["norms"]
+    assert losses(first) + losses(second) == losses(whole), name
+    assert first["norms"] + second["norms"] == whole["norms"], name
     assert len(losses(second)) == 2
 
 
-def test_a_resumed_run_goes_on_to_the_bit(alone):
+def resumed_nearly(runs, name):
+    whole, first, second = (losses(runs[f"{name}-{part}"]) for part in ("whole", "first", "second"))
+    assert first == whole[:2], name
+    assert second == pytest.approx(whole[2:], rel=0.002), name
+
+
+def test_a_run_that_was_saved_while_it_went_on_resumes_to_the_bit(alone):
     resumed_exactly(alone, "tensorwise-resumed")
 
 
@@ -141,15 +164,35 @@ def test_two_processes_resume_delayed_scaling_to_the_bit(pair, layout):
     resumed_exactly(pair, f"delayed-{layout}")
 
 
+# Bridge's checkpoint of adapters holds no amaxes of the linears under them. NVFP4 rounds gradients by chance, and
+# Bridge starts its data loaders, which draw a number each, after it restored the generator, the CPU's, which is
+# CUDA's here.
+NEARLY = ("delayed-adapted", "nvfp4-split", "nvfp4-pipeline", "nvfp4-adapted")
+
+
+# One process holds as many as are through in ten minutes, on a busy machine as well.
+TOGETHER = ("split", "pipeline", "adapted", "experts", "data overlapped validated")
+
+
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_every_recipe_on_every_layout_trains_and_resumes(folder):
-    runs = dict(zip(EVERYWHERE, run_all(in_folder(EVERYWHERE, folder), folder, ranks=2), strict=True))
+@pytest.mark.parametrize("layouts", TOGETHER)
+def test_every_recipe_on_every_layout_trains_and_resumes(folder, layouts):
+    jobs = {name: job for layout in layouts.split() for name, job in EVERYWHERE[layout].items()}
+    runs = dict(zip(jobs, run_all(in_folder(jobs, folder), folder, ranks=2), strict=True))
+    runs.pop("imported", None)
     for name, run in runs.items():
         losses(run)
         if name.endswith("-whole"):
-            resumed_exactly(runs, name.removesuffix("-whole"))
-        if not name.endswith("-second"):
+            of = name.removesuffix("-whole")
+            (resumed_nearly if of in NEARLY else resumed_exactly)(runs, of)
+        if "-adapted" in name:
+            assert {".adapter." in changed for changed in run["changed"]} == {True}, name
+        elif not name.endswith("-second"):
             assert losses(run)[-1] < losses(run)[0] - 0.05, name
-        if name.endswith("-overlapped"):
-            assert losses(run) == losses(runs[name.replace("overlapped", "data")]), name
+        for unchanged in ("-overlapped", "-validated"):
+            if name.endswith(unchanged) and not (name.startswith("nvfp4") and unchanged == "-validated"):
+                assert losses(run) == losses(runs[name.replace(unchanged, "-data")]), name
+
+
+def test_every_layout_is_in_the_matrix():
+    assert sorted(layout for layouts in TOGETHER for layout in layouts.split()) == sorted(EVERYWHERE)

@@ -15,6 +15,13 @@ STORED = {"delayed": DELAYED, "tensorwise": TENSORWISE, "mxfp8": MXFP8}
 """Presets whose weights lie in FP8."""
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+LATER = {"checkpoint": {"async_save": True}}
+"""Checkpoints are written while training goes on."""
+LLAMA = {"hf": "{folder}/llama"}
+ADAPTED = LLAMA | {"base": "{folder}/base", "adapters": {"dim": 32}}
+"""Bridge's LoRA on a checkpoint of Megatron's, which ``IMPORTED`` made of Hugging Face's."""
+IMPORTED = LLAMA | {"imported": "{folder}/base"}
 FEW = {"steps": 3}
 
 RULED = {
@@ -44,19 +51,24 @@ _MODULES = {
 }
 
 
-def _resumed(name, **job):
+def _kept(layer):
+    """Delayed scaling with FP8 weights, but for one layer's MLP."""
+    return {"format": "hybrid", "scaling": "delayed", "fp8_param": True, "keep": [f"*.layers.{layer}.mlp.*"]}
+
+
+def _resumed(name, saving=None, **job):
     folder = f"{{folder}}/{name}"
     yield f"{name}-whole", job | {"steps": 4}
-    yield f"{name}-first", job | {"steps": 2, "of": 4, "save": folder}
+    yield f"{name}-first", job | {"steps": 2, "of": 4, "save": folder} | (saving or {})
     yield f"{name}-second", job | {"steps": 4, "load": folder}
 
 
 ALONE = {
     # Bridge's own way to load, before the registry holds our names; and with a random initialization.
-    "plain-loaded": {"precision": DELAYED, "hf": "{folder}/llama", **FEW},
+    "plain-loaded": {"precision": DELAYED, **LLAMA, **FEW},
     "plain-loaded-over-random": {
         "precision": MXFP8,
-        "hf": "{folder}/llama",
+        **LLAMA,
         "model": {"perform_initialization": True},
         **FEW,
     },
@@ -64,10 +76,7 @@ ALONE = {
     **{name: {"registered": True, "precision": preset.replace("_", "-")} for name, preset in QUANTIZED.items()},
     "watched": {"contract": BLOCKWISE, "steps": 2, "monitor": 2, "tensorboard": "{folder}/board"},
     **{f"{kind}": {"contract": BLOCKWISE, "kind": kind, **FEW} for kind in ("llama", "qwen3")},
-    "kept": {
-        "contract": {"format": "hybrid", "scaling": "delayed", "fp8_param": True, "keep": ["*.layers.1.mlp.*"]},
-        **FEW,
-    },
+    "kept": {"contract": _kept(1), **FEW},
     "modules": {"contract": {"format": "e4m3", "scaling": "blockwise"}, "recipe": _MODULES, **FEW},
     "ruled": {"contract": RULED, **FEW},
     "ruled-by-megatron": {"contract": {k: v for k, v in RULED.items() if k != "modules"}, "rules": RULED, **FEW},
@@ -75,13 +84,15 @@ ALONE = {
         "contract": {"format": "e2m1", "scaling": "nvfp4", "weight_block": "1x16", "backward_scaling": "mxfp8"},
         **FEW,
     },
-    **dict(_resumed("tensorwise-resumed", contract=TENSORWISE)),
-    **{f"{name}-loaded": {"contract": preset, "hf": "{folder}/llama", **FEW} for name, preset in STORED.items()},
-    "bf16-loaded": {"contract": "bf16_mixed", "hf": "{folder}/llama", **FEW},
+    **dict(_resumed("tensorwise-resumed", contract=TENSORWISE, saving=LATER)),
+    **{f"{name}-loaded": {"contract": preset, **LLAMA, **FEW} for name, preset in STORED.items()},
+    "bf16-loaded": {"contract": "bf16_mixed", **LLAMA, **FEW},
     "qwen3-loaded": {"contract": MXFP8, "hf": "{folder}/qwen3", **FEW},
-    "plain-loaded-exactly": {"precision": DELAYED, "hf": "{folder}/llama", "exactly": True, **FEW},
-    "unrepaired": {"contract": DELAYED, "hf": "{folder}/llama", "late": True, **FEW},
+    "plain-loaded-exactly": {"precision": DELAYED, **LLAMA, "exactly": True, **FEW},
+    "imported": IMPORTED,
+    "adapted": {"contract": _kept(1), "monitor": 2, **ADAPTED, **FEW},
     # Refusals.
+    "unrepaired": {"contract": DELAYED, "written": True},
     "unknown": {"precision": "bf16_with_fp8_blokwise_mixed"},
     "contradiction": {"contract": DELAYED, "override": {"fp8_recipe": "mxfp9"}},
     "another-contradiction": {"contract": BLOCKWISE, "override": {"fp8": None}},
@@ -100,32 +111,38 @@ PAIR = {
         "model": {"expert_model_parallel_size": 2, "moe_router_padding_for_fp8": True},
         **FEW,
     },
-    "delayed-loaded": {"contract": DELAYED, "hf": "{folder}/llama", "model": SPLIT, **FEW},
-    "exported": {"contract": MXFP8, "hf": "{folder}/llama", "export": "{folder}/exported.safetensors", **FEW},
+    "delayed-loaded": {"contract": DELAYED, **LLAMA, "model": SPLIT, **FEW},
+    "exported": {"contract": MXFP8, **LLAMA, "export": "{folder}/exported.safetensors", **FEW},
     **dict(_resumed("delayed-resumed", contract=DELAYED)),
     **dict(_resumed("delayed-split", contract=DELAYED, model=SPLIT)),
+    "delayed-validated": {"contract": DELAYED, "validate": 1},
+    "delayed-pipeline": {"contract": _kept(3), "model": PIPELINE, **FEW},
 }
 
 
 def _everywhere():
-    """Every recipe on every layout, and resumed on tensor-parallel ranks: the matrix that takes minutes."""
+    """Layout -> every recipe on it, resumed where ranks hold parts of the model: the matrix that takes minutes."""
     layouts = {
         "split": {"model": SPLIT},
+        "pipeline": {"model": PIPELINE, "saving": LATER},
+        "adapted": {"model": SPLIT, **ADAPTED},
         "data": {},
         "overlapped": {"ddp": OVERLAPPED},
+        "validated": {"validate": 1},
         "experts": {"experts": True, "model": {"expert_model_parallel_size": 2}},
     }
     recipes = {"bf16": "bf16_mixed"} | QUANTIZED
+    found = {layout: {} for layout in layouts}
+    found["adapted"]["imported"] = IMPORTED
     for (layout, job), (name, preset) in itertools.product(layouts.items(), recipes.items()):
         padded = {"moe_router_padding_for_fp8": True} if layout == "experts" and name != "bf16" else {}
         job = job | {"contract": preset, "model": job.get("model", {}) | padded}
-        if layout == "split":
-            yield from _resumed(f"{name}-{layout}", **job)
-        else:
-            yield f"{name}-{layout}", job
+        resumed = layout in ("split", "pipeline", "adapted")
+        found[layout] |= dict(_resumed(f"{name}-{layout}", **job)) if resumed else {f"{name}-{layout}": job}
+    return found
 
 
-EVERYWHERE = dict(_everywhere())
+EVERYWHERE = _everywhere()
 
 
 def in_folder(jobs, folder):

@@ -53,6 +53,9 @@ def _alone():
 
 
 def _seen(**job):
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()  # or TE goes on to reduce amaxes of the last run's model, over that run's ranks
     try:
         return train(**job)
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -69,7 +72,7 @@ def train(
     kind="gpt",
     hf=None,
     exactly=False,
-    late=False,
+    written=False,
     experts=False,
     model=None,
     monitor=0,
@@ -77,15 +80,17 @@ def train(
     recipe=None,
     rules=None,
     export=None,
+    imported=None,
     **settings,
 ):
     """Train as a job says; return losses, gradient norms, kinds of parameters and what its callbacks saw.
 
     ``precision`` is a name of Bridge's registry, with ours in it where ``registered``; or ``contract`` are fields of
     ours, and ``override`` of the resulting MixedPrecisionConfig. ``hf`` is the folder of a checkpoint to start from,
-    loaded ``exactly`` by a call of ours, or by a hook that is registered too ``late`` to be repaired. ``recipe`` is the
-    content of Megatron's file of recipes by module, or ``rules`` are those of a contract that it is rendered from.
-    ``export`` is a file for the weights that the masters give before the first step.
+    loaded ``exactly`` by a call of ours. ``written``: the provider writes into weights that it has constructed.
+    ``recipe`` is the content of Megatron's file of recipes by module, or ``rules`` are those of a contract that it is
+    rendered from. ``export`` is a file for the weights that the masters give before the first step. ``imported`` is a
+    folder into which a checkpoint of Hugging Face's is converted, instead of a training.
     """
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
@@ -110,14 +115,16 @@ def train(
         from megatron.bridge import AutoBridge
 
         auto = AutoBridge.from_hf_pretrained(hf)
-        provider = auto.to_megatron_provider()
+        if imported:
+            return _import(auto, imported)
+        provider = auto.to_megatron_provider(load_weights="base" not in settings)
         provider.seq_length = tiny.LENGTH
         for name, value in changes.items():
             setattr(provider, name, value)
         if exactly:
             load_exactly(provider)
-        if late:
-            provider._pre_wrap_hooks = Late(provider._pre_wrap_hooks)
+    if written:
+        provider.provide = _writing(provider.provide)
     if rules:
         from nemo_fp8.render.te_precision import to_te_precision
 
@@ -126,7 +133,8 @@ def train(
         from megatron.core.quantization.quant_config import RecipeConfig
 
         provider.quant_recipe = RecipeConfig.from_config_dict(recipe)
-    found = {"losses": [], "norms": [], "kinds": {}, "masters": {}, "quantizers": {}}
+    found = {"losses": [], "norms": [], "kinds": {}, "masters": {}, "quantizers": {}, "largest": {}, "validation": []}
+    first = {}
 
     class See(Callback):
         def on_train_start(self, context):
@@ -137,16 +145,23 @@ def train(
                 save_file({name: weight.contiguous() for name, weight in out.items()}, export)
             for name, weight in _weights(context):
                 found["kinds"][name] = type(weight).__name__
+                first[name] = _values(weight)
+                if hasattr(weight, "_scale_inv"):
+                    found["largest"][name] = float((first[name] / weight._scale_inv).abs().max())
                 if (master := getattr(weight, "main_param", None)) is not None and hf:
                     found["masters"][name] = [_sum(master), float(master.float().norm())]
 
         def on_train_step_end(self, context):
-            loss = context.loss_dict["lm loss"]
-            found["losses"].append(float(loss[0] / loss[1]) if loss.numel() == 2 else float(loss))
+            for loss in context.loss_dict.values():  # none on a pipeline stage that is not the last
+                found["losses"].append(float(loss[0] / loss[1]) if loss.numel() == 2 else float(loss))
             found["norms"].append(float(context.grad_norm))
+
+        def on_eval_end(self, context):
+            found["validation"] += [float(loss) for loss in (context.total_loss_dict or {}).values()]
 
         def on_train_end(self, context):
             found["quantizers"] = _quantizers(context.model[0])
+            found["changed"] = [name for name, w in _weights(context) if not _values(w).equal(first[name])]
 
     callbacks = [See()]
     if monitor:
@@ -162,15 +177,26 @@ def train(
     return found
 
 
-class Late(list):
-    """Hooks of a provider that write into the weights when all others have run."""
+def _writing(provide):
+    """A provider's ``provide`` that writes into the weights, where nothing can repair it."""
+    import torch
 
-    def __init__(self, hooks):
-        super().__init__()
-        self.hooks = hooks
+    def written(*args, **kwargs):
+        model = provide(*args, **kwargs)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.randn(weight.shape) * 0.02)
+        return model
 
-    def append(self, hook):
-        self.extend([*self.hooks, hook])
+    return written
+
+
+def _import(auto, folder):
+    """What ``AutoBridge.import_ckpt`` does, for a checkpoint without a tokenizer."""
+    models = auto.to_megatron_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    auto.save_megatron_model(models, folder)
+    _forget()
+    return {}
 
 
 def _weights(context):
@@ -178,6 +204,10 @@ def _weights(context):
 
     for chunk in unwrap_model(context.model):
         yield from chunk.named_parameters()
+
+
+def _values(weight):
+    return weight.detach().float().clone()
 
 
 def _sum(tensor):

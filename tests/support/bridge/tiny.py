@@ -38,15 +38,37 @@ def provider(kind="gpt", **settings):
     return made(**SIZES | {"seq_length": LENGTH, "vocab_size": VOCABULARY} | own | settings)
 
 
-def config(model, precision, steps=4, *, of=None, save=None, load=None, ddp=None, checkpoint=None):
-    """The ConfigContainer of a run of ``steps`` steps out of ``of``, with mock data and the distributed optimizer."""
+def config(
+    model,
+    precision,
+    steps=4,
+    *,
+    of=None,
+    save=None,
+    load=None,
+    ddp=None,
+    checkpoint=None,
+    validate=0,
+    adapters=None,
+    base=None,
+):
+    """The ConfigContainer of a run of ``steps`` steps out of ``of``, with mock data and the distributed optimizer.
+
+    It validates every ``validate`` steps. With ``adapters``, settings of Bridge's LoRA, it trains those alone, on the
+    checkpoint in the folder ``base``.
+    """
+    from megatron.bridge.peft.lora import LoRA
     from megatron.bridge.training import config as c
 
     return c.ConfigContainer(
         model=model,
         mixed_precision=precision,
         train=c.TrainingConfig(
-            train_iters=steps, micro_batch_size=2, global_batch_size=4, eval_iters=0, eval_interval=1000
+            train_iters=steps,
+            micro_batch_size=2,
+            global_batch_size=4,
+            eval_iters=1 if validate else 0,
+            eval_interval=validate or 1000,
         ),
         optimizer=c.OptimizerConfig(
             optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.0, clip_grad=1.0, use_distributed_optimizer=True
@@ -77,9 +99,10 @@ def config(model, precision, steps=4, *, of=None, save=None, load=None, ddp=None
             load=load,
             save_interval=10**6 if save else None,
             ckpt_format="torch_dist",
-            **checkpoint or {},
+            **{"pretrained_checkpoint": base} | (checkpoint or {}),
         ),
-        dist=c.DistributedInitConfig(distributed_backend="gloo"),
+        peft=None if adapters is None else LoRA(**adapters),
+        dist=c.DistributedInitConfig(distributed_backend="gloo", distributed_timeout_minutes=3),
         rng=c.RNGConfig(seed=1234),
     )
 
