@@ -44,7 +44,9 @@ def main() -> int:
         except Exception as error:
             found, good = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}, False
         known = record["families"].get(name, {})
-        record["families"][name] = {key: known[key] for key in known if key not in ("error", "not in BF16")} | found
+        record["families"][name] = {
+            key: known[key] for key in known if key not in ("error", "not in BF16", "no engine")
+        } | found
         record["families"] = {
             name: record["families"][name] for name in families.FAMILIES if name in record["families"]
         }

@@ -58,7 +58,8 @@ def push(model, tensors, size=2**18, order=list):
 def held(model):
     """Every bit that a model holds: its parameters and buffers, and what a kernel packed beside them, by what it
     answers."""
-    found = {name: tensor.detach().clone().reshape(-1).view(torch.uint8) for name, tensor in model.state_dict().items()}
+    tensors = model.state_dict() | dict(model.named_buffers())  # those that no checkpoint has, too
+    found = {name: tensor.detach().clone().reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
     draws = torch.Generator().manual_seed(0)
     for name, layer in model.named_modules():
         if "cpu_linear" in vars(layer):

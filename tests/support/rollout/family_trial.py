@@ -32,15 +32,28 @@ def folders(root, family):
 
 
 def tried(root, family, trial):
-    """What a trial found; why vLLM itself does not start the family's model here, if it does not."""
+    """What a trial found; why vLLM itself does not start the family's model here, or an engine of it, if it does
+    not."""
     known = {"config": families.FAMILIES[family][0]}
     try:
         return known | {"architecture": architecture(root, family), trial.__name__: trial(root, family)}
     except Exception:
-        why = not_in_bf16(root, family)
-        if not why:
-            raise
-        return known | {"not in BF16": why}
+        if why := not_in_bf16(root, family):
+            return known | {"not in BF16": why}
+        if trial is in_engines and (why := no_engine(root, family)):
+            return known | {"no engine": why}
+        raise
+
+
+def no_engine(root, family):
+    """Why an engine of vLLM alone does not answer on this machine; nothing if it does."""
+    try:
+        llm = engines.start(folders(root, family)[0], apart=False, distributed_executor_backend="uni")
+        engines.log_probs(llm, 1)
+        engines.stop(llm)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
 
 
 def in_memory(root, family, **contract):

@@ -48,7 +48,7 @@ class FourBitWeights(Staged):
         constants: Iterable[tuple[Box, float]],
     ) -> None:
         self.routes = list(routes)
-        super().__init__(tally, layer, self.routes, [(target, [*constants])])
+        super().__init__(tally, layer, self.routes, [(target, [*constants])], {})
         self.name = target.parameter
         live = layer.quant_method.live(layer, self.name)
         self.live = FourBits(*(tensor.data for tensor in live))

@@ -25,7 +25,7 @@ from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Entry, Manifest
 from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, KvScales, Sink, Staged
+from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Sink, Staged
 
 # Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
 WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
@@ -119,11 +119,17 @@ class Plan:
             constants = [
                 (target, self.routes.constants[target]) for target in targets if target in self.routes.constants
             ]
-            sink = Staged(
-                tally, self.layers[name], [route for target in targets for route in self.to[target]], constants
-            )
+            routes = [route for target in targets for route in self.to[target]]
+            sink = Staged(tally, self.layers[name], routes, constants, self._views(name))
             sinks |= dict.fromkeys(targets, sink)
         return sinks
+
+    def _views(self, name: str) -> dict[str, torch.Tensor]:
+        """Return parameter -> view of it, for the views that the module around a layer has."""
+        around, _, own = name.rpartition(".")
+        parameter, view = VIEWS.get(own, ("", ""))
+        held = getattr(self.layers.get(around), view, None) if view else None
+        return {parameter: held} if held is not None else {}
 
     def packed_beside(self, targets: Iterable[Target] | None = None) -> list[Any]:
         """Return the layers whose weight is written in place and may have a packed copy that must be packed again.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -400,10 +400,19 @@ class KvScales(Sink):
         self.layer.quant_method.process_weights_after_loading(self.layer)
 
 
+VIEWS = {"conv1d": ("weight", "conv_weights")}
+"""A layer's name -> its parameter, and the view of it that the module around the layer made when it was constructed.
+
+Mamba 2 convolves by the view. Where a CPU packs the parameter (AVX-512 with BF16), the view goes on to hold what was
+loaded, and no longer follows the parameter.
+"""
+
+
 class Staged(Sink):
     """Gathers all tensors of a layer, and has the layer's own method process them as at load.
 
     ``routes`` are all that lead to the layer; ``constants`` are the boxes that vLLM's loader fills with a number.
+    ``views`` are tensors beside the layer that hold a parameter as it was before it was processed.
     """
 
     def __init__(
@@ -412,9 +421,10 @@ class Staged(Sink):
         layer: Any,
         routes: Iterable[Route],
         constants: Iterable[tuple[Target, list[tuple[Box, float]]]],
+        views: Mapping[str, torch.Tensor],
     ) -> None:
         super().__init__(tally)
-        self.layer, self.values = layer, dict[str, torch.Tensor]()
+        self.layer, self.values, self.views = layer, dict[str, torch.Tensor](), views
         self.constants = list(constants)
         self.awaited = {entry for route in routes for entry in route.entries}
 
@@ -457,7 +467,7 @@ class Staged(Sink):
         for target, filled in self.constants:
             for box, value in filled:
                 _at(self.values[target.parameter].data, box).fill_(value)
-        live = dict(layer._parameters)
+        live, loaded = dict(layer._parameters), {name: value.data for name, value in self.values.items()}
         kernel = {name: getattr(method, name) for name in ("moe_kernel", "moe_quant_config") if hasattr(method, name)}
         try:
             layer._parameters.clear()
@@ -475,6 +485,8 @@ class Staged(Sink):
                 made = layer._parameters.get(name)
                 if tensor is not None and made is not None and made is not tensor:
                     tensor.data.copy_(made.data)
+            for name, view in self.views.items():
+                view.copy_(loaded[name].view_as(view))
         finally:
             layer._parameters.clear()
             layer._parameters.update(live)
