@@ -9,7 +9,7 @@
                                                         (pip install --no-deps --target /tmp/torchao "torchao==0.18.*")
 
 Quantizing a BF16 element moves 3 bytes (2 in, 1 out), and so does decoding it; scales and statistics are not counted,
-though the latter are 17 bytes a tile in new memory: half a byte for each MX element. NVFP4 moves 2.5625 bytes an
+though the latter are 15 bytes a tile in new memory: half a byte for each MX element. NVFP4 moves 2.5625 bytes an
 element (2 in, half a byte and a scale's sixteenth out) where the tensor's amax is given, and 4.5625 where it is found
 first, in a pass of its own that reads everything once more; so does its yardstick. Rounding by chance reads four more,
 the drawn numbers, which are not drawn here. The yardstick is a copy that moves as many bytes with as many threads, of
