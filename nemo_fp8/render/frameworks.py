@@ -88,11 +88,11 @@ def require_compute(framework: str, precision: Precision, dtypes: Mapping[str, s
 
 
 def require_megatron(framework: str, key: str, given: Mapping[str, Any]) -> None:
-    """Raise PrecisionError if settings choose another trainer than Megatron, which would pass over Megatron's keys."""
+    """Raise PrecisionError if settings choose another trainer than Megatron, which takes none of Megatron's keys."""
     if (chosen := given.get(key, MEGATRON)) != MEGATRON:
         raise PrecisionError(
             f"{key}={chosen!r} in {framework}.",
-            f"{framework}'s other trainers take no notice of Megatron's settings, and train in the compute dtype.",
+            f"Megatron's settings are for its Megatron trainer: {framework}'s others train in the compute dtype.",
             f"Set {key}={MEGATRON}, or check the rollout alone.",
         )
 

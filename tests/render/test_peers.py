@@ -76,20 +76,26 @@ def test_verl_composes_its_configuration_and_constructs_its_classes():
         assert said["variables"].items() >= section(values, verl.ENVIRONMENT).items()
 
 
-def test_verl_would_train_by_fsdp_without_the_word_for_megatron():
-    """Why the rendering begins with it: Megatron's settings beside another trainer change nothing and are no error."""
+def test_verl_refuses_megatron_s_settings_without_the_word_for_megatron():
+    """Why the rendering begins with it: verl's own trainer is FSDP."""
     given = [word for word in words(render(preset("bf16_with_fp8_mixed"), "verl")) if not word.startswith(verl.TRAINER)]
     (said,) = ask("verl", {"fsdp": {"words": given}}).values()
-    assert said.get("strategy") != "megatron"
+    assert "FSDPActorConfig" in said["refused"]
+    assert "unexpected keyword argument 'megatron'" in said["refused"]
 
 
 def test_skyrl_constructs_its_configuration():
     made = renderings("skyrl")
     given = {name: {"words": words(rendering)} for name, rendering in made.items()}
-    fsdp = [word for word in given["bf16_with_fp8_mixed"]["words"] if not word.startswith(skyrl.TRAINER)]
+    fsdp, silent = (
+        [word for word in given[name]["words"] if not word.startswith(skyrl.TRAINER)]
+        for name in ("bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed")
+    )
     misspelt = ["trainer.policy.megatron_config.transformer_config=1"]
-    found = ask("skyrl", given | {"fsdp": {"words": fsdp}, NO_SUCH: {"words": misspelt}})
+    found = ask("skyrl", given | {"fsdp": {"words": fsdp}, "silent": {"words": silent}, NO_SUCH: {"words": misspelt}})
     assert "trainer.strategy='megatron'" in found.pop("fsdp")["refused"]
+    passed_over = found.pop("silent")  # no weights are sent in FP8, so that nothing asks for the trainer
+    assert (passed_over["strategy"], passed_over["TransformerConfig"]["fp8"]) == ("fsdp", "hybrid")
     assert "transformer_config" in found.pop(NO_SUCH)["refused"]
     assert len(found) == len([name for name in PRESETS if preset(name).compute == "bf16"])
     for name, said in found.items():
