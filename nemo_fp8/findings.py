@@ -413,6 +413,12 @@ RULES: dict[str, Problem] = {
         "Megatron's offloaded optimizer casts FP8 weights for delayed scaling only.",
         "Set optimizer_cpu_offload=False, fp8_param_gather=False, or fp8_recipe='delayed'.",
     ),
+    "run-context-parallel-on-cpu": error(
+        "context_parallel_size={ranks} on a machine without a GPU.",
+        "TransformerEngine's attention over ranks is made of cuDNN's or FlashAttention's kernels, which have no "
+        "counterpart on a CPU: the first forward would end in 'No dot product attention backend is available'.",
+        "Set context_parallel_size=1, or train on GPUs.",
+    ),
     "run-gathers-no-fp8": error(
         "The DDP config gathers FP8 parameters, and the contract has none.",
         "The gather would carry bytes that nobody wrote.",

@@ -28,14 +28,14 @@ __needs__ = require("bridge")
 from megatron.bridge.training import mixed_precision as theirs
 
 from nemo_fp8.bridge.loading import look_after_weights
-from nemo_fp8.bridge.patches import replace_for_bridge
+from nemo_fp8.bridge.patches import FOR_THE_PROCESS, replace_for_bridge
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.naming import load
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.render.bridge import from_bridge, to_bridge
 from nemo_fp8.render.nemo import resolve_dtypes
 from nemo_fp8.train.checks import Run, require_agreement
-from nemo_fp8.train.engine import choose_engine
+from nemo_fp8.train.engine import choose_engine, hold_products
 
 
 @dataclass
@@ -62,6 +62,7 @@ class ContractPrecision(theirs.MixedPrecisionConfig):
         contract = self.contract
         choose_engine(contract)
         replace_for_bridge()
+        hold_products(FOR_THE_PROCESS, contract)
         super().setup(model_config, optimizer_config, ddp_config)
         require_agreement(contract, Run(model_config, ddp_config, optimizer_config))
         look_after_weights(model_config, contract)

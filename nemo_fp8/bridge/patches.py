@@ -13,8 +13,8 @@ from pathlib import Path
 
 from nemo_fp8.train.patching import Patch, is_patched, patched
 
-_FOR_THE_PROCESS = ExitStack()
-"""Contexts that nobody closes: a process that trains with Bridge goes on to do so."""
+FOR_THE_PROCESS = ExitStack()
+"""Contexts that nobody closes: a process that trains with Bridge goes on to do so. FP16's products are held here, too."""
 
 
 def compile_helpers() -> None:
@@ -34,7 +34,7 @@ TABLE = (
 def replace_for_bridge() -> None:
     """Replace the name, once, where Megatron comes from a wheel."""
     if _is_compiled_already() and not is_patched(TABLE):
-        _FOR_THE_PROCESS.enter_context(patched(TABLE, "Starting Megatron-Bridge"))
+        FOR_THE_PROCESS.enter_context(patched(TABLE, "Starting Megatron-Bridge"))
 
 
 def _is_compiled_already() -> bool:

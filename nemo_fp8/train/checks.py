@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_fp8 import te_cpu
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
@@ -75,6 +76,9 @@ _RULES: dict[str, Callable[[Precision, Run], bool]] = {
     "run-offloaded-optimizer": lambda p, run: (
         p.fp8_param and p.scaling != "delayed" and bool(getattr(run.optimizer, "optimizer_cpu_offload", False))
     ),
+    "run-context-parallel-on-cpu": lambda p, run: (
+        (getattr(run.model, "context_parallel_size", 1) or 1) > 1 and not te_cpu.has_gpu()
+    ),
     "run-gathers-no-fp8": lambda p, run: bool(getattr(run.ddp, "fp8_param_gather", False)) and not p.fp8_param,
 }
 
@@ -90,6 +94,7 @@ def _against_the_rules(p: Precision, run: Run) -> Iterator[Problem]:
         "layers": getattr(model, "num_layers", None)
     }
     gaps |= {"first": p.first_layers, "last": p.last_layers, "kept": p.first_layers + p.last_layers}
+    gaps |= {"ranks": getattr(model, "context_parallel_size", None)}
     gaps |= {"compute": p.compute.upper(), "scaling": p.scaling}
     for code, wrong in _RULES.items():
         if wrong(p, run):

@@ -1,8 +1,10 @@
 """The contract as Bridge's MixedPrecisionConfig: its registry, its fields, and what is refused."""
 
 import dataclasses
+from contextlib import ExitStack
 
 import pytest
+import torch
 from hypothesis import given, settings
 from support.strategies import contracts
 
@@ -85,12 +87,27 @@ def test_an_unknown_name_is_one_clear_error():
         bridge.bridge_confg  # noqa: B018
 
 
+@pytest.mark.parametrize("name", ["fp16_mixed", "bf16_mixed"])
+def test_fp16_training_multiplies_in_fp32_without_units(monkeypatch, name):
+    from support.bridge.tiny import provider
+
+    from nemo_fp8.bridge import config
+    from nemo_fp8.numerics import bf16
+
+    monkeypatch.setattr(bf16, "multiplies_fp16", lambda: False)
+    with ExitStack() as held:
+        monkeypatch.setattr(config, "FOR_THE_PROCESS", held)
+        bridge.bridge_config(name).setup(provider())
+        assert bf16._replaced.open[torch.float16] == (name == "fp16_mixed")
+
+
 def test_what_a_run_would_refuse_is_refused(alone):
     assert "Available recipes: bf16-mixed" in alone["unknown"]["refused"]  # by Bridge itself
     assert "Did you mean 'mxfp8'" in alone["contradiction"]["refused"]
     assert "format=None" in alone["another-contradiction"]["refused"]
     assert "names no linear of this model" in alone["no-such-module"]["refused"]
     assert "keep all 4 layers in BF16" in alone["all-kept"]["refused"]
+    assert "context_parallel_size=2 on a machine without a GPU" in alone["over-ranks"]["refused"]
 
 
 def test_masters_out_of_fp8_codes_are_found():

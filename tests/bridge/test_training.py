@@ -76,6 +76,20 @@ def test_a_backward_with_a_recipe_of_its_own_trains(alone):
     assert set(run["quantizers"].values()) == {"CustomRecipe"}
 
 
+def test_fp16_trains_as_bf16_does(alone):
+    assert losses(alone["fp16"]) == pytest.approx(losses(alone["bf16"]), rel=0.001)
+    assert losses(alone["fp16"]) != losses(alone["bf16"])
+
+
+def test_fp16_skips_steps_until_the_scale_of_the_loss_fits(alone):
+    run = alone["fp16-begun-too-high"]
+    skipped = [norm is None for norm in run["norms"]]
+    assert skipped[0]
+    assert not all(skipped)
+    assert losses(run)[-1] < losses(run)[0] - 0.1
+    assert set(run["quantizers"].values()) == {RECIPE["mxfp8"]}
+
+
 def test_a_recipe_for_single_modules_is_left_to_the_provider(alone):
     """Bridge overwrites every FP8 field of the provider; ``quant_recipe`` is none of them."""
     run = alone["modules"]

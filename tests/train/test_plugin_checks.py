@@ -120,6 +120,7 @@ _RUNS = {
     "layers-all-kept": ("bf16_with_fp8_current_scaling_mixed", {"model": {"num_layers": 2}}),
     "fp8-param-needs-distributed-optimizer": ("bf16_with_mxfp8_mixed", {"ddp": {"use_distributed_optimizer": False}}),
     "run-offloaded-optimizer": ("bf16_with_mxfp8_mixed", {"optimizer": {"optimizer_cpu_offload": True}}),
+    "run-context-parallel-on-cpu": ("bf16_mixed", {"model": {"context_parallel_size": 2}}),
     "run-gathers-no-fp8": ("bf16_mixed", {"ddp": {"fp8_param_gather": True}}),
     "run-refused-by-megatron": ("bf16_mixed", {"optimizer": _Refused()}),
 }

@@ -84,6 +84,12 @@ ALONE = {
         "contract": {"format": "e2m1", "scaling": "nvfp4", "weight_block": "1x16", "backward_scaling": "mxfp8"},
         **FEW,
     },
+    "fp16": {"contract": "fp16_mixed", "override": {"initial_loss_scale": 2.0**14}},
+    "fp16-begun-too-high": {
+        "contract": "fp16_with_mxfp8_mixed",
+        "override": {"initial_loss_scale": 2.0**20, "hysteresis": 1},
+        "steps": 7,
+    },
     **dict(_resumed("tensorwise-resumed", contract=TENSORWISE, saving=LATER)),
     **{f"{name}-loaded": {"contract": preset, **LLAMA, **FEW} for name, preset in STORED.items()},
     "bf16-loaded": {"contract": "bf16_mixed", **LLAMA, **FEW},
@@ -97,6 +103,7 @@ ALONE = {
     "contradiction": {"contract": DELAYED, "override": {"fp8_recipe": "mxfp9"}},
     "another-contradiction": {"contract": BLOCKWISE, "override": {"fp8": None}},
     "no-such-module": {"contract": {"format": "e4m3", "scaling": "blockwise", "keep": ["*.linear_fc7"]}},
+    "over-ranks": {"contract": "bf16_mixed", "model": {"context_parallel_size": 2}},
     "all-kept": {"contract": {"format": "e4m3", "scaling": "blockwise", "first_layers": 2, "last_layers": 2}},
 }
 PAIR = {

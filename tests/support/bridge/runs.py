@@ -167,7 +167,8 @@ def train(
         def on_train_step_end(self, context):
             for loss in context.loss_dict.values():  # none on a pipeline stage that is not the last
                 found["losses"].append(float(loss[0] / loss[1]) if loss.numel() == 2 else float(loss))
-            found["norms"].append(float(context.grad_norm))
+            skipped = context.grad_norm is None  # FP16, with a scale of the loss that is too large yet
+            found["norms"].append(None if skipped else float(context.grad_norm))
 
         def on_eval_end(self, context):
             found["validation"] += [float(loss) for loss in (context.total_loss_dict or {}).values()]
