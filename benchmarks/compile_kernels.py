@@ -8,7 +8,8 @@ instructions allow.
 Programs of the record are compiled again where their file, a launch or Triton changed. The list is `variants()` of
 `cuda.py` and of `cuda_fp4.py`: launches, made by the functions that make all launches. Triton's `warmup` compiles them
 as a launch would, for a GPU that a small driver names (`Named`). Registers and stack are read from the machine code
-(`cuobjdump`), the width of loads and stores and the FP8 conversion from PTX, and instructions from SASS (`nvdisasm`).
+(`cuobjdump`), the width of loads and stores and the hardware's conversions from PTX, and instructions from SASS
+(`nvdisasm`).
 
 The bound on a kernel's time is computed, and never measured:
 
@@ -93,11 +94,11 @@ class Compiled:
     """Bits of a load from global memory -> how many of them a thread makes."""
     stores: dict[int, int]
     conversions: int
-    """Values that the hardware's FP8 conversion takes."""
+    """Values that the hardware's own conversion takes."""
     wide: bool
     """Whether the launch promised that 128 bits can be moved at once."""
     converts: bool
-    """Whether the program has FP8 values to convert."""
+    """Whether the program has values that the GPU's hardware can convert: FP8, and E2M1 from sm_100 on."""
     source_bits: int
     result_bits: int
     executed: dict[str, float] = field(default_factory=dict)
@@ -131,9 +132,11 @@ class Named:
 def compile_launch(name: str, launch: cuda.Launch, capability: int, sass: bool = False, **options: Any) -> Compiled:
     """Compile what a launch would, for a GPU of that compute capability."""
     triton.runtime.driver.set_active(Named(capability))
+    since = {"triton_kernels": cuda, "triton_fp4": cuda_fp4}[launch.module].HARDWARE_SINCE
+    can_convert = divmod(capability, 10) >= since
     constants = {
         **launch.constants,
-        **({"HARDWARE": capability >= 89} if "HARDWARE" in launch.constants else {}),
+        **({"HARDWARE": can_convert} if "HARDWARE" in launch.constants else {}),
         **{k: v for k, v in options.items() if k in launch.constants},
     }
     options = {k: v for k, v in options.items() if k not in launch.constants}
@@ -155,16 +158,18 @@ def compile_launch(name: str, launch: cuda.Launch, capability: int, sass: bool =
     registers, stack = _resources(made.asm["cubin"])
     executed, f2fp = _executed(made.asm["cubin"], strips, values * source // 128) if sass else ({}, 0)
     ptx = made.asm["ptx"]
+    converts = launch.kernel == "decode_kernel" or constants.get("CAST", "HARDWARE" in constants and can_convert)
     return Compiled(
         name, capability, launch.warps, strips, values, registers, stack // 4, _widths(ptx, "ld"), _widths(ptx, "st"),
-        2 * len(re.findall(r"cvt\.rn\.(?:satfinite\.e[45]m[32]x2\.f32|f16x2\.e[45]m[32]x2)", ptx)),
-        constants["ALIGNED"], launch.kernel == "decode_kernel" or constants.get("CAST", False), source, result,
+        2 * len(re.findall(r"cvt\.rn\.(?:satfinite\.e[245]m[123]x2\.f32|f16x2\.e[45]m[32]x2)", ptx)),
+        constants["ALIGNED"], converts, source, result,
         executed, f2fp, launch.module, other,
     )  # fmt: skip
 
 
 def problems(made: Compiled) -> list[str]:
-    """What is wrong with a program: registers in memory, narrow loads or stores, conversions by hand."""
+    """What is wrong with a program: registers in memory, narrow loads or stores, conversions by integers where the
+    hardware has its own."""
     found = []
     if made.spilled:
         found.append(f"{made.spilled} registers are spilled to memory, beside {made.registers}")
@@ -320,9 +325,12 @@ def tell(made: list[Compiled]) -> str:
         f"{len({m.name for m in made})} are here, compiled for {', '.join(f'sm_{t}' for t in TARGETS)}. "
         "`tests/numerics/test_kernels_compiled.py` compiles a part of them in every run of the suite, and all of them "
         "where the record beside this page is of other kernels or another Triton; it fails for a spilled register, "
-        "for loads or stores of less than 128 bits where the launch found everything aligned, and where the FP8 "
-        "conversion is not the "
-        "hardware's.",
+        "for loads or stores of less than 128 bits where the launch found everything aligned, and where the hardware "
+        "has a conversion that is not used.",
+        "",
+        "NVFP4's cast has two ways, equal to the bit on paper: integer arithmetic for sm_90, and from sm_100 on the "
+        "hardware's own conversion (`cvt.rn.satfinite.e2m1x2`). The second is compiled here, and its PTX is emulated "
+        "in `tests/numerics/test_kernels_fp4_compiled.py`. **It has never run on a GPU.**",
         "",
         f"Of {len(made)} compilations, {sum(bool(m.spilled) for m in made)} spill.",
         "",
@@ -383,7 +391,7 @@ def tell(made: list[Compiled]) -> str:
         "",
         "What one thread has: its registers (`252 + 4 spilled` where they do not fit), its loads and stores by their "
         "width in bits, and "
-        "how many of its values the hardware converts to or from FP8.",
+        "how many of its values the hardware converts to or from FP8 or, from sm_100 on, to E2M1.",
         "",
     ]
     by_name: dict[str, dict[int, Compiled]] = collections.defaultdict(dict)
@@ -391,7 +399,7 @@ def tell(made: list[Compiled]) -> str:
         by_name[m.name][m.capability] = m
     rows = []
     for name, found in by_name.items():
-        first = found[TARGETS[0]]
+        first, last = found[TARGETS[0]], found[TARGETS[-1]]
         rows.append(
             [
                 name, str(first.warps), f"{first.values} x {first.strips}",
@@ -400,10 +408,10 @@ def tell(made: list[Compiled]) -> str:
                 for t in TARGETS
             ),
                 _moved(first.loads), _moved(first.stores),
-                f"{min(first.values, first.conversions)} of {first.values}" if first.converts else "none to do",
+                f"{min(last.values, last.conversions)} of {last.values}" if last.converts else "none to do",
             ]
         )  # fmt: skip
-    heads = ["program", "warps", "values x strips", *(f"sm_{t}" for t in TARGETS), "loads", "stores", "FP8"]
+    heads = ["program", "warps", "values x strips", *(f"sm_{t}" for t in TARGETS), "loads", "stores", "in hardware"]
     out += _table(heads, rows)
     return "\n".join(out) + "\n"
 

@@ -48,6 +48,7 @@ ELEMENTS, COLUMNS, DECODED = 8192, 256, 4096
 # an address, and decoding by columns the address of a scale.
 VALUES, VALUES_DECODED, VALUES_COUNTED = 64, 32, 16
 FEW = VALUES_COUNTED * 8 * 32  # elements of a program, or of its strip, where a thread has VALUES_COUNTED
+HARDWARE_SINCE = (8, 9)  # the compute capability from which on a GPU converts FP8 itself
 SHARED = 32  # columns of a tile that share one scale; in other tiles each has its own
 
 log = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ def _constants(format: Format, device: torch.device) -> dict[str, Any]:
         "MANTISSA": format.mantissa_bits,
         "BIAS": format.bias,
         "SPECIAL": special,
-        "HARDWARE": _rounds_in_hardware(device),
+        "HARDWARE": in_hardware(device, HARDWARE_SINCE),
     }
 
 
@@ -276,8 +277,9 @@ def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
     return -(-matrix.shape[0] // tile[0]), -(-matrix.shape[1] // tile[1])
 
 
-def _rounds_in_hardware(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+def in_hardware(device: torch.device, since: tuple[int, int]) -> bool:
+    """Whether this is an NVIDIA GPU of that compute capability or a later one."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= since
 
 
 def _empty(grid: tuple[int, int], device: torch.device) -> dict[str, torch.Tensor]:

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import torch
 
 from nemo_fp8.numerics.kernels import FourOverSix
-from nemo_fp8.numerics.kernels.cuda import SOURCES, Launch, _aligned, _start, available
+from nemo_fp8.numerics.kernels.cuda import SOURCES, Launch, _aligned, _start, available, in_hardware
 
 BLOCK = 16
-ELEMENTS, COLUMNS, VALUES = 4096, 256, 32  # of a program; of its rows; of a thread
+ELEMENTS, COLUMNS, VALUES = 4096, 256, 64  # of a program; of its rows; of a thread
+HARDWARE_SINCE = (10, 0)  # the compute capability from which on a GPU converts E2M1 itself
 FEW = 8  # values of a thread where each has an address of its own
 
 
@@ -77,7 +78,7 @@ def cast(
         ),
         {
             "VLLM": vllm, "HIGH": high, "TILE_ROWS": tile_rows, "WIDE": COLUMNS // BLOCK, "TILE_COLS": BLOCK,
-            "BF16": bf16, "ALIGNED": aligned,
+            "BF16": bf16, "ALIGNED": aligned, "HARDWARE": in_hardware(x.device, HARDWARE_SINCE),
         },
         ELEMENTS // (VALUES if aligned else FEW) // 32,
         "triton_fp4",

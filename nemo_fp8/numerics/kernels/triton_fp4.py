@@ -1,8 +1,14 @@
 # mypy: ignore-errors
 """NVFP4 as two Triton kernels: the cast, which loads its blocks into registers once, and the way back.
 
-The formulas are those of `fp4_quantize.c` and `fp4_decode.c`, and so are the bits. Blackwell's own conversion
-(``cvt.rn.satfinite.e2m1x2``) is not used: it keeps the sign of -0, which TE's Python drops.
+The formulas are those of `fp4_quantize.c` and `fp4_decode.c`, and so are the bits. The nearest code is found in one of
+two ways, which are chosen at compile time and equal to the bit:
+
+    HARDWARE    Blackwell's own instructions, two values at once: ``cvt.rn.satfinite.e2m1x2`` and ``rcp.rn``
+    otherwise   integer arithmetic, and quotients in FP64: Hopper, and Triton's interpreter
+
+The first is a third of the instructions. It has been compiled and emulated, and has never run: nobody here has such a
+GPU.
 """
 
 import triton
@@ -28,6 +34,38 @@ LARGEST_FP32 = tl.constexpr(3.4028234663852886e38)
 ONE = tl.constexpr(8388608.0)  # the magnitude whose last place is 1
 
 
+def _convert_in_hardware():
+    """Write PTX that makes four bytes of codes of eight values and four factors: $1-$4 even, $5-$8 odd, $9-$12 factors.
+
+    PTX defines the conversion as the specification does ours: the nearest, ties to even; 6 of anything larger; +6 of
+    NaN. But it keeps the sign of -0, which TE's Python drops, so 0 is added to the product: -0 + 0 is +0, and nothing
+    else changes. The product has to be rounded before: one fused operation would round a negative number that is too
+    small to -0 after the addition. ``.rn`` forbids that fusion.
+    """
+    lines = ["{ .reg .b64 pair, factors, zeros; .reg .f32 low, high; .reg .b8 byte<4>", "mov.b64 zeros, 0"]
+    for i in range(4):
+        lines += [
+            f"mov.b64 pair, {{${1 + i}, ${5 + i}}}",
+            f"mov.b64 factors, {{${9 + i}, ${9 + i}}}",
+            "mul.rn.f32x2 pair, pair, factors",
+            "add.rn.f32x2 pair, pair, zeros",
+            "mov.b64 {low, high}, pair",
+            f"cvt.rn.satfinite.e2m1x2.f32 byte{i}, high, low",
+        ]
+    return "; ".join([*lines, "mov.b32 $0, {byte0, byte1, byte2, byte3}", "}"])
+
+
+CONVERT = tl.constexpr(_convert_in_hardware())
+
+
+@triton.jit
+def _reciprocal(x, HARDWARE: tl.constexpr):
+    """Compute ``1 / x``, correctly rounded, subnormals included."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return _divide(tl.full(x.shape, 1.0, tl.float32), x)
+
+
 @triton.jit
 def _round_to_e4m3(raw):
     """Round positive floats to E4M3, saturating: the value, and its code."""
@@ -50,12 +88,21 @@ def _e2m1(y):
     return (_bits(least) & 7) | tl.where(y < 0, 8, 0)
 
 
+@triton.jit
+def _e2m1_pairs(even, odd, factor, HARDWARE: tl.constexpr):
+    """The codes of two neighbours times their factor, as a byte."""
+    if HARDWARE:
+        registers: tl.constexpr = "=r,r,r,r,r,r,r,r,r,r,r,r,r"
+        return tl.inline_asm_elementwise(CONVERT, registers, [even, odd, factor], tl.uint8, is_pure=True, pack=4)
+    return (_e2m1(even * factor) | (_e2m1(odd * factor) << 4)).to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def quantize_fp4_kernel(
     x_ptr, codes_ptr: BYTES, scales_ptr: BYTES, encode_ptr,
     rows: tl.int64, cols: tl.int64, stride: tl.int64, encode_stride: tl.int64, sixth, if_zero,
     VLLM: tl.constexpr, HIGH: tl.constexpr, TILE_ROWS: tl.constexpr, WIDE: tl.constexpr, TILE_COLS: tl.constexpr,
-    BF16: tl.constexpr, ALIGNED: tl.constexpr,
+    BF16: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Cast a rectangle of HIGH x WIDE blocks of TILE_ROWS x 16 values."""
     across = tl.cdiv(cols, WIDE * TILE_COLS).to(tl.int32)
@@ -68,24 +115,28 @@ def quantize_fp4_kernel(
         x_ptr, first_row * stride + first_col, row, col, stride, rows_left, cols_left, HIGH, TILE_ROWS, WIDE, TILE_COLS,
         BF16, ALIGNED,
     )  # fmt: skip
-    amax = _per_tile_max(tl.where(x == x, tl.abs(x), 0.0))
+    # PTX's max skips every NaN, and is one where there is nothing else; that of the interpreter meets signaling ones.
+    amax = _per_tile_max(tl.abs(x) if HARDWARE else tl.where(x == x, tl.abs(x), 0.0))
+    amax = tl.where(amax == amax, amax, 0.0) if HARDWARE else amax
 
     tile_row = tl.arange(0, HIGH) * TILE_ROWS
     encode = tl.load(encode_ptr + (first_row + tile_row) * encode_stride, mask=tile_row < rows_left, other=1.0)
-    decode = _divide(tl.full((HIGH,), 1.0, tl.float32), encode)
+    decode = _reciprocal(encode, HARDWARE)
     raw = encode[:, None] * (amax * sixth) if VLLM else amax * (encode * sixth)[:, None]
     scale, code = _round_to_e4m3(raw)
     d = scale * decode[:, None]
     d = tl.where(d == 0, tl.zeros((HIGH, WIDE), tl.float32) + if_zero, d)
-    factor = _divide(tl.full((HIGH, WIDE), 1.0, tl.float32), d)
+    factor = _reciprocal(d, HARDWARE)
     factor = tl.where(factor < LARGEST_FP32, factor, LARGEST_FP32)
 
-    pairs = tl.reshape(_e2m1(x * _spread(factor)), (HIGH * TILE_ROWS, WIDE * TILE_COLS // 2, 2))
-    even, odd = tl.split(pairs)
+    # Two neighbours lie in one thread, so that splitting moves nothing.
+    even, odd = tl.split(tl.reshape(x, (HIGH * TILE_ROWS, WIDE * TILE_COLS // 2, 2)))
+    each = tl.reshape(tl.broadcast_to(_spread(factor), x.shape), (HIGH * TILE_ROWS, WIDE * TILE_COLS // 2, 2))
+    each, _ = tl.split(each)
     pair, block = tl.arange(0, WIDE * TILE_COLS // 2), tl.arange(0, WIDE)
     inside = (row < rows_left)[:, None] & (pair < cols_left // 2)[None, :]
     at = _pointers(codes_ptr, first_row * (cols // 2) + first_col // 2, row, pair, cols // 2, ALIGNED)
-    tl.store(at, (even | (odd << 4)).to(tl.uint8), mask=inside)
+    tl.store(at, _e2m1_pairs(even, odd, each, HARDWARE), mask=inside)
     # The scale of a square is stored for each of its rows.
     each = tl.broadcast_to(tl.expand_dims(code, 1), (HIGH, TILE_ROWS, WIDE))
     each = tl.reshape(each, (HIGH * TILE_ROWS, WIDE)).to(tl.uint8)
