@@ -37,9 +37,12 @@ RECIPES = {
 }
 # What a step's time is measured under; NVFP4 is a field of Megatron's config beside FP8's.
 TIMED = RECIPES | {"nvfp4": "bf16_with_nvfp4_mixed"}
-FOUR_BITS = ("bf16_mixed", "bf16_with_fp8_blockwise_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed", "control")
-# Known to be worse: what NVFP4's recipe is for, left out. An experiment that cannot tell it apart shows nothing.
+CONTROLS = ("bf16_with_nvfp4_mixed", "control", "one_scale")  # NVFP4, and what is known to be worse
+FOUR_BITS = ("bf16_mixed", "bf16_with_fp8_blockwise_mixed", "bf16_with_mxfp8_mixed", *CONTROLS)
+# Known to be worse: what NVFP4's recipe is for, left out; and, far worse, no scales of blocks. An experiment that tells
+# neither apart shows nothing.
 CONTROL = {"weight_block": "1x16", "hadamard": False, "stochastic_rounding": False, "name": "control"}
+ONE_SCALE = "nemo_fp8.experiments.one_scale.tiny_llama"
 # hidden, ffn, layers, sequence, micro-batch
 MODELS = {"tiny": (256, 768, 6, 128, 4), "wide": (2048, 5632, 4, 256, 2)}
 
@@ -54,9 +57,10 @@ def loss(results: Path, steps: int, seeds: list[int], four_bits: bool = False) -
         for name in FOUR_BITS if four_bits else ("bf16_mixed", *RECIPES.values()):
             if any((row["seed"], row["precision"], row["steps"]) == (seed, name, steps) for row in done):
                 continue
-            control = name == "control"
-            precision = preset("bf16_with_nvfp4_mixed").replace(**CONTROL) if control else preset(name)
-            outcome = run_trial(Trial("tiny_llama", precision, steps=steps, seed=seed))
+            changes = {"control": CONTROL, "one_scale": {"name": "one_scale"}}.get(name)
+            precision = preset(name) if changes is None else preset("bf16_with_nvfp4_mixed").replace(**changes)
+            recipe = ONE_SCALE if name == "one_scale" else "tiny_llama"
+            outcome = run_trial(Trial(recipe, precision, steps=steps, seed=seed))
             last = outcome.losses[-steps // 10 :]
             told = {
                 "seed": seed,
@@ -69,10 +73,13 @@ def loss(results: Path, steps: int, seeds: list[int], four_bits: bool = False) -
             done.append(told | {"losses": [round(value, 4) for value in outcome.losses]})
             results.write_text("[\n" + ",\n".join(json.dumps(row) for row in done) + "\n]\n")
     print(loss_table(done))
+    if four_bits:
+        print(loss_table([row for row in done if row["precision"] in CONTROLS], base=CONTROLS[0]))
 
 
-def loss_table(rows: list[dict[str, Any]]) -> str:
-    """Return the last losses and their gaps to BF16, seed by seed; from five seeds on with a 95% interval."""
+def loss_table(rows: list[dict[str, Any]], base: str = "bf16_mixed") -> str:
+    """Return the last losses and their gaps to those of ``base``, seed by seed; from five seeds on with a 95%
+    interval."""
     from nemo_fp8.mismatch.band import student_t
 
     seeds = sorted({row["seed"] for row in rows})
@@ -82,7 +89,7 @@ def loss_table(rows: list[dict[str, Any]]) -> str:
         "|---" * (len(seeds) + 2) + "|",
     ]
     for name in dict.fromkeys(row["precision"] for row in rows):
-        gaps = [100 * (found[name, s] / found["bf16_mixed", s] - 1) for s in seeds if (name, s) in found]
+        gaps = [100 * (found[name, s] / found[base, s] - 1) for s in seeds if (name, s) in found]
         cells = [f"{found[name, s]:.4f} ({g:+.2f}%)" for s, g in zip(seeds, gaps, strict=False)]
         cells += ["-"] * (len(seeds) - len(cells))
         half = student_t(0.975, len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 4 else None

@@ -80,10 +80,13 @@ def curves(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         runs.setdefault(row["precision"], []).append(smooth(row["losses"], 10))
     base = runs.pop("bf16_mixed")
-    with drawing(9, 5, rows=2, columns=2, sharex=True, sharey=True) as (figure, axes):
-        for axis, (name, mine) in zip(axes.flat, runs.items(), strict=True):
+    columns = (len(runs) + 1) // 2
+    with drawing(3 + 3 * columns, 5, rows=2, columns=columns, sharex=True, sharey=True) as (figure, axes):
+        for axis in axes.flat[len(runs) :]:
+            axis.set_visible(False)
+        for axis, (name, mine) in zip(axes.flat, runs.items(), strict=False):
             # A control is no preset: a recipe that is known to be worse.
-            recipe = recipe_of(PRESETS[name]) if name in PRESETS else name
+            recipe = recipe_of(PRESETS[name]) if name in PRESETS else name.replace("_", " ")
             hue = color(recipe) if name in PRESETS else MUTED
             band(axis, mine, hue)
             band(axis, base, color("bf16"), linestyle="--", linewidth=1)
@@ -105,8 +108,9 @@ def curves(rows: list[dict[str, Any]]) -> Any:
         axes[0, 0].set_ylim(bottom=0.9 * least)
         for axis in axes[:, 0]:
             axis.set_ylabel("loss, nats a token")
-        for axis in axes[1]:
+        for axis in axes.flat[len(runs) - columns : len(runs)]:  # the lowest of each column
             axis.set_xlabel("step")
+            axis.tick_params(labelbottom=True)
     return figure
 
 

@@ -1,6 +1,7 @@
 """Whole runs that fit on a laptop, built from the public parts of the package; only its reports import them.
 
 stories, tiny     a corpus that is generated while it is read, and a Llama of 5 million parameters that learns it
+one_scale         the same in four bits that are known to train worse, a control
 trial, recorder   one training run of a recipe in processes of its own, and its result
 rl                GRPO on sorting, FP8 in training and in rollout
 """

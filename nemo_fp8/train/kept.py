@@ -50,12 +50,12 @@ def keep_modules(model: Any, precision: Precision) -> None:
         if held.rule == SHAPE:
             logger.warning("%s stays in %s and not in FP8: %s.", name, precision.compute, held.reason)
         _without_quantized_weights(linears[name])
-        _run_under(linears[name], None)
+        run_under(linears[name], None)
     for name, linear in linears.items():
         own = contract_of(precision, (name,), experts)
         if name not in kept and (own is not precision or own.backward_scaling is not None):
             _without_quantized_weights(linear)
-            _run_under(linear, recipe_for(own))
+            run_under(linear, recipe_for(own))
 
 
 def _without_quantized_weights(linear: torch.nn.Module) -> None:
@@ -64,7 +64,7 @@ def _without_quantized_weights(linear: torch.nn.Module) -> None:
             setattr(linear, name, _in_compute_dtype(weight))
 
 
-def _run_under(linear: torch.nn.Module, recipe: Any) -> None:
+def run_under(linear: torch.nn.Module, recipe: Any) -> None:
     """Run a linear under a recipe, where its layer is quantized; None runs it in the compute dtype."""
     from transformer_engine.pytorch import autocast
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
