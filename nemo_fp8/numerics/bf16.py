@@ -86,12 +86,12 @@ def scales_sums() -> bool:
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
-    one, layouts = torch.ones((), dtype=_BF16), (lambda matrix: matrix, lambda matrix: matrix.t().contiguous().t())
+    one = torch.ones((), dtype=_BF16)
     return all(
-        bool((torch.addmm(bias * one, left(ones), right(ones).t(), beta=beta, alpha=1.001) == expected).all())
+        bool((torch.addmm(bias * one, left, right, beta=beta, alpha=1.001) == expected).all())
         for ones in (one.expand(size, 257).contiguous() for size in (1, 32))
-        for left in layouts
-        for right in layouts
+        for left in (ones, ones.t().contiguous().t())
+        for right in (ones.t(), ones.t().contiguous())
         for beta, bias, expected in ((0, 0, 258), (1, 0, 258), (1, -0.5, 256))
     )
 

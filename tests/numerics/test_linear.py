@@ -200,7 +200,7 @@ def factored(sums, *scales):
 
 
 def same(found, expected):
-    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    return ((found == expected) | (found.isnan() & expected.isnan())).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
