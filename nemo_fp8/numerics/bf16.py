@@ -7,6 +7,7 @@ slower than FP32 with AVX-512, 5 to 40 times with AVX2 (Zen 2 and 3, most laptop
 calls this module:
 
     multiplies_bf16()          whether this processor has BF16 units
+    scales_sums()              whether their products can be scaled before they are rounded
     mm(a, b), linear(x, w)     one product, forward and backward
     bf16_products()            a context for whole models: every BF16 product on the CPU
     fp16_products()            the same for FP16, for which hardly any processor has units: 20 to 40 times faster
@@ -20,6 +21,7 @@ product. CUDA tensors and other types are not affected.
 
 from __future__ import annotations
 
+import platform
 import threading
 import warnings
 from collections import Counter
@@ -72,6 +74,26 @@ def multiplies_bf16() -> bool:
         return not bool((subnormal @ large).any())
     finally:
         torch.set_flush_denormal(flushes)
+
+
+@cache
+def scales_sums() -> bool:
+    """Whether a BF16 product on this CPU multiplies its FP32 sums with ``alpha``, and adds a bias, before it rounds.
+
+    torch promises the formula of ``addmm`` and not where it rounds, so test products decide: sums of 257 times 1.001,
+    of which BF16 holds neither, in oneDNN and, for the smallest, in torch itself. Asked on x86 only: there oneDNN
+    scales in its fastest kernels; what it does on ARM has not been seen.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    one = torch.ones((), dtype=_BF16)
+    return all(
+        bool((torch.addmm(bias * one, left, right, beta=beta, alpha=1.001) == expected).all())
+        for ones in (one.expand(size, 257).contiguous() for size in (1, 32))
+        for left in (ones, ones.t().contiguous().t())
+        for right in (ones.t(), ones.t().contiguous())
+        for beta, bias, expected in ((0, 0, 258), (1, 0, 258), (1, -0.5, 256))
+    )
 
 
 @cache

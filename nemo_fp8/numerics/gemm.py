@@ -10,12 +10,14 @@ units multiplies the same values in FP32 (``bf16.py``). There are three ways, al
 that is possible is taken:
 
     scales that are powers of two   folded into the BF16 values; a BF16 GEMM whose FP32 sums are rounded once
-    one FP32 scale a tensor         BF16 multipliers, FP32 result, times both scales, rounded
+    one FP32 scale a tensor         a BF16 GEMM that multiplies its FP32 sums with both scales before it rounds them
+                                    (``bf16.scales_sums``); elsewhere, and for another result than BF16: BF16
+                                    multipliers, FP32 result, times both scales, rounded, two times slower
     FP32 scales of tiles            code * scale has more bits than BF16 holds: dequantized in FP32 (each value
                                     rounded to FP32 once) and multiplied in FP32, three times slower
 
-Two operands in E2M1 are products of code times scale, six bits each, with both tensors' scales at the end. If a GPU has
-an FP8 GEMM for the operands, that one runs instead (``scaled_mm.py``).
+Two operands in E2M1 are products of code times scale, six bits each, with both tensors' scales at the end: they go the
+second way. If a GPU has an FP8 GEMM for the operands, that one runs instead (``scaled_mm.py``).
 
 A real FP8 GEMM multiplies a tile's scale into partial sums, so results agree to FP32 rounding but never to the
 bit: the hardware chooses the order of sums, and what becomes of products below FP32's normal numbers (AMX flushes
@@ -24,11 +26,13 @@ them to zero). That is why bit-exactness ends at the operands.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
-from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16
+from nemo_fp8.numerics.bf16 import fp32_matmul, multiplies_bf16, scales_sums
 from nemo_fp8.numerics.formats import decode
 from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4
 from nemo_fp8.numerics.quantized import Quantized, as_matrix, per_tile
@@ -48,41 +52,73 @@ def gemm(
     Raises PrecisionError if the contracted dimensions differ in length.
     """
     if isinstance(a, QuantizedNVFP4) and isinstance(b, QuantizedNVFP4):
-        out = product_of_four_bits(a, b)
-        return (out if bias is None else out.add_(bias)).to(out_dtype)
+        return product_of_four_bits(a, b, out_dtype=out_dtype, bias=bias)
     real = scaled_mm(a, b, out_dtype, bias)
     if real is not None:
         return real
     factor = _owed(a, b)
     exact = is_exact_in_bf16(a) and is_exact_in_bf16(b)
-    if exact and out_dtype == torch.bfloat16 and (factor is None or (bias is None and _exact_in_bf16(factor))):
-        with fp32_matmul("ieee"):
-            multiplied = _multiplied_in(a.device)
-            left, right = _fitting(a, b, multiplied)
-            out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(out_dtype).to(multiplied), left, right)
-        out = out.to(out_dtype)
-        return out if factor is None else out.mul_(factor.to(out_dtype))
-    out = _matmul_fp32(a, b, exact)
-    if factor is not None:
-        out.mul_(factor)
-    if bias is not None:
-        out.add_(bias)
-    return out.to(out_dtype)
+    if exact and out_dtype == torch.bfloat16:
+        alpha = _alpha(factor, bias, a.device)
+        if alpha is not None:
+            return _matmul_bf16(*_fitting(a, b, _multiplied_in(a.device)), alpha, bias)
+    return _finished(_matmul_fp32(a, b, exact), factor, bias, out_dtype)
 
 
-def product_of_four_bits(a: QuantizedNVFP4, b: QuantizedNVFP4) -> torch.Tensor:
-    """Compute ``a @ b.T`` in FP32: sums of ``code * scale``, and both amaxes last.
+def product_of_four_bits(
+    a: QuantizedNVFP4, b: QuantizedNVFP4, *, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute ``a @ b.T + bias``: FP32 sums of ``code * scale``, both amaxes last, and one rounding to ``out_dtype``.
 
     Both lie along the dimension that is contracted, turned and transformed alike. On numbers of like size the sums are
     exact, in any order.
     """
-    left, right = a.scaled(), b.scaled()
-    if left.shape[1] != right.shape[1]:
+    if a.scale_inv.shape[1] != b.scale_inv.shape[1]:
         raise _do_not_fit(a, b)
-    with fp32_matmul("bf16" if multiplies_bf16() else "ieee"):
-        out = torch.mm(left, right.t())
     both = torch.reciprocal(torch.tensor(a.largest * b.largest))
-    return out.mul_(a.amax.reshape(-1, 1) * b.amax.reshape(1, -1) * both)
+    factor = a.amax.reshape(-1, 1) * b.amax.reshape(1, -1) * both
+    alpha = _alpha(factor, bias, a.device) if out_dtype == torch.bfloat16 else None
+    if alpha is not None:
+        dtype = _multiplied_in(a.device)
+        return _matmul_bf16(a.scaled(dtype), b.scaled(dtype).t(), alpha, bias)
+    with fp32_matmul("bf16" if multiplies_bf16() else "ieee"):
+        out = torch.mm(a.scaled(), b.scaled().t())
+    return _finished(out, factor, bias, out_dtype)
+
+
+def _alpha(factor: torch.Tensor | None, bias: torch.Tensor | None, device: torch.device) -> float | None:
+    """Return what a GEMM with a BF16 result is to multiply its sums with; None if that would round them twice."""
+    if factor is None:
+        return 1.0
+    if factor.numel() != 1:
+        return None
+    alpha = float(factor)
+    if not _LEAST_EXACT_SCALE <= alpha < math.inf:  # below, results are no normal BF16 numbers, which units flush
+        return None
+    if device.type == "cpu" and multiplies_bf16() and scales_sums():
+        return alpha if bias is None or bias.dtype == torch.bfloat16 else None
+    return alpha if bias is None and is_pow2(factor) else None  # exact, whenever it is multiplied
+
+
+def _matmul_bf16(left: torch.Tensor, right: torch.Tensor, alpha: float, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute ``alpha * (left @ right) + bias`` in BF16, on operands of the dtype in which the device multiplies."""
+    with fp32_matmul("ieee"):
+        if bias is None:
+            out = torch.addmm(left.new_empty(()), left, right, beta=0, alpha=alpha)
+        else:
+            out = torch.addmm(bias.to(torch.bfloat16).to(left.dtype), left, right, alpha=alpha)
+    return out.to(torch.bfloat16)
+
+
+def _finished(
+    out: torch.Tensor, factor: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply FP32 sums with the scales that they lack, add the bias, and round once."""
+    if factor is not None:
+        out.mul_(factor)
+    if bias is not None:
+        out.add_(bias)
+    return out.to(dtype)
 
 
 def _matmul_fp32(a: Quantized, b: Quantized, exact: bool) -> torch.Tensor:

@@ -139,7 +139,7 @@ def cast_rows(
     """Cast a matrix along its rows as :func:`cast_reference` does, with ``signs`` after the Hadamard transform: with
     the kernel of its device, if there is one, else with that. The matrix may lie turned (``x.t()``)."""
     encode = encode_scale(amax.float(), operand.largest_scale, convention).reshape(-1)
-    chance = _chance(matrix, generator) if operand.stochastic else None
+    chance = chance_of(matrix, generator) if operand.stochastic else None
     choice = None
     if operand.four_over_six is not None:
         choice = kernels.FourOverSix(operand.four_over_six, amax, LARGEST * operand.largest_scale, scaled_errors)
@@ -159,8 +159,12 @@ def cast_rows(
     return found
 
 
-def _chance(matrix: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    return torch.rand(matrix.shape, dtype=torch.float32, device=matrix.device, generator=generator)
+def chance_of(matrix: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Draw a number for each value, uniform between 0 and 1: four numbers of 16 bits from each of 64 that torch's
+    generator draws, in less than half of the time of ``torch.rand``. A neighbour is favoured by at most 2**-17."""
+    drawn = torch.empty(-(-matrix.numel() // 4), dtype=torch.int64, device=matrix.device)
+    bits = drawn.random_(-(2**63), None, generator=generator).view(torch.int16)[: matrix.numel()]
+    return bits.view(matrix.shape).float().mul_(2.0**-16).add_(0.5 + 2.0**-17)
 
 
 # ---------------------------------------------------------------------- the specification
@@ -192,7 +196,7 @@ def cast_reference(
         found = cast(block_scale(most, encode, convention), SCALE)
         scaled = blocks * factor(found.float(), encode, convention)[:, :, None]
         if operand.stochastic:
-            chance = _chance(matrix, None) if chance is None else chance
+            chance = chance_of(matrix) if chance is None else chance
             codes = stochastic(scaled, chance.view(scaled.shape))
         else:
             codes = nearest(scaled)

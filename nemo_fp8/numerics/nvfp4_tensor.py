@@ -70,11 +70,11 @@ class QuantizedNVFP4(Quantized):
         """Return the codes one a byte, as they lie."""
         return unpack(self.matrix)
 
-    def scaled(self) -> torch.Tensor:
+    def scaled(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return ``code * scale`` as it lies: six bits, exact in FP32 and in BF16. A GEMM sums these, and multiplies
         with both amaxes at its end."""
-        fast = self._decoded(None, torch.float32)
-        return self._times(self.scale_inv.float()) if fast is None else fast
+        fast = self._decoded(None, dtype)
+        return self._times(self.scale_inv.float()).to(dtype) if fast is None else fast
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Compute the values of the source's shape in FP32, rounded once to ``dtype``."""

@@ -68,8 +68,8 @@ def _values(operand: _Operand) -> torch.Tensor:
 def _product(a: _Operand, b: _Operand, dtype: torch.dtype, bias: torch.Tensor | None, promotes: bool) -> torch.Tensor:
     """``b @ a.T + bias``: FP32 sums, rounded once."""
     if isinstance(a, QuantizedNVFP4) and isinstance(b, QuantizedNVFP4):
-        out = product_of_four_bits(b, a)
-    elif isinstance(a, Quantized) and isinstance(b, Quantized):
+        return product_of_four_bits(b, a, out_dtype=dtype, bias=bias)
+    if isinstance(a, Quantized) and isinstance(b, Quantized):
         if not promotes:
             return gemm(b, a, out_dtype=dtype, bias=bias)
         out = blockwise.product(a, b)

@@ -1,6 +1,7 @@
 """BF16 products in FP32: the right bits from every operator and in every thread, and nothing is left behind."""
 
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from nemo_fp8 import preset
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import bf16, gemm, quantize
 from nemo_fp8.numerics.autocast import autocast
-from nemo_fp8.numerics.bf16 import bf16_products, multiplies_bf16, products_in_fp32
+from nemo_fp8.numerics.bf16 import bf16_products, multiplies_bf16, products_in_fp32, scales_sums
 from nemo_fp8.numerics.linear import linear
 
 BF16 = torch.bfloat16
@@ -89,6 +90,43 @@ def test_the_answer_is_the_same_where_subnormals_are_flushed():
         assert torch.tensor(2.0**-130) * 2.0**100 == 0, "the setting is put back"
     finally:
         torch.set_flush_denormal(False)
+
+
+def test_on_x86_sums_are_scaled_before_they_are_rounded():
+    assert scales_sums.__wrapped__() == (platform.machine() == "x86_64")
+
+
+def test_arm_is_not_asked(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.delattr(torch, "addmm")
+    assert not scales_sums.__wrapped__()
+
+
+@pytest.mark.parametrize("where", ["small", "large", "turned", "without a bias", "with a bias"])
+@pytest.mark.parametrize("how", ["sums are rounded", "the scale is rounded", "the bias is added last"])
+def test_a_torch_that_rounds_first_is_seen(monkeypatch, how, where):
+    """Wherever it does: kernels are chosen by size and layout."""
+    real = torch.addmm
+
+    def rounds_first(bias, a, b, *, beta, alpha):
+        wrong = {
+            "small": len(a) == 1,
+            "large": len(a) > 1,
+            "turned": a.stride(1) > 1 and b.stride(1) == 1,
+            "without a bias": not beta,
+            "with a bias": beta,
+        }
+        if not wrong[where]:
+            return real(bias, a, b, beta=beta, alpha=alpha)
+        if how == "the bias is added last":
+            return real(bias, a, b, beta=0, alpha=alpha) + beta * bias
+        if how == "the scale is rounded":
+            return real(bias, a, b, beta=beta, alpha=float(torch.tensor(alpha, dtype=BF16)))
+        return (torch.mm(a, b).float() * alpha + beta * bias).to(BF16)
+
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch, "addmm", rounds_first)
+    assert scales_sums.__wrapped__() == (how == "the bias is added last" and where == "without a bias")
 
 
 # ---------------------------------------------------------------------- the bits
@@ -520,11 +558,31 @@ def test_an_fp8_linear(units, name, wgrad):
         y.backward(dy)
     if not units:
         assert set(products.seen) == {torch.float32}
-    elif precision.weight_scale == "pow2":
+    elif precision.weight_scale == "pow2" or bf16.scales_sums():
         assert set(products.seen) == {BF16}
     if precision.weight_scale == "pow2":
         assert same(y.detach(), (x.double() @ w.double().t()).to(BF16).detach())
         assert same(w.grad, (dy.double().t() @ x.double()).to(BF16).detach())
+
+
+@pytest.mark.parametrize("scaled", [True, False], ids=["scales sums", "rounds first"])
+@pytest.mark.parametrize("bias", [None, BF16, torch.float32])
+@pytest.mark.parametrize("name", ["bf16_with_fp8_current_scaling_mixed", "bf16_with_nvfp4_mixed"])
+def test_a_scale_of_the_whole_tensor_is_the_bf16_products_own_where_it_can_be(units, monkeypatch, name, bias, scaled):
+    """Else the products are FP32, and the scale is multiplied after them; both ways give one answer. A bias in FP32
+    is added in FP32."""
+    monkeypatch.setattr(gemm, "scales_sums", lambda: scaled)
+    operand = preset(name).operand("weight")
+    q, w = (quantize(draw(rows, 64, seed=rows), operand) for rows in (32, 48))
+    added = None if bias is None else draw(48, seed=2, dtype=bias)
+    with Products() as products:
+        found = gemm.gemm(q, w, bias=added)
+        gemm.gemm(q, w, bias=added, out_dtype=torch.float32)
+    fast = units and scaled and bias is not torch.float32
+    assert products.seen == [BF16 if fast else torch.float32, torch.float32]
+    exact = q.dequantize().double() @ w.dequantize().double().t() + (0 if added is None else added.double())
+    slack = 2.0**-20 * (q.dequantize().double().abs() @ w.dequantize().double().abs().t())
+    assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + slack).all()
 
 
 def test_a_linear_that_autocast_leaves_in_bf16(units):

@@ -403,6 +403,22 @@ def expected_of(x):
     return y * scale, (above - y) * (y - below) * scale.square(), (above - below) * scale
 
 
+def test_chances_are_uniform_and_know_nothing_of_their_neighbours():
+    """Four of them come from one draw: none may be told from the others."""
+    chance = nvfp4.chance_of(torch.empty(1024, 1021), torch.Generator().manual_seed(SEED)).double()
+    n = chance.numel()
+    assert 0 < chance.min() < 1e-4 < 1 - 1e-4 < chance.max() < 1
+    counts = torch.histc(chance.float(), 256, 0, 1).double()
+    assert 150 < ((counts - n / 256).square() / (n / 256)).sum() < 380  # chi-squared: 255, and 5.5 times its deviation
+    flat = chance.view(-1) - 0.5
+    for apart in range(1, 9):
+        assert abs((flat[apart:] * flat[:-apart]).mean()) < 5 / 12 / n**0.5
+    for place in range(4):
+        assert abs(flat[place::4].mean()) < 5 / (12 * n / 4) ** 0.5
+    for shape in ((), (1,), (3, 1), (0, 16), (5, 7)):
+        assert nvfp4.chance_of(torch.empty(shape)).shape == shape
+
+
 @pytest.mark.parametrize(("operand", "holds"), [(replace(ROWS, stochastic=True), True), (ROWS, False)])
 def test_chance_keeps_the_mean_and_has_the_variance_between_neighbours(operand, holds):
     """z of each mean is standard normal, so the sum of its squares has a mean of 1; rounding to nearest fails both."""

@@ -56,7 +56,7 @@ def hold(x, variant, amax=None):
     same(found, nvfp4.scales.amax_of(plain, (1,) if operand.row_scaled else None))
     amax = found if amax is None else amax
     torch.manual_seed(7)
-    chance = torch.rand(matrix.shape) if operand.stochastic else None
+    chance = nvfp4.chance_of(matrix) if operand.stochastic else None
     state = torch.get_rng_state()
     torch.manual_seed(7)
     with pytest.MonkeyPatch.context() as patch:

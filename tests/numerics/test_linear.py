@@ -1,5 +1,9 @@
 """The FP8 linear: its GEMMs against float64 on the dequantized operands, and which operands each of them uses."""
 
+import itertools
+import math
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +13,10 @@ from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize, quantize_pair
 from nemo_fp8.numerics.delayed import DelayedState
+from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.gemm import gemm
 from nemo_fp8.numerics.linear import linear, operands, quantize_weight
+from nemo_fp8.numerics.quantized import Quantized
 
 RECIPES = {
     f"{scaling}-{format}-{scale or 'default'}": Precision(
@@ -129,6 +135,91 @@ def test_bf16_results_are_rounded_once_to_the_bit():
         if scale_is_exact:
             assert torch.equal(y, exact.bfloat16())
             assert torch.equal(z, (exact + bias.double()).bfloat16())
+
+
+def whole(codes: torch.Tensor, scale_inv: float, usage: str, format=torch.float8_e4m3fn) -> Quantized:
+    """[outer, contracted] numbers that FP8 holds as an operand with one scale."""
+    data = codes if usage == "row" else codes.t().contiguous()
+    return Quantized(data.to(format), torch.tensor(scale_inv), None, usage)
+
+
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")])
+@pytest.mark.parametrize("usages", itertools.product(("row", "col"), repeat=2))
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 3, 5), (1, 300, 17), (64, 16, 15), (33, 130, 257), (160, 1, 96)])
+def test_the_scale_of_a_tensor_is_multiplied_before_the_one_rounding(shape, usages, formats):
+    """Integers whose sums are exact in any order: nothing but the scale and one rounding lies between them and the
+    result."""
+    m, k, n = shape
+    g = torch.Generator().manual_seed(m + k + n)
+    a, b = (torch.randint(-4, 5, (rows, k), generator=g).float() for rows in (m, n))
+    bias = torch.randn(n, generator=g).bfloat16()
+    left, right = (
+        whole(codes, scale_inv, usage, format_of(format).dtype)
+        for codes, scale_inv, usage, format in zip((a, b), (0.0123, 7.77), usages, formats, strict=True)
+    )
+    exact = a.double() @ b.double().t() * float(left.scale_inv * right.scale_inv)
+    for threads in (1, 2):
+        with limited(threads):
+            assert_rounded_once(gemm(left, right), exact, exact.abs() * 2.0**-22)
+            found = gemm(left, right, bias=bias)
+        assert_rounded_once(found, exact + bias.double(), (exact.abs() + bias.double().abs()) * 2.0**-22)
+
+
+def test_a_scale_after_the_rounding_would_be_seen():
+    exact = torch.arange(1.0, 4000.0).double()
+    twice = exact.bfloat16() * 0.0957
+    with pytest.raises(AssertionError, match="bounds off"):
+        assert_rounded_once(twice, exact * 0.0957, exact * 2.0**-22)
+
+
+@contextmanager
+def limited(threads: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("scales", [(2.0**-70, 2.0**-60), (1e-30, 1e-30), (3e38, 3.0), (0.0, 1.5), (math.nan, 1.0)])
+def test_scales_that_no_bf16_gemm_can_apply_are_multiplied_in_fp32(scales):
+    """Results below BF16's normal numbers, zero times infinity: as FP32 has them."""
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-8, 9, (rows, 64), generator=g).float() for rows in (32, 48))
+    sums = a @ b.t()
+    assert same(gemm(*(whole(t, s, "row") for t, s in zip((a, b), scales, strict=True))), factored(sums, *scales))
+    a[3, 5] = math.nan
+    sums = a @ b.t()
+    assert sums[3].isnan().all()
+    assert same(gemm(*(whole(t, s, "row") for t, s in zip((a, b), scales, strict=True))), factored(sums, *scales))
+
+
+def factored(sums, *scales):
+    return (sums * torch.tensor(scales).prod()).bfloat16()
+
+
+def same(found, expected):
+    return ((found == expected) | (found.isnan() & expected.isnan())).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_codes_that_are_no_numbers_reach_their_row_and_no_other(bad):
+    a, b = torch.ones(20, 33), torch.ones(40, 33)
+    a[3, 5] = bad
+    found = gemm(whole(a, 0.3, "row", torch.float8_e5m2), whole(b, 0.7, "row"))
+    expected = torch.full((20, 40), 33 * 0.3 * 0.7).bfloat16()
+    expected[3] = bad
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(0, 16, 8), (8, 16, 0), (4, 0, 8)])
+def test_products_of_nothing(m, k, n):
+    for dtype in COMPUTE:
+        found = gemm(whole(torch.ones(m, k), 0.3, "row"), whole(torch.ones(n, k), 0.7, "row"), out_dtype=dtype)
+        assert found.shape == (m, n)
+        assert found.dtype == dtype
+        assert not found.any()
 
 
 def test_the_matmul_setting_is_put_back():
