@@ -21,7 +21,7 @@ precision=bf16_with_fp8_blockwise_mixed
 nemo-fp8 compare --recipe tiny_llama --precisions bf16_mixed,$precision --steps 80 --keep out/runs --html out/compare.html
 step "Megatron-Bridge trains the same Llama by its own pretrain, under the same contract (importing Bridge takes 15 seconds)"
 .venv-bridge/bin/python recipes/bridge_tiny.py $precision --steps 8 2> out/bridge.log |
-    awk -F'lm loss: ' '/iteration .* lm loss: / { printf "step %d  loss %.3f\n", ++step, $2; fflush() }' ||
+    awk -F'lm loss: ' '/iteration .* lm loss: / { printf "step %d  loss %.3f\n", ++step, $2; fflush() } END { exit !step }' ||
     { tail -n 30 out/bridge.log >&2; exit 1; }
 trained=out/runs/$precision-seed1234
 step "nemo-fp8 export: the trained model for Hugging Face and vLLM, in BF16, and in FP8 with a certificate"

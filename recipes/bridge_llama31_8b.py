@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.bridge.training import config as c
 
-from nemo_fp8.bridge import BridgeMonitor, bridge_config
+from nemo_fp8.bridge import BridgeMonitor, bridge_config, require_start
 
 LENGTH = 8192
 
@@ -68,7 +68,9 @@ def main() -> None:
 
     checkpoint, *precision = sys.argv[1:]
     provider = AutoBridge.from_hf_pretrained(checkpoint).to_megatron_provider()
-    pretrain(llama31_8b(provider, *precision), forward_step, callbacks=[BridgeMonitor(every_n_steps=100)])
+    config = llama31_8b(provider, *precision)
+    require_start(config)
+    pretrain(config, forward_step, callbacks=[BridgeMonitor(every_n_steps=100)])
 
 
 if __name__ == "__main__":

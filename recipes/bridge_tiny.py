@@ -20,11 +20,12 @@ def main() -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from nemo_fp8.bridge import BridgeMonitor
+    from nemo_fp8.bridge import BridgeMonitor, require_start
     from nemo_fp8.experiments.on_bridge import tiny_llama
 
     config = tiny_llama(given.precision, steps=given.steps, folder=given.save)
     config.logger.log_interval = 1
+    require_start(config)
     pretrain(config, forward_step, callbacks=[BridgeMonitor(given.monitor)] if given.monitor else None)
 
 

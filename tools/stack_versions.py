@@ -33,7 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "stacks.md"
-RECIPES = ("bf16", "delayed", "tensorwise", "blockwise", "mxfp8")
+RECIPES = ("bf16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 PACKAGES = {"megatron-core": "megatron.core", "megatron-bridge": "megatron.bridge"}
 # What is on PyPI beside what is installed: the last of each line, all for Python 3.12 but the first.
 FETCHED = {
@@ -432,8 +432,16 @@ def main() -> int:
         text = page(names, versions, [run_row(version, names, trained(version)) for version in cores])
     sys.stdout.write(text)
     if options.write:
+        if lost := lost_sources(PAGE.read_text(), text):
+            raise SystemExit(f"{PAGE} would lose its rows of sources: {', '.join(lost)}. Give each as --source.")
         PAGE.write_text(text)
     return 0
+
+
+def lost_sources(old: str, new: str) -> list[str]:
+    """Return the packages of which the old page has a row from a source and the new one has none."""
+    of_page = [set(re.findall(r"^\| ([\w-]+) \| [^|]+ \| source \|", page, re.MULTILINE)) for page in (old, new)]
+    return sorted(of_page[0] - of_page[1])
 
 
 def _order(number: str) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ __all__ = [
     "hugging_face_weights",
     "load_exactly",
     "register_presets",
+    "require_start",
     "start_findings",
 ]
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from nemo_fp8.bridge.loading import load_exactly
     from nemo_fp8.bridge.masters import hugging_face_weights
     from nemo_fp8.bridge.monitor import BridgeMonitor
-    from nemo_fp8.bridge.start import start_findings
+    from nemo_fp8.bridge.start import require_start, start_findings
 else:  # hidden from type checkers, which would accept any name otherwise
     _HOMES = {
         "BridgeMonitor": "monitor",
@@ -47,6 +48,7 @@ else:  # hidden from type checkers, which would accept any name otherwise
         "hugging_face_weights": "masters",
         "load_exactly": "loading",
         "register_presets": "config",
+        "require_start": "start",
         "start_findings": "start",
     }
 

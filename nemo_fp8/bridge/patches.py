@@ -14,7 +14,7 @@ from pathlib import Path
 from nemo_fp8.train.patching import Patch, is_patched, patched
 
 FOR_THE_PROCESS = ExitStack()
-"""Contexts that nobody closes: a process that trains with Bridge goes on to do so. FP16's products are held here, too."""
+"""Contexts that nobody closes, FP16's products among them: a process that trains with Bridge goes on to do so."""
 
 
 def compile_helpers() -> None:

@@ -3,6 +3,7 @@ and the first weights."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
 from nemo_fp8.bridge.config import ContractPrecision
 from nemo_fp8.bridge.loading import loads_into_fp8
-from nemo_fp8.errors import Problem
+from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
+
+log = logging.getLogger(__name__)
 
 # One of these is in every folder from which transformers can load a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
@@ -25,6 +28,15 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vo
 def start_findings(config: Any) -> list[Problem]:
     """Return the findings, errors first; call it before ``pretrain``, which resolves a name of the registry."""
     return [*_tokenizer(config.tokenizer), *_first_weights(config)]
+
+
+def require_start(config: Any) -> None:
+    """Raise PrecisionError for the findings that are errors, and log the others; call it before ``pretrain``."""
+    findings = start_findings(config)
+    if any(found.severity == "error" for found in findings):
+        raise PrecisionError([found for found in findings if found.severity == "error"])
+    for found in findings:
+        log.warning("%s %s %s", found.what, found.why, found.remedy)
 
 
 def _tokenizer(said: Any) -> Iterator[Problem]:

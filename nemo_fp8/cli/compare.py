@@ -35,7 +35,10 @@ def compare(
         str, typer.Option(metavar="LIST", help="Seeds, separated by commas: of weights and of data.")
     ] = "1234",
     ranks: Annotated[int, typer.Option(min=1, help="Processes of each run.")] = 2,
-    stack: Annotated[str, typer.Option(help="nemo or bridge: what trains. Each in its own environment.")] = "nemo",
+    stack: Annotated[
+        str,
+        typer.Option(help="nemo or bridge: what trains, here or in the environment beside this one."),
+    ] = "nemo",
     monitor: Annotated[
         int, typer.Option(metavar="N", min=0, help="Measure FP8 in every layer each N steps; 0 never.")
     ] = 50,

@@ -26,15 +26,16 @@ from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.te_variables import te_environment
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.extras import require
+from nemo_fp8.extras import NotInstalled, require
+from nemo_fp8.preflight.machine import pythons_of
 from nemo_fp8.recipes import RECIPES
 
 TRAINABLE = {"tiny_llama": "nemo_fp8.experiments.tiny_llama"} | {name: f"nemo_fp8.recipes.{name}" for name in RECIPES}
 """Recipes for NeMo that go by a short name."""
 ON_BRIDGE = {"tiny_llama": "nemo_fp8.experiments.on_bridge.tiny_llama"}
 """Recipes for Megatron-Bridge that do. One takes precision, steps, seed and folder, and returns a ConfigContainer."""
-STACKS = {"nemo": ("train", TRAINABLE), "bridge": ("bridge", ON_BRIDGE)}
-"""What trains -> the extra of its environment, and its recipes."""
+STACKS = {"nemo": ("train", ".venv", TRAINABLE), "bridge": ("bridge", ".venv-bridge", ON_BRIDGE)}
+"""What trains -> the extra of its environment, the folder in which ``make setup`` builds that, and its recipes."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,14 @@ def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None)
     """Train, calling ``on_step(step, loss)`` after each step. Raises with the end of the run's log if it fails."""
     if trial.stack not in STACKS:
         raise PrecisionError([unknown("stack", trial.stack, STACKS)])
-    extra, recipes = STACKS[trial.stack]
+    _, _, recipes = STACKS[trial.stack]
     if "." not in trial.recipe and trial.recipe not in recipes:
         raise PrecisionError([unknown("recipe", trial.recipe, recipes)])
-    require(extra)
+    python = _python_of(trial.stack)
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "steps.jsonl"), Path(folder, "log.txt")
         task = json.dumps(asdict(trial) | {"precision": trial.precision.to_dict(), "folder": folder, "out": str(out)})
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={trial.ranks}"]
+        launcher = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={trial.ranks}"]
         command = [*launcher, "-m", "nemo_fp8.experiments.trial", task]
         # torchrun leaves its temporary folder behind if it is ended; this one is removed with all that is in it.
         environment = {
@@ -101,6 +102,22 @@ def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None)
                 "Correct what the log names; `nemo-fp8 doctor` says what this machine can run.",
             )
         return outcome
+
+
+def _python_of(stack: str) -> str:
+    """Return the Python that trains with a stack: this one, or that of the environment beside it.
+
+    Raises NotInstalled, with what is missing here, where there is neither.
+    """
+    extra, environment, _ = STACKS[stack]
+    try:
+        require(extra)
+    except NotInstalled:
+        beside = next((python for python in pythons_of(environment)[1:] if python.exists()), None)
+        if beside is None:
+            raise
+        return str(beside)
+    return sys.executable
 
 
 def _follow(process: subprocess.Popen[bytes], out: Path, on_step: Callable[[int, float], None]) -> Outcome | None:
@@ -134,7 +151,7 @@ def _last_words(log: Path, characters: int = 3000) -> str:
 
 def _named(trial: Trial) -> Callable[..., Any]:
     """Return the function of a trial's recipe."""
-    module, _, name = STACKS[trial.stack][1].get(trial.recipe, trial.recipe).rpartition(".")
+    module, _, name = STACKS[trial.stack][2].get(trial.recipe, trial.recipe).rpartition(".")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
 

@@ -301,13 +301,16 @@ def _fill_in(machine: Machine) -> Machine:
 def vllm_pythons(given: str | Path | None = None) -> list[Path]:
     """Return the Pythons that may have vLLM, in the order of search.
 
-    ``given`` alone, or this Python and those of ``.venv-rollout`` beside this environment (``make setup`` puts it
-    there), in the current folder and beside this package.
+    ``given`` alone, or this Python and those of ``.venv-rollout`` where ``make setup`` may have put it.
     """
-    if given:
-        return [Path(given)]
-    beside = (Path(sys.prefix).parent, Path.cwd(), Path(__file__).parents[1])
-    return [*dict.fromkeys((Path(sys.executable), *(folder / ".venv-rollout/bin/python" for folder in beside)))]
+    return [Path(given)] if given else pythons_of(".venv-rollout")
+
+
+def pythons_of(environment: str) -> list[Path]:
+    """Return this Python and where that of an environment of ``make setup`` may lie: beside this environment, in the
+    current folder, beside this package."""
+    beside = (Path(sys.prefix).parent, Path.cwd(), Path(__file__).parents[2])
+    return [*dict.fromkeys((Path(sys.executable), *(folder / environment / "bin/python" for folder in beside)))]
 
 
 def _vllm(pythons: list[Path]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 
+import pytest
 from support import ROOT
 
 
@@ -50,3 +51,26 @@ def test_the_recipe_for_8b_is_built_and_checked(monkeypatch):
         assert config.mixed_precision.contract == preset(name)
         assert config.model.fp8_recipe == preset(name).scaling
         assert config.ddp.fp8_param_gather == preset(name).fp8_param
+
+
+def test_the_tiny_recipe_trains(tmp_path):
+    words = [sys.executable, ROOT / "recipes/bridge_tiny.py", "bf16_with_mxfp8_mixed", "--steps", "2"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert len(re.findall(r"iteration .* lm loss: \d", done.stdout + done.stderr)) == 2
+
+
+def test_a_start_that_is_wrong_is_refused_and_one_that_is_poor_is_logged(tmp_path, caplog):
+    from support.bridge.tiny import config, provider
+
+    from nemo_fp8 import PrecisionError, bridge
+
+    made = config(provider(), bridge.bridge_config("bf16_with_mxfp8_mixed"))
+    bridge.require_start(made)
+    assert not caplog.records
+    made.checkpoint.pretrained_checkpoint = "somewhere"
+    bridge.require_start(made)
+    assert "FP8" in caplog.text
+    made.tokenizer.tokenizer_type, made.tokenizer.tokenizer_model = "HuggingFaceTokenizer", str(tmp_path)
+    with pytest.raises(PrecisionError, match="tokenizer"):
+        bridge.require_start(made)

@@ -44,7 +44,6 @@ def test_weights_come_out_of_the_masters_and_not_of_the_codes(trained):
         assert (0.02 < error < 0.04) if name in quantized else error == 0, name
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not ROLLOUT.exists(), reason="vLLM is in .venv-rollout: make setup")
 def test_a_push_makes_an_engine_on_random_weights_say_what_the_trainer_says(trained):
     said = json.loads(_run(ROLLOUT, "support.rollout.road", trained).splitlines()[-1])

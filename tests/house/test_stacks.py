@@ -151,6 +151,18 @@ def test_the_page_is_what_the_tool_would_print_for_the_installed_versions():
         assert any(line.startswith(f"| `{name}` | {', '.join(sorted(files))} |") for line in page), f"{name}; {remedy}"
 
 
+def test_the_page_speaks_of_what_does_not_install_here():
+    page = tool.PAGE.read_text()
+    for row in ("megatron-bridge | 0.6.", "megatron-bridge | 0.7.", "megatron-core | 0.19."):
+        assert f"| {row}" in page
+
+
+def test_a_page_that_would_lose_the_row_of_a_source_is_not_written():
+    old = "| megatron-bridge | 0.7.0+067f987d | source | | 1 of 1 | |\n| megatron-core | 0.19.2 | PyPI | | 1 of 1 | |\n"
+    assert tool.lost_sources(old, old.replace("0.7.0+067f987d", "0.7.1+1")) == []
+    assert tool.lost_sources(old, old.replace("source", "PyPI")) == ["megatron-bridge"]
+
+
 @pytest.mark.slow
 def test_every_name_is_imported_from_the_installed_versions():
     names = tool.touched()

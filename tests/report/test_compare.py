@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from safetensors.torch import load_file
-from support import TESTS
+from support import ROOT, TESTS
 
 from nemo_fp8 import PrecisionError, preset
 from nemo_fp8.experiments.trial import Outcome, Trial, run_trial
@@ -89,6 +89,20 @@ def test_an_unknown_recipe_or_stack_is_told_before_anything_runs():
         run_trial(Trial("tiny_lama", BF16))
     with pytest.raises(PrecisionError, match="Did you mean 'bridge'"):
         run_trial(Trial("tiny_llama", BF16, stack="bridg"))
+
+
+def test_the_stack_that_is_asked_for_trains():
+    """From an environment without Megatron-Bridge: in the one beside it."""
+    if not (ROOT / ".venv-bridge").exists():
+        pytest.skip("Megatron-Bridge is in .venv-bridge: make setup")
+    words = [sys.executable, "-m", "nemo_fp8.cli", "compare", "--stack", "bridge", "--ranks", "1", "--json"]
+    words += ["--precisions", "bf16_mixed", "--steps", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(json.loads(done.stdout)["runs"][0]["losses"]) == 2
+    other = subprocess.run([*words, "--recipe", "llama3_8b"], capture_output=True, text=True, timeout=60)
+    assert other.returncode == 2
+    assert "Choose one of: tiny_llama." in other.stdout, "llama3_8b is a recipe of NeMo's"
 
 
 def test_two_precisions_of_one_name_are_refused():

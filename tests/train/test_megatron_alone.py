@@ -7,7 +7,7 @@ from support.train.megatron_alone import run_alone
 
 APART = next(ROOT.glob(".venv-bridge/lib/python*/site-packages"), None)
 NEWEST = "0.16.1"
-RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 JOBS = [
     {"recipe": "bf16"},
     *({"recipe": recipe} for recipe in RECIPES),

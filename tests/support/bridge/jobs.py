@@ -23,6 +23,8 @@ ADAPTED = LLAMA | {"base": "{folder}/base", "adapters": {"dim": 32}}
 """Bridge's LoRA on a checkpoint of Megatron's, which ``IMPORTED`` made of Hugging Face's."""
 IMPORTED = LLAMA | {"imported": "{folder}/base"}
 FEW = {"steps": 3}
+FINE_TUNED = {"finetune": True, "load_optim": False, "load_main_params_from_ckpt": True}
+"""Bridge's own way into FP8 weights whose masters are exact: from a checkpoint of Megatron's, ``IMPORTED``."""
 
 RULED = {
     "format": "e4m3",
@@ -72,6 +74,8 @@ ALONE = {
         "model": {"perform_initialization": True},
         **FEW,
     },
+    "imported": IMPORTED,
+    "fine-tuned": {"precision": DELAYED, **LLAMA, "base": "{folder}/base", "checkpoint": FINE_TUNED, **FEW},
     "bf16": {"registered": True},
     **{name: {"registered": True, "precision": preset.replace("_", "-")} for name, preset in QUANTIZED.items()},
     "watched": {"contract": BLOCKWISE, "steps": 2, "monitor": 2, "tensorboard": "{folder}/board"},
@@ -95,7 +99,6 @@ ALONE = {
     "bf16-loaded": {"contract": "bf16_mixed", **LLAMA, **FEW},
     "qwen3-loaded": {"contract": MXFP8, "hf": "{folder}/qwen3", **FEW},
     "plain-loaded-exactly": {"precision": DELAYED, **LLAMA, "exactly": True, **FEW},
-    "imported": IMPORTED,
     "adapted": {"contract": _kept(1), "monitor": 2, **ADAPTED, **FEW},
     # Refusals.
     "unrepaired": {"contract": DELAYED, "written": True},
@@ -118,7 +121,10 @@ PAIR = {
         "model": {"expert_model_parallel_size": 2, "moe_router_padding_for_fp8": True},
         **FEW,
     },
-    "delayed-loaded": {"contract": DELAYED, **LLAMA, "model": SPLIT, **FEW},
+    **{
+        f"{name}-loaded": {"contract": preset, **LLAMA, "model": SPLIT, **FEW}
+        for name, preset in {"bf16": "bf16_mixed", "delayed": DELAYED}.items()
+    },
     "exported": {"contract": MXFP8, **LLAMA, "export": "{folder}/exported.safetensors", **FEW},
     **dict(_resumed("delayed-resumed", contract=DELAYED)),
     **dict(_resumed("delayed-split", contract=DELAYED, model=SPLIT)),

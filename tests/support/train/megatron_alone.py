@@ -69,11 +69,11 @@ def train(recipe="bf16", experts=False, fp8_param=False, keep=None):
     FP8GlobalStateManager.reset()
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    settings = (
-        {}
-        if recipe == "bf16"
-        else {"fp8": "hybrid" if recipe == "delayed" else "e4m3", "fp8_recipe": recipe, "fp8_param": fp8_param}
-    )
+    settings = {}
+    if recipe == "nvfp4":
+        settings = {"fp4": "e2m1", "fp4_recipe": recipe}
+    elif recipe != "bf16":
+        settings = {"fp8": "hybrid" if recipe == "delayed" else "e4m3", "fp8_recipe": recipe, "fp8_param": fp8_param}
     settings |= {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"} if recipe == "delayed" else {}
     settings |= EXPERTS | {"moe_router_padding_for_fp8": recipe != "bf16"} if experts else {}
     config = TransformerConfig(
