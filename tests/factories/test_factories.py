@@ -4,6 +4,8 @@ import ast
 import copy
 import inspect
 import pickle
+import re
+import runpy
 from functools import partial
 from pathlib import Path
 
@@ -220,3 +222,18 @@ def test_the_stub_has_their_arguments_and_their_words():
         factory = getattr(nemo_fp8, name)
         assert names == inspect.signature(factory).parameters.keys()
         assert ast.get_docstring(function).split() == factory.__doc__.split()
+
+
+_NEMOS_OWN = Path(mixed_precision.__file__).parents[5] / "tests/collections/llm/recipes/test_mixed_precision.py"
+_ITS_TESTS = re.findall(r"^def (test_\w+)", _NEMOS_OWN.read_text(), re.MULTILINE) if _NEMOS_OWN.exists() else []
+
+
+@pytest.mark.parametrize("test", _ITS_TESTS)
+def test_nemos_own_tests_pass_on_our_factories(test):
+    """Each of the module, with the factories that it imported replaced by ours of the same name."""
+    functions = runpy.run_path(str(_NEMOS_OWN))
+    theirs = functions[test].__globals__
+    replaced = {name: getattr(nemo_fp8, name) for name in theirs if name in PRESETS}
+    assert len(replaced) == 10
+    theirs.update(replaced)
+    functions[test]()
