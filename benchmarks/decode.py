@@ -3,6 +3,7 @@
     .venv-rollout/bin/python benchmarks/decode.py                        both kernels; --json prints one line
     .venv-rollout/bin/python benchmarks/decode.py --kernels codes        without the engine that decodes
     .venv-rollout/bin/python benchmarks/decode.py --products             the products of one layer, without an engine
+    .venv-rollout/bin/python benchmarks/decode.py --as-avx2              all of it as on a processor with AVX2 and nothing newer
 
 Only ratios within one run mean anything. All engines hold the same model (203 M parameters), live in one process and
 take turns; the least time of each counts. Decoding is timed by generating two lengths after the same short prompt: the
@@ -13,6 +14,7 @@ Products are told in processor time of one thread, which a busy machine changes 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import tempfile
@@ -97,8 +99,11 @@ def main() -> None:
     parser.add_argument("--prompts", action="store_true", help="time prompts, too, which takes minutes in BF16")
     parser.add_argument("--kernels", nargs="*", default=["codes", "decode"], choices=["auto", "codes", "decode"])
     parser.add_argument("--products", action="store_true", help="the products of one layer only, without an engine")
+    parser.add_argument("--as-avx2", action="store_true", help="see a processor with AVX2 and nothing newer")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.as_avx2:
+        importlib.import_module("support.as_avx2.sitecustomize")
     if options.products:
         print(json.dumps({name: round(value, 2) for name, value in products(options.turns).items()}, indent=1))
         return
