@@ -3,7 +3,7 @@
     .venv-rollout/bin/python benchmarks/decode.py                        both kernels; --json prints one line
     .venv-rollout/bin/python benchmarks/decode.py --kernels codes        without the engine that decodes
     .venv-rollout/bin/python benchmarks/decode.py --products             the products of one layer, without an engine
-    .venv-rollout/bin/python benchmarks/decode.py --as-avx2              all of it as on a processor with AVX2 and nothing newer
+    .venv-rollout/bin/python benchmarks/decode.py --as-avx2              as on a processor with AVX2 and nothing newer
 
 Only ratios within one run mean anything. All engines hold the same model (203 M parameters), live in one process and
 take turns; the least time of each counts. Decoding is timed by generating two lengths after the same short prompt: the

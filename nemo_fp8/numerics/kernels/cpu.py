@@ -198,9 +198,9 @@ def multiply(
     room = torch.empty(tokens * (stride + 1), dtype=torch.float32)
     y = torch.empty((tokens, rows), dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     job = _MultiplyJob(
-        x.data_ptr(), room.data_ptr(), codes.data_ptr(), scale_inv.data_ptr(), None if bias is None else bias.data_ptr(),
-        y.data_ptr(), parallel(), tokens, rows, cols, *tile, stride, SOURCES[x.dtype], SOURCES[y.dtype],
-        scale_inv.dtype != torch.float32, threads(codes),
+        x.data_ptr(), room.data_ptr(), codes.data_ptr(), scale_inv.data_ptr(),
+        None if bias is None else bias.data_ptr(), y.data_ptr(), parallel(), tokens, rows, cols, *tile, stride,
+        SOURCES[x.dtype], SOURCES[y.dtype], scale_inv.dtype != torch.float32, threads(codes),
     )  # fmt: skip
     return y.to(dtype) if library.nemo_fp8_multiply(ctypes.byref(job)) else None
 

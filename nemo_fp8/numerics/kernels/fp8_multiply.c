@@ -31,7 +31,8 @@ typedef struct multiply_job {
 } multiply_job;
 
 #ifdef BLOCK
-enum { GROUP = 4 * LANES, PARTS = 4 /* of a group */, ROWS_AT_ONCE = 2, TOKENS_AT_ONCE = 4 /* whose sums fit into registers */, AHEAD = 4, SMALL_TILE = 32 };
+enum { GROUP = 4 * LANES, PARTS = 4 /* of a group */, AHEAD = 4 /* rows */, SMALL_TILE = 32 };
+enum { ROWS_AT_ONCE = 2, TOKENS_AT_ONCE = 8 /* at most: as many sums as registers hold */ };
 
 #ifdef __AVX512VBMI__
 /* Bytes of two vectors become words within every 16 columns: the first eight in one vector, the others in another. */
@@ -155,10 +156,11 @@ INLINE void put(const multiply_job *j, int64_t token, int64_t row, float sum) {
     else ((uint16_t *)j->y)[i] = (uint16_t)((sum != sum ? 0x7fc00000 : bits(sum) + 0x7fff + (bits(sum) >> 16 & 1)) >> 16);
 }
 
-INLINE void multiply_block(const multiply_job *j, table n, int64_t row, int64_t token, int rows, int tokens, int dots) {
+/* Some rows of codes times some of x. `mx` allows scales that are no floats, and small tiles. */
+INLINE void multiply_block(const multiply_job *j, table n, int64_t row, int64_t token, int rows, int tokens, int dots, int mx) {
     const words upper = V(set1_epi32)((int32_t)0xffff0000), sign = V(set1_epi8)(-128);
     const float *units = (const float *)j->room + j->tokens * j->stride + token;
-    const int two = j->tile_cols < GROUP;
+    const int two = mx && j->tile_cols < GROUP;
     const uint8_t *codes = j->codes + row * j->cols;
     int64_t tiles = j->cols / j->tile_cols, tile = two ? GROUP : j->tile_cols, scales[ROWS_AT_ONCE];
     reals total[ROWS_AT_ONCE * TOKENS_AT_ONCE];
@@ -176,7 +178,7 @@ INLINE void multiply_block(const multiply_job *j, table n, int64_t row, int64_t 
         for (int64_t c = first; c < first + tile; c += GROUP) {
             words numbers[ROWS_AT_ONCE][2];
             for (int r = 0; r < rows; r++) {
-                words of_row = codes_at(codes + r * j->cols + c, j->cols - c);
+                words of_row = codes_at(codes + r * j->cols + c, mx ? j->cols - c : GROUP);
                 if (BEHIND) top = V(max_epu8)(top, V_BITS(or)(of_row, sign));
                 to_bf16(of_row, n, numbers[r]);
             }
@@ -199,7 +201,8 @@ INLINE void multiply_block(const multiply_job *j, table n, int64_t row, int64_t 
             }
         }
         for (int r = 0; r < rows; r++) {
-            reals scale = scales_of(j, scales[r] + b, two, b + 1 < tiles);
+            reals scale = mx ? scales_of(j, scales[r] + b, two, b + 1 < tiles)
+                             : V(set1_ps)(((const float *)j->scale_inv)[scales[r] + b]);
             for (int t = 0; t < tokens; t++) {
                 reals of_tile = BEHIND ? V(mul_ps)(sum[r][t], V(set1_ps)(units[t])) : sum[r][t];
                 total[r * tokens + t] = V(fmadd_ps)(of_tile, scale, total[r * tokens + t]);
@@ -221,27 +224,30 @@ INLINE void multiply_block(const multiply_job *j, table n, int64_t row, int64_t 
     }
 }
 
-INLINE void multiply_rows(const multiply_job *j, table n, int64_t row, int rows, int dots) {
+INLINE void multiply_rows(const multiply_job *j, table n, int64_t row, int rows, int dots, int mx) {
     int64_t t = 0;
-    for (; t + 4 <= j->tokens; t += 4) multiply_block(j, n, row, t, rows, 4, dots);
-    for (; t + 2 <= j->tokens; t += 2) multiply_block(j, n, row, t, rows, 2, dots);
-    if (t < j->tokens) multiply_block(j, n, row, t, rows, 1, dots);
+    if (dots) for (; t + 8 <= j->tokens; t += 8) multiply_block(j, n, row, t, rows, 8, dots, mx);
+    for (; t + 4 <= j->tokens; t += 4) multiply_block(j, n, row, t, rows, 4, dots, mx);
+    for (; t + 2 <= j->tokens; t += 2) multiply_block(j, n, row, t, rows, 2, dots, mx);
+    if (t < j->tokens) multiply_block(j, n, row, t, rows, 1, dots, mx);
 }
 
-INLINE void work(multiply_job *j, int dots) {
+INLINE void work(multiply_job *j, int dots, int mx) {
     table n = table_of_codes();
     unsigned control = _mm_getcsr();
     _mm_setcsr(control & ~0x8040u); /* subnormal numbers are numbers here */
     int64_t unit = j->rows / (16 * j->threads) / ROWS_OF_A_UNIT * ROWS_OF_A_UNIT + ROWS_OF_A_UNIT;
     for (int64_t row; (row = atomic_fetch_add(&j->next, unit)) < j->rows;) {
         int64_t end = least_of(row + unit, j->rows);
-        for (; row + ROWS_AT_ONCE <= end; row += ROWS_AT_ONCE) multiply_rows(j, n, row, ROWS_AT_ONCE, dots);
-        for (; row < end; row++) multiply_rows(j, n, row, 1, dots);
+        for (; row + ROWS_AT_ONCE <= end; row += ROWS_AT_ONCE) multiply_rows(j, n, row, ROWS_AT_ONCE, dots, mx);
+        for (; row < end; row++) multiply_rows(j, n, row, 1, dots, mx);
     }
     _mm_setcsr(control);
 }
-static void work_in_fp32(void *j) { work(j, 0); }
-static void work_in_dots(void *j) { work(j, 1); }
+static void work_in_fp32(void *j) { work(j, 0, 0); }
+static void work_in_dots(void *j) { work(j, 1, 0); }
+static void mx_in_fp32(void *j) { work(j, 0, 1); }
+static void mx_in_dots(void *j) { work(j, 1, 1); }
 
 /* Returns whether it did: whole tiles of whole groups are what it takes, or tiles of SMALL_TILE columns. */
 int nemo_fp8_multiply(multiply_job *j) {
@@ -250,7 +256,8 @@ int nemo_fp8_multiply(multiply_job *j) {
     if (dots) lay_out(j, BF16, 1);
     else if (j->x_type == BF16) lay_out(j, BF16, 0);
     else lay_out(j, FP32, 0);
-    share(dots ? work_in_dots : work_in_fp32, j, j->threads, j->parallel);
+    if (j->e8m0 || j->tile_cols < GROUP) share(dots ? mx_in_dots : mx_in_fp32, j, j->threads, j->parallel);
+    else share(dots ? work_in_dots : work_in_fp32, j, j->threads, j->parallel);
     return 1;
 }
 #else

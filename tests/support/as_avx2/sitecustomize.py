@@ -9,8 +9,8 @@ AVX-512 and AMX here, and oneDNN and ATen are told by their own variables. ``tes
 which puts its folder first on ``PYTHONPATH``: Python imports it at the start of each process that a test starts, before
 anything else, and then the next ``sitecustomize`` of the path.
 
-vLLM's own AVX2 library runs then, and ``bin/cc``, first on ``PATH``, compiles this package's kernels for AVX2. What a compiled library reads from the processor itself (CPUID) cannot be hidden from
-here.
+vLLM's own AVX2 library runs then, and ``bin/cc``, first on ``PATH``, compiles this package's kernels for AVX2. What
+another compiled library reads from the processor itself (CPUID) cannot be hidden from here.
 """
 
 import builtins
