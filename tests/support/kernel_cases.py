@@ -95,7 +95,7 @@ def build_for(isa, monkeypatch):
     if isa.startswith("no-") and capability != "AVX512":
         pytest.skip("this processor has no AVX-512")
     if isa != "native":
-        monkeypatch.setattr(build, "MACHINE_FLAGS", (build.OTHERS.get(isa) or OF_PRODUCTS[isa],))
+        monkeypatch.setattr(build, "MACHINE_FLAGS", ((OF_PRODUCTS | build.OTHERS)[isa],))
         monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
 
 
