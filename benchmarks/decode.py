@@ -3,20 +3,26 @@
     .venv-rollout/bin/python benchmarks/decode.py                        both kernels; --json prints one line
     .venv-rollout/bin/python benchmarks/decode.py --kernels codes        without the engine that decodes
     .venv-rollout/bin/python benchmarks/decode.py --products             the products of one layer, without an engine
+    .venv-rollout/bin/python benchmarks/decode.py --processor-time       where other programs keep the processors busy
+    .venv-rollout/bin/python benchmarks/decode.py --as-avx2              as on a processor with AVX2 and nothing newer
 
-Only ratios within one run mean anything. All engines hold the same model (203 M parameters), live in one process and
-take turns; the least time of each counts. Decoding is timed by generating two lengths after the same short prompt: the
-difference in time, over the difference in tokens, so that the prompt is in neither. A prompt is timed by one token.
-Products are told in processor time of one thread, which a busy machine changes less.
+Only ratios within one run mean anything. All engines hold the same model (203 M parameters) and take turns; the least
+time of each counts. `--processor-time` starts them in one process with one thread, and tells its processor time.
+Decoding is timed by generating two lengths after the same short prompt: the difference in time, over the difference in
+tokens, so that the prompt is in neither. A prompt is timed by one token. Products are told in processor time of one
+thread, which a busy machine changes less.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +34,14 @@ BATCHES, PROMPT = (1, 8), (8, 256)
 SHORT, LONG = 2, 14
 
 
-def seconds(llm: Any, prompts: list[dict[str, Any]], tokens: int) -> float:
+def seconds(llm: Any, prompts: list[dict[str, Any]], tokens: int, clock: Callable[[], float]) -> float:
     from vllm import SamplingParams
 
     llm.reset_prefix_cache()
     asked = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=0.0, detokenize=False)
-    start = time.perf_counter()
+    start = clock()
     llm.generate(prompts, asked, use_tqdm=False)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def rates(took: dict[tuple[int, int, int], float]) -> dict[str, float]:
@@ -87,18 +93,24 @@ def products(turns: int) -> dict[str, float]:
 
 
 def main() -> None:
-    from support.rollout import settings
-
-    settings.put_in_place()
-    from support.rollout import engines, models
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prompts", action="store_true", help="time prompts, too, which takes minutes in BF16")
     parser.add_argument("--kernels", nargs="*", default=["codes", "decode"], choices=["auto", "codes", "decode"])
     parser.add_argument("--products", action="store_true", help="the products of one layer only, without an engine")
+    parser.add_argument("--processor-time", action="store_true", help="of engines in one process with one thread")
+    parser.add_argument("--as-avx2", action="store_true", help="see a processor with AVX2 and nothing newer")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.as_avx2:
+        importlib.import_module("support.as_avx2.sitecustomize")
+    if options.processor_time:
+        os.environ["OMP_NUM_THREADS"] = "1"
+    from support.rollout import settings
+
+    settings.put_in_place()
+    from support.rollout import engines, models
+
     if options.products:
         print(json.dumps({name: round(value, 2) for name, value in products(options.turns).items()}, indent=1))
         return
@@ -111,13 +123,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = models.write(Path(folder) / "model", "qwen3", 0, **SHAPE)
         running = {
-            kind: engines.start(path, **arguments, max_num_batched_tokens=4096, max_model_len=512)
+            kind: engines.start(
+                path, apart=not options.processor_time, **arguments, max_num_batched_tokens=4096, max_model_len=512
+            )
             for kind, arguments in kinds.items()
         }
+        clock = time.process_time if options.processor_time else time.perf_counter
         for _ in range(options.turns):
             for job in jobs:
                 for kind, llm in running.items():
-                    spent = seconds(llm, prompts(*job[:2]), job[2])
+                    spent = seconds(llm, prompts(*job[:2]), job[2], clock)
                     took[kind][job] = min(took[kind].get(job, spent), spent)
         for llm in running.values():
             engines.stop(llm)

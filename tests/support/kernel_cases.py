@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -77,13 +78,25 @@ def same(fast: torch.Tensor, slow: torch.Tensor) -> None:
     )
 
 
+# This processor, and AVX-512 without dot products of BF16 and without shuffles of bytes, as the first ones with it.
+OF_PRODUCTS = {
+    "native": (),
+    "no-dots": (*build.MACHINE_FLAGS[0], "-mno-avx512bf16"),
+    "no-shuffles": (*build.MACHINE_FLAGS[0], "-mno-avx512bf16", "-mno-avx512vbmi"),
+    "avx2": build.OTHERS["avx2"],
+}
+
+
 def build_for(isa, monkeypatch):
     """Give a test the kernels of another instruction set, or the ``native`` ones; skip it where they cannot run."""
-    if isa == "avx2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+    capability = torch.backends.cpu.get_cpu_capability()
+    if isa == "avx2" and capability not in ("AVX2", "AVX512"):
         pytest.skip("this processor has no AVX2")
+    if isa.startswith("no-") and capability != "AVX512":
+        pytest.skip("this processor has no AVX-512")
     if isa != "native":
-        monkeypatch.setattr(build, "MACHINE_FLAGS", (build.OTHERS[isa],))
-        monkeypatch.setattr(build, "library", build.library.__wrapped__)
+        monkeypatch.setattr(build, "MACHINE_FLAGS", ((OF_PRODUCTS | build.OTHERS)[isa],))
+        monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
 
 
 def compare_statistics(fast, slow, sums: bool) -> None:

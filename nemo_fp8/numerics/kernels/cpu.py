@@ -32,6 +32,7 @@ SOURCES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 MAGNITUDES = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2}
 GIVEN = 0
 SCALINGS = {("te", "fp32"): 1, ("te", "pow2"): 2, ("deepgemm", "fp32"): 3, ("deepgemm", "pow2"): 4, ("te", "e8m0"): 5}
+WIDEST_GROUP = 64  # columns of a product that are multiplied at once
 ELEMENTS_FOR_THREADS = 1 << 17  # one thread finishes fewer elements than this before the others wake up
 
 _COUNTS = {
@@ -70,9 +71,9 @@ class _MultiplyJob(ctypes.Structure):
     """`struct multiply_job` of the C source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "room", "codes", "scale_inv", "y", "parallel")),
-        *((name, ctypes.c_int64) for name in ("tokens", "rows", "cols", "tile_rows", "tile_cols")),
-        *((name, ctypes.c_int32) for name in ("e8m0", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "room", "codes", "scale_inv", "bias", "y", "parallel")),
+        *((name, ctypes.c_int64) for name in ("tokens", "rows", "cols", "tile_rows", "tile_cols", "stride")),
+        *((name, ctypes.c_int32) for name in ("x_type", "y_type", "e8m0", "threads")),
         ("next", ctypes.c_int64),
     )
 
@@ -172,25 +173,36 @@ def decode(
 
 
 def multiply(
-    x: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, tile: tuple[int, int]
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    tile: tuple[int, int],
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor | None:
-    """Compute ``x @ (code * scale_inv).T`` in FP32 from E4M3 codes, as `fp8_multiply.c` says; ``x`` is a matrix.
+    """Compute ``x @ (code * scale_inv).T + bias`` from E4M3 codes, as `fp8_multiply.c` says; ``x`` is a matrix.
 
-    None if there is no kernel for it. It is meant for a few rows of ``x``, and correct for any number of them.
+    Sums are FP32, and rounded once if ``dtype`` is BF16. None if there is no kernel for it. It is meant for a few rows
+    of ``x``, and correct for any number of them.
     """
     library = build.library()
     if library is None or codes.dtype != torch.float8_e4m3fn or not codes.is_contiguous() or not codes.numel():
         return None
-    if x.dim() != 2 or x.shape[1] != codes.shape[1] or scale_inv.shape != _grid(codes, tile):
+    tokens, (rows, cols) = x.shape[0], codes.shape
+    if x.dim() != 2 or x.shape[1] != cols or scale_inv.shape != _grid(codes, tile):
         raise ValueError(f"{tuple(x.shape)} times {tuple(codes.shape)} codes, {tuple(scale_inv.shape)} scales.")
-    x, scale_inv = x.to(torch.float32).contiguous(), scale_inv.contiguous()
-    y, room = torch.empty((len(x), len(codes)), dtype=torch.float32), torch.empty_like(x)
+    x = (x if x.dtype == torch.bfloat16 else x.to(torch.float32)).contiguous()
+    scale_inv = scale_inv.contiguous()
+    bias = None if bias is None else bias.to(torch.float32).contiguous()
+    stride = -(-cols // WIDEST_GROUP) * WIDEST_GROUP
+    room = torch.empty(tokens * (stride + 1), dtype=torch.float32)
+    y = torch.empty((tokens, rows), dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     job = _MultiplyJob(
-        x=x.data_ptr(), room=room.data_ptr(), codes=codes.data_ptr(), scale_inv=scale_inv.data_ptr(), y=y.data_ptr(),
-        tokens=len(x), rows=codes.shape[0], cols=codes.shape[1], tile_rows=tile[0], tile_cols=tile[1],
-        e8m0=scale_inv.dtype != torch.float32, threads=threads(codes), parallel=parallel(),
+        x.data_ptr(), room.data_ptr(), codes.data_ptr(), scale_inv.data_ptr(),
+        None if bias is None else bias.data_ptr(), y.data_ptr(), parallel(), tokens, rows, cols, *tile, stride,
+        SOURCES[x.dtype], SOURCES[y.dtype], scale_inv.dtype != torch.float32, threads(codes),
     )  # fmt: skip
-    return y if library.nemo_fp8_multiply(ctypes.byref(job)) else None
+    return y.to(dtype) if library.nemo_fp8_multiply(ctypes.byref(job)) else None
 
 
 def accumulate(

@@ -68,6 +68,9 @@ INLINE words widen_codes(const uint8_t *codes) {
                                          -1, 1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15);
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes)), order);
 }
+INLINE words zeros_behind(const uint8_t *half) { return _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)half)); }
+INLINE __m256 half_sum(reals v) { return v; }
+INLINE reals in_halves(reals low, reals high) { return _mm256_blend_ps(low, high, 0xf0); }
 INLINE words upper_halves(words evens, words odds) { return _mm256_blend_epi16(_mm256_srli_epi32(evens, 16), odds, 0xaa); }
 INLINE reals low_halves(words fp16) { return _mm256_cvtph_ps(_mm256_castsi256_si128(fp16)); }
 INLINE reals high_halves(words fp16) { return _mm256_cvtph_ps(_mm256_extracti128_si256(fp16, 1)); }

@@ -88,6 +88,9 @@ INLINE words widen_codes(const uint8_t *codes) {
     const words order = _mm512_inserti64x4(_mm512_broadcast_i32x4(evens), _mm256_broadcastsi128_si256(_mm_add_epi8(evens, one)), 1);
     return _mm512_shuffle_epi8(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)codes)), order);
 }
+INLINE words zeros_behind(const uint8_t *half) { return _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)half)); }
+INLINE __m256 half_sum(reals v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); }
+INLINE reals in_halves(reals low, reals high) { return _mm512_mask_blend_ps(0xff00, low, high); }
 INLINE words upper_halves(words evens, words odds) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(evens, 16), odds);
 }

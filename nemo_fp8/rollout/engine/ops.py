@@ -49,9 +49,9 @@ def decoded_linear(
     direct: int = 0,
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, rounded once to ``dtype``; up to ``direct`` tokens from the codes themselves."""
-    out = _from_codes(x, codes, scale_inv, block, direct)
+    out = _from_codes(x, codes, scale_inv, block, direct, bias, dtype)
     if out is not None:
-        return (out if bias is None else out + bias.float()).to(dtype)
+        return out
     weight = Quantized(codes, scale_inv, (block[0], block[1]))
     on_units = x.dtype == dtype == torch.bfloat16 and multiplies_bf16() and is_exact_in_bf16(weight)
     wide = torch.bfloat16 if on_units else torch.float32
@@ -118,24 +118,30 @@ def _(x: torch.Tensor, *_: object) -> torch.Tensor:
 def _product(
     x: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, block: list[int], direct: int
 ) -> torch.Tensor:
-    """Return the FP32 product of FP32 activations and a weight."""
+    """Return the FP32 product of activations and a weight."""
     out = _from_codes(x, codes, scale_inv, block, direct)
-    return x @ Quantized(codes, scale_inv, (block[0], block[1])).dequantize().t() if out is None else out
+    return x.float() @ Quantized(codes, scale_inv, (block[0], block[1])).dequantize().t() if out is None else out
 
 
 def _from_codes(
-    x: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, block: list[int], direct: int
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    block: list[int],
+    direct: int,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor | None:
-    """Return the FP32 product that takes codes; None for more than ``direct`` tokens, or if there is no kernel."""
-    tokens = x.reshape(-1, x.shape[-1])
-    if not 0 < len(tokens) <= direct or x.device.type != "cpu":
+    """Return the product that takes codes; None for more than ``direct`` tokens, or if there is no kernel."""
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if not 0 < tokens.shape[0] <= direct or x.device.type != "cpu":
         return None
-    out = cpu.multiply(tokens, codes, scale_inv, (block[0], block[1]))
-    return None if out is None else out.view(*x.shape[:-1], codes.shape[0])
+    out = cpu.multiply(tokens, codes, scale_inv, (block[0], block[1]), bias, dtype)
+    return out if out is None or x.dim() == 2 else out.view(*x.shape[:-1], codes.shape[0])
 
 
 def _activations(x: torch.Tensor, group: int, scale: str) -> torch.Tensor:
-    return quantize(x, activation_of(group, scale)).dequantize() if group else x.float()
+    return quantize(x, activation_of(group, scale)).dequantize() if group else x
 
 
 def activation_of(group: int, scale: str) -> Operand:

@@ -9,8 +9,8 @@ AVX-512 and AMX here, and oneDNN and ATen are told by their own variables. ``tes
 which puts its folder first on ``PYTHONPATH``: Python imports it at the start of each process that a test starts, before
 anything else, and then the next ``sitecustomize`` of the path.
 
-vLLM's own AVX2 library runs then. What a compiled library reads from the processor itself (CPUID) cannot be hidden from
-here.
+vLLM's own AVX2 library runs then, and ``bin/cc``, first on ``PATH``, compiles this package's kernels for AVX2. What
+another compiled library reads from the processor itself (CPUID) cannot be hidden from here.
 """
 
 import builtins
@@ -75,8 +75,9 @@ def _next_one():
 _really_open = io.open
 builtins.open = io.open = _open
 os.environ.update(VARIABLES)
-if HERE not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-    os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, paths)])
+for variable, folder in (("PYTHONPATH", HERE), ("PATH", str(Path(HERE) / "bin"))):
+    if folder not in (paths := os.environ.get(variable, "").split(os.pathsep)):
+        os.environ[variable] = os.pathsep.join([folder, *filter(None, paths)])
 sys.meta_path.insert(0, _BeforeTorchCpu())
 if "torch.cpu" in sys.modules:
     sys.modules["torch.cpu"].get_capabilities.cache_clear()
