@@ -32,7 +32,9 @@ help:
 	@echo "make site    build the documents as a site, into site/index.html"
 	@echo "make format  let ruff format the code"
 
-# Side by side: pip spends its time unpacking, on one core. It would compile on that core, too; COMPILE takes both, and leaves tests out.
+# Side by side: pip spends its time unpacking, on one core, and says nothing for minutes. It would compile on that core, too; COMPILE takes
+# both, and leaves tests out.
+TICKING := $(PYTHON) tools/ticking.py
 COMPILE := -m compileall -qq -j 2 -x '/tests?/'
 setup:
 	@$(MAKE) --silent --no-print-directory -j2 $(BRIDGE)/.installed $(ROLLOUT)/.installed .te/.installed $(PEERS)/.installed
@@ -41,7 +43,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints/training.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11), (3, 12)) else f"make setup needs Python 3.10 to 3.12, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11 setup")'
 	@echo "Setting up $(VENV): two to six minutes, once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --no-compile --root-user-action=ignore --constraint constraints/training.txt --editable '.[train,te-cpu,dev]'
+	$(TICKING) "Installing $(VENV)" $(BIN)/python -m pip install -qq --no-compile --root-user-action=ignore --constraint constraints/training.txt --editable '.[train,te-cpu,dev]'
 	$(BIN)/python $(COMPILE) $(VENV)/lib || true
 	@touch $@
 
@@ -50,7 +52,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints/training.txt
 $(ROLLOUT)/.installed: pyproject.toml setup.py constraints/rollout.txt
 	@echo "Setting up $(ROLLOUT): two to four minutes, once."
 	$(PYTHON) -m venv $(ROLLOUT)
-	$(ROLLOUT)/bin/python -m pip install -qq --no-compile --root-user-action=ignore --no-deps --requirement constraints/rollout.txt
+	$(TICKING) "Installing $(ROLLOUT)" $(ROLLOUT)/bin/python -m pip install -qq --no-compile --root-user-action=ignore --no-deps --requirement constraints/rollout.txt
 	$(ROLLOUT)/bin/python -m pip install -qq --no-compile --root-user-action=ignore --no-deps --editable .
 	$(ROLLOUT)/bin/python $(COMPILE) $(ROLLOUT)/lib || true
 	@touch $@

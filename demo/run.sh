@@ -3,7 +3,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-step() { printf '\n\033[1m== %s\033[0m\n\n' "$1"; }
+if [ -t 1 ]; then bold=$'\033[1m' plain=$'\033[0m'; else bold= plain=; fi
+step() { printf '\n%s== %s%s\n\n' "$bold" "$1" "$plain"; }
 
 step "nemo-fp8 list: the named precisions"
 nemo-fp8 list

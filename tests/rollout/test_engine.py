@@ -199,7 +199,7 @@ def test_an_engine_without_amx_s_kernel_falls_back_and_says_so_once(checkpoint, 
     assert {row["kernel"] for row in report.values()} == {"DecodeKernel"}
     assert torch.equal(found, right)
     said = "".join(capfd.readouterr())
-    assert said.count("this CPU multiplies with FP8 weights in FP32") == 1
+    assert said.count("products with FP8 weights are summed in FP32 on this CPU") == 1
 
 
 @pytest.mark.long

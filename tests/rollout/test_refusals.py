@@ -31,7 +31,7 @@ def test_a_cpu_without_the_kernel_decodes_and_says_so_once(checkpoint, said, mon
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "CPUFp8BlockScaledMMKernel")
     report = grid_report(build(checkpoint("qwen3")))
     assert {row.kernel for row in report.values()} == {"DecodeKernel"}
-    assert len([line for line in said if "this CPU multiplies with FP8 weights in FP32" in line]) == 1
+    assert len([line for line in said if "products with FP8 weights are summed in FP32 on this CPU" in line]) == 1
 
 
 def test_experts_without_amx_decode(checkpoint, monkeypatch):

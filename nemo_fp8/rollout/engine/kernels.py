@@ -125,8 +125,8 @@ def _without_kernel(storage: Storage, why: str) -> DecodeKernel:
         )
         raise PrecisionError(f"vLLM has no FP8 kernel for weight blocks of {rows}x{columns} here.", f"{why}.", remedy)
     logger.warning_once(
-        "nemo_fp8: this CPU multiplies with FP8 weights in FP32: from their codes for up to %d tokens, decoded on each "
-        "call for more (%s)",
+        "nemo_fp8: products with FP8 weights are summed in FP32 on this CPU: from the codes for up to %d tokens, of "
+        "weights that each call decodes for more (%s)",
         ops.DIRECT,
         why,
     )

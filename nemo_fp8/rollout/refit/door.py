@@ -235,7 +235,7 @@ class RefitEndpoints:
         else:
             log.warning(
                 "Without a token every user and every program of this machine that reaches this server may push "
-                "weights into it. "
+                "weights into it, and so may whoever comes through a proxy on this machine that adds no header. "
                 "Set %s (for pushes alone) or %s to a secret; nemo-fp8 serve draws one by itself.",
                 PUSH_TOKEN,
                 TOKEN,
