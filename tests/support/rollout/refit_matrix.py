@@ -84,7 +84,8 @@ def main(executor, kind, fields, pushes, delta, answer, place):
         receipt = refit.push(weights[seed], verify=i < 2, delta=delta).require()
         if delta:
             instead.append(receipt.delta.instead)
-            shares.append(receipt.bytes / receipt.delta.full_bytes)
+            if not receipt.delta.instead:
+                shares.append(receipt.bytes / receipt.delta.full_bytes)
         prints[seed].add(receipt.fingerprint)
         workers = [p.pid for p in psutil.process_iter(["name", "cmdline"]) if _is_worker(p)]
         sizes.append(resident(workers))
