@@ -74,3 +74,12 @@ def test_a_start_that_is_wrong_is_refused_and_one_that_is_poor_is_logged(tmp_pat
     made.tokenizer.tokenizer_type, made.tokenizer.tokenizer_model = "HuggingFaceTokenizer", str(tmp_path)
     with pytest.raises(PrecisionError, match="tokenizer"):
         bridge.require_start(made)
+
+
+def test_the_report_to_bridge_says_what_is_so(tmp_path):
+    (script,) = _python(ROOT / "docs/upstream/bridge_fp8_load.md")
+    start = "from nemo_fp8.bridge.patches import replace_for_bridge\n\nreplace_for_bridge()\n"
+    for precision, share in (("bf16_with_mxfp8_mixed", "0%"), ("bf16_mixed", "100%")):
+        (tmp_path / "run.py").write_text(start + script.replace("bf16_with_mxfp8_mixed", precision))
+        done = subprocess.run([sys.executable, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert f": {share} of its master weights are the checkpoint's" in done.stdout, done.stderr[-4000:]
