@@ -113,7 +113,7 @@ def check(
         if compared is None:
             if as_json:
                 return print_json({"agrees": None, "findings": [], "notes": notes})
-            print_pairs([("not compared", "Nothing is known of the rollout; the notes say why.")])
+            print_pairs([("not compared", "The rollout's settings are not read; the notes say why.")])
             return print_notes(notes)
         agreement = compared
     else:
