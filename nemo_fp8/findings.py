@@ -549,6 +549,22 @@ RULES: dict[str, Problem] = {
         "It acts beside the contract, and what it does is not compared.",
         "Give both the same quant_cfg.",
     ),
+    "nemo-rl-rollout-not-compared": info(
+        "The rollout is not compared: {key} {says}.",
+        "Only the settings of vLLM are read, and Megatron's where it generates with what it trains.",
+        "Write the rollout's precision as a contract: `nemo-fp8 check TRAINING ROLLOUT` compares the two.",
+    ),
+    "nemo-rl-changes-numbers": info(
+        "Not compared, though it changes numbers: {names}.",
+        "A contract says how linear layers are stored; the head, the router and log-probabilities are beside it.",
+        "Give both sides the same where both have the key.",
+    ),
+    "nemo-rl-kv-layout": info(
+        "{key}: {layout} is read as an FP8 KV cache.",
+        "It is vLLM's own layout of one, for latent attention: a contract has no word for the layout, so `fp8` is "
+        "written back.",
+        "Write {layout} again in a file that is rendered from this contract.",
+    ),
     # ------------------------------------------------------------ what the engine computes, and what it holds
     "gate-nan": error(
         "{count} of the rollout's log-probs are NaN.",

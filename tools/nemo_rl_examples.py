@@ -13,8 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.preflight.agreement import check
-from nemo_fp8.render.nemo_rl import beside_the_contract, read_nemo_rl
+from nemo_fp8.render.nemo_rl import beside_the_contract, check_nemo_rl, read_nemo_rl
 
 
 def verdict(path: Path) -> tuple[str, str, str]:
@@ -23,8 +22,9 @@ def verdict(path: Path) -> tuple[str, str, str]:
         train, rollout = read_nemo_rl(path)
     except PrecisionError as error:
         return "", "", f"not read: {error.problems[0].what}"
-    told = "agrees" if check(train=train, rollout=rollout).agrees else "differs"
-    beside = ", ModelOpt beside it" if beside_the_contract(path) else ""
+    agreement = check_nemo_rl(path)
+    told = "not compared" if agreement is None else "agrees" if agreement.agrees else "differs"
+    beside = ", ModelOpt beside it" if any("modelopt" in f.code for f in beside_the_contract(path)) else ""
     blocks = f"fp8 {rollout.rollout_block}" if rollout.rollout == "fp8" else rollout.compute
     return train.scaling if train.is_fp8 else train.compute, blocks, told + beside
 

@@ -80,8 +80,8 @@ def bridge_config(contract: Precision | str) -> ContractPrecision:
 def register_presets() -> tuple[str, ...]:
     """Let Bridge's registry make ours of every preset's name, with underscores or hyphens; return the names.
 
-    Names that Bridge has already keep their values, which a test compares, and get our checks. It has names for FP4,
-    too, which a contract does not describe; they stay Bridge's.
+    Names that Bridge has already keep their values, which a test compares, and get our checks. A name that is no preset
+    of ours stays Bridge's.
     """
     for name in PRESETS:
         theirs.register(_recipe(name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,6 @@ import typer
 from nemo_fp8.cli.options import Changes, Json, Name
 from nemo_fp8.cli.printing import print_findings, print_json, print_notes, print_pairs, print_table
 from nemo_fp8.contract.naming import load
-from nemo_fp8.errors import Problem
 
 
 def list_presets(as_json: Json = False) -> None:
@@ -104,22 +102,23 @@ def check(
     from nemo_fp8.preflight.agreement import check
 
     notes: list[str] = []
-    lacking: list[Problem] = []
     if nemo_rl:
-        from nemo_fp8.render.nemo_rl import beside_the_contract, ignored_by_nemo_rl, read_nemo_rl
+        from nemo_fp8.render.nemo_rl import beside_the_contract, check_nemo_rl, ignored_by_nemo_rl
         from nemo_fp8.render.nemo_rl_file import read_document
-        from nemo_fp8.render.nemo_rl_fp4 import missing
 
+        compared = check_nemo_rl(Path(train))
         document = read_document(Path(train))
-        trained, rolled = read_nemo_rl(Path(train))
-        lacking = missing(trained, rolled)
         beside = (*ignored_by_nemo_rl(document), *beside_the_contract(document))
         notes = [f"{p.what} {p.why} {p.remedy}" for p in beside]
+        if compared is None:
+            if as_json:
+                return print_json({"agrees": None, "findings": [], "notes": notes})
+            print_pairs([("not compared", "The rollout's settings are not read; the notes say why.")])
+            return print_notes(notes)
+        agreement = compared
     else:
         trained = load(train)
-        rolled = load(rollout) if rollout else trained
-    agreement = check(train=trained, rollout=rolled)
-    agreement = replace(agreement, findings=(*lacking, *agreement.findings))
+        agreement = check(train=trained, rollout=load(rollout) if rollout else trained)
     if as_json:
         print_json(agreement.to_dict() | {"notes": notes})
     else:

@@ -23,6 +23,7 @@ from nemo_fp8.contract.te_variables import VARIABLES, fields_from_environment, t
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
 from nemo_fp8.preflight import agreement
+from nemo_fp8.render import nemo_rl_backend as backend
 from nemo_fp8.render import nemo_rl_fp4 as fp4
 from nemo_fp8.render import nemo_rl_keys as keys
 from nemo_fp8.render.nemo_rl_keys import section
@@ -180,17 +181,22 @@ def read_nemo_rl(source: Source, recipes: Mapping[str, Any] | None = None) -> tu
     """Return the training side and the rollout side of a NeMo RL configuration, each as a contract.
 
     ``source`` is a file, read with the files that it extends, a text or a mapping. ``recipes`` is the content of
-    Megatron's file of recipes by module; without it the file is read that ``te_precision_config_file`` names. Raises
-    PrecisionError for misspelt keys, values that a contract cannot express, and files that cannot be read.
+    Megatron's file of recipes by module; without it the file is read that ``te_precision_config_file`` names. The
+    rollout of a backend whose settings are not read says its compute dtype alone (``check_nemo_rl`` compares nothing
+    then). Raises PrecisionError for misspelt keys, values that a contract cannot express, what NeMo RL refuses, and
+    files that cannot be read.
     """
     from nemo_fp8.render.nemo_rl_file import read_document, resolving  # rendering needs no OmegaConf
 
     document = read_document(source)
     with resolving():
-        problems = [*_slips(document)]
+        mistyped = [*keys.mistyped(document)]
+        if mistyped:
+            raise PrecisionError(mistyped)
+        problems = [*_slips(document), *backend.zero_mismatch(document)]
         train, wrong = _train(document, recipes or fp4.recipes_beside(source, document))
         problems += wrong
-        rollout, wrong = _rollout(document)
+        rollout, wrong = _rollout(document, train)
         problems += wrong
     if problems:
         raise PrecisionError(problems)
@@ -199,19 +205,49 @@ def read_nemo_rl(source: Source, recipes: Mapping[str, Any] | None = None) -> tu
 
 def from_nemo_rl(source: Source) -> Precision:
     """Return one contract for both sides. Raises PrecisionError with every setting in which they differ."""
-    return agreement.join(*read_nemo_rl(source))
+    sides = read_nemo_rl(source)
+    how = _comparison(source)
+    if isinstance(how, Problem):
+        raise PrecisionError([how])
+    return agreement.join(*sides) if how == "vllm" else agreement.merge(*sides)
+
+
+def check_nemo_rl(source: Source) -> agreement.Agreement | None:
+    """Compare both sides of a configuration; None if the rollout's settings are not read.
+
+    ``beside_the_contract`` says why not. Megatron agrees with itself: it generates with the trained model. Raises
+    PrecisionError as ``read_nemo_rl`` does.
+    """
+    train, rollout = read_nemo_rl(source)
+    how = _comparison(source)
+    if isinstance(how, Problem):
+        return None
+    if how == "megatron":
+        return agreement.Agreement(())
+    found = agreement.check(train=train, rollout=rollout)
+    return agreement.Agreement((*fp4.missing(train, rollout), *found.findings))
+
+
+def _comparison(source: Source) -> str | Problem:
+    """Return the backend with which training is compared, or the finding that it is not."""
+    from nemo_fp8.render.nemo_rl_file import read_document, resolving
+
+    document = read_document(source)
+    with resolving():
+        return backend.not_compared(document) or backend.of(document)
 
 
 def ignored_by_nemo_rl(source: Source) -> list[Problem]:
     """Return problems for keys that NeMo RL ignores here; this package reads them as they were meant."""
-    from nemo_fp8.render.nemo_rl_file import read_document
+    from nemo_fp8.render.nemo_rl_file import read_document, resolving
 
     document = read_document(source)
     found = []
-    fp8_cfg = section(document, "policy", "megatron_cfg", "fp8_cfg")
+    with resolving():
+        fp8_cfg = section(document, "policy", "megatron_cfg", "fp8_cfg")
+        vllm_cfg = section(document, "policy", "generation", "vllm_cfg")
     if fp8_cfg and "enabled" not in fp8_cfg:
         found.append(finding("nemo-rl-not-enabled", "policy.megatron_cfg.fp8_cfg"))
-    vllm_cfg = section(document, "policy", "generation", "vllm_cfg")
     for name, setting in keys.VLLM_CFG.items():
         if setting.alias and name in vllm_cfg:
             right = next(n for n, s in keys.VLLM_CFG.items() if s.field == setting.field)
@@ -221,17 +257,21 @@ def ignored_by_nemo_rl(source: Source) -> list[Problem]:
 
 
 def beside_the_contract(source: Source) -> list[Problem]:
-    """Return findings for ModelOpt's quantization, which acts beside everything that a contract says."""
+    """Return findings for what acts beside everything that a contract says, and for a rollout that is not compared."""
     from nemo_fp8.render.nemo_rl_file import read_document, resolving
 
     document = read_document(source)
     with resolving():
-        train, rollout = (section(document, *path).get("quant_cfg") for path in keys.MODELOPT)
+        return [*_modelopt(document), *backend.beside(document)]
+
+
+def _modelopt(document: Mapping[str, Any]) -> Iterator[Problem]:
+    train, rollout = (section(document, *path).get("quant_cfg") for path in keys.MODELOPT)
     if train is None and rollout is None:
-        return []
+        return
     key = ".".join((*keys.MODELOPT[0 if train is not None else 1], "quant_cfg"))
     rule = "nemo-rl-modelopt" if train == rollout else "nemo-rl-modelopt-differs"
-    return [finding(rule, key, key=key, train=train, rollout=rollout)]
+    yield finding(rule, key, key=key, train=train, rollout=rollout)
 
 
 def _train(document: Mapping[str, Any], recipes: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[Problem]]:
@@ -277,15 +317,20 @@ def _environment(document: Mapping[str, Any], scaling: str | None) -> tuple[dict
     return fields_from_environment(scaling, {k: str(v) for k, v in variables.items()}), []
 
 
-def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    vllm_cfg = section(document, "policy", "generation", "vllm_cfg")
-    said, problems = read(keys.VLLM_CFG, {k: vllm_cfg[k] for k in keys.VLLM_CFG if vllm_cfg.get(k) is not None})
+def _rollout(document: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the fields of the rollout, and problems with its settings; ``train`` are the fields of the training."""
     correction = section(document, "loss_fn").get("use_importance_sampling_correction") or False
     fields: dict[str, Any] = {"compute": _compute(document, []), "importance_sampling": correction}
+    if backend.not_compared(document):
+        return fields | {"rollout": "compute"}, []
+    if backend.of(document) == "megatron":
+        return backend.as_trained(train) | fields, []
+    vllm_cfg = section(document, "policy", "generation", "vllm_cfg")
+    said, problems = read(keys.VLLM_CFG, {k: vllm_cfg[k] for k in keys.VLLM_CFG if vllm_cfg.get(k) is not None})
     precision = vllm_cfg.get("precision", "auto")
     problems += _of_mx_rollouts(vllm_cfg)
     if precision == "fp8":
-        mx = vllm_cfg.get("is_mx", False) is True
+        mx = bool(vllm_cfg.get("is_mx"))
         scale = "pow2" if mx else "fp32"
         words = dict.fromkeys(word for key in keys.IGNORED.values() for word in vllm_cfg.get(key) or ())
         fields |= {
@@ -310,7 +355,7 @@ def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
         return fields | {
             "rollout": "nvfp4",
             "modules": keys.EXPERTS_ALONE,
-            **fp4.kept_experts([str(pattern) for pattern in four.get("additional_ignore") or ()]),
+            **fp4.kept_experts(four.get("additional_ignore") or ()),
         }, problems
     # NeMo RL reads FP8 keys only with precision: fp8. Keys that ask for FP8 without it are contradictions.
     claims = {k: v for k, v in said.items() if k in ("deep_gemm", "kv_cache")}
@@ -328,13 +373,8 @@ def _rollout(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
 def _of_mx_rollouts(vllm_cfg: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each key that NeMo RL takes with an MX rollout and refuses with any other."""
     patterns, section = keys.IGNORED[True], "policy.generation.vllm_cfg"
-    quantized, mx = vllm_cfg.get("precision") == "fp8", vllm_cfg.get("is_mx", False) is True
-    ahead = vllm_cfg.get(keys.PREQUANTIZE) or False
-    if not isinstance(ahead, bool):
-        yield Problem(
-            f"{section}.{keys.PREQUANTIZE}={ahead!r} is not true or false.", "It is a switch.", "Write true or false."
-        )
-    elif ahead and not (quantized and mx):
+    quantized, mx = vllm_cfg.get("precision") == "fp8", bool(vllm_cfg.get("is_mx"))
+    if vllm_cfg.get(keys.PREQUANTIZE) and not (quantized and mx):
         yield Problem(
             f"{section}.{keys.PREQUANTIZE} without precision: fp8 and is_mx: true.",
             "NeMo RL quantizes ahead of a refit for MX rollouts only, and refuses it otherwise.",

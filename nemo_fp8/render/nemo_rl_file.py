@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.render.nemo_rl_keys import FILES, of_another_kind
 
 # The functions that NeMo RL gives to OmegaConf.
 _RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": max}
@@ -40,11 +41,12 @@ def read_document(source: Source) -> Mapping[str, Any]:
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)
     document: Mapping[str, Any]
-    if isinstance(source, Path):
-        document = _extended(source, ())
-    else:
-        document = _parsed(source, "the text") if isinstance(source, str) else OmegaConf.create(source)
-    policy = document.get("policy")
+    with resolving():
+        if isinstance(source, Path):
+            document = _extended(source, ())
+        else:
+            document = _parsed(source, "the text") if isinstance(source, str) else OmegaConf.create(source)
+        policy = document.get("policy")
     if isinstance(source, Path) and policy is None:
         raise PrecisionError(
             f"{source} has no section policy.",
@@ -70,8 +72,11 @@ def resolving() -> Iterator[None]:
 
 
 def _extended(path: Path, extending: tuple[Path, ...]) -> DictConfig:
-    """Return a file merged over the files that it extends; ``extending`` are those that led here."""
-    path = path.resolve()
+    """Return a file merged over the files that it extends; ``extending`` are those that led here.
+
+    As in NeMo RL, what a link extends lies beside the link, not beside the file that it leads to.
+    """
+    path = path.parent.resolve() / path.name  # one name for a folder, so that a circle is seen
     if path in extending:
         raise PrecisionError(
             f"{path.name} extends itself.",
@@ -86,10 +91,13 @@ def _extended(path: Path, extending: tuple[Path, ...]) -> DictConfig:
             f"{path} cannot be read.", f"{why}{error}.", "Correct the name, or copy the file there."
         ) from error
     document = _parsed(text, str(path))
-    defaults = document.pop("defaults", [])
+    defaults = document.pop("defaults", None)
+    wrong = [*of_another_kind(f"defaults in {path}", defaults, FILES)]
+    if wrong:
+        raise PrecisionError(wrong)
     merged = OmegaConf.create({})
     for default in [defaults] if isinstance(defaults, str) else defaults or ():
-        merged = _merged(merged, _extended(path.parent / str(default), (*extending, path)))
+        merged = _merged(merged, _extended(path.parent / default, (*extending, path)))
     return _merged(merged, document)
 
 

@@ -8,10 +8,11 @@ August 2026 (7ea279ab), and from the changes of 0.8.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from nemo_fp8.errors import PrecisionError
+from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.render.settings import Setting, same
 
 # policy.megatron_cfg.fp8_cfg
@@ -32,12 +33,13 @@ EXPERTS_OF = "*.layers.{}.mlp.experts*"
 EXPERTS_OF_READ = re.compile(r"\*?\.?layers\.(\d+)\.mlp\.experts\*?")
 EXPERTS_ALONE = (("*.linear_qkv", "bf16"), ("*.linear_proj", "bf16"))
 
+# vLLM's own layout of an FP8 KV cache, for latent attention. A contract has no word for the layout.
+KV_LAYOUT = "fp8_ds_mla"
+
 # policy.generation.vllm_cfg, with NeMo RL's own defaults; the two older keys are the ones of its documentation.
 VLLM_CFG: dict[str, Setting] = {
     "use_deep_gemm": Setting("deep_gemm", False),
-    "kv_cache_dtype": Setting(
-        "kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8"}
-    ),
+    "kv_cache_dtype": Setting("kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8", KV_LAYOUT: "fp8"}),
     "num_first_layers_in_bf16": Setting("first_layers", 0),
     "num_last_layers_in_bf16": Setting("last_layers", 0),
     "pow2_weight_scaling_factors": Setting("weight_scale", False, {True: "pow2", False: "fp32"}),
@@ -59,6 +61,25 @@ LAYERS: dict[str, Setting] = {
     "num_layers_at_end_in_bf16": Setting("last_layers", 1),
 }
 
+# policy.generation.backend -> the section of its settings. The first is the one of NeMo RL's base files.
+BACKENDS = {
+    "vllm": "vllm_cfg",
+    "megatron": "mcore_generation_config",
+    "sglang": "sglang_cfg",
+    "trtllm": "trtllm_cfg",
+    "dynamo": "dynamo_cfg",
+}
+# Megatron generates with megatron_cfg, over which this section is laid: keys of a precision that it may say again.
+MEGATRON_GENERATION = ("policy", "generation", BACKENDS["megatron"])
+SAID_AGAIN = ("fp8_cfg", "fp4_cfg", "env_vars", TE_PRECISION, "first_last_layers_bf16", *LAYERS)
+# Keys that change numbers, and about which a contract says nothing.
+CHANGE_NUMBERS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("policy", "megatron_cfg"): ("fp32_lm_head", "moe_router_dtype"),
+    ("policy", "generation"): ("real_quant",),
+    ("policy", "generation", "vllm_cfg"): ("fp32_lm_head", "logprobs_mode"),
+    MEGATRON_GENERATION: ("fp32_lm_head", "logprobs_mode", "moe_router_dtype", "transformer_impl"),
+}
+
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 # Sections with many other keys: only a key that is spelt almost like one of ours is refused there.
@@ -75,7 +96,7 @@ OPEN_SECTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         *LAYERS,
     ),
     ("policy", "megatron_cfg", "distributed_data_parallel_config"): ("grad_reduce_in_fp32",),
-    ("policy", "generation"): ("vllm_cfg", "nvfp4_pertoken_rollout", "quant_cfg"),
+    ("policy", "generation"): ("backend", "vllm_cfg", "nvfp4_pertoken_rollout", "quant_cfg"),
     ("policy", "generation", "vllm_cfg"): (*VLLM_CFG, *IGNORED.values(), "precision", "is_mx", PREQUANTIZE),
     ("loss_fn",): ("use_importance_sampling_correction",),
 }
@@ -90,6 +111,84 @@ NOT_SLIPS = (
     "mcore_generation_config",
     "use_importance_sampling",
 )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a key holds. NeMo RL takes most values as they come, so another kind means something else there."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    otherwise: str
+    """What NeMo RL makes of anything else, in a sentence."""
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
+
+
+SWITCH = Kind(
+    "a switch (true or false)",
+    lambda value: isinstance(value, bool),
+    "NeMo RL asks only whether it is empty: 'no' and 'false' in quotes switch it on.",
+)
+COUNT = Kind(
+    "a whole number",
+    lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "NeMo RL counts layers by it, and stops at anything else.",
+)
+WORD = Kind("a word", lambda value: isinstance(value, str), "NeMo RL looks for a name there, and stops without one.")
+WORDS = Kind("a list of words", _is_words, "NeMo RL goes through it one by one, and through a text letter by letter.")
+FILES = Kind(
+    "a file's name or a list of them",
+    lambda value: WORD.holds(value) or WORDS.holds(value),
+    "NeMo RL reads the files that are named there.",
+)
+
+_OF_A_KIND: dict[Kind, tuple[str, ...]] = {
+    SWITCH: (
+        "enabled",
+        "fp8_param",
+        "fp4_param",
+        "force_clear_fp8_caches",
+        "grad_reduce_in_fp32",
+        "first_last_layers_bf16",
+        "zero_train_gen_mismatch",
+        "use_importance_sampling_correction",
+        "is_mx",
+        "use_deep_gemm",
+        PREQUANTIZE,
+        *(name for name, setting in VLLM_CFG.items() if setting.field in ("weight_scale", "activation_scale")),
+    ),
+    COUNT: ("num_first_layers_in_bf16", "num_last_layers_in_bf16", *LAYERS),
+    WORD: ("precision", "backend", "kv_cache_dtype", "fp8", "fp8_recipe", "fp4", "fp4_recipe", TE_PRECISION),
+    WORDS: (*IGNORED.values(), "additional_ignore"),
+}
+# A name means the same in every section that is read.
+KINDS = {name: kind for kind, names in _OF_A_KIND.items() for name in names}
+_READ = (
+    *OPEN_SECTIONS,
+    tuple(FP4_TRAINING.split(".")),
+    tuple(FP4_ROLLOUT.split(".")),
+    ("policy", "megatron_cfg", "fp8_cfg"),
+    MEGATRON_GENERATION,
+    (*MEGATRON_GENERATION, "fp8_cfg"),
+)
+
+
+def mistyped(document: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for every key of ours that holds something else than its kind."""
+    for path in _READ:
+        here = section(document, *path)
+        for name in here:
+            if name in KINDS:
+                yield from of_another_kind(".".join((*path, name)), here.get(name), KINDS[name])
+
+
+def of_another_kind(key: str, value: Any, kind: Kind) -> Iterator[Problem]:
+    """Yield the problem of a value that is not of a key's kind; null counts as not written."""
+    if value is not None and not kind.holds(value):
+        yield Problem(f"{key}={value!r} is not {kind.words}.", kind.otherwise, f"Write {kind.words}, or leave it out.")
 
 
 def section(document: Mapping[str, Any], *path: str) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from nemo_fp8.cli import app
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.render.nemo_rl import from_nemo_rl, read_nemo_rl
+from nemo_fp8.render.nemo_rl import beside_the_contract, from_nemo_rl, ignored_by_nemo_rl, read_nemo_rl
 
 BASE = """
 loss_fn: {use_importance_sampling_correction: true}
@@ -83,12 +83,48 @@ policy:
         ({"a": "policy: {precision: '${policy.nowhere}'}"}, "'policy.nowhere' not found"),
         ({"a": "policy: {precision: '${oc.env:NOWHERE_TO_BE_FOUND}'}"}, "NOWHERE_TO_BE_FOUND"),
         ({"a": "policy: [1"}, "not YAML"),
+        ({"a": "policy: ${nope}"}, "'nope' not found"),
+        ({"a": "defaults: ${x}\npolicy: {}"}, "defaults cannot be resolved"),
+        ({"a": "defaults: 5\npolicy: {}"}, "a file's name or a list of them"),
+        ({"a": "defaults: true\npolicy: {}"}, "a file's name or a list of them"),
+        ({"a": "defaults: [[b.yaml]]\npolicy: {}", "b": "policy: {}"}, "a file's name or a list of them"),
     ],
 )
 def test_a_bad_file_is_one_clear_error(tmp_path, texts, word):
     with pytest.raises(PrecisionError) as caught:
         read_nemo_rl(files(tmp_path, **texts))
     assert word in str(caught.value)
+
+
+def test_what_a_link_extends_lies_beside_the_link(tmp_path):
+    """As in NeMo RL, which asks for the folder of the name that it was given."""
+    for folder, precision in (("here", "bfloat16"), ("there", "float16")):
+        (tmp_path / folder).mkdir()
+        files(tmp_path / folder, base=f"policy: {{precision: {precision}}}")
+    there = files(tmp_path / "there", grpo="defaults: base.yaml")
+    link = tmp_path / "here" / "grpo.yaml"
+    link.symlink_to(there)
+    assert [read_nemo_rl(path)[0].compute for path in (there, link)] == ["fp16", "bf16"]
+    (tmp_path / "there" / "self").symlink_to(tmp_path / "there")
+    with pytest.raises(PrecisionError, match="extends itself"):
+        read_nemo_rl(files(tmp_path / "there", circle="defaults: self/circle.yaml"))
+
+
+def test_keys_that_are_not_followed_are_one_clear_error_wherever_they_are_asked(tmp_path):
+    for ask in (read_nemo_rl, ignored_by_nemo_rl, beside_the_contract):
+        with pytest.raises(PrecisionError, match="cannot be resolved"):
+            ask(files(tmp_path, a="policy: {megatron_cfg: '${nope}', generation: '${nope}'}"))
+
+
+def test_check_says_of_a_rollout_that_is_not_read_that_nothing_was_compared(tmp_path):
+    path = files(tmp_path, a="policy: {generation: {backend: sglang}}")
+    done = CliRunner().invoke(app, ["check", "--nemo-rl", str(path), "--json"])
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["agrees"], told["findings"]) == (0, None, [])
+    assert "backend is sglang" in told["notes"][0]
+    done = CliRunner().invoke(app, ["check", "--nemo-rl", str(path)])
+    assert "not compared" in done.stdout
+    assert "agree" not in done.stdout
 
 
 def test_check_reads_the_file_with_its_base(tmp_path):

@@ -10,7 +10,13 @@ from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.preflight.agreement import check
 from nemo_fp8.render import nemo_rl, render
-from nemo_fp8.render.nemo_rl import beside_the_contract, from_nemo_rl, ignored_by_nemo_rl, read_nemo_rl
+from nemo_fp8.render.nemo_rl import (
+    beside_the_contract,
+    check_nemo_rl,
+    from_nemo_rl,
+    ignored_by_nemo_rl,
+    read_nemo_rl,
+)
 from nemo_fp8.render.nemo_rl_fp4 import ALIKE, missing
 
 # The two samples of NeMo RL's FP8 document, key for key.
@@ -142,10 +148,178 @@ def test_the_list_of_mx_rollouts_takes_words_and_patterns_of_whole_names():
 def test_keys_that_say_nothing_about_precision_are_none_of_our_business():
     text = "policy: {generation: {vllm_cfg: {precision: fp8, enable_prefix_caching: true}}}"
     assert read_nemo_rl(text)[1] == Precision(rollout="fp8", importance_sampling=False)
-    text = "policy: {megatron_cfg: {zero_train_gen_mismatch: true}}"  # which kernels run, on the same operands
-    assert read_nemo_rl(text)[0] == Precision(rollout="compute")
-    text = "policy: {generation: {vllm_cfg: {precision: fp8, kv_cache_dtype: fp8_ds_mla}}}"
-    assert from_nemo_rl(text).kv_cache == "fp8"  # vLLM's own layout of an FP8 cache for latent attention
+
+
+def test_the_layout_of_a_kv_cache_is_said_to_be_lost():
+    text = "policy: {generation: {vllm_cfg: {precision: fp8, kv_cache_dtype: %s}}}"
+    contract = from_nemo_rl(text % "fp8_ds_mla")
+    assert contract.kv_cache == "fp8"  # vLLM's own layout of an FP8 cache for latent attention
+    assert render(contract, "nemo-rl").data["policy"]["generation"]["vllm_cfg"]["kv_cache_dtype"] == "fp8"
+    (lost,) = beside_the_contract(text % "fp8_ds_mla")
+    assert (lost.code, lost.severity) == ("nemo-rl-kv-layout", "info")
+    assert "fp8_ds_mla" in lost.what
+    assert beside_the_contract(text % "fp8") == []
+
+
+# ---------------------------------------------------------------------- who generates
+
+FP8 = "fp8_cfg: {enabled: true, fp8: %s, fp8_recipe: %s, fp8_param: false}"
+GENERATES = "policy: {megatron_cfg: {%s}, generation: {backend: %s, %s}}"
+
+
+@pytest.mark.parametrize(
+    ("training", "block"),
+    [
+        (FP8 % ("e4m3", "blockwise"), "128x128"),
+        (FP8 % ("hybrid", "delayed"), "tensor"),
+        (FP8 % ("hybrid", "tensorwise"), "tensor"),
+        (FP8 % ("e4m3", "mxfp8"), "1x32"),
+        ("fp4_cfg: {enabled: true}", "1x16"),
+    ],
+)
+def test_megatron_generates_with_what_it_trains(training, block):
+    # The base files have a section for vLLM, which nobody reads then.
+    text = GENERATES % (training, "megatron", "vllm_cfg: {precision: bfloat16}")
+    train, rollout = read_nemo_rl(text)
+    assert (rollout.scaling, rollout.rolls_out_quantized, rollout.rollout_block) == (train.scaling, True, block)
+    assert check_nemo_rl(text).agrees
+    assert from_nemo_rl(text).rollout_block == block
+    assert not check_nemo_rl(text.replace("megatron, ", "vllm, ")).agrees
+
+
+def test_in_bf16_megatron_generates_in_bf16():
+    text = GENERATES % ("fp8_cfg: {enabled: false}", "megatron", "vllm_cfg: {precision: fp8}")
+    assert read_nemo_rl(text)[1].rollout == "compute"
+    assert check_nemo_rl(text).agrees
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "word"),
+    [
+        ("sglang", "sglang_cfg: {sglang_server_config: {}}", "backend is sglang"),
+        ("dynamo", "vllm_cfg: {precision: bfloat16}", "backend is dynamo"),
+        ("megatron", "mcore_generation_config: {fp8_cfg: {enabled: false}}", "another fp8_cfg"),
+        (
+            "megatron",
+            "mcore_generation_config: {num_layers_at_start_in_bf16: 2}",
+            "another num_layers_at_start_in_bf16",
+        ),
+    ],
+)
+def test_a_rollout_that_is_not_read_is_said_to_be_uncompared(backend, settings, word):
+    text = GENERATES % (FP8 % ("e4m3", "blockwise"), backend, settings)
+    assert read_nemo_rl(text)[0].is_fp8
+    assert check_nemo_rl(text) is None
+    (found,) = beside_the_contract(text)
+    assert (found.code, found.severity) == ("nemo-rl-rollout-not-compared", "info")
+    assert word in found.what
+    with pytest.raises(PrecisionError, match="not compared"):
+        from_nemo_rl(text)
+
+
+def test_what_megatron_is_told_twice_alike_is_no_other_precision():
+    cfg = FP8 % ("e4m3", "blockwise")
+    assert check_nemo_rl(GENERATES % (cfg, "megatron", f"mcore_generation_config: {{{cfg}}}")).agrees
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("policy: {megatron_cfg: {zero_train_gen_mismatch: true}}", ["backend: vllm"]),
+        (GENERATES % ("zero_train_gen_mismatch: true", "sglang", "sglang_cfg: {}"), ["backend: sglang"]),
+        (
+            GENERATES % ("zero_train_gen_mismatch: true, " + FP8 % ("e4m3", "mxfp8"), "megatron", "temperature: 1"),
+            ["policy.megatron_cfg.fp8_cfg"],
+        ),
+        (
+            GENERATES
+            % ("zero_train_gen_mismatch: true", "megatron", f"mcore_generation_config: {{{FP8 % ('e4m3', 'mxfp8')}}}"),
+            ["mcore_generation_config.fp8_cfg"],
+        ),
+        (
+            "policy: {precision: float16, megatron_cfg: {zero_train_gen_mismatch: true}, generation: {backend: vllm}}",
+            ["policy.precision: float16", "backend: vllm"],
+        ),
+    ],
+)
+def test_zero_mismatch_is_for_bf16_that_megatron_generates(text, words):
+    with pytest.raises(PrecisionError) as caught:
+        read_nemo_rl(text)
+    assert len(caught.value.problems) == len(words)
+    for problem, word in zip(caught.value.problems, words, strict=True):
+        assert word in problem.what
+        assert "NeMo RL refuses" in problem.why
+    read_nemo_rl(text.replace("zero_train_gen_mismatch: true", "zero_train_gen_mismatch: false"))
+    read_nemo_rl(GENERATES % ("zero_train_gen_mismatch: true", "megatron", "temperature: 1"))
+
+
+def test_keys_that_change_numbers_and_are_not_compared_are_named():
+    text = """
+policy:
+  megatron_cfg: {moe_router_dtype: fp64, fp32_lm_head: false}
+  generation:
+    real_quant: true
+    vllm_cfg: {logprobs_mode: raw_logprobs, fp32_lm_head: true}
+    mcore_generation_config: {transformer_impl: inference_optimized}
+"""
+    (found,) = beside_the_contract(text)
+    assert (found.code, found.severity) == ("nemo-rl-changes-numbers", "info")
+    named = ["megatron_cfg.moe_router_dtype=fp64", "generation.real_quant=True", "vllm_cfg.logprobs_mode=raw_logprobs"]
+    assert all(word in found.what for word in [*named, "vllm_cfg.fp32_lm_head=True"])
+    assert "megatron_cfg.fp32_lm_head" not in found.what  # it is off
+    assert "transformer_impl" not in found.what  # vLLM generates
+    (megatron,) = beside_the_contract(text.replace("real_quant", "backend: megatron\n    real_quant"))
+    assert "transformer_impl=inference_optimized" in megatron.what
+    assert "vllm_cfg" not in megatron.what
+    assert check_nemo_rl(text).agrees
+
+
+# ---------------------------------------------------------------------- what a key holds
+
+VLLM, MEGATRON = "policy: {generation: {vllm_cfg: {precision: fp8, %s}}}", "policy: {megatron_cfg: {%s}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (VLLM % "quantization_ignored_layer_kws: lm_head", "quantization_ignored_layer_kws='lm_head'"),
+        (VLLM % "is_mx: true, quantization_ignore_patterns: lm_head", "quantization_ignore_patterns='lm_head'"),
+        (VLLM % "is_mx: true, quantization_ignore_patterns: 5", "quantization_ignore_patterns=5"),
+        (VLLM % "is_mx: true, quantization_ignore_patterns: [1, 2]", "quantization_ignore_patterns=[1, 2]"),
+        (VLLM % "is_mx: 1", "is_mx=1"),
+        (VLLM % "is_mx: 'yes'", "is_mx='yes'"),
+        (VLLM % "use_deep_gemm: 'no'", "use_deep_gemm='no'"),
+        (VLLM % "pow2_weight_scaling_factors: 1", "pow2_weight_scaling_factors=1"),
+        (VLLM % "num_first_layers_in_bf16: true", "num_first_layers_in_bf16=True"),
+        (VLLM % "kv_cache_dtype: [a]", "kv_cache_dtype=['a']"),
+        (MEGATRON % "te_precision_config_file: [a]", "te_precision_config_file=['a']"),
+        (MEGATRON % "te_precision_config_file: 3", "te_precision_config_file=3"),
+        (MEGATRON % "fp8_cfg: {enabled: 'no', fp8: e4m3, fp8_recipe: blockwise}", "fp8_cfg.enabled='no'"),
+        (MEGATRON % "zero_train_gen_mismatch: 'no'", "zero_train_gen_mismatch='no'"),
+        (
+            "policy: {generation: {nvfp4_pertoken_rollout: {enabled: true, additional_ignore: 3}}}",
+            "additional_ignore=3",
+        ),
+        (
+            "policy: {generation: {nvfp4_pertoken_rollout: {enabled: true, additional_ignore: 'a'}}}",
+            "additional_ignore='a'",
+        ),
+        ("policy: {generation: {backend: [vllm]}}", "backend=['vllm']"),
+        ("loss_fn: {use_importance_sampling_correction: 'yes'}", "use_importance_sampling_correction='yes'"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_the_name_of_its_key(text, key):
+    with pytest.raises(PrecisionError) as caught:
+        from_nemo_rl(text)
+    (problem,) = caught.value.problems
+    assert f"{key} is not " in problem.what
+    assert problem.why
+    assert problem.remedy.startswith("Write ")
+
+
+def test_null_is_as_not_written():
+    text = VLLM % "is_mx: null, quantization_ignore_patterns: null, use_deep_gemm: null"
+    assert read_nemo_rl(text)[1] == Precision(rollout="fp8", importance_sampling=False)
 
 
 def test_where_an_mx_rollout_is_quantized_is_no_other_precision():
