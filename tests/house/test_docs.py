@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 BIN = Path(sys.executable).parent
 # Python that another environment runs: tests/bridge/test_page.py.
-APART = {"bridge.md"}
+APART = {"bridge.md", "bridge_fp8_load.md"}
 # Commands that are tested elsewhere, or by CI itself.
 ELSEWHERE = ("make ", "git ", "pip ", "python3 ", ".venv/bin/pre-commit", "nemo ", "cd ")
 
