@@ -1,0 +1,78 @@
+"""The README's table of what was measured says what the records say: a record that is written again without it fails
+here, with the words that belong there."""
+
+import json
+import re
+
+import pytest
+from support import ROOT
+
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+
+
+def _record(name):
+    return json.loads((BENCHMARKS / name).read_text())
+
+
+def step_times():
+    """Steps of tiny_llama over BF16's: the least and the most of FP8's recipes, and NVFP4's, by instruction set."""
+    told = {}
+    for run in _record("speed.json"):
+        ratios = {row["recipe"]: row["ratio"] for row in run["rows"] if row["model"] == "tiny"}
+        if ratios:
+            fp8 = [ratio for recipe, ratio in ratios.items() if recipe not in ("bf16", "nvfp4")]
+            told[run["isa"]] = (min(fp8), max(fp8), ratios["nvfp4"])
+    native, kept = (told.pop("AVX2"), *told.values())[::-1]
+    return (
+        f"{native[0]:.2f} to {native[1]:.2f} times in FP8, {native[2]:.2f} in NVFP4; kept to AVX2 {kept[0]:.2f} to "
+        f"{kept[1]:.2f}, and {kept[2]:.2f}"
+    )
+
+
+def suite():
+    """TE's own tests, passed and failed on either stand-in."""
+    counts = {
+        arch: [sum(file[how] for file in files.values()) for how in ("passed", "failed")]
+        for arch, files in json.loads((ROOT / "docs" / "te_suite.json").read_text()).items()
+    }
+    (passed, failed), (on_hopper, failed_there) = counts["100"], counts["90"]
+    return f"{passed:,} passed and {failed} failed as Blackwell, {on_hopper} and {failed_there} as Hopper"
+
+
+def pushes():
+    """Times of pushes over one another."""
+    refit = _record("refit.json")
+    wall = {name: times["wall"] for name, times in refit["best"].items()}
+    fp8 = wall["FP8 push"]
+    return (
+        f"{fp8 / wall['BF16 push']:.2f} times, a {refit['start_seconds']['FP8'] / fp8:.0f}th of an engine start; of "
+        f"changes alone {wall['FP8 push of changes'] / fp8:.2f} of one of everything"
+    )
+
+
+def _cells(size, row):
+    """Shares of a copy of a row of the quantizer's page, without and with statistics: natively, and kept to AVX2."""
+    found = []
+    for part in (BENCHMARKS / "quantize.md").read_text().split("\n# "):
+        if match := re.search(rf"^## {size}\n.*?^\| {re.escape(row)} \| (.*?) \|$", part, re.MULTILINE | re.DOTALL):
+            cells = [cell.strip() for cell in match[1].split("|")]
+            found.append((cells[3], cells[6]))
+    assert len(found) == 2, f"{row} is not in both parts of the page"
+    return found
+
+
+def fp8_casts():
+    """A weight's cast to blocks."""
+    (plain, counted), (kept, kept_counted) = _cells("8192 x 28672", "weight 128x128, FP32 scales")
+    return f"{plain} of a copy; with statistics {counted}; the AVX2 build {kept} and {kept_counted}"
+
+
+def fp4_casts():
+    """NVFP4's cast, its amax included."""
+    rows, squares = (_cells("4096 x 4096", f"NVFP4 {block}") for block in ("1x16", "16x16"))
+    return f"1x16 {rows[0][0]} of a copy, 16x16 {squares[0][0]}; the AVX2 build {rows[1][0]} and {squares[1][0]}"
+
+
+@pytest.mark.parametrize("figure", [step_times, suite, pushes, fp8_casts, fp4_casts])
+def test_a_figure_is_its_record_s(figure):
+    assert f"| {figure()} |" in (ROOT / "README.md").read_text()
