@@ -219,7 +219,7 @@ def why_kept_by_name(
         else layer
     )
     if number is None and side == "rollout":
-        return Kept(ALWAYS, "it lies outside of the decoder, where training has no FP8 either")
+        return Kept(ALWAYS, "by its name in vLLM it lies outside of the decoder, where training has no FP8 either")
     if layers is not None and number is not None and number >= layers:
         return Kept(LAYERS, f"layer {number} lies behind the {layers} layers of the decoder")
     if layers is not None and number is not None and (number < first or number >= layers - last):
