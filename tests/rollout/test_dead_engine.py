@@ -42,9 +42,15 @@ def push_and_see_it_die(refit, tensors, victim, delta=False):
         refit.push(tensors, delta=delta)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
+@pytest.mark.parametrize(
+    ("victim", "delta"),
+    [
+        ("EngineCore", False),
+        pytest.param("EngineCore", True, marks=pytest.mark.long),
+        pytest.param("Worker", False, marks=pytest.mark.long),
+        pytest.param("Worker", True, marks=pytest.mark.long),
+    ],
+)
 def test_a_push_into_an_llm(checkpoint, victim, delta):
     from vllm.v1.engine.exceptions import EngineDeadError
 
