@@ -193,7 +193,7 @@ RULES: dict[str, Problem] = {
         "Narrow the patterns.",
     ),
     "keep-matches-nothing": warning(
-        "keep holds {pattern!r}, which matches no linear layer of the model.",
+        "{field} holds {pattern!r}, which matches no linear layer of the model.",
         "Names are matched in Megatron's form (decoder.layers.0.mlp.linear_fc1) and in Hugging Face's "
         "(model.layers.0.mlp.up_proj).",
         "Correct the pattern, or leave it out.",

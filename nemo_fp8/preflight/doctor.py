@@ -129,6 +129,18 @@ def resume_findings(precision: Precision, environment: Mapping[str, str]) -> Ite
         yield finding("te-delayed-resume", ALLOW_PICKLE)
 
 
+_BIASED = ("e2m1", (1, 16))  # a weight in a backward whose codes are not the forward's
+
+
+def backward_findings(precision: Precision) -> Iterator[Problem]:
+    """Yield what harms the backward of a run under this contract, or under one of its rules."""
+    for p in precision.variants():
+        weight = p.gemms()["dgrad"][1]
+        if p.backward == "quantized" and weight is not None and (weight.format, weight.block) == _BIASED:
+            yield finding("fp4-backward-1x16", "weight_block")
+            return
+
+
 def bridge_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
     """Yield what Megatron-Bridge, where it is installed, does to a run under this contract."""
     if precision.fp8_param and machine.bridge not in (None, ABSENT):

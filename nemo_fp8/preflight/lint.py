@@ -18,7 +18,7 @@ from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
-from nemo_fp8.preflight.doctor import bridge_findings, sanity, support_findings
+from nemo_fp8.preflight.doctor import backward_findings, bridge_findings, sanity, support_findings
 from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.preflight.memory import memory
 from nemo_fp8.preflight.shapes import shape_findings
@@ -30,7 +30,6 @@ _NVFP4_FIELDS = (
     *("weight_block", "hadamard", "stochastic_rounding", "row_scaled"),
     *("four_over_six", "four_over_six_error", "four_over_six_bound_256"),
 )
-_BIASED = ("e2m1", (1, 16))  # a weight in a backward whose codes are not the forward's
 
 
 def lint(
@@ -103,9 +102,7 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
     """Yield findings for settings that are obeyed and do harm."""
     if p.is_quantized and not p.wgrad and not (machine is not None and machine.has_gpu is False):
         yield finding("ignored-wgrad", "wgrad")
-    backward = p.gemms()["dgrad"]
-    if p.backward == "quantized" and backward[1] is not None and (backward[1].format, backward[1].block) == _BIASED:
-        yield finding("fp4-backward-1x16", "weight_block")
+    yield from backward_findings(p)
     if p.rollout == "nvfp4" and p.activation_scheme == "dynamic" and not p.row_scaled:
         yield finding("nvfp4-rollout-activations", "activation_scheme")
     if p.format == "hybrid" and p.scaling in ("mxfp8", "blockwise"):

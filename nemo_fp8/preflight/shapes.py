@@ -184,11 +184,11 @@ def _kept_findings(model: Model, p: Precision) -> Iterator[Problem]:
     elif all(isinstance(fate, Kept) and fate.rule in (KEEP, LAYERS) for fate in _train_or_rollout(model, p).values()):
         yield finding("layers-all-matched", "keep", keep=list(p.keep))
     others = [*outside_names(model.moe_layers)]
-    for pattern in p.keep:
+    for field, pattern in (*(("keep", name) for name in p.keep), *(("modules", name) for name, _ in p.modules)):
         alone = Precision(format="hybrid", scaling="tensorwise", keep=(pattern,))
         matched = any(isinstance(fate, Kept) and fate.rule == KEEP for fate in _train_or_rollout(model, alone).values())
         if not matched and not any(map(alone.keeps, others)):
-            yield finding("keep-matches-nothing", "keep", pattern=pattern)
+            yield finding("keep-matches-nothing", field, field=field, pattern=pattern)
     if model.experts:
         yield finding("router-kept", "router", experts=model.experts)
 

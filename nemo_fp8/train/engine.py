@@ -19,7 +19,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.contract.te_variables import te_environment, variables_of
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
-from nemo_fp8.preflight.doctor import late_variables, recipes_of, require, resume_findings
+from nemo_fp8.preflight.doctor import backward_findings, late_variables, recipes_of, require, resume_findings
 from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.preflight.support import RECIPES, answer
 
@@ -53,11 +53,11 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
             "on a CPU.",
             "Set fp8_dot_product_attention=False and fp8_multi_head_attention=False, or train on a GPU.",
         )
-    for found in (answer(recipe, machine) for recipe in recipes_of(precision, sides=("train",))):
-        reason = found.reason if requested == "auto" else "It was asked for."
-        logger.info("FP8 engine for %s: %s. %s", RECIPES[found.recipe], engine, reason)
-    for lost in resume_findings(precision, os.environ):
-        logger.warning("%s %s %s", lost.what, lost.why, lost.remedy)
+    for answered in (answer(recipe, machine) for recipe in recipes_of(precision, sides=("train",))):
+        reason = answered.reason if requested == "auto" else "It was asked for."
+        logger.info("FP8 engine for %s: %s. %s", RECIPES[answered.recipe], engine, reason)
+    for found in (*resume_findings(precision, os.environ), *backward_findings(precision)):
+        logger.warning("%s %s %s", found.what, found.why, found.remedy)
     return engine
 
 

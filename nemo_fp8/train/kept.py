@@ -17,7 +17,7 @@ from zero on each pipeline stage, and cannot see shapes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ def keep_modules(model: Any, precision: Precision) -> None:
     }
     kept = {name: held for name, held in why.items() if held is not None}
     _require_any(kept, linears, precision, layers)
+    _require_rules(linears, precision, experts, layers)
     _require_fit(kept, precision)
     for name, held in kept.items():
         if held.rule == SHAPE:
@@ -111,19 +112,39 @@ def _shapes(linear: torch.nn.Module) -> list[tuple[tuple[int], int]]:
 def _require_any(
     kept: Mapping[str, Kept], linears: dict[str, torch.nn.Module], precision: Precision, layers: int
 ) -> None:
+    found = any(held.rule == KEEP for held in kept.values()) or any(map(precision.keeps, outside_names(range(layers))))
+    if precision.keep and not found and _is_whole():
+        raise PrecisionError([_names_no_linear(f"keep={list(precision.keep)}", linears)])
+
+
+def _require_rules(linears: Iterable[str], precision: Precision, experts: int, layers: int) -> None:
+    """Raise PrecisionError for rules by module that name nothing in this model, as for names to keep."""
+    problems = []
+    for pattern, _ in precision.modules:
+        alone = Precision(format="hybrid", scaling="tensorwise", modules=((pattern, "mxfp8"),))
+        names = [*linears, *outside_names(range(layers))]
+        if not any(contract_of(alone, (name,), experts).scaling == "mxfp8" for name in names):
+            problems.append(_names_no_linear(f"modules: {pattern!r}", linears))
+    if problems and _is_whole():
+        raise PrecisionError(problems)
+
+
+def _is_whole() -> bool:
+    """Whether this rank holds every layer: else a pattern may match a linear on another pipeline stage."""
     from megatron.core import parallel_state
 
-    found = any(held.rule == KEEP for held in kept.values()) or any(map(precision.keeps, outside_names(range(layers))))
-    alone = (
+    return (
         not parallel_state.model_parallel_is_initialized()
         or parallel_state.get_pipeline_model_parallel_world_size() == 1
     )
-    if precision.keep and alone and not found:  # the pattern may match a linear on another pipeline stage
-        raise PrecisionError(
-            f"keep={list(precision.keep)} names no linear of this model.",
-            "A pattern that matches nothing is a typing error, or is meant for another model.",
-            f"Its linears have names such as {', '.join(list(linears)[:3])!r}.",
-        )
+
+
+def _names_no_linear(said: str, linears: Iterable[str]) -> Problem:
+    return Problem(
+        f"{said} names no linear of this model.",
+        "A pattern that matches nothing is a typing error, or is meant for another model.",
+        f"Its linears have names such as {', '.join([*linears][:3])!r}.",
+    )
 
 
 def _require_fit(kept: Mapping[str, Kept], precision: Precision) -> None:

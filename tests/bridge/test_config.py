@@ -106,6 +106,7 @@ def test_what_a_run_would_refuse_is_refused(alone):
     assert "Did you mean 'mxfp8'" in alone["contradiction"]["refused"]
     assert "format=None" in alone["another-contradiction"]["refused"]
     assert "names no linear of this model" in alone["no-such-module"]["refused"]
+    assert "modules: '*.linear_fc7' names no linear of this model" in alone["no-such-rule"]["refused"]
     assert "keep all 4 layers in BF16" in alone["all-kept"]["refused"]
     assert "context_parallel_size=2 on a machine without a GPU" in alone["over-ranks"]["refused"]
 

@@ -65,6 +65,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ignored-rollout", {**BF16, "rollout_block": "tensor"}, {}),
     ("ignored-nvfp4", {**BLOCKWISE, "weight_block": "1x16"}, {}),
     ("fp4-backward-1x16", {**NVFP4, "weight_block": "1x16"}, {}),
+    ("fp4-backward-1x16", {**MXFP8, "weight_block": "1x16", "modules": [["*.linear_fc1", "nvfp4"]]}, {}),
     ("nvfp4-rollout-activations", NVFP4, {}),
     ("ignored-scales", {**DELAYED, "weight_scale": "pow2"}, {}),
     ("ignored-scales-without-fp8", {**BF16, "weight_scale": "pow2"}, {}),
@@ -88,6 +89,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("layers-all-kept", {**TENSORWISE, "first_layers": 7}, {"model": {**TINY, "num_hidden_layers": 2}}),
     ("layers-all-matched", {**BLOCKWISE, "keep": ["*"]}, {"model": LLAMA}),
     ("keep-matches-nothing", {**BLOCKWISE, "keep": ["*.linear_fc3"]}, {"model": LLAMA}),
+    ("keep-matches-nothing", {**BLOCKWISE, "modules": [["*.linear_fc3", "bf16"]]}, {"model": LLAMA}),
     ("not-divisible", BLOCKWISE, {"model": LLAMA, "parallel": "tp3"}),
     ("not-divisible", BLOCKWISE, {"model": LLAMA, "parallel": "tp16"}),  # 8 key-value heads
     ("not-divisible", BLOCKWISE, {"model": LLAMA, "parallel": "pp5"}),

@@ -105,6 +105,7 @@ ALONE = {
     "unknown": {"precision": "bf16_with_fp8_blokwise_mixed"},
     "contradiction": {"contract": DELAYED, "override": {"fp8_recipe": "mxfp9"}},
     "another-contradiction": {"contract": BLOCKWISE, "override": {"fp8": None}},
+    "no-such-rule": {"contract": {"format": "e4m3", "scaling": "mxfp8", "modules": [["*.linear_fc7", "bf16"]]}},
     "no-such-module": {"contract": {"format": "e4m3", "scaling": "blockwise", "keep": ["*.linear_fc7"]}},
     "over-ranks": {"contract": "bf16_mixed", "model": {"context_parallel_size": 2}},
     "all-kept": {"contract": {"format": "e4m3", "scaling": "blockwise", "first_layers": 2, "last_layers": 2}},
