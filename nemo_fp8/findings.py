@@ -334,6 +334,13 @@ RULES: dict[str, Problem] = {
         "Set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 in the executor's env_vars, for checkpoints of your own; or take "
         "another recipe.",
     ),
+    "cpu-initialization": info(
+        "FP8 weights that Megatron initializes on the CPU (use_cpu_initialization) need this package's plugin.",
+        "Megatron constructs such a weight from uninitialised memory, from which TransformerEngine keeps what the "
+        "master weights are made of, and draws its values afterwards. Under NeMo's own plugin the first step is NaN, "
+        "or the loss falls on random weights, on a GPU too; ours gives the masters the values that were drawn.",
+        "Train with this plugin, or leave use_cpu_initialization=False.",
+    ),
     "te-dtype-pickle": warning(
         "With Python 3.11 a run with FP8 weights cannot be resumed.",
         "Megatron writes these weights as TransformerEngine's own tensors. Python 3.11 pickles their DType as a call "

@@ -26,7 +26,14 @@ def doctor(
     """Say what this machine, or a described one, makes of every FP8 recipe, why, and what to do."""
     import os
 
-    from nemo_fp8.preflight.doctor import bridge_findings, doctor, recipes_of, resume_findings, sanity
+    from nemo_fp8.preflight.doctor import (
+        bridge_findings,
+        doctor,
+        first_weight_findings,
+        recipes_of,
+        resume_findings,
+        sanity,
+    )
     from nemo_fp8.preflight.machine import Machine
     from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, Answer
 
@@ -42,7 +49,7 @@ def doctor(
         answers = [Answer(precision.name, "none", NATIVE, reason, "")]
     findings = sanity(machine, None if described else os.environ)
     if precision:
-        findings += bridge_findings(precision, machine)
+        findings += (*bridge_findings(precision, machine), *first_weight_findings(precision))
         if not described:
             findings += resume_findings(precision, os.environ)
     if as_json:

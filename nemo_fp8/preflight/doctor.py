@@ -141,6 +141,12 @@ def backward_findings(precision: Precision) -> Iterator[Problem]:
             return
 
 
+def first_weight_findings(precision: Precision) -> Iterator[Problem]:
+    """Yield what Megatron does to the first values of weights in FP8."""
+    if precision.fp8_param:
+        yield finding("cpu-initialization", "use_cpu_initialization")
+
+
 def bridge_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
     """Yield what Megatron-Bridge, where it is installed, does to a run under this contract."""
     if precision.fp8_param and machine.bridge not in (None, ABSENT):

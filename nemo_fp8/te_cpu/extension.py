@@ -93,7 +93,8 @@ _SUBMODULES: dict[str, dict[types.ModuleType, str]] = {
 
 _CLASSES = """FP8TensorMeta CommOverlapCore CommOverlapHelper CommOverlapBase CommOverlapP2PBase CommOverlap
 CommOverlapP2P""".split()
-"""Named in annotations and ``isinstance``; none is ever made."""
+"""Named in annotations and ``isinstance``. TE makes none but userbuffers, which have no CPU implementation and say so;
+``FP8TensorMeta`` it fills in by itself."""
 
 _FACTS: dict[str, Any] = {
     # decides which GEMMs TE asks for: one that has MXFP8's and NVFP4's, and no grouped tensors
@@ -138,7 +139,7 @@ def build(version: str) -> types.ModuleType:
     for since, earlier in _FACTS_BEFORE.items():
         facts |= earlier if tuple(map(int, version.split(".")[:2])) < since else {}
     names |= {name: _constant(name, value) for name, value in facts.items()}
-    names |= {name: type(name, (), {}) for name in _CLASSES}
+    names |= {name: type(name, (), {} if name == "FP8TensorMeta" else {"__init__": missing(name)}) for name in _CLASSES}
     names |= {name: missing(name) for name in MISSING}
     for name, homes in _SUBMODULES.items():
         names[name] = types.ModuleType(f"{NAME}.{name}")

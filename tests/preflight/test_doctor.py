@@ -19,6 +19,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.preflight.doctor import (
     TE_RECIPES,
     doctor,
+    first_weight_findings,
     late_variables,
     recipes_of,
     require,
@@ -119,6 +120,12 @@ def test_a_delayed_run_that_could_not_be_resumed_is_told() -> None:
     assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in found.remedy
     assert not list(resume_findings(delayed, {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}))
     assert not list(resume_findings(blockwise, {}))
+
+
+def test_fp8_weights_that_megatron_initializes_on_the_cpu_are_named() -> None:
+    (found,) = first_weight_findings(preset("bf16_with_mxfp8_mixed"))
+    assert "use_cpu_initialization=False" in found.remedy
+    assert not list(first_weight_findings(preset("bf16_with_fp8_blockwise_mixed")))
 
 
 def test_what_does_not_start_without_torchvision_is_named() -> None:

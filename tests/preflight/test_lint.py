@@ -130,6 +130,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("environment-set", BLOCKWISE, {"environment": {"NVTE_BACKWARD_OVERRIDE": "bf16"}}),
 ]  # fmt: skip
 INSTALLED = {
+    "cpu-initialization",
     "nemo-mcore",
     "bridge-mcore",
     "nemo-3",
