@@ -489,7 +489,7 @@ RULES: dict[str, Problem] = {
         "{heading}: training {does} {train}; the rollout {does} {rollout}.",
         "The same {tensors} are rounded to other values on the two sides{cost}.",
         "Train with scaling='blockwise' and generate with rollout_block='128x128', or set both scales to 'pow2' "
-        "whatever the blocks.",
+        "whatever the blocks. Modules with a rule: give them 'blockwise'.",
     ),
     "sides-underflow": info(
         "{heading}: training {does} {train}; the rollout {does} {rollout}.",
@@ -515,7 +515,7 @@ RULES: dict[str, Problem] = {
         "row_scaled=True and backward='dequantized', or activation_scheme='none' and importance_sampling=True.",
     ),
     "sides-recipes": error(
-        "The two sides hold modules in other elements: {names}.",
+        "The two sides hold modules in other elements, or with other scales: {names}.",
         "A rule for modules (modules=) that only one side has makes the rollout another model than the one that is "
         "trained.",
         "Give both sides the same rules.",

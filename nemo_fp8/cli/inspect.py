@@ -20,7 +20,6 @@ from nemo_fp8.errors import PrecisionError, unknown
 if TYPE_CHECKING:
     from nemo_fp8.inspection.advice import Advice
     from nemo_fp8.inspection.measure import Inspection, Row
-    from nemo_fp8.numerics.transposition import Copies
 
 # Short names for one contract of each scaling: a preset, and changes to it.
 SHORT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -139,7 +138,7 @@ def _print(inspection: Inspection, advice: list[Advice]) -> None:
         "lowest: of any tensor; blocks: the lowest that 99% of a tensor's blocks reach. Underflow and saturation in %. "
         f"below: tensors below {thresholds(advice)}.",
     )
-    if weights and not all(pair.are_one for pair in _copies(inspection).values()):
+    if not all(pair.are_one for label in labels for pair in inspection.copies(label)):
         _print_transposition(inspection, weights)
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -159,19 +158,15 @@ def _print(inspection: Inspection, advice: list[Advice]) -> None:
         _print_advice(inspection, a)
 
 
-def _copies(inspection: Inspection) -> dict[str, Copies]:
-    from nemo_fp8.numerics.transposition import Copies
-
-    return {label: Copies.under(p) for label, p in inspection.recipes.items()}
-
-
 def _print_transposition(inspection: Inspection, weights: list[Row]) -> None:
     lines = []
-    for label, pair in _copies(inspection).items():
+    for label in inspection.recipes:
         whole = inspection.transposition(label, weights)
         farthest = max(row.transpositions[label].distance for row in weights if label in row.transpositions)
         numbers = (whole.differ_percent, 100 * whole.distance, 100 * farthest, 100 * whole.gain)
-        lines.append((label, pair.words, *(f"{round(number, 4) + 0.0:.3g}" for number in numbers)))
+        lines.append(
+            (label, inspection.backward_words(label), *(f"{round(number, 4) + 0.0:.3g}" for number in numbers))
+        )
     _table(
         ("recipe", "backward multiplies by", "differ", "distance", "farthest", "gain"),
         lines,

@@ -55,7 +55,10 @@ def explain_rows(p: Precision) -> list[tuple[str, str]]:
     if p.is_quantized:
         rows.append(("weights", _weights(p)))
         rows.append(("attention", _attention(p)))
+    if p.is_quantized or p.rolls_out_quantized:
         rows.append(("kept", _kept(p)))
+    if p.modules:
+        rows.append(("rules", _rules(p)))
     if p.compute == "fp16":
         rows.append(("loss scale", _loss_scale(p)))
     rows.append(("rollout", _rollout(p)))
@@ -145,12 +148,17 @@ def _kept(p: Precision) -> str:
         parts.append(f"the first {p.first_layers} and the last {p.last_layers} decoder layers")
     if p.keep:
         parts.append("modules named " + ", ".join(p.keep))
-    parts += [f"modules named {pattern}" for pattern, recipe in p.modules if recipe == p.compute]
     parts.append("embeddings, norms, routers and the output head")
-    others = "".join(
-        f" Modules named {pattern} run by {recipe}." for pattern, recipe in p.modules if recipe != p.compute
+    return f"In {compute}: " + "; ".join(parts) + "."
+
+
+def _rules(p: Precision) -> str:
+    """Return the rules for modules in their order, which decides where two of them match."""
+    rules = "; ".join(
+        f"{pattern} in {_COMPUTE[recipe]}" if recipe == p.compute else f"{pattern} by {recipe}"
+        for pattern, recipe in p.modules
     )
-    return f"In {compute}: " + "; ".join(parts) + f".{others}"
+    return f"Of the other modules, by the first rule that matches the name: {rules}."
 
 
 def _loss_scale(p: Precision) -> str:

@@ -318,9 +318,13 @@ class Precision:
 
         It is a scaling, or the compute dtype; without a rule it is the contract's own scaling.
         """
+        rule = self.rule_of(names)
+        return self.scaling if rule is None else rule[1]
+
+    def rule_of(self, names: Iterable[str]) -> tuple[str, str] | None:
+        """Return the first rule of ``modules`` whose pattern matches one of a module's names; None if there is none."""
         known = tuple(names)
-        found = (recipe for pattern, recipe in self.modules if any(_matches(pattern, name) for name in known))
-        return next(found, self.scaling)
+        return next((rule for rule in self.modules if any(_matches(rule[0], name) for name in known)), None)
 
     def of(self, names: Iterable[str]) -> Precision:
         """Return the contract of one module: this one, with the recipe of the first rule that matches one of its names.
@@ -425,7 +429,12 @@ def _plain(value: Any) -> Any:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of ``keep``, a glob or a regular expression behind ``re:``, matches a module's name."""
+    """Whether a pattern of ``keep``, a glob or a regular expression behind ``re:``, matches a module's name.
+
+    A pattern in place of a name matches itself: it stands for all that it names.
+    """
+    if pattern == name:
+        return True
     if pattern.startswith("re:"):
         return re.search(pattern[3:], name) is not None
     return fnmatch.fnmatchcase(name, pattern)

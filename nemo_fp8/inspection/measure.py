@@ -122,6 +122,16 @@ class Inspection:
         """Return how far the backward's copies of several weights are from the forward's, as if they were one."""
         return Transposition.together(row.transpositions[label] for row in rows if label in row.transpositions)
 
+    def copies(self, label: str) -> tuple[Copies, ...]:
+        """Return how the forward's and the backward's copies of weights are stored: more than one if rules differ."""
+        found = (Copies.under(_own(self.recipes[label], row)) for row in self.measured("weight"))
+        return tuple(dict.fromkeys(found))
+
+    def backward_words(self, label: str) -> str:
+        """Return in words what the backward multiplies by."""
+        words = sorted({copies.words for copies in self.copies(label)})
+        return f"by rules: {' or '.join(words)}" if len(words) > 1 else words[0]
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "checkpoint": str(self.path),

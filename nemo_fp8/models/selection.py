@@ -47,7 +47,7 @@ from functools import lru_cache
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.models.families import EXPERTS, FUSED, HUGGING_FACE, in_hugging_face
+from nemo_fp8.models.families import EXPERTS, FUSED, in_hugging_face
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.names import Place, place
 from nemo_fp8.models.shapes import Linear, Model
@@ -69,7 +69,6 @@ _DECODERS = frozenset(
     {"", "model", "language_model", "transformer", "decoder", "backbone", "gpt_neox", "text_model", "llm", "thinker"}
 )
 _TOWERS = re.compile(r"visual|vision|image|audio|speech|video|encoder|projector|resampler|mtp|eagle|draft")
-_LAYER = re.compile(r"layers\\?\.(\d+)(?=\\?\.)")
 _EXPERTS = re.compile(r"^(.*?(?:^|\.)experts)(\.|$)")
 
 
@@ -229,7 +228,7 @@ def why_kept_by_name(
     if precision.keep:
         # Both sides must answer alike, whichever naming each of them uses: a pattern counts if it matches the
         # Megatron or the Hugging Face name of any linear that is fused with this one.
-        matched = next(filter(precision.keeps, (*names, *_other_names(places, experts))), "")
+        matched = next(filter(precision.keeps, all_names(names, experts)), "")
         if matched:
             return Kept(KEEP, f"the contract's keep patterns match {matched}")
     return None
@@ -240,29 +239,12 @@ def contract_of(precision: Precision, names: Sequence[str], experts: int = 0) ->
 
     As with ``keep``, a rule counts if it matches any name of any of these linears, Megatron's or Hugging Face's.
     """
-    if not precision.modules:
-        return precision
-    return precision.of((*names, *_other_names([place(name) for name in names], experts)))
+    return precision.of(all_names(names, experts)) if precision.modules else precision
 
 
-def rules_apart(train: Precision, rollout: Precision) -> Iterator[tuple[str, Operand | None, Operand | None]]:
-    """Yield each of Megatron's linears whose weight has other elements in training than in the rollout, by the rules.
-
-    Layers are told apart where a rule names their number; of the others one stands for all.
-    """
-    patterns = [pattern for p in (train, rollout) for pattern, _ in p.modules]
-    numbers = sorted({int(found) for pattern in patterns for found in _LAYER.findall(pattern)})
-    for number in (*numbers, max(numbers, default=-1) + 1):
-        for unit in HUGGING_FACE:
-            names = (f"decoder.layers.{number}.{unit}",)
-            at = names[0] if number in numbers else f"decoder.layers.*.{unit}"
-            experts = int(unit.startswith("mlp.experts."))
-            ours, theirs = (
-                contract_of(p, names, experts).operand("weight", side)
-                for p, side in ((train, "train"), (rollout, "rollout"))
-            )
-            if (ours and ours.format) != (theirs and theirs.format):
-                yield at, ours, theirs
+def all_names(names: Sequence[str], experts: int = 0) -> tuple[str, ...]:
+    """Return names of linears that are stored as one matrix, and behind them every other name of these linears."""
+    return (*names, *_other_names([place(name) for name in names], experts))
 
 
 def decoder_layer(name: str, *, counted: bool = False) -> int | None:

@@ -6,7 +6,9 @@ for code. With powers of two as scales they are equal in value whatever the bloc
 moves the exponent, so codes and scales differ where blocks do, and their products only where a code is subnormal or
 zero. Any FP32 scale moves the rounding of nearly every value, so FP32 scales of other blocks are other values.
 ``check`` compares what each contract says of its own side, weights and activations, and names every difference, its
-cost and its remedy. If all values are equal, the importance ratio starts from 1.
+cost and its remedy. Rules for modules give some linears a contract of their own, so it does this for each pair of
+contracts that linears have on the two sides (:mod:`nemo_fp8.models.governed`). If all values are equal, the importance
+ratio starts from 1.
 
 The severity of a finding: an ``error`` cannot be written as one contract, since two settings exclude each other. A
 ``warning`` is a choice that a single contract may make (BF16 training with FP8 rollout), at a cost.
@@ -26,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
+from nemo_fp8.models.governed import Governed, governed
 from nemo_fp8.models.names import names_what_is_kept_anyway
-from nemo_fp8.models.selection import rules_apart
 from nemo_fp8.moved import renamed
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
@@ -89,7 +91,7 @@ class Agreement:
 
 def check(*, train: Precision, rollout: Precision) -> Agreement:
     """Compare the training side of one contract with the rollout side of another (or of the same)."""
-    parts = (_compute, _one_sided, _weights, _activations, _layers, _kept, _recipes, _kv_cache, _correction)
+    parts = (_compute, _values, _layers, _kept, _kv_cache, _correction)
     return Agreement(tuple(found for part in parts for found in part(train, rollout)))
 
 
@@ -145,15 +147,59 @@ def _compute(train: Precision, rollout: Precision) -> Iterator[Problem]:
         yield finding("sides-compute", "compute", train=train.compute.upper(), rollout=rollout.compute.upper())
 
 
-def _one_sided(train: Precision, rollout: Precision) -> Iterator[Problem]:
-    if train.is_quantized != rollout.rolls_out_quantized:
+def _values(train: Precision, rollout: Precision) -> Iterator[Problem]:
+    """Yield the findings about weights and activations: of each pair of contracts that linears have."""
+    groups, apart = governed(train, rollout), list[str]()
+    one_sided = train.is_quantized != rollout.rolls_out_quantized
+    if one_sided and any(None in (pair := _pair(g, "weight")) and pair != (None, None) for g in groups):
         one, other = ("Training", "the rollout") if train.is_quantized else ("The rollout", "training")
         yield finding(
             "sides-format", "format", one=one, other=other, compute=train.compute.upper(), from_master=FROM_MASTER
         )
+    for group in () if one_sided else groups:
+        if _rules_differ(group):
+            apart += [f"{name} ({_elements(group)})" for name in group.linears]
+            continue
+        of = "" if len(groups) == 1 else _of_which(group)
+        yield from _weights(group.train, group.rollout, of)
+        yield from _activations(group.train, group.rollout, of)
+    if apart:
+        yield finding("sides-recipes", "modules", names="; ".join(apart))
 
 
-def _weights(train: Precision, rollout: Precision) -> Iterator[Problem]:
+def _pair(group: Governed, role: str) -> tuple[Operand | None, Operand | None]:
+    return group.train.operand(role, "train"), group.rollout.operand(role, "rollout")
+
+
+def _rules_differ(group: Governed) -> bool:
+    """Whether rules that only one side has give these linears other values: no contract can say both."""
+    if not any(group.by_rule) or (all(group.by_rule) and group.train.scaling == group.rollout.scaling):
+        return False  # one contract says both, and what differs is what the two sides make of it
+    ours, theirs = _pair(group, "weight")
+    return not _same_values(ours, theirs) if ours and theirs else ours is not theirs
+
+
+def _elements(group: Governed) -> str:
+    """Return in words what a group's weights are on the two sides."""
+    ours, theirs = _pair(group, "weight")
+    alike = ours and theirs and ours.format == theirs.format
+
+    def words(operand: Operand | None) -> str:
+        return operand.words() if alike else operand.format.upper() if operand else group.train.compute.upper()
+
+    return f"{words(ours)} in training, {words(theirs)} in the rollout"
+
+
+def _of_which(group: Governed) -> str:
+    """Return in words which linears a finding is about, where there are others."""
+    if any(group.by_rule):
+        return f" of modules named {', '.join(group.patterns)}"
+    if group.by_name:
+        return " of modules in the contract's own recipe"
+    return " of linears that no rule names, such as mixers (a last rule for '*' would hold for them)"
+
+
+def _weights(train: Precision, rollout: Precision, of: str) -> Iterator[Problem]:
     ours, theirs = train.operand("weight", "train"), rollout.operand("weight", "rollout")
     if ours is None or theirs is None:
         return
@@ -166,15 +212,16 @@ def _weights(train: Precision, rollout: Precision) -> Iterator[Problem]:
         )
     elif _scale_kind(ours) != _scale_kind(theirs):
         cost += f" (a power-of-2 copy that is cast again with FP32 scales lies {CAST_TWICE}% from them)"
-    gaps = {"heading": "Weights", "does": "holds", "field": "weight_scale", "cost": cost}
+    gaps = {"heading": f"Weights{of}", "does": "holds", "field": "weight_scale", "cost": cost}
     yield from _casts("weights", ours, theirs, _degree("weight_scale", train, rollout), gaps)
 
 
-def _activations(train: Precision, rollout: Precision) -> Iterator[Problem]:
+def _activations(train: Precision, rollout: Precision, of: str) -> Iterator[Problem]:
     ours, theirs = train.operand("input", "train"), rollout.operand("input", "rollout")
     if ours is None or theirs is None:
         return
-    gaps = {"heading": "Activations", "does": "casts to", "field": "activation_scale", "cost": ", in every FP8 layer"}
+    cost = ", in each of these layers" if of else ", in every FP8 layer"
+    gaps = {"heading": f"Activations{of}", "does": "casts to", "field": "activation_scale", "cost": cost}
     yield from _casts("activations", ours, theirs, _degree("activation_scale", train, rollout), gaps)
 
 
@@ -223,22 +270,6 @@ def _kept(train: Precision, rollout: Precision) -> Iterator[Problem]:
     only_here = {pattern for pattern in {*train.keep} ^ {*rollout.keep} if not names_what_is_kept_anyway(pattern)}
     if only_here:
         yield finding("sides-modules", "modules", compute=train.compute.upper(), names=", ".join(sorted(only_here)))
-
-
-def _recipes(train: Precision, rollout: Precision) -> Iterator[Problem]:
-    """Yield the finding about modules that the two sides' rules give other elements."""
-    if not (train.modules or rollout.modules) or not (train.is_quantized and rollout.rolls_out_quantized):
-        return
-
-    def in_words(operand: Operand | None, p: Precision) -> str:
-        return operand.format.upper() if operand else p.compute.upper()
-
-    apart = [
-        f"{name} ({in_words(ours, train)} in training, {in_words(theirs, rollout)} in the rollout)"
-        for name, ours, theirs in rules_apart(train, rollout)
-    ]
-    if apart:
-        yield finding("sides-recipes", "modules", names="; ".join(apart))
 
 
 def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Problem]:

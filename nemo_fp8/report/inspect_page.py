@@ -16,7 +16,6 @@ from typing import Any
 from nemo_fp8.inspection.advice import Advice, thresholds
 from nemo_fp8.inspection.measure import Inspection, Row
 from nemo_fp8.models.families import ROLES
-from nemo_fp8.numerics.transposition import Copies
 from nemo_fp8.report import figures
 from nemo_fp8.report.page import Cell, Column, Page
 
@@ -215,14 +214,14 @@ def _backward(page: Page, inspection: Inspection, advice: list[Advice]) -> None:
         "difference, relative to the weight's. Gain: what gradients are too long by, or too short."
     )
     weights, lines = inspection.measured("weight"), []
-    for label, precision in inspection.recipes.items():
+    for label in inspection.recipes:
         turned = [row for row in weights if label in row.transpositions]
         whole = inspection.transposition(label, turned)
         farthest = max(turned, key=lambda row: row.transpositions[label].distance)
         numbers = (whole.differ_percent, 100 * whole.distance, 100 * whole.gain)
         far = 100 * farthest.transpositions[label].distance
         at = (far, farthest.name.removesuffix(".weight")) if far else (far, None)
-        lines.append((_chip(inspection, label), Copies.under(precision).words, *numbers, *at))
+        lines.append((_chip(inspection, label), inspection.backward_words(label), *numbers, *at))
     columns = (
         "recipe",
         "the backward multiplies by",

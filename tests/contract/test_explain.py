@@ -2,6 +2,7 @@
 
 import pytest
 
+from nemo_fp8.contract import Precision
 from nemo_fp8.contract.explain import explain_rows
 from nemo_fp8.contract.operands import SCALES
 from nemo_fp8.contract.presets import PRESETS, preset
@@ -33,6 +34,22 @@ def test_what_is_kept_in_high_precision_is_named():
     p = preset("bf16_with_fp8_tensorwise_mixed").replace(keep=("*.gate",))
     assert "the first 1 and the last 1 decoder layers" in _row(p, "kept")
     assert "*.gate" in _row(p, "kept")
+
+
+def test_rules_are_said_in_their_order():
+    rules = (("*.linear_fc1", "mxfp8"), ("*.mlp.*", "bf16"))
+    p = preset("bf16_with_fp8_blockwise_mixed").replace(modules=rules)
+    assert _row(p, "rules").endswith("the first rule that matches the name: *.linear_fc1 by mxfp8; *.mlp.* in BF16.")
+    assert "*.mlp.*" not in _row(p, "kept"), "of these, linear_fc1 is not in BF16"
+    assert "*.mlp.* in BF16; *.linear_fc1 by mxfp8" in _row(p.replace(modules=rules[::-1]), "rules")
+    assert "rules" not in {heading for heading, _ in explain_rows(p.replace(modules=()))}
+
+
+def test_a_rollout_without_training_in_fp8_says_what_it_keeps():
+    p = Precision(rollout="fp8", keep=("*.o_proj",), modules=(("*.linear_fc1", "mxfp8"),), last_layers=1)
+    assert "the first 0 and the last 1 decoder layers; modules named *.o_proj" in _row(p, "kept")
+    assert "*.linear_fc1 by mxfp8" in _row(p, "rules")
+    assert "kept" not in {heading for heading, _ in explain_rows(Precision(keep=("*.o_proj",)))}
 
 
 def test_wgrad_in_the_compute_dtype_is_said():

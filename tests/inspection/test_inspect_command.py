@@ -102,6 +102,24 @@ def test_the_distance_of_the_backward_is_in_table_json_and_page(checkpoint, tmp_
     assert "All distances, by layer and role" in "".join(Parsed(page.read_text()).text)
 
 
+def test_the_distance_that_a_rule_makes_is_in_table_and_page(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "ruled.yaml").write_text(
+        "{format: e4m3, scaling: blockwise, weight_block: 1x16, modules: [['*.linear_fc1', nvfp4]]}"
+    )
+    (tmp_path / "square.yaml").write_text(
+        "{format: e4m3, scaling: blockwise, modules: [['*.linear_fc1', nvfp4], ['*.linear_fc2', tensorwise]]}"
+    )
+    chosen = ("--precision", tmp_path / "ruled.yaml")
+    page, words = tmp_path / "page.html", "by rules: a cast by rows or the forward's codes"
+    text = _run(checkpoint, *chosen, "--html", page, monkeypatch=monkeypatch).stdout
+    assert "backward multiplies by" in text
+    (line,) = [line for line in text.splitlines() if "by rules: a cast by rows" in line]  # a narrow table breaks it
+    assert 2 < float(line.split()[-3]) < 8  # the distance in % of all weights together, of which some have none
+    assert words in "".join(Parsed(page.read_text()).text)
+    text = _run(checkpoint, "--precision", tmp_path / "square.yaml", monkeypatch=monkeypatch).stdout
+    assert "backward multiplies by" not in text, "rules whose backward reads the forward's codes have no distance"
+
+
 def test_recipes_whose_backward_reads_the_forwards_codes_have_no_picture_of_distances(
     checkpoint, tmp_path, monkeypatch
 ):

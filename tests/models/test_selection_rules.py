@@ -1,6 +1,5 @@
 """Recipes by module: one rule, whoever names the module, in training and in the rollout."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.models.layout import Parallel
-from nemo_fp8.models.selection import KEEP, SHAPE, Kept, contract_of, rules_apart, select, stored, why_kept
+from nemo_fp8.models.selection import KEEP, SHAPE, Kept, contract_of, select, stored, why_kept
 from nemo_fp8.models.shapes import Model
 
 DATA = Path(__file__).parent / "data"
@@ -62,16 +61,3 @@ def test_the_shape_that_fits_is_that_of_the_modules_own_recipe():
     shape = [((272,), 256)]  # a multiple of 16, and not of 32
     assert why_kept(p, fc2, shape, side="train") is None
     assert why_kept(p, fc1, shape, side="train").rule == SHAPE
-
-
-def test_where_two_sides_rules_part_each_linear_is_named():
-    train, rollout = RULED, RULED.replace(modules=RULES[1:])
-    apart = list(rules_apart(train, rollout))
-    assert apart
-    assert all(".layers.1." in name for name, *_ in apart)
-    assert all((ours, theirs is not None) == (None, True) for _, ours, theirs in apart)
-    for p in (RULED, RULED.replace(modules=())):
-        assert not list(rules_apart(p, p))
-    ways = itertools.permutations((("*.linear_proj", "bf16"), ("*.linear_proj", "mxfp8")))
-    first, second = (RULED.replace(modules=tuple(rules)) for rules in ways)
-    assert [name for name, *_ in rules_apart(first, second)] == ["decoder.layers.*.self_attention.linear_proj"]

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from support.strategies import contracts
 
 from nemo_fp8.contract import Precision
@@ -187,6 +188,84 @@ DIFFERENCES = [
         "sides-recipes",
         "decoder.layers.*.self_attention.linear_qkv (BF16 in training, E2M1 in the rollout)",
     ),
+    # Rules: the same on both sides, and what each makes of them is not.
+    (
+        {**DEEPSEEK, "modules": (("*.linear_fc*", "nvfp4"),)},
+        {**DEEPSEEK, "modules": (("*.linear_fc*", "nvfp4"),)},
+        "warning",
+        "weights",
+        "sides-four-bits",
+        "Weights of modules named *.linear_fc*: training holds E2M1 with E4M3 scales, one for each 16x16 block",
+    ),
+    (
+        {**DEEPSEEK, "modules": (("*.linear_fc*", "nvfp4"),), "weight_block": "1x16"},
+        {**DEEPSEEK, "modules": (("*.linear_fc*", "nvfp4"),), "weight_block": "1x16"},
+        "warning",
+        "activations",
+        "sides-four-bits",
+        "Activations of modules named *.linear_fc*",
+    ),
+    (
+        {**DEEPSEEK, "modules": (("*.mixer.*", "nvfp4"),)},
+        {**DEEPSEEK, "modules": (("*.mixer.*", "nvfp4"),)},
+        "warning",
+        "weights",
+        "sides-four-bits",
+        "Weights of modules named *.mixer.*",
+    ),
+    (
+        {**DEEPSEEK, "modules": (("*.linear_fc1", "tensorwise"),)},
+        {**DEEPSEEK, "modules": (("*.linear_fc1", "tensorwise"),)},
+        "warning",
+        "weights",
+        "sides-blocks",
+        "Weights of modules named *.linear_fc1: training holds E4M3 with FP32 scales, one for the whole tensor",
+    ),
+    (
+        {**NVFP4, "modules": (("*.layers.3.*", "mxfp8"),)},
+        {**NVFP4, "modules": (("*.layers.3.*", "mxfp8"),)},
+        "warning",
+        "weights",
+        "sides-four-bits",
+        "Weights of modules in the contract's own recipe",
+    ),
+    (
+        {**NVFP4, "modules": (("*.self_attention.*", "bf16"), ("*.mlp.*", "mxfp8"))},
+        {**NVFP4, "modules": (("*.self_attention.*", "bf16"), ("*.mlp.*", "mxfp8"))},
+        "warning",
+        "weights",
+        "sides-four-bits",
+        "such as mixers (a last rule for '*'",
+    ),
+    # Rules: other values by other rules.
+    (
+        {**DEEPSEEK, "modules": (("*.linear_fc1", "tensorwise"),)},
+        {**DEEPSEEK, "modules": (("*.linear_fc1", "mxfp8"),)},
+        "error",
+        "modules",
+        "sides-recipes",
+        "decoder.layers.*.mlp.linear_fc1 (E4M3 with FP32 scales, one for the whole tensor in training, "
+        "E4M3 with E8M0 scales, one for each 1x32 block in the rollout)",
+    ),
+    *(
+        (
+            {**DEEPSEEK, "modules": ((pattern, "bf16"),)},
+            DEEPSEEK,
+            "error",
+            "modules",
+            "sides-recipes",
+            f"{pattern} (BF16 in training, E4M3 in the rollout)",
+        )
+        for pattern in ("*.mixer.in_proj", "*.linear_attn.*", "*.indexer.*", r"re:layers\.1\d\.")
+    ),
+    (
+        {**DEEPSEEK, "modules": (("*.linear_fc1", "mxfp8"),)},
+        {**DEEPSEEK, "modules": (("*.linear_fc1", "blockwise"),)},
+        "info",
+        "weights",
+        "sides-underflow",
+        "Weights of modules named *.linear_fc1",
+    ),
     ({**DEEPSEEK}, {**DEEPSEEK, "kv_cache": "fp8"}, "warning", "attention", "sides-kv-cache", "KV cache"),
     ({**TENSORWISE, **POW2}, {**DEEPSEEK, **POW2}, "info", "weights", "sides-underflow", "underflows"),
     ({**DEEPSEEK}, {**DEEPSEEK, "importance_sampling": False}, "info", "loss", "sides-correction", "not corrected"),
@@ -198,6 +277,47 @@ def test_nvfp4_agrees_where_blocks_and_the_scales_of_rows_do():
     assert check(train=p, rollout=p).agrees
     rules = (("*.self_attention.*", "bf16"), ("*.linear_fc2", "mxfp8"))
     assert check(train=p.replace(modules=rules), rollout=p.replace(modules=rules)).agrees
+
+
+def _ruled(base, *rules, **more):
+    return Precision(**base, modules=rules, **more)
+
+
+AGREEING = {
+    "nothing runs in the base": _ruled(NVFP4, ("*", "mxfp8")),
+    "nothing runs in FP8": _ruled(NVFP4, ("*", "bf16")),
+    "what would run in the base is kept": _ruled(
+        NVFP4, ("*.mlp.*", "mxfp8"), ("*", "blockwise"), keep=("*.self_attention.*",)
+    ),
+    "four bits alike": _ruled(
+        DEEPSEEK, ("*.linear_fc*", "nvfp4"), weight_block="1x16", row_scaled=True, backward="dequantized"
+    ),
+    "mixers": _ruled(DEEPSEEK, ("*.mixer.in_proj", "bf16"), ("*.linear_attn.*", "mxfp8")),
+}
+
+
+@pytest.mark.parametrize("contract", AGREEING.values(), ids=AGREEING)
+def test_rules_with_the_same_values_on_both_sides_agree(contract):
+    assert check(train=contract, rollout=contract).require().findings == ()
+
+
+def test_a_rule_for_all_leaves_a_side_without_fp8_as_the_other_is():
+    assert check(train=_ruled(DEEPSEEK, ("*", "bf16")), rollout=Precision()).findings == ()
+    codes = [f.code for f in check(train=_ruled(DEEPSEEK, ("*.linear_fc1", "bf16")), rollout=Precision()).findings]
+    assert codes == ["sides-format"]
+
+
+@given(contracts(), st.sampled_from(["tensorwise", "blockwise", "mxfp8", "nvfp4"]))
+def test_a_rule_for_every_module_is_what_the_same_recipe_is_as_base(contract, recipe):
+    try:
+        ruled = contract.replace(modules=(("*", recipe),))
+    except PrecisionError:
+        return  # the contract has no recipe that a rule could change, or one that goes with no rule
+    # The contract that the rule makes, on the side that is quantized; one without FP8 has no rules.
+    base = ruled.of(["decoder.layers.0.mlp.linear_fc1"])
+    train = base if ruled.is_quantized else contract
+    by_rule, alone = check(train=ruled, rollout=ruled), check(train=train, rollout=base)
+    assert [str(f) for f in by_rule.findings] == [str(f) for f in alone.findings]
 
 
 @pytest.mark.parametrize(("train", "rollout", "severity", "where", "code", "words"), DIFFERENCES)
