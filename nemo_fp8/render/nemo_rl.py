@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -285,12 +285,13 @@ def _train(document: Mapping[str, Any], recipes: Mapping[str, Any] | None) -> tu
         fields["grad_reduce"] = "fp32" if reduce else "compute"
     four, wrong = fp4.is_trained(document, eight := bool(fp8_cfg) and bool(fp8_cfg.get("enabled", True)))
     problems += wrong
-    said, wrong = _environment(document, "nvfp4" if four else fp8_cfg.get("fp8_recipe"))
-    problems += wrong
     if (four or eight) and megatron.get("first_last_layers_bf16"):
         fields |= {setting.field: megatron.get(name, setting.default) for name, setting in keys.LAYERS.items()}
     if (four or eight) and recipes:
         fields["modules"] = from_te_precision(recipes, fields["compute"])
+    by_rule = [recipe for _, recipe in fields.get("modules", ())]
+    said, wrong = _environment(document, "nvfp4" if four else fp8_cfg.get("fp8_recipe"), by_rule)
+    problems += wrong
     if four:
         return fields | {"format": "e2m1", "scaling": "nvfp4"} | said, problems
     if not eight:
@@ -308,13 +309,15 @@ def _train(document: Mapping[str, Any], recipes: Mapping[str, Any] | None) -> tu
     return fields | chosen | said, problems + wrong
 
 
-def _environment(document: Mapping[str, Any], scaling: str | None) -> tuple[dict[str, Any], list[Problem]]:
+def _environment(
+    document: Mapping[str, Any], scaling: str | None, by_rule: Iterable[str]
+) -> tuple[dict[str, Any], list[Problem]]:
     variables = section(document, "policy", "megatron_cfg", "env_vars")
     ours = [*VARIABLES]
     slips = [name for name in variables if name not in ours and difflib.get_close_matches(name, ours, cutoff=0.9)]
     if slips:
         return {}, [unknown("variable in policy.megatron_cfg.env_vars:", name, ours) for name in slips]
-    return fields_from_environment(scaling, {k: str(v) for k, v in variables.items()}), []
+    return fields_from_environment(scaling, {k: str(v) for k, v in variables.items()}, by_rule), []
 
 
 def _rollout(document: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

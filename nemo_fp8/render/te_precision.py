@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import variables_for
 from nemo_fp8.contract.yaml import load_mapping
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.models.one_naming import apart_in_megatron
@@ -142,5 +143,17 @@ def render(precision: Precision) -> Rendering:
     rules = from_te_precision(load_mapping(text, "Megatron's file of recipes"), precision.compute)
     back = precision.replace(modules=rules[len(precision.keep) :])
     lost, notes = lost_fields(precision, back, {}, "Megatron's file of recipes")
+    if variables := [*_beyond_defaults(precision)]:
+        notes.append(
+            f"TransformerEngine takes {', '.join(variables)} from the environment: `nemo-fp8 render ... --to env` writes it."
+        )
     notes.append("Megatron-core 0.15 (NeMo 2.7.3) ignores the file; nemo_fp8's own plugin obeys the rules there, too.")
     return Rendering("te-precision", text, data, tuple(notes), lost)
+
+
+def _beyond_defaults(p: Precision) -> Iterator[str]:
+    """Yield the settings of the contract's recipes that TransformerEngine does not have by itself."""
+    for variable, own in variables_for(p).values():
+        for name in variable.contract:
+            if variable.words[value := getattr(own, name)] != variable.default:
+                yield f"{name}={value!r}"

@@ -482,10 +482,11 @@ def test_a_place_that_is_missing_is_named(tmp_path, place):
             policy = policy[name]
         del policy[key]
 
-    train, rollout = read_nemo_rl(_written(tmp_path, leave_out))
-    found = missing(train, rollout)
+    file = _written(tmp_path, leave_out)
+    train, rollout = read_nemo_rl(file)
+    found = [f for f in check_nemo_rl(file).findings if f.code == "nemo-rl-nvfp4-missing"]
+    assert found == missing(train, rollout)
     assert [f.where for f in found] == [f"policy.{place}"]
-    assert {f.code for f in found} == {"nemo-rl-nvfp4-missing"}
     harmless = ("DISABLE_RHT", "DISABLE_STOCHASTIC_ROUNDING", "BACKWARD_OVERRIDE")  # no other values in a forward
     assert check(train=train, rollout=rollout).agrees == place.endswith(harmless)
 
@@ -495,3 +496,27 @@ def test_the_last_layers_need_the_number_of_layers_and_attention_stays_out():
         render(MOE, "nemo-rl")
     with pytest.raises(PrecisionError, match="W4A16 comes from ModelOpt"):
         render(MOE.replace(activation_scheme="none"), "nemo-rl", 48)
+
+
+def test_the_variables_of_a_recipe_that_comes_by_a_rule_are_written_and_read(tmp_path):
+    p = Precision(
+        scaling="mxfp8",
+        format="e4m3",
+        weight_block="1x16",
+        hadamard=False,
+        rollout="compute",
+        rollout_block="128x128",
+        modules=(("*.linear_fc1", "nvfp4"), ("*.linear_qkv", "blockwise")),
+    )
+    document = nemo_rl.to_nemo_rl(p)
+    env_vars = document["policy"]["megatron_cfg"]["env_vars"]
+    assert (env_vars["NVTE_NVFP4_DISABLE_RHT"], env_vars["NVTE_NVFP4_DISABLE_2D_QUANTIZATION"]) == ("1", "1")
+    (tmp_path / "te_precision.yaml").write_text(render(p, "te-precision").text)
+    file = tmp_path / "grpo.yaml"
+    file.write_text(yaml.safe_dump(document))
+    assert from_nemo_rl(file).diff(p) == {}
+    # The rule's blockwise scales are powers of two, and the variable gives them FP32.
+    env_vars["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
+    file.write_text(yaml.safe_dump(document))
+    with pytest.raises(PrecisionError, match="blockwise scaling by a rule"):
+        from_nemo_rl(file)
