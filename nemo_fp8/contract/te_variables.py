@@ -155,7 +155,8 @@ def variables_for(p: Precision) -> dict[str, tuple[Variable, Precision]]:
             if any(getattr(first, field) != getattr(own, field) for field in variable.contract):
                 said = [" and ".join(f"{f}={getattr(one, f)!r}" for f in variable.contract) for one in (first, own)]
                 raise PrecisionError(
-                    f"{name} for modules in {first.scaling} with {said[0]} and modules in {own.scaling} with {said[1]}.",
+                    f"{name} for modules in {first.scaling} with {said[0]} "
+                    f"and modules in {own.scaling} with {said[1]}.",
                     "TransformerEngine reads one value of it, for every module of the process.",
                     "Give both recipes the same setting, or leave one of them out of modules=.",
                 )

@@ -160,7 +160,7 @@ def _fit(model: Model, p: Precision, parallel: Parallel, machine: Machine) -> It
 
 
 def _environment(p: Precision, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield findings for variables that make TransformerEngine take another recipe than the contract's, or its rules'."""
+    """Yield findings for variables that make TransformerEngine take other recipes than the contract and its rules."""
     for name, (variable, own) in variables_for(p).items():
         said = {field: getattr(own, field) for field in variable.contract}
         wanted = {variable.words[value] for value in said.values()}

@@ -10,8 +10,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
-from support.strategies import contracts
+from support.strategies import contracts, ruled_contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS
@@ -19,6 +20,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render import nemo, render
 from nemo_fp8.render.te import from_te, te_environment, te_recipe
 from nemo_fp8.render.te_loader import load_recipe_module
+from nemo_fp8.render.te_precision import from_te_precision
 
 TE_VERSION = "2.20.2"
 OPERANDS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
@@ -251,3 +253,17 @@ def test_two_recipes_that_want_other_values_of_one_variable_are_refused(monkeypa
     with pytest.raises(PrecisionError, match="NVTE_BACKWARD_OVERRIDE for modules in mxfp8") as caught:
         te_environment(BY_RULE)
     assert "modules in nvfp4 with backward='high_precision'" in caught.value.problems[0].what
+
+
+@settings(deadline=None)
+@given(ruled_contracts())
+def test_megatrons_file_says_every_rule_or_names_what_it_loses(contract):
+    try:
+        rendering = render(contract, "te-precision")
+    except PrecisionError as error:
+        assert all(p.what and p.why and p.remedy for p in error.problems)  # noqa: PT017
+        return
+    rules = from_te_precision(yaml.safe_load(rendering.text), contract.compute)
+    assert rules == (*((name, contract.compute) for name in contract.keep), *contract.modules)
+    assert rendering.lost == (("backward_scaling",) if contract.backward_scaling else ())
+    assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
