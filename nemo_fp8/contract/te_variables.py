@@ -3,13 +3,14 @@
 Megatron, NeMo and Bridge make TE's recipes without arguments, so that these variables are the only way to say which
 scales, blocks and casts a recipe has. TE reads them once, when its recipes are imported, as the defaults of a recipe's
 fields. A row says which contract fields a variable carries, and the word for each value; the first value is what TE
-takes if the variable is not set. Renderers write and read the rows, lint compares the environment with them, and the
-doctor what an imported TE has read. Standard library only.
+takes if the variable is not set. A contract with rules by module needs the variables of every recipe that its modules
+have. Renderers write and read the rows, lint compares the environment with them, and the doctor what an imported TE
+has read. Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -142,13 +143,33 @@ def variables_of(scaling: str | None) -> dict[str, Variable]:
     return {name: variable for name, variable in VARIABLES.items() if scaling in variable.scalings}
 
 
+def variables_for(p: Precision) -> dict[str, tuple[Variable, Precision]]:
+    """Return the variables that the recipes of a contract's modules read, each with the contract of such modules.
+
+    Raises PrecisionError if two recipes want different values of one variable.
+    """
+    found: dict[str, tuple[Variable, Precision]] = {}
+    for own in p.variants() if p.is_quantized else ():  # rules of a rollout alone are none of TE's business
+        for name, variable in variables_of(own.scaling).items():
+            first = found.setdefault(name, (variable, own))[1]
+            if any(getattr(first, field) != getattr(own, field) for field in variable.contract):
+                said = [" and ".join(f"{f}={getattr(one, f)!r}" for f in variable.contract) for one in (first, own)]
+                raise PrecisionError(
+                    f"{name} for modules in {first.scaling} with {said[0]} "
+                    f"and modules in {own.scaling} with {said[1]}.",
+                    "TransformerEngine reads one value of it, for every module of the process.",
+                    "Give both recipes the same setting, or leave one of them out of modules=.",
+                )
+    return found
+
+
 def te_environment(p: Precision) -> dict[str, str]:
-    """Return the variables that give TransformerEngine a contract's recipe everywhere; set them before it is imported.
+    """Return the variables that give TransformerEngine a contract's recipes everywhere; set them before it is imported.
 
     A variable is returned also if its value is TE's own, since the shell may have another one. Raises PrecisionError
     if the variables cannot say what the contract says.
     """
-    wanted = {name: variable.wanted(p) for name, variable in variables_of(p.scaling).items() if _matters(variable, p)}
+    wanted = {name: variable.wanted(own) for name, (variable, own) in variables_for(p).items() if _matters(variable, p)}
     return {name: value for name, value in wanted.items() if value is not None}
 
 
@@ -157,13 +178,19 @@ def _matters(variable: Variable, p: Precision) -> bool:
     return p.four_over_six != "none" or not variable.field.startswith("nvfp4_4over6_")
 
 
-def fields_from_environment(scaling: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
+def fields_from_environment(
+    scaling: str | None, environment: Mapping[str, str], by_rule: Iterable[str] = ()
+) -> dict[str, Any]:
     """Return the contract fields that variables set for a recipe; those that are not set are left out.
 
-    Raises PrecisionError for a value that TransformerEngine would refuse, or take for off without a word.
+    ``by_rule`` are the other recipes, those that rules give to single modules. Their scales follow from the recipe.
+    Raises PrecisionError for a value that TransformerEngine would refuse, or take for off without a word, and for
+    scales that no rule can say.
     """
     fields: dict[str, Any] = {}
-    for name, variable in variables_of(scaling).items():
+    own = variables_of(scaling)
+    others = {name: (variable, recipe) for recipe in by_rule for name, variable in variables_of(recipe).items()}
+    for name, variable in (own | {name: variable for name, (variable, _) in others.items()}).items():
         if name not in environment:
             continue
         value = str(environment[name])
@@ -176,5 +203,12 @@ def fields_from_environment(scaling: str | None, environment: Mapping[str, str])
                 else "TransformerEngine refuses every other word.",
                 f"Set {name} to {' or '.join(map(repr, sorted(meanings)))}.",
             )
-        fields |= dict.fromkeys(variable.contract, meanings[value])
+        if name in own or variable.contract != _SCALES:
+            fields |= dict.fromkeys(variable.contract, meanings[value])
+        elif value != variable.default:
+            raise PrecisionError(
+                f"{name}={value!r} with {others[name][1]} scaling by a rule for modules.",
+                f"A rule names a recipe alone, and the scales of this one are {next(iter(variable.words))} then.",
+                f"Set {name} to {variable.default!r}, or make {others[name][1]} the scaling of the whole model.",
+            )
     return fields

@@ -15,7 +15,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import VARIABLES
+from nemo_fp8.contract.te_variables import VARIABLES, Variable
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.preflight.machine import ABSENT, Machine
@@ -155,17 +155,35 @@ def bridge_findings(precision: Precision, machine: Machine) -> Iterator[Problem]
 
 def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[Problem]:
     """Return findings for variables whose value differs from the one that the imported TransformerEngine read."""
-    recipes: Any = modules.get(TE_RECIPES)
     found = []
-    for name, variable in VARIABLES.items() if recipes else ():
-        fields = getattr(getattr(recipes, variable.recipe, None), "__dataclass_fields__", {})
+    for name, variable in VARIABLES.items() if TE_RECIPES in modules else ():
+        fields = _fields(variable, modules)
         if variable.field not in fields:
-            continue  # an older TransformerEngine, which does not read it
+            continue  # an older TransformerEngine, which does not read it: see unread_variables
         frozen = fields[variable.field].default
         word = str(int(frozen)) if isinstance(frozen, bool) else frozen
         if word != environment.get(name, variable.default):
             value = environment.get(name, "(unset)")
             found.append(finding("environment-late", name, name=name, value=value, frozen=word or "(unset)"))
+    return found
+
+
+def unread_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[str]:
+    """Return the variables that ask for more than TransformerEngine does by itself, and that the imported one is too
+    old to read."""
+    return [
+        name
+        for name, variable in VARIABLES.items()
+        if TE_RECIPES in modules
+        and environment.get(name, variable.default) != variable.default
+        and variable.field not in _fields(variable, modules)
+    ]
+
+
+def _fields(variable: Variable, modules: Mapping[str, ModuleType]) -> Mapping[str, Any]:
+    """Return the fields of a variable's recipe in the imported TransformerEngine; none if it has no such recipe."""
+    recipe = getattr(modules[TE_RECIPES], variable.recipe, None)
+    found: Mapping[str, Any] = getattr(recipe, "__dataclass_fields__", {})
     return found
 
 

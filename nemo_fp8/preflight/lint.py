@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import variables_of
+from nemo_fp8.contract.te_variables import variables_for
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
 from nemo_fp8.models.layout import Parallel
@@ -157,9 +157,9 @@ def _fit(model: Model, p: Precision, parallel: Parallel, machine: Machine) -> It
 
 
 def _environment(p: Precision, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield findings for variables that make TransformerEngine take another recipe than the contract's."""
-    for name, variable in variables_of(p.scaling).items():
-        said = {field: getattr(p, field) for field in variable.contract}
+    """Yield findings for variables that make TransformerEngine take other recipes than the contract and its rules."""
+    for name, (variable, own) in variables_for(p).items():
+        said = {field: getattr(own, field) for field in variable.contract}
         wanted = {variable.words[value] for value in said.values()}
         contract = " and ".join(f"{field}={value!r}" for field, value in said.items())
         if name in environment and wanted != {environment[name]}:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import variables_of
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.preflight import agreement
 from nemo_fp8.render import nemo
@@ -53,6 +54,13 @@ MEGATRON = "megatron"
 COMMON_REASONS = {
     "strict": "It fails in the first step on a shape that FP8 cannot hold.",
     "keep": "Its training keeps whole layers at the ends only, and no modules by name.",
+    "modules": "It has no key for Megatron's file of recipes (render to te-precision), and its own FP8 rollout is one for "
+    "every linear.",
+    "backward_scaling": "Megatron has one recipe for both directions.",
+    **dict.fromkeys(
+        (name for variable in variables_of("nvfp4").values() for name in variable.contract if name != "backward"),
+        "Said of NVFP4, which only the rules that are not said here give to a module.",
+    ),
 }
 
 

@@ -12,8 +12,7 @@ default, so an overlay reads like the file that it extends. The exception is wha
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -26,6 +25,7 @@ from nemo_fp8.preflight import agreement
 from nemo_fp8.render import nemo_rl_backend as backend
 from nemo_fp8.render import nemo_rl_fp4 as fp4
 from nemo_fp8.render import nemo_rl_keys as keys
+from nemo_fp8.render import nemo_rl_lists as lists
 from nemo_fp8.render.nemo_rl_keys import section
 from nemo_fp8.render.rendering import Rendering, lost_fields
 from nemo_fp8.render.settings import read
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 _REASONS = {
     "keep": "NeMo RL leaves modules out of FP8 in the rollout only, in 128x128 blocks by plain words in their names.",
+    "modules": "NeMo RL's rollout leaves modules out of its own format and has no other for them; what its lists cannot "
+    "name runs in that format.",
+    "backward_scaling": "NeMo RL has no key for it: Megatron's recipes have one format for both directions.",
     "strict": "NeMo RL fails in the first step on a shape that FP8 cannot hold.",
     **dict.fromkeys(
         ("margin", "amax_history_len", "amax_compute_algo"), "NeMo RL has no key for it: Megatron's default is used."
@@ -46,8 +49,6 @@ _REASONS = {
         "NeMo RL scales no loss.",
     ),
 }
-
-_WILDCARD = re.compile(r"[*?\[]")
 
 
 # ---------------------------------------------------------------------- contract -> NeMo RL
@@ -71,7 +72,7 @@ def to_nemo_rl(precision: Precision, layers: int | None = None) -> dict[str, Any
     }
     if p.scaling == "nvfp4":
         megatron["fp4_cfg"] = {"enabled": True} | keys.FP4_CFG
-    if p.modules:
+    if p.modules and p.is_quantized:
         megatron[keys.TE_PRECISION] = keys.TE_PRECISION_FILE
     if p.is_quantized and (p.first_layers or p.last_layers):
         megatron["first_last_layers_bf16"] = True
@@ -82,10 +83,12 @@ def to_nemo_rl(precision: Precision, layers: int | None = None) -> dict[str, Any
         vllm |= {name: s.write(getattr(p, s.field)) for name, s in keys.VLLM_CFG.items() if not s.alias}
         # An empty list says something, too: it takes the place of the list in the file that this one extends.
         mx = vllm["is_mx"]
-        vllm[keys.IGNORED[mx]] = [*filter(None, (_as_ignored(pattern, mx) for pattern in p.keep))]
+        kept = [*filter(None, (lists.as_ignored(pattern, mx) for pattern in p.keep))]
+        vllm[keys.IGNORED[mx]] = [*dict.fromkeys([*kept, *lists.lines_of_rules(p, mx)])]
     generation: dict[str, Any] = {"vllm_cfg": vllm}
     if p.rollout == "nvfp4":
-        generation["nvfp4_pertoken_rollout"] = {"enabled": True, "additional_ignore": fp4.ignored_experts(p, layers)}
+        ignored = [*dict.fromkeys([*fp4.ignored_experts(p, layers), *lists.experts_of_rules(p)])]
+        generation["nvfp4_pertoken_rollout"] = {"enabled": True, "additional_ignore": ignored}
     return {
         "loss_fn": {"use_importance_sampling_correction": p.importance_sampling},
         "policy": {
@@ -102,12 +105,14 @@ def render(precision: Precision, layers: int | None = None) -> Rendering:
     ``layers`` is the number of the model's decoder layers.
     """
     data = to_nemo_rl(precision, layers)
-    recipes = to_te_precision(precision) if precision.modules else None
+    recipes = to_te_precision(precision) if precision.modules and precision.is_quantized else None
     text = yaml.safe_dump(data, sort_keys=False)
     train, rollout = read_nemo_rl(text, recipes)
     back = agreement.merge(train, rollout)
     if precision.is_quantized and precision.keep:
         back = Precision(**back.to_dict() | {"keep": ()})  # NeMo RL can tell the rollout at most, never the training
+    if precision.modules:
+        back = _with_rules(precision, back, train, rollout, lines_of(data))
     lost, notes = lost_fields(precision, back, _REASONS, "NeMo RL")
     if recipes is not None:
         text += f"# {keys.TE_PRECISION_FILE}, as `nemo-fp8 render ... --to te-precision` writes it:\n"
@@ -127,22 +132,26 @@ def render(precision: Precision, layers: int | None = None) -> Rendering:
     return Rendering("nemo-rl", text, data, tuple(notes), lost)
 
 
-def _as_ignored(pattern: str, mx: bool) -> str | None:
-    """Return a pattern of ``keep`` as NeMo RL's lists have it; None if they cannot say it.
-
-    Both take words that a name contains. The list of MX rollouts takes patterns of whole names, too; a name without
-    wildcards would leave out every module whose name contains it.
-    """
-    if pattern.startswith("re:"):
-        return None
-    if re.fullmatch(r"\*[^*?\[\]]+\*", pattern):
-        return pattern[1:-1]
-    return pattern if mx and _WILDCARD.search(pattern) else None
+def lines_of(data: Mapping[str, Any]) -> list[str]:
+    """Return the modules that a rendering leaves out of the quantized rollout, on whichever list it has them."""
+    generation = data["policy"]["generation"]
+    lists_of = [generation["vllm_cfg"].get(name) for name in keys.IGNORED.values()]
+    lists_of.append(generation.get("nvfp4_pertoken_rollout", {}).get("additional_ignore"))
+    return [line for found in lists_of for line in found or ()]
 
 
-def _as_kept(word: str) -> str:
-    """Return a line of NeMo RL's lists as a pattern of ``keep``."""
-    return word if _WILDCARD.search(word) else f"*{word}*"
+def _with_rules(p: Precision, back: Precision, train: Precision, rollout: Precision, lines: Sequence[str]) -> Precision:
+    """Return what came back with the contract's rules, if both sides obey them; without any if one does not."""
+    kept = {} if p.is_quantized else {"keep": tuple(k for k in p.keep if k in {*map(lists.as_kept, lines)})}
+    own = {f.code for f in agreement.check(train=p, rollout=p).findings}
+    apart = {f.code for f in agreement.check(train=train, rollout=rollout).findings} - own
+    obeyed = (
+        not lists.unsaid(p, lines)
+        and (p.keep or not apart & {"sides-recipes", "sides-layers", "sides-modules"})
+        # The file of recipes has the names to keep before the rules.
+        and train.modules == (tuple((k, p.compute) for k in p.keep) + p.modules if p.is_quantized else ())
+    )
+    return Precision(**back.to_dict() | kept | {"modules": p.modules if obeyed else ()})
 
 
 def _cannot_mean(p: Precision) -> Iterator[Problem]:
@@ -285,12 +294,13 @@ def _train(document: Mapping[str, Any], recipes: Mapping[str, Any] | None) -> tu
         fields["grad_reduce"] = "fp32" if reduce else "compute"
     four, wrong = fp4.is_trained(document, eight := bool(fp8_cfg) and bool(fp8_cfg.get("enabled", True)))
     problems += wrong
-    said, wrong = _environment(document, "nvfp4" if four else fp8_cfg.get("fp8_recipe"))
-    problems += wrong
     if (four or eight) and megatron.get("first_last_layers_bf16"):
         fields |= {setting.field: megatron.get(name, setting.default) for name, setting in keys.LAYERS.items()}
     if (four or eight) and recipes:
         fields["modules"] = from_te_precision(recipes, fields["compute"])
+    by_rule = [recipe for _, recipe in fields.get("modules", ())]
+    said, wrong = _environment(document, "nvfp4" if four else fp8_cfg.get("fp8_recipe"), by_rule)
+    problems += wrong
     if four:
         return fields | {"format": "e2m1", "scaling": "nvfp4"} | said, problems
     if not eight:
@@ -308,13 +318,15 @@ def _train(document: Mapping[str, Any], recipes: Mapping[str, Any] | None) -> tu
     return fields | chosen | said, problems + wrong
 
 
-def _environment(document: Mapping[str, Any], scaling: str | None) -> tuple[dict[str, Any], list[Problem]]:
+def _environment(
+    document: Mapping[str, Any], scaling: str | None, by_rule: Iterable[str]
+) -> tuple[dict[str, Any], list[Problem]]:
     variables = section(document, "policy", "megatron_cfg", "env_vars")
     ours = [*VARIABLES]
     slips = [name for name in variables if name not in ours and difflib.get_close_matches(name, ours, cutoff=0.9)]
     if slips:
         return {}, [unknown("variable in policy.megatron_cfg.env_vars:", name, ours) for name in slips]
-    return fields_from_environment(scaling, {k: str(v) for k, v in variables.items()}), []
+    return fields_from_environment(scaling, {k: str(v) for k, v in variables.items()}, by_rule), []
 
 
 def _rollout(document: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -332,12 +344,9 @@ def _rollout(document: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[dic
     if precision == "fp8":
         mx = bool(vllm_cfg.get("is_mx"))
         scale = "pow2" if mx else "fp32"
-        words = dict.fromkeys(word for key in keys.IGNORED.values() for word in vllm_cfg.get(key) or ())
-        fields |= {
-            "rollout": "fp8",
-            "rollout_block": "1x32" if mx else "128x128",
-            "keep": tuple(map(_as_kept, words)),
-        }
+        lines = [line for key in keys.IGNORED.values() for line in vllm_cfg.get(key) or ()]
+        keep, modules = lists.rules_of_lines(lines, train.get("modules", ()), fields["compute"])
+        fields |= {"rollout": "fp8", "rollout_block": "1x32" if mx else "128x128", "keep": keep, "modules": modules}
         return fields | {"weight_scale": scale, "activation_scale": scale} | said, problems
     if precision in keys.DTYPES:
         fields["compute"] = keys.DTYPES[precision]
@@ -352,11 +361,9 @@ def _rollout(document: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[dic
         if name not in keys.FP4_ROLLOUT_KEYS
     ]
     if four.get("enabled"):
-        return fields | {
-            "rollout": "nvfp4",
-            "modules": keys.EXPERTS_ALONE,
-            **fp4.kept_experts(four.get("additional_ignore") or ()),
-        }, problems
+        fields |= {"rollout": "nvfp4"} | fp4.kept_experts(four.get("additional_ignore") or ())
+        keep, modules = lists.rules_of_lines(fields["keep"], train.get("modules", ()), fields["compute"], nvfp4=True)
+        return fields | {"keep": keep, "modules": modules}, problems
     # NeMo RL reads FP8 keys only with precision: fp8. Keys that ask for FP8 without it are contradictions.
     claims = {k: v for k, v in said.items() if k in ("deep_gemm", "kv_cache")}
     if claims.get("kv_cache") == "fp8":

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.te_variables import variables_for
 from nemo_fp8.contract.yaml import load_mapping
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.models.one_naming import apart_in_megatron
@@ -25,6 +26,10 @@ from nemo_fp8.render.rendering import Rendering, lost_fields
 TYPE = "TEQuantizationParams"
 _OVERRIDE = {"override_quantized_autocast": True, "override_nonquantized_autocast": False}
 _RECIPES = ("tensorwise", "blockwise", "mxfp8")
+_REASONS = {
+    "backward_scaling": "A module has one recipe for both directions in Megatron; nemo_fp8's own plugin and "
+    "bridge_config give the backward its own."
+}
 
 
 def to_te_precision(precision: Precision) -> dict[str, Any]:
@@ -140,7 +145,20 @@ def render(precision: Precision) -> Rendering:
     data = to_te_precision(precision)
     text = yaml.safe_dump(data, sort_keys=False)
     rules = from_te_precision(load_mapping(text, "Megatron's file of recipes"), precision.compute)
-    back = precision.replace(modules=rules[len(precision.keep) :])
-    lost, notes = lost_fields(precision, back, {}, "Megatron's file of recipes")
+    back = precision.replace(modules=rules[len(precision.keep) :], backward_scaling=None)
+    lost, notes = lost_fields(precision, back, _REASONS, "Megatron's file of recipes")
+    if variables := [*_beyond_defaults(precision)]:
+        notes.append(
+            f"TransformerEngine takes {', '.join(variables)} from the environment, which `nemo-fp8 render ... --to env` "
+            "writes."
+        )
     notes.append("Megatron-core 0.15 (NeMo 2.7.3) ignores the file; nemo_fp8's own plugin obeys the rules there, too.")
     return Rendering("te-precision", text, data, tuple(notes), lost)
+
+
+def _beyond_defaults(p: Precision) -> Iterator[str]:
+    """Yield the settings of the contract's recipes that TransformerEngine does not have by itself."""
+    for variable, own in variables_for(p).values():
+        for name in variable.contract:
+            if variable.words[value := getattr(own, name)] != variable.default:
+                yield f"{name}={value!r}"

@@ -19,7 +19,14 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.contract.te_variables import te_environment, variables_of
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
-from nemo_fp8.preflight.doctor import backward_findings, late_variables, recipes_of, require, resume_findings
+from nemo_fp8.preflight.doctor import (
+    backward_findings,
+    late_variables,
+    recipes_of,
+    require,
+    resume_findings,
+    unread_variables,
+)
 from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.preflight.support import RECIPES, answer
 
@@ -88,8 +95,18 @@ def _require_te_obeys(precision: Precision) -> None:
     if not precision.wgrad:
         problems.append(finding("ignored-wgrad", "wgrad", severity="error"))
     wanted = te_environment(precision)
-    # With a backward of its own, each linear is given its recipe, which needs no variable.
+    # With a backward of its own, and by a rule for modules, a linear is given its recipe, which needs no variable.
     read = {} if precision.backward_scaling else variables_of(precision.scaling)
+    for name in unread_variables(wanted, sys.modules):
+        if name in read:
+            fields = " and ".join(f"{field}={getattr(precision, field)!r}" for field in read[name].contract)
+            problems.append(
+                Problem(
+                    f"{fields}, and this TransformerEngine has no such setting.",
+                    f"It does not read {name}, and would train without it.",
+                    f"Install a TransformerEngine that reads it (2.20.2 does), or leave {fields} out of the contract.",
+                )
+            )
     for late in late_variables(wanted, sys.modules):
         if late.where in read:
             fields = " and ".join(f"{name}={getattr(precision, name)!r}" for name in read[late.where].contract)

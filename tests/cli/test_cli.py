@@ -9,8 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_fp8.contract.presets import PRESETS, preset
+from nemo_fp8.render import render
+from nemo_fp8.render.nemo_rl import to_nemo_rl
+from nemo_fp8.render.nemo_rl_fp4 import ALIKE
+from nemo_fp8.render.nemo_rl_keys import EXPERTS_ALONE, TE_PRECISION_FILE
 
 NEMO_FP8 = str(Path(sys.executable).with_name("nemo-fp8"))
 CONFIG = str(Path(__file__).parents[1] / "models/data/qwen3-30b-a3b.json")
@@ -146,6 +151,20 @@ def test_check_reads_both_sides_from_a_nemo_rl_config(tmp_path):
     assert done.returncode == 1
     assert "BF16" in done.stdout
     assert "pow2_weight_scaling_factors" in done.stderr
+
+
+def test_check_names_the_place_of_nvfp4_that_a_nemo_rl_config_lacks(tmp_path):
+    whole = preset("bf16_with_nvfp4_mixed").replace(**ALIKE, modules=EXPERTS_ALONE)
+    (tmp_path / TE_PRECISION_FILE).write_text(render(whole, "te-precision").text)
+    file = tmp_path / "grpo.yaml"
+    document = to_nemo_rl(whole)
+    file.write_text(yaml.safe_dump(document))
+    assert _run("check", str(file), "--nemo-rl").returncode == 0
+    del document["policy"]["megatron_cfg"]["env_vars"]["NVTE_NVFP4_DISABLE_RHT"]  # no other values in a forward
+    file.write_text(yaml.safe_dump(document))
+    done = _run("check", str(file), "--nemo-rl")
+    assert done.returncode == 1
+    assert "policy.megatron_cfg.env_vars.NVTE_NVFP4_DISABLE_RHT is missing" in done.stdout
 
 
 def test_help_names_every_command():

@@ -124,6 +124,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("environment-against-contract", BLOCKWISE, {"environment": {FP32_BLOCKS: "1"}}),
     ("environment-missing", {**BLOCKWISE, **FP32_SCALES}, {"environment": {}}),
     ("environment-missing", {**NVFP4, "backward": "dequantized"}, {"environment": {}}),
+    ("environment-missing", {**MXFP8, "weight_block": "1x16", "modules": [["*.linear_fc1", "nvfp4"]]},
+    {"environment": {}}),
     ("environment-against-contract", NVFP4, {"environment": {"NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1"}}),
     ("environment-against-contract", BLOCKWISE, {"environment": {"NVTE_BACKWARD_OVERRIDE": "dequantized"}}),
     ("bridge-loads-into-fp8", {**BLOCKWISE, "fp8_param": True}, {"machine": "h200,bridge0.3.1,mcore0.16.1"}),

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 from hypothesis import given
-from support.strategies import contracts
+from support.strategies import contracts, ruled_contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import preset
@@ -13,7 +13,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render import RENDERERS, render
 
 
-@given(contracts())
+@given(contracts() | ruled_contracts())
 def test_dict_yaml_json_and_pickle_are_lossless(contract):
     assert Precision.from_dict(contract.to_dict()) == contract
     assert Precision.from_dict(json.loads(json.dumps(contract.to_dict()))) == contract
@@ -22,12 +22,12 @@ def test_dict_yaml_json_and_pickle_are_lossless(contract):
     assert contract.diff(contract) == {}
 
 
-@given(contracts())
+@given(contracts() | ruled_contracts())
 def test_replacing_nothing_changes_nothing(contract):
     assert contract.replace() == contract
 
 
-@given(contracts())
+@given(contracts() | ruled_contracts())
 def test_every_rendering_is_whole_or_says_what_it_is_not(contract):
     """For every format: plain data for ``--json``, text to paste, and a note for each field that is lost."""
     for to in RENDERERS:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hypothesis import given
-from support.strategies import contracts
+from support.strategies import contracts, ruled_contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS, preset
@@ -150,7 +150,7 @@ def test_trl_s_arguments_of_every_preset(name):
 
 
 @pytest.mark.parametrize("to", frameworks.SOURCES)
-@given(contract=contracts())
+@given(contract=contracts() | ruled_contracts())
 def test_what_reads_back_different_is_lost_and_named_and_nothing_else_is(to, contract):
     try:
         rendering = render(contract, to)
@@ -167,7 +167,7 @@ def test_what_reads_back_different_is_lost_and_named_and_nothing_else_is(to, con
 
 
 @pytest.mark.parametrize("to", frameworks.SOURCES)
-@given(contract=contracts())
+@given(contract=contracts() | ruled_contracts())
 def test_no_rendering_quantizes_the_rollout_otherwise_than_the_contract(to, contract):
     """A rollout is in the contract's FP8 or it is not in FP8: other blocks or scales are written nowhere."""
     try:

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 from hypothesis import given
-from support.strategies import contracts
+from support.strategies import contracts, ruled_contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS, preset
@@ -29,7 +29,7 @@ def test_every_flag_ends_in_a_field_of_the_installed_megatron_core(core_fields):
         assert flag.core or name == "--fp4-format"
 
 
-@given(contracts())
+@given(contracts() | ruled_contracts())
 def test_every_contract_reads_back_but_for_what_the_notes_name(contract):
     rendering = render(contract, "megatron")
     back = megatron.from_megatron(rendering.data["flags"])

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 from hypothesis import given, settings
-from support.strategies import contracts
+from support.strategies import contracts, ruled_contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS, preset
@@ -69,7 +69,7 @@ def test_the_table_names_every_argument_of_nemos_plugin_with_its_default(plugin_
             assert (ours[name] or None) == (argument.default or None), name
 
 
-@given(contracts())
+@given(contracts() | ruled_contracts())
 def test_every_contract_reads_back_but_for_what_the_notes_name(contract):
     rendering = render(contract, "nemo")
     back = nemo.from_nemo(rendering.data)
@@ -81,7 +81,7 @@ def test_every_contract_reads_back_but_for_what_the_notes_name(contract):
 
 
 @settings(max_examples=20, deadline=None)
-@given(contracts())
+@given(contracts() | ruled_contracts())
 def test_the_pasted_text_builds_nemos_plugin(plugin_class, contract):
     import fiddle
 

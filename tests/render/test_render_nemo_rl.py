@@ -1,13 +1,18 @@
 """NeMo RL's YAML: the documents' samples as written, recipes of its shapes, both ways, and every slip refused."""
 
+import re
+
 import pytest
 import yaml
 from hypothesis import given, settings
-from support.strategies import contracts
+from hypothesis import strategies as st
+from support.strategies import contracts, ruled_contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.models.families import HUGGING_FACE
+from nemo_fp8.models.selection import contract_of, why_kept_by_name
 from nemo_fp8.preflight.agreement import check
 from nemo_fp8.render import nemo_rl, render
 from nemo_fp8.render.nemo_rl import (
@@ -18,6 +23,7 @@ from nemo_fp8.render.nemo_rl import (
     read_nemo_rl,
 )
 from nemo_fp8.render.nemo_rl_fp4 import ALIKE, missing
+from nemo_fp8.render.te_precision import to_te_precision
 
 # The two samples of NeMo RL's FP8 document, key for key.
 DOCUMENT_ROLLOUT = """
@@ -482,10 +488,11 @@ def test_a_place_that_is_missing_is_named(tmp_path, place):
             policy = policy[name]
         del policy[key]
 
-    train, rollout = read_nemo_rl(_written(tmp_path, leave_out))
-    found = missing(train, rollout)
+    file = _written(tmp_path, leave_out)
+    train, rollout = read_nemo_rl(file)
+    found = [f for f in check_nemo_rl(file).findings if f.code == "nemo-rl-nvfp4-missing"]
+    assert found == missing(train, rollout)
     assert [f.where for f in found] == [f"policy.{place}"]
-    assert {f.code for f in found} == {"nemo-rl-nvfp4-missing"}
     harmless = ("DISABLE_RHT", "DISABLE_STOCHASTIC_ROUNDING", "BACKWARD_OVERRIDE")  # no other values in a forward
     assert check(train=train, rollout=rollout).agrees == place.endswith(harmless)
 
@@ -495,3 +502,143 @@ def test_the_last_layers_need_the_number_of_layers_and_attention_stays_out():
         render(MOE, "nemo-rl")
     with pytest.raises(PrecisionError, match="W4A16 comes from ModelOpt"):
         render(MOE.replace(activation_scheme="none"), "nemo-rl", 48)
+
+
+def test_the_variables_of_a_recipe_that_comes_by_a_rule_are_written_and_read(tmp_path):
+    p = Precision(
+        scaling="mxfp8",
+        format="e4m3",
+        weight_block="1x16",
+        hadamard=False,
+        rollout="compute",
+        rollout_block="128x128",
+        modules=(("*.linear_fc1", "nvfp4"), ("*.linear_qkv", "blockwise")),
+    )
+    document = nemo_rl.to_nemo_rl(p)
+    env_vars = document["policy"]["megatron_cfg"]["env_vars"]
+    assert (env_vars["NVTE_NVFP4_DISABLE_RHT"], env_vars["NVTE_NVFP4_DISABLE_2D_QUANTIZATION"]) == ("1", "1")
+    (tmp_path / "te_precision.yaml").write_text(render(p, "te-precision").text)
+    file = tmp_path / "grpo.yaml"
+    file.write_text(yaml.safe_dump(document))
+    assert from_nemo_rl(file).diff(p) == {}
+    # The rule's blockwise scales are powers of two, and the variable gives them FP32.
+    env_vars["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
+    file.write_text(yaml.safe_dump(document))
+    with pytest.raises(PrecisionError, match="blockwise scaling by a rule"):
+        from_nemo_rl(file)
+
+
+# ---------------------------------------------------------------------- rules by module, in the rollout
+
+BLOCKS = preset("bf16_with_fp8_blockwise_mixed").replace(weight_scale="fp32", activation_scale="fp32")
+MX = preset("bf16_with_mxfp8_mixed")
+
+
+def _sides(p, layers=48):
+    """Both sides of a contract's rendering, as a user saves it: the overlay, and Megatron's file of recipes."""
+    recipes = to_te_precision(p) if p.modules and p.is_quantized else None
+    return read_nemo_rl(render(p, "nemo-rl", layers).text, recipes)
+
+
+@pytest.mark.parametrize(
+    ("contract", "rules", "lines"),
+    [
+        (BLOCKS, (("*.linear_qkv", "bf16"),), ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        (BLOCKS, (("*.layers.0.*", "bf16"),), [".layers.0."]),
+        (BLOCKS, (("*.linear_attn.*", "bf16"),), [".linear_attn."]),
+        (BLOCKS, (("*.layers.17.mlp.linear_fc2", "bf16"),), ["layers.17.mlp.down_proj"]),
+        (BLOCKS, (("*.mlp.experts.*", "bf16"),), ["mlp.experts", "block_sparse_moe.experts"]),
+        (BLOCKS, (("*.linear_proj", "bf16"), ("*", "blockwise")), ["self_attn.o_proj"]),
+        (
+            MX,
+            (("*.linear_qkv", "bf16"),),
+            ["*.self_attn.q_proj", "*.self_attn.k_proj", "*.self_attn.v_proj", "*.self_attn.qkv_proj"],
+        ),
+        (MX, (("*.layers.0.*", "bf16"),), [".layers.0."]),
+        # vLLM asks for the experts of a layer by a name that ends in experts.
+        (MX, (("*.experts.*", "bf16"),), ["*.mlp.experts*", "*.block_sparse_moe.experts*"]),
+        (MOE, (*MOE.modules, ("*.mlp.linear_fc1", "bf16")), [f"*.layers.{n}.mlp.experts*" for n in (0, 1, *range(44, 48))]),
+    ],
+)  # fmt: skip
+def test_rules_for_the_compute_dtype_are_on_the_rollouts_lists(contract, rules, lines):
+    p = contract.replace(modules=rules)
+    rendering = render(p, "nemo-rl", 48)
+    assert nemo_rl.lines_of(rendering.data) == lines
+    assert "modules" not in rendering.lost
+    train, rollout = _sides(p)
+    assert train.modules == rules
+    assert {f.code for f in check(train=train, rollout=rollout).findings} <= {
+        f.code for f in check(train=p, rollout=p).findings
+    }
+
+
+@pytest.mark.parametrize(
+    ("contract", "rules"),
+    [
+        (BLOCKS, (("*.linear_fc2", "mxfp8"),)),
+        (BLOCKS, (("*.linear_fc1", "mxfp8"), ("*.mlp.*", "bf16"))),
+        (MX, (("*.linear_fc2", "tensorwise"),)),
+        (MX, (("*.linear_fc2", "nvfp4"),)),
+        (MOE, (*MOE.modules, ("*.linear_fc2", "mxfp8"))),
+        (MOE, (*MOE.modules, ("*.layers.9.mlp.experts*", "bf16"))),
+        (BLOCKS, (("*.layers.[0-3].*", "bf16"),)),
+        (BLOCKS, (("*.linear_nowhere", "bf16"),)),
+    ],
+)
+def test_rules_that_the_rollouts_lists_cannot_say_are_lost_and_named(contract, rules):
+    rendering = render(contract.replace(modules=rules), "nemo-rl", 48)
+    assert "modules" in rendering.lost
+    with pytest.raises(PrecisionError, match=re.escape("modules=")):
+        rendering.require_whole()
+
+
+def test_words_that_a_user_wrote_say_the_trainings_rule_too():
+    p = BLOCKS.replace(modules=(("*.linear_qkv", "bf16"),))
+    text = render(p, "nemo-rl").text.replace("self_attn.", "")  # q_proj, k_proj and v_proj
+    train, rollout = read_nemo_rl(text, to_te_precision(p))
+    assert (rollout.keep, rollout.modules) == ((), p.modules)
+    assert check(train=train, rollout=rollout).agrees
+    # One of them missing says another thing, which is named.
+    _, rollout = read_nemo_rl(re.sub(" *- q_proj\n", "", text), to_te_precision(p))
+    assert (rollout.keep, rollout.modules) == (("*k_proj*", "*v_proj*"), ())
+    assert not check(train=train, rollout=rollout).agrees
+
+
+# What a finding of ``check`` may come from that the contract does not have itself.
+FROM = {
+    "sides-modules": {"keep", "modules"},
+    "sides-recipes": {"keep", "modules"},
+    "sides-layers": {"first_layers", "last_layers", "keep", "modules"},
+    "sides-correction": {"importance_sampling"},
+}
+
+
+@settings(deadline=None)
+@given(ruled_contracts() | ruled_contracts(of=st.just(MOE)))
+def test_what_a_rendering_with_rules_reads_back_as_has_no_finding_of_its_own(contract):
+    try:
+        rendering = render(contract, "nemo-rl", 48)
+    except PrecisionError as error:
+        assert all(p.what and p.why and p.remedy for p in error.problems)  # noqa: PT017
+        return
+    own = {f.code for f in check(train=contract, rollout=contract).findings}
+    train, rollout = _sides(contract)
+    for found in check(train=train, rollout=rollout).findings:
+        if found.code not in own:
+            assert FROM.get(found.code, set()) & {*rendering.lost}, found.code
+    assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
+    # And linear by linear, whatever check compares: nothing is in another format without being named.
+    if contract.modules and not {"modules", "keep"} & {*rendering.lost} and rollout.rollout == "fp8":
+        for name in HUGGING_FACE:
+            for layer in (0, 2, 17, 40):
+                module = f"decoder.layers.{layer}.{name}"
+                ours, theirs = (_held(p, module) for p in (contract, rollout))
+                assert ours == theirs, module
+
+
+def _held(p, module):
+    """How the rollout holds a linear, without its activation scheme and scales, which have fields of their own."""
+    if why_kept_by_name(p, (module,), None, experts=1) is not None:
+        return None
+    weight = contract_of(p, (module,), 1).operand("weight", "rollout")
+    return weight and (weight.format, weight.block)

@@ -10,8 +10,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
-from support.strategies import contracts
+from support.strategies import contracts, ruled_contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS
@@ -19,6 +20,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render import nemo, render
 from nemo_fp8.render.te import from_te, te_environment, te_recipe
 from nemo_fp8.render.te_loader import load_recipe_module
+from nemo_fp8.render.te_precision import from_te_precision
 
 TE_VERSION = "2.20.2"
 OPERANDS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
@@ -211,3 +213,57 @@ def test_the_environment_cannot_change_a_recipe_that_is_made_of_a_contract(te_fo
     shell = {**os.environ, **said, "NVTE_BACKWARD_OVERRIDE": "dequantized"}
     done = subprocess.run([sys.executable, "-c", script, str(te_folder)], env=shell, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# Everything in MX blocks but one linear in NVFP4, with three settings that TransformerEngine does not have by itself.
+BY_RULE = Precision(
+    scaling="mxfp8",
+    format="e4m3",
+    weight_block="1x16",
+    hadamard=False,
+    backward="dequantized",
+    modules=(("*.linear_fc1", "nvfp4"), ("*.linear_qkv", "blockwise")),
+)
+BY_RULE_SETS = {
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1",
+    "NVTE_NVFP4_DISABLE_RHT": "1",
+    "NVTE_BACKWARD_OVERRIDE": "dequantized",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0",
+}
+
+
+def test_the_environment_says_the_settings_of_a_recipe_that_comes_by_a_rule():
+    wanted = te_environment(BY_RULE)
+    assert BY_RULE_SETS.items() <= wanted.items()
+    assert {name: word for name, word in wanted.items() if "4OVER6" in name} == {"NVTE_NVFP4_4OVER6": "none"}
+    assert render(BY_RULE, "env").data == wanted
+    assert render(BY_RULE, "skyrl").data["environment"].items() >= wanted.items()
+    assert {name.rpartition(".")[2] for name in render(BY_RULE, "verl").data} >= wanted.keys()
+    assert json.dumps(wanted) in render(BY_RULE, "slime").data["flags"]
+    (note,) = [note for note in render(BY_RULE, "te-precision").notes if "--to env" in note]
+    assert all(said in note for said in ("weight_block='1x16'", "hadamard=False", "backward='dequantized'"))
+    # A rollout's rules alone are nothing that TransformerEngine carries out.
+    assert te_environment(Precision(rollout="fp8", modules=BY_RULE.modules)) == {}
+
+
+def test_two_recipes_that_want_other_values_of_one_variable_are_refused(monkeypatch):
+    """No contract says it today, since every recipe of one takes its fields; a field by recipe would."""
+    either = BY_RULE.variants()[:2]
+    monkeypatch.setattr(Precision, "variants", lambda p: (either[0], either[1].replace(backward="high_precision")))
+    with pytest.raises(PrecisionError, match="NVTE_BACKWARD_OVERRIDE for modules in mxfp8") as caught:
+        te_environment(BY_RULE)
+    assert "modules in nvfp4 with backward='high_precision'" in caught.value.problems[0].what
+
+
+@settings(deadline=None)
+@given(ruled_contracts())
+def test_megatrons_file_says_every_rule_or_names_what_it_loses(contract):
+    try:
+        rendering = render(contract, "te-precision")
+    except PrecisionError as error:
+        assert all(p.what and p.why and p.remedy for p in error.problems)  # noqa: PT017
+        return
+    rules = from_te_precision(yaml.safe_load(rendering.text), contract.compute)
+    assert rules == (*((name, contract.compute) for name in contract.keep), *contract.modules)
+    assert rendering.lost == (("backward_scaling",) if contract.backward_scaling else ())
+    assert all(any(field in note for note in rendering.notes) for field in rendering.lost)

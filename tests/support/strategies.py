@@ -3,9 +3,15 @@
 from hypothesis import strategies as st
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.precision import SCALINGS
+from nemo_fp8.errors import PrecisionError
 
 counts = st.integers(0, 3)
 patterns = st.sampled_from(["*.router", "*.linear_fc2", "re:layers\\.(0|3)\\.", "lm_head", "*embed*"])
+of_rules = st.sampled_from(
+    ["*.linear_qkv", "*.linear_proj", "*.linear_fc1", "*.mlp.linear_fc2", "*.self_attention.*", "*.mlp.experts.*"]
+    + ["*.layers.0.*", "*.layers.17.mlp.*", "*.layers.[0-3].*", "*.linear_attn.*", "*.o_proj", "re:layers\\.0\\."]
+)
 positive = st.floats(min_value=2**-20, max_value=2.0**32, allow_nan=False)
 
 
@@ -60,3 +66,35 @@ def contracts(draw):
     only_fp32 = scaling == "delayed" and not fp8_rollout
     scales = ("pow2",) if only_pow2 else ("fp32",) if only_fp32 else ("fp32", "pow2")
     return Precision(**f, weight_scale=one_of(*scales), activation_scale=one_of(*scales))
+
+
+@st.composite
+def ruled_contracts(draw, of=None):
+    """A contract with one to three rules for modules, or another recipe for its backward, or both.
+
+    ``of`` is where contracts are drawn from; their own rules come first. Delayed scaling and contracts without any
+    format have neither, and are returned as they are.
+    """
+    p = draw(contracts() if of is None else of)
+    if draw(st.booleans()):
+        p = p.replace(keep=())  # regular expressions in it are refused by all that reads Megatron's file of recipes
+    if behind := _possible(p, "backward_scaling", ("mxfp8", "nvfp4")):
+        p = p.replace(backward_scaling=draw(st.sampled_from([None, *behind])))
+    recipes = _possible(p, "modules", [(("*", recipe),) for recipe in (p.compute, *SCALINGS)])
+    if recipes and (p.backward_scaling is None or draw(st.booleans())):
+        # Half of the rules are for the compute dtype, which most programs have a word for.
+        recipe = st.just(p.compute) | st.sampled_from([rule[0][1] for rule in recipes])
+        p = p.replace(modules=(*p.modules, *draw(st.lists(st.tuples(of_rules, recipe), min_size=1, max_size=3))))
+    return p
+
+
+def _possible(p, field, values):
+    """The values of a field with which the contract contradicts nothing."""
+    found = []
+    for value in values:
+        try:
+            p.replace(**{field: value})
+        except PrecisionError:
+            continue
+        found.append(value)
+    return found

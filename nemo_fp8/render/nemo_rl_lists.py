@@ -1,0 +1,221 @@
+"""Rules for the compute dtype as NeMo RL's lists of modules that its rollout leaves alone, and back.
+
+    *.linear_qkv     128x128 blocks: self_attn.q_proj, self_attn.k_proj, self_attn.v_proj     words of parameters' names
+                     MX: *.self_attn.q_proj, ..., *.self_attn.qkv_proj                        patterns, vLLM's names too
+    *.layers.0.*     .layers.0.                                                               as ``keep`` is written
+
+A list is tried on Hugging Face's and vLLM's names and knows no order, and what is on it is not quantized. So it can say
+rules for the compute dtype, as long as no rule before them takes a module out of them, and no rule for another recipe.
+Whether the lists say a contract is asked linear by linear of the tables of names, with what an engine holds as one
+decided together; :func:`unsaid` has the answer. The trade-off: a linear in no table is told by its pattern alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.models.families import EXPERTS, FUSED, HUGGING_FACE, in_hugging_face
+from nemo_fp8.render.nemo_rl_keys import EXPERTS_ALONE
+from nemo_fp8.render.rendering import Rules
+
+_WILDCARD = re.compile(r"[*?\[]")
+# Layers of which the first four that no pattern names by number stand for all others.
+_OTHERS = (3, 17, 58, 104, 5, 29, 61, 110)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Linears of a layer that an engine holds as one: their names below the layer."""
+
+    megatron: tuple[str, ...]
+    parts: tuple[str, ...]
+    """Hugging Face's names. Of experts: one expert's, under every family's words."""
+    engine: tuple[str, ...]
+    """vLLM's names of the whole."""
+
+    @property
+    def routed(self) -> bool:
+        return self.megatron[0].startswith("mlp.experts.")
+
+    def all_names(self, layer: int) -> tuple[str, ...]:
+        local = (name.replace("experts.", "experts.local_experts.0.", 1) for name in self.megatron if self.routed)
+        ours = (f"decoder.layers.{layer}.{name}" for name in (*self.megatron, *local))
+        return (*ours, *self.theirs(layer), *self.wholes(layer))
+
+    def theirs(self, layer: int) -> tuple[str, ...]:
+        return tuple(f"model.layers.{layer}.{name}" for name in self.parts)
+
+    def wholes(self, layer: int) -> tuple[str, ...]:
+        return tuple(f"model.layers.{layer}.{name}" for name in self.engine)
+
+
+def _all_held() -> Iterator[_Held]:
+    routed = tuple(unit for unit in HUGGING_FACE if unit.startswith("mlp.experts."))
+    rest = [(unit,) for unit in HUGGING_FACE if unit not in routed]
+    down = ("self_attention.linear_q_down_proj",), ("self_attention.linear_kv_down_proj",)
+    for units in (*(units for units in rest if units not in down), sum(down, ())):
+        parts = tuple(name for unit in units for name in in_hugging_face(unit))
+        words = tuple(name.rpartition(".")[2] for name in parts)
+        own = (f"{parts[0].rpartition('.')[0]}.{fused}" for fused, of in FUSED if fused and of == words)
+        yield _Held(units, parts, tuple(own))
+    parts = tuple(name for words in EXPERTS for unit in routed for name in in_hugging_face(unit, words, 0))
+    yield _Held(routed, parts, tuple(f"{words.block}.experts" for words in EXPERTS))
+
+
+_HELD = (*_all_held(),)
+_Places = set[tuple[int, _Held]]
+
+
+# ---------------------------------------------------------------------- contract -> lists
+
+
+def as_ignored(pattern: str, mx: bool) -> str | None:
+    """Return a pattern of ``keep`` as NeMo RL's lists have it; None if they cannot say it.
+
+    Both take words that a name contains. The list of MX rollouts takes patterns of whole names, too; a name without
+    wildcards would leave out every module whose name contains it.
+    """
+    if pattern.startswith("re:"):
+        return None
+    if re.fullmatch(r"\*[^*?\[\]]+\*", pattern):
+        return pattern[1:-1]
+    return pattern if mx and _WILDCARD.search(pattern) else None
+
+
+def as_kept(word: str) -> str:
+    """Return a line of NeMo RL's lists as a pattern of ``keep``."""
+    return word if _WILDCARD.search(word) else f"*{word}*"
+
+
+def lines_of_rules(p: Precision, mx: bool) -> list[str]:
+    """Return the lines that leave alone what a contract's rules give the compute dtype."""
+    lines: list[str] = []
+    for (pattern, _), places in _decided(p.modules, p.compute).items():
+        short = as_ignored(pattern, mx)
+        if short is not None and _kept([short], _layers(p.modules)) == places and (not mx or _holds(short, places)):
+            lines.append(short)
+        else:
+            lines += (line for held in _HELD for line in _lines_of_places(p.modules, places, held, mx))
+    return [*dict.fromkeys(lines)]
+
+
+def experts_of_rules(p: Precision) -> list[str]:
+    """Return the patterns of the routed experts to which a contract's rules give the compute dtype."""
+    decided = _decided(p.modules, p.compute).values()
+    return [line for places in decided for line in _lines_of_places(p.modules, places, _HELD[-1], mx=True)]
+
+
+def _lines_of_places(rules: Rules, places: _Places, held: _Held, mx: bool) -> Iterator[str]:
+    others = _others(rules)
+    layers = {layer for layer, one in places if one is held}
+    names = held.engine if held.routed else (*held.parts, *(held.engine if mx else ()))
+    for at in ("",) if layers >= others else [f"layers.{layer}." for layer in sorted(layers - others)]:
+        for name in names:
+            yield f"*.{at}{name}{'*' if held.routed else ''}" if mx else f"{at}{name}"
+
+
+def unsaid(p: Precision, lines: Sequence[str]) -> list[str]:
+    """Return the linears, by Megatron's names, that a rollout with these lines would not hold as the rules say."""
+    if not (p.modules and p.rolls_out_quantized):
+        return []
+    places = [(layer, held) for layer in _layers(p.modules) for held in _HELD]
+    places = [(n, held) for n, held in places if not any(map(p.keeps, held.all_names(n)))]
+    weights = {(n, held): p.of(held.all_names(n)).operand("weight", "rollout") for n, held in places}
+    kept = _kept(lines, _layers(p.modules))
+    # A name that two kinds of models give to different linears (q_proj) may be on the list for either.
+    named = _names(place for place, weight in weights.items() if weight is None)
+    found = []
+    for (n, held), weight in weights.items():
+        outside = p.rollout == "nvfp4" and not held.routed  # in BF16 there, whatever the lists say
+        if weight is None:
+            right = outside or (n, held) in kept
+        else:
+            right = weight == p.operand("weight", "rollout") and ((n, held) not in kept or {*held.theirs(n)} <= named)
+        if not right:
+            found.append(held.all_names(n)[0])
+    unknown = (pattern for (pattern, _), decided in _decided(p.modules, p.compute).items() if not decided)
+    return found + [pattern for pattern in unknown if not {as_ignored(pattern, mx) for mx in (True, False)} & {*lines}]
+
+
+# ---------------------------------------------------------------------- lists -> contract
+
+
+def rules_of_lines(
+    lines: Iterable[str], rules: Rules, compute: str, nvfp4: bool = False
+) -> tuple[tuple[str, ...], Rules]:
+    """Return what these lines keep, as ``keep`` and as those of the training's ``rules`` that they say.
+
+    A rule is said if all that it decides is on the list; with ``nvfp4`` only experts have to be. Lines beyond the rules
+    that are said are names to keep.
+    """
+    every = tuple(dict.fromkeys(lines))
+    layers = _layers(rules)
+    kept = _kept(every, layers) | {(n, held) for n in layers for held in _HELD if nvfp4 and not held.routed}
+    short = {as_ignored(pattern, mx): (pattern, recipe) for pattern, recipe in rules for mx in (True, False)}
+    said = tuple(
+        rule
+        for rule, places in _decided(rules, compute).items()
+        if (places <= kept if places else rule in (short.get(line) for line in every))
+    )
+    covered = {place for places in _decided(said, compute).values() for place in places}
+    if not covered <= kept:  # without the rules before them they would say more than the list
+        said, covered = (), set()
+    names = _names(covered)
+    of_rules = {line for line in every if short.get(line) in said} | {
+        line for line in every if (found := _matched(line, layers)) and found <= names
+    }
+    alone = tuple(rule for rule in EXPERTS_ALONE if nvfp4 and rule not in said)
+    return tuple(as_kept(line) for line in every if line not in of_rules), (*said, *alone)
+
+
+# ---------------------------------------------------------------------- what patterns mean
+
+
+def _layers(rules: Rules) -> set[int]:
+    """Return the layers that patterns name by their number, and four that stand for all others."""
+    return _numbered(rules) | _others(rules)
+
+
+def _numbered(rules: Rules) -> set[int]:
+    return {int(n) for pattern, _ in rules for n in re.findall(r"layers\\?\.(\d+)", pattern)}
+
+
+def _others(rules: Rules) -> set[int]:
+    return {*[n for n in _OTHERS if n not in _numbered(rules)][:4]}
+
+
+def _decided(rules: Rules, compute: str) -> Mapping[tuple[str, str], _Places]:
+    """Return the linears that each rule for the compute dtype decides, which is the first that matches them."""
+    found: dict[tuple[str, str], _Places] = {rule: set() for rule in rules if rule[1] == compute}
+    each = [Precision(keep=(pattern,)) for pattern, _ in rules]
+    for layer, held in ((layer, held) for layer in _layers(rules) if rules for held in _HELD):
+        names = held.all_names(layer)
+        first = next((rule for rule, own in zip(rules, each, strict=True) if any(map(own.keeps, names))), None)
+        if first in found:
+            found[first].add((layer, held))
+    return found
+
+
+def _kept(lines: Sequence[str], layers: Iterable[int]) -> _Places:
+    """Return the linears whose every part is on a list."""
+    own = Precision(keep=tuple(map(as_kept, lines)))
+    return {(n, held) for n in layers for held in _HELD if all(map(own.keeps, held.theirs(n)))}
+
+
+def _holds(line: str, places: _Places) -> bool:
+    """Whether a line matches vLLM's own names of linears, which is what vLLM tries in an MX rollout."""
+    own = Precision(keep=(as_kept(line),))
+    return all(map(own.keeps, (name for layer, held in places for name in held.wholes(layer))))
+
+
+def _names(places: Iterable[tuple[int, _Held]]) -> set[str]:
+    return {name for layer, held in places for name in (*held.theirs(layer), *held.wholes(layer))}
+
+
+def _matched(line: str, layers: Iterable[int]) -> set[str]:
+    """Return the names of parts and wholes that a line matches."""
+    own = Precision(keep=(as_kept(line),))
+    return {name for name in _names((n, held) for n in layers for held in _HELD) if own.keeps(name)}
