@@ -23,10 +23,11 @@ SMALL = {
 def start(folder, *, apart=True, **arguments):
     """A small engine on this checkpoint, in processes of its own as vLLM has it by default; not ``apart``, in this one,
     which answers the same and starts in a second and not in fifteen."""
-    from vllm import LLM
+    from vllm import LLM, envs
 
     if not apart:
         one_worker()
+    envs.disable_envs_cache()  # an engine in this process keeps the variables as they were for it
     with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}):
         return LLM(model=str(folder), **(SMALL | arguments))
 
