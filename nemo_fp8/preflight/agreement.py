@@ -109,6 +109,8 @@ def merge(train: Precision, rollout: Precision) -> Precision:
     for name in _SHARED:
         if not _says(train, name, "train") and _says(rollout, name, "rollout"):
             values[name] = getattr(rollout, name)
+        elif name == "modules" and not _says(train, name, "train"):
+            values[name] = ()  # neither side has a recipe that rules could change
         elif not _says(train, name, "train") and train.scaling == "delayed":
             values[name] = None  # delayed scaling beside a rollout without FP8 leaves no use for power-of-2 scales
     return Precision(**values)
