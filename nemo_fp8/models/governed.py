@@ -93,14 +93,14 @@ def governed(train: Precision, rollout: Precision) -> list[Governed]:
 
     What a side that runs in FP8 has in ``keep`` is left out: ``keep`` comes before rules, and is compared by itself.
     """
-    sides = (_Side.of(train, "train"), _Side.of(rollout, "rollout"))
-    groups: dict[tuple[Precision, ...], Governed] = {}
+    here, there = sides = (_Side.of(train, "train"), _Side.of(rollout, "rollout"))
+    groups: dict[tuple[Precision, Precision, tuple[bool, bool]], Governed] = {}
     for shown, names in _linears(*sides):
         if any(side.keeps(names) for side in sides):
             continue
-        contracts = [side.contract(names) for side in sides]
-        by_rule = tuple(contract is not side.own for contract, side in zip(contracts, sides, strict=True))
-        group = groups.setdefault((*contracts, *by_rule), Governed(*contracts, by_rule))
+        ours, theirs = here.contract(names), there.contract(names)
+        key = (ours, theirs, (ours is not here.own, theirs is not there.own))
+        group = groups.setdefault(key, Governed(*key))
         group.linears.append(shown)
         found = dict.fromkeys(pattern for side in sides if (pattern := side.pattern(names)))
         group.patterns += [pattern for pattern in found if pattern not in group.patterns]
