@@ -129,8 +129,12 @@ class Inspection:
 
     def backward_words(self, label: str) -> str:
         """Return in words what the backward multiplies by."""
-        words = sorted({copies.words for copies in self.copies(label)})
-        return f"by rules: {' or '.join(words)}" if len(words) > 1 else words[0]
+        return _by_rules(copies.words for copies in self.copies(label))
+
+    def stored_words(self, label: str, operand: str) -> str:
+        """Return in words how the tensors of an operand are stored."""
+        found = (_own(self.recipes[label], row).operand(operand) for row in self.measured(operand))
+        return _by_rules(stored.words() for stored in found if stored)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -277,6 +281,12 @@ def _measure(
         if operand is not None
     }
     return losses, {label: Transposition.together(turned[pair]) for label, pair in copies.items()}
+
+
+def _by_rules(words: Iterable[str]) -> str:
+    """Return what holds for all tensors in words, or what holds for some and for others, if rules tell them apart."""
+    distinct = sorted({*words})
+    return f"by rules: {' or '.join(distinct)}" if len(distinct) > 1 else distinct[0]
 
 
 def _own(precision: Precision, row: Row) -> Precision:

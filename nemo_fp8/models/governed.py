@@ -11,20 +11,20 @@ Without a model, these stand for its linears:
     all others               Mamba's mixers, linear attention, indexers: one name for all of a layer, which patterns
                              match that match a whole layer (``*``, ``*.layers.3.*``)
     a pattern                of a rule that matches none of these (``*.mixer.in_proj``): it stands for what it names,
-                             and the rules of the other side match it as if it were a name
+                             and other rules match it as if it were a name
 
-Layers are told apart by the numbers that patterns hold; of the others, one stands for all.
+Layers are told apart by the numbers that patterns hold, or by the first that they match; of the others, one stands for
+all.
 
 The trade-off: a model may lack a linear that counts here. A difference is then reported that costs it nothing, and
-goes away with a last rule for ``*``; the other way, a difference that it has would be missed. Patterns that share some
-of their names (``*.mixer.*`` and ``*.in_proj``) are not compared name by name beyond the families' linears. Standard
-library only.
+goes away with a last rule for ``*``; the other way, a difference that it has would be missed. What regular expressions
+share with other patterns is compared for the families' linears only. Standard library only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from nemo_fp8.contract import Precision
@@ -34,6 +34,7 @@ from nemo_fp8.models.selection import all_names
 
 _OTHERS = "other linears of "
 _NUMBER = re.compile(r"\d+")
+_MOST_LAYERS = 128
 
 
 @dataclass
@@ -92,14 +93,14 @@ def governed(train: Precision, rollout: Precision) -> list[Governed]:
 
     What a side that runs in FP8 has in ``keep`` is left out: ``keep`` comes before rules, and is compared by itself.
     """
-    sides = (_Side.of(train, "train"), _Side.of(rollout, "rollout"))
-    groups: dict[tuple[Precision, ...], Governed] = {}
+    here, there = sides = (_Side.of(train, "train"), _Side.of(rollout, "rollout"))
+    groups: dict[tuple[Precision, Precision, tuple[bool, bool]], Governed] = {}
     for shown, names in _linears(*sides):
         if any(side.keeps(names) for side in sides):
             continue
-        contracts = [side.contract(names) for side in sides]
-        by_rule = tuple(contract is not side.own for contract, side in zip(contracts, sides, strict=True))
-        group = groups.setdefault((*contracts, *by_rule), Governed(*contracts, by_rule))
+        ours, theirs = here.contract(names), there.contract(names)
+        key = (ours, theirs, (ours is not here.own, theirs is not there.own))
+        group = groups.setdefault(key, Governed(*key))
         group.linears.append(shown)
         found = dict.fromkeys(pattern for side in sides if (pattern := side.pattern(names)))
         group.patterns += [pattern for pattern in found if pattern not in group.patterns]
@@ -109,28 +110,61 @@ def governed(train: Precision, rollout: Precision) -> list[Governed]:
 def _linears(*sides: _Side) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield what is shown of every linear, and its names."""
     patterns = list(dict.fromkeys(pattern for side in sides for pattern, _ in side.rules))
-    numbers = sorted({int(found) for pattern in patterns for found in _NUMBER.findall(pattern)})
     # A number of four equal digits that no pattern has, so that neither layers.1* nor layers.? matches it.
-    free = next((digit for digit in "987654321" if all(digit not in pattern for pattern in patterns)), "9")
-    usual = _of_layer(int(4 * free))
-    seen = [names for _, names in usual]
-    yield from ((shown.replace(4 * free, "*"), names) for shown, names in usual)
-    for number in numbers:
-        for (shown, names), (_, of_others) in zip(_of_layer(number), usual, strict=True):
-            seen.append(names)
+    free = 4 * next((digit for digit in "987654321" if all(digit not in pattern for pattern in patterns)), "9")
+    numbers = [int(free), *sorted({found for pattern in patterns for found in _numbers_of(pattern)})]
+    unknown = [
+        pattern
+        for pattern in patterns
+        if not names_what_is_kept_anyway(pattern) and _first_match(pattern, numbers) is None
+    ]
+    tails = _tails(unknown, patterns)
+    usual = _of_layer(int(free), tails)
+    yield from ((shown.replace(f"decoder.layers.{free}", "decoder.layers.*"), names) for shown, names in usual)
+    for number in numbers[1:]:
+        for (shown, names), (_, of_others) in zip(_of_layer(number, tails), usual, strict=True):
             if any((s.contract(names), s.keeps(names)) != (s.contract(of_others), s.keeps(of_others)) for s in sides):
                 yield shown, names
-    for pattern in patterns:
-        probe = Precision(keep=(pattern,))
-        if not names_what_is_kept_anyway(pattern) and not any(probe.keeps(name) for names in seen for name in names):
-            yield pattern, (pattern,)
+    yield from ((pattern, (pattern,)) for pattern in unknown if pattern.removeprefix("*.") not in tails)
 
 
-def _of_layer(number: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Return Megatron's name and all names of each of the families' linears in a layer, and those of all others."""
+def _numbers_of(pattern: str) -> Iterator[int]:
+    """Yield the numbers that a pattern holds, and that of a layer it means if these are not layers (``layers.1?.``)."""
+    held = [int(found) for found in _NUMBER.findall(pattern)]
+    yield from held
+    if (pattern.startswith("re:") or "layers" in pattern) and _first_match(pattern, held) is None:
+        found = _first_match(pattern, range(_MOST_LAYERS))
+        if found is not None:
+            yield found
+
+
+def _first_match(pattern: str, numbers: Iterable[int]) -> int | None:
+    """Return the first of some layers in which a pattern matches a linear of the families, or all of the layer."""
+    matches = Precision(keep=(pattern,)).keeps
+    return next((n for n in numbers if any(matches(name) for _, names in _of_layer(n) for name in names)), None)
+
+
+def _tails(unknown: list[str], patterns: list[str]) -> list[str]:
+    """Return names below a layer that globs of unknown linears match, alone and together with another glob.
+
+    ``*.mixer.*`` and ``*.in_proj`` have ``mixer.*`` and ``in_proj``, and both match ``mixer.in_proj``.
+    """
+    globs, blocks = ([p for p in found if p.startswith("*") and "layers" not in p] for found in (patterns, unknown))
+    both = [
+        block[2:-1] + other.lstrip("*.")
+        for block in blocks
+        for other in globs
+        if block.startswith("*.") and block.endswith(".*") and other != block
+    ]
+    return list(dict.fromkeys([block[2:] for block in blocks if block.startswith("*.")] + both))
+
+
+def _of_layer(number: int, tails: Iterable[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
+    """Return Megatron's name and all names of each linear of a layer: the families', all others, and ``tails``."""
     at = f"decoder.layers.{number}"
-    found = [
+    known = [
         (f"{at}.{unit}", all_names((f"{at}.{unit}",), int(unit.startswith("mlp.experts.")))) for unit in HUGGING_FACE
     ]
-    others = tuple(f"{stack}.layers.{number}.others" for stack in ("decoder", "model", "backbone"))
-    return [*found, (_OTHERS + at, others)]
+    more = [(_OTHERS + at, "others"), *((f"{at}.{tail}", tail) for tail in tails)]
+    stacks = ("decoder", "model", "backbone")
+    return known + [(shown, tuple(f"{stack}.layers.{number}.{tail}" for stack in stacks)) for shown, tail in more]

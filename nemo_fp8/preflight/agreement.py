@@ -109,6 +109,8 @@ def merge(train: Precision, rollout: Precision) -> Precision:
     for name in _SHARED:
         if not _says(train, name, "train") and _says(rollout, name, "rollout"):
             values[name] = getattr(rollout, name)
+        elif name == "modules" and not _says(train, name, "train"):
+            values[name] = ()  # neither side has a recipe that rules could change
         elif not _says(train, name, "train") and train.scaling == "delayed":
             values[name] = None  # delayed scaling beside a rollout without FP8 leaves no use for power-of-2 scales
     return Precision(**values)
@@ -182,12 +184,10 @@ def _rules_differ(group: Governed) -> bool:
 def _elements(group: Governed) -> str:
     """Return in words what a group's weights are on the two sides."""
     ours, theirs = _pair(group, "weight")
-    alike = ours and theirs and ours.format == theirs.format
-
-    def words(operand: Operand | None) -> str:
-        return operand.words() if alike else operand.format.upper() if operand else group.train.compute.upper()
-
-    return f"{words(ours)} in training, {words(theirs)} in the rollout"
+    if ours and theirs and ours.format == theirs.format:
+        return f"{ours.words()} in training, {theirs.words()} in the rollout"
+    here, there = (operand.format.upper() if operand else group.train.compute.upper() for operand in (ours, theirs))
+    return f"{here} in training, {there} in the rollout"
 
 
 def _of_which(group: Governed) -> str:

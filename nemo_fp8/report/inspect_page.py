@@ -145,8 +145,6 @@ def _overview(page: Page, inspection: Inspection, advice: list[Advice], operands
         for operand in operands:
             rows = inspection.measured(operand)
             total = inspection.total(a.label, rows)
-            stored = inspection.recipes[a.label].operand(operand)
-            assert stored is not None
             lowest = min(rows, key=lambda row: row.losses[a.label].snr_db).losses[a.label].snr_db
             below = sum(row.operand == operand for row in a.below)
             numbers = (
@@ -157,7 +155,7 @@ def _overview(page: Page, inspection: Inspection, advice: list[Advice], operands
                 total.saturation_percent,
                 below,
             )
-            lines.append((_chip(inspection, a.label), operand, stored.words(), *numbers))
+            lines.append((_chip(inspection, a.label), operand, inspection.stored_words(a.label, operand), *numbers))
     columns = (
         "recipe",
         "operand",

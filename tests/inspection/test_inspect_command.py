@@ -1,6 +1,7 @@
 """The command: tables that fit 80 columns, JSON, a page that stands alone, errors before the work."""
 
 import json
+import re
 
 import pytest
 import typer
@@ -115,7 +116,9 @@ def test_the_distance_that_a_rule_makes_is_in_table_and_page(checkpoint, tmp_pat
     assert "backward multiplies by" in text
     (line,) = [line for line in text.splitlines() if "by rules: a cast by rows" in line]  # a narrow table breaks it
     assert 2 < float(line.split()[-3]) < 8  # the distance in % of all weights together, of which some have none
-    assert words in "".join(Parsed(page.read_text()).text)
+    shown = "".join(Parsed(page.read_text()).text)
+    assert words in shown
+    assert re.search("by rules: E2M1 with E4M3 scales, .* or E4M3 with power-of-2 scales", shown), "how it is stored"
     text = _run(checkpoint, "--precision", tmp_path / "square.yaml", monkeypatch=monkeypatch).stdout
     assert "backward multiplies by" not in text, "rules whose backward reads the forward's codes have no distance"
 

@@ -48,10 +48,11 @@ def test_linears_of_one_recipe_are_one_group_and_the_contracts_own_comes_first()
     ("*.k_proj", ["decoder.layers.*.self_attention.linear_qkv"]),
     ("*.layers.1*", ["decoder.layers.1.mlp.linear_fc1"]),
     (r"re:layers\.(0|3)\.", ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.3.mlp.linear_fc2"]),
-    (r"re:layers\.1\d\.", [r"re:layers\.1\d\."]),  # no number that stands in it is one that it means
-    ("*.layers.?.*", ["*.layers.?.*"]),
-    ("*.mixer.in_proj", ["*.mixer.in_proj"]),
-    ("*.experts.5.*", ["*.experts.5.*"]),
+    (r"re:layers\.1\d\.", ["decoder.layers.10.mlp.linear_fc1"]),  # no number that it holds is a layer of it
+    ("*.layers.?.*", ["decoder.layers.0.mlp.linear_fc1"]),
+    (r"re:mixer\..*proj", [r"re:mixer\..*proj"]),
+    ("*.mixer.in_proj", ["decoder.layers.*.mixer.in_proj"]),
+    ("*.experts.5.*", ["decoder.layers.*.experts.5.*"]),
 ])  # fmt: skip
 def test_a_rule_of_one_side_is_seen_whatever_it_names(pattern, names):
     for sides in itertools.permutations((BLOCKWISE.replace(modules=((pattern, "bf16"),)), BLOCKWISE)):
@@ -62,9 +63,17 @@ def test_a_rule_of_one_side_is_seen_whatever_it_names(pattern, names):
 
 
 def test_a_pattern_of_one_side_is_what_a_wider_one_of_the_other_gives_it():
-    narrow, wide = (("*.mixer.in_proj", "bf16"),), (("*.mixer.*", "bf16"),)
-    assert _apart(BLOCKWISE.replace(modules=narrow), BLOCKWISE.replace(modules=wide)) == ["*.mixer.*"]
+    narrow, wide, layer = (("*.mixer.in_proj", "bf16"),), (("*.mixer.*", "bf16"),), (("*.layers.1.*", "mxfp8"),)
+    assert _apart(BLOCKWISE.replace(modules=narrow), BLOCKWISE.replace(modules=wide)) == ["decoder.layers.*.mixer.*"]
     assert not _apart(BLOCKWISE.replace(modules=narrow + wide), BLOCKWISE.replace(modules=wide))
+    first, last = (BLOCKWISE.replace(modules=rules) for rules in (narrow + layer, layer + narrow))
+    assert _apart(first, last) == ["decoder.layers.1.mixer.in_proj"]
+
+
+def test_two_patterns_of_other_linears_are_compared_where_both_match():
+    rules = (("*.mixer.*", "bf16"), ("*.in_proj", "mxfp8"))
+    first, last = (BLOCKWISE.replace(modules=found) for found in (rules, rules[::-1]))
+    assert _apart(first, last) == ["decoder.layers.*.mixer.in_proj"]
 
 
 def test_what_both_sides_keep_and_what_no_side_quantizes_is_no_difference():
