@@ -614,6 +614,7 @@ FROM = {
     "sides-recipes": {"keep", "modules"},
     "sides-layers": {"first_layers", "last_layers", "keep", "modules"},
     "sides-correction": {"importance_sampling"},
+    "sides-kv-cache": {"attention"},
 }
 
 
@@ -633,7 +634,8 @@ def test_what_a_rendering_with_rules_reads_back_as_has_no_finding_of_its_own(con
     assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
     # And linear by linear, whatever check compares: nothing is in another format without being named.
     if contract.modules and not {"modules", "keep"} & {*rendering.lost} and rollout.rollout == "fp8":
-        for name in HUGGING_FACE:
+        # No model has both linear_qkv and linear_q_proj, whose name outside of Megatron is q_proj as well.
+        for name in HUGGING_FACE.keys() - {"self_attention.linear_q_proj"}:
             for layer in (0, 2, 17, 40):
                 module = f"decoder.layers.{layer}.{name}"
                 ours, theirs = (_held(p, module) for p in (contract, rollout))
