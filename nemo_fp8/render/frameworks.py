@@ -54,8 +54,8 @@ MEGATRON = "megatron"
 COMMON_REASONS = {
     "strict": "It fails in the first step on a shape that FP8 cannot hold.",
     "keep": "Its training keeps whole layers at the ends only, and no modules by name.",
-    "modules": "It has no key for Megatron's file of recipes (render to te-precision), and its own FP8 rollout is one for "
-    "every linear.",
+    "modules": "It has no key for Megatron's file of recipes (render to te-precision), and its own FP8 rollout is one "
+    "for every linear.",
     "backward_scaling": "Megatron has one recipe for both directions.",
     **dict.fromkeys(
         (name for variable in variables_of("nvfp4").values() for name in variable.contract if name != "backward"),

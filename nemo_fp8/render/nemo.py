@@ -103,7 +103,7 @@ REASONS = {
         "NeMo leaves it to TransformerEngine: set the environment (render to env) before it starts.",
     ),
     "modules": "Megatron takes recipes by module from a file (render to te-precision).",
-    "backward_scaling": "Megatron has one recipe for both directions; nemo_fp8's own plugin gives the backward its own.",
+    "backward_scaling": "Megatron has one recipe for both directions; nemo_fp8's own plugin has two.",
     "keep": "Stock NeMo keeps whole layers at the ends only; nemo_fp8's own plugin keeps modules by name.",
     "strict": "Stock NeMo fails in the first step on a shape that FP8 cannot hold; nemo_fp8's own plugin checks "
     "before it.",

@@ -12,7 +12,7 @@ default, so an overlay reads like the file that it extends. The exception is wha
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 _REASONS = {
     "keep": "NeMo RL leaves modules out of FP8 in the rollout only, in 128x128 blocks by plain words in their names.",
-    "modules": "NeMo RL's rollout leaves modules out of its own format and has no other for them; what its lists cannot "
-    "name runs in that format.",
+    "modules": "NeMo RL's rollout has one format, and lists of what stays in the compute dtype beside it; what the "
+    "lists cannot name runs in that format.",
     "backward_scaling": "NeMo RL has no key for it: Megatron's recipes have one format for both directions.",
     "strict": "NeMo RL fails in the first step on a shape that FP8 cannot hold.",
     **dict.fromkeys(
@@ -132,26 +132,27 @@ def render(precision: Precision, layers: int | None = None) -> Rendering:
     return Rendering("nemo-rl", text, data, tuple(notes), lost)
 
 
-def lines_of(data: Mapping[str, Any]) -> list[str]:
-    """Return the modules that a rendering leaves out of the quantized rollout, on whichever list it has them."""
+def lines_of(data: Mapping[str, Any]) -> lists.Lists:
+    """Return what a rendering leaves out of the quantized rollout."""
     generation = data["policy"]["generation"]
-    lists_of = [generation["vllm_cfg"].get(name) for name in keys.IGNORED.values()]
-    lists_of.append(generation.get("nvfp4_pertoken_rollout", {}).get("additional_ignore"))
-    return [line for found in lists_of for line in found or ()]
+    found = {mx: generation["vllm_cfg"].get(name, []) for mx, name in keys.IGNORED.items()}
+    return found | {True: found[True] + generation.get("nvfp4_pertoken_rollout", {}).get("additional_ignore", [])}
 
 
-def _with_rules(p: Precision, back: Precision, train: Precision, rollout: Precision, lines: Sequence[str]) -> Precision:
+def _with_rules(p: Precision, back: Precision, train: Precision, rollout: Precision, lines: lists.Lists) -> Precision:
     """Return what came back with the contract's rules, if both sides obey them; without any if one does not."""
-    kept = {} if p.is_quantized else {"keep": tuple(k for k in p.keep if k in {*map(lists.as_kept, lines)})}
-    own = {f.code for f in agreement.check(train=p, rollout=p).findings}
-    apart = {f.code for f in agreement.check(train=train, rollout=rollout).findings} - own
-    obeyed = (
-        not lists.unsaid(p, lines)
-        and (p.keep or not apart & {"sides-recipes", "sides-layers", "sides-modules"})
-        # The file of recipes has the names to keep before the rules.
-        and train.modules == (tuple((k, p.compute) for k in p.keep) + p.modules if p.is_quantized else ())
+    if p.is_quantized:  # the file of recipes has the names to keep before the rules
+        trained = train.modules == (*((name, p.compute) for name in p.keep), *p.modules)
+        kept = back.keep
+    else:  # nothing tells the lines of rules from those of names, but what wrote them
+        trained = True
+        kept = tuple(k for k in p.keep if k in {lists.as_kept(line) for found in lines.values() for line in found})
+    own, theirs = (
+        {f.code for f in agreement.check(train=a, rollout=b).findings} for a, b in ((p, p), (train, rollout))
     )
-    return Precision(**back.to_dict() | kept | {"modules": p.modules if obeyed else ()})
+    apart = (theirs - own) & {"sides-recipes", "sides-layers", "sides-modules"}
+    obeyed = trained and not lists.unsaid(p, lines) and not (apart and not p.keep)
+    return Precision(**back.to_dict() | {"keep": kept, "modules": p.modules if obeyed else ()})
 
 
 def _cannot_mean(p: Precision) -> Iterator[Problem]:
@@ -344,7 +345,7 @@ def _rollout(document: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[dic
     if precision == "fp8":
         mx = bool(vllm_cfg.get("is_mx"))
         scale = "pow2" if mx else "fp32"
-        lines = [line for key in keys.IGNORED.values() for line in vllm_cfg.get(key) or ()]
+        lines = {mx: vllm_cfg.get(key) or () for mx, key in keys.IGNORED.items()}
         keep, modules = lists.rules_of_lines(lines, train.get("modules", ()), fields["compute"])
         fields |= {"rollout": "fp8", "rollout_block": "1x32" if mx else "128x128", "keep": keep, "modules": modules}
         return fields | {"weight_scale": scale, "activation_scale": scale} | said, problems
@@ -362,7 +363,8 @@ def _rollout(document: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[dic
     ]
     if four.get("enabled"):
         fields |= {"rollout": "nvfp4"} | fp4.kept_experts(four.get("additional_ignore") or ())
-        keep, modules = lists.rules_of_lines(fields["keep"], train.get("modules", ()), fields["compute"], nvfp4=True)
+        rules, patterns = train.get("modules", ()), {True: fields["keep"]}
+        keep, modules = lists.rules_of_lines(patterns, rules, fields["compute"], nvfp4=True)
         return fields | {"keep": keep, "modules": modules}, problems
     # NeMo RL reads FP8 keys only with precision: fp8. Keys that ask for FP8 without it are contradictions.
     claims = {k: v for k, v in said.items() if k in ("deep_gemm", "kv_cache")}

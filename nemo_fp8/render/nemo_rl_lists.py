@@ -4,8 +4,9 @@
                      MX: *.self_attn.q_proj, ..., *.self_attn.qkv_proj                        patterns, vLLM's names too
     *.layers.0.*     .layers.0.                                                               as ``keep`` is written
 
-A list is tried on Hugging Face's and vLLM's names and knows no order, and what is on it is not quantized. So it can say
-rules for the compute dtype, as long as no rule before them takes a module out of them, and no rule for another recipe.
+There are two lists, by whether they are MX's (``keys.IGNORED``). Words are tried on Hugging Face's names of parameters,
+patterns on vLLM's names, where Q, K and V are one, and all experts of a layer. A list knows no order, and what is on it
+is not quantized. So it can say rules for the compute dtype, as long as no rule before them takes a module out of them.
 Whether the lists say a contract is asked linear by linear of the tables of names, with what an engine holds as one
 decided together; :func:`unsaid` has the answer. The trade-off: a linear in no table is told by its pattern alone.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.models.families import EXPERTS, FUSED, HUGGING_FACE, in_hugging_face
@@ -67,6 +69,8 @@ def _all_held() -> Iterator[_Held]:
 
 _HELD = (*_all_held(),)
 _Places = set[tuple[int, _Held]]
+Lists = Mapping[bool, Sequence[str]]
+"""The lines of NeMo RL's lists, by whether these are patterns of MX rollouts."""
 
 
 # ---------------------------------------------------------------------- contract -> lists
@@ -95,7 +99,7 @@ def lines_of_rules(p: Precision, mx: bool) -> list[str]:
     lines: list[str] = []
     for (pattern, _), places in _decided(p.modules, p.compute).items():
         short = as_ignored(pattern, mx)
-        if short is not None and _kept([short], _layers(p.modules)) == places and (not mx or _holds(short, places)):
+        if short is not None and _kept({mx: [short]}, _layers(p.modules)) == places:
             lines.append(short)
         else:
             lines += (line for held in _HELD for line in _lines_of_places(p.modules, places, held, mx))
@@ -117,8 +121,8 @@ def _lines_of_places(rules: Rules, places: _Places, held: _Held, mx: bool) -> It
             yield f"*.{at}{name}{'*' if held.routed else ''}" if mx else f"{at}{name}"
 
 
-def unsaid(p: Precision, lines: Sequence[str]) -> list[str]:
-    """Return the linears, by Megatron's names, that a rollout with these lines would not hold as the rules say."""
+def unsaid(p: Precision, lines: Lists) -> list[str]:
+    """Return the linears, by Megatron's names, that a rollout with these lists would not hold as the rules say."""
     if not (p.modules and p.rolls_out_quantized):
         return []
     places = [(layer, held) for layer in _layers(p.modules) for held in _HELD]
@@ -137,36 +141,32 @@ def unsaid(p: Precision, lines: Sequence[str]) -> list[str]:
         if not right:
             found.append(held.all_names(n)[0])
     unknown = (pattern for (pattern, _), decided in _decided(p.modules, p.compute).items() if not decided)
-    return found + [pattern for pattern in unknown if not {as_ignored(pattern, mx) for mx in (True, False)} & {*lines}]
+    return found + [pattern for pattern in unknown if not _is_on(pattern, lines)]
 
 
 # ---------------------------------------------------------------------- lists -> contract
 
 
-def rules_of_lines(
-    lines: Iterable[str], rules: Rules, compute: str, nvfp4: bool = False
-) -> tuple[tuple[str, ...], Rules]:
-    """Return what these lines keep, as ``keep`` and as those of the training's ``rules`` that they say.
+def rules_of_lines(lines: Lists, rules: Rules, compute: str, nvfp4: bool = False) -> tuple[tuple[str, ...], Rules]:
+    """Return what these lists keep, as ``keep`` and as those of the training's ``rules`` that they say.
 
-    A rule is said if all that it decides is on the list; with ``nvfp4`` only experts have to be. Lines beyond the rules
+    A rule is said if all that it decides is on a list; with ``nvfp4`` only experts have to be. Lines beyond the rules
     that are said are names to keep.
     """
-    every = tuple(dict.fromkeys(lines))
+    every = tuple(dict.fromkeys(line for found in lines.values() for line in found))
     layers = _layers(rules)
-    kept = _kept(every, layers) | {(n, held) for n in layers for held in _HELD if nvfp4 and not held.routed}
-    short = {as_ignored(pattern, mx): (pattern, recipe) for pattern, recipe in rules for mx in (True, False)}
+    kept = _kept(lines, layers) | {(n, held) for n in layers for held in _HELD if nvfp4 and not held.routed}
     said = tuple(
         rule
         for rule, places in _decided(rules, compute).items()
-        if (places <= kept if places else rule in (short.get(line) for line in every))
+        if (places <= kept if places else _is_on(rule[0], lines))
     )
     covered = {place for places in _decided(said, compute).values() for place in places}
     if not covered <= kept:  # without the rules before them they would say more than the list
         said, covered = (), set()
     names = _names(covered)
-    of_rules = {line for line in every if short.get(line) in said} | {
-        line for line in every if (found := _matched(line, layers)) and found <= names
-    }
+    of_rules = {as_ignored(pattern, mx) for pattern, _ in said for mx in lines}
+    of_rules |= {line for line in every if (found := _matched(line, layers)) and found <= names}
     alone = tuple(rule for rule in EXPERTS_ALONE if nvfp4 and rule not in said)
     return tuple(as_kept(line) for line in every if line not in of_rules), (*said, *alone)
 
@@ -187,6 +187,7 @@ def _others(rules: Rules) -> set[int]:
     return {*[n for n in _OTHERS if n not in _numbered(rules)][:4]}
 
 
+@lru_cache(maxsize=1 << 8)
 def _decided(rules: Rules, compute: str) -> Mapping[tuple[str, str], _Places]:
     """Return the linears that each rule for the compute dtype decides, which is the first that matches them."""
     found: dict[tuple[str, str], _Places] = {rule: set() for rule in rules if rule[1] == compute}
@@ -199,16 +200,20 @@ def _decided(rules: Rules, compute: str) -> Mapping[tuple[str, str], _Places]:
     return found
 
 
-def _kept(lines: Sequence[str], layers: Iterable[int]) -> _Places:
-    """Return the linears whose every part is on a list."""
-    own = Precision(keep=tuple(map(as_kept, lines)))
-    return {(n, held) for n in layers for held in _HELD if all(map(own.keeps, held.theirs(n)))}
+def _kept(lines: Lists, layers: Iterable[int]) -> _Places:
+    """Return the linears that a list leaves alone: words by every part, patterns by the whole where it has a name."""
+    words, patterns = (Precision(keep=tuple(map(as_kept, lines.get(mx, ())))) for mx in (False, True))
+    return {
+        (n, held)
+        for n in layers
+        for held in _HELD
+        if all(map(words.keeps, held.theirs(n))) or all(map(patterns.keeps, held.wholes(n) or held.theirs(n)))
+    }
 
 
-def _holds(line: str, places: _Places) -> bool:
-    """Whether a line matches vLLM's own names of linears, which is what vLLM tries in an MX rollout."""
-    own = Precision(keep=(as_kept(line),))
-    return all(map(own.keeps, (name for layer, held in places for name in held.wholes(layer))))
+def _is_on(pattern: str, lines: Lists) -> bool:
+    """Whether a list has a pattern as it is; so one is found that names a linear in no table."""
+    return any(as_ignored(pattern, mx) in found for mx, found in lines.items())
 
 
 def _names(places: Iterable[tuple[int, _Held]]) -> set[str]:

@@ -149,8 +149,8 @@ def render(precision: Precision) -> Rendering:
     lost, notes = lost_fields(precision, back, _REASONS, "Megatron's file of recipes")
     if variables := [*_beyond_defaults(precision)]:
         notes.append(
-            f"TransformerEngine takes {', '.join(variables)} from the environment, which `nemo-fp8 render ... --to env` "
-            "writes."
+            f"TransformerEngine takes {', '.join(variables)} from the environment, which `nemo-fp8 render ... "
+            "--to env` writes."
         )
     notes.append("Megatron-core 0.15 (NeMo 2.7.3) ignores the file; nemo_fp8's own plugin obeys the rules there, too.")
     return Rendering("te-precision", text, data, tuple(notes), lost)

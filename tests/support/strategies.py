@@ -9,8 +9,10 @@ from nemo_fp8.errors import PrecisionError
 counts = st.integers(0, 3)
 patterns = st.sampled_from(["*.router", "*.linear_fc2", "re:layers\\.(0|3)\\.", "lm_head", "*embed*"])
 of_rules = st.sampled_from(
-    ["*.linear_qkv", "*.linear_proj", "*.linear_fc1", "*.mlp.linear_fc2", "*.self_attention.*", "*.mlp.experts.*"]
-    + ["*.layers.0.*", "*.layers.17.mlp.*", "*.layers.[0-3].*", "*.linear_attn.*", "*.o_proj", "re:layers\\.0\\."]
+    [
+        *("*.linear_qkv", "*.linear_proj", "*.linear_fc1", "*.mlp.linear_fc2", "*.self_attention.*", "*.mlp.experts.*"),
+        *("*.layers.0.*", "*.layers.17.mlp.*", "*.layers.[0-3].*", "*.linear_attn.*", "*.o_proj", "re:layers\\.0\\."),
+    ]
 )
 positive = st.floats(min_value=2**-20, max_value=2.0**32, allow_nan=False)
 
