@@ -335,11 +335,12 @@ class Precision:
         return self if recipe == self.scaling else _variant(self, recipe)
 
     def variants(self) -> tuple[Precision, ...]:
-        """Return the contracts that modules may have: this one without its rules, unless a rule takes every module from
-        it, and one for each other recipe."""
-        others = (recipe for recipe in dict.fromkeys(recipe for _, recipe in self.modules) if recipe != self.scaling)
-        base = () if any(pattern == "*" for pattern, _ in self.modules) else (self.replace(modules=()),)
-        return (*base, *(_variant(self, recipe) for recipe in others))
+        """Return the contracts that modules may have: this one without its rules, unless these give every module
+        another recipe, and one for each other recipe."""
+        recipes = dict.fromkeys(recipe for _, recipe in self.modules)
+        none_left = any(pattern == "*" for pattern, _ in self.modules) and self.scaling not in recipes
+        base = () if none_left else (self.replace(modules=()),)
+        return (*base, *(_variant(self, recipe) for recipe in recipes if recipe != self.scaling))
 
     def keeps(self, module: str, layer: int | None = None, layers: int | None = None) -> bool:
         """Whether ``keep`` matches a module's name, or its layer is one of the first or last that stay unquantized.
