@@ -27,7 +27,7 @@ from nemo_fp8.numerics.nvfp4 import LARGEST, nearest
 from nemo_fp8.numerics.nvfp4_tensor import magnitude_of
 from nemo_fp8.recipes.precision import PrecisionLike
 from nemo_fp8.train.kept import run_under
-from nemo_fp8.train.measure import linear_names
+from nemo_fp8.train.linears import linear_names
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

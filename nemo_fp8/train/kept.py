@@ -26,6 +26,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.models.selection import GEMM_MULTIPLE, KEEP, SHAPE, Kept, contract_of, outside_names, why_kept
 from nemo_fp8.train.hybrid import recipe_for
+from nemo_fp8.train.linears import linear_names, weights_of
 
 logger = logging.getLogger("nemo_fp8")
 
@@ -34,8 +35,6 @@ def keep_modules(model: Any, precision: Precision) -> None:
     """Take linears out of FP8 that the contract keeps by name and, unless it is strict, those that do not fit."""
     if not precision.is_quantized:
         return
-    from nemo_fp8.train.measure import linear_names
-
     linears = linear_names(model)  # layers are counted over all pipeline stages
     config = _config_of(model)
     experts, layers = (int(getattr(config, name, None) or 0) for name in ("num_moe_experts", "num_layers"))
@@ -105,8 +104,7 @@ def _config_of(model: Any) -> Any:
 
 
 def _shapes(linear: torch.nn.Module) -> list[tuple[tuple[int], int]]:
-    weights = [p for name, p in linear.named_parameters(recurse=False) if name.startswith("weight")]
-    return list(dict.fromkeys(((p.shape[0],), p.shape[1]) for p in weights))
+    return list(dict.fromkeys(((p.shape[0],), p.shape[1]) for p in weights_of(linear)))
 
 
 def _require_any(

@@ -19,7 +19,6 @@ Measurements are sums and extremes, which add up over the experts of a layer and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field, replace
@@ -36,17 +35,13 @@ from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.transposition import Copies, Transposition
 from nemo_fp8.render.te import from_te
 from nemo_fp8.te_cpu.quantized import watching_casts
+from nemo_fp8.train.linears import weights_of
 
 COUNTED = 6
 SUMS, EXTREMES = COUNTED + len(astuple(Transposition())), 3
 TOKENS = 256
 """The most rows of a gradient that are multiplied to see how far off the input's gradient is."""
 Key = tuple[str, str]
-# The prefixes that the wrappers of Megatron, NeMo and Lightning add to the names of modules.
-_WRAPPERS = re.compile(r"^(?:(?:module|\d+)\.)+")
-# What the adapters of NeMo and Bridge call the linear that they are put around.
-_UNDER_AN_ADAPTER = ".to_wrap"
-_LAYER = re.compile(r"^(.*?\blayers\.)(\d+)(?=\.|$)")
 
 
 @dataclass
@@ -103,19 +98,12 @@ class Probe:
         if te_cpu.is_installed():
             self._watch.enter_context(watching_casts(self._see))
 
-    @staticmethod
-    def sees(module: torch.nn.Module) -> bool:
-        """Whether a module is a linear of TransformerEngine, which includes its grouped linears for experts."""
-        return isinstance(getattr(module, "fp8_meta", None), dict) and any(
-            hasattr(module, name) for name in ("weight", "weight0")
-        )
-
     def close(self) -> dict[Key, Measurement]:
         """Stop measuring; return the measurement of every operand of every linear, in the same order on every rank."""
         self._watch.close()
         for name, module in self.linears.items():
             self.seen = {(name, role): m for role, m in _of_te(module).items()} | self.seen
-            primary = [_primary(weight, self.optimizers) for weight in _weights(module) if _is_primary(weight)]
+            primary = [_primary(weight, self.optimizers) for weight in weights_of(module) if _is_primary(weight)]
             if primary:
                 self.seen[name, "weight"] = reduce(Measurement.and_, primary)
             if (turned := _turned(module)) is not None and (name, "weight") in self.seen:
@@ -136,26 +124,9 @@ class Probe:
             module: Any = self.linears[name]
             precision = from_te(module.fp8_meta["recipe"])
             found = _quantized(x, role, precision, quantizer)
-            if role == "grad" and len(weights := _weights(module)) == 1 and not _is_primary(weights[0]):
+            if role == "grad" and len(weights := weights_of(module)) == 1 and not _is_primary(weights[0]):
                 found = found.turned(_error_of_dx(weights[0], x, Copies.under(precision)))
             self.seen[name, role] = found if (name, role) not in self.seen else self.seen[name, role].and_(found)
-
-
-def linear_names(model: Any) -> dict[str, torch.nn.Module]:
-    """Return every linear that FP8 can run in by the name that ``keep`` matches; layers count over pipeline stages."""
-    chunks: Iterable[Any] = model if isinstance(model, torch.nn.ModuleList | list) else [model]
-    names: dict[str, torch.nn.Module] = {}
-    for chunk in chunks:
-        numbers: dict[str, str] = {}
-        for name, module in chunk.named_modules():
-            name = _WRAPPERS.sub("", name)
-            here = _LAYER.match(name)
-            if here and here.end() == len(name) and isinstance(number := getattr(module, "layer_number", None), int):
-                numbers[name] = f"{here[1]}{number - 1}"
-            if Probe.sees(module):
-                name = name.removesuffix(_UNDER_AN_ADAPTER)
-                names[name if here is None else numbers.get(here[0], here[0]) + name[here.end() :]] = module
-    return names
 
 
 def unchained(optimizers: Iterable[Any]) -> list[Any]:
@@ -207,7 +178,7 @@ def _quantized(x: torch.Tensor, role: str, precision: Any, quantizer: Any) -> Me
 @torch.no_grad()
 def _turned(module: Any) -> Transposition | None:
     """Return how far dgrad's copies of a module's weights are from fprop's, under the recipe that it last ran."""
-    recipe, weights = module.fp8_meta.get("recipe"), _weights(module)
+    recipe, weights = module.fp8_meta.get("recipe"), weights_of(module)
     if recipe is None or not weights:
         return None
     copies = Copies.under(from_te(recipe))
@@ -250,10 +221,6 @@ def _by_rows(quantizer: Any) -> Any:
 
 
 # ---------------------------------------------------------------------- FP8 primary weights
-
-
-def _weights(module: torch.nn.Module) -> list[Any]:
-    return [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
 
 
 def _is_primary(weight: Any) -> bool:

@@ -18,7 +18,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from nemo_fp8.train.measure import Probe, linear_names, reduced
+from nemo_fp8.train.linears import linear_names
+from nemo_fp8.train.measure import Probe, reduced
 
 logger = logging.getLogger("nemo_fp8")
 

@@ -34,7 +34,7 @@ def attach(trainer, tiny):
 def look(trainer, extra):
     """In the rank, at the end: what the monitor found, and the hooks that it left."""
     from nemo_fp8.te_cpu.quantized import _watchers
-    from nemo_fp8.train.measure import linear_names
+    from nemo_fp8.train.linears import linear_names
     from nemo_fp8.train.monitor import Fp8Monitor
 
     monitor = next(c for c in trainer.callbacks if isinstance(c, Fp8Monitor))

@@ -7,7 +7,7 @@ from support.train.harness import train_tiny
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.train.kept import _require_any
-from nemo_fp8.train.measure import Probe
+from nemo_fp8.train.linears import is_linear
 from nemo_fp8.train.megatron_cpu import TABLE
 from nemo_fp8.train.patching import is_patched
 
@@ -70,7 +70,7 @@ def test_weights_kept_by_name_are_in_the_compute_dtype_and_train():
 
 def who_ran_in_fp8(trainer, extra):
     model = trainer.strategy.lightning_module
-    extra["fp8"] = [name for name, module in model.named_modules() if Probe.sees(module) and module.fp8]
+    extra["fp8"] = [name for name, module in model.named_modules() if is_linear(module) and module.fp8]
 
 
 def leaves_nothing(trainer, extra):

@@ -4,8 +4,8 @@ test_log_probs.py."""
 import torch
 
 from nemo_fp8.experiments.corpus import Stories
+from nemo_fp8.train.linears import is_linear
 from nemo_fp8.train.log_probs import token_log_probs
-from nemo_fp8.train.measure import Probe
 
 
 def before_and_after(trainer, extra):
@@ -15,7 +15,7 @@ def before_and_after(trainer, extra):
     def log_probs():
         return token_log_probs(trainer, samples, stories.collate_fn, 2)
 
-    modules = [m for m in trainer.strategy.megatron_parallel.modules() if Probe.sees(m)]
+    modules = [m for m in trainer.strategy.megatron_parallel.modules() if is_linear(m)]
     extra["kept"] = sum(bool(m._fp8_workspaces) for m in modules)
     before = log_probs()
     with torch.no_grad():

@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from nemo_fp8.train.measure import Probe, _is_primary, _quantizers, _weights
+from nemo_fp8.train.linears import is_linear, weights_of
+from nemo_fp8.train.measure import _is_primary, _quantizers
 
 SEEN = Counter()
 CASTS = Counter()
@@ -126,7 +127,7 @@ def linears(trainer):
     return {
         name.replace("module.", ""): module
         for name, module in trainer.strategy.model.named_modules()
-        if Probe.sees(module)
+        if is_linear(module)
     }
 
 
@@ -153,7 +154,7 @@ def states(trainer, extra):
     extra["scales"] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(extra["scales"], mine)
     extra["primary"] = [
-        name for name, module in linears(trainer).items() if any(_is_primary(w) for w in _weights(module))
+        name for name, module in linears(trainer).items() if any(_is_primary(w) for w in weights_of(module))
     ]
     extra["ran"] = [name for name, module in linears(trainer).items() if module.fp8]
     extra["experts"] = [module.num_gemms for module in linears(trainer).values() if hasattr(module, "num_gemms")]

@@ -2,7 +2,7 @@
 
 from lightning.pytorch import Callback
 
-from nemo_fp8.train.measure import Probe
+from nemo_fp8.train.linears import is_linear
 
 TRAINER, SCALES = [], []
 
@@ -12,7 +12,7 @@ def watch_scales(trainer, tiny):
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, *_):
-            states = [m.fp8_meta for m in module.modules() if Probe.sees(m)]
+            states = [m.fp8_meta for m in module.modules() if is_linear(m)]
             SCALES.append(
                 [[*s["scaling_fwd"].scale[:2].tolist(), *s["scaling_bwd"].scale[:1].tolist()] for s in states]
             )
