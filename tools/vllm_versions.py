@@ -5,8 +5,8 @@
 
 Each version is laid over the rollout environment in a folder of its own (``pip install --no-deps --target``), which
 takes a minute and half a gigabyte under ``--folder``. Then, in a process that sees it first: the table of internals is
-checked, a dense and a MoE model are quantized at load, every code and scale is compared with the reference inside the
-worker, then and after a push of other weights; a push of the first weights, through vLLM's weight-transfer API, brings
+checked, a dense and a MoE model are quantized at load, to FP8 and to NVFP4, every code and scale is compared with the
+reference inside the worker, then and after a push of other weights; a push of the first weights, through vLLM's weight-transfer API, brings
 back what the engine answered when it was fresh, bit by bit; and text is generated. What only some versions have
 (``compatibility.FEATURES``) is looked for, and used where it is. `--json` for scripts; exit code 1 if a version does not work.
 """
@@ -14,6 +14,7 @@ back what the engine answered when it was fresh, bit by bit; and text is generat
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -26,6 +27,11 @@ ROOT = Path(__file__).parents[1]
 # What a version needs otherwise than constraints/rollout.txt has it.
 BESIDE = {"0.28.0": ["openai-harmony==0.0.8"], "0.32.0": ["xgrammar==0.2.8"]}
 sys.path.insert(0, str(ROOT / "tests"))  # whose engines and models it takes
+# What is quantized -> what its contract says, and the worker's method that compares its codes and scales.
+ROLLOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "FP8": ({}, "nemo_fp8_check"),
+    "NVFP4": ({"rollout": "nvfp4"}, "nemo_fp8_check_four_bits"),
+}
 
 
 def main() -> int:
@@ -108,19 +114,20 @@ def steps() -> Any:
         name: number >= tuple(map(int, since.split("."))) for name, (since, _) in compatibility.FEATURES.items()
     }
     with tempfile.TemporaryDirectory() as place:
-        for kind in ("qwen3", "qwen3_moe"):
-            old, new = (models.write(Path(place) / f"{kind}-{seed}", kind, seed) for seed in (0, 1))
-            arguments = engines.fp8() | {"worker_extension_cls": "support.rollout.worker_check.CheckedWorker"}
+        for kind, (name, (contract, check)) in itertools.product(("qwen3", "qwen3_moe"), ROLLOUTS.items()):
+            what = f"{kind} in {name}"
+            old, new = (models.write(Path(place) / f"{what}-{seed}", kind, seed) for seed in (0, 1))
+            arguments = engines.fp8(**contract) | {"worker_extension_cls": "support.rollout.worker_check.CheckedWorker"}
             arguments["weight_transfer_config"] = {"backend": "nemo_fp8"}
             llm = engines.start(old, **arguments)
-            (checked,) = llm.collective_rpc("nemo_fp8_check", args=(str(old),))
-            yield f"{kind}: codes and scales compared, different", [checked["compared"], len(checked["differ"])]
+            (checked,) = llm.collective_rpc(check, args=(str(old),))
+            yield f"{what}: codes and scales compared, different", [checked["compared"], len(checked["differ"])]
             assert checked["compared"]
             assert not checked["differ"]
             fresh = engines.log_probs(llm)
             Refit(llm).push(dict(models.tensors_of(new)), verify=True).require()
-            (checked,) = llm.collective_rpc("nemo_fp8_check", args=(str(new),))
-            yield f"{kind}: after a push, different", len(checked["differ"])
+            (checked,) = llm.collective_rpc(check, args=(str(new),))
+            yield f"{what}: after a push, different", len(checked["differ"])
             other = engines.log_probs(llm)
             receipt = trainers.trainer_of(llm, trainers.Weights(old), verify=True).send_weights().require()
             assert llm.get_weight_version() == receipt.weight_version == receipt.push
@@ -128,7 +135,7 @@ def steps() -> Any:
             assert trainers.versions_of(llm) == ({receipt.push} if has["weight_versions"] else None)
             text = llm.generate(engines.prompts(1), use_tqdm=False)[0].outputs[0].text
             engines.stop(llm)
-            yield f"{kind}: push bitwise as a fresh engine", same
+            yield f"{what}: push bitwise as a fresh engine", same
             assert same
             assert not checked["differ"]
             assert other.isfinite().all()

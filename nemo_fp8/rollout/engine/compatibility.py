@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from nemo_fp8.errors import PrecisionError
 
-TESTED = ("0.28.0", "0.31.0", "0.32.0")
+TESTED = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 
 
 @dataclass(frozen=True)
