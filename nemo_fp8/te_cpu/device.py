@@ -124,7 +124,7 @@ class _Chance(torch.Generator):
 
 
 CHANCE = _Chance()
-CHANCE.seed()
+CHANCE.seed()  # by a number that nobody chose, as torch's own generators begin
 
 
 class _OneGenerator:

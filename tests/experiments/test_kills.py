@@ -84,8 +84,8 @@ def _computes(command, log):
 @pytest.mark.parametrize(
     ("number", "is_under_way"),
     [
-        *(pytest.param(n, _has_begun, id=n.name) for n in (signal.SIGTERM, signal.SIGKILL)),
-        *(pytest.param(n, _computes, id=f"{n.name}-later", marks=pytest.mark.long) for n in SIGNALS),
+        *(pytest.param(n, _has_begun, id=f"{n.name}-early") for n in (signal.SIGTERM, signal.SIGKILL)),
+        *(pytest.param(n, _computes, id=n.name, marks=pytest.mark.long) for n in SIGNALS),
     ],
 )
 def test_nothing_is_left_of_a_comparison(tmp_path, number, is_under_way):

@@ -370,7 +370,7 @@ def as_another_user(ask):
 @pytest.mark.parametrize(
     ("number", "there"),
     [
-        pytest.param(signal.SIGTERM, 2, id="SIGTERM-at-once"),
+        pytest.param(signal.SIGTERM, 2, id="SIGTERM-early"),
         pytest.param(signal.SIGKILL, 3, id="SIGKILL-early"),
         *(pytest.param(n, 4, id=n.name, marks=pytest.mark.long) for n in SIGNALS),
     ],
