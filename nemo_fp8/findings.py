@@ -438,7 +438,7 @@ RULES: dict[str, Problem] = {
         "initialization. The first step writes that over the weights: NaN, or a falling loss on random weights.",
         "Set config.mixed_precision to nemo_fp8.bridge.bridge_config(...), or call "
         "nemo_fp8.bridge.load_exactly(provider); "
-        "or AutoBridge.import_ckpt, then pretrained_checkpoint with load_optim=False and "
+        "or nemo_fp8.bridge.import_ckpt, then pretrained_checkpoint with load_optim=False and "
         "load_main_params_from_ckpt=True.",
     ),
     "start-masters-from-fp8": warning(
@@ -452,6 +452,13 @@ RULES: dict[str, Problem] = {
         "transformers' own error, which speaks of other causes.",
         "Save the tokenizer there (tokenizer.save_pretrained), name a folder that has one as tokenizer_model, or set "
         "tokenizer_type='NullTokenizer' with vocab_size.",
+    ),
+    "start-import-no-tokenizer": error(
+        "{folder} holds no tokenizer.",
+        "AutoBridge.import_ckpt writes all weights and then reads one from there: it ends in transformers' own error, "
+        "which speaks of other causes.",
+        "Save the tokenizer there (tokenizer.save_pretrained), or write the weights alone: "
+        "auto.save_megatron_model(auto.to_megatron_model(wrap_with_ddp=False), folder).",
     ),
     "run-refused-by-megatron": error(
         "Megatron refuses {config} as the plugin left it.",

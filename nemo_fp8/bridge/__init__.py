@@ -11,7 +11,7 @@ config      ``ContractPrecision``: a ``MixedPrecisionConfig`` that checks machin
 loading     Hugging Face weights into FP8 parameters, which Bridge 0.3.1 loses
 delayed_amaxes
             amaxes of training alone, from which every rank can resume
-start       what is wrong with a run's first weights, from its configuration
+start       what is wrong with a run's tokenizer and first weights, before it starts
 masters     weights out, under Hugging Face's names, from the FP32 master weights
 patches     the one name of Megatron's that has to be replaced
 monitor     the measurements of ``nemo_fp8.train.watch`` as a Bridge callback
@@ -28,6 +28,7 @@ __all__ = [
     "ContractPrecision",
     "bridge_config",
     "hugging_face_weights",
+    "import_ckpt",
     "load_exactly",
     "register_presets",
     "require_start",
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
     from nemo_fp8.bridge.loading import load_exactly
     from nemo_fp8.bridge.masters import hugging_face_weights
     from nemo_fp8.bridge.monitor import BridgeMonitor
-    from nemo_fp8.bridge.start import require_start, start_findings
+    from nemo_fp8.bridge.start import import_ckpt, require_start, start_findings
 else:  # hidden from type checkers, which would accept any name otherwise
     _HOMES = {
         "BridgeMonitor": "monitor",
         "ContractPrecision": "config",
         "bridge_config": "config",
         "hugging_face_weights": "masters",
+        "import_ckpt": "start",
         "load_exactly": "loading",
         "register_presets": "config",
         "require_start": "start",

@@ -1,5 +1,5 @@
 """What is wrong with what a run of Megatron-Bridge starts from, read from its ``ConfigContainer`` alone: the tokenizer,
-and the first weights."""
+and the first weights. The first is asked before a checkpoint is imported, too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from nemo_fp8.extras import require
 
 __needs__ = require("bridge")
 
+from megatron.bridge import AutoBridge
 from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
 from nemo_fp8.bridge.config import ContractPrecision
@@ -39,11 +40,23 @@ def require_start(config: Any) -> None:
         log.warning("%s %s %s", found.what, found.why, found.remedy)
 
 
+def import_ckpt(hf_model_id: str | Path, megatron_path: str | Path, **named: Any) -> None:
+    """Do what ``AutoBridge.import_ckpt`` does; raise PrecisionError, before anything is read or written, for a folder
+    without a tokenizer."""
+    if _lacks_tokenizer(hf_model_id):
+        raise PrecisionError([finding("start-import-no-tokenizer", "hf_model_id", folder=hf_model_id)])
+    AutoBridge.import_ckpt(hf_model_id, megatron_path, **named)
+
+
 def _tokenizer(said: Any) -> Iterator[Problem]:
-    folder = Path(said.tokenizer_model or "")
-    local = said.tokenizer_type == "HuggingFaceTokenizer" and said.tokenizer_model and folder.is_dir()
-    if local and not any((folder / name).exists() for name in _TOKENIZERS):
-        yield finding("start-no-tokenizer", "tokenizer.tokenizer_model", folder=folder)
+    if said.tokenizer_type == "HuggingFaceTokenizer" and _lacks_tokenizer(said.tokenizer_model or ""):
+        yield finding("start-no-tokenizer", "tokenizer.tokenizer_model", folder=said.tokenizer_model)
+
+
+def _lacks_tokenizer(named: str | Path) -> bool:
+    """Whether this is a folder without a tokenizer; a name of Hugging Face's hub is none."""
+    folder = Path(named)
+    return named != "" and folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZERS)
 
 
 def _first_weights(config: Any) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ the bit;
     bit for bit          codes, scales and amaxes of every cast
     to rounding          sums of a GEMM and of a norm, exponentials: their order and their last bit are the hardware's
                          own
-    by distribution      stochastic rounding and dropout, which draw from the CPU's generator
+    by distribution      stochastic rounding and dropout, whose generator is not the GPU's
     not at all           CUDA graphs, userbuffers, cuDNN's fused attention and the rings built on it: each raises under
                          its own name
 

@@ -102,11 +102,36 @@ class Order:
     def __exit__(self, *exc: object) -> None: ...
 
 
+class _Chance(torch.Generator):
+    """CUDA's generator. TE's kernels draw from it, and nothing else does.
+
+    torch's operators on ``cuda`` run on the CPU and draw from the CPU's generator, so that a state of CUDA's holds that
+    one's, too. A data loader draws from the CPU's alone: as on a GPU, it changes no number that a kernel draws, and a
+    run that restores CUDA's state goes on to the bit.
+    """
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        torch.default_generator.manual_seed(seed)
+        return super().manual_seed(seed)
+
+    def get_state(self) -> torch.Tensor:
+        return torch.cat([torch.default_generator.get_state(), super().get_state()])
+
+    def set_state(self, new_state: torch.Tensor) -> torch.Generator:
+        of_the_cpu, of_kernels = (half.clone() for half in new_state.chunk(2))  # torch crashes at a view of a state
+        torch.default_generator.set_state(of_the_cpu)
+        return super().set_state(of_kernels)
+
+
+CHANCE = _Chance()
+CHANCE.seed()  # by a number that nobody chose, as torch's own generators begin
+
+
 class _OneGenerator:
-    """``torch.cuda.default_generators``: the CPU's, whatever the index."""
+    """``torch.cuda.default_generators``: the same, whatever the index."""
 
     def __getitem__(self, device: object) -> torch.Generator:
-        return torch.default_generator
+        return CHANCE
 
     def __len__(self) -> int:
         return 1
@@ -134,7 +159,7 @@ def _answers(value: Any) -> Callable[..., Any]:
 _ORDER = Order()
 _ONE_DEVICE = "there is one device, and it is there"
 _ORDERED = "the CPU does one thing after the other"
-_GENERATOR = "random numbers come from the CPU's generator"
+_GENERATOR = "random numbers come from the CPU's generator, and those of TE's kernels from one beside it"
 _UNMEASURED = "the memory of the CPU's allocator is not counted"
 
 _CUDA: dict[str, tuple[Any, str]] = {
@@ -167,10 +192,10 @@ _CUDA: dict[str, tuple[Any, str]] = {
     "stream": (lambda stream: nullcontext(), _ORDERED),
     "set_stream": (_answers(None), _ORDERED),
     "is_current_stream_capturing": (_answers(False), "there are no CUDA graphs"),
-    "manual_seed": (torch.default_generator.manual_seed, _GENERATOR),
-    "manual_seed_all": (torch.default_generator.manual_seed, _GENERATOR),
-    "get_rng_state": (lambda device="cuda": torch.get_rng_state(), _GENERATOR),
-    "set_rng_state": (lambda new_state, device="cuda": torch.set_rng_state(new_state), _GENERATOR),
+    "manual_seed": (CHANCE.manual_seed, _GENERATOR),
+    "manual_seed_all": (CHANCE.manual_seed, _GENERATOR),
+    "get_rng_state": (lambda device="cuda": CHANCE.get_state(), _GENERATOR),
+    "set_rng_state": (lambda new_state, device="cuda": CHANCE.set_state(new_state), _GENERATOR),
     "default_generators": (_OneGenerator(), _GENERATOR),
     "empty_cache": (_answers(None), _UNMEASURED),
     "ipc_collect": (_answers(None), _UNMEASURED),

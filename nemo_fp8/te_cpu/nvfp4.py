@@ -5,7 +5,7 @@
 
 :mod:`nemo_fp8.numerics.nvfp4` says which codes and scales those are. What is TE's own is here: which side is there,
 whose amax it takes and which ranks share it, the padding, and the sum of a GEMM. With the random Hadamard transform the
-columns are cast after it. Stochastic rounding draws from torch's generator.
+columns are cast after it. Stochastic rounding draws from CUDA's generator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics.nvfp4 import amax_of, cast_rows
 from nemo_fp8.numerics.nvfp4_tensor import BLOCK, QuantizedNVFP4, turn, turn_scales
-from nemo_fp8.te_cpu import swizzle
+from nemo_fp8.te_cpu import device, swizzle
 from nemo_fp8.te_cpu.tensors import as_matrix_shape, reduced
 
 
@@ -66,7 +66,9 @@ def swizzles(quantizer: Any, rows: int, columns: int) -> bool:
 
 def _write_side(quantizer: Any, x: torch.Tensor, signs: Signs, out: Any, side: str, amax: torch.Tensor) -> None:
     fast_math = os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") not in ("", "0")
-    codes, scales = cast_rows(x, operand_of(quantizer), amax, signs=signs, scaled_errors=fast_math)
+    codes, scales = cast_rows(
+        x, operand_of(quantizer), amax, signs=signs, generator=device.CHANCE, scaled_errors=fast_math
+    )
     if (
         getattr(out, f"_amax_{side}wise").shape != amax.shape
     ):  # TE describes one amax for all columns where each row has its own

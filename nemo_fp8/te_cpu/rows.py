@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nemo_fp8.te_cpu import nvfp4, quantized
+from nemo_fp8.te_cpu import device, nvfp4, quantized
 
 
 def split_quantize(
@@ -97,8 +97,8 @@ def fused_multi_row_unpadding(
 
 @torch.no_grad()
 def dropout_fwd(input: torch.Tensor, dropout_probability: float, out: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """[output, mask]. The mask is drawn by torch's generator, not by Philox."""
-    keep = torch.rand(input.shape) >= dropout_probability
+    """[output, mask]. The mask is not drawn by Philox."""
+    keep = torch.rand(input.shape, generator=device.CHANCE) >= dropout_probability
     y = input * keep / (1 - dropout_probability)
     return [y if out is None else out.copy_(y), keep.to(torch.uint8)]
 

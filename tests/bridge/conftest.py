@@ -19,13 +19,14 @@ def nobody_elses_port(monkeypatch):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A folder with two tiny checkpoints of Hugging Face's, and their tensors."""
+    """A folder with two tiny checkpoints of Hugging Face's, Llama's with a tokenizer, and their tensors."""
     from safetensors.torch import save_file
-    from support.bridge.tiny import hugging_face
+    from support.bridge.tiny import hugging_face, tokenizer
 
     root = tmp_path_factory.mktemp("bridge")
     for kind in ("llama", "qwen3"):
         save_file(hugging_face(kind, root / kind), root / f"{kind}.safetensors")
+    tokenizer(root / "llama")
     return root
 
 

@@ -127,27 +127,36 @@ def test_a_folder_without_a_tokenizer_is_found(folder, tmp_path):
     """Bridge itself ends there, in an error of transformers'."""
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
     from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
-    from support.bridge.tiny import config, provider
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
+    from support.bridge.tiny import config, provider, tokenizer
 
     run = config(provider(), "bf16_mixed")
-    run.tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "llama"))
+    run.tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "qwen3"))
     (found,) = bridge.start_findings(run)
     assert (found.code, found.severity) == ("start-no-tokenizer", "error")
     with pytest.raises((OSError, ValueError, TypeError)):
         build_tokenizer(run.tokenizer)
-    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1, "[EOS]": 2}, unk_token="[UNK]"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[EOS]").save_pretrained(tmp_path)
+    tokenizer(tmp_path)
     run.tokenizer.tokenizer_model = str(tmp_path)
     assert bridge.start_findings(run) == []
     assert build_tokenizer(run.tokenizer).vocab_size == 3
 
 
+def test_nothing_is_imported_from_a_folder_without_a_tokenizer(folder, alone, tmp_path):
+    """Bridge itself writes all weights first, and then ends in an error of transformers'."""
+    with pytest.raises(PrecisionError, match="qwen3 holds no tokenizer") as refused:
+        bridge.import_ckpt(folder / "qwen3", tmp_path / "out")
+    (found,) = refused.value.problems
+    assert found.code == "start-import-no-tokenizer"
+    assert not (tmp_path / "out").exists()
+    assert "refused" not in alone["imported"], alone["imported"]
+    assert (folder / "base/iter_0000000/tokenizer/tokenizer.json").exists()
+
+
 def test_every_rule_on_a_start_is_tested_here():
     from nemo_fp8.findings import RULES
 
-    assert {code for code in RULES if code.startswith("start-")} == {"start-masters-from-fp8", "start-no-tokenizer"}
+    tested = {"start-masters-from-fp8", "start-no-tokenizer", "start-import-no-tokenizer"}
+    assert {code for code in RULES if code.startswith("start-")} == tested
 
 
 def test_the_only_patch_fits_and_is_needed():

@@ -1,5 +1,6 @@
 """How far long work is: plain lines in a pipe, bars in a terminal."""
 
+import json
 import os
 import pty
 import re
@@ -9,6 +10,10 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import tiny
+from support.small_models import write
+
+from nemo_fp8.mismatch import log_probs
 
 RUNS = """
 import time
@@ -113,3 +118,32 @@ def test_a_command_in_a_pipe_and_in_a_terminal(checkpoint):
     assert re.search(r"^reading: 2 of 2 MiB, model\.layers\.\d+\.mlp\.up_proj, 0:\d\d in all$", said, re.M)
     assert "\x1b" not in said
     assert "\x1b[" in in_terminal(*words)
+
+
+def _export(folder):
+    words = ("export", write(folder / "in"), folder / "out", "--precision", "bf16_with_fp8_blockwise_mixed")
+    counted = r"[\d,]+ of [\d,]+ MiB, \S+"
+    return (*words, "--verify", "--no-vllm"), {"export": counted, "verify": counted}
+
+
+def _mismatch(folder):
+    config = tiny.config("qwen3")
+    weights, tokens = tiny.state_dict(config), tiny.tokens(16, 8)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "fp8.yaml").write_text("rollout: fp8\n")
+    save_file(weights, folder / "model.safetensors")
+    said = log_probs(config, weights, tokens)
+    save_file({"trainer": said, "rollout": said.clone(), "tokens": tokens}, folder / "said.safetensors")
+    words = ("mismatch", folder / "said.safetensors", "--model", folder, "--precision", folder / "fp8.yaml")
+    runs_of_layers = 3 * config["num_hidden_layers"]
+    return words, {"emulate": f"{runs_of_layers} of {runs_of_layers}"}
+
+
+@pytest.mark.parametrize("command", [_export, _mismatch], ids=["export", "mismatch"])
+def test_long_work_in_a_pipe_says_where_it_begins_and_ends(command, tmp_path):
+    words, ends = command(tmp_path)
+    said = in_pipe("-m", "nemo_fp8.cli", *map(str, words))
+    for heading, end in ends.items():
+        assert re.search(rf"^{heading}: starting$", said, re.M), said
+        assert re.search(rf"^{heading}: {end}, 0:\d\d in all$", said, re.M), said
+    assert "\x1b" not in said

@@ -3,6 +3,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -67,21 +69,39 @@ def test_a_killed_run_has_the_curve_of_one_left_alone(one_step_off, tmp_path):
     assert others[-1]["validation_accuracy"] == pytest.approx(rows[-1]["validation_accuracy"], abs=0.1)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
-def test_nothing_is_left_of_a_comparison(tmp_path, number):
+def _has_begun(command, log):
+    """Ray is there, and the log says after ten seconds that the command is at work."""
+    wait_for(lambda: re.search(r"^bf16-fp8, seed 1: starting, 0:\d\d so far$", log.read_text(), re.M), 120)
+    assert actors.processes("raylet", command.pid)
+
+
+def _computes(command, log):
+    """A rank and an engine are there."""
+    for actor in ("RolloutEngine", "TrainerRank"):
+        wait_for(lambda: actors.processes(f"ray::{actor}", command.pid), 120)  # noqa: B023, at once
+
+
+@pytest.mark.parametrize(
+    ("number", "is_under_way"),
+    [
+        *(pytest.param(n, _has_begun, id=f"{n.name}-early") for n in (signal.SIGTERM, signal.SIGKILL)),
+        *(pytest.param(n, _computes, id=n.name, marks=pytest.mark.long) for n in SIGNALS),
+    ],
+)
+def test_nothing_is_left_of_a_comparison(tmp_path, number, is_under_way):
     """Ray's own processes, a rank and an engine below it, whatever ends the command."""
     words = ["rl-compare", "--folder", str(tmp_path / "runs"), "--variants", "bf16-fp8", "--seeds", "1", "--steps", "2"]
-    with (tmp_path / "log").open("w") as file:
+    log = tmp_path / "log"
+    with log.open("w") as file:
         command = subprocess.Popen([sys.executable, "-m", "nemo_fp8.cli", *words], stdout=file, stderr=file)
     found = []
     try:
-        for actor in ("RolloutEngine", "TrainerRank"):
-            wait_for(lambda: actors.processes(f"ray::{actor}", command.pid), 120)  # noqa: B023, at once
+        is_under_way(command, log)
         found = below(command)
         command.send_signal(number)
-        assert command.wait(60) == SIGNALS[number], (tmp_path / "log").read_text()
+        assert command.wait(60) == SIGNALS[number], log.read_text()
         assert left_of(found, 30) == []
+        assert "\x1b" not in log.read_text()
     finally:
         command.kill()
         command.wait()

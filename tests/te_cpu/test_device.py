@@ -83,3 +83,31 @@ def test_fsdp2_shards_a_module_of_te_and_changes_no_bit(device, tmp_path):
     finally:
         dist.destroy_process_group()
     assert all(torch.equal(a, b) for a, b in zip(sharded, gradients(lambda layer: None), strict=True))
+
+
+@pytest.mark.parametrize("by", ["seed", "state"])
+def test_who_restores_cudas_chance_gets_it_to_the_bit_whatever_a_data_loader_drew(by):
+    """A loader draws from the CPU's generator, which torch's own operators draw from; TE's kernels do not."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    quantizer, x = NVFP4Quantizer(stochastic_rounding=True, columnwise=False), torch.randn(64, 64).bfloat16()
+    state = torch.cuda.get_rng_state()
+
+    def restore():
+        torch.manual_seed(3) if by == "seed" else torch.cuda.set_rng_state(state)
+
+    def drawn():
+        return quantizer(x)._rowwise_data.clone(), tex.dropout_fwd(x, 0.5)[1], torch.rand(8)
+
+    def equal(some, others):
+        return [torch.equal(a, b) for a, b in zip(some, others, strict=True)]
+
+    restore()
+    first = drawn()
+    assert equal(first, drawn()) == [False, False, False]
+    restore()
+    assert equal(first, drawn()) == [True, True, True]
+    restore()
+    next(iter(torch.utils.data.DataLoader([0])))
+    assert equal(first, drawn()) == [True, True, False]

@@ -100,6 +100,7 @@ ALONE = {
     "qwen3-loaded": {"contract": MXFP8, "hf": "{folder}/qwen3", **FEW},
     "plain-loaded-exactly": {"precision": DELAYED, **LLAMA, "exactly": True, **FEW},
     "adapted": {"contract": _kept(1), "monitor": 2, **ADAPTED, **FEW},
+    **dict(_resumed("adapted-resumed", contract=DELAYED, **ADAPTED)),
     # Refusals.
     "unrepaired": {"contract": DELAYED, "written": True},
     "unknown": {"precision": "bf16_with_fp8_blokwise_mixed"},

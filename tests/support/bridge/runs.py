@@ -129,7 +129,9 @@ def train(
 
         auto = AutoBridge.from_hf_pretrained(hf)
         if imported:
-            return _import(auto, imported)
+            bridge.import_ckpt(hf, imported)
+            _forget()
+            return {}
         provider = auto.to_megatron_provider(load_weights="base" not in settings)
         provider.seq_length = tiny.LENGTH
         for name, value in changes.items():
@@ -203,14 +205,6 @@ def _writing(provide):
         return model
 
     return written
-
-
-def _import(auto, folder):
-    """What ``AutoBridge.import_ckpt`` does, for a checkpoint without a tokenizer."""
-    models = auto.to_megatron_model(wrap_with_ddp=False, use_cpu_initialization=True)
-    auto.save_megatron_model(models, folder)
-    _forget()
-    return {}
 
 
 def _weights(context):

@@ -129,3 +129,12 @@ def hugging_face(kind, folder, **changes):
     model = made.to(torch.bfloat16)
     model.save_pretrained(folder)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def tokenizer(folder):
+    """Write a tokenizer of three words."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1, "[EOS]": 2}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[EOS]").save_pretrained(folder)
