@@ -118,9 +118,10 @@ class _Chance(torch.Generator):
         return torch.cat([torch.default_generator.get_state(), super().get_state()])
 
     def set_state(self, new_state: torch.Tensor) -> torch.Generator:
-        of_the_cpu, of_kernels = (half.clone() for half in new_state.chunk(2))  # torch crashes at a view of a state
-        torch.default_generator.set_state(of_the_cpu)
-        return super().set_state(of_kernels)
+        size = super().get_state().numel()  # a checkpoint of nemo_fp8 0.2.0 holds one state, of both
+        of_the_cpu, of_kernels = new_state[:size], new_state[-size:]
+        torch.default_generator.set_state(of_the_cpu.clone())  # torch crashes at a view of a state
+        return super().set_state(of_kernels.clone())
 
 
 CHANCE = _Chance()

@@ -111,3 +111,10 @@ def test_who_restores_cudas_chance_gets_it_to_the_bit_whatever_a_data_loader_dre
     restore()
     next(iter(torch.utils.data.DataLoader([0])))
     assert equal(first, drawn()) == [True, True, False]
+
+
+def test_a_state_of_before_is_that_of_both():
+    """nemo_fp8 0.2.0 had one generator for both, whose state is in its checkpoints."""
+    torch.cuda.set_rng_state(torch.Generator().manual_seed(5).get_state())
+    own = torch.cuda.default_generators[0]
+    assert torch.equal(torch.rand(8), torch.rand(8, generator=own))
