@@ -37,7 +37,7 @@ from nemo_fp8.rollout.engine.four_bit_experts import four_bit_experts
 from nemo_fp8.rollout.engine.four_bits import FIXED, NONE
 
 
-class _ByExpert(FusedMoEMethodBase):  # type: ignore[misc]
+class _ByExpert(FusedMoEMethodBase):
     """The part that both methods share: vLLM's, without its choice of a kernel, which finds none."""
 
     weight_block_size = (1, 32)
@@ -50,7 +50,7 @@ class _ByExpert(FusedMoEMethodBase):  # type: ignore[misc]
         """Return None: only vLLM's own kernels read a description of weights and scales."""
 
 
-class ModelOptNvfp4Decoded(_ByExpert, ModelOptNvFp4FusedMoE):  # type: ignore[misc]
+class ModelOptNvfp4Decoded(_ByExpert, ModelOptNvFp4FusedMoE):
     """Experts of a checkpoint in NVFP4, decoded for each product."""
 
     use_global_sf = False
@@ -92,7 +92,7 @@ class ModelOptNvfp4Decoded(_ByExpert, ModelOptNvFp4FusedMoE):  # type: ignore[mi
         return out
 
 
-class ModelOptMxfp8Decoded(_ByExpert, ModelOptMxFp8FusedMoE):  # type: ignore[misc]
+class ModelOptMxfp8Decoded(_ByExpert, ModelOptMxFp8FusedMoE):
     """Experts of a checkpoint in MXFP8, multiplied in FP32; activations stay as they are."""
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
