@@ -4,10 +4,10 @@
     MXFP8           the same, but the engine starts, and ends at its first token
 
 vLLM's own methods create and load the parameters, so every name of ModelOpt's is read as elsewhere (its loader asks
-for "ModelOpt" in the name of the method's class). What they multiply
-is multiplied here one expert after the other, by the operators that serve experts which were quantized at load: so a
-checkpoint and the fly give the same bits. Activations in NVFP4 have the checkpoint's scales, of which vLLM takes the
-largest of a layer; in MXFP8 and W4A16 they stay as they are.
+for "ModelOpt" in the name of the method's class). What they multiply is multiplied here one expert after the other, by
+the operators that serve experts which were quantized at load: so a checkpoint and the fly give the same bits.
+Activations in NVFP4 have the checkpoint's scales, of which vLLM takes the largest of a layer; in MXFP8 and W4A16 they
+stay as they are.
 
 The configurations are registered under vLLM's own names, by its function for that. The trade-off: an engine on a CPU
 with this package installed runs checkpoints that vLLM alone refuses there.
@@ -39,8 +39,6 @@ from nemo_fp8.rollout.engine.four_bits import FIXED, NONE
 
 class _ByExpert(FusedMoEMethodBase):
     """The part that both methods share: vLLM's, without its choice of a kernel, which finds none."""
-
-    weight_block_size = (1, 32)
 
     def __init__(self, quant_config: Any, moe_config: Any) -> None:
         FusedMoEMethodBase.__init__(self, moe_config)
@@ -111,7 +109,7 @@ class ModelOptMxfp8Decoded(_ByExpert, ModelOptMxFp8FusedMoE):
         s13, s2 = (getattr(layer, f"{which}_weight_scale").view(torch.float8_e8m0fnu) for which in ("w13", "w2"))
         weights = (layer.w13_weight, s13, layer.w2_weight, s2)
         routed = (topk_weights, topk_ids.long(), layer.expert_map)
-        out: torch.Tensor = ops.decoded_experts(x, *weights, *routed, [*self.weight_block_size], 0, "e8m0", ops.DIRECT)
+        out: torch.Tensor = ops.decoded_experts(x, *weights, *routed, [1, 32], 0, "e8m0", ops.DIRECT)
         return out
 
 
@@ -124,9 +122,10 @@ class _OnCpu:
 
     def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
         """Return the method of a layer. Raises PrecisionError for experts that cannot be decoded."""
-        mixed = hasattr(self, "_resolve_quant_algo")
-        algorithm = self._resolve_quant_algo(prefix) if mixed else self.quant_method
-        if not isinstance(layer, RoutedExperts) or self.is_layer_excluded(prefix) or algorithm not in METHODS:
+        mixed = isinstance(self, ModelOptMixedPrecisionConfig)
+        experts = isinstance(layer, RoutedExperts) and not self.is_layer_excluded(prefix)
+        algorithm = (self._resolve_quant_algo(prefix) if mixed else self.quant_method) if experts else None
+        if algorithm not in METHODS:
             return super().get_quant_method(layer, prefix)  # type: ignore[misc]
         if unknown := " and ".join(not_decoded(layer)):
             raise PrecisionError(
@@ -139,7 +138,7 @@ class _OnCpu:
 
 
 def register() -> None:
-    """Register the configurations under vLLM's names. A second call changes nothing."""
+    """Register the configurations under vLLM's names. A second call does the same again."""
     for name, theirs in (
         ("modelopt_fp4", ModelOptNvFp4Config),
         ("modelopt_mxfp8", ModelOptMxFp8Config),
