@@ -1,7 +1,8 @@
-"""What tokens cost on a CPU: engines in BF16 and in FP8, whose products take the codes or decode them on each call.
+"""What tokens cost on a CPU: engines in BF16, in FP8, whose products take the codes or decode them on each call, and
+with NVFP4 weights, which vLLM's emulation decodes on each call.
 
-    .venv-rollout/bin/python benchmarks/decode.py                        both kernels; --json prints one line
-    .venv-rollout/bin/python benchmarks/decode.py --kernels codes        without the engine that decodes
+    .venv-rollout/bin/python benchmarks/decode.py                        all of these; --json prints one line
+    .venv-rollout/bin/python benchmarks/decode.py --kernels codes        without the engines that decode
     .venv-rollout/bin/python benchmarks/decode.py --products             the products of one layer, without an engine
     .venv-rollout/bin/python benchmarks/decode.py --processor-time       where other programs keep the processors busy
     .venv-rollout/bin/python benchmarks/decode.py --as-avx2              as on a processor with AVX2 and nothing newer
@@ -32,6 +33,13 @@ sys.path.insert(0, str(ROOT / "tests"))  # whose engines and models it takes
 SHAPE = {"hidden": 2048, "layers": 4, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128}
 BATCHES, PROMPT = (1, 8), (8, 256)
 SHORT, LONG = 2, 14
+# What is run -> the contract and options of its engine.
+KERNELS: dict[str, dict[str, str]] = {
+    "auto": {"kernel": "auto"},
+    "codes": {"kernel": "codes"},
+    "decode": {"kernel": "decode"},
+    "nvfp4": {"rollout": "nvfp4", "activation_scheme": "none"},
+}
 
 
 def seconds(llm: Any, prompts: list[dict[str, Any]], tokens: int, clock: Callable[[], float]) -> float:
@@ -59,7 +67,9 @@ def products(turns: int) -> dict[str, float]:
 
     from nemo_fp8.contract import Operand
     from nemo_fp8.numerics import quantize
+    from nemo_fp8.numerics.modelopt import amax_of, four_bits
     from nemo_fp8.rollout.engine import ops
+    from nemo_fp8.rollout.engine.four_bits import decoded
 
     torch.set_num_threads(1)
     hidden, inner = SHAPE["hidden"], SHAPE["intermediate"]
@@ -67,6 +77,7 @@ def products(turns: int) -> dict[str, float]:
     shapes = [(2 * attention, hidden), (hidden, attention), (2 * inner, hidden), (hidden, inner)]
     weights = [(torch.randn(shape, generator=draws) * shape[1] ** -0.5).bfloat16() for shape in shapes]
     codes = [quantize(weight, Operand("e4m3", (128, 128), "fp32")) for weight in weights]
+    four = [four_bits(weight, Operand("e2m1", (1, 16), "e4m3"), amax_of(weight)) for weight in weights]
     best: dict[str, float] = {}
     for tokens in (1, 8, 64):
         x = {width: torch.randn(tokens, width, generator=draws).bfloat16() for width in (hidden, attention, inner)}
@@ -79,13 +90,19 @@ def products(turns: int) -> dict[str, float]:
             for weight in weights:
                 torch.nn.functional.linear(x[weight.shape[1]], weight)
 
+        def nvfp4(_: int, x: dict[int, torch.Tensor] = x) -> None:
+            for q in four:
+                weight = decoded(q.weight, q.weight_scale, q.weight_scale_2, torch.bfloat16)
+                torch.nn.functional.linear(x[weight.shape[1]], weight)
+
+        ways = {"bf16": (bf16, 0), "codes": (ours, tokens), "decode": (ours, 0), "nvfp4": (nvfp4, 0)}
         for _ in range(turns):
-            for kind, run, direct in (("bf16", bf16, 0), ("codes", ours, tokens), ("decode", ours, 0)):
+            for kind, (run, direct) in ways.items():
                 start = time.thread_time()
                 run(direct)
                 spent, name = time.thread_time() - start, f"{kind}_{tokens}_tokens_ms"
                 best[name] = min(best.get(name, spent * 1e3), spent * 1e3)
-        for kind in ("codes", "decode"):
+        for kind in [kind for kind in ways if kind != "bf16"]:
             best[f"{kind}_{tokens}_tokens_of_bf16"] = (
                 best[f"bf16_{tokens}_tokens_ms"] / best[f"{kind}_{tokens}_tokens_ms"]
             )
@@ -96,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prompts", action="store_true", help="time prompts, too, which takes minutes in BF16")
-    parser.add_argument("--kernels", nargs="*", default=["codes", "decode"], choices=["auto", "codes", "decode"])
+    parser.add_argument("--kernels", nargs="*", default=["codes", "decode", "nvfp4"], choices=KERNELS)
     parser.add_argument("--products", action="store_true", help="the products of one layer only, without an engine")
     parser.add_argument("--processor-time", action="store_true", help="of engines in one process with one thread")
     parser.add_argument("--as-avx2", action="store_true", help="see a processor with AVX2 and nothing newer")
@@ -114,7 +131,7 @@ def main() -> None:
     if options.products:
         print(json.dumps({name: round(value, 2) for name, value in products(options.turns).items()}, indent=1))
         return
-    kinds = {"bf16": {}} | {kernel: engines.fp8(kernel=kernel) for kernel in options.kernels}
+    kinds = {"bf16": {}} | {kernel: engines.fp8(**KERNELS[kernel]) for kernel in options.kernels}
     from support.rollout.engines import prompts
 
     jobs = [(batch, 8, tokens) for batch in BATCHES for tokens in (SHORT, LONG)]

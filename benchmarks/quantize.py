@@ -4,6 +4,7 @@
     python benchmarks/quantize.py --quick            a minute
     python benchmarks/quantize.py --write            everything, into docs/benchmarks/quantize.md
     python benchmarks/quantize.py --only "MX 1x32"   single operations
+    python benchmarks/quantize.py --memory --write   nothing but memory, into the page as it is
     python benchmarks/quantize.py --isa avx2 --write  the kernels as an AVX2 processor gets them, into the same page
     PYTHONPATH=/tmp/torchao python benchmarks/...        with torchao among the peers
                                                         (pip install --no-deps --target /tmp/torchao "torchao==0.18.*")
@@ -34,6 +35,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,10 @@ from nemo_fp8.numerics import kernels, nvfp4
 from nemo_fp8.numerics.kernels import build
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/quantize.md"
+RECORD = PAGE.with_suffix(".json")
 OTHER = "# The kernels built for {isa}"  # begins that part of the page
 
+SMALL, LARGE = (4096, 4096), (8192, 28672)
 # name: tile, kind of scale
 OPERATIONS: dict[str, tuple[tuple[int, int] | None, str]] = {
     "weight 128x128, FP32 scales": ((128, 128), "fp32"),
@@ -251,30 +255,50 @@ def peak_memory(shape: tuple[int, int]) -> dict[str, float]:
     of its own."""
     command = [sys.executable, "-W", "ignore", __file__, "--memory-of"]
     shares = {}
-    for name in ("kernel", "kernel with statistics", "kernel into memory that is there", "NeMo RL's algorithm, eager"):
+    for name in MEMORY:
         done = subprocess.run([*command, name, *map(str, shape)], capture_output=True, text=True, check=True)
         shares[name] = float(done.stdout)
     return shares
 
 
 def memory_of(way: str, rows: int, cols: int) -> float:
-    def run(x: torch.Tensor, out: Any = None) -> Any:
-        return (
-            padded_eager(x)
-            if "NeMo" in way
-            else kernels.quantize(x, (128, 128), "e4m3", "fp32", "te", "statistics" in way, out=out)
-        )
-
-    run(torch.ones(256, 256, dtype=torch.bfloat16))
+    run, there = MEMORY[way]
+    run(torch.ones(256, 256, dtype=torch.bfloat16), None)
     x = torch.empty(rows, cols, dtype=torch.bfloat16).normal_()
-    out = None
-    if "there" in way:
-        out = (torch.ones(rows, cols, dtype=torch.uint8).view(E4M3), torch.ones(-(-rows // 128), -(-cols // 128)))
+    out = there and there(rows, cols)
     before = _resident("VmRSS")
     kept = run(x, out)
     added = _resident("VmHWM") - before  # the high-water mark
     del kept
     return max(0, added) / (x.numel() * x.itemsize)
+
+
+def fp8_of(x: torch.Tensor, out: Any, statistics: bool = False) -> Any:
+    return kernels.quantize(x, (128, 128), "e4m3", "fp32", "te", statistics, out=out)
+
+
+def fp8_there(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(rows, cols, dtype=torch.uint8).view(E4M3), torch.ones(-(-rows // 128), -(-cols // 128))
+
+
+def nvfp4_of(x: torch.Tensor, out: Any) -> Any:
+    encode = nvfp4.encode_scale(require(kernels.amax(x))).reshape(1)
+    return require(kernels.quantize_fp4(x, encode, 1, out=out))
+
+
+def nvfp4_there(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(rows, cols // 2, dtype=torch.uint8), torch.ones(rows, cols // 16, dtype=torch.uint8).view(E4M3)
+
+
+# way: how it casts, into memory that is there or else to new, and how that memory is made
+MEMORY: dict[str, tuple[Callable[[torch.Tensor, Any], Any], Callable[[int, int], Any] | None]] = {
+    "kernel": (fp8_of, None),
+    "kernel with statistics": (partial(fp8_of, statistics=True), None),
+    "kernel into memory that is there": (fp8_of, fp8_there),
+    "NVFP4 kernel": (nvfp4_of, None),
+    "NVFP4 kernel into memory that is there": (nvfp4_of, nvfp4_there),
+    "NeMo RL's algorithm, eager": (lambda x, out: padded_eager(x), None),
+}
 
 
 def _resident(what: str) -> int:
@@ -358,19 +382,34 @@ def page(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str,
         out += [(__doc__ or "").split("\n\n")[-1].strip().replace("\n", " "), ""]
     for result in results:
         out += tables(result)
-    if memory:
-        out += [
-            "## Memory",
-            "",
-            "The most that a call adds to the process's resident memory, codes included, as a share of the BF16 "
-            "source:",
-            "",
-        ]
-        out += (
-            ["| way | share |", "|---|---:|"] + [f"| {name} | {share:.2f} |" for name, share in memory.items()] + [""]
-        )
+    out += memory_table(memory) if memory else []
     out += ["Reproduce it:", "", f"    {about['command']}", ""] if isa else []
     return "\n".join(out)
+
+
+def memory_table(memory: dict[str, float]) -> list[str]:
+    return [
+        "## Memory",
+        "",
+        "The most that a call adds to the process's resident memory, codes included, as a share of the BF16 source:",
+        "",
+        "| way | share |",
+        "|---|---:|",
+        *(f"| {name} | {share:.2f} |" for name, share in memory.items()),
+        "",
+    ]
+
+
+def write_memory(memory: dict[str, float]) -> None:
+    """Put shares of memory into the page and its record, where a machine too busy to time anything measured them."""
+    written = json.loads(RECORD.read_text())["memory"]
+    for path, old, new in (
+        (PAGE, "\n".join(memory_table(written)), "\n".join(memory_table(memory))),
+        (RECORD, in_lines("memory", written), in_lines("memory", memory)),
+    ):
+        text = path.read_text()
+        assert text.count(old) == 1, f"{path.name} does not hold the memory of its record"
+        path.write_text(text.replace(old, new))
 
 
 def record(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str, float]) -> str:
@@ -382,14 +421,13 @@ def record(about: dict[str, str], results: list[dict[str, Any]], memory: dict[st
             for name, found in result["pairs"].items()
         }
         told[" x ".join(map(str, result["shape"]))] = {**ways, **result.get("peers", {})}
-    lines = (
-        f" {json.dumps(key)}: {{\n  "
-        + ",\n  ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in part.items())
-        + "\n }"
-        for key, part in told.items()
-        if part
-    )
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    return "{\n" + ",\n".join(in_lines(key, part) for key, part in told.items() if part) + "\n}\n"
+
+
+def in_lines(key: str, part: dict[str, Any]) -> str:
+    """A part of the record, with a line for each of its entries."""
+    lines = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in part.items())
+    return f" {json.dumps(key)}: {{\n  {lines}\n }}"
 
 
 def merged(old: str, text: str, isa: str) -> str:
@@ -416,6 +454,7 @@ def main() -> None:
     parser.add_argument(
         "--isa", default="", choices=("", *build.OTHERS), help="build our kernels for that, whatever the processor has"
     )
+    parser.add_argument("--memory", action="store_true", help="nothing but memory, which a busy machine changes little")
     parser.add_argument("--memory-of", nargs=3, metavar=("WAY", "ROWS", "COLS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -425,8 +464,14 @@ def main() -> None:
         way, rows, cols = options.memory_of
         print(memory_of(way, int(rows), int(cols)))
         return
+    if options.memory:
+        found = peak_memory(LARGE)
+        print("\n".join(memory_table(found)))
+        if options.write:
+            write_memory(found)
+        return
     about = machine(options.device)
-    shapes = [(4096, 4096)] if options.quick else [(4096, 4096), (8192, 28672)]
+    shapes = [SMALL] if options.quick else [SMALL, LARGE]
     results = []
     for number, shape in enumerate(shapes):
         rounds = options.rounds or (5 if options.quick else 40 if number == 0 else 8)

@@ -1,7 +1,7 @@
 """What a push costs: FP8 against BF16, against an engine start, against a plain copy, and in memory.
 
-Only ratios within one run mean anything. One engine in FP8 and one in BF16 hold the same model, and pushes to them take
-turns; the best of each counts. The wall clock is what a trainer waits. A push keeps three processes busy (the sender
+Only ratios within one run mean anything. An engine for each format holds the same model, and pushes to them take turns;
+the best of each counts. The wall clock is what a trainer waits. A push keeps three processes busy (the sender
 copies while the worker quantizes, and vLLM's EngineCore spins for a second while it waits), so on a machine with few
 processors, or a busy one, the processor time of the sender and of the worker is told beside it. "From shared memory" is
 a push of SharedWeights, which are not copied. vLLM's own reload reads the same checkpoint from disk in the worker,
@@ -36,9 +36,16 @@ SHAPE = {"hidden": 2048, "layers": 4, "intermediate": 6144, "heads": 16, "kv_hea
 EXPERTS = {"hidden": 128, "layers": 48, "intermediate": 512, "heads": 1, "kv_heads": 1, "head_dim": 128, "experts": 128}
 AS_MANY = {"hidden": 2048, "layers": 6, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128}
 CHANGES = "FP8 push of changes"
+# A format -> the contract of its engine; None in BF16.
+FORMATS: dict[str, dict[str, str] | None] = {
+    "FP8": {},
+    "NVFP4": {"rollout": "nvfp4", "activation_scheme": "none"},
+    "BF16": None,
+}
 # One run as one JSON object: key -> where it is in the record.
 KEYS = {
     "fp8_push_s": ("best", "FP8 push", "wall"),
+    "nvfp4_push_s": ("best", "NVFP4 push", "wall"),
     "bf16_push_s": ("best", "BF16 push", "wall"),
     "fp8_shared_push_s": ("best", "FP8 push from shared memory", "wall"),
     "bf16_shared_push_s": ("best", "BF16 push from shared memory", "wall"),
@@ -173,7 +180,8 @@ def measure(folder: Path, rounds: int, profile: bool) -> dict[str, Any]:
     size = sum(t.nbytes for t in tensors[0].values())
     runs: dict[str, list[dict[str, float]]] = {}
     starts, racers = {}, {}
-    for kind, arguments in (("FP8", engines.fp8()), ("BF16", {})):
+    for kind, contract in FORMATS.items():
+        arguments = {} if contract is None else engines.fp8(**contract)
         start = time.perf_counter()
         racers[kind] = Race.started(paths[0], tensors[0], profile, arguments)
         starts[kind] = time.perf_counter() - start
@@ -292,6 +300,7 @@ def page(result: dict[str, Any]) -> str:
 
     best, size = result["best"], result["bytes"]
     fp8, bf16 = best["FP8 push"], best["BF16 push"]
+    quantized = [kind for kind in result["start_seconds"] if kind != "BF16"]
     out = ["# What a push costs", "", "Written by `benchmarks/refit.py`; do not edit.", ""]
     out += [f"- {key}: {value}" for key, value in result["about"].items()]
     out += [f"- model: Qwen3 with {result['parameters'] / 1e6:.0f} million parameters, {size / 1e6:.0f} MB in BF16", ""]
@@ -305,8 +314,14 @@ def page(result: dict[str, Any]) -> str:
             "at least 10",
             f"{changes['full_bytes'] / changes['bytes']:.0f}",
         ),
-        ("FP8 push over BF16 push, wall clock", "at most 1.2", f"{fp8['wall'] / bf16['wall']:.2f}"),
-        ("FP8 push over BF16 push, processor time", "", f"{fp8['processor'] / bf16['processor']:.2f}"),
+        *(
+            (f"{kind} push over BF16 push, {what}", goal, f"{best[f'{kind} push'][key] / bf16[key]:.2f}")
+            for kind in quantized
+            for what, key, goal in (
+                ("wall clock", "wall", "at most 1.2" if kind == "FP8" else ""),
+                ("processor time", "processor", ""),
+            )
+        ),
         (
             "engine start over FP8 push, wall clock",
             "at least 50",
@@ -323,7 +338,7 @@ def page(result: dict[str, Any]) -> str:
                 "less than 1",
                 f"{best[f'{kind} push']['wall'] / reload['wall']:.2f}",
             )
-            for kind in ("FP8", "BF16")
+            for kind in result["start_seconds"]
             for reload in [best[f"vLLM's own reload, {kind}"]]
         ),
         (
@@ -339,7 +354,7 @@ def page(result: dict[str, Any]) -> str:
         for name, one in best.items()
     ]
     out += [f"| a plain copy | {result['copy_seconds']:.3f} | | {size / result['copy_seconds'] / 1e9:.2f} |"]
-    out += [f"| engine start, FP8 | {result['start_seconds']['FP8']:.1f} | | |"]
+    out += [f"| engine start, {kind} | {result['start_seconds'][kind]:.1f} | | |" for kind in quantized]
     for name, found in result.get("experts", {}).items():
         what = f"{name}: {found['bytes'] / 1e6:.0f} MB in {found['tensors']} tensors"
         out += [f"| {what} | {found['seconds']:.3f} | | {found['bytes'] / found['seconds'] / 1e9:.2f} |"]

@@ -295,7 +295,7 @@ def four_bits() -> Iterator[Row]:
             applies = {
                 te_nvfp4: True,
                 vllm_nvfp4: operand == ROWS and usage == "row",
-                own_nvfp4: operand.four_over_six is None,  # which has no kernel
+                own_nvfp4: True,
             }
             if applies[run]:
                 row = Row("nvfp4", f"{name}{', columns' if usage == 'col' else ''}", oracle)

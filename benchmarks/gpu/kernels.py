@@ -1,7 +1,8 @@
-"""How fast values become FP8 and are multiplied, by our Triton kernels and by TE's; and a whole FP8 linear and a Llama
-layer.
+"""How fast values become FP8 or NVFP4 and are multiplied, by our Triton kernels and by TE's; and a whole FP8 linear and
+a Llama layer.
 
-Quantizing a BF16 element moves 3 bytes (2 in, 1 out), decoding it as many. The yardstick is a device-to-device copy of
+Quantizing a BF16 element moves 3 bytes (2 in, 1 out), decoding it as many; NVFP4 moves 2.5625 (half a byte and a
+scale's sixteenth out), beneath a given amax, and so does its yardstick. The yardstick is a device-to-device copy of
 as many bytes; tensors are several times the size of the L2 cache. GEMMs are 8192 x 8192 x 8192; linears go forward and
 backward on 8192 tokens, all three GEMMs in FP8, weights quantized in every step, as nemo_fp8.autocast and TE do it.
 FLOPs are those of the matrix products.
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 import nemo_fp8
 from nemo_fp8.contract import Precision
-from nemo_fp8.numerics import kernels
+from nemo_fp8.numerics import kernels, nvfp4
 from nemo_fp8.numerics.gemm import gemm
 from nemo_fp8.numerics.quantize import quantize_pair
 from nemo_fp8.numerics.scaled_mm import scaled_mm
@@ -37,6 +38,9 @@ CASTS: dict[str, tuple[tuple[int, int] | None, str, float | None]] = {
     "whole tensor, current scale": (None, "fp32", None),
     "whole tensor, given scale": (None, "fp32", 37.0),
 }
+# name -> rows of a block
+FP4_CASTS = {"NVFP4 1x16, given amax": 1, "NVFP4 16x16, given amax": 16}
+FP4_COPY, FP4_DECODED, FP4_BYTES = "copy, for NVFP4", "decode NVFP4 to BF16", 2.5625
 
 
 def measure(run: Run, name: str) -> None:
@@ -81,7 +85,27 @@ def casts(run: Run) -> None:
     codes, scales, _ = ways["weight 128x128, FP32 scales, new tensor"]()
     ways["decode 128x128 to BF16"] = lambda: kernels.decode(codes, scales, (128, 128), out=values)
     run.found = {"shape": list(x.shape), "bytes": x.numel() * 3}
+    run.found["others"] = _four_bits(ways, x, source, target, values)
     run.race(ways, 60.0, graphs=True)
+
+
+def _four_bits(
+    ways: Ways, x: torch.Tensor, source: torch.Tensor, target: torch.Tensor, values: torch.Tensor
+) -> dict[str, Any]:
+    """Add NVFP4's casts and their copy; return the bytes that they move and their copy's name, for each."""
+    amax, moved = x.abs().amax().float(), int(x.numel() * FP4_BYTES)
+    encode = nvfp4.encode_scale(amax).reshape(1)
+    ways[FP4_COPY] = lambda: target[: moved // 2].copy_(source[: moved // 2])
+    added = [FP4_COPY]
+    for name, tile_rows in FP4_CASTS.items():
+        cast = partial(kernels.quantize_fp4, x, encode, tile_rows)
+        held = cast()
+        if held is None:
+            raise Skipped("there is no kernel for this device")
+        ways[name], ways[f"{name}, new tensor"] = partial(cast, out=held), cast
+        added.append(name)
+    ways[FP4_DECODED] = lambda: kernels.decode_fp4(*held, amax, 2688.0, out=values)
+    return {name: {"bytes": moved, "copy": FP4_COPY} for name in (*added, FP4_DECODED)}
 
 
 def gemms(run: Run) -> None:

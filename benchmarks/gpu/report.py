@@ -124,13 +124,13 @@ def kernels(results: dict[str, Any]) -> str:
     """Casts as shares of a copy, GEMMs and layers as ratios to BF16."""
     out = []
     if found := results.get("casts"):
-        ways, copy = found["ways"], _ms(found["ways"]["copy"])
-        kinds = ("", ", new tensor", ", by TE", ", with statistics")
-        rows = [
-            [name, *(cell for kind in kinds for cell in _speed(found, ways.get(name + kind, {}), copy))]
-            for name in ways
-            if not name.endswith(kinds[1:])
-        ]
+        ways, kinds = found["ways"], ("", ", new tensor", ", by TE", ", with statistics")
+        rows = []
+        for name in (name for name in ways if not name.endswith(kinds[1:])):
+            # Other formats move other bytes, and have a copy of their own.
+            how = found | found.get("others", {}).get(name, {})
+            copy = _ms(ways[how.get("copy", "copy")])
+            rows.append([name, *(cell for kind in kinds for cell in _speed(how, ways.get(name + kind, {}), copy))])
         shape = " x ".join(map(str, found["shape"]))
         out += [
             f"Casts of {shape} BF16 into memory that is there, to a new tensor by us and by TE, and with statistics:\n"

@@ -4,9 +4,9 @@
     log_probs(source, {"quantization": "nemo_fp8", ...}, python)   the source, quantized when it is loaded
 
 On a CPU without AMX vLLM has no kernel for FP8 in 128x128 blocks, and on no CPU one for such blocks in ModelOpt's
-layout, for experts in NVFP4 or MXFP8, or for NVFP4 weights under BF16 activations (:func:`reads_codes`). The export is
-then decoded to BF16 and quantized when it is loaded, too: of 128x128 blocks its certificate proves that this gives the
-same codes, of others the comparison shows it.
+layout, or for linears in NVFP4 under BF16 activations (:func:`reads_codes`). The export is then decoded to BF16 and
+quantized when it is loaded, too: of 128x128 blocks its certificate proves that this gives the same codes, of others the
+comparison shows it.
 
 vLLM and NeMo cannot share an environment, so each engine runs in a process of vLLM's own Python, on this same file.
 Both get the same prompts in the same order and the same settings, so that a deterministic kernel gives the same bits
@@ -147,16 +147,15 @@ def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Pa
 def reads_codes(python: str | Path, plan: Plan) -> bool:
     """Whether the vLLM of a Python has a kernel on this machine for what a plan writes.
 
-    For ModelOpt's layouts nemo_fp8's plugin names vLLM's emulation to its CPU build, which has those of linears alone.
+    For ModelOpt's layouts nemo_fp8's plugin names kernels to its CPU build, but for linears under BF16 activations.
     """
     machine = Machine.here(python)
     if plan.layout.name != "modelopt":
         return answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
     if any(p.rollout_block == "128x128" for p in plan.forms.values()):
         return not machine.vllm_cpu and answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
-    experts = any(place(name).role == "experts" for name in plan.forms)
-    weights_only = any(p.activation_scheme == "none" for p in plan.forms.values())
-    return not machine.vllm_cpu or not (experts or weights_only)
+    weights_only = any(p.activation_scheme == "none" and place(n).role != "experts" for n, p in plan.forms.items())
+    return not (machine.vllm_cpu and weights_only)
 
 
 def compare(a: list[dict[str, float]], b: list[dict[str, float]]) -> Comparison:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.export.codings import in_compute
 from nemo_fp8.storage.safetensors import CODES, SCALE_2, SCALES, VALUES, Checkpoint, Described, bytes_of
 
 RECEIPT = "nemo_fp8_export.json"
@@ -150,7 +151,7 @@ class HuggingFace:
 
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
         for matrix in self._checkpoint.matrices(name):
-            yield matrix.bfloat16() if name in self._codes else matrix
+            yield in_compute(matrix, "bf16", name) if name in self._codes else matrix
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         if name not in self._codes:

@@ -96,11 +96,35 @@ def check(*, train: Precision, rollout: Precision) -> Agreement:
 
 
 def join(train: Precision, rollout: Precision) -> Precision:
-    """Make one contract of both sides. Raises PrecisionError with every setting in which they contradict each other."""
+    """Make one contract of both sides. Raises PrecisionError with every setting in which they contradict each other.
+
+    A rule for modules that one side has contradicts the other if the rollout would be stored otherwise without it, even
+    where the values are equal: it is a rule for both sides, or for none.
+    """
     conflicts = [f for f in check(train=train, rollout=rollout).findings if f.severity == "error"]
     if conflicts:
         raise PrecisionError(conflicts)
-    return merge(train, rollout)
+    one = merge(train, rollout)
+    if one.modules != rollout.modules and (problem := _rules_of_one_side(one, rollout)):
+        raise PrecisionError([problem])
+    return one
+
+
+def _rules_of_one_side(one: Precision, rollout: Precision) -> Problem | None:
+    """Return the problem that one contract would store linears of the rollout otherwise; None if there is none."""
+    apart = []
+    for group in governed(one, rollout):
+        pairs = ((group.train.operand(role, "rollout"), group.rollout.operand(role, "rollout")) for role in _TOPICS)
+        if any(ours != theirs for ours, theirs in pairs):
+            apart += group.linears
+    if not apart:
+        return None
+    return Problem(
+        f"The two sides have other rules for modules (modules=): {', '.join(apart)}.",
+        "One contract has one list of rules, for training and for the rollout. With training's, the rollout would "
+        "store these modules otherwise, although the values would be equal.",
+        "Give both sides the same rules.",
+    )
 
 
 def merge(train: Precision, rollout: Precision) -> Precision:

@@ -74,8 +74,12 @@ class Estimate:
 class _Copy:
     """The bytes of a quantized copy of weights, and whether a GPU that reads either layout needs it, too."""
 
+    kind: str
+    """``FP8`` or ``NVFP4``: rules by module and a backward of its own put both into one model."""
     codes: int
     scales: int
+    scaled: str
+    """In words: how many bytes are a scale, and for how many values."""
     needed: bool
 
 
@@ -152,20 +156,14 @@ def _stage(stage: int, model: Model, p: Precision, parallel: Parallel, machine: 
     primary = sum(share.elements for share in shares if share.primary)
     rows = [share.rows for share in shares if share.rows]
     columns = [share.columns for share in shares if share.columns and (old or share.columns.needed)]
-    scales = sum(copy.scales for copy in (*rows, *columns))
-    kind = "NVFP4" if p.scaling == "nvfp4" else "FP8"
     spread = parallel.distributed_optimizer is not False
     optimizer = sum(-(-share.elements // (share.over if spread else 1)) for share in shares)
     through_own_buffer = p.scaling == "mxfp8" and parallel.reuse_grad_buf is False and spread
     items = [
         Item("parameters", (elements - primary) * compute, f"{p.compute.upper()}; the optimizer gathers them in place"),
-        Item(f"{kind} weights by rows", sum(copy.codes for copy in rows), "what fprop reads"),
-        Item(
-            f"{kind} weights by columns",
-            sum(copy.codes for copy in columns),
-            "what dgrad reads" if columns else "sm100 and newer read either layout",
-        ),
-        Item(f"{kind} scales", scales, _scales_why(p)),
+        *_codes("weights by rows", rows, "what fprop reads"),
+        *_codes("weights by columns", columns, "what dgrad reads"),
+        *_scales([*rows, *columns]),
         Item("gather buffer", primary * compute if through_own_buffer else 0, _gather_why(p, through_own_buffer)),
         Item("gradients", elements * reduce_bytes, "FP32" if reduce_bytes == 4 else p.compute.upper()),
         Item("master parameters", 0 if p.compute == "fp32" else optimizer * 4, "FP32" + _spread_why(parallel, spread)),
@@ -184,6 +182,26 @@ def _stage(stage: int, model: Model, p: Precision, parallel: Parallel, machine: 
         capacity=machine.memory if machine else None,
         assumptions=tuple(_assumptions(p, parallel, machine)),
     )
+
+
+def _codes(name: str, copies: list[_Copy], why: str) -> Iterator[Item]:
+    """Yield an item for each kind of codes among these copies."""
+    for kind, alike in _by_kind(copies).items():
+        yield Item(f"{kind} {name}", sum(copy.codes for copy in alike), why)
+
+
+def _scales(copies: list[_Copy]) -> Iterator[Item]:
+    """Yield an item for the scales of each kind of codes."""
+    for kind, alike in _by_kind(copies).items():
+        why = "; ".join(dict.fromkeys(copy.scaled for copy in alike))
+        yield Item(f"{kind} scales", sum(copy.scales for copy in alike), why)
+
+
+def _by_kind(copies: list[_Copy]) -> dict[str, list[_Copy]]:
+    found: dict[str, list[_Copy]] = {}
+    for copy in copies:
+        found.setdefault(copy.kind, []).append(copy)
+    return found
 
 
 def _shares(stage: int, model: Model, p: Precision, parallel: Parallel) -> Iterator[_Share]:
@@ -226,27 +244,21 @@ def _linear(linear: Linear, own: Precision | None, p: Precision, parallel: Paral
 
 def _copy(operand: Operand, rows: int, columns: int, count: int, *, needed: bool) -> _Copy:
     """Return the bytes of one quantized copy of ``count`` weights; not ``needed`` where a GEMM reads either layout."""
-    codes = rows * columns // (2 if operand.format == "e2m1" else 1)
-    if operand.scale == "e4m3":
-        scales = rows * columns // 16 + 4  # TransformerEngine repeats the scale of a square for each of its rows
-    elif operand.scale == "e8m0":
-        scales = rows * columns // 32
+    if operand.format == "e2m1":
+        # TransformerEngine repeats the scale of a square for each of its rows.
+        kind, codes, scales, scaled = "NVFP4", rows * columns // 2, rows * columns // 16 + 4, "1 byte for 16 values"
     else:
+        kind, codes = "FP8", rows * columns
         high, wide = operand.block or (rows, columns)
-        scales = 4 * -(-rows // high) * -(-columns // wide)
-    return _Copy(codes * count, scales * count, needed)
+        if operand.scale == "e8m0":
+            scales, scaled = rows * columns // 32, "1 byte for 32 values"
+        else:
+            scales = 4 * -(-rows // high) * -(-columns // wide)
+            scaled = f"4 bytes for {high}x{wide} values" if operand.block else "4 bytes for each weight"
+    return _Copy(kind, codes * count, scales * count, scaled, needed)
 
 
 # ---------------------------------------------------------------------- in words
-
-
-def _scales_why(p: Precision) -> str:
-    words = {
-        "blockwise": "4 bytes for 128x128 values",
-        "mxfp8": "1 byte for 32 values",
-        "nvfp4": "1 byte for 16 values",
-    }
-    return words.get(p.scaling or "", "4 bytes for each weight")
 
 
 def _gather_why(p: Precision, own: bool) -> str:
@@ -270,8 +282,8 @@ def _assumptions(p: Precision, parallel: Parallel, machine: Machine | None) -> I
     if parallel.distributed_optimizer is None:
         yield "The distributed optimizer is on."
     if p.is_quantized:
-        yield "FP8 casts of weights are kept over the microbatches of a step, as Megatron does."
-        if p.scaling in PER_TENSOR and (machine is None or machine.arch is None):
+        yield "Quantized copies of weights are kept over the microbatches of a step, as Megatron does."
+        if any(own.scaling in PER_TENSOR for own in p.variants()) and (machine is None or machine.arch is None):
             yield "The GPU is an sm89 or sm90, which needs weights by columns too; sm100 does not."
         if machine is not None and machine.has_gpu is False:
             yield "The figures are TransformerEngine's on a GPU, not the emulation's on this machine."

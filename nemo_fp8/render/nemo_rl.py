@@ -362,10 +362,10 @@ def _rollout(document: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[dic
         if name not in keys.FP4_ROLLOUT_KEYS
     ]
     if four.get("enabled"):
-        fields |= {"rollout": "nvfp4"} | fp4.kept_experts(four.get("additional_ignore") or ())
-        rules, patterns = train.get("modules", ()), {True: fields["keep"]}
-        keep, modules = lists.rules_of_lines(patterns, rules, fields["compute"], nvfp4=True)
-        return fields | {"keep": keep, "modules": modules}, problems
+        # The rules first: a single layer that one of them names is no last layer.
+        ignored, rules = {True: four.get("additional_ignore") or ()}, train.get("modules", ())
+        keep, modules = lists.rules_of_lines(ignored, rules, fields["compute"], nvfp4=True)
+        return fields | {"rollout": "nvfp4", "modules": modules} | fp4.kept_experts(keep), problems
     # NeMo RL reads FP8 keys only with precision: fp8. Keys that ask for FP8 without it are contradictions.
     claims = {k: v for k, v in said.items() if k in ("deep_gemm", "kv_cache")}
     if claims.get("kv_cache") == "fp8":

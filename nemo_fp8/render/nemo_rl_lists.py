@@ -3,6 +3,7 @@
     *.linear_qkv     128x128 blocks: self_attn.q_proj, self_attn.k_proj, self_attn.v_proj     words of parameters' names
                      MX: *.self_attn.q_proj, ..., *.self_attn.qkv_proj                        patterns, vLLM's names too
     *.layers.0.*     .layers.0.                                                               as ``keep`` is written
+    *.experts*, but not those of layer 3: *.layers.[!3].mlp.experts*, *.layers.[0-9][0-9].mlp.experts*, ...     patterns
 
 There are two lists, by whether they are MX's (``keys.IGNORED``). Words are tried on Hugging Face's names of parameters,
 patterns on vLLM's names, where Q, K and V are one, and all experts of a layer. A list knows no order, and what is on it
@@ -13,6 +14,7 @@ decided together; :func:`unsaid` has the answer. The trade-off: a linear in no t
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,17 +110,38 @@ def lines_of_rules(p: Precision, mx: bool) -> list[str]:
 
 def experts_of_rules(p: Precision) -> list[str]:
     """Return the patterns of the routed experts to which a contract's rules give the compute dtype."""
-    decided = _decided(p.modules, p.compute).values()
-    return [line for places in decided for line in _lines_of_places(p.modules, places, _HELD[-1], mx=True)]
+    return [*_lines_of(p.modules, p.compute, _HELD[-1:], mx=True)]
+
+
+def _lines_of(rules: Rules, compute: str, helds: Iterable[_Held], mx: bool) -> Iterator[str]:
+    """Yield the lines of what rules give the compute dtype, of some of the linears."""
+    for places, held in itertools.product(_decided(rules, compute).values(), helds):
+        yield from _lines_of_places(rules, places, held, mx)
 
 
 def _lines_of_places(rules: Rules, places: _Places, held: _Held, mx: bool) -> Iterator[str]:
-    others = _others(rules)
-    layers = {layer for layer, one in places if one is held}
+    others, layers = _others(rules), {layer for layer, one in places if one is held}
     names = held.engine if held.routed else (*held.parts, *(held.engine if mx else ()))
-    for at in ("",) if layers >= others else [f"layers.{layer}." for layer in sorted(layers - others)]:
+    numbers = [str(layer) for layer in sorted(layers - others)]
+    if layers >= others:  # a word cannot leave a layer out
+        numbers = [*_all_but(_layers(rules) - layers)] if mx and layers < _layers(rules) else []
+    for at in [f"layers.{number}." for number in numbers] or [""] * (layers >= others):
         for name in names:
             yield f"*.{at}{name}{'*' if held.routed else ''}" if mx else f"{at}{name}"
+
+
+def _all_but(layers: Iterable[int]) -> Iterator[str]:
+    """Yield patterns of the numbers of up to three digits that are none of these: of all but 13, ``[0-9]``,
+    ``[!1][0-9]``, ``1[!3]`` and ``[0-9][0-9][0-9]``."""
+    for width in (1, 2, 3):
+        left_out = {text for text in map(str, layers) if len(text) == width}
+        begun = [""]
+        for i in range(width):
+            rest = "[0-9]" * (width - i - 1)
+            digits = {begin: sorted({text[i] for text in left_out if text.startswith(begin)}) for begin in begun}
+            for begin, taken in digits.items():
+                yield begin + (f"[!{''.join(taken)}]" if taken else "[0-9]") + rest
+            begun = [begin + digit for begin, taken in digits.items() for digit in taken]
 
 
 def unsaid(p: Precision, lines: Lists) -> list[str]:
@@ -150,22 +173,25 @@ def unsaid(p: Precision, lines: Lists) -> list[str]:
 def rules_of_lines(lines: Lists, rules: Rules, compute: str, nvfp4: bool = False) -> tuple[tuple[str, ...], Rules]:
     """Return what these lists keep, as ``keep`` and as those of the training's ``rules`` that they say.
 
-    A rule is said if all that it decides is on a list; with ``nvfp4`` only experts have to be. Lines beyond the rules
-    that are said are names to keep.
+    A rule is said if all that it decides is on a list; with ``nvfp4`` only experts have to be, and rules for NVFP4 are
+    said by what is not on it. Lines beyond the rules that are said are names to keep.
     """
     every = tuple(dict.fromkeys(line for found in lines.values() for line in found))
     layers = _layers(rules)
     kept = _kept(lines, layers) | {(n, held) for n in layers for held in _HELD if nvfp4 and not held.routed}
+    decided = _decided(rules, compute)
     said = tuple(
         rule
-        for rule, places in _decided(rules, compute).items()
-        if (places <= kept if places else _is_on(rule[0], lines))
+        for rule in dict.fromkeys(rules)
+        if (nvfp4 and rule[1] == "nvfp4")  # the rollout's own format, which takes modules out of rules behind it
+        or (rule in decided and (decided[rule] <= kept if decided[rule] else _is_on(rule[0], lines)))
     )
     covered = {place for places in _decided(said, compute).values() for place in places}
     if not covered <= kept:  # without the rules before them they would say more than the list
         said, covered = (), set()
     names = _names(covered)
     of_rules = {as_ignored(pattern, mx) for pattern, _ in said for mx in lines}
+    of_rules |= {line for mx in lines for line in _lines_of(said, compute, _HELD, mx)}
     of_rules |= {line for line in every if (found := _matched(line, layers)) and found <= names}
     alone = tuple(rule for rule in EXPERTS_ALONE if nvfp4 and rule not in said)
     return tuple(as_kept(line) for line in every if line not in of_rules), (*said, *alone)

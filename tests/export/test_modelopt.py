@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import oracles
 from support.small_models import tensors, write
 
 from nemo_fp8 import Precision, PrecisionError, preset
@@ -27,6 +28,66 @@ def loaded(folder):
 
 def bits(a):
     return a.contiguous().view(-1).view(torch.uint8)
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+EDGES = {
+    "all zero": torch.zeros_like,
+    "a scale of the tensor that is subnormal": lambda x: (x.float() * 2.0**-125).bfloat16(),
+    "subnormal values": lambda x: (x.float() * 2.0**-132).bfloat16(),
+    "the smallest value alone": lambda x: torch.zeros_like(x).index_fill_(1, torch.tensor(3), 2.0**-133),
+    "every magnitude": lambda x: (x.float() * torch.logspace(-38, 30, x.shape[1])).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("of", EDGES.values(), ids=EDGES)
+def test_nvfp4_of_hard_weights_is_tes_own_and_comes_back_as_it_decodes(tmp_path, of):
+    weights = tensors()
+    x = weights[f"{DOWN}.weight"] = of(weights[f"{DOWN}.weight"])
+    done = to(tmp_path / "out", write(tmp_path / "in", weights), NVFP4)
+    assert verify(done.plan, tmp_path / "out").holds
+    written = loaded(tmp_path / "out")
+    reference = oracles.te_nvfp4().NVFP4QuantizerRef(None, rowwise=True, columnwise=False, quant_tile_shape=(1, 16))
+    codes, scale, _, _, amax, _ = reference._quantize(x)
+    assert torch.equal(written[f"{DOWN}.weight"], codes.view(torch.uint8))
+    assert torch.equal(bits(written[f"{DOWN}.weight_scale"]), bits(scale))
+    assert written[f"{DOWN}.weight_scale_2"] == amax / 2688
+    back = loaded(to(tmp_path / "back", tmp_path / "out", Precision()).folder)[f"{DOWN}.weight"]
+    held = quantize(x, Operand("e2m1", (1, 16), "e4m3")).dequantize(torch.bfloat16)
+    assert back.isfinite().all()
+    assert torch.equal(bits(back), bits(held))
+
+
+BROKEN = {
+    "no number": {"weight_scale_2": torch.tensor(float("nan"))},
+    "infinite": {"weight_scale_2": torch.tensor(float("inf"))},
+    "a block's no number": {"weight_scale": torch.tensor(float("nan"))},
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("precision", [Precision(), NVFP4], ids=["bf16", "nvfp4"])
+def test_a_checkpoint_with_a_broken_scale_is_no_source(tmp_path, broken, precision):
+    """NaN or infinity, which would be written as weights."""
+    to(tmp_path / "four", write(tmp_path / "in", tensors()), NVFP4)
+    for part, value in broken.items():
+        files = {file: load_file(file) for file in (tmp_path / "four").glob("*.safetensors")}
+        (file,) = (file for file, held in files.items() if f"{DOWN}.{part}" in held)
+        files[file][f"{DOWN}.{part}"].view(-1)[0] = value
+        save_file(files[file], file, metadata={"format": "pt"})
+    with pytest.raises(PrecisionError, match=f"{DOWN}.weight holds values that are not finite"):
+        to(tmp_path / "out", tmp_path / "four", precision)
+
+
+def test_columns_that_16_does_not_divide_stay_as_they_are_or_are_refused(tmp_path):
+    weights = tensors()
+    weights[f"{DOWN}.weight"] = weights[f"{DOWN}.weight"][:, :-8].contiguous()
+    source = write(tmp_path / "in", weights)
+    done = to(tmp_path / "out", source, NVFP4)
+    assert torch.equal(loaded(tmp_path / "out")[f"{DOWN}.weight"], weights[f"{DOWN}.weight"])
+    assert [DOWN in problem.what for problem in done.plan.selection.misaligned] == [True]
+    with pytest.raises(PrecisionError, match="376 columns are not a multiple of 16"):
+        to(tmp_path / "strict", source, NVFP4.replace(strict=True))
 
 
 def groups(weights):

@@ -177,3 +177,13 @@ def test_make_gpu_takes_the_python_that_is_given_and_sets_nothing_up():
     )
     assert done.stdout.strip().endswith("some-python -m benchmarks.gpu kernels")
     assert "venv" not in done.stdout
+
+
+def test_a_cast_that_moves_other_bytes_is_held_to_a_copy_of_its_own():
+    ways = {"copy": 1.0, "weight 128x128, FP32 scales": 2.0, "copy, for NVFP4": 0.5, "NVFP4 1x16, given amax": 1.0}
+    others = {name: {"bytes": 10**6, "copy": "copy, for NVFP4"} for name in ways if "NVFP4" in name}
+    found = {"shape": [1, 1], "bytes": 3 * 10**6, "ways": {name: {"ms": ms} for name, ms in ways.items()}}
+    rows = [line.split("|") for line in report.kernels({"casts": found | {"others": others}}).splitlines()]
+    told = {row[1].strip(): [cell.strip() for cell in row[2:4]] for row in rows if len(row) > 4}
+    assert told["weight 128x128, FP32 scales"] == ["1.50", "50%"]
+    assert told["NVFP4 1x16, given amax"] == ["1.00", "50%"]

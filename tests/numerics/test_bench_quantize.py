@@ -3,7 +3,10 @@ instructions."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -44,3 +47,18 @@ def test_the_kernels_are_built_for_what_was_asked(bench, monkeypatch, tmp_path):
         assert (build.OTHERS[isa],) == build.MACHINE_FLAGS
         names.add(build._identity("cc"))
     assert len(names) == 1 + len(build.OTHERS)
+
+
+def test_the_page_holds_the_memory_of_every_way_and_of_nvfp4_what_its_bytes_are(bench, monkeypatch, tmp_path):
+    written = json.loads(bench.RECORD.read_text())["memory"]
+    assert list(written) == list(bench.MEMORY)
+    assert "\n".join(bench.memory_table(written)) in bench.PAGE.read_text()
+    assert written["kernel"] == pytest.approx(1 / 2, abs=0.001)
+    assert written["NVFP4 kernel"] == pytest.approx((1 / 2 + 1 / 16) / 2, abs=0.001)
+    for name in ("PAGE", "RECORD"):
+        monkeypatch.setattr(bench, name, Path(shutil.copy(getattr(bench, name), tmp_path)))
+    before = bench.PAGE.read_text(), json.loads(bench.RECORD.read_text())
+    bench.write_memory(written | {"kernel": 0.75})
+    assert bench.PAGE.read_text() == before[0].replace("| kernel | 0.50 |", "| kernel | 0.75 |")
+    assert json.loads(bench.RECORD.read_text()) == before[1] | {"memory": written | {"kernel": 0.75}}
+    assert bench.memory_of("NVFP4 kernel", 2048, 2048) == pytest.approx(0.28125, abs=0.05)

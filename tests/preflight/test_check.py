@@ -307,6 +307,20 @@ def test_rules_of_a_side_that_runs_without_fp8_are_left_out_of_one_contract():
     assert join(train, Precision()) == Precision()
 
 
+@pytest.mark.parametrize("rules", [((), (("*.linear_fc1", "mxfp8"),)), ((("*.linear_fc1", "mxfp8"),), ())])
+def test_a_rule_that_only_one_side_has_is_not_dropped_from_one_contract(rules):
+    """Powers of two give equal values in blocks and in MX, and the rollout stores other bytes."""
+    train, rollout = (_ruled(DEEPSEEK, *side) for side in rules)
+    assert check(train=train, rollout=rollout).agrees
+    with pytest.raises(PrecisionError, match=r"other rules for modules \(modules=\): decoder.layers.\*.mlp.linear_fc1"):
+        join(train, rollout)
+
+
+def test_a_rule_that_changes_nothing_may_be_on_one_side():
+    ruled = _ruled(DEEPSEEK, ("*.linear_fc1", "blockwise"))
+    assert join(Precision(**DEEPSEEK), ruled) == Precision(**DEEPSEEK)
+
+
 def test_a_rule_for_all_leaves_a_side_without_fp8_as_the_other_is():
     assert check(train=_ruled(DEEPSEEK, ("*", "bf16")), rollout=Precision()).findings == ()
     codes = [f.code for f in check(train=_ruled(DEEPSEEK, ("*.linear_fc1", "bf16")), rollout=Precision()).findings]

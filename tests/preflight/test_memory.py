@@ -211,7 +211,23 @@ def test_rules_by_module_count_each_module_under_its_own_recipe() -> None:
     for _, linear in LLAMA.all_linears():
         name = linear.name.rpartition("_")[2]
         by_name[name] = by_name.get(name, 0) + sum(linear.parts) * linear.columns
-    found = _bytes(p)
-    assert found["NVFP4 weights by rows"] == by_name["proj"] // 2 + by_name["fc1"] + by_name["fc2"]
-    assert found["NVFP4 scales"] == 2 * (by_name["proj"] // 16 + 4 * 32 + (by_name["fc1"] + by_name["fc2"]) // 32)
+    found, fp8 = _bytes(p), by_name["fc1"] + by_name["fc2"]
+    for side in ("rows", "columns"):
+        assert (found[f"NVFP4 weights by {side}"], found[f"FP8 weights by {side}"]) == (by_name["proj"] // 2, fp8)
+    assert (found["NVFP4 scales"], found["FP8 scales"]) == (2 * (by_name["proj"] // 16 + 4 * 32), 2 * fp8 // 32)
     assert not savings(LLAMA, p)
+
+
+def test_a_label_says_every_recipe_that_it_counts() -> None:
+    p = Precision(format="e4m3", scaling="blockwise", modules=(("*.linear_fc1", "mxfp8"), ("*.linear_fc2", "nvfp4")))
+    items = {item.name: item for item in memory(LLAMA, p, Parallel(), BLACKWELL).items}
+    assert items["FP8 scales"].why == "4 bytes for 128x128 values; 1 byte for 32 values"
+    assert items["NVFP4 scales"].why == "1 byte for 16 values"
+    tensorwise = p.replace(modules=(("*.linear_fc1", "tensorwise"),))
+    assert any("sm100" in sentence for sentence in memory(LLAMA, tensorwise).assumptions)
+
+
+def test_a_backward_of_its_own_reads_columns_of_its_own_kind() -> None:
+    found = _bytes(preset("bf16_with_nvfp4_mixed").replace(weight_block="1x16", backward_scaling="mxfp8"))
+    assert "NVFP4 weights by columns" not in found
+    assert (found["NVFP4 weights by rows"], found["FP8 weights by columns"]) == (LINEARS // 2, LINEARS)

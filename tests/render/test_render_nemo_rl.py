@@ -1,6 +1,7 @@
 """NeMo RL's YAML: the documents' samples as written, recipes of its shapes, both ways, and every slip refused."""
 
 import re
+from fnmatch import fnmatchcase as fnmatch
 
 import pytest
 import yaml
@@ -464,6 +465,30 @@ def test_five_places_of_nvfp4_come_out_of_one_contract_and_are_one_again(tmp_pat
     assert missing(*read_nemo_rl(tmp_path / "grpo.yaml")) == []
 
 
+@pytest.mark.parametrize("layer", [3, 27, 104])
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_single_layers_experts_are_said_in_a_list_and_read_back(tmp_path, recipe, layer):
+    """All layers but one have no key of their own: they are patterns of the numbers that are not its own."""
+    rules = [("*.linear_qkv", "bf16"), ("*.linear_proj", "bf16"), (f"*.layers.{layer}.mlp.experts*", recipe)]
+    rules += [("*.experts*", "bf16")] if recipe == "nvfp4" else []
+    contract = MOE.replace(modules=tuple(rules), first_layers=0, last_layers=0)
+    rendering = render(contract, "nemo-rl")
+    assert rendering.lost == ()
+    ignored = rendering.data["policy"]["generation"]["nvfp4_pertoken_rollout"]["additional_ignore"]
+    kept = {n for n in range(200) if any(fnmatch(f"model.layers.{n}.mlp.experts", pattern) for pattern in ignored)}
+    assert kept == ({layer} if recipe == "bf16" else {*range(200)} - {layer})
+    (tmp_path / "te_precision.yaml").write_text(render(contract, "te-precision").text)
+    (tmp_path / "grpo.yaml").write_text(rendering.text)
+    train, rollout = read_nemo_rl(tmp_path / "grpo.yaml")
+    for name in (f"decoder.layers.{n}.mlp.experts.linear_fc1" for n in (layer, layer + 1)):
+        for mine, side in ((train, "train"), (rollout, "rollout")):
+            assert mine.of([name]).operand("weight", side) == contract.of([name]).operand("weight", side)
+    at = f"layers.{'[!' if recipe == 'nvfp4' else layer}"
+    other = rendering.text.replace(at, "layers.[" if recipe == "nvfp4" else "layers.7")
+    (tmp_path / "grpo.yaml").write_text(other)
+    assert not check(train=train, rollout=read_nemo_rl(tmp_path / "grpo.yaml")[1]).agrees
+
+
 FIVE_VARIABLES = (
     "NVTE_NVFP4_ROW_SCALED_ACTIVATION",
     "NVTE_NVFP4_DISABLE_RHT",
@@ -584,7 +609,6 @@ def test_rules_for_the_compute_dtype_are_on_the_rollouts_lists(contract, rules, 
         (MX, (("*.linear_fc2", "tensorwise"),)),
         (MX, (("*.linear_fc2", "nvfp4"),)),
         (MOE, (*MOE.modules, ("*.linear_fc2", "mxfp8"))),
-        (MOE, (*MOE.modules, ("*.layers.9.mlp.experts*", "bf16"))),
         (BLOCKS, (("*.layers.[0-3].*", "bf16"),)),
         (BLOCKS, (("*.linear_nowhere", "bf16"),)),
     ],

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.rollout.engines import fp8, log_probs
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
-from nemo_fp8 import Precision
+from nemo_fp8 import Precision, PrecisionError
 from nemo_fp8.export import HuggingFace, export, verify
 from nemo_fp8.export.logprobs import reads_codes
 from nemo_fp8.models.selection import Selection
@@ -71,25 +72,88 @@ def test_an_export_and_the_source_on_the_fly_are_bitwise_equal(engine, checkpoin
 
 def loaded_as_on_the_fly(engine, source, folder, precision):
     """Export, and return log-probs and the engine of the export, which quantizing on the fly gives to the bit."""
-    selection = exported(source, folder, precision)
+    done = export(HuggingFace.open(source), folder, precision)
+    assert verify(done.plan, folder).holds
+    assert reads_codes(sys.executable, done.plan)
     fly = engine(source, **fp8(**fields(precision)))
-    assert in_fp8(fly) == chosen(selection)
+    assert in_fp8(fly) == chosen(done.plan.selection)
     right, loaded = log_probs(fly), engine(folder)
     assert right.isfinite().all()
     assert torch.equal(log_probs(loaded), right)
     return right, loaded
 
 
-@pytest.mark.parametrize("precision", [NVFP4, MXFP8], ids=["nvfp4", "mxfp8"])
-def test_vllm_itself_loads_modelopts_layouts_and_gives_the_same_bits(engine, checkpoint, tmp_path, precision):
+W4A16 = NVFP4.replace(activation_scheme="none")
+IN_MODELOPTS_LAYOUTS = {
+    "nvfp4": ("llama", NVFP4.replace(first_layers=1)),
+    "mxfp8": ("llama", MXFP8.replace(first_layers=1)),
+    "experts in nvfp4": ("qwen3_moe", NVFP4),
+    "experts in mxfp8": ("qwen3_moe", MXFP8),
+    "experts alone, in w4a16": ("qwen3_moe", W4A16.replace(keep=("*.self_attn.*",))),
+}
+
+
+@pytest.mark.parametrize("how", IN_MODELOPTS_LAYOUTS)
+def test_vllm_itself_loads_modelopts_layouts_and_gives_the_same_bits(engine, checkpoint, tmp_path, how):
     """Without a word about us: config.json says it all. A scale that is another one is seen in what it answers."""
-    precision = precision.replace(first_layers=1, keep=("*.layers.2.*q_proj",))
-    right, loaded = loaded_as_on_the_fly(engine, checkpoint("llama"), tmp_path / "out", precision)
+    kind, precision = IN_MODELOPTS_LAYOUTS[how]
+    precision = precision.replace(keep=(*precision.keep, "*.layers.2.*q_proj"))
+    right, loaded = loaded_as_on_the_fly(engine, checkpoint(kind), tmp_path / "out", precision)
+    loaded.collective_rpc("reload_weights")
+    assert torch.equal(log_probs(loaded), right)
     tensors = load_file(tmp_path / "out/model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight_scale"].view(torch.uint8)[0, 0] ^= 8  # an exponent, or half of one
+    damaged = f"model.layers.1.mlp.{'experts.0.' if kind == 'qwen3_moe' else ''}down_proj.weight_scale"
+    tensors[damaged].view(torch.uint8)[0, 0] ^= 8  # an exponent, or half of one
     save_file(tensors, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
     loaded.collective_rpc("reload_weights")
     assert not torch.equal(log_probs(loaded), right)
+
+
+def experts_of(folder, layer):
+    """vLLM's own model, built on this checkpoint: a layer's experts."""
+    from support.rollout.in_process import build
+
+    block = build(folder, quantized=False).get_submodule(f"model.layers.{layer}.mlp")
+    return next(module for module in block.modules() if hasattr(module, "w13_weight"))
+
+
+def test_experts_of_a_mixed_checkpoint_have_each_layers_own_method(checkpoint, tmp_path):
+    from nemo_fp8.rollout.engine.modelopt_experts import METHODS
+
+    rules = (("*.layers.0.*experts*", "mxfp8"), ("*.layers.1.*experts*", "bf16"))
+    exported(checkpoint("qwen3_moe"), tmp_path / "out", NVFP4.replace(modules=rules))
+    methods = [type(experts_of(tmp_path / "out", layer).quant_method) for layer in (0, 1, 2)]
+    assert methods == [METHODS["MXFP8"], UnquantizedFusedMoEMethod, METHODS["NVFP4"]]
+
+
+def test_experts_take_a_checkpoints_scales(checkpoint, tmp_path):
+    """A calibrated scale of their inputs, of which vLLM takes the largest of a layer, and one beneath gate and up."""
+    exported(checkpoint("qwen3_moe"), tmp_path / "out", NVFP4)
+    file = tmp_path / "out/model.safetensors"
+    tensors = load_file(file)
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids = torch.tensor([[0, 3]] * 8)
+
+    def answer(scale, *numbers):
+        for number in numbers:
+            for part in ("gate", "up", "down"):
+                tensors[f"model.layers.1.mlp.experts.{number}.{part}_proj.input_scale"].fill_(scale)
+        save_file(tensors, file, metadata={"format": "pt"})
+        experts = experts_of(tmp_path / "out", 1)
+        return experts.quant_method.apply(experts, x, torch.full((8, 2), 0.5), ids, None, None)
+
+    small = 2.0**-9
+    one, of_some, of_all = answer(1.0), answer(small, 3), answer(small, *range(8))
+    assert one.isfinite().all()
+    assert torch.equal(one, of_some)
+    assert not torch.equal(one, of_all)
+    experts = experts_of(tmp_path / "out", 1)
+    experts.apply_router_weight_on_input = True
+    with pytest.raises(PrecisionError, match="experts in NVFP4 with the router's weight on their input"):
+        experts.quant_method.quant_config.get_quant_method(experts, "model.layers.1.mlp.experts")
+    tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_2"] *= 2
+    with pytest.raises(PrecisionError, match="gate and up have two weight_scale_2"):
+        answer(1.0)
 
 
 RULES = (
@@ -164,16 +228,14 @@ def test_vllm_reads_every_list_and_the_shapes_of_128x128_blocks(checkpoint, tmp_
         assert (stored.shape, stored.dtype) == (parameter.shape, parameter.dtype)
 
 
-@pytest.mark.parametrize("how", ["experts in NVFP4", "experts in MXFP8", "activations in BF16"])
-def test_what_vllms_cpu_build_has_no_kernel_for_is_compared_decoded(engine, checkpoint, tmp_path, how):
-    kind = "qwen3_moe" if "experts" in how else "llama"
-    precision = MXFP8 if "MXFP8" in how else NVFP4 if kind == "qwen3_moe" else NVFP4.replace(activation_scheme="none")
-    done = export(HuggingFace.open(checkpoint(kind)), tmp_path / "out", precision)
+def test_what_vllms_cpu_build_has_no_kernel_for_is_compared_decoded(engine, checkpoint, tmp_path):
+    """Linears under BF16 activations."""
+    done = export(HuggingFace.open(checkpoint("llama")), tmp_path / "out", W4A16)
     assert verify(done.plan, tmp_path / "out").holds
     assert not reads_codes(sys.executable, done.plan)
     back = export(HuggingFace.open(tmp_path / "out"), tmp_path / "bf16", Precision()).folder
-    fly = engine(checkpoint(kind), **fp8(**fields(precision)))
-    again = engine(back, **fp8(**fields(precision)))
+    fly = engine(checkpoint("llama"), **fp8(**fields(W4A16)))
+    again = engine(back, **fp8(**fields(W4A16)))
     assert in_fp8(again) == in_fp8(fly) == chosen(done.plan.selection)
     assert torch.equal(log_probs(again), log_probs(fly))
 

@@ -6,7 +6,7 @@ import torch
 from support.rollout import engines
 from support.rollout.in_process import Worker, build, same_bits, weights_of
 
-from nemo_fp8 import Precision
+from nemo_fp8 import Precision, PrecisionError
 from nemo_fp8.contract import Operand
 from nemo_fp8.mismatch.weights import compare_weights, told_by
 from nemo_fp8.numerics import quantize
@@ -107,13 +107,45 @@ def test_a_push_that_did_not_arrive_is_told(pushed, monkeypatch):
     assert Refit(Worker(model)).push(weights, verify=True).require().verified
 
 
-def test_bad_weights_are_told(pushed):
+DOWN = "model.layers.1.mlp.down_proj.weight"
+HARD = {
+    "all zero": (torch.zeros_like, ["Weights that are all zero"]),
+    "subnormal": (lambda x: (x.float() * 2.0**-125).bfloat16(), []),
+    "smallest": (lambda x: torch.zeros_like(x).index_fill_(1, torch.tensor(3), 2.0**-133), []),
+    "no number": (lambda x: x.index_fill(1, torch.tensor(3), float("nan")), ["Scales that are", "Infinite values or"]),
+    "infinite": (lambda x: x.index_fill(1, torch.tensor(3), float("inf")), ["Scales that are", "Infinite values or"]),
+}
+
+
+@pytest.mark.parametrize(("of", "problems"), HARD.values(), ids=HARD)
+def test_hard_weights_are_held_as_quantized_and_bad_ones_told(pushed, of, problems):
+    """A scale beneath that is zero is right where all weights are, and one that is subnormal holds them."""
     model, weights = pushed()
-    weights[UP] = weights[UP].clone()
-    weights[UP][3, 7] = float("nan")
-    receipt = Refit(Worker(model)).push(weights)
-    assert not receipt.ok
-    assert any(UP in problem.what for problem in receipt.problems)
+    x = weights[DOWN] = of(weights[DOWN])
+    receipt = Refit(Worker(model)).push(weights, verify=True)
+    found = [problem.what for problem in receipt.problems]
+    assert [any(what in one and DOWN in one for one in found) for what in problems] == [True] * len(problems)
+    assert len(found) == len(problems)
+    if "Infinite values or" not in problems:
+        layer = model.get_submodule(DOWN.removesuffix(".weight"))
+        right = quantize(x, Operand("e2m1", (1, 16), "e4m3"))
+        assert same_bits(layer.weight.data, right.data)
+        assert same_bits(layer.weight_scale.data, right.scale_inv)
+        assert layer.weight_global_scale == right.weight_scale_2
+        answer = layer.quant_method.apply(layer, torch.ones(2, x.shape[1]).bfloat16())
+        assert answer.isfinite().all()
+        assert problems == [] or not answer.any()
+
+
+def test_columns_that_16_does_not_divide_are_pushed_in_bf16(checkpoint):
+    folder = checkpoint("llama", intermediate=328)
+    model = build(folder, rollout="nvfp4")
+    receipt = Refit(Worker(model)).push(weights_of(folder), verify=True).require()
+    kinds = {t.name: t.kind for t in receipt.tensors}
+    assert kinds[DOWN] == "bfloat16"
+    assert kinds[DOWN.replace("down", "up")] == "nvfp4"
+    with pytest.raises(PrecisionError, match="328 columns are not a multiple of 16"):
+        build(folder, rollout="nvfp4", strict=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

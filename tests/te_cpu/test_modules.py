@@ -5,11 +5,16 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from support.te_cases import ARCH, CASES
+from transformer_engine.common import recipe as recipes
+
+from nemo_fp8.contract import Precision
+from nemo_fp8.render.te import te_recipe
 
 RECIPES = [name for name, case in CASES.items() if case.least_arch <= ARCH]
 # A GEMM of two E4M3 operands is off by sqrt(2) times 2.65%, one of two NVFP4 operands by about 15%; a layer has up to
 # four in a row.
 NEAR = {"nvfp4": 0.4}
+FORMATS = {"nvfp4": "e2m1", "tensorwise": "hybrid"}
 BF16 = {"params_dtype": torch.bfloat16}
 MODULES = {
     "Linear": lambda: te.Linear(128, 256, **BF16),
@@ -47,6 +52,28 @@ def test_forward_and_backward_are_near_bf16(module, name):
         error = (now.float() - was.float()).norm() / was.float().norm().clamp_min(1e-6)
         assert error < NEAR.get(name, 0.12), f"{error:.3f} of shape {tuple(now.shape)}"
     assert not torch.equal(exact[0], found[0])  # it was quantized
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])  # for which TE refuses it
+@pytest.mark.parametrize("module", ["Linear", "LayerNormLinear"])
+def test_a_backward_in_high_precision_multiplies_what_was_never_quantized(module, name, products):
+    """``backward="high_precision"``: the gradients are those of BF16 training to the bit, the forward is not."""
+    torch.manual_seed(0)
+    built = MODULES[module]()
+    x, dy = torch.randn(128, 128).bfloat16(), torch.randn(128, 256).bfloat16()
+    exact = _run(built, x, dy, None)
+    quantized = _run(built, x, dy, CASES[name].build())
+    products.clear()
+    recipe = te_recipe(Precision(format=FORMATS.get(name, "e4m3"), scaling=name, backward="high_precision"), recipes)
+    assert recipe.backward_override == "high_precision"
+    y, *gradients = _run(built, x, dy, recipe)
+    (fprop, *backward), plain = products, ("Tensor", "Tensor")
+    assert "Tensor" not in fprop
+    assert backward == [plain, plain]
+    assert torch.equal(y, quantized[0])
+    assert not torch.equal(y, exact[0])
+    assert all(torch.equal(now, was) for now, was in zip(gradients, exact[1:], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(gradients[:2], quantized[1:], strict=False))
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -61,3 +61,21 @@ def test_what_transformer_engine_reads_from_the_environment_must_be_there():
         "bf16_with_nvfp4_mixed", stock=False, settings=settings, steps=2, env=wanted, torchrun=True, probe=PROBE
     )
     assert set(map(tuple, run.extra["recipes"].values())) == {("NVFP4BlockScaling", "dequantized")}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "recipe"),
+    [
+        ("bf16_with_nvfp4_mixed", "NVFP4BlockScaling"),
+        pytest.param("bf16_with_fp8_blockwise_mixed", "Float8BlockScaling", marks=pytest.mark.long),
+    ],
+)
+def test_a_backward_in_high_precision_trains(bf16, plugin, recipe):
+    """The forward alone is quantized; that the backward is BF16's to the bit is seen in TE's modules."""
+    settings = {"backward": "high_precision"}
+    wanted = te_environment(preset(plugin).replace(**settings))
+    run = train_tiny(plugin, stock=False, settings=settings, env=wanted, torchrun=True, probe=PROBE)
+    assert set(map(tuple, run.extra["recipes"].values())) == {(recipe, "high_precision")}
+    assert run.losses[0] != bf16[0]
+    assert run.losses == pytest.approx(bf16, rel=0.06)
+    assert run.losses[-1] < run.losses[0] - 0.1

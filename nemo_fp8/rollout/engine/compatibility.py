@@ -127,6 +127,17 @@ FOUR_BITS = (
     Internal(_EMULATION, "ref_nvfp4_quant_dequant", ("x", "global_scale", "block_size")),
 )
 
+# Checked only for experts in a checkpoint of ModelOpt's, on a CPU.
+_MODELOPT = f"{_QUANTIZATION}.modelopt"
+MODELOPT_EXPERTS = (
+    Internal(_MODELOPT, "LINEAR_ALGOS"),
+    Internal(_MODELOPT, "ModelOptMixedPrecisionConfig._resolve_quant_algo", ("prefix",)),
+    Internal(_MODELOPT, "ModelOptMxFp8Config.get_quant_method", ("layer", "prefix")),
+    Internal(_MODELOPT, "ModelOptMxFp8FusedMoE.create_weights"),
+    Internal(_MODELOPT, "ModelOptNvFp4Config.is_layer_excluded", ("prefix",)),
+    Internal(_MODELOPT, "ModelOptNvFp4FusedMoE.create_weights"),
+)
+
 # Checked only if one of these backends is used: their modules import what only GPUs have.
 GPU_TRANSFER = (
     Internal(f"{_TRANSFER}.nccl_engine", "NCCLWeightTransferEngine"),

@@ -2,6 +2,7 @@
 
     NVFP4   vLLM's own emulation, which decodes a weight to BF16 on each call
     MXFP8   the FP32 product from codes that nemo_fp8 uses when it quantizes by itself
+    experts in either: nemo_fp8.rollout.engine.modelopt_experts
 
 vLLM has a function to register kernels, so nothing is patched. With NVFP4 a checkpoint and a weight that was quantized
 at load go through the same kernel; vLLM's emulation of MXFP8 would decode a weight once for all calls, and keep two
@@ -18,7 +19,7 @@ from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel, Mxfp8LinearKernel, register_linear_kernel
 from vllm.platforms import current_platform
 
-from nemo_fp8.rollout.engine import ops
+from nemo_fp8.rollout.engine import compatibility, ops
 
 
 class CodesMxfp8LinearKernel(Mxfp8LinearKernel):
@@ -45,7 +46,8 @@ class CodesMxfp8LinearKernel(Mxfp8LinearKernel):
 
 
 def register() -> None:
-    """Name a kernel for NVFP4 and one for MXFP8 to vLLM, on a CPU. A second call changes nothing."""
+    """Name a kernel for NVFP4 and one for MXFP8 to vLLM, and methods for experts, on a CPU. A second call changes
+    nothing."""
     if not current_platform.is_cpu():
         return
     platform = current_platform._enum
@@ -55,3 +57,7 @@ def register() -> None:
     ):
         if not known.get(platform):
             register_linear_kernel(kernel, platform, kind)
+    if not compatibility.misfits(compatibility.MODELOPT_EXPERTS):
+        from nemo_fp8.rollout.engine import modelopt_experts
+
+        modelopt_experts.register()

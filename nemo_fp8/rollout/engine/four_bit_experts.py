@@ -116,11 +116,13 @@ def four_bit_experts(
     experts: torch.Tensor,
     local: torch.Tensor | None,
     scales: str,
+    fixed13: torch.Tensor | None = None,
+    fixed2: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return for each token the weighted sum of its experts' outputs; ``w13`` holds gate and up, with SiLU.
 
     ``experts`` are the numbers of each token's experts; ``local`` maps them to rows of the weights (-1: on another
-    worker). ``scales`` says how activations are quantized.
+    worker). ``scales`` says how activations are quantized, ``fixed13`` and ``fixed2`` are a checkpoint's fixed scales.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     chosen = experts if local is None else local[experts]
@@ -128,9 +130,9 @@ def four_bit_experts(
         if expert < 0:
             continue
         token, place = (chosen == expert).nonzero(as_tuple=True)
-        hidden = rounded(x[token], scales) @ decoded(w13[expert], s13[expert], g13[expert], x.dtype).t()
+        hidden = rounded(x[token], scales, fixed13) @ decoded(w13[expert], s13[expert], g13[expert], x.dtype).t()
         gate, up = hidden.float().chunk(2, dim=-1)
-        inner = rounded((torch.nn.functional.silu(gate) * up).to(x.dtype), scales)
+        inner = rounded((torch.nn.functional.silu(gate) * up).to(x.dtype), scales, fixed2)
         result = (inner @ decoded(w2[expert], s2[expert], g2[expert], x.dtype).t()).float()
         out.index_add_(0, token, result * weights[token, place, None].float())
     return out.to(x.dtype)

@@ -136,12 +136,15 @@ def scales_of_activations(storage: Storage, options: dict[str, str]) -> str:
     return TOKEN if options["activations"] == "emulated" else FIXED
 
 
-def rounded(x: torch.Tensor, scales: str) -> torch.Tensor:
-    """Return activations as NVFP4 holds them, [tokens, K], by vLLM's emulation of its quantizing kernels."""
+def rounded(x: torch.Tensor, scales: str, fixed: torch.Tensor | None = None) -> torch.Tensor:
+    """Return activations as NVFP4 holds them, [tokens, K], by vLLM's emulation of its quantizing kernels.
+
+    ``fixed`` is the fixed scale where a checkpoint has one.
+    """
     if scales == NONE or x.numel() == 0:
         return x
     if scales == FIXED:
-        scale = x.new_full((), 1 / INPUT_SCALE, dtype=torch.float32)
+        scale = 1 / (x.new_full((), INPUT_SCALE, dtype=torch.float32) if fixed is None else fixed)
     else:
         amax = x.abs().amax(-1).float()
         scale = torch.where(amax == 0, 1.0, torch.div(LARGEST, amax)).view(-1, 1, 1)

@@ -92,7 +92,7 @@ class FourBitWeights(Staged):
             _, scales, scale_2 = cut(self.live, route.to)
             at = self._experts(route, 0, rows_of(route))
             facts.count_scales(scales, "e4m3", at)
-            facts.count_scales(scale_2, "fp32", at)
+            facts.count_scales(scale_2, "beneath", at)
 
     def read(self, route: Route) -> str:
         return fingerprint(*cut(self.live, route.to))

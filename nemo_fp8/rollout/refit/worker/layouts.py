@@ -136,10 +136,12 @@ class Facts:
         self.tiles.setdefault((at.start, at.stop), []).append(statistics)
 
     def count_scales(self, scales: torch.Tensor, kind: str, at: slice = ONE) -> None:
-        """Count scales, and the bad ones among them. ``kind`` is the operand's (``pow2``, ``fp32`` or ``e4m3``)."""
+        """Count scales, and the bad ones among them. ``kind`` is the operand's (``pow2``, ``fp32`` or ``e4m3``), or
+        ``beneath`` for the scale that is made of a whole matrix's amax."""
         scales = _decoded(scales)
-        # An E4M3 scale of 16 small values is zero where others of their tensor are a million times as large.
-        good = scales.isfinite() & ((scales > 0) | (kind == "e4m3"))
+        # An E4M3 scale of 16 small values is zero where others of their tensor are a million times as large, and the
+        # scale beneath is where all are zero.
+        good = scales.isfinite() & ((scales > 0) | (kind in ("e4m3", "beneath")))
         if kind == "pow2":
             good &= floor_pow2(scales) == scales
         self.scales += scales.numel()
