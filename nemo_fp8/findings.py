@@ -438,7 +438,7 @@ RULES: dict[str, Problem] = {
         "initialization. The first step writes that over the weights: NaN, or a falling loss on random weights.",
         "Set config.mixed_precision to nemo_fp8.bridge.bridge_config(...), or call "
         "nemo_fp8.bridge.load_exactly(provider); "
-        "or nemo_fp8.bridge.import_ckpt, then pretrained_checkpoint with load_optim=False and "
+        "or AutoBridge.import_ckpt, then pretrained_checkpoint with load_optim=False and "
         "load_main_params_from_ckpt=True.",
     ),
     "start-masters-from-fp8": warning(

@@ -28,10 +28,10 @@ __all__ = [
     "ContractPrecision",
     "bridge_config",
     "hugging_face_weights",
-    "import_ckpt",
     "load_exactly",
     "register_presets",
     "require_start",
+    "require_tokenizer",
     "start_findings",
 ]
 
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from nemo_fp8.bridge.loading import load_exactly
     from nemo_fp8.bridge.masters import hugging_face_weights
     from nemo_fp8.bridge.monitor import BridgeMonitor
-    from nemo_fp8.bridge.start import import_ckpt, require_start, start_findings
+    from nemo_fp8.bridge.start import require_start, require_tokenizer, start_findings
 else:  # hidden from type checkers, which would accept any name otherwise
     _HOMES = {
         "BridgeMonitor": "monitor",
         "ContractPrecision": "config",
         "bridge_config": "config",
         "hugging_face_weights": "masters",
-        "import_ckpt": "start",
         "load_exactly": "loading",
         "register_presets": "config",
         "require_start": "start",
+        "require_tokenizer": "start",
         "start_findings": "start",
     }
 

@@ -12,7 +12,6 @@ from nemo_fp8.extras import require
 
 __needs__ = require("bridge")
 
-from megatron.bridge import AutoBridge
 from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
 from nemo_fp8.bridge.config import ContractPrecision
@@ -40,12 +39,11 @@ def require_start(config: Any) -> None:
         log.warning("%s %s %s", found.what, found.why, found.remedy)
 
 
-def import_ckpt(hf_model_id: str | Path, megatron_path: str | Path, **named: Any) -> None:
-    """Do what ``AutoBridge.import_ckpt`` does; raise PrecisionError, before anything is read or written, for a folder
-    without a tokenizer."""
+def require_tokenizer(hf_model_id: str | Path) -> None:
+    """Raise PrecisionError for a folder without a tokenizer; call it before ``AutoBridge.import_ckpt``, which would
+    write all weights first."""
     if _lacks_tokenizer(hf_model_id):
         raise PrecisionError([finding("start-import-no-tokenizer", "hf_model_id", folder=hf_model_id)])
-    AutoBridge.import_ckpt(hf_model_id, megatron_path, **named)
 
 
 def _tokenizer(said: Any) -> Iterator[Problem]:

@@ -129,7 +129,8 @@ def train(
 
         auto = AutoBridge.from_hf_pretrained(hf)
         if imported:
-            bridge.import_ckpt(hf, imported)
+            bridge.require_tokenizer(hf)
+            AutoBridge.import_ckpt(hf, imported)
             _forget()
             return {}
         provider = auto.to_megatron_provider(load_weights="base" not in settings)
