@@ -54,7 +54,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("", r"libcuda.so cannot found", "runs a Triton kernel, which needs a GPU", ours=True),
     Cause(
         "",
-        r"transformer_engine_torch\.([\w.]+) has no CPU implementation",
+        r"transformer_engine[\w.]*\.(\w+) has no CPU implementation",
         "calls `{0}`, which has no CPU implementation",
         ours=True,
     ),
@@ -63,6 +63,16 @@ CAUSES: tuple[Cause, ...] = (
         "",
         r"assert 'cpu' == 'cuda'",
         "compares the name of a device with cuda, and that of the CPU that stands for it is cpu",
+    ),
+    Cause(
+        "test_selective_activation_checkpoint|cpu_offloading.*test_manual_synchronization",
+        r"did not free the recomputed activations: saved 0.0 B|assert \(0\.0 \+ 0\.1\) < 0\.0",
+        "measures how much memory of the GPU is in use, of which a CPU has none",
+    ),
+    Cause(
+        "grouped_mlp",
+        r"require the native grouped-tensor GroupedLinear path",
+        "needs cuBLAS 13.3, and te_cpu stands for CUDA 12.9's, for which TE takes its other path",
     ),
     Cause(
         "distributed/test_sanity.*test_current_device",
@@ -88,12 +98,12 @@ CAUSES: tuple[Cause, ...] = (
         r"assert 3 == 1",
         "expects of another version of TE what 2.20.2's own Python saves",
     ),
-    Cause("nvfp4_module_exact.*multi_step", r"mismatch at step [12]", _DIVIDES),
     Cause(
-        "hybrid_tp_sp.*test_identity_all_modules",
-        r"layernorm_mlp_vs_vanilla.*not bitwise-identical",
-        "asks equal bits of GELU by itself and of TE's compiled bias and GELU, which round at other places here",
+        "attention/test_attention",
+        r"core_attention_bias tensor must be in one of",
+        "gives the shape of a bias by its name, as the version after 2.20.2 takes it, where 2.20.2 takes numbers",
     ),
+    Cause("nvfp4_module_exact.*multi_step", r"mismatch at step [12]", _DIVIDES),
     Cause("nvfp4_module_exact.*single_step", r"mismatch at step 0", _SUMS),
     Cause("distributed/test_numerics_exact.*nvfp4", r"(?:Output|Dgrad|Wgrad) mismatch", _DIVIDES),
     Cause("test_fused_linear_paths_match_backward_override_reference.*scale_add", r"Mismatched elements: \d /", _SUMS),
