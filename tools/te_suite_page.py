@@ -61,12 +61,12 @@ CAUSES: tuple[Cause, ...] = (
     Cause("", r"(\w+) with context parallelism \S+ has no CPU", "calls `{0}` with context parallelism", ours=True),
     Cause(
         "",
-        r"assert 'cpu' == 'cuda'",
+        r"assert 'cpu' == 'cuda'|device\(type='cuda', index=0\), True\) in \{.*device\(type='cpu'\)",
         "compares the name of a device with cuda, and that of the CPU that stands for it is cpu",
     ),
     Cause(
-        "test_selective_activation_checkpoint|cpu_offloading.*test_manual_synchronization",
-        r"did not free the recomputed activations: saved 0.0 B|assert \(0\.0 \+ 0\.1\) < 0\.0",
+        "test_selective_activation_checkpoint|test_cpu_offloading",
+        r"did not free the recomputed activations: saved 0.0 B|assert \(0\.0 \+ 0\.1\) < 0\.0|assert (-\S+) < \1$",
         "measures how much memory of the GPU is in use, of which a CPU has none",
     ),
     Cause(
