@@ -65,8 +65,9 @@ CAUSES: tuple[Cause, ...] = (
         "compares the name of a device with cuda, and that of the CPU that stands for it is cpu",
     ),
     Cause(
-        "test_selective_activation_checkpoint|test_cpu_offloading",
-        r"did not free the recomputed activations: saved 0.0 B|assert \(0\.0 \+ 0\.1\) < 0\.0|assert (-\S+) < \1$",
+        "test_selective_activation_checkpoint|test_cpu_offloading|test_deferred_init",
+        r"did not free the recomputed activations: saved 0.0 B|assert \(0\.0 \+ 0\.1\) < 0\.0|assert (-\S+) < \1$"
+        r"|failed to materialize parameters on CUDA device assert 0 > 0\.0",
         "measures how much memory of the GPU is in use, of which a CPU has none",
     ),
     Cause(
