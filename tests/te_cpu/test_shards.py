@@ -1,4 +1,4 @@
-"""Weights from shards of their masters: the codes and scales of the whole, to the bit, although no rank quantizes it."""
+"""Weights from shards of their masters: the codes and scales of the whole, to the bit. No rank quantizes the whole."""
 
 import itertools
 
