@@ -120,12 +120,6 @@ CAUSES: tuple[Cause, ...] = (
         "bounds by one draw of random numbers what two scales of GELU's output differ by, one of its amax before "
         "rounding and one after",
     ),
-    Cause(
-        "test_rowwise_only_fp8_current_full_master",
-        r"data_transpose: .* != None",
-        "expects no transposed copy where TE's own Python (`post_all_gather_processing`) makes one for every GPU before "
-        "Blackwell",
-    ),
     Cause("nvfp4_gemm_exact.*row_scaled_gemm_matches_emulated", r"Mismatched elements: \d+ /", _SUMS),
     Cause(
         "test_fsdp2_model_tests",
