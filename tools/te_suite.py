@@ -6,15 +6,15 @@
 
 CHECKOUT is a copy of TransformerEngine's repository, of which only ``tests/pytorch`` is used and the version told; no
 file of it belongs to this project. Each file runs in a process of its own, with the variables that TE's scripts give
-it, for each architecture that is stood for. Every test is written down as it ends, so a file that is stopped at its limit reports what it got through; a test that hangs or takes its
-process with it has failed, and the file goes on after it. ``--sample N`` takes N tests of each file, chosen by a fixed
-seed. Tests with one of the words of ``--without`` in their name are left out: as a rule those of matrices with a side
-of 8192 or more, which take minutes each.
+it, for each architecture that is stood for. Every test is written down as it ends, so a file that is stopped at its
+limit reports what it got through; a test that hangs or takes its process with it has failed, and the file goes on after
+it. ``--sample N`` takes N tests of each file, chosen by a fixed seed. Tests with one of the words of ``--without`` in
+their name are left out: as a rule those of matrices with a side of 8192 or more, which take minutes each.
 
 Each result says when it was found and on which tree: the version that the checkout names, and the commit of ``--commit``
-or, in a clone, git's. The results join those of the runs before in ``te_suite.json``, and ``te_suite.md`` is drawn from all of them.
-``--json`` prints this run: ``{"files": {name: {"passed": n, "failed": n, "skipped": n}}}``, the sum over the
-architectures that ran.
+or, in a clone, git's. The results join those of the runs before in ``te_suite.json``, and ``te_suite.md`` is drawn from
+all of them. ``--json`` prints this run: ``{"files": {name: {"passed": n, "failed": n, "skipped": n}}}``, the sum over
+the architectures that ran.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = """
 test_float8_blockwise_scaling_exact.py test_float8_blockwise_gemm_exact.py test_float8blockwisetensor.py
 test_float8_current_scaling_exact.py test_quantized_tensor.py test_recipe.py test_multi_tensor.py test_fused_optimizer.py
-test_partial_cast.py test_numerics.py test_sanity.py test_sanity_import.py test_backward_override.py test_custom_recipe.py
+test_partial_cast.py test_numerics.py test_sanity.py test_backward_override.py test_custom_recipe.py
 test_fusible_ops.py test_hybrid_quantization.py test_identity_quantizer.py test_grouped_linear.py test_grouped_mlp.py
 test_grouped_tensor.py test_fused_rope.py test_fused_router.py test_permutation.py test_parallel_cross_entropy.py test_qk_norm.py
 test_gqa.py test_deferred_init.py test_jit.py test_hf_integration.py test_mhc.py test_cpu_offloading.py test_distributed_weight.py

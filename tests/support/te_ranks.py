@@ -73,10 +73,10 @@ def shards(rank, world, path, arch, cases, folder):
             torch.distributed.all_reduce(codes)
         post_all_gather_processing([weight])
         if rank == world - 1:
-            torch.save(copies(weight), f"{folder}/{recipe}-{source}-{cut}")
+            torch.save(buffers(weight), f"{folder}/{recipe}-{source}-{cut}")
 
 
-def copies(weight):
+def buffers(weight):
     """Codes, scales and amaxes of every copy that a quantized tensor keeps, and the amax of its quantizer."""
     kept = {name: value for name, value in weight.get_metadata().items() if isinstance(value, torch.Tensor)}
     amax = getattr(weight._get_quantizer(), "amax", None)

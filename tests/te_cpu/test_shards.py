@@ -7,7 +7,7 @@ import torch
 import torch.multiprocessing
 import transformer_engine_torch as tex
 from support.te_cases import ARCH
-from support.te_ranks import CUTS, SOURCES, copies, master, shards, weight_quantizers
+from support.te_ranks import CUTS, SOURCES, buffers, master, shards, weight_quantizers
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 QUANTIZERS = {
@@ -27,7 +27,7 @@ def cast_by_three_ranks(tmp_path_factory):
 @pytest.mark.parametrize(("recipe", "source", "cut"), CASES)
 def test_ranks_make_what_the_whole_would_be(cast_by_three_ranks, recipe, source, cut):
     found = torch.load(cast_by_three_ranks / f"{recipe}-{source}-{cut}")
-    expected = copies(QUANTIZERS[recipe]()(master(source).bfloat16()))
+    expected = buffers(QUANTIZERS[recipe]()(master(source).bfloat16()))
     assert found.keys() == expected.keys()
     assert len(found) >= 2
     for name, whole in expected.items():
