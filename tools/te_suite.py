@@ -2,18 +2,19 @@
 
     python tools/te_suite.py CHECKOUT [--arch 90|100] [--only FILE ...] [--sample N] [--without WORD ...] [--limit S]
     [--test-limit S]
-                             [--json] [--docs FOLDER]
+                             [--commit SHA] [--json] [--docs FOLDER]
 
-CHECKOUT is a copy of TransformerEngine's repository, of which only ``tests/pytorch`` is used; no file of it belongs to
-this project. Each file runs in a process of its own, for each architecture that is stood for. Every test is written
-down as it ends, so a file that is stopped at its limit reports what it got through; a test that hangs or takes its
-process with it has failed, and the file goes on after it. ``--sample N`` takes N tests of each file, chosen by a fixed
-seed. Tests with one of the words of ``--without`` in their name are left out: as a rule those of matrices with a side
-of 8192 or more, which take minutes each.
+CHECKOUT is a copy of TransformerEngine's repository, of which only ``tests/pytorch`` is used and the version told; no
+file of it belongs to this project. Each file runs in a process of its own, with the variables that TE's scripts give
+it, for each architecture that is stood for. Every test is written down as it ends, so a file that is stopped at its
+limit reports what it got through; a test that hangs or takes its process with it has failed, and the file goes on after
+it. ``--sample N`` takes N tests of each file, chosen by a fixed seed. Tests with one of the words of ``--without`` in
+their name are left out: as a rule those of matrices with a side of 8192 or more, which take minutes each.
 
-The results join those of the runs before in ``te_suite.json``, and ``te_suite.md`` is drawn from all of them.
-``--json`` prints this run: ``{"files": {name: {"passed": n, "failed": n, "skipped": n}}}``, the sum over the
-architectures that ran.
+Each result says when it was found and on which tree: the version that the checkout names, and the commit of ``--commit``
+or, in a clone, git's. The results join those of the runs before in ``te_suite.json``, and ``te_suite.md`` is drawn from
+all of them. ``--json`` prints this run: ``{"files": {name: {"passed": n, "failed": n, "skipped": n}}}``, the sum over
+the architectures that ran.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = """
 test_float8_blockwise_scaling_exact.py test_float8_blockwise_gemm_exact.py test_float8blockwisetensor.py
 test_float8_current_scaling_exact.py test_quantized_tensor.py test_recipe.py test_multi_tensor.py test_fused_optimizer.py
-test_partial_cast.py test_numerics.py test_sanity.py test_sanity_import.py test_backward_override.py test_custom_recipe.py
+test_partial_cast.py test_numerics.py test_sanity.py test_backward_override.py test_custom_recipe.py
 test_fusible_ops.py test_hybrid_quantization.py test_identity_quantizer.py test_grouped_linear.py test_grouped_mlp.py
 test_grouped_tensor.py test_fused_rope.py test_fused_router.py test_permutation.py test_parallel_cross_entropy.py test_qk_norm.py
 test_gqa.py test_deferred_init.py test_jit.py test_hf_integration.py test_mhc.py test_cpu_offloading.py test_distributed_weight.py
@@ -52,9 +54,25 @@ nvfp4/test_nvfp4_rht_quantize_swizzle_fusion.py nvfp4/test_nvfp4_weight_swizzle_
 layernorm_mlp/test_selective_activation_checkpoint.py attention/test_attention.py attention/test_kv_cache.py
 distributed/test_sanity.py distributed/test_fusible_ops.py distributed/test_cast_master_weights_to_fp8.py distributed/test_numerics.py
 distributed/test_numerics_exact.py distributed/test_hybrid_tp_sp.py distributed/test_torch_fsdp2.py
+test_checkpoint.py test_hybrid_quantization_fsdp2.py test_cpu_offloading_v1.py attention/test_cp_utils.py
+attention/test_cu_seqlens_cache.py attention/test_fused_mla_q_uproj.py attention/test_linear_mxfp8_attention.py
 """.split()
-"""What is run unless ``--only`` says otherwise: the files that need neither a second GPU nor artifacts nor CUDA
-graphs."""
+"""What is run unless ``--only`` says otherwise. What is left out of TE's files, and why, is
+:data:`te_suite_page.LEFT_OUT`."""
+VARIABLES = {
+    "test_sanity.py": "NVTE_GROUPED_LINEAR_SINGLE_PARAM=1",
+    "test_grouped_tensor.py": "NVTE_GROUPED_LINEAR_SINGLE_PARAM=1",
+    "test_grouped_mlp.py": "NVTE_GROUPED_LINEAR_SINGLE_PARAM=1 NVTE_CUTEDSL_FUSED_GROUPED_MLP=1",
+    "test_numerics.py": "PYTORCH_JIT=0 NVTE_TORCH_COMPILE=0 NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 NVTE_FUSED_ATTN=0",
+    "test_grouped_linear.py": "PYTORCH_JIT=0 NVTE_TORCH_COMPILE=0",
+    "test_ops_grouped_linear_distributed_weight.py": "PYTORCH_JIT=0 NVTE_TORCH_COMPILE=0",
+    "test_cpu_offloading_v1.py": "NVTE_FLASH_ATTN=0 NVTE_CPU_OFFLOAD_V1=1",
+    "test_mhc.py": "NVTE_DISABLE_TRITON_AUTOTUNING=1 NVIDIA_TF32_OVERRIDE=0",
+    "attention/test_attention.py": "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1",
+}
+"""What TE's own scripts (``qa/L0_pytorch_unittest/test.sh``) set for a file."""
+BEFORE = {"test_checkpoint.py": ("--save-checkpoint", "all")}
+"""Files that TE's script first runs as a program, with these arguments: it writes what the tests read."""
 
 ARCHITECTURES = (100, 90)
 TOO_LARGE = ("8192", "16384")
@@ -82,6 +100,7 @@ def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
         record, log = Path(scratch, "record.jsonl"), Path(scratch, "log.txt")
         settings = Path(scratch, "pytest.ini")  # of its own, so that no project's around the checkout is found
         settings.write_text("[pytest]\n")
+        environment = _environment(folder, file, arch, limits, record)
         options = [
             "-q",
             "-p",
@@ -96,11 +115,11 @@ def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
         command = [sys.executable, "-m", "pytest", *options, f"--timeout={limits.test}", str(folder / file)]
         if limits.without:
             command += ["-k", " and ".join(f"not {word}" for word in limits.without)]
+        if file in BEFORE:
+            _prepare([sys.executable, str(folder / file), *BEFORE[file]], folder, environment, log, limits.file)
         while True:
             before = len(events(record))
-            stopped = _watch(
-                command, folder, _environment(folder, file, arch, limits, record), log, record, end, limits.test
-            )
+            stopped = _watch(command, folder, environment, log, record, end, limits.test)
             found = events(record)
             hanging = _unfinished(found)
             if stopped != "at its limit" and hanging:
@@ -120,9 +139,26 @@ def _environment(folder: Path, file: str, arch: int, limits: Limits, record: Pat
         "TE_SUITE_ARCH": str(arch),
         SAMPLE: str(limits.sample),
         RECORD: str(record),
+        "NVTE_TEST_CHECKPOINT_ARTIFACT_PATH": str(record.parent / "artifacts"),
+        **dict(setting.split("=") for setting in VARIABLES.get(file, "").split()),
         **({"LOCAL_WORLD_SIZE": _RANKS} if file.startswith("distributed") else {}),
         **({"TRITON_INTERPRET": "1"} if file in _TRITON_REFERENCE else {}),
     }
+
+
+def _prepare(command: list[str], folder: Path, environment: dict[str, str], log: Path, limit: int) -> None:
+    """Run a file as a program. Where that fails, so do the tests that read what it should have written, and the log
+    says why."""
+    with log.open("a") as output, contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            timeout=limit,
+        )
 
 
 def _watch(
@@ -194,6 +230,15 @@ def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str)
     }
 
 
+def tree(checkout: Path, commit: str | None) -> dict[str, str | None]:
+    """Which version of TE's tests a checkout holds, and its commit as far as it is known."""
+    version = checkout / "build_tools" / "VERSION.txt"
+    if commit is None and (checkout / ".git").exists():
+        asked = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+        commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    return {"version": version.read_text().strip() if version.exists() else None, "commit": commit}
+
+
 def main() -> int:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -217,15 +262,18 @@ def main() -> int:
     parser.add_argument(
         "--docs", type=Path, default=ROOT / "docs", metavar="FOLDER", help="where te_suite.json and te_suite.md lie"
     )
+    parser.add_argument("--commit", metavar="SHA", help="of CHECKOUT, where it is no clone that git could ask")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     limits = Limits(arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, as Ctrl-C does
+    checkout = arguments.checkout.resolve()
+    tested = tree(checkout, arguments.commit)
     total: dict[str, dict[str, int]] = {}
     for name in arguments.only or FILES:
         file = name if name.endswith(".py") else f"{name}.py"
         for arch in arguments.arch or ARCHITECTURES:
-            found = run(arguments.checkout.resolve(), file, arch, limits)
+            found = {"date": date.today().isoformat(), "tree": tested} | run(checkout, file, arch, limits)
             te_suite_page.join(arguments.docs, arch, file, found)
             counts = total.setdefault(name, {"passed": 0, "failed": 0, "skipped": 0})
             for outcome in counts:

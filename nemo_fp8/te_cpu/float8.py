@@ -40,6 +40,11 @@ def write_current(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor 
 
 
 def _write(quantizer: Any, x: torch.Tensor, out: Any, scale: torch.Tensor) -> None:
+    if out._data is None and out._transpose is not None:  # what runs here and fails on the GPU would mislead
+        raise NotImplementedError(
+            "Columnwise-only per-tensor FP8 quantization is not implemented; the cast-transpose kernel requires "
+            "rowwise output storage."
+        )
     dtype = torch_dtype(quantizer.dtype)
     codes = out._data if out._data is not None else torch.empty(x.shape, dtype=torch.uint8)
     operand = Operand(format_of(dtype).name, None, "fp32", delayed=True)

@@ -45,9 +45,9 @@ def copy_to_kv_cache(
     cu_new_lens: torch.Tensor, cu_cached_lens: torch.Tensor, qkv_format: object, b: int, max_ctx_len: int,
     max_seq_len: int, max_pages_per_seq: int, is_non_paged: bool,
 ) -> None:  # fmt: skip
-    """Append new keys and values to their sequences. Without pages a sequence has a row, and moves to that of its place
-    in the batch."""
-    new_lens, lens = ((cu[1:] - cu[:-1]).tolist() for cu in (cu_new_lens, cu_cached_lens))
+    """Append new keys and values to the ``b`` sequences of the batch; the lengths may be those of more. Without pages a
+    sequence has a row, and moves to that of its place in the batch."""
+    new_lens, lens = ((cu[1 : b + 1] - cu[:b]).tolist() for cu in (cu_new_lens, cu_cached_lens))
     table, page_size = page_table.view(-1, max_pages_per_seq).long(), max_seq_len // max_pages_per_seq
     if is_non_paged:
         old_lens = [now - new for now, new in zip(lens, new_lens, strict=True)]

@@ -58,7 +58,8 @@ def require_loadable(model: Any) -> None:
     if not weights_alone and _has_te_layers(model) and _is_of_local_layers(Checkpoint.at(path)):
         problems.append(_OLD_LAYERS)
     if problems:
-        raise PrecisionError(_at(problems, path))
+        # Resuming NeMo names the weights in it, and RestoreConfig takes the checkpoint itself.
+        raise PrecisionError(_at(problems, Checkpoint.at(path).folder))
 
 
 def _at(problems: list[Problem], path: str | Path) -> Iterator[Problem]:

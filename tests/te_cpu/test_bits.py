@@ -8,46 +8,35 @@ from pathlib import Path
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from support.te_cases import CASES
+from support.te_cases import ARCH, BITS, CASES
+from support.te_layouts import copies
 
 from nemo_fp8.numerics.delayed import DelayedState, update
 from nemo_fp8.numerics.linear import linear, quantize_weight
-from nemo_fp8.te_cpu import swizzle
+
+SUMS = {"blockwise": ("dw",), "blockwise.fp32": ("dw",) if ARCH >= 100 else ("y", "dx", "dw")}
+"""What is equal to rounding only. TE holds the columns of both operands turned round, and the matmul may add its sums
+up in another order; Hopper's product multiplies FP32 scales into partial sums."""
 
 
 def _bytes(tensor):
     return tensor.contiguous().reshape(tensor.shape or (1,)).view(torch.uint8)
 
 
-def _held(name, workspace):
-    """(codes by rows, scales by rows, codes by columns or None, scales by columns) of TE's copy, as numerics lays them
-    out."""
-    if name in ("delayed", "tensorwise"):
-        turned = None if workspace._transpose is None or workspace._transpose_invalid else workspace._transpose.t()
-        return workspace._data, workspace._scale_inv.reshape(()), turned, workspace._scale_inv.reshape(())
-    rows, columns = workspace._rowwise_data.shape
-    if name == "blockwise":
-        scales = workspace._rowwise_scale_inv[:, : -(-columns // 128)]
-        turned = workspace._columnwise_scale_inv[:, : -(-rows // 128)].t()
-        return workspace._rowwise_data, scales, workspace._columnwise_data.t(), turned
-    scales, turned = swizzle.scales_of(workspace, "row"), swizzle.scales_of(workspace, "column")
-    return (
-        workspace._rowwise_data,
-        scales[:rows, : columns // 32],
-        workspace._columnwise_data,
-        turned[: rows // 32, :columns],
-    )
+def _parts(quantized):
+    """What TE's copies are held to: codes, scales, and NVFP4's amax."""
+    return [quantized.data, quantized.scale_inv, *([quantized.amax] if hasattr(quantized, "amax") else [])]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.precision])
+@pytest.mark.parametrize("name", BITS)
 def test_three_steps_of_a_linear_are_those_of_numerics(name, arch):
-    case = CASES[name]
-    if arch < case.least_arch:
+    case = BITS[name]
+    torch.manual_seed(0)
+    module = te.Linear(256, 384, bias=True, params_dtype=torch.bfloat16)
+    if arch not in case.archs:
         with pytest.raises(Exception, match="compute capability"), te.autocast(enabled=True, recipe=case.build()):
             pass
         return
-    torch.manual_seed(0)
-    module = te.Linear(256, 384, bias=True, params_dtype=torch.bfloat16)
     with torch.no_grad():
         module.bias.normal_()
     state = DelayedState(case.precision) if name == "delayed" else None
@@ -65,18 +54,20 @@ def test_three_steps_of_a_linear_are_those_of_numerics(name, arch):
         if state is not None:
             update([state.forward])
             update([state.backward])
-        codes, scales, turned_codes, turned_scales = _held(name, module._fp8_workspaces["weight"])
-        assert torch.equal(codes, _bytes(row.data))
-        assert torch.equal(_bytes(scales), _bytes(row.scale_inv))
-        if turned_codes is not None:
-            assert torch.equal(turned_codes, _bytes(col.data))
-            assert torch.equal(_bytes(turned_scales), _bytes(col.scale_inv))
-        assert torch.equal(y, expected)
-        assert torch.equal(theirs.grad, ours.grad)
+        kept = copies(module._fp8_workspaces["weight"])
+        assert kept["row"] is not None
+        assert (kept["col"] is None) == (name in ("delayed", "tensorwise") and arch >= 100)  # one copy serves both
+        for quantized, copy in zip((row, col), (kept["row"], kept["col"]), strict=True):
+            for part, held in zip(_parts(quantized), copy or (), strict=bool(copy)):
+                assert torch.equal(_bytes(held), _bytes(part))
         assert torch.equal(module.bias.grad, bias.grad)
-        # Blockwise: TE holds the columns of both operands turned round, and the matmul may add its sums up in another
-        # order.
-        torch.testing.assert_close(module.weight.grad, weight.grad, rtol=0 if name != "blockwise" else 2**-7, atol=1e-6)
+        for what, found, expects in (
+            ("y", y, expected), ("dx", theirs.grad, ours.grad), ("dw", module.weight.grad, weight.grad)
+        ):  # fmt: skip
+            if what in SUMS.get(name, ()):
+                torch.testing.assert_close(found, expects, rtol=2**-7, atol=1e-6)
+            else:
+                assert torch.equal(found, expects), what
     if state is not None:
         meta = module.fp8_meta
         assert torch.equal(meta["scaling_fwd"].scale[:2], state.forward.scale)
@@ -91,7 +82,7 @@ def test_one_bit_of_a_code_would_be_seen():
     with te.autocast(enabled=True, recipe=case.build()):
         module(torch.randn(32, 128).bfloat16(), is_first_microbatch=True)
     row, _ = quantize_weight(module.weight.detach(), case.precision, None)
-    codes = _held("tensorwise", module._fp8_workspaces["weight"])[0]
+    codes = copies(module._fp8_workspaces["weight"])["row"][0]
     assert torch.equal(codes, _bytes(row.data))
     codes.view(-1)[77] ^= 1
     assert not torch.equal(codes, _bytes(row.data))
@@ -111,10 +102,8 @@ def test_a_scalar_stays_one(shape):
 def test_the_same_on_hopper():
     """Hopper keeps transposed copies of FP8 tensors, has no MXFP8, and other rules of GEMMs: again, in a process that
     stands for it."""
-    files = [
-        __file__,
-        *(str(Path(__file__).with_name(f"test_{name}.py")) for name in ("extension", "grouped", "context_parallel")),
-    ]
+    names = ("bits", "modules", "golden_of_te", "extension", "grouped", "context_parallel")
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=os.environ | {"NEMO_FP8_TE_TESTS_ARCH": "90"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

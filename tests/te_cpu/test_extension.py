@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformer_engine
+import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from support.te_cases import ARCH
 
@@ -199,3 +200,19 @@ def test_operands_of_two_kinds_are_refused():
                 False,
                 False,
             )
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_hopper_writes_no_transposed_copy_alone(scaling):
+    """Its kernel writes both; where any layout is multiplied, one serves both usages."""
+    sides = {"rowwise": False, "columnwise": True}
+    if scaling == "delayed":
+        quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.DType.kFloat8E4M3, **sides)
+    else:
+        quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=torch.device("cpu"), **sides)
+    x = torch.randn(32, 64).bfloat16()
+    if ARCH == 90:
+        with pytest.raises(NotImplementedError, match="Columnwise-only per-tensor FP8 quantization"):
+            quantizer(x)
+    else:
+        assert quantizer(x).dequantize().shape == x.shape

@@ -47,6 +47,20 @@ def test_new_tokens_are_appended_to_their_sequences(qkv_format, paged):
                 assert torch.equal(held[: len(part)], sign * part)
 
 
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
+def test_lengths_beyond_the_batch_are_not_read(qkv_format):
+    """As when the last of several sequences is generated, and TE's lengths are still those of them all."""
+    caches = torch.zeros(3, 8, 2, 4), torch.zeros(3, 8, 2, 4)
+    new = torch.randn(1, 2, 2, 4)
+    given = new if qkv_format == "bshd" else new.transpose(0, 1).contiguous()
+    lens, table = torch.tensor([0, 2, 2, 2]).int(), torch.zeros(3, 1).int()
+    format = getattr(tex.NVTE_QKV_Format, f"NVTE_{qkv_format.upper()}")
+    tex.copy_to_kv_cache(given, -given, *caches, table, lens, lens, format, 1, 2, 8, 1, True)
+    for cache, sign in zip(caches, (1, -1), strict=True):
+        assert torch.equal(cache[0, :2], sign * new[0])
+        assert not cache[1:].any()
+
+
 def test_attention_over_a_cache_is_that_over_the_whole():
     torch.manual_seed(0)
     layer = te.TransformerLayer(

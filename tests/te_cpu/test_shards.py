@@ -1,16 +1,40 @@
-"""NVFP4 weights from shards of their masters: the codes of the whole, to the bit, although no rank quantizes it."""
+"""Weights from shards of their masters: the codes and scales of the whole, to the bit. No rank quantizes the whole."""
 
 import itertools
 
 import pytest
 import torch
+import torch.multiprocessing
 import transformer_engine_torch as tex
 from support.te_cases import ARCH
+from support.te_ranks import CUTS, SOURCES, buffers, master, shards, weight_quantizers
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-pytestmark = pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
+QUANTIZERS = {
+    name: build for name, build in weight_quantizers().items() if ARCH >= 100 or name not in ("mxfp8", "nvfp4")
+}
+CASES = list(itertools.product(QUANTIZERS, SOURCES, range(len(CUTS))))
 
 
+@pytest.fixture(scope="module")
+def cast_by_three_ranks(tmp_path_factory):
+    """The folder in which TE's own cast of every case lies, done by three ranks over gloo."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(shards, (3, folder / "store", ARCH, CASES, folder), nprocs=3)
+    return folder
+
+
+@pytest.mark.parametrize(("recipe", "source", "cut"), CASES)
+def test_ranks_make_what_the_whole_would_be(cast_by_three_ranks, recipe, source, cut):
+    found = torch.load(cast_by_three_ranks / f"{recipe}-{source}-{cut}")
+    expected = buffers(QUANTIZERS[recipe]()(master(source).bfloat16()))
+    assert found.keys() == expected.keys()
+    assert len(found) >= 2
+    for name, whole in expected.items():
+        assert torch.equal(found[name], whole), name
+
+
+@pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
 @pytest.mark.parametrize("cuts", [[0, 48 * 80], [0, 1000, 2002, 48 * 80], [0, 1, 33, 1001, 48 * 80]])
 @pytest.mark.parametrize("source", ["normal", "zeros", "outliers"])
 def test_shards_make_the_whole(cuts, source):

@@ -40,6 +40,23 @@ FILES = {
 
         def test_comes_after(): assert not Path("/proc", Path("rank").read_text()).exists()
     """,
+    "test_sanity.py": """
+        import os
+
+        def test_variable(): assert os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] == "1"
+    """,
+    "test_checkpoint.py": """
+        import os, sys
+        from pathlib import Path
+
+        FOLDER = Path(os.environ["NVTE_TEST_CHECKPOINT_ARTIFACT_PATH"])
+
+        def test_what_was_saved_before(): assert FOLDER.joinpath("arguments").read_text() == "--save-checkpoint all"
+
+        if __name__ == "__main__":
+            FOLDER.mkdir()
+            FOLDER.joinpath("arguments").write_text(" ".join(sys.argv[1:]))
+    """,
     "test_slow.py": """
         import time, pytest
 
@@ -111,10 +128,25 @@ def test_ranks_that_a_test_leaves_behind_end_with_it(suite):
     assert printed == {"test_ranks.py": {"passed": 2, "failed": 0, "skipped": 0}}, written
 
 
+def test_a_file_has_what_tes_scripts_give_it(suite, tmp_path):
+    """Variables, and what is written before; and the page says when, and of which tree."""
+    version = tmp_path / "build_tools" / "VERSION.txt"
+    version.parent.mkdir()
+    version.write_text("9.8.7\n")
+    printed, written = suite("--only", "test_sanity", "test_checkpoint", "--commit", "0123456789abcdef")
+    assert printed == {file: {"passed": 1, "failed": 0, "skipped": 0} for file in ("test_sanity", "test_checkpoint")}
+    row = written["test_sanity.py"]
+    assert row["tree"] == {"version": "9.8.7", "commit": "0123456789abcdef"}
+    page = (tmp_path / "te_suite.md").read_text()
+    assert f"| 9.8.7 012345678 | {row['date']} |" in page
+    assert "| test_float8tensor | is `test_quantized_tensor` since" in page
+
+
 def test_a_cause_explains_only_what_it_names(monkeypatch):
     monkeypatch.syspath_prepend(TOOLS)
     import te_suite_page
 
     assert te_suite_page.cause_of("test_x.py", "test_y", "AssertionError: a code is wrong") is None
+    assert "not known" in te_suite_page.cause_of("test_x.py", "test_y", "Failed: Timeout (>60.0s) from pytest-timeout.")
     for cause in te_suite_page.CAUSES:
         assert cause.test or cause.error

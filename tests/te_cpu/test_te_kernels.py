@@ -8,6 +8,7 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from support.te_cases import ARCH
 from support.te_ranks import cross_entropy
+from transformer_engine.pytorch import jit
 from transformer_engine.pytorch.attention import rope
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from transformer_engine.pytorch.triton import grouped_dbias_dscales, mhc, pad
@@ -61,6 +62,23 @@ def _plain(name, x, interleave):
         return 4 * torch.tanh(a / 4) * torch.sigmoid(a) * 25 * torch.tanh(b / 25)
     a, b = a.clamp(max=7), b.clamp(-7, 7) + 1
     return a * torch.sigmoid(1.702 * a) * b
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gelus_that_a_gpu_compiles_are_rounded_once(with_bias):
+    """Half a unit in the last place of BF16 from FP64, and not one rounding for each step of the formula."""
+    torch.manual_seed(0)
+    x, grad = (torch.randn(64, 128).bfloat16() for _ in range(2))
+    bias = torch.randn(128).bfloat16() if with_bias else torch.empty(0).bfloat16()
+    exact = (x.double() + (bias.double() if with_bias else 0)).requires_grad_()
+    expected = torch.nn.functional.gelu(exact, approximate="tanh")
+    expected.backward(grad.double())
+    dbias, dx = jit.bgrad_dgelu_fused(grad, x, bias)
+    half = {"rtol": 1.01 * 2**-8, "atol": 1e-6}
+    torch.testing.assert_close(jit.bias_gelu_fused(x, bias).double(), expected.detach(), **half)
+    torch.testing.assert_close(dx.double(), exact.grad, **half)
+    if with_bias:
+        assert torch.equal(dbias, dx.sum(0))
 
 
 @pytest.mark.parametrize("interleave", [0, 8])
