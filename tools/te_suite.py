@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -149,16 +150,8 @@ def _environment(folder: Path, file: str, arch: int, limits: Limits, record: Pat
 def _prepare(command: list[str], folder: Path, environment: dict[str, str], log: Path, limit: int) -> None:
     """Run a file as a program. Where that fails, so do the tests that read what it should have written, and the log
     says why."""
-    with log.open("a") as output, contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            timeout=limit,
-        )
+    with _running(command, folder, environment, log) as process, contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(limit)
 
 
 def _watch(
@@ -166,6 +159,21 @@ def _watch(
 ) -> str:  # fmt: skip
     """Run it, and say how it ended. pytest stops a slow test itself; what does not listen to it is stopped here, a
     little later."""
+    with _running(command, folder, environment, log) as process:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return f"ended with {process.wait(timeout=0.2)}"
+            if time.monotonic() > end:
+                return "at its limit"
+            if _unfinished(events(record)) and time.time() - record.stat().st_mtime > 1.2 * test_limit + 5:
+                return f"did not answer within {test_limit} s"
+
+
+@contextlib.contextmanager
+def _running(
+    command: list[str], folder: Path, environment: dict[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command whose words go to the log; end it, and the ranks that it left behind, at the context's end."""
     with log.open("a") as output:
         process = subprocess.Popen(
             command,
@@ -177,16 +185,10 @@ def _watch(
             start_new_session=True,
         )
         try:
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return f"ended with {process.wait(timeout=0.2)}"
-                if time.monotonic() > end:
-                    return "at its limit"
-                if _unfinished(events(record)) and time.time() - record.stat().st_mtime > 1.2 * test_limit + 5:
-                    return f"did not answer within {test_limit} s"
+            yield process
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with the ranks that a test left behind
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
