@@ -36,7 +36,7 @@ def suite():
         for arch, files in json.loads((ROOT / "docs" / "te_suite.json").read_text()).items()
     }
     (passed, failed), (on_hopper, failed_there) = counts["100"], counts["90"]
-    return f"{passed:,} passed and {failed} failed as Blackwell, {on_hopper} and {failed_there} as Hopper"
+    return f"{passed:,} passed and {failed} failed as Blackwell, {on_hopper:,} and {failed_there} as Hopper"
 
 
 def pushes():
