@@ -34,7 +34,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -250,12 +250,12 @@ def build_for(isa: str) -> None:
     build.MACHINE_FLAGS = (build.OTHERS[isa],)
 
 
-def peak_memory(shape: tuple[int, int]) -> dict[str, float]:
+def peak_memory(shape: tuple[int, int], ways: Iterable[str] | None = None) -> dict[str, float]:
     """What quantizing adds to a process's resident memory at its highest, as a share of the BF16 source, in a process
-    of its own."""
+    of its own for each of these ways (of all in MEMORY, if none are given)."""
     command = [sys.executable, "-W", "ignore", __file__, "--memory-of"]
     shares = {}
-    for name in MEMORY:
+    for name in MEMORY if ways is None else ways:
         done = subprocess.run([*command, name, *map(str, shape)], capture_output=True, text=True, check=True)
         shares[name] = float(done.stdout)
     return shares

@@ -61,4 +61,5 @@ def test_the_page_holds_the_memory_of_every_way_and_of_nvfp4_what_its_bytes_are(
     bench.write_memory(written | {"kernel": 0.75})
     assert bench.PAGE.read_text() == before[0].replace("| kernel | 0.50 |", "| kernel | 0.75 |")
     assert json.loads(bench.RECORD.read_text()) == before[1] | {"memory": written | {"kernel": 0.75}}
-    assert bench.memory_of("NVFP4 kernel", 2048, 2048) == pytest.approx(0.28125, abs=0.05)
+    measured = bench.peak_memory((2048, 2048), ["NVFP4 kernel"])
+    assert measured == {"NVFP4 kernel": pytest.approx(0.28125, abs=0.05)}
