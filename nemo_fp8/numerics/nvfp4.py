@@ -30,6 +30,7 @@ The edges are those of TE's kernels, which its Python shares but for NaN:
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 
 import torch
 
@@ -53,6 +54,8 @@ FORMAT, SCALE = format_of("e2m1"), format_of("e4m3")
 LARGEST = FORMAT.max
 CONVENTIONS = ("te", "vllm")
 ERRORS = ("mae", "mse")
+_AT_ONCE = 1 << 18
+"""The elements that statistics are counted of at a time."""
 
 
 @torch.no_grad()
@@ -323,11 +326,22 @@ def _decoded(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(matrix: torch.Tensor, operand: Operand, quantized: QuantizedNVFP4) -> Statistics:
-    """Count for every 16 values what the cast did, as for FP8; rows of a square count by themselves."""
+    """Count for every 16 values what the cast did, as for FP8; rows of a square count by themselves.
+
+    Some rows are counted at a time, so that what is computed on the way stays in a cache.
+    """
     rows, columns = matrix.shape
-    tiles = matrix.reshape(rows, 1, columns // BLOCK, BLOCK)
-    decode = quantized.scale_inv_fp32
-    codes = quantized.codes().view(tiles.shape)
+    codes, decode = quantized.codes().view(rows, columns), quantized.scale_inv_fp32
+    step = max(1, _AT_ONCE // max(1, columns) // BLOCK) * BLOCK
+    strips = (slice(first, first + step) for first in range(0, max(1, rows), step))
+    parts = [_count(matrix[strip], codes[strip], decode[strip], operand) for strip in strips]
+    counted = (field.name for field in fields(Statistics) if field.name != "format")
+    return Statistics(FORMAT, **{name: torch.cat([getattr(part, name) for part in parts]) for name in counted})
+
+
+def _count(matrix: torch.Tensor, codes: torch.Tensor, decode: torch.Tensor, operand: Operand) -> Statistics:
+    rows, columns = matrix.shape
+    tiles, codes = (tensor.reshape(rows, 1, columns // BLOCK, BLOCK) for tensor in (matrix, codes))
     scaled = tiles.float() * torch.reciprocal(decode).clamp_max(FP32_MAX)[:, None, :, None]
     most = largest_of_blocks(tiles[:, 0].float(), operand)
     elements = torch.tensor(BLOCK, device=matrix.device).expand(decode.shape)
