@@ -47,6 +47,24 @@ class _ByExpert(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """Return None: only vLLM's own kernels read a description of weights and scales."""
 
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
+        return self._answer(layer, x, topk_weights, topk_ids.long())
+
+    def _answer(
+        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """Return that sum; ``weights`` and ``experts`` are those of each token."""
+        raise NotImplementedError
+
 
 class ModelOptNvfp4Decoded(_ByExpert, ModelOptNvFp4FusedMoE):
     """Experts of a checkpoint in NVFP4, decoded for each product."""
@@ -70,22 +88,14 @@ class ModelOptNvfp4Decoded(_ByExpert, ModelOptNvFp4FusedMoE):
         for name in ("w13_input_scale", "w2_input_scale"):
             replace_parameter(layer, name, getattr(layer, name).data.max())
 
-    def apply(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
+    def _answer(
+        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
         names = ("weight", "weight_scale", "weight_scale_2")
         w13, w2 = ([getattr(layer, f"{which}_{name}") for name in names] for which in ("w13", "w2"))
         scales = NONE if self.quant_config.quant_method == "W4A16_NVFP4" else FIXED
         out: torch.Tensor = four_bit_experts(
-            x, *w13, *w2, topk_weights, topk_ids.long(), layer.expert_map, scales, layer.w13_input_scale,
-            layer.w2_input_scale,
+            x, *w13, *w2, weights, experts, layer.expert_map, scales, layer.w13_input_scale, layer.w2_input_scale,
         )  # fmt: skip
         return out
 
@@ -96,20 +106,12 @@ class ModelOptMxfp8Decoded(_ByExpert, ModelOptMxFp8FusedMoE):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Leave codes and exponents as they were loaded."""
 
-    def apply(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
+    def _answer(
+        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
         s13, s2 = (getattr(layer, f"{which}_weight_scale").view(torch.float8_e8m0fnu) for which in ("w13", "w2"))
-        weights = (layer.w13_weight, s13, layer.w2_weight, s2)
-        routed = (topk_weights, topk_ids.long(), layer.expert_map)
-        out: torch.Tensor = ops.decoded_experts(x, *weights, *routed, [1, 32], 0, "e8m0", ops.DIRECT)
+        held, routed = (layer.w13_weight, s13, layer.w2_weight, s2), (weights, experts, layer.expert_map)
+        out: torch.Tensor = ops.decoded_experts(x, *held, *routed, [1, 32], 0, "e8m0", ops.DIRECT)
         return out
 
 
