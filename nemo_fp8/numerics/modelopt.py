@@ -42,8 +42,11 @@ class FourBits:
 
 
 def amax_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of a matrix, or of each matrix of a stack, in FP32."""
-    return weight.abs().amax((-2, -1)).float()
+    """Return the largest magnitude of a matrix, or of each matrix of a stack, in FP32; NaN if one is NaN."""
+    if not weight.is_cpu:
+        return weight.abs().amax((-2, -1)).float()
+    ends = [torch.aminmax(matrix) for matrix in weight.view(-1, *weight.shape[-2:])]  # which makes no copy
+    return torch.stack([torch.maximum(-low, high) for low, high in ends]).view(weight.shape[:-2]).float().abs()
 
 
 def four_bits(weight: torch.Tensor, operand: Operand, amax: torch.Tensor, statistics: bool = False) -> FourBits:
@@ -53,7 +56,7 @@ def four_bits(weight: torch.Tensor, operand: Operand, amax: torch.Tensor, statis
         nvfp4.quantize(one, operand, amax=largest, statistics=statistics)
         for one, largest in zip(stack, amax.reshape(-1), strict=True)
     ]
-    codes, scales = torch.stack([q.data for q in found]), torch.stack([q.scale_inv for q in found])
+    codes, scales = _stacked([q.data for q in found]), _stacked([q.scale_inv for q in found])
     lead = weight.shape[:-2]
     return FourBits(
         codes.view(*lead, *codes.shape[1:]),
@@ -61,3 +64,8 @@ def four_bits(weight: torch.Tensor, operand: Operand, amax: torch.Tensor, statis
         torch.stack([q.weight_scale_2 for q in found]).view(lead),
         tuple(q.statistics for q in found if q.statistics is not None),
     )
+
+
+def _stacked(matrices: list[torch.Tensor]) -> torch.Tensor:
+    """Return matrices as a stack; of one matrix no copy is made."""
+    return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)

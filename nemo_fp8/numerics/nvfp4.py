@@ -191,7 +191,7 @@ def cast_reference(
     """
     rows, columns = matrix.shape
     blocks = matrix.float().view(rows, columns // BLOCK, BLOCK)
-    most = largest_of_blocks(blocks, operand)
+    most = largest_of_tiles(scales.amax_of(blocks, (2,)), operand)
     encode = encode_scale(amax.float(), operand.largest_scale, convention).reshape(-1, 1)
     if operand.four_over_six is not None:
         codes, found = _four_over_six(blocks, most, encode, amax.float().reshape(-1, 1), operand, scaled_errors)
@@ -234,10 +234,9 @@ def factor(scale: torch.Tensor, encode: torch.Tensor, convention: str = "te") ->
     return torch.reciprocal(decode).clamp_max(FP32_MAX)
 
 
-def largest_of_blocks(blocks: torch.Tensor, operand: Operand) -> torch.Tensor:
-    """Return the largest magnitude of each 16 values [rows, blocks], or of the square that they lie in; rows that
-    fill no square are one."""
-    most = scales.amax_of(blocks, (2,))
+def largest_of_tiles(most: torch.Tensor, operand: Operand) -> torch.Tensor:
+    """Return for the largest magnitude of every 16 values [rows, blocks] that of the tile that they lie in: themselves,
+    or a square. Rows that fill no square are one."""
     if operand.block == (1, BLOCK):
         return most
     rows = len(most)
@@ -328,24 +327,33 @@ def _decoded(codes: torch.Tensor) -> torch.Tensor:
 def _statistics(matrix: torch.Tensor, operand: Operand, quantized: QuantizedNVFP4) -> Statistics:
     """Count for every 16 values what the cast did, as for FP8; rows of a square count by themselves.
 
-    Some rows are counted at a time, so that what is computed on the way stays in a cache.
+    Where there is no kernel, some rows are counted at a time, so that what is computed on the way stays in a cache.
     """
-    rows, columns = matrix.shape
-    codes, decode = quantized.codes().view(rows, columns), quantized.scale_inv_fp32
-    step = max(1, _AT_ONCE // max(1, columns) // BLOCK) * BLOCK
-    strips = (slice(first, first + step) for first in range(0, max(1, rows), step))
-    parts = [_count(matrix[strip], codes[strip], decode[strip], operand) for strip in strips]
-    counted = (field.name for field in fields(Statistics) if field.name != "format")
-    return Statistics(FORMAT, **{name: torch.cat([getattr(part, name) for part in parts]) for name in counted})
+    decode = quantized.scale_inv_fp32
+    counted = kernels.count_fp4(matrix, quantized.matrix, decode, FORMAT.saturates_above)
+    if counted is None:
+        rows, columns = matrix.shape
+        codes, step = quantized.codes().view(rows, columns), max(1, _AT_ONCE // max(1, columns))
+        strips = (slice(first, first + step) for first in range(0, max(1, rows), step))
+        parts = [_count(matrix[strip], codes[strip], decode[strip]) for strip in strips]
+        counted = {name: torch.cat([getattr(part, name) for part in parts]) for name in _COUNTED}
+    most = largest_of_tiles(counted.pop("amax"), operand)
+    return Statistics(FORMAT, elements=_sixteen(decode), scale_inv=decode, amax=most, **counted)
 
 
-def _count(matrix: torch.Tensor, codes: torch.Tensor, decode: torch.Tensor, operand: Operand) -> Statistics:
+_COUNTED = [field.name for field in fields(Statistics) if field.name not in ("format", "elements", "scale_inv")]
+
+
+def _count(matrix: torch.Tensor, codes: torch.Tensor, decode: torch.Tensor) -> Statistics:
     rows, columns = matrix.shape
     tiles, codes = (tensor.reshape(rows, 1, columns // BLOCK, BLOCK) for tensor in (matrix, codes))
     scaled = tiles.float() * torch.reciprocal(decode).clamp_max(FP32_MAX)[:, None, :, None]
-    most = largest_of_blocks(tiles[:, 0].float(), operand)
-    elements = torch.tensor(BLOCK, device=matrix.device).expand(decode.shape)
-    return measure(tiles, scaled, codes & 7, _decoded(codes), most, decode, elements, FORMAT)
+    most = scales.amax_of(tiles[:, 0].float(), (2,))
+    return measure(tiles, scaled, codes & 7, _decoded(codes), most, decode, _sixteen(decode), FORMAT)
+
+
+def _sixteen(decode: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(BLOCK, device=decode.device).expand(decode.shape)
 
 
 # ---------------------------------------------------------------------- checks

@@ -482,10 +482,11 @@ def test_statistics_count_what_was_lost(name):
 @pytest.mark.parametrize("rows", [0, 15, 16, 75])
 @pytest.mark.parametrize("name", ["1x16", "16x16", "row-scaled"])
 def test_statistics_are_the_same_however_many_rows_are_counted_at_a_time(name, rows, monkeypatch):
-    """Squares too, of which the last one is cut off: strips begin where squares do."""
+    """In torch, which counts where there is no kernel; of squares the last one is cut off."""
+    monkeypatch.setattr("nemo_fp8.numerics.kernels.count_fp4", lambda *_: None)
     x = values((75, 64), torch.bfloat16, 13, "gaussian")[:rows].contiguous()
     told = []
-    for at_once in (1 << 18, 2 * 16 * 64, 1):
+    for at_once in (1 << 18, 20 * 64, 1):
         monkeypatch.setattr("nemo_fp8.numerics.nvfp4._AT_ONCE", at_once)
         told.append(quantize(x, VARIANTS[name], statistics=True).statistics)
     for name in (field.name for field in fields(told[0]) if field.name != "format"):

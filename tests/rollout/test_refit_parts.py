@@ -51,6 +51,26 @@ def test_a_tensor_that_was_not_announced_is_refused():
             list(cut([(name, tensor)], manifest, lambda: torch.zeros(10**6, dtype=torch.uint8)))
 
 
+def test_layers_are_gathered_where_earlier_ones_were_that_nobody_refers_to():
+    """Memory that a layer's method kept is not used again; a layer that fits nowhere has new memory, and small memory
+    is let go of."""
+    from nemo_fp8.rollout.refit.worker.sinks import Room
+
+    room, wide = Room(), torch.empty(64, 32, dtype=torch.bfloat16)
+    first = room.take(wide)
+    assert (first.shape, first.stride(), first.dtype) == (wide.shape, wide.stride(), wide.dtype)
+    place, kept = first.data_ptr(), first[3]
+    del first
+    assert room.take(wide).data_ptr() != place  # `kept` refers to it
+    assert len(room.kept) == 2
+    del kept
+    assert room.take(wide.float().t()).data_ptr() != place  # twice as large
+    assert len(room.kept) == 1
+    place = room.kept[0].data_ptr()
+    small, other = room.take(torch.empty(3, 5)), room.take(torch.empty(()))
+    assert small.data_ptr() == place != other.data_ptr()
+
+
 BAD_ROWS = [None, ["a", "bfloat16"], ["", "bfloat16", [1]], ["a", "int64", [1]], ["a" * 5000, "bfloat16", [1]]]
 BAD_SHAPES = [[-1], [0], [1.5], [2**40] * 3, [1] * 9, "11", None]
 

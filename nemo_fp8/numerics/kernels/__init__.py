@@ -142,6 +142,22 @@ def decode_fp4(
     return None if device is None else device.decode(codes, scales, amax, largest, dtype, out)
 
 
+def count_fp4(
+    x: torch.Tensor, codes: torch.Tensor, decode: torch.Tensor, saturates_above: float
+) -> dict[str, torch.Tensor] | None:
+    """Count for every 16 values of a matrix what its cast to NVFP4 did; return the fields of
+    :class:`nemo_fp8.numerics.statistics.Statistics`, or None if there is no kernel. Only CPUs have one.
+
+    ``codes`` are [rows, columns / 2], two a byte, and ``decode`` [rows, columns / 16] what they are multiplied with.
+    The amax is that of the 16 values, though they may lie in a square with a scale of its own.
+    """
+    if x.device.type != "cpu":
+        return None
+    found: dict[str, torch.Tensor] | None
+    found = importlib.import_module(f"{__name__}.cpu_fp4").count(x, codes, decode, saturates_above)
+    return found
+
+
 def amax(x: torch.Tensor) -> torch.Tensor | None:
     """Return the largest magnitude of all elements that are not NaN, in FP32; None if there is no kernel."""
     device = _device(x)

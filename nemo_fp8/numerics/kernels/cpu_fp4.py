@@ -1,4 +1,4 @@
-"""Cast to NVFP4 and decode it on a CPU with the compiled kernels of `fp4_quantize.c` and `fp4_decode.c`.
+"""Cast to NVFP4 and decode it on a CPU with the compiled kernels of `fp4_quantize.c`, `fp4_decode.c` and `fp4_count.c`.
 
 As in `cpu.py` one call is one job, divided among torch's own threads, and None is the answer where there is no kernel.
 """
@@ -45,6 +45,26 @@ class _Fp4DecodeJob(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "cols", "amax_stride")),
         *((name, ctypes.c_float) for name in ("reciprocal",)),
         *((name, ctypes.c_int32) for name in ("target", "threads")),
+        ("next", ctypes.c_int64),
+    )
+
+
+_COUNTS = {
+    **dict.fromkeys(("underflow", "saturated", "nonfinite", "least_code", "largest_code"), torch.uint8),
+    **dict.fromkeys(("norm", "error_norm"), torch.float64),
+    "amax": torch.float32,
+}
+"""A field of Statistics -> the dtype in which it is counted for 16 values."""
+
+
+class _Fp4CountJob(ctypes.Structure):
+    """`struct fp4_count_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "decode", *_COUNTS, "parallel")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols")),
+        *((name, ctypes.c_int32) for name in ("source", "threads")),
+        ("saturates_above", ctypes.c_float),
         ("next", ctypes.c_int64),
     )
 
@@ -147,3 +167,22 @@ def decode(
     )  # fmt: skip
     library.nemo_fp4_decode(ctypes.byref(job))
     return out
+
+
+def count(
+    x: torch.Tensor, codes: torch.Tensor, decode: torch.Tensor, saturates_above: float
+) -> dict[str, torch.Tensor] | None:
+    """Count for every 16 values of a matrix in one piece what its cast to ``codes`` did, which ``decode`` multiplies;
+    return the fields of Statistics, or None if there is no kernel for it."""
+    library = build.library()
+    if library is None or x.dtype not in SOURCES or not x.is_contiguous() or x.numel() == 0:
+        return None
+    codes, decode = codes.contiguous(), decode.contiguous()
+    counts = {name: torch.empty(decode.shape, dtype=dtype) for name, dtype in _COUNTS.items()}
+    job = _Fp4CountJob(
+        x=x.data_ptr(), codes=codes.data_ptr(), decode=decode.data_ptr(), rows=x.shape[0], cols=x.shape[1],
+        source=SOURCES[x.dtype], threads=threads(x), parallel=parallel(), saturates_above=saturates_above,
+        **{name: counted.data_ptr() for name, counted in counts.items()},
+    )  # fmt: skip
+    library.nemo_fp4_count(ctypes.byref(job))
+    return counts

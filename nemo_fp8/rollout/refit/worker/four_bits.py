@@ -23,7 +23,7 @@ from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.worker.layouts import ONE, Tally
 from nemo_fp8.rollout.refit.worker.routes import Box, Route, Target
-from nemo_fp8.rollout.refit.worker.sinks import Staged, name_of, part_of, rows_of
+from nemo_fp8.rollout.refit.worker.sinks import Room, Staged, name_of, part_of, rows_of
 
 KIND = "nvfp4"
 
@@ -46,9 +46,10 @@ class FourBitWeights(Staged):
         target: Target,
         routes: Iterable[Route],
         constants: Iterable[tuple[Box, float]],
+        room: Room,
     ) -> None:
         self.routes = list(routes)
-        super().__init__(tally, layer, self.routes, [(target, [*constants])], {})
+        super().__init__(tally, layer, self.routes, [(target, [*constants])], {}, room)
         self.name = target.parameter
         live = layer.quant_method.live(layer, self.name)
         self.live = FourBits(*(tensor.data for tensor in live))
@@ -83,7 +84,8 @@ class FourBitWeights(Staged):
         matrices, (start, stop), (left, right) = _box(route.to)
         for i, m in enumerate(range(*matrices)):
             at = experts if experts == ONE else slice(experts.start + i, experts.start + i + 1)
-            facts.count(_part(found.statistics[m], slice(start, stop), slice(left // BLOCK, right // BLOCK)), at)
+            part = _part(found.statistics[m], slice(start, stop), slice(left // BLOCK, right // BLOCK))
+            facts.count(part.total(), at)  # a number for each 16 values would wait beside the model until the end
 
     def finish(self) -> None:
         for route in self.routes:

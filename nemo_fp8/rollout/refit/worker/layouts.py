@@ -138,14 +138,8 @@ class Facts:
     def count_scales(self, scales: torch.Tensor, kind: str, at: slice = ONE) -> None:
         """Count scales, and the bad ones among them. ``kind`` is the operand's (``pow2``, ``fp32`` or ``e4m3``), or
         ``beneath`` for the scale that is made of a whole matrix's amax."""
-        scales = _decoded(scales)
-        # An E4M3 scale of 16 small values is zero where others of their tensor are a million times as large, and the
-        # scale beneath is where all are zero.
-        good = scales.isfinite() & ((scales > 0) | (kind in ("e4m3", "beneath")))
-        if kind == "pow2":
-            good &= floor_pow2(scales) == scales
         self.scales += scales.numel()
-        self._add("bad_scales", _each(~good, at).sum(1), at)
+        self._add("bad_scales", _each(_bad(scales, kind), at).sum(1), at)
 
     def see(self, magnitudes: torch.Tensor, at: slice = ONE) -> None:
         """Note the largest of some magnitudes, such as those of rows."""
@@ -166,7 +160,7 @@ class Facts:
 
     def count_nan_codes(self, codes: torch.Tensor, at: slice = ONE) -> None:
         """Count the NaNs among E4M3 codes: 0x7F, with either sign."""
-        self._add("nonfinite", _each(codes.view(torch.uint8) & 0x7F == 0x7F, at).sum(1), at)
+        self._add("nonfinite", _each(_is_nan(codes), at).sum(1), at)
 
     def _most(self) -> Count:
         return self.largest.amax() if torch.is_tensor(self.largest) else self.largest  # amax of a NaN is a NaN
@@ -200,6 +194,25 @@ class Facts:
 def _each(values: torch.Tensor, at: slice) -> torch.Tensor:
     """Return values as a matrix with one row for each expert of ``at``."""
     return values.reshape(at.stop - at.start, -1)
+
+
+def _is_nan(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8) & 0x7F == 0x7F
+
+
+def _bad(scales: torch.Tensor, kind: str) -> torch.Tensor:
+    """Whether each scale is one that no cast makes.
+
+    An E4M3 scale of 16 small values is zero where others of their tensor are a million times as large, and the scale
+    beneath is where all are zero.
+    """
+    if kind == "e4m3":
+        return _is_nan(scales)
+    scales = _decoded(scales)
+    good = scales.isfinite() & ((scales > 0) | (kind == "beneath"))
+    if kind == "pow2":
+        good &= floor_pow2(scales) == scales
+    return ~good
 
 
 def _decoded(scales: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Entry, Manifest
 from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
-from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Sink, Staged
+from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Room, Sink, Staged
 
 # Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
 WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
@@ -95,6 +95,7 @@ class Plan:
         staged: dict[str, list[Target]] = defaultdict(list)
         sinks: dict[Target, Sink] = {}
         attention: dict[str, KvScales] = {}
+        room = Room()
         for target, routes in self.to.items():
             layer, way = self.layers[target.layer], self.way(target)
             if way == "blocks":
@@ -106,7 +107,7 @@ class Plan:
                 from nemo_fp8.rollout.refit.worker.four_bits import FourBitWeights
 
                 filled = self.routes.constants.get(target, ())
-                sinks[target] = FourBitWeights(tally, layer, target, routes, filled)
+                sinks[target] = FourBitWeights(tally, layer, target, routes, filled, room)
             elif way == "scales":
                 sinks[target] = attention.setdefault(target.layer, KvScales(tally, layer))
             elif way == "in place":
@@ -120,7 +121,7 @@ class Plan:
                 (target, self.routes.constants[target]) for target in targets if target in self.routes.constants
             ]
             routes = [route for target in targets for route in self.to[target]]
-            sink = Staged(tally, self.layers[name], routes, constants, self._views(name))
+            sink = Staged(tally, self.layers[name], routes, constants, self._views(name), room)
             sinks |= dict.fromkeys(targets, sink)
         return sinks
 

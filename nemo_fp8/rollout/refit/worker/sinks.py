@@ -36,6 +36,31 @@ ROWS = 128  # a strip has a multiple of so many rows, hence whole blocks, and wh
 STRIP = 1 << 22  # codes of a strip: few enough to be quantized, counted and packed while they lie in the cache
 
 
+class Room:
+    """The memory in which staged layers are gathered, one after the other.
+
+    The operating system has to find and clear every page of fresh memory, which takes longer than the copy into it. So
+    a layer is gathered where an earlier one was, once nobody refers to that one any longer.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory of the shape, strides, type and device of ``like``; what lies there is anything."""
+        idle = [flat for flat in self.kept if torch._C._storage_Use_Count(flat.untyped_storage()._cdata) == _NOBODY]
+        fitting = [flat for flat in idle if flat.device == like.device and flat.nbytes >= like.nbytes]
+        if not fitting:
+            self.kept = [flat for flat in self.kept if not any(flat is other for other in idle)]
+            self.kept += (fitting := [torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)])
+        flat = min(fitting, key=lambda flat: flat.nbytes)
+        return flat[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+_NOBODY = 2
+"""References to a storage to which only its tensor in ``Room`` refers, and the object that asks."""
+
+
 class Sink:
     """Takes the pieces of some routes, writes them into the model, and keeps their facts.
 
@@ -412,7 +437,8 @@ class Staged(Sink):
     """Gathers all tensors of a layer, and has the layer's own method process them as at load.
 
     ``routes`` are all that lead to the layer; ``constants`` are the boxes that vLLM's loader fills with a number.
-    ``views`` are tensors beside the layer that hold a parameter as it was before it was processed.
+    ``views`` are tensors beside the layer that hold a parameter as it was before it was processed. ``room`` is the
+    memory that all staged layers of a push share.
     """
 
     def __init__(
@@ -422,9 +448,10 @@ class Staged(Sink):
         routes: Iterable[Route],
         constants: Iterable[tuple[Target, list[tuple[Box, float]]]],
         views: Mapping[str, torch.Tensor],
+        room: Room,
     ) -> None:
         super().__init__(tally)
-        self.layer, self.values, self.views = layer, dict[str, torch.Tensor](), views
+        self.layer, self.values, self.views, self.room = layer, dict[str, torch.Tensor](), views, room
         self.constants = list(constants)
         self.awaited = {entry for route in routes for entry in route.entries}
 
@@ -455,6 +482,7 @@ class Staged(Sink):
         before, _ = get_layerwise_info(self.layer).restore_metadata
         with get_layerwise_info(self.layer).restore_device:
             made: torch.Tensor = materialize_meta_tensor(before_loading(before[name], self.layer))
+        made.data = self.room.take(made)
         self.tally.hold(made.nbytes)
         return made
 
