@@ -520,7 +520,7 @@ def nemotron_3_super_bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _Pl
         scale.
     weights: Kept in BF16 and cast to NVFP4 once per global batch.
     attention: Attention scores and their product with V in BF16.
-    kept: In BF16: the first 0 and the last 14 decoder layers; embeddings, norms, routers and the output head.
+    kept: In BF16: the last 14 decoder layers; embeddings, norms, routers and the output head.
     rollout: Generation with input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension;
         weight in E2M1 with an E4M3 scale for every 16 values along the contracted dimension; a BF16 KV cache.
     """

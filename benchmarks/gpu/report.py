@@ -167,12 +167,19 @@ def kernels(results: dict[str, Any]) -> str:
     return "\n".join(out).strip()
 
 
+# Measure -> what its weights are pushed into.
+INTO = {"8B": "FP8 blocks of 128x128 with FP32 scales", "8B in NVFP4": "NVFP4, in ModelOpt's layout"}
+
+
 def refit(results: dict[str, Any]) -> str:
     """Every way as a share of the copy, and whether all wrote the same."""
-    if not (found := results.get("8B")):
-        return ""
+    return "\n".join(_pushed(results[name], into) for name, into in INTO.items() if results.get(name))
+
+
+def _pushed(found: dict[str, Any], into: str) -> str:
     copy, prints = found["ways"]["copy"].get("ms"), found.get("fingerprints", {})
-    odd = [name for name, text in prints.items() if text != prints.get("straight")]
+    first = next(iter(prints.values()), None)
+    odd = [name for name, text in prints.items() if text != first]
     rows = [
         [
             name,
@@ -187,9 +194,7 @@ def refit(results: dict[str, Any]) -> str:
         if not odd
         else f"Other codes or scales: {', '.join(odd)}."
     )
-    head = (
-        f"{found['bytes'] / 1e9:.1f} GB of BF16 weights, pushed into FP8 blocks of 128x128 with FP32 scales. {said}\n"
-    )
+    head = f"{found['bytes'] / 1e9:.1f} GB of BF16 weights, pushed into {into}. {said}\n"
     return "\n".join([head, table(["way", "ms", "GB/s of BF16", "of the copy", "as a graph, ms"], rows)])
 
 

@@ -207,7 +207,7 @@ def _db(value: float) -> str:
 def _print_advice(inspection: Inspection, a: Advice) -> None:
     print_pairs([("", "")])
     if not a.below:
-        return print_pairs([(a.label, f"Nothing in FP8 lies below {a.snr:g} dB.")])
+        return print_pairs([(a.label, f"Nothing quantized lies below {a.snr:g} dB.")])
     count = len(inspection.measured())
     found = (
         f"{len(a.below)} of {count} tensors below {a.snr:g} dB. With this, {a.share:.1%} of the linear weights stay in "

@@ -150,7 +150,8 @@ def memory(
     rows += [("total", *(gib(e.total) for e in estimates)), ("gathered each step", *(gib(e.gather) for e in estimates))]
     print_table(("GiB on the fullest GPU", *(e.precision for e in estimates)), rows)
     notes = dict.fromkeys(sentence for e in estimates for sentence in e.assumptions)
-    return print_pairs([("so", savings(*asked)), *(("given", sentence) for sentence in notes)])
+    saved = savings(*asked)
+    return print_pairs([*([("so", saved)] if saved else ()), *(("given", sentence) for sentence in notes)])
 
 
 def audit_line(row: AuditRow) -> tuple[Any, ...]:

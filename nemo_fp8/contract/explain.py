@@ -145,7 +145,8 @@ def _attention(p: Precision) -> str:
 def _kept(p: Precision) -> str:
     compute, parts = _COMPUTE[p.compute], []
     if p.first_layers or p.last_layers:
-        parts.append(f"the first {p.first_layers} and the last {p.last_layers} decoder layers")
+        ends = {"first": p.first_layers, "last": p.last_layers}
+        parts.append(" and ".join(f"the {end} {count}" for end, count in ends.items() if count) + " decoder layers")
     if p.keep:
         parts.append("modules named " + ", ".join(p.keep))
     parts.append("embeddings, norms, routers and the output head")

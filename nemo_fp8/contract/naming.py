@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,28 @@ def settings_of(name: str, changes: list[str] | None = None) -> dict[str, Any]:
 
 
 def changes_of(changes: list[str] | None) -> dict[str, Any]:
-    """Parse ``field=value`` words, each value as YAML. Raises PrecisionError for a word of another form."""
-    import yaml
-
+    """Parse ``field=value`` words. Raises PrecisionError for a word of another form."""
     pairs = [change.partition("=") for change in changes or []]
     for field, equals, _ in pairs:
         if not equals:
             raise PrecisionError(
                 f"--set {field} has no value.", "A change is a field and its new value.", f"Write --set {field}=VALUE."
             )
-    return {field: yaml.safe_load(value) for field, _, value in pairs}
+    return {field: _value(field, value) for field, _, value in pairs}
+
+
+def _value(field: str, text: str) -> Any:
+    """Parse a value as YAML, or as a tuple as remedies write it. Raises PrecisionError if it is neither."""
+    import yaml
+
+    try:
+        return ast.literal_eval(text) if text.startswith("(") else yaml.safe_load(text)
+    except (ValueError, SyntaxError, yaml.YAMLError) as error:
+        raise PrecisionError(
+            f"--set {field}={text} cannot be read.",
+            f"It is read as YAML, or as a tuple of Python's: {str(error).splitlines()[0]}.",
+            """Quote patterns inside of lists, and the word for the shell: --set "keep=['*.linear_proj']".""",
+        ) from None
 
 
 def is_file(name: str) -> bool:

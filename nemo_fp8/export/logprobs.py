@@ -3,10 +3,9 @@
     log_probs(exported, {"dtype": "bfloat16"}, python)             the export, as any vLLM loads it
     log_probs(source, {"quantization": "nemo_fp8", ...}, python)   the source, quantized when it is loaded
 
-On a CPU without AMX vLLM has no kernel for FP8 in 128x128 blocks, and on no CPU one for such blocks in ModelOpt's
-layout, or for linears in NVFP4 under BF16 activations (:func:`reads_codes`). The export is then decoded to BF16 and
-quantized when it is loaded, too: of 128x128 blocks its certificate proves that this gives the same codes, of others the
-comparison shows it.
+On a CPU without AMX vLLM has no kernel for FP8 in 128x128 blocks, but in ModelOpt's layout, for which nemo_fp8's plugin
+names one (:func:`reads_codes`). The export is then decoded to BF16 and quantized when it is loaded, too, and its
+certificate proves that this gives the same codes.
 
 vLLM and NeMo cannot share an environment, so each engine runs in a process of vLLM's own Python, on this same file.
 Both get the same prompts in the same order and the same settings, so that a deterministic kernel gives the same bits
@@ -29,7 +28,6 @@ from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.plan import Plan
-from nemo_fp8.models.names import place
 from nemo_fp8.preflight.machine import Machine, vllm_pythons
 from nemo_fp8.preflight.support import UNSUPPORTED, answer
 from nemo_fp8.render.vllm import PLUGIN, to_plugin, to_vllm
@@ -147,15 +145,13 @@ def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Pa
 def reads_codes(python: str | Path, plan: Plan) -> bool:
     """Whether the vLLM of a Python has a kernel on this machine for what a plan writes.
 
-    For ModelOpt's layouts nemo_fp8's plugin names kernels to its CPU build, but for linears under BF16 activations.
+    For ModelOpt's layout nemo_fp8's plugin names kernels and methods to its CPU build.
     """
     machine = Machine.here(python)
-    if plan.layout.name != "modelopt":
-        return answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
-    if any(p.rollout_block == "128x128" for p in plan.forms.values()):
-        return not machine.vllm_cpu and answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
-    weights_only = any(p.activation_scheme == "none" and place(n).role != "experts" for n, p in plan.forms.items())
-    return not (machine.vllm_cpu and weights_only)
+    blocks = any(p.rollout_block == "128x128" for p in plan.forms.values())
+    if plan.layout.name == "modelopt" and (machine.vllm_cpu or not blocks):
+        return True
+    return answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
 
 
 def compare(a: list[dict[str, float]], b: list[dict[str, float]]) -> Comparison:

@@ -244,7 +244,7 @@ def _activations(train: Precision, rollout: Precision, of: str) -> Iterator[Prob
     ours, theirs = train.operand("input", "train"), rollout.operand("input", "rollout")
     if ours is None or theirs is None:
         return
-    cost = ", in each of these layers" if of else ", in every FP8 layer"
+    cost = ", in each of these layers" if of else ", in every quantized layer"
     gaps = {"heading": f"Activations{of}", "does": "casts to", "field": "activation_scale", "cost": cost}
     yield from _casts("activations", ours, theirs, _degree("activation_scale", train, rollout), gaps)
 

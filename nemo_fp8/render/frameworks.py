@@ -78,7 +78,7 @@ def why_not_blocks_of_128(side: str, precision: Precision) -> dict[str, str]:
     """Return reasons for what is lost of a rollout where a framework has ``BLOCKS_OF_128`` and nothing else in FP8."""
     other = misfits(precision, BLOCKS_OF_128)
     if precision.rollout != "fp8" or not other:
-        return rollout_reasons(f"Said of FP8 operands, and {side} has none to say it of here.")
+        return rollout_reasons(f"Said of quantized operands, and {side} has none to say it of here.")
     return rollout_reasons(
         f"{side}'s FP8 rollout has 128x128 blocks with FP32 scales for every linear but routers; here it would need "
         f"{', '.join(other)}. Change that, or push with nemo_fp8's Refit into an engine of its own."

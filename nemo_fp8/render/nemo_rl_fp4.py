@@ -134,5 +134,6 @@ def _lacks(train: Precision, rollout: Precision) -> Iterator[tuple[str, str]]:
             counts = f"{rollout.first_layers} at the start and {rollout.last_layers} at the end"
             yield "policy.megatron_cfg.first_last_layers_bf16", f"true, with {counts}"
         else:
-            named = f"the first {train.first_layers} and the last {train.last_layers} layers"
-            yield f"{keys.FP4_ROLLOUT}.additional_ignore", f"the experts of {named}"
+            ends = {"first": train.first_layers, "last": train.last_layers}
+            named = " and ".join(f"the {end} {count}" for end, count in ends.items() if count)
+            yield f"{keys.FP4_ROLLOUT}.additional_ignore", f"the experts of {named} layers"

@@ -53,7 +53,7 @@ MODES: dict[str, dict[str, Any]] = {
 _BLOCK_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 
 _REASONS = {
-    **frameworks.rollout_reasons("Said of FP8 operands, and SkyRL has none to say it of here."),
+    **frameworks.rollout_reasons("Said of quantized operands, and SkyRL has none to say it of here."),
     **frameworks.COMMON_REASONS,
     "fp8_param": "SkyRL takes FP8 primary weights with blockwise scaling and FP32 scales only.",
 }

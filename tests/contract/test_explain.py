@@ -47,7 +47,7 @@ def test_rules_are_said_in_their_order():
 
 def test_a_rollout_without_training_in_fp8_says_what_it_keeps():
     p = Precision(rollout="fp8", keep=("*.o_proj",), modules=(("*.linear_fc1", "mxfp8"),), last_layers=1)
-    assert "the first 0 and the last 1 decoder layers; modules named *.o_proj" in _row(p, "kept")
+    assert "In BF16: the last 1 decoder layers; modules named *.o_proj" in _row(p, "kept")
     assert "*.linear_fc1 by mxfp8" in _row(p, "rules")
     assert "kept" not in {heading for heading, _ in explain_rows(Precision(keep=("*.o_proj",)))}
 

@@ -98,9 +98,10 @@ def test_every_way_was_timed(folder):
         for name, found in results(folder, part).items():
             assert all(way["ms"] > 0 for way in found["ways"].values()), name
             assert found.get("left_out", {}) == {}
-    prints = results(folder, "refit")["8B"]["fingerprints"]
-    assert len(prints) == 5
-    assert len(set(prints.values())) == 1
+    for name, ways in (("8B", 5), ("8B in NVFP4", 2)):
+        prints = results(folder, "refit")[name]["fingerprints"]
+        assert len(prints) == ways
+        assert len(set(prints.values())) == 1
 
 
 def test_every_case_begins_with_the_same_weights_and_fp8_is_no_name_only(folder):

@@ -62,7 +62,7 @@ def test_one_failure_is_told_and_the_others_run(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         gpu.main()
     assert ended.value.code == "1 measures failed."
-    assert asked == [("kernels", name) for name in parts.PARTS["kernels"].measures] + [("refit", "8B")]
+    assert asked == [(part, name) for part in ("kernels", "refit") for name in parts.PARTS[part].measures]
     assert "kernels, gemms: no such kernel" in capsys.readouterr().out
     record = json.loads((tmp_path / "gpu_kernels.json").read_text())
     assert list(record["measures"]) == list(parts.PARTS["kernels"].measures)
@@ -150,6 +150,9 @@ def test_a_refit_that_wrote_other_codes_is_told():
     found = {"bytes": 16_000_000_000, "ways": ways, "fingerprints": {"straight": "a", "eager": "a"}}
     assert "straight, eager wrote the same codes" in report.refit({"8B": found})
     assert "| straight | 2.00 | 8,000 | 50% | 1.50 |" in report.refit({"8B": found})
+    both = report.refit({"8B": found, "8B in NVFP4": found})
+    assert both.count("| straight |") == 2
+    assert "pushed into NVFP4, in ModelOpt's layout" in both
     found["fingerprints"]["eager"] = "b"
     assert "Other codes or scales: eager" in report.refit({"8B": found})
 

@@ -138,6 +138,17 @@ MODELOPT_EXPERTS = (
     Internal(_MODELOPT, "ModelOptNvFp4FusedMoE.create_weights"),
 )
 
+# Checked only for linears in a checkpoint of ModelOpt's, on a CPU.
+MODELOPT_LINEARS = (
+    Internal(f"{_LAYERS}.linear", "register_weight_loader_v2_supported_method"),
+    Internal(_MODELOPT, "FormatScheme.post_process", ("layer",)),
+    Internal(_MODELOPT, "LINEAR_METHOD_BUILDERS"),
+    Internal(_MODELOPT, "ModelOptLinearMethod.__init__", ("spec", "ctx", "format_scheme")),
+    Internal(_MODELOPT, "Shapes", ("output_partition_sizes", "input_size_per_partition", "params_dtype")),
+    Internal(_MODELOPT, "WEIGHT"),
+    Internal(_MODELOPT, "resolve", ("algo", "subcfg", "prefix")),
+)
+
 # Checked only if one of these backends is used: their modules import what only GPUs have.
 GPU_TRANSFER = (
     Internal(f"{_TRANSFER}.nccl_engine", "NCCLWeightTransferEngine"),

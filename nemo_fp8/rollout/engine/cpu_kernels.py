@@ -2,7 +2,8 @@
 
     NVFP4   vLLM's own emulation, which decodes a weight to BF16 on each call
     MXFP8   the FP32 product from codes that nemo_fp8 uses when it quantizes by itself
-    experts in either: nemo_fp8.rollout.engine.modelopt_experts
+    experts in either, and in W4A16: nemo_fp8.rollout.engine.modelopt_experts
+    linears in W4A16 and in 128x128 blocks: nemo_fp8.rollout.engine.modelopt_linears
 
 vLLM has a function to register kernels, so nothing is patched. With NVFP4 a checkpoint and a weight that was quantized
 at load go through the same kernel; vLLM's emulation of MXFP8 would decode a weight once for all calls, and keep two
@@ -46,8 +47,8 @@ class CodesMxfp8LinearKernel(Mxfp8LinearKernel):
 
 
 def register() -> None:
-    """Name a kernel for NVFP4 and one for MXFP8 to vLLM, and methods for experts, on a CPU. A second call changes
-    nothing."""
+    """Name kernels for NVFP4 and MXFP8 to vLLM, and methods for what these do not serve, on a CPU. A second call
+    changes nothing."""
     if not current_platform.is_cpu():
         return
     platform = current_platform._enum
@@ -61,3 +62,7 @@ def register() -> None:
         from nemo_fp8.rollout.engine import modelopt_experts
 
         modelopt_experts.register()
+    if not compatibility.misfits(compatibility.MODELOPT_LINEARS):
+        from nemo_fp8.rollout.engine import modelopt_linears
+
+        modelopt_linears.register()

@@ -139,11 +139,20 @@ class _OnCpu:
         return METHODS[algorithm](config, layer.moe_config)
 
 
+# Classes with names of their own: vLLM pickles an engine's configuration to the processes that it starts.
+class Nvfp4OnCpu(_OnCpu, ModelOptNvFp4Config):
+    """NVFP4, and W4A16."""
+
+
+class Mxfp8OnCpu(_OnCpu, ModelOptMxFp8Config):
+    """MXFP8."""
+
+
+class MixedOnCpu(_OnCpu, ModelOptMixedPrecisionConfig):
+    """Several formats in one checkpoint."""
+
+
 def register() -> None:
     """Register the configurations under vLLM's names. A second call does the same again."""
-    for name, theirs in (
-        ("modelopt_fp4", ModelOptNvFp4Config),
-        ("modelopt_mxfp8", ModelOptMxFp8Config),
-        ("modelopt_mixed", ModelOptMixedPrecisionConfig),
-    ):
-        register_quantization_config(name)(type(f"{theirs.__name__}OnCpu", (_OnCpu, theirs), {}))
+    for name, config in (("modelopt_fp4", Nvfp4OnCpu), ("modelopt_mxfp8", Mxfp8OnCpu), ("modelopt_mixed", MixedOnCpu)):
+        register_quantization_config(name)(config)
