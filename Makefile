@@ -94,7 +94,7 @@ test: setup
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_triton.py tests/numerics/test_kernels_fp4_triton.py
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest tests/numerics/test_kernels_compiled.py tests/numerics/test_kernels_fp4_compiled.py
 	$(ENDING_WITH_MAKE) $(ROLLOUT)/bin/python -m pytest $(IN_PAIRS) tests/rollout
-	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest tests/bridge
+	$(ENDING_WITH_MAKE) $(BRIDGE)/bin/python -m pytest $(IN_PAIRS) tests/bridge
 
 # What takes too long for every change: every model, every executor, 50 pushes, whole training runs.
 test-long: setup

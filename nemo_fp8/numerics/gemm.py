@@ -181,7 +181,7 @@ def is_exact_in_bf16(q: Quantized) -> bool:
 
 def _exact_in_bf16(scale: torch.Tensor) -> bool:
     """Whether these scales, and their products with any code, are exact in BF16."""
-    return is_pow2(scale) and bool((scale >= _LEAST_EXACT_SCALE).all())
+    return scale.amin().item() >= _LEAST_EXACT_SCALE and is_pow2(scale)
 
 
 def _only_zeros_below(q: Quantized) -> bool:

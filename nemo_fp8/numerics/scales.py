@@ -94,8 +94,7 @@ def ceil_pow2(x: torch.Tensor) -> torch.Tensor:
 
 def is_pow2(x: torch.Tensor) -> bool:
     """Whether every value is a normal power of two."""
-    bits = x.view(torch.int32)
-    return not bool((((bits & 0x7FFFFF) != 0) | (bits <= 0)).any())
+    return x.numel() == 0 or (x.amin().item() > 0 and torch.equal(floor_pow2(x), x))
 
 
 def check_convention(convention: str) -> None:

@@ -28,7 +28,7 @@ from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.scales import is_pow2
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.tensors import as_matrix_shape
+from nemo_fp8.te_cpu.tensors import as_matrix_shape, turn
 
 BLOCK = 128
 
@@ -51,7 +51,7 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
             if by_rows is not None and square
             else quantize(x, operand, usage="col", epsilon=quantizer.amax_epsilon)
         )
-        out._columnwise_data.view(columns, rows).copy_(by_columns.data.view(torch.uint8).t())
+        turn(by_columns.data.view(torch.uint8), out._columnwise_data.view(columns, rows))
         _put(out._columnwise_scale_inv, by_columns.scale_inv.t() if square else by_columns.scale_inv)
 
 

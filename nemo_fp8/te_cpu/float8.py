@@ -19,7 +19,7 @@ from nemo_fp8.numerics.quantize import quantize_into
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.scales import scale_from_amax
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.tensors import amax_of, as_matrix_shape, reduced
+from nemo_fp8.te_cpu.tensors import amax_of, as_matrix_shape, reduced, turn
 
 
 def write_delayed(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
@@ -51,7 +51,7 @@ def _write(quantizer: Any, x: torch.Tensor, out: Any, scale: torch.Tensor) -> No
     quantize_into(x, operand, codes.view(x.shape).view(dtype), out._scale_inv, scale=scale)
     if out._transpose is not None:
         rows, columns = as_matrix_shape(x.shape)
-        out._transpose.view(columns, rows).copy_(codes.view(rows, columns).t())
+        turn(codes.view(rows, columns), out._transpose.view(columns, rows))
         out._transpose_invalid = False
 
 

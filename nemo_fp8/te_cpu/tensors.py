@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics import kernels, scales
+from nemo_fp8.numerics.kernels import cpu
 
 
 def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -19,6 +20,12 @@ def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     for n in shape[:-1]:
         rows *= n
     return rows, (shape[-1] if len(shape) else 1)
+
+
+def turn(codes: torch.Tensor, into: torch.Tensor) -> None:
+    """Write a matrix of codes into memory of its own, turned round."""
+    if not cpu.turn(codes, into):
+        into.copy_(codes.t())
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,31 @@
 """For the tests of Megatron-Bridge, in its own environment: every run of the suite, by one process and by two."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 from support.processes import free_port
+
+SHARING = ("test_adapters.py", "test_config.py", "test_loading.py", "test_monitor.py", "test_training.py")
+"""Whose tests ask for the runs below. Under xdist one worker has them all, and makes the runs once; it is told by name,
+since pytest-xdist 3.8 passes over its own ``xdist_group`` with pytest 9.2."""
 
 HAS_BRIDGE = (
     importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.bridge") is not None
 )
 collect_ignore_glob = [] if HAS_BRIDGE else ["test_*.py"]  # these run in .venv-bridge
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneWorkerForTheRuns(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "runs" if Path(file).name in SHARING else file
+
+    return OneWorkerForTheRuns(config, log)
 
 
 @pytest.fixture(autouse=True)

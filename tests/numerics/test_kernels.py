@@ -38,6 +38,20 @@ SHAPES = st.one_of(
 )
 
 
+@pytest.mark.parametrize("isa", ["native", "avx2", "plain"])
+def test_codes_are_turned(isa, monkeypatch):
+    """Whole squares, what is left of them to the right and below, and more than one thread's share."""
+    build_for(isa, monkeypatch)
+    for shape in ((1, 1), (16, 16), (15, 33), (33, 15), (64, 48), (130, 257), (512, 768)):
+        codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+        into = torch.zeros(shape[::-1], dtype=torch.uint8)
+        assert cpu.turn(codes, into)
+        assert torch.equal(into, codes.t()), shape
+    assert not cpu.turn(codes.t(), into), "it reads memory in one piece"
+    with pytest.raises(ValueError, match="512x768 codes turned into memory of"):
+        cpu.turn(codes, torch.zeros(512, 768, dtype=torch.uint8))
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     shape=SHAPES,

@@ -15,6 +15,20 @@ def _trained(make, parameters, steps=5):
     return parameters
 
 
+@pytest.mark.parametrize(("value", "flag"), [(3e38, 0), (torch.inf, 1), (-torch.inf, 1), (torch.nan, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_scaled_in_place_and_flagged_by_what_came_in(value, flag, dtype):
+    """Clipping gives the gradients as source and target: what only the scale makes infinite is no fault of theirs."""
+    grads = [torch.randn(5, 7).to(dtype), torch.zeros(0, dtype=dtype), torch.full((3,), 0.1, dtype=dtype)]
+    grads[0][2, 3] = value
+    expected = [(grad.float() * 1.7).to(dtype) for grad in grads]
+    found = torch.zeros(1, dtype=torch.int32)
+    te.optimizers.multi_tensor_applier(te.optimizers.multi_tensor_scale, found, [grads, grads], 1.7)
+    assert found.item() == flag
+    for grad, want in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, want, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("adam_w", [False, True])
 def test_adam(adam_w):
     def fresh():

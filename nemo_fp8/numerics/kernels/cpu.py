@@ -89,6 +89,17 @@ class _AccumulateJob(ctypes.Structure):
     )
 
 
+class _TurnJob(ctypes.Structure):
+    """`struct turn_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("from", "to", "parallel")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols")),
+        ("threads", ctypes.c_int32),
+        ("next", ctypes.c_int64),
+    )
+
+
 class _SumsJob(ctypes.Structure):
     """`struct sums_job` of the C source."""
 
@@ -232,6 +243,20 @@ def accumulate(
         cols=y.shape[1], columns_first=columns_first, exact=exact, threads=threads(y), parallel=parallel(),
     )  # fmt: skip
     library.nemo_fp8_accumulate(ctypes.byref(job))
+    return True
+
+
+def turn(codes: torch.Tensor, into: torch.Tensor) -> bool:
+    """Write a matrix of bytes, turned, as `fp8_turn.c` does, from memory in one piece to other such memory; False is no
+    answer."""
+    library = build.library()
+    if library is None or not all(t.itemsize == 1 and t.is_contiguous() for t in (codes, into)):
+        return False
+    rows, cols = codes.shape
+    if into.shape != (cols, rows):
+        raise ValueError(f"{rows}x{cols} codes turned into memory of {tuple(into.shape)}.")
+    job = _TurnJob(codes.data_ptr(), into.data_ptr(), parallel(), rows, cols, threads(codes))
+    library.nemo_fp8_turn(ctypes.byref(job))
     return True
 
 
