@@ -32,10 +32,11 @@ if TYPE_CHECKING:  # importing typing would take longer than all the rest
     from typing import Any
 
 VARIABLE = "NEMO_FP8_TE_CPU"
-"""Read when TransformerEngine is imported: one of :data:`ARCHITECTURES`, the first where it is not set, or
-:data:`OFF`."""
+"""Read when TransformerEngine is imported: one of :data:`ARCHITECTURES` or :data:`OFF`. Where it is not set it is
+Hopper for those who ask for FP32 scales of blocks, which only Hopper has, and the first for all others."""
 OFF = "0"
-ARCHITECTURES = {100: "Blackwell", 90: "Hopper"}
+HOPPER = 90
+ARCHITECTURES = {100: "Blackwell", HOPPER: "Hopper"}
 """What a CPU can stand for: a GPU's compute capability, times ten."""
 TRANSFORMER_ENGINE, EXTENSION = "transformer_engine", "transformer_engine_torch"
 

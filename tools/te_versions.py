@@ -114,7 +114,7 @@ def examine(version: str, package: Path) -> dict[str, Any]:
 
 
 def _run(arguments: list[str], version: str, package: Path) -> subprocess.CompletedProcess[str]:
-    path = [package, ROOT, ROOT / "tests" / "te_cpu"]
+    path = [package, ROOT, ROOT / "tests", ROOT / "tests" / "te_cpu"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1", "NEMO_FP8_TE_TESTS_VERSIONS": version,
     }  # fmt: skip

@@ -10,7 +10,7 @@ multiple of 4.
     product     y = 0;   y = fma(sum over 128 of (code b * code a) * scale b, scale a, y), block after block
 
 is Hopper's: partial sums are scaled in FP32, and no value is rounded before it is multiplied. So its FP32 scales cost
-nothing in accuracy.
+nothing in accuracy. Blackwell takes these operands for MXFP8 ones, whose scales are powers of two, and refuses others.
 """
 
 from __future__ import annotations
@@ -27,14 +27,24 @@ from nemo_fp8.numerics.kernels import cpu
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.scales import is_pow2
+from nemo_fp8.te_cpu import device
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.tensors import as_matrix_shape, turn
+from nemo_fp8_hook import HOPPER
 
 BLOCK = 128
 
 
 def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
-    """Codes and scales of ``x`` by rows, by columns, or both; a square block serves both."""
+    """Codes and scales of ``x`` by rows, by columns, or both; a square block serves both. Raises RuntimeError where
+    TE's kernels do: on Blackwell, for FP32 scales."""
+    if not quantizer.force_pow_2_scales and device.standing_for() != HOPPER:
+        raise RuntimeError(
+            "FP32 scales of blocks on Blackwell, which the CPU stands for. TransformerEngine emulates blockwise "
+            "scaling by MXFP8 there, whose scales are powers of two, and its casts refuse others. Set "
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 or NEMO_FP8_TE_CPU=90 before TransformerEngine is imported, and the "
+            "CPU stands for Hopper; or take power-of-2 scales."
+        )
     square = quantizer.block_scaling_dim == 2
     scale_kind = "pow2" if quantizer.force_pow_2_scales else "fp32"
     operand = Operand(format_of(torch_dtype(quantizer.dtype)).name, (BLOCK if square else 1, BLOCK), scale_kind)

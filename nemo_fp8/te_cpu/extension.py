@@ -174,12 +174,12 @@ def _constant(name: str, value: Any) -> Callable[..., Any]:
     return constant
 
 
-def missing(name: str, module: str = NAME) -> Callable[..., Any]:
-    """What stands for a function of TE's that has no CPU implementation: it says so, under that function's name."""
+def missing(name: str) -> Callable[..., Any]:
+    """What stands for a function that has no CPU implementation: it says so, under that function's name."""
 
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{module}.{name} has no CPU implementation. Choose what TransformerEngine runs without it, or run on a "
+            f"{NAME}.{name} has no CPU implementation. Choose what TransformerEngine runs without it, or run on a "
             "GPU; "
             "docs/te_cpu.md lists every such function."
         )

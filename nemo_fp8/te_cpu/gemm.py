@@ -26,14 +26,12 @@ from nemo_fp8.te_cpu.activations import ACTIVATIONS
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.quantized import is_quantized
 from nemo_fp8.te_cpu.tensors import as_matrix_shape
-
-HOPPER = 90
-"""Whose cuBLAS multiplies blockwise operands themselves; Blackwell's takes them for MXFP8 ones, with other rules."""
+from nemo_fp8_hook import HOPPER
 
 
 def _promotes(A: Any, B: Any) -> bool:
     """Whether Hopper's GEMM of blockwise operands multiplies them, which scales partial sums, and rounds before it
-    accumulates."""
+    accumulates. Blackwell's takes them for MXFP8 ones, with other rules."""
     return device.standing_for() == HOPPER and all(hasattr(tensor, "_is_2D_scaled") for tensor in (A, B))
 
 

@@ -15,20 +15,22 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.preflight.support import TE_ON_CPU
 from nemo_fp8.te_cpu import triton_kernels
-from nemo_fp8_hook import ARCHITECTURES, OFF, VARIABLE
+from nemo_fp8_hook import ARCHITECTURES, HOPPER, OFF, VARIABLE
 
 _PACKAGES = {"triton": "triton", "onnxscript": "onnxscript", "onnx_ir": "onnx-ir"}
 """What TE imports besides torch, by module. Where one is missing TE swallows the ImportError, and has no ``pytorch``
 part."""
 
 _BUILDING = "NVTE_PROJECT_BUILDING"
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""TE's variable, which it reads at its import too."""
 
 KNOWN = ", ".join(f"{number} ({name})" for number, name in ARCHITECTURES.items())
 
@@ -54,7 +56,8 @@ def has_gpu() -> bool:
 def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> None:
     """Let TE run on this CPU, which stands for a GPU of ``arch`` (90 Hopper, 100 Blackwell), until the process ends.
 
-    Where no architecture is given it is the one that NEMO_FP8_TE_CPU names, or Blackwell. Raises PrecisionError where a
+    Where no architecture is given it is the one that NEMO_FP8_TE_CPU names; or Hopper where FP32 scales of blocks are
+    asked for by TE's variable, since only Hopper has them; or Blackwell. Raises PrecisionError where a
     GPU or TE's compiled extension is there, where TE was imported before, where it is none of ``versions``, or where
     TE, or what it imports, is missing. Called again, with the same architecture or with none, it does nothing.
     """
@@ -71,7 +74,7 @@ def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> 
                 "Start another process for another architecture.",
             )
         return
-    arch = _named() if arch is None else arch
+    arch = asked_for(os.environ) if arch is None else arch
     version = _check(arch, versions)
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # compiling takes a minute for what runs in a millisecond
     device.stand_in(arch)
@@ -104,11 +107,12 @@ def install_for_import() -> None:
         ) from None
 
 
-def _named() -> int:
-    """The architecture that the variable names. It turns the hook off, and nobody who calls ``install``."""
-    name = os.environ.get(VARIABLE) or OFF
+def asked_for(variables: Mapping[str, str]) -> int:
+    """The architecture that an environment asks for. Ours of the variables turns the hook off, and nobody who calls
+    ``install``."""
+    name = variables.get(VARIABLE) or OFF
     if name == OFF:
-        return next(iter(ARCHITECTURES))
+        return HOPPER if variables.get(FP32_SCALES) == "1" else next(iter(ARCHITECTURES))
     if name not in map(str, ARCHITECTURES):
         raise PrecisionError(
             f"{VARIABLE}={name!r}.",

@@ -45,7 +45,11 @@ CASES = {
 }
 BITS = {name: case for name, case in CASES.items() if case.precision} | {
     "blockwise.fp32": Case(
-        "Float8BlockScaling", {}, Precision(format="e4m3", scaling="blockwise", **_FP32), fp32_scales=True
+        "Float8BlockScaling",
+        {},
+        Precision(format="e4m3", scaling="blockwise", **_FP32),
+        archs=(90,),
+        fp32_scales=True,
     ),
     "nvfp4.nearest": Case(
         "NVFP4BlockScaling",

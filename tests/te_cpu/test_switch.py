@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_fp8.te_cpu import switch
+
 
 def _run(code, path=None):
     environment = os.environ | ({} if path is None else {"PYTHONPATH": path})
@@ -43,6 +45,20 @@ def test_what_cannot_work_is_refused(code, words):
     assert done.returncode == 1
     assert words in done.stderr
     assert "remedy" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "arch"),
+    [
+        ({}, 100),
+        ({"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}, 90),
+        ({"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}, 100),
+        ({"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NEMO_FP8_TE_CPU": "100"}, 100),
+    ],
+)
+def test_who_asks_for_fp32_scales_of_blocks_has_hopper(variables, arch):
+    """Unless an architecture is named."""
+    assert switch.asked_for(variables) == arch
 
 
 def test_without_transformer_engine_it_says_what_to_install(tmp_path):
