@@ -150,7 +150,8 @@ static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_
     int64_t size = bytes_of(j->target);
     int streams = large(j->rows * j->cols * size), spread = 0, e4m3 = j->mantissa_bits == 3;
     int64_t width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols;
-    int64_t wide = j->tile_cols / (j->target == PAIR ? 2 : 1);
+    int by_floats = ROUNDS_TO_BF16 && j->target != FP32; /* a row of floats, and then of BF16 */
+    int64_t wide = j->tile_cols / (j->target == PAIR && !by_floats ? 2 : 1);
     uint32_t wild_scale = 0;
     for (int64_t t = 0, first = row * grid + c0 / j->tile_cols; t < n; t++) {
         uint32_t e = j->e8m0 ? ((const uint8_t *)j->scale_inv)[first + t] : 0;
@@ -185,6 +186,11 @@ static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_
 #endif
         for (int64_t t = 0; t < n && !spread; t++) for (int64_t i = 0; i < wide; i++) w->slots[t * wide + i] = w->scale[t];
         spread = 1;
+        if (by_floats) {
+            DECODE[FP32][e4m3][tame](codes, w->row, width, w->slots);
+            round_row_to_bf16((const float *)w->row, (uint16_t *)out, width);
+            continue;
+        }
         DECODE[j->target][e4m3][tame](codes, streams ? (char *)w->row : out, width, w->slots);
         if (streams) stream(out, w->row, width * size);
     }
