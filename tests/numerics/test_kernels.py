@@ -148,6 +148,27 @@ def test_decode_under_scales_at_the_ends_of_fp32(monkeypatch, tmp_path, tile, is
             same(fast, slow)
 
 
+@pytest.mark.parametrize("isa", ["native", *build.OTHERS])
+@pytest.mark.parametrize("element", FP8)
+def test_decode_under_every_mantissa_of_a_scale_and_beside_the_ends_of_the_tables(monkeypatch, element, isa):
+    """Where AVX2 looks codes up: all of them under 256 mantissas, and scales that a table just has or lacks."""
+    build_for(isa, monkeypatch)
+    end = {"e4m3": 0x7F, "e5m2": 0x7C}[element]
+    below = torch.arange(end, dtype=torch.uint8)
+    row = torch.cat([below, below | 0x80, below[:16]])[: 2 * end + 16]
+    codes = row.repeat(256, 1).view(FORMATS[element].dtype)  # rows that end within a vector
+    mantissas = 1 + torch.arange(256) / 256 + 2.0**-20
+    for exponent in (-81, -80, -7, 79, 80):
+        scale_inv = (mantissas * 2.0**exponent).view(256, 1)
+        for tile, scales in (
+            ((1, 2048), scale_inv),
+            ((1, 128), scale_inv.expand(256, 3)),
+            ((128, 2048), scale_inv[::128]),
+        ):
+            fast = kernels.decode(codes, scales, tile, torch.bfloat16)
+            same(fast, Quantized(codes, scales, tile).dequantize_reference(torch.bfloat16))
+
+
 def test_rows_that_lie_apart():
     """A slice of columns, a transpose: the kernels read what the tensor says, not its storage."""
     big = values((300, 1000), torch.bfloat16, 5, "gaussian")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -25,7 +26,11 @@ from nemo_fp8.numerics.quantize import quantize_reference
 
 COMPILER, DISASSEMBLER = "aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objdump"
 EMULATORS = ("qemu-aarch64-static", "qemu-aarch64")
-MACHINES = {"NEON": "-march=armv8-a", "SVE and BF16": "-march=armv8.6-a+sve+bf16"}
+# name: what the compiler may use, the processor that is emulated, whether it rounds to BF16 itself
+MACHINES = {
+    "NEON": ("-march=armv8-a", "cortex-a57", False),
+    "SVE and BF16": ("-march=armv8.6-a+sve+bf16", "max", True),
+}
 
 missing = [tool for tool in (COMPILER, DISASSEMBLER) if not shutil.which(tool)]
 missing += [] if any(map(shutil.which, EMULATORS)) else ["qemu-aarch64"]
@@ -37,9 +42,9 @@ pytestmark = pytest.mark.skipif(
 class Elsewhere:
     """The functions of the library that cast and decode, each call a process of the emulator's."""
 
-    def __init__(self, program: Path) -> None:
+    def __init__(self, program: Path, processor: str) -> None:
         emulator = next(path for name in EMULATORS if (path := shutil.which(name)))
-        self.command = [emulator, "-cpu", "max", str(program)]
+        self.command = [emulator, "-cpu", processor, str(program)]
 
     def nemo_fp8_quantize(self, reference) -> None:
         j = reference._obj
@@ -107,17 +112,22 @@ def _matrix(job: ctypes.Structure) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module", params=MACHINES)
-def program(request, tmp_path_factory) -> Path:
+def machine(request) -> tuple[str, str, bool]:
+    return MACHINES[request.param]
+
+
+@pytest.fixture(scope="module")
+def program(machine, tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("arm") / "kernels"
     flags = [flag for flag in build.FLAGS if flag not in ("-shared", "-fPIC")]
     sources = [*map(str, build.SOURCES), str(SUPPORT / "kernel_driver.c")]
-    subprocess.run([COMPILER, *flags, MACHINES[request.param], "-static", *sources, "-lm", "-o", str(made)], check=True)
+    subprocess.run([COMPILER, *flags, machine[0], "-static", *sources, "-lm", "-o", str(made)], check=True)
     return made
 
 
 @pytest.fixture
-def on_arm(program, monkeypatch) -> Path:
-    monkeypatch.setattr(build, "library", lambda: Elsewhere(program))
+def on_arm(program, machine, monkeypatch) -> Path:
+    monkeypatch.setattr(build, "library", lambda: Elsewhere(program, machine[1]))
     monkeypatch.setattr(cpu, "parallel", lambda: None)
     return program
 
@@ -198,3 +208,24 @@ def test_the_compiler_makes_vectors_of_the_rows(program, row):
         check=True,
     )
     assert re.search(r"\bfmul\s+(v\d+\.4s|z\d+\.s)", text.stdout.decode()), row
+
+
+def test_the_processors_own_rounding_to_bf16_is_used_where_there_is_one(program, machine):
+    text = subprocess.run([DISASSEMBLER, "-d", "--no-show-raw-insn", str(program)], capture_output=True, check=True)
+    functions = re.split(r"\n(?=[0-9a-f]+ <)", text.stdout.decode())
+    using = {re.search(r"<(\w+)", body)[1] for body in functions if "bfcvtn2" in body}
+    rounding = ("work_back", "work_back4", "transform") if machine[2] else ()
+    assert [name for name in rounding if not any(found.startswith(name) for found in using)] == []
+    assert bool(using) is machine[2]
+
+
+def test_the_emulated_processor_without_such_rounding_has_none(program, machine, monkeypatch):
+    """What was built for one with it ends there by an illegal instruction, so the plain build was tested on its own."""
+    if not machine[2]:
+        pytest.skip("built for the processor without")
+    monkeypatch.setattr(build, "library", lambda: Elsewhere(program, MACHINES["NEON"][1]))
+    monkeypatch.setattr(cpu, "parallel", lambda: None)
+    codes = torch.arange(128, dtype=torch.uint8).view(1, 128).view(torch.float8_e4m3fn)
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        kernels.decode(codes, torch.ones(1, 1), (1, 128), torch.bfloat16)
+    assert raised.value.returncode == -signal.SIGILL

@@ -35,7 +35,9 @@ _NAMES = (
     "fp8_turn.c", "fp4_quantize.c", "fp4_decode.c", "fp4_count.c",
 )  # fmt: skip
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
-_SHARED = ("fp8.h", "fp8_tops.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h", "fp4_turn.h")
+_SHARED = (
+    "fp8.h", "fp8_tops.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h", "fp8_tables.h", "fp4_turn.h",
+)  # fmt: skip
 HEADERS = tuple(Path(__file__).with_name(name) for name in _SHARED)
 FLAGS = (
     "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",

@@ -105,6 +105,11 @@ static void work_back4(void *argument) {
         if (done == width) continue;
         for (int64_t t = done / VALUES; t < n; t++) for (int64_t i = 0; i < VALUES / 2; i++) w.slots[t * (VALUES / 2) + i] = w.scale[t];
         void *row = streams ? (void *)w.row : (void *)(out + done * size);
+        if (ROUNDS_TO_BF16 && j->target == BF16) {
+            fp32_row(j->codes + (first + done) / 2, (float *)w.row, width - done, w.slots + done / 2);
+            round_row_to_bf16((const float *)w.row, (uint16_t *)(out + done * size), width - done);
+            continue;
+        }
         if (j->target == FP32) fp32_row(j->codes + (first + done) / 2, row, width - done, w.slots + done / 2);
         else bf16_row(j->codes + (first + done) / 2, row, width - done, w.slots + done / 2);
         if (streams) stream(out + done * size, w.row, (width - done) * size);

@@ -33,15 +33,8 @@ static const char *whole_patch(const char *x, int64_t *step, int64_t width, int6
     return (const char *)t->patch;
 }
 
-/* NaN stays one: `| 0x400000` where rounding would carry it away. */
-INLINE uint32_t rounded_to_bf16(float v) {
-    uint32_t u = bits(v);
-    return ((u & 0x7fffffff) > INFINITE ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1)) >> 16;
-}
-
 /* Transforms a patch of BF16 into `t->patch`. */
 static void transform(const char *x, int64_t step, const float *restrict signs, turned *t) {
-    uint16_t *out = (uint16_t *)t->patch;
     for (int r = 0; r < PATCH; r++)
         for (int c = 0; c < WIDE; c++) t->sums[r * WIDE + c] = value((uint32_t)((const uint16_t *)(x + r * step))[c] << 16) * signs[r];
     for (int apart = 1; apart < PATCH; apart *= 2)
@@ -53,7 +46,7 @@ static void transform(const char *x, int64_t step, const float *restrict signs, 
                 first[c] = a + b, second[c] = a - b;
             }
         }
-    for (int i = 0; i < PATCH * WIDE; i++) out[i] = (uint16_t)rounded_to_bf16(t->sums[i]);
+    round_row_to_bf16(t->sums, (uint16_t *)t->patch, PATCH * WIDE);
 }
 
 /* Turns a patch: column c becomes the 16 values at `to + c * APART`. */

@@ -12,6 +12,12 @@
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#include <arm_neon.h>
+enum { ROUNDS_TO_BF16 = 1 };
+#else
+enum { ROUNDS_TO_BF16 = 0 };
+#endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "a pair of BF16 values is read as one word, of which the first is the lower half"
@@ -51,6 +57,25 @@ INLINE words rounded(reals y) { /* its upper halves are BF16 */
     return V(add_epi32)(V(add_epi32)(u, V(set1_epi32)(0x7fff)), odd);
 }
 #endif
+
+/* BF16 of a float, to nearest even. NaN stays one: `| 0x400000` where rounding would carry it away. */
+INLINE uint32_t rounded_to_bf16(float v) {
+    uint32_t u = bits(v);
+    return ((u & 0x7fffffff) > INFINITE ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+
+/* A row of them. ARM processors of 2020 and later have an instruction with the same bits, those of NaN among them: an integer
+   rounding is four. Only this rounding can use it: BF16 sources are widened by a shift, and FP8 codes come of one sum. */
+INLINE void round_row_to_bf16(const float *restrict from, uint16_t *restrict to, int64_t n) {
+    int64_t i = 0;
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    for (; i + 8 <= n; i += 8) {
+        bfloat16x8_t half = vcvtq_low_bf16_f32(vld1q_f32(from + i)), both = vcvtq_high_bf16_f32(half, vld1q_f32(from + i + 4));
+        vst1q_u16(to + i, vreinterpretq_u16_bf16(both));
+    }
+#endif
+    for (; i < n; i++) to[i] = (uint16_t)rounded_to_bf16(from[i]);
+}
 
 /* ------------------------------------------------------------------------------------------------- division of work */
 

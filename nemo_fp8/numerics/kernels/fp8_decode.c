@@ -2,7 +2,7 @@
 
    Exponent and mantissa are shifted to where FP32 has them and the bias is corrected by an addition; subnormals, which
    have no hidden bit, are converted as integers. Two codes make one 32-bit word of two BF16 values (PAIR). Rows whose
-   codes contain no infinities and NaNs take the shorter loop, or vectors if the processor has AVX-512 or AVX2. */
+   codes contain no infinities and NaNs take the shorter loop, or vectors if the processor has AVX-512 or AVX2 (wide tiles: fp8_tables.h). */
 
 #include "fp8.h"
 
@@ -107,6 +107,25 @@ typedef void bf16_back_function(const uint8_t *, uint16_t *, int64_t, const floa
 BF16_BACK(e5m2_wide_back, 0, 0) BF16_BACK(e4m3_wide_back, 0, 1) BF16_BACK(e5m2_columns_back, 1, 0) BF16_BACK(e4m3_columns_back, 1, 1)
 static bf16_back_function *const DECODE_BF16[2][2] = {{e5m2_wide_back, e4m3_wide_back}, {e5m2_columns_back, e4m3_columns_back}};
 
+#if BLOCK == 32
+#include "fp8_tables.h"
+
+typedef struct { int there; tables of[STRIP / LEAST_FOR_TABLES]; } tables_of_strip;
+
+/* Makes the tables of a strip's tiles, if all of them can have some. */
+static void make_tables_of_strip(const float *scale, int64_t n, int e4m3, tables_of_strip *to) {
+    const first_codes f = e4m3 ? first_codes_of(1) : first_codes_of(0);
+    to->there = 1;
+    for (int64_t t = 0; t < n; t++) to->there &= fits_tables(scale[t]);
+    for (int64_t t = 0; t < n && to->there; t++) make_tables(scale[t], &f, &to->of[t]);
+}
+
+static void decode_by_tables(const uint8_t *codes, uint16_t *out, int64_t n, const tables *of, int64_t wide, int e4m3, int streams) {
+    streams = streams && ((uintptr_t)out & 63) == 0;
+    for (int64_t c = 0; c < n; c += wide, of++) look_up_tile(codes + c, out + c, least_of(wide, n - c), of, e4m3 ? 1 : 2, streams);
+}
+#endif
+
 /* Scales for `decode_group`; returns whether all are finite. */
 static int scales_of_lanes(const float *restrict scale, float *restrict to, int64_t n, float factor, int columns) {
     uint32_t top = 0;
@@ -119,13 +138,20 @@ static int scales_of_lanes(const float *restrict scale, float *restrict to, int6
 }
 #endif
 
-typedef struct { float scale[STRIP], lanes[STRIP], slots[STRIP]; uint32_t row[STRIP] __attribute__((aligned(64))); } scratch_back;
+typedef struct {
+    float scale[STRIP], lanes[STRIP], slots[STRIP];
+    uint32_t row[STRIP] __attribute__((aligned(64)));
+#if BLOCK == 32
+    tables_of_strip tables;
+#endif
+} scratch_back;
 
 static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_t c0, int64_t grid) {
     int64_t size = bytes_of(j->target);
     int streams = large(j->rows * j->cols * size), spread = 0, e4m3 = j->mantissa_bits == 3;
     int64_t width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols;
-    int64_t wide = j->tile_cols / (j->target == PAIR ? 2 : 1);
+    int by_floats = ROUNDS_TO_BF16 && j->target != FP32; /* a row of floats, and then of BF16 */
+    int64_t wide = j->tile_cols / (j->target == PAIR && !by_floats ? 2 : 1);
     uint32_t wild_scale = 0;
     for (int64_t t = 0, first = row * grid + c0 / j->tile_cols; t < n; t++) {
         uint32_t e = j->e8m0 ? ((const uint8_t *)j->scale_inv)[first + t] : 0;
@@ -137,11 +163,21 @@ static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_
     int columns = j->tile_cols == 1, shift = 63 - __builtin_clzll((uint64_t)j->tile_cols);
     int vectors = j->target != FP32 && (columns || j->tile_cols >= 32) && scales_of_lanes(w->scale, w->lanes, n, e4m3 ? 256 : 1, columns);
 #endif
+#if BLOCK == 32
+    w->tables.there = 0;
+    if (vectors && j->tile_cols >= LEAST_FOR_TABLES) make_tables_of_strip(w->lanes, n, e4m3, &w->tables);
+#endif
     for (int64_t r = row * j->tile_rows; r < least_of((row + 1) * j->tile_rows, j->rows); r++) {
         const uint8_t *codes = j->codes + r * j->cols + c0;
         int tame = !wild_scale && all_numbers(codes, width, e4m3 ? 0x7f : 0x7c);
         ask_for(codes + j->cols, width);
         char *out = (char *)j->out + (r * j->cols + c0) * size;
+#if BLOCK == 32
+        if (tame && w->tables.there) {
+            decode_by_tables(codes, (uint16_t *)out, width, w->tables.of, j->tile_cols, e4m3, streams);
+            continue;
+        }
+#endif
 #ifdef BLOCK
         if (tame && vectors) {
             DECODE_BF16[columns][e4m3](codes, (uint16_t *)out, width, w->lanes, shift, streams);
@@ -150,6 +186,11 @@ static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_
 #endif
         for (int64_t t = 0; t < n && !spread; t++) for (int64_t i = 0; i < wide; i++) w->slots[t * wide + i] = w->scale[t];
         spread = 1;
+        if (by_floats) {
+            DECODE[FP32][e4m3][tame](codes, w->row, width, w->slots);
+            round_row_to_bf16((const float *)w->row, (uint16_t *)out, width);
+            continue;
+        }
         DECODE[j->target][e4m3][tame](codes, streams ? (char *)w->row : out, width, w->slots);
         if (streams) stream(out, w->row, width * size);
     }
