@@ -24,10 +24,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.plan import Plan
+from nemo_fp8.models.names import place
 from nemo_fp8.preflight.machine import Machine, vllm_pythons
 from nemo_fp8.preflight.support import UNSUPPORTED, answer
 from nemo_fp8.render.vllm import PLUGIN, to_plugin, to_vllm
@@ -145,13 +148,18 @@ def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Pa
 def reads_codes(python: str | Path, plan: Plan) -> bool:
     """Whether the vLLM of a Python has a kernel on this machine for what a plan writes.
 
-    For ModelOpt's layout nemo_fp8's plugin names kernels and methods to its CPU build.
+    For ModelOpt's layout nemo_fp8's plugin names kernels and methods to its CPU build; those for linears in 128x128
+    blocks, or under BF16 activations, go into a table that vLLM has from 0.30 on.
     """
     machine = Machine.here(python)
+    kernel = answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
+    if plan.layout.name != "modelopt":
+        return kernel
     blocks = any(p.rollout_block == "128x128" for p in plan.forms.values())
-    if plan.layout.name == "modelopt" and (machine.vllm_cpu or not blocks):
-        return True
-    return answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
+    weights_only = any(p.activation_scheme == "none" and place(n).role != "experts" for n, p in plan.forms.items())
+    if machine.vllm_cpu and (blocks or weights_only):
+        return Version(machine.vllm or "0") >= Version("0.30")
+    return kernel or not blocks
 
 
 def compare(a: list[dict[str, float]], b: list[dict[str, float]]) -> Comparison:

@@ -4,6 +4,7 @@ quantizing on the fly."""
 import json
 import pickle
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nemo_fp8 import Precision, PrecisionError
 from nemo_fp8.export import HuggingFace, export, verify
 from nemo_fp8.export.logprobs import reads_codes
 from nemo_fp8.models.selection import Selection
+from nemo_fp8.preflight.machine import Machine
 
 FP32 = Precision(rollout="fp8")
 POW2 = FP32.replace(weight_scale="pow2", activation_scale="pow2")
@@ -209,6 +211,18 @@ def test_vllm_holds_a_mixed_checkpoint_as_the_rules_say(checkpoint, tmp_path):
     bf16 = {f"{i}.self_attn.o_proj" for i in (1, 2, 3)}
     assert (stored[2], stored[1]) == (mxfp8, bf16)
     assert stored[3] == {f"{i}.{module}" for i in range(4) for module in modules} - mxfp8 - bf16
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.0", "0.31.0"])
+def test_what_older_cpu_builds_have_no_place_for_is_compared_decoded(checkpoint, tmp_path, version, monkeypatch):
+    """Before 0.30 vLLM has no table of linears' methods that the plugin could add to; its kernels serve the others."""
+    machine = replace(Machine.here(sys.executable), vllm=version, vllm_cpu=True)
+    monkeypatch.setattr(Machine, "here", lambda python: machine)
+    told = {}
+    for name, changes in {"a4": {}, "a16": {"activation_scheme": "none"}}.items():
+        plan = export(HuggingFace.open(checkpoint("qwen3")), tmp_path / name, NVFP4.replace(**changes)).plan
+        told[name] = reads_codes(sys.executable, plan)
+    assert told == {"a4": True, "a16": version != "0.29.0"}
 
 
 def test_vllm_reads_every_list_and_the_shapes_of_128x128_blocks(checkpoint, tmp_path):

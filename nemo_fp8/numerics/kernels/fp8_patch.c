@@ -11,6 +11,8 @@
 
 #include "fp8.h"
 
+enum { AT_A_TIME = 512 /* words of a row that are compared before the next ones */ };
+
 INLINE uint64_t mask_of(int width) { return width == 4 ? 0xffffffff : width == 2 ? 0xffff : 0xff; }
 
 /* ---------------------------------------------------------------------------------------------------------- positions */
@@ -120,37 +122,55 @@ INLINE void note(const find_job *j, lists *l, uint64_t before, uint64_t after, i
     }
 }
 
-INLINE void carry(const find_job *j, lists *l, int64_t row, int64_t word, uint64_t by) {
-    int64_t *columns = l->columns;
-    for (const part *p = j->parts; p < j->parts + j->parts_count; columns += p->last_word - p->first_word, p++)
-        if (row >= p->first_row && row < p->last_row && word >= p->first_word && word < p->last_word)
-            p->of_rows[row - p->first_row] += (int64_t)by, columns[word - p->first_word] += (int64_t)by;
+/* The words of which some are other, without a branch: where values change here and there, nobody could predict it. */
+INLINE int64_t words_in(const uint8_t *old, const uint8_t *now, int64_t from, int64_t end, uint32_t *words) {
+    int64_t n = 0, at = from;
+    for (; at + 64 <= end; at += 64) {
+        uint64_t which = others_in(old + at, now + at);
+        for (int i = 0; i < 8; i++) words[n] = (uint32_t)(at / 8 + i), n += which >> i & 1;
+    }
+    for (; at < end; at += 8) words[n] = (uint32_t)(at / 8), n += memcmp(old + at, now + at, (size_t)least_of(8, end - at)) != 0;
+    return n;
 }
 
-/* The words of which some are other, and what their bits in `which` say: they are few, so the loop visits only those. */
-INLINE void take_over(const find_job *j, lists *l, int64_t row, int64_t at, uint64_t which, const uint8_t *now, uint8_t *old, int64_t element,
-                      int width) {
-    for (; which; which &= which - 1) {
-        int64_t word = at / 8 + __builtin_ctzll(which);
-        size_t there = (size_t)least_of(8, j->row_bytes - word * 8);
+/* Takes over words of a row, notes what changed of them, and says by how much each is larger now. */
+INLINE void take_over(const find_job *j, lists *l, const uint32_t *words, int64_t n, uint64_t *by, const uint8_t *now, uint8_t *old,
+                      int64_t element, int width) {
+    for (int64_t i = 0; i < n; i++) {
+        int64_t at = (int64_t)words[i] * 8;
         uint64_t before = 0, after = 0;
-        if (there == 8) memcpy(&before, old + word * 8, 8), memcpy(&after, now + word * 8, 8), memcpy(old + word * 8, &after, 8);
-        else memcpy(&before, old + word * 8, there), memcpy(&after, now + word * 8, there), memcpy(old + word * 8, &after, there);
-        note(j, l, before, after, element + word * 8 / width, width);
-        carry(j, l, j->first_row + row, word, after - before);
+        if (at + 8 <= j->row_bytes) {
+            memcpy(&before, old + at, 8), memcpy(&after, now + at, 8), memcpy(old + at, &after, 8);
+        } else {
+            size_t there = (size_t)(j->row_bytes - at);
+            memcpy(&before, old + at, there), memcpy(&after, now + at, there), memcpy(old + at, &after, there);
+        }
+        note(j, l, before, after, element + at / width, width);
+        by[i] = after - before;
+    }
+}
+
+INLINE void carry(const find_job *j, lists *l, int64_t row, const uint32_t *words, const uint64_t *by, int64_t n) {
+    int64_t *columns = l->columns;
+    for (const part *p = j->parts; p < j->parts + j->parts_count; columns += p->last_word - p->first_word, p++) {
+        uint64_t sum = 0;
+        if (row < p->first_row || row >= p->last_row) continue;
+        for (int64_t i = 0; i < n; i++)
+            if (words[i] >= p->first_word && words[i] < p->last_word) sum += by[i], columns[words[i] - p->first_word] += (int64_t)by[i];
+        p->of_rows[row - p->first_row] += (int64_t)sum;
     }
 }
 
 INLINE void compare_row(const find_job *j, lists *l, int64_t row, int64_t element, int width) {
     uint8_t *old = j->old + row * j->row_bytes;
     const uint8_t *now = j->now + row * j->row_bytes;
-    int64_t at = 0;
-    for (; at + 64 <= j->row_bytes; at += 64) {
-        uint64_t which = others_in(old + at, now + at);
-        if (which) take_over(j, l, row, at, which, now, old, element, width);
+    uint32_t words[AT_A_TIME + 1]; /* one more is written, and not counted */
+    uint64_t by[AT_A_TIME];
+    for (int64_t at = 0; at < j->row_bytes; at += 8 * AT_A_TIME) {
+        int64_t n = words_in(old, now, at, least_of(at + 8 * AT_A_TIME, j->row_bytes), words);
+        take_over(j, l, words, n, by, now, old, element, width);
+        carry(j, l, j->first_row + row, words, by, n);
     }
-    for (; at < j->row_bytes; at += 8)
-        if (memcmp(old + at, now + at, (size_t)least_of(8, j->row_bytes - at))) take_over(j, l, row, at, 1, now, old, element, width);
 }
 
 INLINE void put_difference(uint8_t *to, uint32_t by, int width) {
