@@ -3,7 +3,9 @@
 Only ratios within one run mean anything. An engine for each format holds the same model, and pushes to them take turns;
 the best of each counts. The wall clock is what a trainer waits. A push keeps three processes busy (the sender
 copies while the worker quantizes, and vLLM's EngineCore spins for a second while it waits), so on a machine with few
-processors, or a busy one, the processor time of the sender and of the worker is told beside it. "From shared memory" is
+processors, or a busy one, the processor time of the sender and of the worker is told beside it. Threads of OpenMP that
+wait do not spin (`OMP_WAIT_POLICY=passive`, unless the variable says otherwise): they would take a processor from the
+other side. "From shared memory" is
 a push of SharedWeights, which are not copied. vLLM's own reload reads the same checkpoint from disk in the worker,
 through the same quantization method. The copy limit is that of a plain torch copy of as many bytes as the tensors have.
 Extra memory is what the high-water marks of the sender and of the worker rise by. A stack of experts is 128 experts in
@@ -142,6 +144,7 @@ def main() -> None:
     from support.rollout import settings
 
     settings.put_in_place()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} and the JSON beside it")
