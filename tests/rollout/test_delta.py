@@ -1,6 +1,8 @@
 """Pushes of changes into vLLM's models, in this process: bitwise a full push, refused where they do not fit, taken back
 where they die."""
 
+from collections import Counter
+
 import pytest
 import torch
 from support.rollout.in_process import Worker, build, weights_of
@@ -232,6 +234,33 @@ class Damaging(Worker):
             damage, self.damage = self.damage, None
             message = message | {"pieces": damage([list(piece) for piece in message["pieces"]])}
         super()._refit_write(session, message)
+
+
+class Late(Worker):
+    """A worker to whom the last patch of one tensor comes after those of others."""
+
+    held_back = 0
+
+    def _refit_write(self, session, message):
+        pieces = message["pieces"]
+        number = next((one for one, times in Counter(piece[0] for piece in pieces).items() if times > 1), None)
+        last = max((at for at, piece in enumerate(pieces) if piece[0] == number), default=None)
+        if last is None or {piece[0] for piece in pieces[last + 1 :]} == set():
+            return super()._refit_write(session, message)
+        self.held_back += 1
+        super()._refit_write(session, message | {"pieces": pieces[:last] + pieces[last + 1 :]})
+        return super()._refit_write(session, message | {"pieces": [pieces[last]]})
+
+
+def test_a_tensor_that_is_patched_again_is_read_again(checkpoint):
+    """It was read when the patches of others came, and is another since."""
+    worker, tensors = Late(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker, chunk=2**20)
+    refit.push(tensors, delta=True)
+    receipt = refit.push(stepped(tensors, size=1e-2), delta=True).require()
+    assert worker.held_back > 0
+    assert receipt.delta.instead == ""
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), stepped(tensors, size=1e-2))[1]) == []
 
 
 def _with(**changes):

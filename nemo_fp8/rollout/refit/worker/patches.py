@@ -3,7 +3,8 @@
     stored    how this worker keeps each tensor of an open push: what a trainer needs to know what it may patch
     delta     open a push of patches to the version of the weights that is here; nothing changes
     write     add patches (patch.py), and write whole tensors as any push does
-    finish    compare the fingerprint of every part, read from memory, with those that the trainer computed
+    finish    compare the fingerprint of every part, read from memory after its last patch, with those that the trainer
+              computed
 
 A patch finds its elements in memory by the routes of the plan, so any sharding and every known layout of codes works.
 It is its own way back: until the end the worker keeps the bytes of all patches, and subtracts them if the push dies.
@@ -109,6 +110,10 @@ class Patching(Session):
         """The first row of each tensor's values, or scales, that no patch has passed."""
         self.planes: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
         self.places: dict[tuple[int, int], tuple[tuple[int, int], list[kernel.Place]] | None] = {}
+        self.patched: list[int] = []
+        """Tensors that were patched, and not read since; nearly always the sender has passed all but the last."""
+        self.read: dict[Route, str | None] = {}
+        """The fingerprints of parts as they were read from memory after their last patch."""
         self.applied: list[tuple[tuple[int, ...], torch.Tensor]] = []
         self.size = 0
         """The bytes of the patches so far; beyond MOST_KEPT they are not kept."""
@@ -130,6 +135,8 @@ class Patching(Session):
             # A copy, which the sender cannot change while it is read; it is also the way back.
             raw = memory.read(piece[-1], torch.uint8, (size,)).clone()
             self._apply(about, raw)
+        while len(self.patched) > 1:  # while the sender quantizes what follows
+            self.read |= {route: self.sinks[route.target].read(route) for route in self._routes(self.patched.pop(0))}
 
     def _apply(self, about: tuple[int, ...], raw: torch.Tensor) -> None:
         """Add a patch, all of it or nothing, and keep it for the way back."""
@@ -140,6 +147,10 @@ class Patching(Session):
         except PrecisionError:  # it is no patch, and nothing of it was added
             self.written, self.lost = before
             raise
+        for route in self._routes(about[0]):
+            self.read.pop(route, None)  # it was not the tensor's last patch
+        if about[0] not in self.patched:
+            self.patched.append(about[0])
         self.size += len(raw)
         self.lost = before[1] or self.size > MOST_KEPT
         if self.lost:
@@ -311,7 +322,7 @@ class Patching(Session):
             wanted, good = told.get(str(i)), True
             for route in routes:
                 sink, part = self.sinks[route.target], name_of(route)
-                there = sink.read(route)
+                there = self.read[route] if route in self.read else sink.read(route)
                 if i in sent:  # what a kernel packed cannot be read, and is known by what came
                     noted = there or self.tally.facts[i].fingerprints.get(part)
                     good = good and (not isinstance(wanted, dict) or wanted.get(part, noted) == noted)
