@@ -24,8 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
@@ -151,6 +149,8 @@ def reads_codes(python: str | Path, plan: Plan) -> bool:
     For ModelOpt's layout nemo_fp8's plugin names kernels and methods to its CPU build; those for linears in 128x128
     blocks, or under BF16 activations, go into a table that vLLM has from 0.30 on.
     """
+    from packaging.version import Version
+
     machine = Machine.here(python)
     kernel = answer("rollout-checkpoint", machine).verdict != UNSUPPORTED
     if plan.layout.name != "modelopt":
