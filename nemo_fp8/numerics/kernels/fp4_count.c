@@ -45,10 +45,7 @@ INLINE void count_block(const fp4_count_job *j, const uint32_t *restrict x, int6
     VECTORIZED(reduction(+ : underflow, saturated, nonfinite) reduction(max : top, largest) reduction(min : least))
     for (int i = 0; i < VALUES; i++) {
         uint32_t u = x[i], size = u & 0x7fffffff, code = codes[i] & 7, finite = size < INFINITE;
-        float c = (float)(int32_t)code, halves = c * 0.5f, ones = c - 2, twos = c * 2 - 8, v = value(finite ? u : 0);
-        float magnitude = halves > ones ? halves : ones; /* the largest of three lines, as in fp4_decode.c */
-        magnitude = magnitude > twos ? magnitude : twos;
-        float off = v - value(bits(magnitude) | (codes[i] & 8) << 28) * decode;
+        float v = value(finite ? u : 0), off = v - value(bits(magnitude_of_e2m1(code)) | (codes[i] & 8) << 28) * decode;
         uint32_t scaled = bits(value(size) * factor), below = (code - 1) & 7; /* of code 0 it is 7 */
         off = finite ? off : 0;
         there[i] = (double)v * v, lost[i] = (double)off * off;

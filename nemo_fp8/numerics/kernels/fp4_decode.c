@@ -39,15 +39,10 @@ INLINE float value_of(uint32_t code, float scale) {
     return value(bits(v) ^ (code & 8) << 28);
 }
 
-INLINE uint32_t to_bf16(float v) { /* its upper half is BF16 */
-    uint32_t u = bits(v);
-    return (u & 0x7fffffff) > INFINITE ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1);
-}
-
 static void bf16_row(const uint8_t *restrict codes, uint32_t *restrict out, int64_t n, const float *restrict slots) {
     for (int64_t i = 0; i < n / 2; i++) {
         uint32_t both = codes[i];
-        out[i] = to_bf16(value_of(both, slots[i])) >> 16 | (to_bf16(value_of(both >> 4, slots[i])) & 0xffff0000);
+        out[i] = rounded_to_bf16(value_of(both, slots[i])) | rounded_to_bf16(value_of(both >> 4, slots[i])) << 16;
     }
 }
 

@@ -214,15 +214,12 @@ static void spread_factors(const float *factor, float *slots, int64_t first, int
 
 /* ---------------------------------------------------------------------------------------------------------- 4 over 6 */
 
-/* What is lost of each value. The code is code_of's, and its magnitude the largest of three lines, as in fp4_decode.c. */
+/* What is lost of each value, whose code is code_of's. */
 INLINE void losses(const void *x, float *restrict lost, int64_t n, float factor, float scale, float encode, float amax, float largest,
                    int scaled, int mse, int source) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t u = widen(x, i, source), code = code_of(u, factor);
-        float c = (float)(int32_t)(code & 7), halves = c * 0.5f, ones = c - 2, twos = c * 2 - 8;
-        float magnitude = halves > ones ? halves : ones;
-        magnitude = magnitude > twos ? magnitude : twos;
-        float v = value(bits(magnitude) | (code & 8) << 28) * scale;
+        float v = value(bits(magnitude_of_e2m1(code & 7)) | (code & 8) << 28) * scale;
         float off = scaled ? v - value(u) * encode : v * amax / largest - value(u);
         lost[i] = mse ? off * off : value(bits(off) & 0x7fffffff);
     }

@@ -4,6 +4,12 @@
 
 #include "fp8.h"
 
+/* The magnitude of an E2M1 code without its sign: the largest of three lines, one for each grid. */
+INLINE float magnitude_of_e2m1(uint32_t code) {
+    float c = (float)(int32_t)code, halves = c * 0.5f, ones = c - 2, twos = c * 2 - 8, most = halves > ones ? halves : ones;
+    return most > twos ? most : twos;
+}
+
 /* Element i as the bits of a float. */
 INLINE uint32_t widen(const void *x, int64_t i, int source) {
     if (source == FP32) return ((const uint32_t *)x)[i];
