@@ -54,9 +54,9 @@ def test_a_tensor_that_was_not_announced_is_refused():
 def test_layers_are_gathered_where_earlier_ones_were_that_nobody_refers_to():
     """Memory that a layer's method kept is not used again; a layer that fits nowhere has new memory, and small memory
     is let go of."""
-    from nemo_fp8.rollout.refit.worker.sinks import Room
+    from nemo_fp8.rollout.refit.worker.sinks import StagingMemory
 
-    room, wide = Room(), torch.empty(64, 32, dtype=torch.bfloat16)
+    room, wide = StagingMemory(), torch.empty(64, 32, dtype=torch.bfloat16)
     first = room.take(wide)
     assert (first.shape, first.stride(), first.dtype) == (wide.shape, wide.stride(), wide.dtype)
     place, kept = first.data_ptr(), first[3]

@@ -23,7 +23,7 @@ from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.worker.layouts import ONE, Tally
 from nemo_fp8.rollout.refit.worker.routes import Box, Route, Target
-from nemo_fp8.rollout.refit.worker.sinks import Room, Staged, name_of, part_of, rows_of
+from nemo_fp8.rollout.refit.worker.sinks import Staged, StagingMemory, name_of, part_of, rows_of
 
 KIND = "nvfp4"
 
@@ -46,7 +46,7 @@ class FourBitWeights(Staged):
         target: Target,
         routes: Iterable[Route],
         constants: Iterable[tuple[Box, float]],
-        room: Room,
+        room: StagingMemory,
     ) -> None:
         self.routes = list(routes)
         super().__init__(tally, layer, self.routes, [(target, [*constants])], {}, room)

@@ -25,7 +25,7 @@ from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Entry, Manifest
 from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
-from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Room, Sink, Staged
+from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Sink, Staged, StagingMemory
 
 # Pushed and kept dtypes that may differ: the cast is exact, and vLLM keeps some biases in FP32.
 WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
@@ -95,7 +95,7 @@ class Plan:
         staged: dict[str, list[Target]] = defaultdict(list)
         sinks: dict[Target, Sink] = {}
         attention: dict[str, KvScales] = {}
-        room = Room()
+        room = StagingMemory()
         for target, routes in self.to.items():
             layer, way = self.layers[target.layer], self.way(target)
             if way == "blocks":

@@ -36,7 +36,7 @@ ROWS = 128  # a strip has a multiple of so many rows, hence whole blocks, and wh
 STRIP = 1 << 22  # codes of a strip: few enough to be quantized, counted and packed while they lie in the cache
 
 
-class Room:
+class StagingMemory:
     """The memory in which staged layers are gathered, one after the other.
 
     The operating system has to find and clear every page of fresh memory, which takes longer than the copy into it. So
@@ -58,7 +58,7 @@ class Room:
 
 
 _NOBODY = 2
-"""References to a storage to which only its tensor in ``Room`` refers, and the object that asks."""
+"""References to a storage to which only its tensor in ``StagingMemory`` refers, and the object that asks."""
 
 
 class Sink:
@@ -448,7 +448,7 @@ class Staged(Sink):
         routes: Iterable[Route],
         constants: Iterable[tuple[Target, list[tuple[Box, float]]]],
         views: Mapping[str, torch.Tensor],
-        room: Room,
+        room: StagingMemory,
     ) -> None:
         super().__init__(tally)
         self.layer, self.values, self.views, self.room = layer, dict[str, torch.Tensor](), views, room
