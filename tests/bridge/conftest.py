@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 from support.processes import free_port
 
-SHARING = ("test_adapters.py", "test_config.py", "test_loading.py", "test_monitor.py", "test_training.py")
+SHARING = (
+    "test_adapters.py",
+    "test_both_versions.py",
+    "test_config.py",
+    "test_loading.py",
+    "test_monitor.py",
+    "test_training.py",
+)
 """Whose tests ask for the runs below. Under xdist one worker has them all, and makes the runs once; it is told by name,
 since pytest-xdist 3.8 passes over its own ``xdist_group`` with pytest 9.2."""
 
@@ -14,6 +21,14 @@ HAS_BRIDGE = (
     importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.bridge") is not None
 )
 collect_ignore_glob = [] if HAS_BRIDGE else ["test_*.py"]  # these run in .venv-bridge
+
+
+def pytest_collection_modifyitems(items):
+    """Refuse a file that asks for the runs and is not named above: two workers would make them."""
+    here = [item for item in items if item.path.parent == Path(__file__).parent]
+    asking = {item.path.name for item in here if {"alone", "pair"}.intersection(getattr(item, "fixturenames", ()))}
+    if asking - {*SHARING}:
+        raise pytest.UsageError(f"Name {', '.join(sorted(asking - {*SHARING}))} in SHARING of {__file__}.")
 
 
 @pytest.hookimpl(optionalhook=True)
