@@ -5,13 +5,13 @@ the best of each counts. The wall clock is what a trainer waits. A push keeps th
 copies while the worker quantizes, and vLLM's EngineCore spins for a second while it waits), so on a machine with few
 processors, or a busy one, the processor time of the sender and of the worker is told beside it. Threads of OpenMP that
 wait do not spin (`OMP_WAIT_POLICY=passive`, unless the variable says otherwise): they would take a processor from the
-other side. "From shared memory" is
-a push of SharedWeights, which are not copied. vLLM's own reload reads the same checkpoint from disk in the worker,
-through the same quantization method. The copy limit is that of a plain torch copy of as many bytes as the tensors have.
-Extra memory is what the high-water marks of the sender and of the worker rise by. A stack of experts is 128 experts in
-each of 48 layers, of 128x128 matrices, as two tensors a layer; it is pushed to an engine of its own, in turns with a
-dense model of as many bytes. A push of changes is one after a step that moves every weight by 3e-6; its goal is to take
-less time than a push of everything, and a tenth of the bytes of all codes, scales and BF16 values.
+other side. "From shared memory" is a push of SharedWeights, which are not copied. vLLM's own reload reads the same
+checkpoint from disk in the worker, through the same quantization method. The copy limit is that of a plain torch copy
+of as many bytes as the tensors have. Extra memory is what the high-water marks of the sender and of the worker rise by.
+A stack of experts is 128 experts in each of 48 layers, of 128x128 matrices, as two tensors a layer; it is pushed to an
+engine of its own, in turns with a dense model of as many bytes. A push of changes is one after a step that moves every
+weight by 3e-6; its goal is to take less time than a push of everything, and a tenth of the bytes of all codes, scales
+and BF16 values.
 """
 
 from __future__ import annotations
