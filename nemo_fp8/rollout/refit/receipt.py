@@ -304,7 +304,10 @@ _SUMMED = ("signal", "noise", "saturated", "underflow", "nonfinite", "bad_scales
 
 def _together(key: str, told: Sequence[Any], experts: int) -> list[Any]:
     """Combine what workers counted: for each expert of a stack, or for the one tensor."""
-    columns = zip(*(one if isinstance(one, list) else [one] * max(1, experts) for one in told), strict=True)
+    rows = [one if isinstance(one, list) else [one] * max(1, experts) for one in told]
+    if len(rows) == 1:
+        return rows[0]  # experts are many, and so is their time
+    columns = zip(*rows, strict=True)
     return [*map(_largest if key == "largest" else sum, columns)]
 
 

@@ -247,19 +247,20 @@ class Tally:
         self._sum_up()
         counted = [
             (facts, name, value)
-            for facts in self.facts.values()
             for name in _COUNTED
+            for facts in self.facts.values()
             if isinstance(value := getattr(facts, name), torch.Tensor)
         ]
         for device in {value.device for *_, value in counted}:
             here = [row for row in counted if row[2].device == device]
-            numbers = torch.cat([value.double().reshape(-1) for *_, value in here]).tolist()
+            numbers = torch.cat([value.double().reshape(-1) for *_, value in here]).cpu()
+            sizes = [sum(value.numel() for _, named, value in here if named == name) for name in _COUNTED]
+            parts = zip(torch.split(numbers, sizes), _COUNTED.values(), strict=True)
+            plain = [number for part, kind in parts for number in part.to(kind).tolist()]
             end = 0
             for facts, name, value in here:  # of a stack a count is a vector
                 start, end = end, end + value.numel()
-                kind = int if name in _WHOLE_NUMBERS else _plain(value.dtype)
-                plain = [*map(kind, numbers[start:end])]
-                setattr(facts, name, plain if facts.experts and value.dim() else plain[0])
+                setattr(facts, name, plain[start:end] if facts.experts and value.dim() else plain[start])
 
     def _sum_up(self) -> None:
         """Add the statistics of all tiles to the facts that they belong to: a few operations for all tensors."""
@@ -296,10 +297,14 @@ _SUMS = {
     "nonfinite": "nonfinite",
 }
 """Facts that are sums over tiles, by the statistic that is summed up."""
-_COUNTED = (*_SUMS, "largest", "bad_scales", "verified")
-_WHOLE_NUMBERS = ("saturated", "underflow", "nonfinite", "bad_scales")
-
-
-def _plain(dtype: torch.dtype) -> type:
-    """Return the Python type of a number of a tensor."""
-    return bool if dtype == torch.bool else float
+_COUNTED = {
+    "signal": torch.float64,
+    "noise": torch.float64,
+    "largest": torch.float64,
+    "saturated": torch.int64,
+    "underflow": torch.int64,
+    "nonfinite": torch.int64,
+    "bad_scales": torch.int64,
+    "verified": torch.bool,
+}
+"""Facts that may lie on a device, and the dtype whose plain numbers they become."""
