@@ -20,7 +20,10 @@ a machine. Only ratios within one run mean anything. All ways take turns, round 
 memory, more of them than caches hold; and each is timed right after its yardstick. A share is the median of these
 neighbours' ratios, and GB/s come from the median time. Pairs in which the operating system took a processor away from
 this process are thrown away (unless none is left), so that a machine that others use too gives the same shares, only
-from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy with everything the processor has.
+from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy with everything the processor has. On a
+machine that shares its memory with other machines the copy itself differs from run to run (4096x4096 on the machine of
+these pages, idle: 42, 46, 65 and 73 GB/s); a kernel whose arithmetic is the limit, as the AVX2 build's is at 31 to 38
+GB/s, stays as it is, and its share moves.
 """
 
 from __future__ import annotations
