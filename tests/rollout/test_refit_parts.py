@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,31 @@ def test_layers_are_gathered_where_earlier_ones_were_that_nobody_refers_to():
     place = room.kept[0].data_ptr()
     small, other = room.take(torch.empty(3, 5)), room.take(torch.empty(()))
     assert small.data_ptr() == place != other.data_ptr()
+
+
+@pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="Linux here has no huge pages.")
+def test_layers_are_gathered_in_huge_pages():
+    """What Linux is asked for stands in its list of the process's memory, for each mapping."""
+    from nemo_fp8.rollout.refit.worker.sinks import StagingMemory
+
+    like = torch.empty(2048, 2048)
+    assert "hg" not in _flags_of(like)
+    gathered = StagingMemory().take(like)
+    assert "hg" in _flags_of(gathered)
+    gathered[:] = like
+    assert torch.equal(gathered, like)
+
+
+def _flags_of(tensor):
+    """Return what Linux notes of the mapping in which a tensor begins."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, end = (int(n, 16) for n in found.groups())
+            inside = first <= tensor.data_ptr() < end
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no mapping")
 
 
 BAD_ROWS = [None, ["a", "bfloat16"], ["", "bfloat16", [1]], ["a", "int64", [1]], ["a" * 5000, "bfloat16", [1]]]

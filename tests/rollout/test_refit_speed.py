@@ -106,6 +106,42 @@ def _is_open(fd):
     return os.path.islink(f"/proc/self/fd/{fd}")
 
 
+# ---------------------------------------------------------------------- buffers that stay
+
+
+def test_buffers_of_a_push_are_those_of_the_next(qwen3, checkpoint):
+    """All kinds of pushes fill the same memory, after one that died too; a push that needs another size has its own."""
+    model, tensors = build(checkpoint("qwen3", 0)), qwen3[1]
+
+    class Noting(Worker):
+        memory, dies = (), False
+
+        def call(self, method, message):
+            if method == "write":
+                self.memory = (*self.memory, message["memory"])
+            if method == "finish" and self.dies:
+                raise RuntimeError("it died")
+            return super().call(method, message)
+
+    worker = Noting(model)
+    refit = Refit(worker, chunk=2**20)
+    first = refit.push(tensors, delta=True).require()
+    worker.dies = True
+    with pytest.raises(RuntimeError, match="it died"):
+        refit.push(tensors)
+    worker.dies = False
+    second = refit.push(tensors, delta=True).require()
+    changed = tensors | {K_PROJ: tensors[K_PROJ].flip(0)}
+    third = refit.push(changed, delta=True, verify=True).require()
+    assert not third.delta.instead
+    assert first.fingerprint == second.fingerprint != third.fingerprint
+    assert worker.memory == (worker.memory[0],) * 4
+    refit.chunk = 2**21
+    refit.push(tensors).require()
+    assert worker.memory[-1] != worker.memory[0]
+    assert differing(held(model), held(build(checkpoint("qwen3", 1)))) == []
+
+
 # ---------------------------------------------------------------------- one call for a whole push
 
 

@@ -11,6 +11,7 @@ the engine refuses requests, with the reason, until the next push ends well. Tha
 push writes every weight.
 
 A push needs a few buffers beside the model, whatever the model's size: one is filled while the workers read another.
+The trainer keeps them for the next push.
 The trade-off: it cannot be rolled back. Keeping the old weights until the end would need memory for a second model.
 
 A push of changes (``delta=True``) sends differences to what a ledger of the last push has, and can be rolled back.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from nemo_fp8.rollout.refit.control import Answer, control_of
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.ledger import Filled, Ledger
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
+from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
 from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, pairs, raise_problems, transport_of
 
@@ -73,6 +75,8 @@ class Refit:
         self.chunk, self.transport, self.running = chunk, transport, running
         self.ledger: Ledger | None = None
         """What the engine holds since the last push with ``delta``; None if the last push was none, or died."""
+        self._buffers: Shared | None = None
+        """The buffers of the last push, for the next one."""
 
     def push(
         self,
@@ -133,7 +137,7 @@ class Refit:
             if ledger is not None:
                 to_send = ledger.noting(to_send)
             weights = getattr(named_tensors, "shared", None)
-            transport = transport_of(self.transport, self.control, announced, self.chunk, whole, weights)
+            transport = self._transport(announced, whole, weights)
             chunks, sent = self._stream(
                 push, transport, len(begun), announced, cut(to_send, announced, transport.buffer, whole, weights)
             )
@@ -161,7 +165,7 @@ class Refit:
         heads = _TiedHeads(announced, ledger.passed_over, named_tensors)
         skipped = {announced[i].name for i in ledger.passed_over}
         ledger.verify = verify
-        transport = transport_of(self.transport, self.control, announced, self.chunk, ledger.whole)
+        transport = self._transport(announced, ledger.whole)
         checked = time.perf_counter()
         try:
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
@@ -241,6 +245,12 @@ class Refit:
         if isinstance(named_tensors, dict):  # looking at it costs nothing, and raises if a tensor cannot be sent
             Manifest.of(named_tensors, to_send=True)
         return Manifest.of(manifest) or self.expected()
+
+    def _transport(self, manifest: Manifest, whole: Collection[int], weights: Shared | None = None) -> Transport:
+        """Return the way to the workers, with the buffers of the last push if they fit."""
+        transport = transport_of(self.transport, self.control, manifest, self.chunk, whole, weights, self._buffers)
+        self._buffers = transport.shared
+        return transport
 
     def _stream(
         self, push: str, transport: Transport, workers: int, manifest: Manifest, buffers: Iterator[Filled]

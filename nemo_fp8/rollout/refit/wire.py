@@ -116,6 +116,10 @@ class Transport(Protocol):
     patches: int
     """The most patches of a message."""
 
+    @property
+    def shared(self) -> Shared | None:
+        """Return the memory of the buffers, which the next push may use again; None if it is not shared."""
+
     def open(self, push: str, workers: int) -> None:
         """Begin a push. Raises PrecisionError, before the first byte, if the workers cannot be reached."""
 
@@ -133,22 +137,25 @@ class Transport(Protocol):
         """Wait until everything is written. Raises PrecisionError with what the workers found wrong."""
 
     def close(self) -> None:
-        """Free the buffers, and let the workers go if the push died."""
+        """End the push, and let the workers go if it died."""
 
 
 class SharedMemory:
     """Delivers pieces of memory that the workers map, through a socket, while one call of the workers lasts.
 
     The buffers are few and small: while they lie in a cache that all cores share, what is copied there does not go
-    through main memory. ``weights`` is the trainer's own shared memory, if its tensors lie in some.
+    through main memory. ``weights`` is the trainer's own shared memory, if its tensors lie in some. ``kept`` are the
+    buffers of an earlier push, used again if they are as large: the operating system takes longer to find, clear and
+    free the pages of new ones than it takes to fill them.
     """
 
     most, buffers = 8 << 20, 4
     patches = 32  # few enough for the workers to add these while the sender looks for others
 
-    def __init__(self, control: Control, size: int, weights: Shared | None) -> None:
+    def __init__(self, control: Control, size: int, weights: Shared | None, kept: Shared | None) -> None:
         self.control, self.size, self.weights = control, size, weights
-        self.shared = Shared(size * self.buffers)
+        same = kept is not None and kept.size == size * self.buffers
+        self.shared: Shared = kept if same and kept is not None else Shared(size * self.buffers)
         self.turn, self.unanswered = 0, 0
         self.courier = ThreadPoolExecutor(1, "nemo_fp8-refit")
         self.channel: Channel | None = None
@@ -196,7 +203,6 @@ class SharedMemory:
         if self.channel is not None:
             self.channel.close()
         self.courier.shutdown()  # the workers' call ends when they see the sockets closed
-        self.shared.close()
 
     def _wait(self) -> None:
         assert self.channel is not None
@@ -224,7 +230,7 @@ class Body:
     Raises PrecisionError if the engine is not reached by requests.
     """
 
-    most, buffers, patches = 32 << 20, BUFFERS, AT_ONCE
+    most, buffers, patches, shared = 32 << 20, BUFFERS, AT_ONCE, None
 
     def __init__(self, control: Control, size: int) -> None:
         if not isinstance(control, Carrier):
@@ -268,17 +274,19 @@ def transport_of(
     chunk: int,
     whole: Collection[int] = (),
     weights: Shared | None = None,
+    kept: Shared | None = None,
 ) -> Transport:
     """Return the transport of that name; ``auto`` is shared memory if the engine may be on this host, else HTTP.
 
-    ``chunk`` bounds the bytes of all buffers together; a tensor of ``whole`` may need more.
+    ``chunk`` bounds the bytes of all buffers together; a tensor of ``whole`` may need more. ``kept`` are the buffers of
+    an earlier push, to be used again.
     """
     local = not isinstance(control, Carrier) or control.local
     if name == "auto":
         name = "memory" if local and hasattr(os, "memfd_create") else "http"
     way = SharedMemory if name == "memory" else Body
     size = capacity(manifest, min(chunk // way.buffers, way.most), whole)
-    return SharedMemory(control, size, weights) if way is SharedMemory else Body(control, size)
+    return SharedMemory(control, size, weights, kept) if way is SharedMemory else Body(control, size)
 
 
 def raise_problems(answers: list[Answer]) -> list[Answer]:

@@ -14,8 +14,10 @@ as oneDNN does with BF16 on a CPU.
 from __future__ import annotations
 
 import math
+import mmap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -40,7 +42,8 @@ class StagingMemory:
     """The memory in which staged layers are gathered, one after the other.
 
     The operating system has to find and clear every page of fresh memory, which takes longer than the copy into it. So
-    a layer is gathered where an earlier one was, once nobody refers to that one any longer.
+    a layer is gathered where an earlier one was, once nobody refers to that one any longer; and the first one comes
+    into huge pages, where Linux has them for who asks: one to be found instead of 512.
     """
 
     def __init__(self) -> None:
@@ -52,13 +55,23 @@ class StagingMemory:
         fitting = [flat for flat in idle if flat.device == like.device and flat.nbytes >= like.nbytes]
         if not fitting:
             self.kept = [flat for flat in self.kept if not any(flat is other for other in idle)]
-            self.kept += (fitting := [torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)])
+            self.kept += (fitting := [_fresh(like.nbytes, like.device)])
         flat = min(fitting, key=lambda flat: flat.nbytes)
         return flat[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 
 _NOBODY = 2
 """References to a storage to which only its tensor in ``StagingMemory`` refers, and the object that asks."""
+
+
+def _fresh(size: int, device: torch.device) -> torch.Tensor:
+    """Return so many bytes of new memory; on a CPU in huge pages, if the operating system has them."""
+    if device.type != "cpu" or not size or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel that was built without them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 class Sink:
