@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import Entry, Manifest, fingerprint
 from nemo_fp8.rollout.refit.control import refusal
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint
-from nemo_fp8.rollout.refit.memory import Opened, Shared
+from nemo_fp8.rollout.refit.memory import MOST_MAPPED, Mappings, Opened, Shared
 from nemo_fp8.rollout.refit.wire import capacity, cut
 
 
@@ -166,6 +167,20 @@ def test_shared_memory_is_private_and_says_no_to_what_it_is_not(tmp_path):
     again.close()
 
 
+def test_a_worker_keeps_a_few_mappings_of_senders_that_live():
+    mappings, senders = Mappings(), [Shared(4096) for _ in range(MOST_MAPPED + 1)]
+    opened = [mappings.opened(sender.handle) for sender in senders]
+    assert len(mappings) == MOST_MAPPED
+    assert mappings.opened(senders[-1].handle) is opened[-1]
+    assert mappings.opened(senders[0].handle) is not opened[0]
+    for sender in senders:
+        sender.close()
+    end = time.monotonic() + 20
+    while len(mappings):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_a_killed_sender_leaves_nothing_behind():
     code = (
         "import sys, time; from nemo_fp8.rollout.refit.memory import Shared; s = Shared(1 << 20); s.tensor.fill_(7);"
@@ -173,10 +188,16 @@ def test_a_killed_sender_leaves_nothing_behind():
     )
     before = set(os.listdir("/dev/shm"))
     sender = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    handle = json.loads(sender.stdout.readline())
-    opened = Opened(handle)
+    handle, mappings = json.loads(sender.stdout.readline()), Mappings()
+    opened = mappings.opened(handle)
+    time.sleep(0.2)
+    assert len(mappings) == 1  # for as long as the sender lives
     sender.send_signal(signal.SIGKILL)
     sender.wait()
+    end = time.monotonic() + 20
+    while len(mappings):
+        assert time.monotonic() < end
+        time.sleep(0.01)
     assert int(opened.read(0, torch.uint8, (1 << 20,)).sum()) == 7 << 20  # what is open can be read to the end
     assert set(os.listdir("/dev/shm")) <= before
     with pytest.raises(PrecisionError, match="cannot be opened"):

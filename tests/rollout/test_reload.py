@@ -3,6 +3,7 @@ again."""
 
 import gc
 import random
+import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
 from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.refit import Manifest
-from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.rollout.refit.memory import Opened, Shared
 from nemo_fp8.rollout.refit.wire import capacity, cut
 from nemo_fp8.rollout.refit.worker.layouts import ROWS, Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
@@ -48,11 +49,10 @@ def push(model, tensors, size=2**18, order=list):
         shared = Shared(capacity(manifest, size, session.plan.whole))
         try:
             for pieces, _ in cut(order(tensors.items()), manifest, lambda: shared.tensor, session.plan.whole):
-                session.write(shared.handle, [list(piece) for piece in pieces])
+                session.write(Opened(shared.handle), [list(piece) for piece in pieces])
                 shared.tensor.fill_(0xFF)
             session.finish()
         finally:
-            session.memory.clear()
             shared.close()
     return session
 
@@ -199,10 +199,9 @@ def test_no_piece_is_believed(qwen3, pieces, words):
     named = pieces if pieces is None else [[numbers.get(piece[0], piece[0]), *piece[1:]] for piece in pieces]
     try:
         with pytest.raises(PrecisionError, match=words):
-            session.write(shared.handle, named)
+            session.write(Opened(shared.handle), named)
         assert session.written == (words == "of which 128 have come")
     finally:
-        session.memory.clear()
         shared.close()
 
 
@@ -294,7 +293,7 @@ def test_a_push_does_not_wait_for_its_device_piece_by_piece(checkpoint, kind, co
             shared = Shared(capacity(manifest, size, session.plan.whole))
             for some, _ in cut(tensors.items(), manifest, lambda shared=shared: shared.tensor, session.plan.whole):
                 with Waits() as dispatched, Fetches() as asked:
-                    session.write(shared.handle, [list(piece) for piece in some])
+                    session.write(Opened(shared.handle), [list(piece) for piece in some])
                 written += dispatched.places + asked.places
                 pieces += len(some)
             with Waits() as dispatched, Fetches() as asked:
@@ -405,8 +404,7 @@ def test_names_are_said_as_they_are(qwen3):
     session = Session(Plan(qwen3[0], Manifest.of(tensors)), "test", verify=False)
     shared = Shared(2**18)
     with pytest.raises(PrecisionError, match=f"why:    {K_PROJ} has 128 rows, of which 0 have come"):
-        session.write(shared.handle, [[session.plan.manifest.places[K_PROJ], 1, 1, 0]])
-    session.memory.clear()
+        session.write(Opened(shared.handle), [[session.plan.manifest.places[K_PROJ], 1, 1, 0]])
     shared.close()
 
 
@@ -414,20 +412,30 @@ def _mapped():
     return Path("/proc/self/maps").read_text().count("memfd:nemo_fp8-refit")
 
 
-def test_a_push_that_died_leaves_no_buffer_mapped(qwen3):
-    """The kernel has a dead sender's memory back when nobody maps it."""
+def test_a_worker_maps_what_a_sender_holds_and_no_longer(qwen3):
+    """Memory stays mapped between pushes; the kernel has it back when its sender lets go of it, in a push or after."""
     worker, tensors = Worker(qwen3[0]), qwen3[1]
     manifest = Manifest.of(tensors)
     worker.call("begin", {"push": "dead", "tensors": manifest.to_plain()})
     gc.collect()  # a push of this process that failed leaves views of its own buffers in a traceback
     before = _mapped()
     shared = [Shared(manifest.bytes) for _ in range(2)]
-    for one in shared:
+    for one in shared * 2:
         worker.call("write", {"push": "dead", "memory": one.handle, "pieces": []})
-        one.close()
-    assert _mapped() == before + 2
+    shared[0].close()
+    _wait_until(lambda: _mapped() == before + 2)
     assert "mixed" in worker.call("abandon", {"push": "dead"})[0]
-    assert _mapped() == before
+    time.sleep(0.2)
+    assert _mapped() == before + 2  # the sender's, and the worker's
+    shared[1].close()
+    _wait_until(lambda: _mapped() == before)
+
+
+def _wait_until(holds, seconds=20):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
 
 
 class Forgetful(Worker):

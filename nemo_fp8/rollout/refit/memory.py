@@ -9,6 +9,10 @@ A receiver checks what it opens: such a file, of the announced size, and sealed,
 reader (a read beyond its end would kill the process). The file's name is random: the kernel uses file descriptors
 again, and the name makes sure that a handle never opens other memory than its own.
 
+A receiver keeps mapped what the sender holds (:class:`Mappings`), since the operating system would have to find every
+page again for the next push. The sender holds a lock on its memory, which ends with it: who waits for the lock learns
+that the memory is to be let go of, however the sender ended.
+
 A trainer that keeps its tensors in such memory (:class:`SharedWeights`) has them quantized from where they lie. Memory
 that torch shares by itself (``tensor.share_memory_()``) is not sealed, so it is copied like any other.
 """
@@ -20,6 +24,7 @@ import itertools
 import mmap
 import os
 import secrets
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -32,7 +37,9 @@ from nemo_fp8.errors import PrecisionError
 
 NAME = "nemo_fp8-refit"
 BUFFERS = 2
-"""How many pieces of memory a worker keeps mapped: what a push over HTTP has under way."""
+"""How many pieces of memory a push over HTTP has under way."""
+MOST_MAPPED = 2 * BUFFERS
+"""How many pieces of memory a worker keeps mapped: a trainer's buffers and its weights, and as many of another one."""
 ALIGNMENT = 64  # bytes; each tensor begins at a multiple
 # Linux' numbers, which Python's fcntl has only since 3.13.
 _ADD_SEALS, _GET_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1034, 1, 2, 4
@@ -49,6 +56,7 @@ class Shared:
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, size)
             fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)  # until the descriptor is closed, by this process or by its end
             self._map = mmap.mmap(self._fd, size)
         except BaseException:
             os.close(self._fd)
@@ -81,7 +89,7 @@ class Shared:
         return {"pid": os.getpid(), "fd": self._fd, "size": self.size, "name": self.name}
 
     def close(self) -> None:
-        """Unmap the memory. The kernel frees it when the receivers have done so, too."""
+        """Unmap the memory, and let go of its lock. The kernel frees it when the receivers have unmapped it, too."""
         if self._fd >= 0:
             del self.tensor, self._map
             self._close()
@@ -152,10 +160,14 @@ class Opened:
             if os.fstat(own).st_size != size:
                 raise _refused(handle, f"It holds {os.fstat(own).st_size} bytes")
             mapped = mmap.mmap(own, size, mmap.MAP_SHARED, mmap.PROT_READ)
-        except OSError as error:
-            raise _refused(handle, f"It cannot be mapped: {error.strerror}") from None
-        finally:
+        except BaseException as error:
             os.close(own)
+            if isinstance(error, OSError):
+                raise _refused(handle, f"It cannot be mapped: {error.strerror}") from None
+            raise
+        self.fd = own
+        """A descriptor of the memory, open as long as this object."""
+        self._close = weakref.finalize(self, os.close, own)
         self.size = size
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch warns that it is not writable, as intended
@@ -176,6 +188,40 @@ class Opened:
                 "Push with nemo_fp8.rollout.Refit; if that did it, report it.",
             )
         return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+
+
+class Mappings:
+    """The memory of senders that a worker has opened, by handle: mapped for as long as its sender holds it."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, Opened] = {}
+
+    def opened(self, handle: Any) -> Opened:
+        """Return the memory behind a handle that came from outside. Raises PrecisionError as :class:`Opened` does."""
+        key = repr(handle)
+        memory = self._opened.get(key)
+        if memory is None:
+            memory = Opened(handle)
+            while len(self._opened) >= MOST_MAPPED:
+                del self._opened[next(iter(self._opened))]
+            self._opened[key] = memory
+            about = (weakref.ref(self), key, os.dup(memory.fd))
+            threading.Thread(target=_forget_in_the_end, args=about, daemon=True, name=NAME).start()
+        return memory
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+
+def _forget_in_the_end(of: weakref.ref[Mappings], key: str, fd: int) -> None:
+    """Wait until the sender lets go of its memory, or ends; then let go of its mapping."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+        mappings = of()
+        if mappings is not None:
+            mappings._opened.pop(key, None)
 
 
 def _refused(handle: Any, why: str) -> PrecisionError:

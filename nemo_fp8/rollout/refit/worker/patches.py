@@ -33,6 +33,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import patch
+from nemo_fp8.rollout.refit.memory import Opened
 from nemo_fp8.rollout.refit.patch import LONGEST, SCALES, VALUES, Differences, Positions, blocks_of, grid_of, matrix_of
 from nemo_fp8.rollout.refit.worker.layouts import ONE
 from nemo_fp8.rollout.refit.worker.plan import Plan
@@ -120,7 +121,7 @@ class Patching(Session):
         self.lost = False
         """Whether there is no way back."""
 
-    def write(self, handle: Any, pieces: Any) -> None:
+    def write(self, memory: Opened, pieces: Any) -> None:
         """Write pieces of whole tensors (four numbers), and add patches (seven, see ``patch.Patch``)."""
         if not isinstance(pieces, list):
             raise bad_piece(pieces, "It is no list of pieces")
@@ -128,8 +129,7 @@ class Patching(Session):
         whole: list[Any] = []
         for piece in pieces:
             (patches if isinstance(piece, list) and len(piece) == 7 else whole).append(piece)
-        super().write(handle, whole)
-        memory = self._opened(handle)
+        super().write(memory, whole)
         for piece in patches:
             about, size = self._checked_patch(piece)
             # A copy, which the sender cannot change while it is read; it is also the way back.
@@ -310,7 +310,6 @@ class Patching(Session):
             )
         self._pack(sent | {i for i, _ in self.next})
         self.tally.settle()
-        self.memory.clear()
 
     def _routes(self, i: int) -> list[Route]:
         return self.plan.routes.by_entry.get(i, [])

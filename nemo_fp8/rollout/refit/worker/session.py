@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit.channel import Line
 from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Manifest
-from nemo_fp8.rollout.refit.memory import BUFFERS, Opened
+from nemo_fp8.rollout.refit.memory import Mappings, Opened
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
 from nemo_fp8.rollout.refit.worker.layouts import Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
@@ -74,30 +74,19 @@ class Session:
         self.staged = [sink for sink in dict.fromkeys(self.sinks.values()) if isinstance(sink, Staged)]
         self.waiting: dict[Route, dict[int, torch.Tensor]] = {}
         """Tensors that came of which the loader makes values together with others."""
-        self.memory: dict[str, Opened] = {}
 
-    def write(self, handle: Any, pieces: Any) -> None:
-        """Write pieces, each (number of the tensor, first row, rows, offset in the memory behind ``handle``).
+    def write(self, memory: Opened, pieces: Any) -> None:
+        """Write pieces, each (number of the tensor, first row, rows, offset in ``memory``).
 
-        Raises PrecisionError if the memory cannot be opened, or a piece is not the next one of its tensor.
+        Raises PrecisionError if a piece is not the next one of its tensor, or does not lie in the memory.
         """
         if not isinstance(pieces, list):
             raise bad_piece(pieces, "It is no list of pieces")
-        memory = self._opened(handle)
         for piece in pieces:
             i, row, rows, offset = self._checked(piece)
             entry = self.plan.manifest[i]
             tensor = memory.read(offset, entry.torch_dtype, (rows, *entry.shape[1:]) if entry.shape else ())
             self.write_rows(i, row, tensor)
-
-    def _opened(self, handle: Any) -> Opened:
-        """Return the memory behind a handle that came from outside."""
-        memory = self.memory.get(repr(handle))
-        if memory is None:
-            while len(self.memory) >= BUFFERS:  # a server makes new memory for every body; let go of the oldest
-                del self.memory[next(iter(self.memory))]
-            memory = self.memory[repr(handle)] = Opened(handle)
-        return memory
 
     def _checked(self, piece: Any) -> tuple[int, int, int, int]:
         """Return a piece that came from outside; raise PrecisionError if it does not fit the manifest."""
@@ -196,7 +185,6 @@ class Session:
             for sink in sinks:
                 sink.verify()
         self.tally.settle()
-        self.memory.clear()
 
     def take_back(self) -> str | None:
         """Undo what was written, and return the version of the weights that are there again; None if that cannot be."""
@@ -214,6 +202,11 @@ class NemoFp8Refit:
     _refit_mixed = ""
     _refit_version = ""
     """The number of the push whose weights these are; empty before the first push, and while they are mixed."""
+
+    @functools.cached_property
+    def _refit_mapped(self) -> Mappings:
+        """The memory of senders, mapped between their pushes too."""
+        return Mappings()
 
     @answering
     def nemo_fp8_refit_begin(self, message: Answer) -> Answer:
@@ -272,7 +265,7 @@ class NemoFp8Refit:
 
     def _refit_write(self, session: Session, message: Answer) -> None:
         try:
-            session.write(message.get("memory"), message.get("pieces"))
+            session.write(self._refit_mapped.opened(message.get("memory")), message.get("pieces"))
         finally:
             if session.written:
                 self._refit_mixed = f"push {session.number} has begun and has not ended"
@@ -316,7 +309,6 @@ class NemoFp8Refit:
         session, self._refit_session = self._refit_session, None
         if session is None:
             return
-        session.memory.clear()  # the kernel frees a sender's buffers when nobody maps them any longer
         if session.written:
             version = session.take_back()
             self._refit_mixed = f"push {session.number} died half-way" if version is None else ""
