@@ -3,6 +3,7 @@
 
     python benchmarks/quantize.py --quick            a minute
     python benchmarks/quantize.py --write            everything, into docs/benchmarks/quantize.md
+    python benchmarks/quantize.py --processes 5      in five processes, one after the other, and medians over all
     python benchmarks/quantize.py --only "MX 1x32"   single operations
     python benchmarks/quantize.py --memory --write   nothing but memory, into the page as it is
     python benchmarks/quantize.py --isa avx2 --write  the kernels as an AVX2 processor gets them, into the same page
@@ -21,9 +22,9 @@ memory, more of them than caches hold; and each is timed right after its yardsti
 neighbours' ratios, and GB/s come from the median time. Pairs in which the operating system took a processor away from
 this process are thrown away (unless none is left), so that a machine that others use too gives the same shares, only
 from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy with everything the processor has. On a
-machine that shares its memory with other machines the copy itself differs from run to run (4096x4096 on the machine of
-these pages, idle: 42, 46, 65 and 73 GB/s); a kernel whose arithmetic is the limit, as the AVX2 build's is at 31 to 38
-GB/s, stays as it is, and its share moves.
+machine that shares its memory with other machines the copy itself differs from process to process (4096x4096 on the
+machine of these pages, idle: 42, 46, 65 and 73 GB/s), so a record is made in several (`--processes`); a kernel whose
+arithmetic is the limit, as the AVX2 build's is at 31 to 38 GB/s, stays as it is, and its share moves.
 """
 
 from __future__ import annotations
@@ -37,13 +38,26 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from pairs import BYTES, Pairs, Place, memcpy_in_parts, pair_up, places_for, seconds, share, tensors_from_the_system
+from pairs import (
+    BYTES,
+    Pair,
+    Pairs,
+    Place,
+    memcpy_in_parts,
+    pair_up,
+    places_for,
+    seconds,
+    share,
+    tensors_from_the_system,
+)
 from peers import E4M3, Ways, padded_eager, peers
 
 from nemo_fp8 import __version__
@@ -113,6 +127,19 @@ def measure(shape: tuple[int, int], rounds: int, device: str, only: str = "") ->
     with tensors_from_the_system(device):
         pairs = pair_up(new, places, max(4, rounds // 4), device)
     return {"shape": shape, "pairs": pairs | pair_up(there, places, rounds, device), "places": places}
+
+
+def measure_here(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what this process measures of every shape, and beside others' ways of the first."""
+    results = []
+    for number, shape in enumerate([SMALL] if options.quick else [SMALL, LARGE]):
+        rounds = options.rounds or (5 if options.quick else 40 if number == 0 else 8)
+        results.append(measure(shape, rounds, options.device, options.only))
+        places = results[-1].pop("places")
+        if number == 0 and not options.only and not options.isa:
+            results[-1]["peers"] = measure_peers(places, max(3, rounds // 8), options.device, not options.quick)
+        del places
+    return results
 
 
 def copy(place: Place) -> Any:
@@ -240,6 +267,43 @@ def measure_peers(places: list[Place], rounds: int, device: str, compiled: bool)
         "FP8 to BF16, 128x128": against(lambda: kernels.decode(codes, scale_inv, (128, 128)), backwards),
         "BF16 to MX, 1x32": against(lambda: kernels.quantize(x, (1, 32), "e4m3", "e8m0"), mx),
     }
+
+
+def over_processes(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what so many processes measured, one after the other, as the pairs of one run.
+
+    How fast memory is read and written depends on where it lies, which stays for the whole of a process.
+    """
+    command = [sys.executable, "-W", "ignore", __file__, "--no-memory", "--device", options.device]
+    command += ["--only", options.only, "--rounds", str(options.rounds), "--isa", options.isa]
+    command += ["--quick"] * options.quick
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(count):
+            path = Path(folder, f"{number}.json")
+            subprocess.run([*command, "--json", str(path)], stdout=subprocess.DEVNULL, check=True)
+            for shape, ways in json.loads(path.read_text()).items():
+                if shape not in ("about", "memory"):
+                    joined = found.setdefault(shape, {})
+                    for name, told in ways.items():
+                        joined.setdefault(name, []).append(told)
+    return [read_back(shape, ways) for shape, ways in found.items()]
+
+
+def read_back(shape: str, ways: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return the result of a shape from what each process wrote of it: pairs of ways, and times of peers by title."""
+    pairs = {
+        name: [Pair(yardstick, way, bool(disturbed)) for told in several for yardstick, way, disturbed in told]
+        for name, several in ways.items()
+        if isinstance(several[0], list)
+    }
+    peers = {
+        title: {name: median(told[name] for told in several) for name in several[0]}
+        for title, several in ways.items()
+        if isinstance(several[0], dict)
+    }
+    rows, cols = map(int, shape.split(" x "))
+    return {"shape": (rows, cols), "pairs": pairs} | ({"peers": peers} if peers else {})
 
 
 def require(answer: Any) -> Any:
@@ -457,6 +521,8 @@ def main() -> None:
     parser.add_argument(
         "--isa", default="", choices=("", *build.OTHERS), help="build our kernels for that, whatever the processor has"
     )
+    parser.add_argument("--processes", type=int, default=1, help="measure in so many, one after the other")
+    parser.add_argument("--no-memory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help="nothing but memory, which a busy machine changes little")
     parser.add_argument("--memory-of", nargs=3, metavar=("WAY", "ROWS", "COLS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -474,16 +540,9 @@ def main() -> None:
             write_memory(found)
         return
     about = machine(options.device)
-    shapes = [SMALL] if options.quick else [SMALL, LARGE]
-    results = []
-    for number, shape in enumerate(shapes):
-        rounds = options.rounds or (5 if options.quick else 40 if number == 0 else 8)
-        results.append(measure(shape, rounds, options.device, options.only))
-        places = results[-1].pop("places")
-        if number == 0 and not options.only and not options.isa:
-            results[-1]["peers"] = measure_peers(places, max(3, rounds // 8), options.device, not options.quick)
-        del places
-    memory = peak_memory(shapes[-1]) if options.device == "cpu" and not options.only and not options.isa else {}
+    results = over_processes(options.processes, options) if options.processes > 1 else measure_here(options)
+    whole = options.device == "cpu" and not options.only and not options.isa and not options.no_memory
+    memory = peak_memory(results[-1]["shape"]) if whole else {}
     text = page(about, results, memory, options.isa)
     print(text)
     records = [options.json] if options.json else []

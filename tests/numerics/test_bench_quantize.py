@@ -38,6 +38,33 @@ def test_a_part_is_replaced_and_the_others_stay(bench):
     assert again.partition("# The kernels built for avx2")[2] == page.partition("# The kernels built for avx2")[2]
 
 
+def test_runs_of_several_processes_are_one(bench):
+    """What two processes wrote is read as the pairs of one run, and as medians of what peers took."""
+    first, second = (
+        {"a/there": [bench.Pair(2.0, 1.0, disturbed), bench.Pair(3.0, 1.0, False)]} for disturbed in (False, True)
+    )
+    texts = [
+        bench.record({}, [{"shape": (2, 3), "pairs": pairs, "peers": {"cast": {"ours": time}}}], {})
+        for pairs, time in ((first, 1.0), (second, 2.0))
+    ]
+    ways = [json.loads(text)["2 x 3"] for text in texts]
+    together = bench.read_back("2 x 3", {name: [told[name] for told in ways] for name in ways[0]})
+    assert together["shape"] == (2, 3)
+    assert together["pairs"] == {"a/there": first["a/there"] + second["a/there"]}
+    assert together["peers"] == {"cast": {"ours": 1.5}}
+    assert bench.share(together["pairs"]["a/there"]) == 3.0  # of 2, 3 and 3: one of the four was disturbed
+
+
+def test_several_processes_measure_what_one_does(bench, capsys, monkeypatch, tmp_path):
+    path, what = tmp_path / "found.json", "NVFP4 1x16, given amax"
+    options = ["--quick", "--rounds", "1", "--only", what, "--processes", "2", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["quantize.py", *options])
+    bench.main()
+    found = json.loads(path.read_text())
+    assert len(found["4096 x 4096"][f"{what}/there"]) == 2
+    assert f"| {what} |" in capsys.readouterr().out
+
+
 def test_the_kernels_are_built_for_what_was_asked(bench, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "MACHINE_FLAGS", build.MACHINE_FLAGS)
