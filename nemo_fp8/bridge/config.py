@@ -32,10 +32,11 @@ from nemo_fp8.bridge.patches import FOR_THE_PROCESS, replace_for_bridge
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.naming import load
 from nemo_fp8.contract.presets import PRESETS
+from nemo_fp8.preflight.engine import choose_engine
 from nemo_fp8.render.bridge import from_bridge, to_bridge
 from nemo_fp8.render.nemo import beyond_nemo, resolve_dtypes
 from nemo_fp8.train.checks import Run, require_agreement
-from nemo_fp8.train.engine import choose_engine, hold_products
+from nemo_fp8.train.megatron_cpu import hold_products
 
 
 @dataclass

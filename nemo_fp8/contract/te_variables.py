@@ -12,12 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nemo_fp8.errors import PrecisionError
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.findings import finding
 
 if TYPE_CHECKING:
     from nemo_fp8.contract.precision import Precision
+
+TE_RECIPES = "transformer_engine.common.recipe"
+"""The module of TransformerEngine that holds its recipes, and reads the variables when it is imported."""
 
 
 @dataclass(frozen=True)
@@ -212,3 +217,40 @@ def fields_from_environment(
                 f"Set {name} to {variable.default!r}, or make {others[name][1]} the scaling of the whole model.",
             )
     return fields
+
+
+# ---------------------------------------------------------------------- what an imported TransformerEngine has read
+
+
+def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[Problem]:
+    """Return findings for variables whose value differs from the one that the imported TransformerEngine read."""
+    found = []
+    for name, variable in VARIABLES.items() if TE_RECIPES in modules else ():
+        fields = _fields(variable, modules)
+        if variable.field not in fields:
+            continue  # an older TransformerEngine, which does not read it: see unread_variables
+        frozen = fields[variable.field].default
+        word = str(int(frozen)) if isinstance(frozen, bool) else frozen
+        if word != environment.get(name, variable.default):
+            value = environment.get(name, "(unset)")
+            found.append(finding("environment-late", name, name=name, value=value, frozen=word or "(unset)"))
+    return found
+
+
+def unread_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[str]:
+    """Return the variables that ask for more than TransformerEngine does by itself, and that the imported one is too
+    old to read."""
+    return [
+        name
+        for name, variable in VARIABLES.items()
+        if TE_RECIPES in modules
+        and environment.get(name, variable.default) != variable.default
+        and variable.field not in _fields(variable, modules)
+    ]
+
+
+def _fields(variable: Variable, modules: Mapping[str, ModuleType]) -> Mapping[str, Any]:
+    """Return the fields of a variable's recipe in the imported TransformerEngine; none if it has no such recipe."""
+    recipe = getattr(modules[TE_RECIPES], variable.recipe, None)
+    found: Mapping[str, Any] = getattr(recipe, "__dataclass_fields__", {})
+    return found

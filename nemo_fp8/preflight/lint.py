@@ -18,7 +18,8 @@ from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
-from nemo_fp8.preflight.doctor import backward_findings, bridge_findings, sanity, support_findings
+from nemo_fp8.preflight.doctor import sanity
+from nemo_fp8.preflight.engine import backward_findings, bridge_findings, support_findings
 from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.preflight.memory import memory
 from nemo_fp8.preflight.shapes import shape_findings

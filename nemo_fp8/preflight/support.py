@@ -330,7 +330,7 @@ NEEDS: tuple[Need, ...] = (
 class Answer:
     """The verdict of a machine on a recipe. ``depends`` lists unknown things that would decide or confirm it.
 
-    Of every verdict but ``native``, :func:`nemo_fp8.preflight.doctor.support_findings` makes a finding.
+    Of every verdict but ``native``, :func:`nemo_fp8.preflight.engine.support_findings` makes a finding.
     """
 
     recipe: str

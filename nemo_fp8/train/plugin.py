@@ -26,6 +26,7 @@ __needs__ = require("train")
 from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, MegatronMixedPrecision
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.preflight.engine import choose_engine
 from nemo_fp8.render.nemo import (
     IMPLIED,
     SETTINGS,
@@ -36,10 +37,10 @@ from nemo_fp8.render.nemo import (
     to_nemo,
 )
 from nemo_fp8.train import checks, repairs
-from nemo_fp8.train.engine import choose_engine, hold_cpu
 from nemo_fp8.train.first_weights import true_first_weights
 from nemo_fp8.train.kept import keep_modules
 from nemo_fp8.train.loading import require_loadable
+from nemo_fp8.train.megatron_cpu import hold_cpu
 
 
 def plugin_arguments(precision: Precision) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecisio
 import nemo_fp8
 from nemo_fp8 import PrecisionError
 from nemo_fp8.findings import RULES
+from nemo_fp8.preflight.engine import choose_engine
 from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.render.te_loader import load_recipe_module
 from nemo_fp8.train.checks import Run, require_agreement
-from nemo_fp8.train.engine import choose_engine
 from nemo_fp8.train.plugin import MixedPrecision
 from nemo_fp8.train.repairs import before_ddp
 
@@ -149,7 +149,7 @@ def test_every_rule_on_a_run_has_its_code(code):
     ],
 )
 def test_a_run_whose_backward_is_biased_is_warned(caplog, monkeypatch, changes, warned):
-    monkeypatch.setattr("nemo_fp8.train.engine._require_te_obeys", lambda precision: None)  # TE is imported here
+    monkeypatch.setattr("nemo_fp8.preflight.engine._require_te_obeys", lambda precision: None)  # TE is imported here
     choose_engine(nemo_fp8.preset("bf16_with_nvfp4_mixed").replace(**changes), machine=Machine.parse("cpu,torch2.13"))
     assert ("Runs with it did not learn" in caplog.text) == warned
 
