@@ -45,13 +45,16 @@ class Variable:
         """Return the variable's value for a contract. Raises PrecisionError if one value cannot say its fields."""
         values = {getattr(p, name) for name in self.contract}
         if len(values) > 1:
-            said = " with ".join(f"{name}={getattr(p, name)!r}" for name in self.contract)
             raise PrecisionError(
-                f"{said} in TransformerEngine's environment.",
+                f"{self.in_words(p, ' with ')} in TransformerEngine's environment.",
                 "Its variable sets the scales of weights and of activations together.",
                 "Give both the same scale, or hand TE the recipe object of te_recipe(), which sets each operand.",
             )
         return self.words[values.pop()]
+
+    def in_words(self, p: Precision, between: str = " and ") -> str:
+        """Return the fields that the variable sets, with a contract's values, for a sentence."""
+        return between.join(f"{name}={getattr(p, name)!r}" for name in self.contract)
 
     @property
     def default(self) -> str | None:
@@ -158,10 +161,9 @@ def variables_for(p: Precision) -> dict[str, tuple[Variable, Precision]]:
         for name, variable in variables_of(own.scaling).items():
             first = found.setdefault(name, (variable, own))[1]
             if any(getattr(first, field) != getattr(own, field) for field in variable.contract):
-                said = [" and ".join(f"{f}={getattr(one, f)!r}" for f in variable.contract) for one in (first, own)]
                 raise PrecisionError(
-                    f"{name} for modules in {first.scaling} with {said[0]} "
-                    f"and modules in {own.scaling} with {said[1]}.",
+                    f"{name} for modules in {first.scaling} with {variable.in_words(first)} "
+                    f"and modules in {own.scaling} with {variable.in_words(own)}.",
                     "TransformerEngine reads one value of it, for every module of the process.",
                     "Give both recipes the same setting, or leave one of them out of modules=.",
                 )

@@ -151,7 +151,7 @@ def _require_te_obeys(precision: Precision) -> None:
     read = {} if precision.backward_scaling else variables_of(precision.scaling)
     for name in unread_variables(wanted, sys.modules):
         if name in read:
-            fields = " and ".join(f"{field}={getattr(precision, field)!r}" for field in read[name].contract)
+            fields = read[name].in_words(precision)
             problems.append(
                 Problem(
                     f"{fields}, and this TransformerEngine has no such setting.",
@@ -161,8 +161,8 @@ def _require_te_obeys(precision: Precision) -> None:
             )
     for late in late_variables(wanted, sys.modules):
         if late.where in read:
-            fields = " and ".join(f"{name}={getattr(precision, name)!r}" for name in read[late.where].contract)
             value = f"{late.where}={wanted[late.where]}" if late.where in wanted else f"{late.where} unset"
+            fields = read[late.where].in_words(precision)
             problems.append(
                 Problem(
                     f"{value} is needed for {fields}, and TransformerEngine has another value.",

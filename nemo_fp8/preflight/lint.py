@@ -160,9 +160,8 @@ def _fit(model: Model, p: Precision, parallel: Parallel, machine: Machine) -> It
 def _environment(p: Precision, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield findings for variables that make TransformerEngine take other recipes than the contract and its rules."""
     for name, (variable, own) in variables_for(p).items():
-        said = {field: getattr(own, field) for field in variable.contract}
-        wanted = {variable.words[value] for value in said.values()}
-        contract = " and ".join(f"{field}={value!r}" for field, value in said.items())
+        wanted = {variable.words[getattr(own, field)] for field in variable.contract}
+        contract = variable.in_words(own)
         if name in environment and wanted != {environment[name]}:
             means = [value for value, word in variable.words.items() if word == environment[name]]
             instead = "".join(f", or set {field}={value!r}" for value in means for field in variable.contract)

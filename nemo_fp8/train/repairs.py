@@ -55,8 +55,7 @@ def before_ddp(p: Precision, run: Run) -> None:
         run.optimizer.initial_loss_scale = GENTLE_LOSS_SCALE
         logger.warning(
             "FP16 with delayed scaling: the loss scale starts at %g and not at %g, whose overflows would stay in the "
-            "amax history "
-            "for %d steps.",
+            "amax history for %d steps.",
             GENTLE_LOSS_SCALE,
             p.initial_loss_scale,
             p.amax_history_len,
@@ -77,10 +76,10 @@ def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
         model.trainer.callbacks += [ForgetValidation(), AgreeBeforeSaving()]
     if p.scaling == "mxfp8" and p.fp8_param:
         model.trainer.callbacks.append(Mxfp8Start())
-    if p.scaling == "mxfp8" and p.fp8_param and getattr(model.ddp_config, "overlap_param_gather", False):
-        gather = Mxfp8Gather()
-        model.trainer.callbacks.append(gather)
-        model.callbacks.add(gather)
+        if getattr(model.ddp_config, "overlap_param_gather", False):
+            gather = Mxfp8Gather()
+            model.trainer.callbacks.append(gather)
+            model.callbacks.add(gather)
 
 
 def after_step(p: Precision, model: Any, optimizer: Any) -> None:
