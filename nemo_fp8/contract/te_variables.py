@@ -4,8 +4,8 @@ Megatron, NeMo and Bridge make TE's recipes without arguments, so that these var
 scales, blocks and casts a recipe has. TE reads them once, when its recipes are imported, as the defaults of a recipe's
 fields. A row says which contract fields a variable carries, and the word for each value; the first value is what TE
 takes if the variable is not set. A contract with rules by module needs the variables of every recipe that its modules
-have. Renderers write and read the rows, lint compares the environment with them, and the doctor what an imported TE
-has read. Standard library only.
+have. Renderers write and read the rows, and lint compares the environment with them. ``late_variables`` and
+``unread_variables`` compare it with what an imported TransformerEngine has read. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TE_RECIPES = "transformer_engine.common.recipe"
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of TransformerEngine."""
+    """One variable of TransformerEngine: the contract fields that it sets, and how."""
 
     scalings: tuple[str, ...]
     """The recipes that read it."""
@@ -42,7 +42,7 @@ class Variable:
     """Contract value -> the variable's value; the first is TE's default. None: it must not be set."""
 
     def wanted(self, p: Precision) -> str | None:
-        """Return the variable's value for a contract. Raises PrecisionError if one value cannot say its fields."""
+        """Return the variable's value for a contract. Raises PrecisionError if its fields differ."""
         values = {getattr(p, name) for name in self.contract}
         if len(values) > 1:
             raise PrecisionError(
@@ -157,7 +157,7 @@ def variables_for(p: Precision) -> dict[str, tuple[Variable, Precision]]:
     Raises PrecisionError if two recipes want different values of one variable.
     """
     found: dict[str, tuple[Variable, Precision]] = {}
-    for own in p.variants() if p.is_quantized else ():  # rules of a rollout alone are none of TE's business
+    for own in p.variants() if p.is_quantized else ():  # rules of a rollout alone do not concern TE
         for name, variable in variables_of(own.scaling).items():
             first = found.setdefault(name, (variable, own))[1]
             if any(getattr(first, field) != getattr(own, field) for field in variable.contract):
@@ -181,7 +181,7 @@ def te_environment(p: Precision) -> dict[str, str]:
 
 
 def _matters(variable: Variable, p: Precision) -> bool:
-    """Whether a variable says anything: those of 4 over 6 do not where nothing chooses between two scales."""
+    """Whether a variable has an effect: those of 4 over 6 have none where no tensor chooses between two scales."""
     return p.four_over_six != "none" or not variable.field.startswith("nvfp4_4over6_")
 
 

@@ -8,8 +8,8 @@ FP16 loss is never scaled    NeMo builds Megatron's gradient scaler and divides 
 FP16 aborts on overflow      ``check_for_nan_in_grad`` ends the run at the first overflow, which is how dynamic loss
                              scaling finds its scale.
 Delayed scaling freezes      An overflow writes inf into the amax history, and ``max`` keeps it for a whole history:
-                             tensors are cast with stale scales for 1024 steps. Forget what overflowed. FP16 overflows
-                             on purpose, while it looks for its loss scale: start it lower.
+                             tensors are cast with stale scales for 1024 steps. Entries that overflowed become zero.
+                             FP16 overflows on purpose while it looks for its loss scale, so that starts lower.
 Delayed scaling's amaxes     Those of a validation count as training's, and a resumed run loses those of other ranks.
                              See ``delayed_amaxes.py``.
 MXFP8 + overlapped gather    The gather reads the gradient buffer, which NeMo has zeroed since the optimizer wrote the
