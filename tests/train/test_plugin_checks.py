@@ -188,12 +188,21 @@ def test_a_field_that_a_config_lacks_is_an_error_and_not_dropped():
         require_agreement(plugin.contract, run)
 
 
-def test_a_field_written_over_later_is_found():
-    plugin = fdl.build(nemo_fp8.bf16_with_fp8_blockwise_mixed())
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("bf16_with_fp8_blockwise_mixed", "fp8_recipe", "tensorwise"),
+        ("bf16_with_fp8_current_scaling_mixed", "num_layers_at_end_in_bf16", 0),
+        ("bf16_with_fp8_current_scaling_mixed", "first_last_layers_bf16", False),
+        ("bf16_with_nvfp4_mixed", "fp4", None),
+    ],
+)
+def test_a_field_written_over_later_is_found(name, field, value):
+    plugin = fdl.build(getattr(nemo_fp8, name)())
     run = _after_overrides(plugin, _configs(layers=4))
     require_agreement(plugin.contract, run)
-    run.model.fp8_recipe = "tensorwise"
-    with pytest.raises(PrecisionError, match="did not reach the model"):
+    setattr(run.model, field, value)
+    with pytest.raises(PrecisionError, match=f"{field}=.* did not reach the model"):
         require_agreement(plugin.contract, run)
 
 
