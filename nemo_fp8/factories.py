@@ -31,7 +31,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.contract.explain import docstring
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.render.nemo import changes_from_nemo, resolve_dtypes
+from nemo_fp8.render.nemo import changes_from_nemo
 from nemo_fp8.train.plugin import PARAMETERS, MixedPrecision, plugin_arguments
 
 logger = logging.getLogger("nemo_fp8")
@@ -40,7 +40,7 @@ logger = logging.getLogger("nemo_fp8")
 def plugin_config(precision: Precision, engine: str = "auto") -> run.Config[MixedPrecision]:
     """Return the ``run.Config`` of our plugin for any contract: ``trainer.plugins = plugin_config(my_contract)``."""
     chosen = {} if engine == "auto" else {"engine": engine}
-    return run.Config(MixedPrecision, **resolve_dtypes(plugin_arguments(precision)), **chosen)
+    return run.Config(MixedPrecision, **plugin_arguments(precision), **chosen)
 
 
 def _factory(name: str, precision: Precision) -> Callable[..., run.Config[MixedPrecision]]:

@@ -159,9 +159,9 @@ def train(run: Run, precision: Precision, shape: Shape) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
 
+    from nemo_fp8.preflight.engine import choose_engine
     from nemo_fp8.preflight.machine import Machine
     from nemo_fp8.train import checks
-    from nemo_fp8.train.engine import choose_engine
 
     logging.getLogger("nemo_fp8").setLevel(logging.INFO)
     try:  # NeMo is no part of this path: whether it is installed, and which, decides nothing

@@ -32,10 +32,11 @@ from nemo_fp8.bridge.patches import FOR_THE_PROCESS, replace_for_bridge
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.naming import load
 from nemo_fp8.contract.presets import PRESETS
+from nemo_fp8.preflight.engine import choose_engine
 from nemo_fp8.render.bridge import from_bridge, to_bridge
-from nemo_fp8.render.nemo import resolve_dtypes
+from nemo_fp8.render.nemo import beyond_nemo, resolve_dtypes
 from nemo_fp8.train.checks import Run, require_agreement
-from nemo_fp8.train.engine import choose_engine, hold_products
+from nemo_fp8.train.megatron_cpu import hold_products
 
 
 @dataclass
@@ -71,10 +72,8 @@ class ContractPrecision(theirs.MixedPrecisionConfig):
 def bridge_config(contract: Precision | str) -> ContractPrecision:
     """Return the value for ``ConfigContainer.mixed_precision`` of a contract, a preset's name or a YAML file."""
     precision = load(contract) if isinstance(contract, str) else contract
-    said = to_bridge(precision)
-    beyond = {*precision.diff(from_bridge(said)), *precision.said}
-    values = precision.to_dict()
-    return ContractPrecision(**resolve_dtypes(said), beyond={name: values[name] for name in sorted(beyond)})
+    values, beyond = precision.to_dict(), sorted(beyond_nemo(precision))
+    return ContractPrecision(**resolve_dtypes(to_bridge(precision)), beyond={name: values[name] for name in beyond})
 
 
 def register_presets() -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def export(
 
     engine = vllm_python(python) if verify and vllm else None  # fail before minutes of writing, not after
     if engine is not None:
-        from nemo_fp8.preflight.doctor import require
+        from nemo_fp8.preflight.engine import require
         from nemo_fp8.preflight.machine import Machine
 
         require(contract.replace(deep_gemm=False), Machine.here(engine), sides=("rollout",))

@@ -26,14 +26,8 @@ def doctor(
     """Say what this machine, or a described one, makes of every FP8 recipe, why, and what to do."""
     import os
 
-    from nemo_fp8.preflight.doctor import (
-        bridge_findings,
-        doctor,
-        first_weight_findings,
-        recipes_of,
-        resume_findings,
-        sanity,
-    )
+    from nemo_fp8.preflight.doctor import doctor, sanity
+    from nemo_fp8.preflight.engine import bridge_findings, first_weight_findings, recipes_of, resume_findings
     from nemo_fp8.preflight.machine import Machine
     from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, Answer
 

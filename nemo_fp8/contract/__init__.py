@@ -4,6 +4,7 @@ operands     the operands of a linear's GEMMs, and how one of them is stored
 precision    the contract: its fields, the storage of each operand, its checks
 presets      one row a preset: NeMo's names and values
 explain      a contract in plain words
+te_variables the environment variables by which TransformerEngine takes a contract's settings
 naming       a contract from a preset's name or a file
 yaml         YAML that refuses a key given twice
 """

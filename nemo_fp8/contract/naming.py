@@ -34,7 +34,7 @@ def label_of(name: str) -> str:
 
 
 def settings_of(name: str, changes: list[str] | None = None) -> dict[str, Any]:
-    """Return the same as plain settings, which may be no valid contract; lint then says why."""
+    """Return the settings of such a contract as plain values. They need not be valid; ``lint`` says what is wrong."""
     from nemo_fp8.contract.yaml import load_mapping
 
     if is_file(name):
@@ -71,7 +71,7 @@ def _value(field: str, text: str) -> Any:
 
 
 def is_file(name: str) -> bool:
-    """Whether a name means a YAML file."""
+    """Whether a name is that of a YAML file."""
     return Path(name).suffix in (".yaml", ".yml")
 
 

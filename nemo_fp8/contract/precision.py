@@ -216,6 +216,15 @@ class Precision:
         found: frozenset[str] = self.__dict__.get("_said", frozenset())
         return found
 
+    def definition(self) -> dict[str, Any]:
+        """Return the fields that define it: ``Precision(**p.definition())`` equals p, and derives the same fields.
+
+        Derived fields that the caller did not give, and fields that have their default, are left out.
+        """
+        follow = _derived(None, None, None).keys() - self.said
+        own = {f.name: f.default for f in fields(self) if f.name not in follow}
+        return {name: value for name, default in own.items() if (value := getattr(self, name)) != default}
+
     @property
     def is_quantized(self) -> bool:
         """Whether training runs any GEMM in FP8 or NVFP4."""

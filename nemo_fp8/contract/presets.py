@@ -1,8 +1,8 @@
 """The named contracts: one row each, the same names and values as NeMo 2.7.3 and Megatron-Bridge.
 
-A preset is its name and what it sets; everything else is the contract's own default. A new recipe is one more
-row. Where a name says one thing and its value another (NeMo's ``nanov2_*``), the value is kept, so that users
-change one import and nothing else, and ``explain`` says so.
+A preset is its name and what it sets; everything else is the contract's own default. A new recipe is a new row. Where a
+name says one thing and its value another (NeMo's ``nanov2_*``), the value is kept, so that users change one import and
+nothing else, and ``explain`` says so.
 """
 
 from __future__ import annotations

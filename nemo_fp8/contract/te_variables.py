@@ -4,25 +4,30 @@ Megatron, NeMo and Bridge make TE's recipes without arguments, so that these var
 scales, blocks and casts a recipe has. TE reads them once, when its recipes are imported, as the defaults of a recipe's
 fields. A row says which contract fields a variable carries, and the word for each value; the first value is what TE
 takes if the variable is not set. A contract with rules by module needs the variables of every recipe that its modules
-have. Renderers write and read the rows, lint compares the environment with them, and the doctor what an imported TE
-has read. Standard library only.
+have. Renderers write and read the rows, and lint compares the environment with them. ``late_variables`` and
+``unread_variables`` compare it with what an imported TransformerEngine has read. Standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nemo_fp8.errors import PrecisionError
+from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.findings import finding
 
 if TYPE_CHECKING:
     from nemo_fp8.contract.precision import Precision
 
+TE_RECIPES = "transformer_engine.common.recipe"
+"""The module of TransformerEngine that holds its recipes, and reads the variables when it is imported."""
+
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of TransformerEngine."""
+    """One variable of TransformerEngine: the contract fields that it sets, and how."""
 
     scalings: tuple[str, ...]
     """The recipes that read it."""
@@ -37,16 +42,19 @@ class Variable:
     """Contract value -> the variable's value; the first is TE's default. None: it must not be set."""
 
     def wanted(self, p: Precision) -> str | None:
-        """Return the variable's value for a contract. Raises PrecisionError if one value cannot say its fields."""
+        """Return the variable's value for a contract. Raises PrecisionError if its fields differ."""
         values = {getattr(p, name) for name in self.contract}
         if len(values) > 1:
-            said = " with ".join(f"{name}={getattr(p, name)!r}" for name in self.contract)
             raise PrecisionError(
-                f"{said} in TransformerEngine's environment.",
+                f"{self.in_words(p, ' with ')} in TransformerEngine's environment.",
                 "Its variable sets the scales of weights and of activations together.",
                 "Give both the same scale, or hand TE the recipe object of te_recipe(), which sets each operand.",
             )
         return self.words[values.pop()]
+
+    def in_words(self, p: Precision, between: str = " and ") -> str:
+        """Return the fields that the variable sets, with a contract's values, for a sentence."""
+        return between.join(f"{name}={getattr(p, name)!r}" for name in self.contract)
 
     @property
     def default(self) -> str | None:
@@ -149,14 +157,13 @@ def variables_for(p: Precision) -> dict[str, tuple[Variable, Precision]]:
     Raises PrecisionError if two recipes want different values of one variable.
     """
     found: dict[str, tuple[Variable, Precision]] = {}
-    for own in p.variants() if p.is_quantized else ():  # rules of a rollout alone are none of TE's business
+    for own in p.variants() if p.is_quantized else ():  # rules of a rollout alone do not concern TE
         for name, variable in variables_of(own.scaling).items():
             first = found.setdefault(name, (variable, own))[1]
             if any(getattr(first, field) != getattr(own, field) for field in variable.contract):
-                said = [" and ".join(f"{f}={getattr(one, f)!r}" for f in variable.contract) for one in (first, own)]
                 raise PrecisionError(
-                    f"{name} for modules in {first.scaling} with {said[0]} "
-                    f"and modules in {own.scaling} with {said[1]}.",
+                    f"{name} for modules in {first.scaling} with {variable.in_words(first)} "
+                    f"and modules in {own.scaling} with {variable.in_words(own)}.",
                     "TransformerEngine reads one value of it, for every module of the process.",
                     "Give both recipes the same setting, or leave one of them out of modules=.",
                 )
@@ -174,7 +181,7 @@ def te_environment(p: Precision) -> dict[str, str]:
 
 
 def _matters(variable: Variable, p: Precision) -> bool:
-    """Whether a variable says anything: those of 4 over 6 do not where nothing chooses between two scales."""
+    """Whether a variable has an effect: those of 4 over 6 have none where no tensor chooses between two scales."""
     return p.four_over_six != "none" or not variable.field.startswith("nvfp4_4over6_")
 
 
@@ -212,3 +219,40 @@ def fields_from_environment(
                 f"Set {name} to {variable.default!r}, or make {others[name][1]} the scaling of the whole model.",
             )
     return fields
+
+
+# ---------------------------------------------------------------------- what an imported TransformerEngine has read
+
+
+def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[Problem]:
+    """Return findings for variables whose value differs from the one that the imported TransformerEngine read."""
+    found = []
+    for name, variable in VARIABLES.items() if TE_RECIPES in modules else ():
+        fields = _fields(variable, modules)
+        if variable.field not in fields:
+            continue  # an older TransformerEngine, which does not read it: see unread_variables
+        frozen = fields[variable.field].default
+        word = str(int(frozen)) if isinstance(frozen, bool) else frozen
+        if word != environment.get(name, variable.default):
+            value = environment.get(name, "(unset)")
+            found.append(finding("environment-late", name, name=name, value=value, frozen=word or "(unset)"))
+    return found
+
+
+def unread_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[str]:
+    """Return the variables that ask for more than TransformerEngine does by itself, and that the imported one is too
+    old to read."""
+    return [
+        name
+        for name, variable in VARIABLES.items()
+        if TE_RECIPES in modules
+        and environment.get(name, variable.default) != variable.default
+        and variable.field not in _fields(variable, modules)
+    ]
+
+
+def _fields(variable: Variable, modules: Mapping[str, ModuleType]) -> Mapping[str, Any]:
+    """Return the fields of a variable's recipe in the imported TransformerEngine; none if it has no such recipe."""
+    recipe = getattr(modules[TE_RECIPES], variable.recipe, None)
+    found: Mapping[str, Any] = getattr(recipe, "__dataclass_fields__", {})
+    return found

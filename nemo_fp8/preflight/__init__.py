@@ -4,7 +4,8 @@ Standard library only.
 
 machine    what is here: GPU, driver, versions, processor
 support    one row for each need: which recipe runs on which machine
-doctor     which recipes, and which parts of a contract, this machine can run
+engine     what runs a contract on a machine; what is refused before the run
+doctor     which recipes a machine can run, and what is wrong with what is installed
 shapes     which linears of a model run in FP8, as a table and as findings
 memory     the memory of a training run on each GPU
 lint       every finding about one contract

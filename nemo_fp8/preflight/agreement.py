@@ -35,12 +35,14 @@ from nemo_fp8.moved import renamed
 if not TYPE_CHECKING:  # see nemo_fp8.moved
     __getattr__ = renamed(__name__, {"Difference": "nemo_fp8.errors.Problem"})
 
-# Percent of the weights' norm, in 128x128 blocks: a copy's distance from its master, that of two copies of which one
-# or both have FP32 scales of their own, and that of a power-of-2 copy cast again with FP32 scales from its master.
+# Distances in percent of the weights' norm, in 128x128 blocks:
+#     FROM_MASTER      between a quantized copy and the master that it was cast from
+#     BETWEEN_COPIES   between two copies, of which one or both have FP32 scales of their own
+#     CAST_TWICE       between the master and a copy with power-of-2 scales that was cast again with FP32 scales
 FROM_MASTER = 2.65
 BETWEEN_COPIES = 3.7
 CAST_TWICE = 3.93
-# The same of NVFP4, in 16x16 and in 1x16 blocks, and of copies in one and in the other.
+# The same distances for NVFP4: from the master, in 16x16 and in 1x16 blocks; between copies in the one and the other.
 FOUR_BITS_FROM_MASTER = (11.1, 9.5)
 FOUR_BITS_APART = 14.0
 # The most percent of Gaussian weights that underflow makes different in copies with power-of-2 scales of other blocks.
@@ -55,7 +57,7 @@ _IN_JSON = {"error": "conflict", "warning": "difference", "info": "note"}
 
 @dataclass(frozen=True)
 class Agreement:
-    """The result of ``check``. Ask ``agrees``: the object itself has no truth value, lest it be tested by mistake."""
+    """The result of ``check``. Read ``agrees``: the object has no truth value, so that it is not tested by mistake."""
 
     findings: tuple[Problem, ...]
     """What differs; ``where`` names what it is about."""

@@ -1,36 +1,40 @@
-"""Say what a machine can do with each recipe, and what is wrong with its installation, before the run.
+"""Say what a machine can do with each recipe, and what is wrong with what is installed on it.
 
-The answers come from the table in ``support.py``. ``require`` asks it about one contract and raises one clear error, so
-that "FP8 block scaled GEMM requires Hopper and CUDA >= 12.9" appears at the start and not as an assertion inside of the
-first step, after the model was built and the data was read.
+The answers come from the table in ``support.py``, which ``engine.py`` asks about one contract. Each combination of
+packages, drivers and environment variables that is known to fail has a row in ``findings.py``.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
-from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import VARIABLES, Variable
-from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.contract.te_variables import VARIABLES, late_variables
+from nemo_fp8.errors import Problem
 from nemo_fp8.findings import finding
+from nemo_fp8.moved import renamed
 from nemo_fp8.preflight.machine import ABSENT, Machine
-from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, TE_ON_CPU, UNKNOWN, UNSUPPORTED, Answer, answer
+from nemo_fp8.preflight.support import RECIPES, TE_ON_CPU, Answer, answer
 
-log = logging.getLogger(__name__)
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    _TO_ENGINE = (
+        *("recipes_of", "require", "support_findings", "resume_findings", "backward_findings", "ALLOW_PICKLE"),
+        *("first_weight_findings", "bridge_findings"),
+    )
+    __getattr__ = renamed(
+        __name__,
+        {name: f"nemo_fp8.preflight.engine.{name}" for name in _TO_ENGINE}
+        | {name: f"nemo_fp8.contract.te_variables.{name}" for name in ("unread_variables", "TE_RECIPES")},
+    )
 
 # Variable -> what it does. TransformerEngine reads its own at import.
 ENVIRONMENT = {name: f"TransformerEngine {variable.says}." for name, variable in VARIABLES.items()} | {
     "VLLM_USE_DEEP_GEMM": "vLLM takes DeepGEMM kernels (1) or refuses them (0), over the contract's deep_gemm.",
     "VLLM_TEST_FORCE_FP8_MARLIN": "vLLM keeps activations in BF16, with FP8 weights alone, on every GPU.",
 }
-
-ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-TE_RECIPES = "transformer_engine.common.recipe"
 
 # CUDA major version -> the oldest driver that runs it.
 DRIVERS = {"12": "525", "13": "580"}
@@ -39,70 +43,6 @@ DRIVERS = {"12": "525", "13": "580"}
 def doctor(machine: Machine) -> list[Answer]:
     """Return the verdict on every recipe that a contract can name."""
     return [answer(recipe, machine) for recipe in RECIPES]
-
-
-def recipes_of(precision: Precision, sides: Sequence[str] = ("train", "rollout")) -> list[str]:
-    """Return the rows of the support table that a contract needs; none for a side in the compute dtype."""
-    if precision.modules:
-        return list(dict.fromkeys(recipe for p in precision.variants() for recipe in recipes_of(p, sides)))
-    found = []
-    if "train" in sides and precision.backward_scaling is not None:
-        found.append(precision.backward_scaling)
-    if "train" in sides and precision.scaling is not None:
-        fp32 = precision.scaling == "blockwise" and "fp32" in (precision.weight_scale, precision.activation_scale)
-        found.append("blockwise-fp32" if fp32 else precision.scaling)
-    if "rollout" in sides:
-        if precision.rolls_out_quantized:
-            rows = {"1x32": "rollout-mxfp8", "1x16": "rollout-nvfp4", "tensor": "rollout-tensor"}
-            found.append(rows.get(precision.rollout_block, "rollout-fp8"))
-        if precision.deep_gemm:
-            found.append("rollout-deepgemm")
-        if precision.kv_cache == "fp8":
-            found.append("kv-cache-fp8")
-    return found
-
-
-def require(
-    precision: Precision, machine: Machine, *, sides: Sequence[str] = ("train",), emulate: bool = False
-) -> None:
-    """Raise PrecisionError unless the machine runs the contract, natively or, with ``emulate``, by emulation.
-
-    Trainer and rollout run in different environments, so each calls this for its own side. What is unknown is logged
-    and does not stop a run.
-    """
-    problems = []
-    for found in (answer(recipe, machine) for recipe in recipes_of(precision, sides)):
-        training = not found.recipe.startswith(("rollout", "kv"))
-        if found.verdict == UNKNOWN:
-            log.warning("%s on %s: %s %s", RECIPES[found.recipe], machine.source, found.reason, found.remedy)
-        elif emulate and training:
-            if machine.torch == ABSENT:
-                problems.append(finding("no-torch", "torch"))
-        elif found.verdict != NATIVE and not (found.verdict == EMULATED and not training):
-            problems.append(_as_finding("refused", found, machine, RECIPES[found.recipe], precision=precision.name))
-    if problems:
-        raise PrecisionError(problems)
-
-
-# Verdict -> the code of its finding; ``native`` has none.
-_CODES = {EMULATED: "emulated", UNSUPPORTED: "unsupported", UNKNOWN: "unknown-support"}
-
-
-def support_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
-    """Yield the same answers as findings, for lint."""
-    for found in (answer(recipe, machine) for recipe in recipes_of(precision)):
-        if found.verdict in _CODES:
-            name = RECIPES[found.recipe]
-            yield _as_finding(_CODES[found.verdict], found, machine, name[0].upper() + name[1:])
-
-
-def _as_finding(code: str, found: Answer, machine: Machine, recipe: str, **gaps: str) -> Problem:
-    return finding(
-        code, found.recipe, recipe=recipe, machine=machine.source, why=found.reason, remedy=found.remedy, **gaps
-    )
-
-
-# ---------------------------------------------------------------------- what is installed
 
 
 def sanity(
@@ -120,70 +60,6 @@ def sanity(
             for name, meaning in ENVIRONMENT.items()
             if name in environment
         ]
-    return found
-
-
-def resume_findings(precision: Precision, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield what prevents a run under this contract from being resumed."""
-    if precision.scaling == "delayed" and environment.get(ALLOW_PICKLE) != "1":
-        yield finding("te-delayed-resume", ALLOW_PICKLE)
-
-
-_BIASED = ("e2m1", (1, 16))  # a weight in a backward whose codes are not the forward's
-
-
-def backward_findings(precision: Precision) -> Iterator[Problem]:
-    """Yield what harms the backward of a run under this contract, or under one of its rules."""
-    for p in precision.variants():
-        weight = p.gemms()["dgrad"][1]
-        if p.backward == "quantized" and weight is not None and (weight.format, weight.block) == _BIASED:
-            yield finding("fp4-backward-1x16", "weight_block")
-            return
-
-
-def first_weight_findings(precision: Precision) -> Iterator[Problem]:
-    """Yield what Megatron does to the first values of weights in FP8."""
-    if precision.fp8_param:
-        yield finding("cpu-initialization", "use_cpu_initialization")
-
-
-def bridge_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
-    """Yield what Megatron-Bridge, where it is installed, does to a run under this contract."""
-    if precision.fp8_param and machine.bridge not in (None, ABSENT):
-        yield finding("bridge-loads-into-fp8", "fp8_param", severity="warning", bridge=f"{machine.bridge} ")
-
-
-def late_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[Problem]:
-    """Return findings for variables whose value differs from the one that the imported TransformerEngine read."""
-    found = []
-    for name, variable in VARIABLES.items() if TE_RECIPES in modules else ():
-        fields = _fields(variable, modules)
-        if variable.field not in fields:
-            continue  # an older TransformerEngine, which does not read it: see unread_variables
-        frozen = fields[variable.field].default
-        word = str(int(frozen)) if isinstance(frozen, bool) else frozen
-        if word != environment.get(name, variable.default):
-            value = environment.get(name, "(unset)")
-            found.append(finding("environment-late", name, name=name, value=value, frozen=word or "(unset)"))
-    return found
-
-
-def unread_variables(environment: Mapping[str, str], modules: Mapping[str, ModuleType]) -> list[str]:
-    """Return the variables that ask for more than TransformerEngine does by itself, and that the imported one is too
-    old to read."""
-    return [
-        name
-        for name, variable in VARIABLES.items()
-        if TE_RECIPES in modules
-        and environment.get(name, variable.default) != variable.default
-        and variable.field not in _fields(variable, modules)
-    ]
-
-
-def _fields(variable: Variable, modules: Mapping[str, ModuleType]) -> Mapping[str, Any]:
-    """Return the fields of a variable's recipe in the imported TransformerEngine; none if it has no such recipe."""
-    recipe = getattr(modules[TE_RECIPES], variable.recipe, None)
-    found: Mapping[str, Any] = getattr(recipe, "__dataclass_fields__", {})
     return found
 
 

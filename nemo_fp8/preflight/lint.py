@@ -18,7 +18,8 @@ from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
-from nemo_fp8.preflight.doctor import backward_findings, bridge_findings, sanity, support_findings
+from nemo_fp8.preflight.doctor import sanity
+from nemo_fp8.preflight.engine import backward_findings, bridge_findings, support_findings
 from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.preflight.memory import memory
 from nemo_fp8.preflight.shapes import shape_findings
@@ -159,9 +160,8 @@ def _fit(model: Model, p: Precision, parallel: Parallel, machine: Machine) -> It
 def _environment(p: Precision, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield findings for variables that make TransformerEngine take other recipes than the contract and its rules."""
     for name, (variable, own) in variables_for(p).items():
-        said = {field: getattr(own, field) for field in variable.contract}
-        wanted = {variable.words[value] for value in said.values()}
-        contract = " and ".join(f"{field}={value!r}" for field, value in said.items())
+        wanted = {variable.words[getattr(own, field)] for field in variable.contract}
+        contract = variable.in_words(own)
         if name in environment and wanted != {environment[name]}:
             means = [value for value, word in variable.words.items() if word == environment[name]]
             instead = "".join(f", or set {field}={value!r}" for value in means for field in variable.contract)

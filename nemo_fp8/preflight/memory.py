@@ -14,7 +14,7 @@ falls by half is the gather of the distributed optimizer. dgrad reads the cast b
 take one layout only (TN), so per-tensor recipes keep a transpose there, and none from sm100 on; blockwise and MXFP8
 scale along each direction, so they keep both everywhere.
 
-The estimate is of what stays from step to step. Activations, the communication buffers of NCCL, TE's workspaces and
+The estimate covers what stays from step to step. Activations, the communication buffers of NCCL, TE's workspaces and
 fragments of the allocator come on top. Parameter counts are exact; tests compare them, the gradient buffer and the
 optimizer's shards with megatron-core.
 """

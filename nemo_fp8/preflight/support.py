@@ -71,7 +71,7 @@ TE_ON_CPU = ("2.20.2", "2.19.0")
 """The TransformerEngines whose compiled extension nemo_fp8 stands in for on a machine without a GPU, the one that is
 installed here first, as ``tools/te_versions.py`` found out: docs/te_versions.md has the table."""
 
-# Who has a need. If the version of a HOST is unknown, the verdict holds on condition of it.
+# ``Need.by``: what states a need. If the version of one of the HOSTS is unknown, the verdict is conditional on it.
 GPU, TE_CHECK, CUBLAS, VLLM_CHECK = "GPU", "TE's check", "cuBLAS", "vLLM's check"
 HOSTS = ("megatron-core", "NeMo", "vLLM", "torch", "installation")
 
@@ -330,7 +330,7 @@ NEEDS: tuple[Need, ...] = (
 class Answer:
     """The verdict of a machine on a recipe. ``depends`` lists unknown things that would decide or confirm it.
 
-    Of every verdict but ``native``, :func:`nemo_fp8.preflight.doctor.support_findings` makes a finding.
+    Of every verdict but ``native``, :func:`nemo_fp8.preflight.engine.support_findings` makes a finding.
     """
 
     recipe: str

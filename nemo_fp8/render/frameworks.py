@@ -1,6 +1,6 @@
-"""What the renderers of verl, SkyRL, slime and TRL share: the source that was read, and one rendering for two sides.
+"""Hold what the renderers of verl, SkyRL, slime and TRL share: the sources that were read, one rendering of two sides.
 
-None of the four trained here: their keys were read from their sources, which ``SOURCES`` names, and verl's, SkyRL's and
+None of the four was run here: their keys were read from their sources, which ``SOURCES`` names, and verl's, SkyRL's and
 TRL's own classes read what is rendered for them in ``tests/render/test_peers.py``. Each has FP8 rollouts
 of its own, described by the contract fields that they imply. An FP8 rollout is written if the contract's is one of
 them; else it is left out and named as lost, since a rollout with other blocks or scales is no better than one in BF16.

@@ -137,6 +137,12 @@ def to_nemo(precision: Precision) -> dict[str, Any]:
     return {"precision": said["precision"]} | {name: said[name] for name in order if name in said}
 
 
+def beyond_nemo(precision: Precision) -> dict[str, Any]:
+    """Return the fields that define a contract and have no name in NeMo's plugin and in Bridge's config."""
+    named = {setting.field for setting in SETTINGS.values()}
+    return {name: value for name, value in precision.definition().items() if name in _CONTRACT and name not in named}
+
+
 def resolve_dtypes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same arguments with torch's dtypes in place of their names."""
     import torch

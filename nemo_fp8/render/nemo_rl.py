@@ -144,7 +144,7 @@ def _with_rules(p: Precision, back: Precision, train: Precision, rollout: Precis
     if p.is_quantized:  # the file of recipes has the names to keep before the rules
         trained = train.modules == (*((name, p.compute) for name in p.keep), *p.modules)
         kept = back.keep
-    else:  # nothing tells the lines of rules from those of names, but what wrote them
+    else:  # the lists alone do not tell the lines of rules from those of names to keep
         trained = True
         kept = tuple(k for k in p.keep if k in {lists.as_kept(line) for found in lines.values() for line in found})
     own, theirs = (

@@ -1,11 +1,11 @@
-"""Which engine generates in NeMo RL, and what of it is compared with the training.
+"""Find which engine generates in NeMo RL, and which of its settings are compared with the training.
 
     policy.generation.backend: vllm        quantizes for itself, by vllm_cfg: this is compared
                                megatron    generates with the trained model: the same values, whatever the recipe
                                sglang, ... have settings of their own, which are not read
 
-Megatron generates with ``megatron_cfg``, over which ``mcore_generation_config`` is laid. A precision that is said there
-once more, and otherwise, is not compared. What cannot be compared is said by name; it is no verdict.
+Megatron generates with ``megatron_cfg``, over which ``mcore_generation_config`` is laid. A precision that this section
+changes is not compared. A finding names what cannot be compared; it is not a verdict.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def as_trained(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def beside(document: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield findings for what generates otherwise than a contract can say."""
+    """Yield findings for settings of generation that a contract cannot express."""
     name = of(document)
     uncompared = not_compared(document)
     if uncompared:

@@ -2,11 +2,11 @@
 
     defaults: base.yaml            a file, or a list of them: read first, from the folder of the file that names them
     _override_: true               this section takes the place of the extended file's, and is not merged with it
-    ${policy.precision}            resolved when the value is read, so a line that nobody reads may point anywhere
-    ???                            to be given on the command line: here, as if it were not written
+    ${policy.precision}            resolved when the value is read, so a line that is never read may refer to anything
+    ???                            for the command line to give; read as a key that is missing
 
-A text that is no file is an overlay: nobody knows what it extends, so ``defaults:`` is not followed, and what it leaves
-out has NeMo RL's default.
+A text that is no file is an overlay. The file that it extends is unknown, so ``defaults:`` is not followed, and keys
+that it leaves out have NeMo RL's defaults.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """NeMo RL's configuration keys: those about precision, and the others of the same sections.
 
 A key that is spelt almost like one of these is an error, since NeMo RL would ignore it without a word; other keys are
-none of our business. They are from NeMo RL's ``vllm/config.py``, ``megatron/config.py`` and example recipes, as of
-August 2026 (7ea279ab), and from the changes of 0.8.
+left alone. The tables are from NeMo RL's ``vllm/config.py``, ``megatron/config.py`` and example recipes, as of August
+2026 (7ea279ab), and from the changes of 0.8.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ OPEN_SECTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("policy", "generation", "vllm_cfg"): (*VLLM_CFG, *IGNORED.values(), "precision", "is_mx", PREQUANTIZE),
     ("loss_fn",): ("use_importance_sampling_correction",),
 }
-# Where ModelOpt is told what to quantize in training and in the rollout.
+# The keys that tell ModelOpt what to quantize in training and in the rollout.
 MODELOPT = (("policy",), ("policy", "generation"))
 # Keys of NeMo RL that are spelt almost like one of ours.
 NOT_SLIPS = (

@@ -8,8 +8,8 @@
 There are two lists, by whether they are MX's (``keys.IGNORED``). Words are tried on Hugging Face's names of parameters,
 patterns on vLLM's names, where Q, K and V are one, and all experts of a layer. A list knows no order, and what is on it
 is not quantized. So it can say rules for the compute dtype, as long as no rule before them takes a module out of them.
-Whether the lists say a contract is asked linear by linear of the tables of names, with what an engine holds as one
-decided together; :func:`unsaid` has the answer. The trade-off: a linear in no table is told by its pattern alone.
+:func:`unsaid` checks whether the lists say the same as a contract, for each linear in the tables of names; linears that
+an engine holds as one are decided together. The trade-off: a linear in no table is recognized by its pattern alone.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def rules_of_lines(lines: Lists, rules: Rules, compute: str, nvfp4: bool = False
         or (rule in decided and (decided[rule] <= kept if decided[rule] else _is_on(rule[0], lines)))
     )
     covered = {place for places in _decided(said, compute).values() for place in places}
-    if not covered <= kept:  # without the rules before them they would say more than the list
+    if not covered <= kept:  # without the rules before them, these rules would cover more than the list
         said, covered = (), set()
     names = _names(covered)
     of_rules = {as_ignored(pattern, mx) for pattern, _ in said for mx in lines}
@@ -238,7 +238,7 @@ def _kept(lines: Lists, layers: Iterable[int]) -> _Places:
 
 
 def _is_on(pattern: str, lines: Lists) -> bool:
-    """Whether a list has a pattern as it is; so one is found that names a linear in no table."""
+    """Whether a list holds a pattern verbatim, as one for a linear that is in no table."""
     return any(as_ignored(pattern, mx) in found for mx, found in lines.items())
 
 

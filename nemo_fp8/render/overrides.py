@@ -4,7 +4,7 @@
     section of OptimizerConfig                 fp8_recipe, loss_scale, ...
     section of DistributedDataParallelConfig   grad_reduce_in_fp32, fp8_param_gather, ...
 
-Which field belongs to which config stands in the table of Megatron-LM's flags; FP8 attention has a field and no flag.
+The table of Megatron-LM's flags says which field belongs to which config; FP8 attention has a field and no flag.
 NeMo's reader checks what is read. The trade-off: a setting that two configs hold is written twice, as Megatron has it.
 """
 

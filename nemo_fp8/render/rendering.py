@@ -1,4 +1,4 @@
-"""What every renderer returns, and how it finds the fields that the other program cannot express.
+"""Define what every renderer returns, and find the fields that the other program cannot express.
 
 A renderer writes a contract for one program, reads its own output back, and compares. A field that comes back with
 another value is one that the program cannot express, and the rendering's notes name it. So no renderer can leave a

@@ -102,7 +102,7 @@ def _variable_fields(p: Precision) -> dict[str, tuple[Any, Any]]:
 
 
 def _beyond_scales(p: Precision) -> dict[str, Any]:
-    """Return those of these fields that say more than TE's defaults."""
+    """Return the fields that a variable can say whose value is not TE's default."""
     return {field: value for field, (value, usual) in _variable_fields(p).items() if value != usual}
 
 
@@ -139,7 +139,7 @@ def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> 
             "Use another version of TransformerEngine, or leave these settings out of the contract.",
         )
     arguments |= {name: recipe_module.Format[arguments[name]] for name in _FORMAT_ARGUMENTS if name in arguments}
-    # Said even where it is TE's default, for which the environment may have put another one.
+    # Given even where the value is TE's default, since the environment may have changed the default.
     arguments = {
         field: value for field, (value, _) in _variable_fields(precision).items() if field in known
     } | arguments

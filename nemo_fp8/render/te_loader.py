@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from nemo_fp8.contract.te_variables import TE_RECIPES
 from nemo_fp8.errors import PrecisionError
 
-_MODULE = "transformer_engine.common.recipe"
-_FILE = Path("transformer_engine", "common", "recipe", "__init__.py")
+_FILE = Path(*TE_RECIPES.split("."), "__init__.py")
 _REMEDY = (
     "pip install --no-deps --target .te transformer-engine==2.20.2, and give that folder ('.te'); on a GPU machine "
     "install TE itself."
@@ -37,7 +37,7 @@ def load_recipe_module(folder: str | Path | None = None) -> ModuleType:
         return _load_file(path)
     before = set(sys.modules)
     try:
-        return importlib.import_module(_MODULE)
+        return importlib.import_module(TE_RECIPES)
     except Exception:  # TE's loading of CUDA libraries raises RuntimeError, OSError or ImportError
         for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine" and n not in before]:
             del sys.modules[name]

@@ -1,6 +1,6 @@
 """Megatron's file of recipes by module: write and read the YAML behind ``--te-precision-config-file``.
 
-    configs     a name -> what TransformerEngine's autocast is opened with around a module
+    configs     a name -> the arguments of TransformerEngine's autocast around a module
     matchers    in order, pattern -> config; the first that matches a module's name wins
 
 Megatron-core 0.16 and newer read it (Bridge and NeMo RL hand it over as ``quant_recipe``); 0.15 ignores it. A module

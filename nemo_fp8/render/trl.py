@@ -1,8 +1,8 @@
 """TRL: write and read the arguments of ``GRPOConfig`` and the flags of ``trl vllm-serve``.
 
 TRL trains in the compute dtype and generates with vLLM, in a server of its own or in the trainer's process. The source
-that was read hands vLLM neither a quantization nor arguments of the user's (``vllm_llm_kwargs`` was a pull request), so
-FP8 is what it cannot say, but for the KV cache of a server.
+that was read passes neither a quantization nor arguments of the user's to vLLM (``vllm_llm_kwargs`` was a pull
+request), so FP8 cannot be expressed, except for the KV cache of a server.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A Lightning accelerator that lets Megatron train on the CPU: ``nl.Trainer(accelerator=MegatronCPU())``.
 
-Lightning sets the device up before it builds anything and tears it down at the end, also after an error. That is how
-long the names of :mod:`nemo_fp8.train.megatron_cpu` have to be replaced. With Lightning's own ``accelerator="cpu"``
-our plugin does the same; this class also serves a run with NeMo's own plugin.
+Lightning sets the device up before it builds anything and tears it down at the end, also after an error. In between the
+names of :mod:`nemo_fp8.train.megatron_cpu` are replaced. With Lightning's own ``accelerator="cpu"`` our plugin does the
+same; this class also serves a run with NeMo's own plugin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 
 class MegatronCPU(CPUAccelerator):
-    """The CPU as Megatron's device, below TransformerEngine."""
+    """The accelerator that runs Megatron and TransformerEngine on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Where delayed scaling collects amaxes, how ranks agree on them before a checkpoint is written, and how those of
-validation are forgotten.
+"""Find delayed scaling's amax histories, agree on them over ranks for a checkpoint, and undo what validation adds.
 
 TransformerEngine collects amaxes in the first row of a history. The next forward that has a backward takes the maximum
 over ranks and turns the row into scales. Between an optimizer step and that forward the row holds the amaxes of FP8

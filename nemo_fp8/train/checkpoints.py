@@ -269,7 +269,7 @@ class Resume(AutoResume):
         raise _refusal([problem for _, problems in passed for problem in problems], None)
 
     def _take(self, usable: Checkpoint, passed: list[tuple[Checkpoint, list[Problem]]]) -> Path:
-        """Return the newest complete checkpoint, if the newer ones that were skipped may be."""
+        """Return the folder of ``usable``; raise PrecisionError if a newer one is damaged and may not be skipped."""
         # A damaged twin of the same step ("last" beside the one it was made with) costs nothing.
         damaged = [p for c, problems in passed if not c.unfinished and c.step() > usable.step() for p in problems]
         if damaged and not self.fall_back:

@@ -17,11 +17,15 @@ from nemo_fp8 import te_cpu
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
-from nemo_fp8.render.nemo import SETTINGS, to_nemo
+from nemo_fp8.render.nemo import to_nemo
+from nemo_fp8.render.overrides import FIELDS
 
-# The plugin's FP8 arguments under the names that Megatron's model config has for them.
+# The plugin's arguments that end in a field of the model's config, under the name that they have there.
 _MODEL_FIELDS = {
-    name: "fp8_param" if name == "fp8_param_gather" else name for name in SETTINGS if name.startswith("fp8")
+    name: field
+    for name, core in FIELDS.items()
+    for config, _, field in (place.partition(".") for place in core)
+    if config == "TransformerConfig"
 }
 
 

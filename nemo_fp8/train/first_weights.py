@@ -4,7 +4,7 @@ TransformerEngine quantizes a weight at its construction and keeps its values of
 makes its FP32 master weights from these. Under ``use_cpu_initialization`` Megatron constructs the weight from
 uninitialized memory and writes the values into it afterwards:
 
-    weight = quantize(empty)      the kept values, and delayed scaling's amax, are those of uninitialised memory
+    weight = quantize(empty)      the kept values, and delayed scaling's amax, are those of uninitialized memory
     weight.data.copy_(value)      the codes are right, until the optimizer's first step writes master weights over them
 
 So a run trains on whatever was in memory: NaN, or a falling loss on random weights, on a GPU as well. The replacement

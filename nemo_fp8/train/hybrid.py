@@ -1,4 +1,4 @@
-"""TransformerEngine's recipe of one module, also where forward and backward have different formats.
+"""Make TransformerEngine's recipe of one module, also where forward and backward have different formats.
 
     fprop    input by rows x weight by rows            the contract's own scaling
     dgrad    gradient x weight by columns              ``backward_scaling``
@@ -35,7 +35,7 @@ def recipe_for(precision: Precision) -> Any:
 
 @dataclass(frozen=True)
 class Factory:
-    """Makes the quantizers of a linear for a contract; TE calls it with the role of each."""
+    """Make the quantizers of a linear for a contract; TE calls it with the role of each."""
 
     precision: Precision
 

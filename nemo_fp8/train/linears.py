@@ -16,7 +16,7 @@ import torch
 
 # The prefixes that the wrappers of Megatron, NeMo and Lightning add to the names of modules.
 _WRAPPERS = re.compile(r"^(?:(?:module|\d+)\.)+")
-# What the adapters of NeMo and Bridge call the linear that they are put around.
+# The name that adapters of NeMo and Bridge give to the linear that they wrap.
 _UNDER_AN_ADAPTER = ".to_wrap"
 _LAYER = re.compile(r"^(.*?\blayers\.)(\d+)(?=\.|$)")
 

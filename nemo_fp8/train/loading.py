@@ -1,4 +1,4 @@
-"""Refuse checkpoints that would be loaded wrongly, before anything of them is read.
+"""Refuse checkpoints that would be loaded wrongly, before a tensor of them is read.
 
     layers of Megatron's own     Their optimizer state follows the order of their parameters, which differs from that of
                                  TransformerEngine's layers, and the FP8 state of their linears is not TE's. Weights

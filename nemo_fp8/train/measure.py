@@ -8,8 +8,9 @@ this rank.
 
 How far the weight that dgrad multiplies by is from the one that fprop used (``numerics.transposition``) follows from
 the weight and the recipe, on both: two casts of the weight where its blocks are not square, and nothing where they are.
-Where casts are seen, it is also measured how far that takes the input's gradient: :data:`TOKENS` rows of the gradient
-are multiplied with both copies. Of FP8 primary weights in 1x32 blocks nothing is said: their source is not there.
+Where casts are seen, the error of the input's gradient is measured, too: :data:`TOKENS` rows of the gradient are
+multiplied with both copies. FP8 primary weights in 1x32 blocks are left out: the values that they were cast from are
+not available.
 
 Measurements are sums and extremes, which add up over the experts of a layer and over ranks:
 
@@ -64,7 +65,7 @@ class Measurement:
         return Measurement(self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
 
     def turned(self, found: Transposition) -> Measurement:
-        """Return the same with what was found of the copy that dgrad multiplies by."""
+        """Return the measurement of a weight, with ``found`` about the copy that dgrad multiplies by."""
         return replace(self, sums=torch.cat([self.sums[:COUNTED], self.sums.new_tensor(astuple(found))]))
 
     def numbers(self) -> dict[str, float | None]:
@@ -216,7 +217,7 @@ def _quantizers(module: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _by_rows(quantizer: Any) -> Any:
-    """Return what a quantizer of two formats casts rows with, which the forward multiplies; any other as it is."""
+    """Return a hybrid quantizer's quantizer by rows, whose codes the forward multiplies; any other unchanged."""
     return getattr(quantizer, "rowwise_quantizer", quantizer)
 
 

@@ -10,13 +10,29 @@ replaced while a run lasts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nemo_fp8 import te_cpu
+from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.train import first_weights
 from nemo_fp8.train.patching import Patch, is_patched, patched
+
+
+def hold_cpu(contexts: ExitStack, precision: Precision) -> None:
+    """Without a GPU, let Megatron run on the CPU until ``contexts`` close, whichever accelerator the Trainer has."""
+    if not te_cpu.has_gpu():
+        contexts.enter_context(megatron_on_cpu())
+    hold_products(contexts, precision)
+
+
+def hold_products(contexts: ExitStack, precision: Precision) -> None:
+    """Without a GPU, let products of a contract in FP16 run on what is fastest here, until ``contexts`` close."""
+    if precision.compute == "fp16" and not te_cpu.has_gpu():
+        from nemo_fp8.numerics.bf16 import fp16_products
+
+        contexts.enter_context(fp16_products())
 
 
 @contextmanager

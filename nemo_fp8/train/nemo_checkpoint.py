@@ -1,12 +1,12 @@
-"""A NeMo checkpoint as Hugging Face would have it: names, shapes, config and tokenizer, and one tensor at a time.
+"""Read a NeMo checkpoint in Hugging Face's form: names, shapes, config and tokenizer, and one tensor at a time.
 
     source = NemoCheckpoint.open("step=99-last")          # a folder with weights/ and context/, of any layout of ranks
     for name in source.tensors: (matrix,) = source.matrices(name)
 
-It is a source for ``nemo_fp8.export``. Weights come from ``torch_dist`` (:mod:`nemo_fp8.storage.torch_dist`),
-so the model is never built, and memory holds one of Megatron's tensors. What the model is stands in
-``context/model.yaml``, as plain YAML; nothing of the context is unpickled or imported. FP8 primary weights lie in a
-checkpoint as their BF16 values, and are exported as those.
+It is a source for ``nemo_fp8.export``. Weights come from ``torch_dist`` (:mod:`nemo_fp8.storage.torch_dist`), so the
+model is never built, and memory holds one of Megatron's tensors. The model is described in ``context/model.yaml``, as
+plain YAML; nothing of the context is unpickled or imported. FP8 primary weights lie in a checkpoint as their BF16
+values, and are exported as those.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class NemoCheckpoint:
 
     @property
     def shards(self) -> Mapping[str, Sequence[str]]:
-        """The files to write, name -> tensors: of at most 5 GB each, unless one tensor is larger."""
+        """The files to write, as name -> tensors, of at most 5 GB each, unless one tensor is larger."""
         groups: list[list[str]] = [[]]
         size = 0
         for name, about in self.tensors.items():
@@ -123,16 +123,16 @@ class NemoCheckpoint:
         yield self.names.take(part, self._last[1])
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a tensor."""
+        """Yield the bytes of a tensor."""
         for matrix in self.matrices(name):
             yield bytes_of(matrix)
 
     def files(self) -> Iterator[tuple[str, bytes | Path]]:
-        """The tokenizer's files."""
+        """Yield the tokenizer's files, as (name, content or path)."""
         yield from self._tokenizer.items()
 
     def identity(self) -> dict[str, Any]:
-        """Values that differ between two checkpoints, so that a broken-off export is not continued with another one."""
+        """Return values that differ between checkpoints, so that an interrupted export continues with the same one."""
         weights = [path for path in sorted((self.folder / "weights").iterdir()) if path.is_file()]
         return {
             path.name: [(about := path.stat()).st_size, about.st_mtime_ns]

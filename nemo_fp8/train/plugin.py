@@ -26,22 +26,26 @@ __needs__ = require("train")
 from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, MegatronMixedPrecision
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.render.nemo import IMPLIED, SETTINGS, changes_from_nemo, from_nemo, resolve_dtypes, to_nemo
+from nemo_fp8.preflight.engine import choose_engine
+from nemo_fp8.render.nemo import (
+    IMPLIED,
+    SETTINGS,
+    beyond_nemo,
+    changes_from_nemo,
+    from_nemo,
+    resolve_dtypes,
+    to_nemo,
+)
 from nemo_fp8.train import checks, repairs
-from nemo_fp8.train.engine import choose_engine, hold_cpu
 from nemo_fp8.train.first_weights import true_first_weights
 from nemo_fp8.train.kept import keep_modules
 from nemo_fp8.train.loading import require_loadable
+from nemo_fp8.train.megatron_cpu import hold_cpu
 
 
 def plugin_arguments(precision: Precision) -> dict[str, Any]:
-    """Return the plugin's arguments for a contract: NeMo's names, and the fields for which NeMo has no name."""
-    theirs = to_nemo(precision)
-    ours = [
-        *precision.diff(from_nemo(theirs)),
-        *sorted(precision.said),
-    ]  # fields that were given are given again, so that replace() keeps them
-    return theirs | {name: getattr(precision, name) for name in ours}
+    """Return the plugin's arguments for a contract: NeMo's, and the fields for which NeMo has no argument."""
+    return resolve_dtypes(to_nemo(precision)) | beyond_nemo(precision)
 
 
 def _parameters() -> list[inspect.Parameter]:
@@ -120,7 +124,7 @@ class MixedPrecision(MegatronMixedPrecision):
         """Return the plugin with some arguments changed, under NeMo's names or the contract's."""
         engine = changes.pop("engine", self.engine)
         contract = self.contract.replace(**changes_from_nemo(changes, base=self.contract))
-        return type(self)(**resolve_dtypes(plugin_arguments(contract)), engine=engine)
+        return type(self)(**plugin_arguments(contract), engine=engine)
 
     # ------------------------------------------------------------------ hooks, in the order of a run
 

@@ -8,8 +8,8 @@ FP16 loss is never scaled    NeMo builds Megatron's gradient scaler and divides 
 FP16 aborts on overflow      ``check_for_nan_in_grad`` ends the run at the first overflow, which is how dynamic loss
                              scaling finds its scale.
 Delayed scaling freezes      An overflow writes inf into the amax history, and ``max`` keeps it for a whole history:
-                             tensors are cast with stale scales for 1024 steps. Forget what overflowed. FP16 overflows
-                             on purpose, while it looks for its loss scale: start it lower.
+                             tensors are cast with stale scales for 1024 steps. Entries that overflowed become zero.
+                             FP16 overflows on purpose while it looks for its loss scale, so that starts lower.
 Delayed scaling's amaxes     Those of a validation count as training's, and a resumed run loses those of other ranks.
                              See ``delayed_amaxes.py``.
 MXFP8 + overlapped gather    The gather reads the gradient buffer, which NeMo has zeroed since the optimizer wrote the
@@ -55,8 +55,7 @@ def before_ddp(p: Precision, run: Run) -> None:
         run.optimizer.initial_loss_scale = GENTLE_LOSS_SCALE
         logger.warning(
             "FP16 with delayed scaling: the loss scale starts at %g and not at %g, whose overflows would stay in the "
-            "amax history "
-            "for %d steps.",
+            "amax history for %d steps.",
             GENTLE_LOSS_SCALE,
             p.initial_loss_scale,
             p.amax_history_len,
@@ -77,10 +76,10 @@ def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
         model.trainer.callbacks += [ForgetValidation(), AgreeBeforeSaving()]
     if p.scaling == "mxfp8" and p.fp8_param:
         model.trainer.callbacks.append(Mxfp8Start())
-    if p.scaling == "mxfp8" and p.fp8_param and getattr(model.ddp_config, "overlap_param_gather", False):
-        gather = Mxfp8Gather()
-        model.trainer.callbacks.append(gather)
-        model.callbacks.add(gather)
+        if getattr(model.ddp_config, "overlap_param_gather", False):
+            gather = Mxfp8Gather()
+            model.trainer.callbacks.append(gather)
+            model.callbacks.add(gather)
 
 
 def after_step(p: Precision, model: Any, optimizer: Any) -> None:

@@ -80,7 +80,7 @@ class Live:
 
     @classmethod
     def of(cls, model: Any) -> Live:
-        """Return it for a NeMo model, the trainer that has one, or Megatron's own module with NeMo's config."""
+        """Make the view of a NeMo model, of a trainer that has one, or of Megatron's own module with NeMo's config."""
         model = getattr(model, "model", None) if hasattr(model, "strategy") and hasattr(model, "model") else model
         chunks = [
             _unwrapped(chunk)

@@ -2,9 +2,9 @@
 
 For each FP8 linear and each of its operands (input, weight, grad) a row holds amax, scales, underflow, saturation and
 SNR of the first micro-batch of the step, under the scales that the GEMMs of that step used, summed over the ranks with
-the same layer. Of the weight it also holds how far the copy that the backward multiplies by is from the forward's; of
-the grad, how far that takes the input's gradient (``numerics.transposition``). If a layer crosses a threshold, one line
-in the log names it and the pattern that keeps it out of FP8.
+the same layer. For the weight it also holds the distance between the copies that backward and forward multiply by; for
+the grad, the error of the input's gradient that follows from it (``numerics.transposition``). If a layer crosses a
+threshold, one line in the log names it and the pattern that keeps it out of FP8.
 
 Linears have hooks in watched steps only, so other steps cost nothing. A watched step quantizes every operand a second
 time (``measure.py``). A front door (``monitor.py`` for Lightning, ``nemo_fp8.bridge`` for Megatron-Bridge) says when

@@ -4,6 +4,8 @@ import copy
 import pickle
 
 import pytest
+from hypothesis import given
+from support.strategies import contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.naming import load
@@ -116,6 +118,13 @@ def test_what_was_said_is_kept_even_where_it_is_what_would_follow(name):
         assert p.said == {name}
         assert getattr(p.replace(**changed), name) == SAID[name]
     assert said.replace(**{name: None}).said == set()
+
+
+@given(contracts())
+def test_its_definition_makes_it_again_and_holds_nothing_that_follows(p):
+    again = Precision(**p.definition())
+    assert (again, again.said) == (p, p.said)
+    assert all(getattr(Precision(), name) != value or name in p.said for name, value in p.definition().items())
 
 
 def test_a_file_that_holds_every_field_says_every_field(tmp_path):

@@ -13,16 +13,18 @@ import fiddle as fdl
 import nemo_run as run
 import pytest
 import torch
+from hypothesis import given
 from nemo import lightning as nl
 from nemo.collections import llm
 from nemo.collections.llm.recipes.precision import mixed_precision
 from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecision
+from support.strategies import contracts
 
 import nemo_fp8
 from nemo_fp8 import PRESETS, PrecisionError
 from nemo_fp8 import lightning as our_nl
 from nemo_fp8.factories import plugin_config
-from nemo_fp8.train.plugin import MixedPrecision
+from nemo_fp8.train.plugin import MixedPrecision, plugin_arguments
 
 TRAINER_ARGS = {"devices": 1, "accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
 FP8_ARGS = {
@@ -117,6 +119,13 @@ def test_what_was_said_to_a_factory_stays_said():
         "weight_scale",
         "activation_scale",
     }
+
+
+@given(contracts())
+def test_a_contract_passes_through_the_plugins_arguments_unchanged(p):
+    plugin = MixedPrecision(**plugin_arguments(p))
+    assert plugin.contract == p
+    assert plugin.contract.said == p.said, "what follows from other fields still follows from them"
 
 
 def test_a_config_can_be_changed_like_nemos():

@@ -41,6 +41,26 @@ def test_a_module_of_a_package_that_moved():
     assert Gate is New
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    {
+        "nemo_fp8.preflight.doctor.require": "nemo_fp8.preflight.engine.require",
+        "nemo_fp8.preflight.doctor.unread_variables": "nemo_fp8.contract.te_variables.unread_variables",
+        "nemo_fp8.train.engine.choose_engine": "nemo_fp8.preflight.engine.choose_engine",
+        "nemo_fp8.train.engine.hold_cpu": "nemo_fp8.train.megatron_cpu.hold_cpu",
+    }.items(),
+)
+def test_what_left_a_module_is_found_there_still(old, new):
+    (module, _, name), (place, _, now) = old.rpartition("."), new.rpartition(".")
+    if module in MOVED:
+        sys.modules.pop(module, None)  # it warns when it is imported
+    with warnings.catch_warnings(record=True) as said:  # of the module and of the name, where both have moved
+        warnings.simplefilter("always")
+        found = getattr(importlib.import_module(module), name)
+    assert any(w.category is DeprecationWarning and str(w.message).startswith(module) for w in said)
+    assert found is getattr(importlib.import_module(place), now)
+
+
 def test_other_names_are_not_found():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("nemo_fp8.nowhere")

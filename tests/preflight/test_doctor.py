@@ -11,21 +11,12 @@ from types import ModuleType
 
 import pytest
 
-import nemo_fp8.preflight.doctor as doc
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS, preset
-from nemo_fp8.contract.te_variables import VARIABLES
+from nemo_fp8.contract.te_variables import TE_RECIPES, VARIABLES, late_variables
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.preflight.doctor import (
-    TE_RECIPES,
-    doctor,
-    first_weight_findings,
-    late_variables,
-    recipes_of,
-    require,
-    resume_findings,
-    sanity,
-)
+from nemo_fp8.preflight.doctor import doctor, sanity
+from nemo_fp8.preflight.engine import first_weight_findings, recipes_of, require, resume_findings
 from nemo_fp8.preflight.machine import ABSENT, Machine
 
 BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")
@@ -67,7 +58,7 @@ def test_bf16_needs_nothing() -> None:
 
 
 def test_the_unknown_is_logged_and_does_not_stop(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", logger=doc.__name__):
+    with caplog.at_level("WARNING", logger="nemo_fp8"):
         require(BLOCKWISE, Machine.parse("h200,te2.9"))
     assert "CUDA >= 12.9" in caplog.text
 

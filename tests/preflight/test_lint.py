@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8.contract.presets import PRESETS, preset
+from nemo_fp8.contract.te_variables import TE_RECIPES
 from nemo_fp8.errors import SEVERITIES, Problem
 from nemo_fp8.findings import RULES, worst
-from nemo_fp8.preflight.doctor import TE_RECIPES
 from nemo_fp8.preflight.lint import lint
 from nemo_fp8.preflight.machine import Machine
 

@@ -17,8 +17,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import bf16
 from nemo_fp8.train import megatron_cpu
 from nemo_fp8.train.accelerator import MegatronCPU
-from nemo_fp8.train.engine import hold_cpu
-from nemo_fp8.train.megatron_cpu import megatron_on_cpu
+from nemo_fp8.train.megatron_cpu import hold_cpu, megatron_on_cpu
 from nemo_fp8.train.patching import Patch, patched
 
 

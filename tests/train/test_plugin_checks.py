@@ -18,10 +18,10 @@ from nemo.lightning.pytorch.plugins.mixed_precision import MegatronMixedPrecisio
 import nemo_fp8
 from nemo_fp8 import PrecisionError
 from nemo_fp8.findings import RULES
+from nemo_fp8.preflight.engine import choose_engine
 from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.render.te_loader import load_recipe_module
 from nemo_fp8.train.checks import Run, require_agreement
-from nemo_fp8.train.engine import choose_engine
 from nemo_fp8.train.plugin import MixedPrecision
 from nemo_fp8.train.repairs import before_ddp
 
@@ -149,7 +149,7 @@ def test_every_rule_on_a_run_has_its_code(code):
     ],
 )
 def test_a_run_whose_backward_is_biased_is_warned(caplog, monkeypatch, changes, warned):
-    monkeypatch.setattr("nemo_fp8.train.engine._require_te_obeys", lambda precision: None)  # TE is imported here
+    monkeypatch.setattr("nemo_fp8.preflight.engine._require_te_obeys", lambda precision: None)  # TE is imported here
     choose_engine(nemo_fp8.preset("bf16_with_nvfp4_mixed").replace(**changes), machine=Machine.parse("cpu,torch2.13"))
     assert ("Runs with it did not learn" in caplog.text) == warned
 
@@ -188,12 +188,21 @@ def test_a_field_that_a_config_lacks_is_an_error_and_not_dropped():
         require_agreement(plugin.contract, run)
 
 
-def test_a_field_written_over_later_is_found():
-    plugin = fdl.build(nemo_fp8.bf16_with_fp8_blockwise_mixed())
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("bf16_with_fp8_blockwise_mixed", "fp8_recipe", "tensorwise"),
+        ("bf16_with_fp8_current_scaling_mixed", "num_layers_at_end_in_bf16", 0),
+        ("bf16_with_fp8_current_scaling_mixed", "first_last_layers_bf16", False),
+        ("bf16_with_nvfp4_mixed", "fp4", None),
+    ],
+)
+def test_a_field_written_over_later_is_found(name, field, value):
+    plugin = fdl.build(getattr(nemo_fp8, name)())
     run = _after_overrides(plugin, _configs(layers=4))
     require_agreement(plugin.contract, run)
-    run.model.fp8_recipe = "tensorwise"
-    with pytest.raises(PrecisionError, match="did not reach the model"):
+    setattr(run.model, field, value)
+    with pytest.raises(PrecisionError, match=f"{field}=.* did not reach the model"):
         require_agreement(plugin.contract, run)
 
 

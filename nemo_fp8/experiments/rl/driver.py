@@ -34,7 +34,7 @@ from nemo_fp8.experiments.rl import rollout
 from nemo_fp8.experiments.rl.record import read_record
 from nemo_fp8.experiments.rl.settings import GrpoSettings
 from nemo_fp8.experiments.rl.trainer import TrainerRank
-from nemo_fp8.preflight.doctor import ALLOW_PICKLE
+from nemo_fp8.preflight.engine import ALLOW_PICKLE
 from nemo_fp8.rollout import environment
 
 OnStep = Callable[[dict[str, Any]], None]

@@ -11,10 +11,10 @@ import pytest
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import preset
+from nemo_fp8.contract.te_variables import TE_RECIPES
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.preflight.doctor import TE_RECIPES
+from nemo_fp8.preflight.engine import choose_engine
 from nemo_fp8.preflight.machine import Machine
-from nemo_fp8.train.engine import choose_engine
 
 B200 = Machine.parse("b200,cuda12.9,te2.20.2")
 
