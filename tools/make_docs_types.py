@@ -20,8 +20,8 @@ import nemo_fp8
 from nemo_fp8.contract import precision as contract
 from nemo_fp8.contract.explain import docstring
 from nemo_fp8.contract.presets import PRESETS
+from nemo_fp8.preflight.engine import ENGINES
 from nemo_fp8.render.nemo import IMPLIED, SETTINGS
-from nemo_fp8.train.engine import ENGINES
 
 STUB = '''"""The public names of ``nemo_fp8`` with their types, for type checkers and editors.
 
