@@ -102,6 +102,7 @@ def quantize_into(
     usage: str = "row",
     scale: torch.Tensor | None = None,
     convention: str = "te",
+    epsilon: float = 0.0,
     statistics: bool = False,
 ) -> Quantized:
     """Quantize ``x`` into given memory: an engine's parameter, one shard of a fused weight, a reused buffer.
@@ -118,10 +119,12 @@ def quantize_into(
         )
     tile = _check(x, operand, usage, scale, convention)
     out = (codes, scale_inv)
-    result = kernels.quantize(x, tile, operand.format, operand.scale, convention, statistics, scale, out)
+    result = None
+    if epsilon == 0.0:
+        result = kernels.quantize(x, tile, operand.format, operand.scale, convention, statistics, scale, out)
     if result is None:
         data, inverse, stats = quantize_reference(
-            x, tile, format_of(operand.format), operand.scale, convention, statistics, scale=scale
+            x, tile, format_of(operand.format), operand.scale, convention, statistics, epsilon=epsilon, scale=scale
         )
         result = (codes.copy_(data), scale_inv.copy_(inverse.reshape(scale_inv.shape)), stats)
     return Quantized(codes, scale_inv, tile, usage, result[2])

@@ -27,14 +27,15 @@ def scaled_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
 def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """Where ``mask`` is true nothing is attended to."""
     hidden = mask.bool()
-    p = torch.softmax((input.float() * scale).masked_fill(hidden, _MASKED), -1)
-    return p.masked_fill(hidden.expand_as(p).all(-1, keepdim=True), 0.0).to(input.dtype)
+    p = torch.softmax((input.float() * scale).masked_fill_(hidden, _MASKED), -1)
+    everywhere = hidden.all(-1, keepdim=True)
+    return (p.masked_fill_(everywhere, 0.0) if everywhere.any() else p).to(input.dtype)
 
 
 def _causal(input: torch.Tensor, scale: float, bottom_right: bool) -> torch.Tensor:
     queries, keys = input.shape[-2:]
     later = torch.ones(queries, keys, dtype=torch.bool).triu((keys - queries if bottom_right else 0) + 1)
-    return torch.softmax((input.float() * scale).masked_fill(later, float("-inf")), -1).to(input.dtype)
+    return torch.softmax((input.float() * scale).masked_fill_(later, float("-inf")), -1).to(input.dtype)
 
 
 @torch.no_grad()
@@ -53,7 +54,7 @@ def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale: flo
 def scaled_softmax_backward(output_grad: torch.Tensor, softmax_results: torch.Tensor, scale: float) -> torch.Tensor:
     """Of every one of them: what was masked has probability zero."""
     g, p = output_grad.float(), softmax_results.float()
-    return (scale * p * (g - (g * p).sum(-1, keepdim=True))).to(output_grad.dtype)
+    return (g - (g * p).sum(-1, keepdim=True)).mul_(scale * p).to(output_grad.dtype)
 
 
 scaled_masked_softmax_backward = scaled_softmax_backward

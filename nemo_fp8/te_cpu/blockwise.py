@@ -24,7 +24,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.numerics.bf16 import fp32_matmul
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.kernels import cpu
-from nemo_fp8.numerics.quantize import quantize
+from nemo_fp8.numerics.quantize import quantize, quantize_into
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.scales import is_pow2
 from nemo_fp8.te_cpu import device
@@ -47,26 +47,22 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
         )
     square = quantizer.block_scaling_dim == 2
     scale_kind = "pow2" if quantizer.force_pow_2_scales else "fp32"
-    operand = Operand(format_of(torch_dtype(quantizer.dtype)).name, (BLOCK if square else 1, BLOCK), scale_kind)
+    dtype, high = torch_dtype(quantizer.dtype), BLOCK if square else 1
+    operand = Operand(format_of(dtype).name, (high, BLOCK), scale_kind)
     rows, columns = as_matrix_shape(x.shape)
     x = x.reshape(rows, columns)
-    by_rows = quantize(x, operand, epsilon=quantizer.amax_epsilon) if out._rowwise_data is not None or square else None
+    by_rows = None
     if out._rowwise_data is not None:
-        assert by_rows is not None
-        out._rowwise_data.view(rows, columns).copy_(by_rows.data.view(torch.uint8))
-        _put(out._rowwise_scale_inv, by_rows.scale_inv if square else by_rows.scale_inv.t())
+        codes, padded = out._rowwise_data.view(rows, columns).view(dtype), out._rowwise_scale_inv
+        scales = (padded if square else padded.t())[: -(-rows // high), : -(-columns // BLOCK)]
+        by_rows = quantize_into(x, operand, codes, scales, epsilon=quantizer.amax_epsilon)
     if out._columnwise_data is not None:
-        by_columns = (
-            by_rows
-            if by_rows is not None and square
-            else quantize(x, operand, usage="col", epsilon=quantizer.amax_epsilon)
-        )
+        by_columns = by_rows if square else None
+        if by_columns is None:
+            by_columns = quantize(x, operand, usage="col", epsilon=quantizer.amax_epsilon)
         turn(by_columns.data.view(torch.uint8), out._columnwise_data.view(columns, rows))
-        _put(out._columnwise_scale_inv, by_columns.scale_inv.t() if square else by_columns.scale_inv)
-
-
-def _put(padded: torch.Tensor, scales: torch.Tensor) -> None:
-    padded[: scales.shape[0], : scales.shape[1]].copy_(scales)
+        scales = by_columns.scale_inv.t() if square else by_columns.scale_inv
+        out._columnwise_scale_inv[: scales.shape[0], : scales.shape[1]].copy_(scales)
 
 
 def operand(tensor: Any, by_rows: bool) -> Quantized:

@@ -4,11 +4,15 @@ other.
 A group is asked for as ``nccl``, bound to a CUDA device; the CPU that stands for that device speaks gloo. gloo cannot
 coalesce: TE's gathers of codes with their scales raise, and Megatron's gathers of tensors of several types come out
 corrupted. Under this manager every collective is started as it is called, and the manager waits for all of them.
+
+A group of one rank has nothing to exchange. NCCL does nothing there, or copies the input to the output; gloo hands it
+to a thread and copies twice, all gradients and all parameters of a step. So such a copy is made at once, by torch.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +23,13 @@ import torch.distributed.distributed_c10d as c10d
 
 _COLLECTIVES = """all_gather_into_tensor _all_gather_base reduce_scatter_tensor _reduce_scatter_base all_reduce isend
     irecv""".split()
+_SENT = {
+    "all_gather_into_tensor": "input_tensor", "_all_gather_base": "input_tensor", "reduce_scatter_tensor": "input",
+    "_reduce_scatter_base": "input", "all_reduce": "tensor",
+}  # fmt: skip
+"""The argument that a rank sends. Its first one receives, in a group of one rank the very same numbers."""
+_REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
+"""Those that leave a single rank's numbers as they are."""
 _open: list[Together] = []
 
 
@@ -54,14 +65,44 @@ def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
     """Report to the manager; and write as NCCL does, past autograd, where gloo copies and is refused a piece that
     ``split`` has made."""
 
+    signature = inspect.signature(call)
+
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        work = call(*map(_past_autograd, args), **{name: _past_autograd(value) for name, value in kwargs.items()})
+        asked = signature.bind(*map(_past_autograd, args), **{n: _past_autograd(value) for n, value in kwargs.items()})
+        if _alone(call.__name__, asked.arguments):
+            return _DONE if asked.arguments.get("async_op") else None
+        work = call(*asked.args, **asked.kwargs)
         if _open and work is not None:
             _open[-1].append(work)
         return work
 
     return wrapper
+
+
+class _Done(dist.Work):
+    """A collective that is over."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+def _alone(name: str, asked: dict[str, Any]) -> bool:
+    """Fill what receives from what is sent, if the group has one rank; what gloo would refuse is left to it."""
+    if name not in _SENT or asked.get("op", dist.ReduceOp.SUM) not in _REDUCTIONS:
+        return False
+    into, sent = next(iter(asked.values())), asked[_SENT[name]]
+    if dist.get_world_size(asked.get("group")) != 1 or into.dtype != sent.dtype or into.numel() != sent.numel():
+        return False
+    if into.data_ptr() != sent.data_ptr():
+        into.view(-1).copy_(sent.reshape(-1))
+    return True
 
 
 def _past_autograd(argument: Any) -> Any:

@@ -12,32 +12,35 @@ import torch
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics.formats import format_of
-from nemo_fp8.numerics.quantize import quantize
+from nemo_fp8.numerics.quantize import quantize_into
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.te_cpu import swizzle
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.tensors import as_matrix_shape
 
 BLOCK = 32
+E8M0 = torch.float8_e8m0fnu
 
 
 def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
     """Codes and scales by rows, by columns, or both; with 2D quantization 32x32 blocks, whose scale is repeated along
     the block."""
     square = quantizer.with_2d_quantization
-    operand = Operand(format_of(torch_dtype(quantizer.dtype)).name, (BLOCK if square else 1, BLOCK), "e8m0")
+    dtype = torch_dtype(quantizer.dtype)
+    operand = Operand(format_of(dtype).name, (BLOCK if square else 1, BLOCK), "e8m0")
     rows, columns = as_matrix_shape(x.shape)
     x = x.reshape(rows, columns)
-    for side, usage, along in (("row", "row", 0), ("column", "col", 1)):
+    for side, usage, grid in (("row", "row", (rows, columns // BLOCK)), ("column", "col", (rows // BLOCK, columns))):
         data, padded = getattr(out, f"_{side}wise_data"), getattr(out, f"_{side}wise_scale_inv")
         if data is None:
             continue
-        found = quantize(x, operand, usage="row" if square else usage)
-        data.view(rows, columns).copy_(found.data.view(torch.uint8))
-        scales = found.scale_inv.view(torch.uint8)
+        codes, scales = data.view(rows, columns).view(dtype), padded[: grid[0], : grid[1]]
         if square:
-            scales = scales.repeat_interleave(BLOCK, along)
-        padded[: scales.shape[0], : scales.shape[1]].copy_(scales)
+            along = 0 if side == "row" else 1
+            found = quantize_into(x, operand, codes, torch.empty(rows // BLOCK, columns // BLOCK, dtype=E8M0))
+            scales.copy_(found.scale_inv.view(torch.uint8).repeat_interleave(BLOCK, along))
+        else:
+            quantize_into(x, operand, codes, scales.view(E8M0), usage=usage)
 
 
 def operand(tensor: Any, by_rows: bool) -> Quantized:
@@ -53,7 +56,7 @@ def operand(tensor: Any, by_rows: bool) -> Quantized:
     padded = swizzle.scales_of(tensor, side)
     scales = padded[:rows, : columns // BLOCK] if by_rows else padded[: rows // BLOCK, :columns]
     block = (1, BLOCK) if by_rows else (BLOCK, 1)
-    return Quantized(data, scales.contiguous().view(torch.float8_e8m0fnu), block, "row" if by_rows else "col")
+    return Quantized(data, scales.contiguous().view(E8M0), block, "row" if by_rows else "col")
 
 
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:

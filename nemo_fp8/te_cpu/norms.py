@@ -34,9 +34,9 @@ def layernorm_fwd(
     mean = x.mean(-1)
     centred = x - mean[:, None]
     rsigma = torch.rsqrt((centred * centred).mean(-1) + eps)
-    y = centred * rsigma[:, None] * _gain(weight, zero_centered_gamma)
+    y = centred.mul_(rsigma[:, None]).mul_(_gain(weight, zero_centered_gamma))
     if bias is not None:
-        y = y + bias.float()
+        y.add_(bias.float())
     return [finish(y.view(input.shape), quantizer, torch_dtype(otype), ln_out, amax_of_rounded=True), mean, rsigma]
 
 
@@ -51,9 +51,10 @@ def layernorm_bwd(
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
     """[dx, dweight, dbias]."""
-    d, h = _rows(dz), (_rows(x) - mu[:, None]) * rsigma[:, None]
+    d, h = _rows(dz), (_rows(x) - mu[:, None]).mul_(rsigma[:, None])
     g = d * _gain(gamma, zero_centered_gamma)
-    dx = rsigma[:, None] * (g - g.mean(-1, keepdim=True) - h * (g * h).mean(-1, keepdim=True))
+    along = h * (g * h).mean(-1, keepdim=True)
+    dx = g.sub_(g.mean(-1, keepdim=True)).sub_(along).mul_(rsigma[:, None])
     return [dx.to(x.dtype).view(x.shape), (d * h).sum(0).to(gamma.dtype), d.sum(0).to(gamma.dtype)]
 
 
@@ -71,7 +72,7 @@ def rmsnorm_fwd(
     """[output, None, rsigma]."""
     x = _rows(input)
     rsigma = torch.rsqrt((x * x).mean(-1) + eps)
-    y = x * rsigma[:, None] * _gain(weight, zero_centered_gamma)
+    y = (x * rsigma[:, None]).mul_(_gain(weight, zero_centered_gamma))
     return [finish(y.view(input.shape), quantizer, torch_dtype(otype), ln_out, amax_of_rounded=True), None, rsigma]
 
 
@@ -112,7 +113,7 @@ def _rmsnorm_bwd(
 ) -> list[torch.Tensor]:
     d, h = _rows(dz), _rows(x) * rsigma[:, None]
     g = d * _gain(gamma, zero_centered)
-    dx = rsigma[:, None] * (g - h * (g * h).mean(-1, keepdim=True))
+    dx = g.sub_(h * (g * h).mean(-1, keepdim=True)).mul_(rsigma[:, None])
     if add is not None:
-        dx = dx + _rows(add)
+        dx.add_(_rows(add))
     return [dx.to(x.dtype).view(x.shape), (d * h).sum(0).to(gamma.dtype)]

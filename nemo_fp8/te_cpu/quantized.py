@@ -99,9 +99,11 @@ def _specs(quantizer: Any, shape: tuple[int, ...]) -> Specs:
         specs = specs | {"_columnwise_data": ((columns, rows // 2), torch.uint8)}
     if shape:
         return specs
-    return {
-        name: (size if "scale" in name or "amax" in name else (), dtype) for name, (size, dtype) in specs.items()
-    }  # a scalar
+    return {name: (() if _holds_codes(name) else size, dtype) for name, (size, dtype) in specs.items()}  # a scalar
+
+
+def _holds_codes(buffer: str) -> bool:
+    return "scale" not in buffer and "amax" not in buffer
 
 
 @functools.cache
@@ -132,7 +134,7 @@ def create(
     names = dict(described["cls"]._INNER_TENSORS)
     buffers: dict[str, torch.Tensor | None] = dict.fromkeys(names.values())
     for name, (size, kind) in _specs(quantizer, shape).items():
-        buffers[names[name]] = torch.zeros(size, dtype=kind)
+        buffers[names[name]] = (torch.empty if _holds_codes(name) else torch.zeros)(size, dtype=kind)
     if "fp8_scale_inv" in buffers and hasattr(quantizer, "scale"):
         buffers["fp8_scale_inv"] = torch.reciprocal(quantizer.scale)
     arguments = described["nontensor_kwargs"] | buffers

@@ -8,6 +8,8 @@ The order holds no information, and the GEMM here reads the plain one. It is kep
 quantizer's ``optimize_for_gemm``), because the tensor then says so, and TE's Python refuses what such a tensor cannot
 do: gathers, FSDP's hooks, copies between tensors of different order. MXFP8's columns are swizzled turned round, as the
 tensor cores contract them; NVFP4's lie so.
+
+Four scales that lie side by side do so in both orders: they are moved as one word, which takes a quarter of the time.
 """
 
 from __future__ import annotations
@@ -17,19 +19,31 @@ from typing import Any
 
 import torch
 
+from nemo_fp8.te_cpu.tensors import turn
+
 _SIDES = ("row", "column")
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
     """Plain scales in the order of the tensor cores, of the same shape."""
-    rows, columns = scales.shape
-    return scales.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
+    return _moved(scales, (scales.shape[0] // 128, 4, 32, scales.shape[1] // 4))
 
 
 def plain(scales: torch.Tensor) -> torch.Tensor:
     """Put swizzled scales back into rows and columns."""
-    rows, columns = scales.shape
-    return scales.view(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
+    return _moved(scales, (scales.shape[0] // 128, scales.shape[1] // 4, 32, 4))
+
+
+def _moved(scales: torch.Tensor, words: tuple[int, int, int, int]) -> torch.Tensor:
+    """The scales with the second and the last dimension of their ``words`` exchanged."""
+    moved = scales.reshape(-1).view(torch.int32).view(words).permute(0, 3, 2, 1).reshape(-1)
+    return moved.view(scales.dtype).view(scales.shape)
+
+
+def _turn(scales: torch.Tensor) -> torch.Tensor:
+    turned = scales.new_empty(scales.shape[::-1])
+    turn(scales, turned)
+    return turned
 
 
 def _turned(tensor: Any, side: str) -> bool:
@@ -48,7 +62,7 @@ def scales_of(tensor: Any, side: str) -> torch.Tensor:
     scales: torch.Tensor = getattr(tensor, f"_{side}wise_scale_inv")
     if not is_swizzled(tensor):
         return scales
-    return plain(scales.view(scales.shape[::-1])).t() if _turned(tensor, side) else plain(scales)
+    return _turn(plain(scales.view(scales.shape[::-1]))) if _turned(tensor, side) else plain(scales)
 
 
 def swizzle(tensor: Any) -> None:
@@ -80,7 +94,7 @@ def multi_tensor_swizzle_scales_for_gemm_unchecked_(tensors: Sequence[Any], roww
         for side, wanted in zip(_SIDES, (rowwise, columnwise), strict=True):
             scales = getattr(tensor, f"_{side}wise_scale_inv")
             if wanted and scales is not None:
-                ordered = swizzled(scales.t().contiguous() if _turned(tensor, side) else scales)
+                ordered = swizzled(_turn(scales) if _turned(tensor, side) else scales)
                 scales.copy_(ordered.view(scales.shape))
 
 

@@ -144,3 +144,14 @@ def test_decode_into_memory_that_is_used_again():
     for wrong in (back[:, :299], back.float(), torch.empty(300, 130, dtype=torch.bfloat16).t()):
         with pytest.raises(PrecisionError, match="out="):
             kernels.decode(q.data, q.scale_inv, q.block, out=wrong)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-2])
+def test_given_memory_has_the_same_lower_bound_for_amaxes(epsilon):
+    x = torch.randn(8, 256) * torch.tensor([1e-4, 1.0]).repeat(4)[:, None]
+    operand = Operand("e4m3", (1, 128), "pow2")
+    codes, scales = torch.empty(8, 256, dtype=torch.float8_e4m3fn), torch.empty(8, 2)
+    found, expected = quantize_into(x, operand, codes, scales, epsilon=epsilon), quantize(x, operand, epsilon=epsilon)
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(scales, expected.scale_inv)
+    assert (scales[0, 0] == quantize(x, operand).scale_inv[0, 0]) == (epsilon == 0.0)

@@ -50,6 +50,29 @@ def test_nccls_name_means_gloo(arguments, tmp_path):
         dist.destroy_process_group()
 
 
+def test_a_rank_that_is_alone_asks_gloo_for_nothing(tmp_path):
+    """NCCL copies its input, or does nothing where input and output are one; gloo copies twice, in a thread."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        before = backend._get_sequence_number_for_group()
+        x = torch.tensor([5.0, -0.0, float("nan"), 7.0])
+        bits, into = x.view(torch.int32).clone(), torch.zeros(4)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+            dist.all_reduce(x, op)
+        assert dist.reduce_scatter_tensor(x, x, group=dist.group.WORLD, async_op=True).wait()
+        assert torch.equal(x.view(torch.int32), bits)
+        work = dist.all_gather_into_tensor(output_tensor=into, input_tensor=x, async_op=True)
+        assert work.is_completed()
+        assert work.wait()
+        assert torch.equal(into.view(torch.int32), bits)
+        assert backend._get_sequence_number_for_group() == before
+        with pytest.raises((ValueError, RuntimeError)):  # gloo says what is wrong
+            dist.all_gather_into_tensor(into, x[:3])
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(("name", "kind"), [("meta", "meta"), ("cuda", "cpu"), ("cuda:0", "cpu")])
 def test_a_device_as_a_context(name, kind):
     """transformers and Accelerate build models of many gigabytes on meta."""

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.skipif(ARCH < 100, reason="block scales of Blackwell")
 
 
 def test_where_each_scale_lies():
-    scales = torch.arange(256 * 12, dtype=torch.int32).view(256, 12)
     row, column = torch.meshgrid(torch.arange(256), torch.arange(12), indexing="ij")
     place = ((row // 128) * 3 + column // 4) * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
-    expected = torch.empty(256 * 12, dtype=torch.int32)
-    expected[place.view(-1)] = scales.view(-1)
-    assert torch.equal(swizzle.swizzled(scales).view(-1), expected)
-    assert torch.equal(swizzle.plain(swizzle.swizzled(scales)), scales)
+    for scales in (row.to(torch.uint8), column.to(torch.uint8)):  # both tell where each came from
+        expected = torch.empty(256 * 12, dtype=torch.uint8)
+        expected[place.view(-1)] = scales.reshape(-1)
+        assert torch.equal(swizzle.swizzled(scales.contiguous()).view(-1), expected)
+        assert torch.equal(swizzle.plain(swizzle.swizzled(scales.contiguous())), scales)
 
 
 def _quantizer(name):

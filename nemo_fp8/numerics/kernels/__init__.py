@@ -18,8 +18,10 @@ another order and agree to about six digits.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import types
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -122,7 +124,7 @@ def transformed_amax(x: torch.Tensor, signs: tuple[float, ...]) -> torch.Tensor 
     None if there is no kernel. Only CPUs have one."""
     if x.device.type != "cpu":
         return None
-    found: torch.Tensor | None = importlib.import_module(f"{__name__}.cpu_fp4").transformed_amax(x, signs)
+    found: torch.Tensor | None = _module("cpu_fp4").transformed_amax(x, signs)
     return found
 
 
@@ -154,7 +156,7 @@ def count_fp4(
     if x.device.type != "cpu":
         return None
     found: dict[str, torch.Tensor] | None
-    found = importlib.import_module(f"{__name__}.cpu_fp4").count(x, codes, decode, saturates_above)
+    found = _module("cpu_fp4").count(x, codes, decode, saturates_above)
     return found
 
 
@@ -174,7 +176,7 @@ def sums(x: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tenso
     if x.device.type != "cpu" or (into is not None and (into.shape != x.shape or into.dtype != x.dtype)):
         return None
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    found = importlib.import_module(f"{__name__}.cpu").sums(x, into)
+    found = _module("cpu").sums(x, into)
     return found
 
 
@@ -209,16 +211,18 @@ class _Fp4Kernels(Protocol):
 
 def _fp4_device(x: torch.Tensor) -> _Fp4Kernels | None:
     """Import and return the module for NVFP4 on the tensor's device; None if there is none."""
-    if x.device.type not in FP4_DEVICES:
-        return None
-    return cast(_Fp4Kernels, importlib.import_module(f"{__name__}.{x.device.type}_fp4"))
+    return cast(_Fp4Kernels, _module(f"{x.device.type}_fp4")) if x.device.type in FP4_DEVICES else None
 
 
 def _device(x: torch.Tensor) -> _Kernels | None:
     """Import and return the module for the tensor's device; None if there is none."""
-    if x.device.type not in ("cpu", "cuda"):
-        return None
-    return cast(_Kernels, importlib.import_module(f"{__name__}.{x.device.type}"))
+    return cast(_Kernels, _module(x.device.type)) if x.device.type in ("cpu", "cuda") else None
+
+
+@functools.cache
+def _module(name: str) -> types.ModuleType:
+    """Import a module of this package once: to ask the import system takes as long as a cast of a small tensor."""
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def check_out(out: Out, x: torch.Tensor, tile: Tile, dtype: torch.dtype, scale_kind: str) -> None:

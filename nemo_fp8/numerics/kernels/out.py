@@ -65,12 +65,16 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _span(t: torch.Tensor) -> tuple[int, int]:
+    if t.is_contiguous():
+        return t.data_ptr(), t.data_ptr() + t.nbytes
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
 
 
 def _written_twice(t: torch.Tensor) -> bool:
     """Whether elements share memory: from the shortest stride up, each dimension must step over all shorter ones."""
+    if t.is_contiguous():
+        return False
     covered = 1
     for stride, n in sorted((stride, n) for stride, n in zip(t.stride(), t.shape, strict=True) if n > 1):
         if stride < covered:
