@@ -11,7 +11,10 @@
 
 #include "fp8.h"
 
-enum { AT_A_TIME = 512 /* words of a row that are compared before the next ones */ };
+enum {
+    AT_A_TIME = 512, /* words of a row that are compared before the next ones */
+    AHEAD = 24       /* positions of a patch, whose memory is asked for so early: each lies in another line of it */
+};
 
 INLINE uint64_t mask_of(int width) { return width == 4 ? 0xffffffff : width == 2 ? 0xffff : 0xff; }
 
@@ -250,6 +253,8 @@ INLINE void add_list(const add_job *j, const place *p, const uint32_t *positions
     char *to = NULL;
     for (int64_t i = 0; i < n; i++) {
         int64_t at = j->first + positions[i];
+        if (to && i + AHEAD < n) /* right as long as rows lie one after the other */
+            __builtin_prefetch(to + (at - start + positions[i + AHEAD] - positions[i] - p->first[2]) * p->strides[2], 1);
         if (at >= end) {
             int64_t line = at / j->columns, row = line % j->rows, matrix = line / j->rows;
             start = line * j->columns, end = start + j->columns;

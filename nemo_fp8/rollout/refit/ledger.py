@@ -48,7 +48,7 @@ from nemo_fp8.rollout.refit.patch import (
 from nemo_fp8.rollout.refit.receipt import CODED, Delta, Written
 from nemo_fp8.rollout.refit.wire import AT_ONCE, Piece, aligned, cut, same_as_announced
 
-STRIP = 1 << 21  # elements that are quantized and compared at a time, so that they lie in the cache meanwhile
+STRIP = 1 << 22  # elements that are quantized and compared at a time, so that they lie in the cache meanwhile
 PATCH = 1 << 20  # elements of a patch, at most: a patch is one thread's work
 ROWS = 128  # a strip of a matrix is a multiple of so many rows, hence of whole blocks
 Box = tuple[tuple[int, int], ...]
