@@ -220,8 +220,10 @@ class NemoFp8Refit:
             raise PrecisionError([problem])
         refused = {name for name, _ in plan.routes.problems}
         unrouted = [i for i, entry in enumerate(manifest) if i not in plan.needed and entry.name not in refused]
-        own = self._refit_checkpoint() if unrouted or plan.missing(None) else None
-        missing = plan.missing(own[1] if own else None)
+        missing = plan.missing(None)
+        own = self._refit_checkpoint() if unrouted or missing else None
+        if own is not None:
+            missing = plan.missing(own[1])
         accepted = not plan.problems and not missing
         if accepted:
             self._refit_give_up()
