@@ -23,8 +23,8 @@ neighbours' ratios, and GB/s come from the median time. Pairs in which the opera
 this process are thrown away (unless none is left), so that a machine that others use too gives the same shares, only
 from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy with everything the processor has. On a
 machine that shares its memory with other machines the copy itself differs from process to process (4096x4096 on the
-machine of these pages, idle: 42, 46, 65 and 73 GB/s), so a record is made in several (`--processes`); a kernel whose
-arithmetic is the limit, as the AVX2 build's is at 31 to 38 GB/s, stays as it is, and its share moves.
+machine of these pages, idle: from 42 to 86 GB/s), so a record is made in several (`--processes`); a kernel whose
+arithmetic is the limit, as the AVX2 build's is at 31 to 47 GB/s, stays as it is, and its share moves.
 """
 
 from __future__ import annotations

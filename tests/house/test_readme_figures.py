@@ -45,8 +45,9 @@ def pushes():
     wall = {name: times["wall"] for name, times in refit["best"].items()}
     fp8 = wall["FP8 push"]
     return (
-        f"{fp8 / wall['BF16 push']:.2f} times, a {refit['start_seconds']['FP8'] / fp8:.0f}th of an engine start; of "
-        f"changes alone {wall['FP8 push of changes'] / fp8:.2f} of one of everything"
+        f"{fp8 / wall['BF16 push']:.2f} times, 1/{refit['start_seconds']['FP8'] / fp8:.0f} of an engine start; of "
+        f"changes alone over HTTP {refit['http']['changes'] / refit['http']['push']:.2f} of one of everything, "
+        f"{wall['FP8 push of changes'] / fp8:.2f} through shared memory"
     )
 
 
