@@ -60,9 +60,7 @@ class Fingerprint:
         rows = sum(of_rows.shape[0] for of_rows in self._rows)
         whole = hashlib.blake2b(f"{rows}x{self._width}".encode(), digest_size=DIGITS // 2)
         if self._columns is not None:
-            sums = [*self._rows, self._columns]
-            for part in sums if self._columns.is_cpu else [torch.cat(sums).cpu()]:  # from a device in one transfer
-                whole.update(part.numpy().data)
+            whole.update(torch.cat([*self._rows, self._columns]).cpu().numpy().data)
         return whole.hexdigest()
 
 
