@@ -269,6 +269,7 @@ def main() -> int:
     arguments = parser.parse_args()
     limits = Limits(arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, as Ctrl-C does
+    arguments.docs.mkdir(parents=True, exist_ok=True)  # before anything runs for an hour
     checkout = arguments.checkout.resolve()
     tested = tree(checkout, arguments.commit)
     total: dict[str, dict[str, int]] = {}

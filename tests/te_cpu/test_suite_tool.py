@@ -74,6 +74,8 @@ def suite(tmp_path, monkeypatch):
     for name, text in FILES.items():
         folder.joinpath(name).write_text("\n".join(line.removeprefix("        ") for line in text.splitlines()))
 
+    docs = tmp_path / "new" / "docs"
+
     def run(*arguments):
         command = [
             sys.executable,
@@ -83,12 +85,12 @@ def suite(tmp_path, monkeypatch):
             "90",
             "--json",
             "--docs",
-            tmp_path,
+            docs,  # which is not there yet
             *arguments,
         ]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)["files"], json.loads((tmp_path / "te_suite.json").read_text())["90"]
+        return json.loads(done.stdout)["files"], json.loads((docs / "te_suite.json").read_text())["90"]
 
     return run
 
@@ -102,7 +104,7 @@ def test_what_passes_fails_skips_hangs_and_dies(suite, tmp_path):
     assert "Timeout" in failures["test_hangs"]
     assert "ended with 7" in failures["test_dies"]
     assert written["test_mixed.py"]["skips"] == {"Skipped: no reason": 1}
-    page = (tmp_path / "te_suite.md").read_text()
+    page = (tmp_path / "new" / "docs" / "te_suite.md").read_text()
     assert "| test_mixed | sm90 | 2 | 4 | 1 |" in page
     assert "`test_mixed.py::test_fails` (sm90)" in page  # no row explains it
 
@@ -137,7 +139,7 @@ def test_a_file_has_what_tes_scripts_give_it(suite, tmp_path):
     assert printed == {file: {"passed": 1, "failed": 0, "skipped": 0} for file in ("test_sanity", "test_checkpoint")}
     row = written["test_sanity.py"]
     assert row["tree"] == {"version": "9.8.7", "commit": "0123456789abcdef"}
-    page = (tmp_path / "te_suite.md").read_text()
+    page = (tmp_path / "new" / "docs" / "te_suite.md").read_text()
     assert f"| 9.8.7 012345678 | {row['date']} |" in page
     assert "| test_float8tensor | is `test_quantized_tensor` since" in page
 
