@@ -382,6 +382,14 @@ def page(result: dict[str, Any]) -> str:
             for kind in result["start_seconds"]
             for reload in [best[f"vLLM's own reload, {kind}"]]
         ),
+        *(
+            (
+                "experts over a dense model, wall clock by the byte",
+                "at most 2",
+                f"{stack['seconds'] / stack['bytes'] / (dense['seconds'] / dense['bytes']):.2f}",
+            )
+            for stack, dense in [tuple(found.values()) for found in [result.get("experts")] if found]
+        ),
         (
             "most extra memory, sender and worker together",
             f"{result['chunk_bytes'] / 1e6:.0f} MB of buffers, seen from both",

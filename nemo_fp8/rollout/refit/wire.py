@@ -154,8 +154,8 @@ class SharedMemory:
 
     def __init__(self, control: Control, size: int, weights: Shared | None, kept: Shared | None) -> None:
         self.control, self.size, self.weights = control, size, weights
-        same = kept is not None and kept.size == size * self.buffers
-        self.shared: Shared = kept if same and kept is not None else Shared(size * self.buffers)
+        all_ = size * self.buffers
+        self.shared: Shared = kept if kept is not None and kept.size == all_ else Shared(all_)
         self.turn, self.unanswered = 0, 0
         self.courier = ThreadPoolExecutor(1, "nemo_fp8-refit")
         self.channel: Channel | None = None
