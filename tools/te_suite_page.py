@@ -48,6 +48,12 @@ _FURTHER = "which on a CPU is further from FP64 than this implementation"
 CAUSES: tuple[Cause, ...] = (
     Cause("", r"CUDAGraph", "needs CUDA graphs"),
     Cause(
+        "test_cpu_offloading",
+        r"No dot product attention backend is available",
+        "asks for flash or fused attention, which are on GPUs only, or comes after such a test, whose choice of none TE "
+        "keeps",
+    ),
+    Cause(
         "",
         r"No dot product attention backend is available",
         "needs cuDNN's fused attention, which alone computes in FP8",
@@ -66,10 +72,9 @@ CAUSES: tuple[Cause, ...] = (
         "compares the name of a device with cuda, and that of the CPU that stands for it is cpu",
     ),
     Cause(
-        "test_selective_activation_checkpoint|test_cpu_offloading|test_deferred_init",
-        r"did not free the recomputed activations: saved 0.0 B|assert \(0\.0 \+ 0\.1\) < 0\.0|assert (-\S+) < \1$"
-        r"|failed to materialize parameters on CUDA device assert 0 > 0\.0",
-        "measures how much memory of the GPU is in use, of which a CPU has none",
+        "test_cpu_offloading",
+        r"assert \((\d\S*) \+ 0\.1\) < \1|test_cpu_offloading.py:642: assert|test_cpu_offloading_v1.py:245: assert",
+        "asks that a GPU's memory gets free where tensors go to the CPU's, and the two are one",
     ),
     Cause(
         "grouped_mlp",
@@ -105,8 +110,7 @@ CAUSES: tuple[Cause, ...] = (
         r"core_attention_bias tensor must be in one of",
         "gives the shape of a bias by its name, as TE's Python takes it on that tree, where 2.20.2's takes numbers",
     ),
-    Cause("nvfp4_module_exact.*multi_step", r"mismatch at step [12]", _DIVIDES),
-    Cause("nvfp4_module_exact.*single_step", r"mismatch at step 0", _SUMS),
+    Cause("nvfp4_module_exact", r"mismatch at step \d", _DIVIDES),
     Cause("distributed/test_numerics_exact.*nvfp4", r"(?:Output|Dgrad|Wgrad) mismatch", _DIVIDES),
     Cause("test_fused_linear_paths_match_backward_override_reference.*scale_add", r"Mismatched elements: \d /", _SUMS),
     Cause(
@@ -126,6 +130,12 @@ CAUSES: tuple[Cause, ...] = (
         "test_fsdp2_model_tests",
         r"TimeoutExpired",
         "starts all tests of a file under one limit of 600 s, which two cores do not keep; how those would end is not known",
+    ),
+    Cause(
+        "test_float8_blockwise_gemm_exact",
+        r"Timeout \(>",
+        "compares with a Triton kernel of its own, for which Triton's interpreter takes longer than the limit; whether it "
+        "would pass is not known",
     ),
     Cause(
         "",

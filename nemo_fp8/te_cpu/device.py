@@ -22,8 +22,11 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
 
+from nemo_fp8.te_cpu.memory import COUNT
+from nemo_fp8.te_cpu.streams import CUDART, MARKS, Chosen, CUDAGraph, Event, Stream
 from nemo_fp8_hook import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -39,6 +42,10 @@ def stand_in(arch: int) -> None:
     _device._device_constructors()  # what `with torch.device("meta")` looks for: torch's own functions, which ours call
 
     _arch[:] = [arch]
+    # Files that a GPU has written; torch asks in the order of these numbers, and for CUDA at 20.
+    torch.serialization.register_package(
+        15, lambda storage: None, lambda storage, at: storage if names_cuda(at) else None
+    )
     for owner, table in _tables():
         for name, (replacement, _) in table.items():
             setattr(owner, name, replacement)
@@ -65,41 +72,6 @@ def names_cuda(device: object) -> bool:
 
 
 # ---------------------------------------------------------------------- torch.cuda
-
-
-class Order:
-    """A CUDA stream, or an event in one, where there is nothing to order: the CPU does one thing after the other."""
-
-    device = CPU
-    device_index = 0
-    cuda_stream = 0
-    priority = 0
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def record(self, stream: object = None) -> None: ...
-
-    def wait(self, stream: object = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: Order | None = None) -> Order:
-        return event or self
-
-    def elapsed_time(self, other: object) -> float:
-        return 0.0
-
-    def __enter__(self) -> Order:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
 
 
 class _Chance(torch.Generator):
@@ -157,11 +129,11 @@ def _answers(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-_ORDER = Order()
+_STREAM = Stream()
 _ONE_DEVICE = "there is one device, and it is there"
 _ORDERED = "the CPU does one thing after the other"
 _GENERATOR = "random numbers come from the CPU's generator, and those of TE's kernels from one beside it"
-_UNMEASURED = "the memory of the CPU's allocator is not counted"
+_HELD = "a tensor holds the CPU's memory, and what it no longer holds is kept for nobody"
 
 _CUDA: dict[str, tuple[Any, str]] = {
     "is_available": (_answers(True), _ONE_DEVICE),
@@ -176,7 +148,7 @@ _CUDA: dict[str, tuple[Any, str]] = {
     ),
     "current_device": (_answers(CPU), "not 0: torch.device(0) asks for a CUDA build"),
     "set_device": (_answers(None), _ONE_DEVICE),
-    "device": (_answers(nullcontext()), _ONE_DEVICE),
+    "device": (Chosen, _ONE_DEVICE),
     "get_device_properties": (_properties, "TE chooses recipes and layouts by it"),
     "get_device_name": (lambda device=None: _properties().name, "logs say what it is"),
     "get_device_capability": (
@@ -185,37 +157,44 @@ _CUDA: dict[str, tuple[Any, str]] = {
     ),
     "is_bf16_supported": (_answers(True), "every CPU computes BF16, if slowly"),
     "synchronize": (_answers(None), _ORDERED),
-    "Stream": (Order, _ORDERED),
-    "ExternalStream": (Order, _ORDERED),
-    "Event": (Order, _ORDERED),
-    "current_stream": (_answers(_ORDER), _ORDERED),
-    "default_stream": (_answers(_ORDER), _ORDERED),
+    "Stream": (Stream, _ORDERED),
+    "ExternalStream": (Stream, _ORDERED),
+    "Event": (Event, "what was asked for is done, and when it was is the clock's"),
+    "current_stream": (_answers(_STREAM), _ORDERED),
+    "default_stream": (_answers(_STREAM), _ORDERED),
     "stream": (lambda stream: nullcontext(), _ORDERED),
     "set_stream": (_answers(None), _ORDERED),
+    "cudart": (_answers(CUDART), "a profiler is told when to begin and end, and there is none of CUDA's"),
     "is_current_stream_capturing": (_answers(False), "there are no CUDA graphs"),
+    "CUDAGraph": (CUDAGraph, "there are no CUDA graphs, and who makes one hears it"),
     "manual_seed": (CHANCE.manual_seed, _GENERATOR),
     "manual_seed_all": (CHANCE.manual_seed, _GENERATOR),
     "get_rng_state": (lambda device="cuda": CHANCE.get_state(), _GENERATOR),
     "set_rng_state": (lambda new_state, device="cuda": CHANCE.set_state(new_state), _GENERATOR),
     "default_generators": (_OneGenerator(), _GENERATOR),
-    "empty_cache": (_answers(None), _UNMEASURED),
-    "ipc_collect": (_answers(None), _UNMEASURED),
-    "memory_allocated": (_answers(0), _UNMEASURED),
-    "max_memory_allocated": (_answers(0), _UNMEASURED),
-    "memory_reserved": (_answers(0), _UNMEASURED),
-    "max_memory_reserved": (_answers(0), _UNMEASURED),
-    "reset_peak_memory_stats": (_answers(None), _UNMEASURED),
+    "empty_cache": (_answers(None), _HELD),
+    "ipc_collect": (_answers(None), _HELD),
+    "memory_allocated": (COUNT.now, _HELD),
+    "max_memory_allocated": (COUNT.peak, _HELD),
+    "memory_reserved": (lambda device=None: COUNT.now(), _HELD),
+    "max_memory_reserved": (lambda device=None: COUNT.peak(), _HELD),
+    "reset_peak_memory_stats": (COUNT.reset, _HELD),
+    "reset_max_memory_allocated": (lambda device=None: COUNT.reset(), _HELD),
+    "reset_accumulated_memory_stats": (_answers(None), "nothing is accumulated"),
     "mem_get_info": (lambda device=None: _memory(), "the memory of the machine is what there is"),
-    "memory_stats": (_answers({}), _UNMEASURED),
+    "memory_stats": (COUNT.stats, _HELD),
+    "memory_summary": (COUNT.summary, _HELD),
 }
 
 
 # ---------------------------------------------------------------------- torch and its tensors
 
 _FACTORIES = """empty zeros ones full tensor as_tensor asarray rand randn randint randperm arange linspace logspace eye
-    empty_like
-zeros_like ones_like full_like rand_like randn_like randint_like empty_strided scalar_tensor tril_indices triu_indices
-range normal empty_permuted""".split()
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like empty_strided scalar_tensor tril_indices
+    triu_indices range normal empty_permuted empty_quantized hann_window hamming_window blackman_window bartlett_window
+    kaiser_window sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor
+    sparse_compressed_tensor""".split()
+_TYPES = "Float Half BFloat16 Double Byte Char Short Int Long Bool".split()
 _METHODS = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
 
 
@@ -233,16 +212,31 @@ def _on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-_to, _type, _load, _generator = torch.Tensor.to, torch.Tensor.type, torch.load, torch.Generator
+_type, _load, _generator = torch.Tensor.type, torch.load, torch.Generator
 
 
-@functools.wraps(_to)
-def _to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if args and names_cuda(args[0]):
-        args = (CPU, *args[1:])
-    if kwargs and names_cuda(kwargs.get("device")):
-        kwargs["device"] = CPU
-    return _to(self, *args, **kwargs)
+def _moves_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
+    """``to`` of a tensor, or of a module, which reads a number for a GPU's."""
+
+    @functools.wraps(to)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and names_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if kwargs and names_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return to(self, *args, **kwargs)
+
+    return wrapper
+
+
+_ddp = DistributedDataParallel.__init__
+
+
+@functools.wraps(_ddp)
+def _ddp_of_cpus(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Without the numbers of GPUs, for which a module of the CPU is refused."""
+    args = (*(None for _ in args[:2]), *args[2:])
+    _ddp(self, module, *args, **(kwargs | {name: None for name in ("device_ids", "output_device") if name in kwargs}))
 
 
 @functools.wraps(_type)
@@ -259,7 +253,14 @@ def _load_on_cpu(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     return _load(f, map_location=CPU if names_cuda(map_location) else map_location, **kwargs)
 
 
-class _Generator(_generator):  # type: ignore[misc, valid-type]
+class _AnyGenerator(type(_generator)):  # type: ignore[misc]
+    """Every generator is an instance of :class:`_Generator`, torch's own ones, which came before, among them."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _generator)
+
+
+class _Generator(_generator, metaclass=_AnyGenerator):  # type: ignore[misc, valid-type]
     """A generator for "cuda" is one for the CPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
@@ -302,7 +303,7 @@ def _mesh_of_cpus(self: Any, device_type: str, *args: Any, **kwargs: Any) -> Non
     _mesh(self, "cpu" if names_cuda(device_type) else device_type, *args, **kwargs)
 
 
-def _itself(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+def _itself(self: Any, *args: object, **kwargs: object) -> Any:
     return self
 
 
@@ -324,7 +325,7 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
             staticmethod(_on_cpu(torch.Tensor._make_wrapper_subclass)),
             "TE gives its tensors a device by number",
         ),
-        "to": (_to_cpu, allocates),
+        "to": (_moves_to_cpu(torch.Tensor.to), allocates),
         "cuda": (_itself, allocates),
         "pin_memory": (_itself, "there is no transfer that pinned memory could speed up"),
         "record_stream": (_answers(None), _ORDERED),
@@ -333,12 +334,21 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     }
     both = "one device has two names"
     of_autocast: dict[str, tuple[Any, str]] = {"__enter__": (_enter_both, both), "__exit__": (_exit_both, both)}
+    of_types: dict[str, tuple[Any, str]] = {
+        f"{kind}Tensor": (getattr(torch, f"{kind}Tensor"), "Megatron and NeMo make tensors by torch.cuda.LongTensor")
+        for kind in _TYPES
+    }
+    of_marks: dict[str, tuple[Any, str]] = {"_nvtx": (MARKS, "Megatron marks what it overlaps, whoever looks on")}
     version: dict[str, tuple[Any, str]] = {"cuda": ("12.9", "TE and torch ask which CUDA they were built for")}
     return [
-        (torch.cuda, _CUDA),
+        (torch.cuda, _CUDA | of_types),
+        (importlib.import_module("torch.cuda.nvtx"), of_marks),
         *((part, {name: row for name, row in _CUDA.items() if hasattr(part, name)}) for part in parts),
         (torch, of_torch),
         (torch.Tensor, of_tensors),
+        (torch.UntypedStorage, {"cuda": (_itself, "a map_location may move what it is given")}),
+        (torch.nn.Module, {"to": (_moves_to_cpu(torch.nn.Module.to), "ranks move models to the number of their GPU")}),
+        (DistributedDataParallel, {"__init__": (_ddp_of_cpus, "scripts of ranks name the GPU of each")}),
         (_Autocast, of_autocast),
         (_device.DeviceContext, {"__init__": (_context_of_cpu, allocates)}),
         (DeviceMesh, {"__init__": (_mesh_of_cpus, "FSDP2 and DTensor take their device from the mesh")}),

@@ -32,6 +32,7 @@ from nemo_fp8.te_cpu import (
     swizzle,
 )
 from nemo_fp8.te_cpu.enumerations import ENUMERATIONS
+from nemo_fp8.te_cpu.memory import COUNT
 
 NAME = "transformer_engine_torch"
 
@@ -154,14 +155,17 @@ def _functions(homes: dict[types.ModuleType, str]) -> dict[str, Callable[..., An
 
 def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function without ``torch.autocast``, which casts what torch's operators multiply, and knows nothing of a
-    compiled extension."""
+    compiled extension; with a look at the memory in use while its results and what it was given are there."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
-            return function(*args, **kwargs)
-        with torch.autocast("cpu", enabled=False):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        else:
+            with torch.autocast("cpu", enabled=False):
+                result = function(*args, **kwargs)
+        COUNT.look()
+        return result
 
     return wrapper
 

@@ -1,6 +1,7 @@
 """What the CPU answers in the place of a CUDA device."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -82,6 +83,34 @@ def test_a_device_as_a_context(name, kind):
         }
 
 
+@pytest.mark.parametrize("where", [0, "cuda", torch.device("cuda", 1)])
+def test_a_model_goes_where_its_rank_is_sent(where, tmp_path):
+    """torchrun's scripts send a model to the number of the rank's GPU, and tell DDP that number."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(4, 2).to(where).to(device=where, dtype=torch.float64)
+        x = torch.ones(1, 4, dtype=torch.float64).to(where)
+        for ddp in (
+            torch.nn.parallel.DistributedDataParallel(model, device_ids=[where], output_device=where),
+            torch.nn.parallel.DistributedDataParallel(model, [where], where, 0, find_unused_parameters=True),
+        ):
+            model.zero_grad()
+            ddp(x).sum().backward()
+            assert torch.equal(model.weight.grad, x.expand(2, 4))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "where", [None, "cuda", torch.device("cuda", 0), {"cuda:3": "cuda:0"}, lambda storage, at: storage.cuda(0)]
+)
+def test_files_that_a_gpu_has_written_are_read(where, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:3")
+    torch.save({"weight": torch.arange(3)}, tmp_path / "model.pt")
+    assert b"cuda:3" in (tmp_path / "model.pt").read_bytes()
+    assert torch.load(tmp_path / "model.pt", map_location=where)["weight"].tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_fsdp2_shards_a_module_of_te_and_changes_no_bit(device, tmp_path):
     """FSDP2 takes the device from its mesh, and would ask CUDA for the number of one."""
@@ -141,3 +170,75 @@ def test_a_state_of_before_is_that_of_both():
     torch.cuda.set_rng_state(torch.Generator().manual_seed(5).get_state())
     own = torch.cuda.default_generators[0]
     assert torch.equal(torch.rand(8), torch.rand(8, generator=own))
+
+
+def test_a_stream_is_one_to_operators_of_torch_too():
+    """They read it from memory, and look at no class."""
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    stream = torch.cuda.Stream(priority=-1)
+    assert isinstance(stream, torch.Stream)
+    assert stream == torch.cuda.current_stream()
+    tensor = NVFP4Quantizer()(torch.ones(64, 64).bfloat16())
+    assert torch.ops.aten.record_stream.default(tensor, stream) is None
+    with torch.cuda.stream(stream), stream:
+        assert stream.record_event().query()
+
+
+def test_events_tell_the_time_between_them():
+    """A throughput is a number divided by it."""
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with pytest.raises(ValueError, match="recorded"):
+        began.elapsed_time(ended)
+    before = time.perf_counter()
+    began.record()
+    time.sleep(0.01)
+    ended.record(torch.cuda.current_stream())
+    assert 10 <= began.elapsed_time(ended) <= 1e3 * (time.perf_counter() - before)
+    assert isinstance(ended, torch.Event)
+
+
+def test_marks_for_cudas_profilers_mark_nothing():
+    """Megatron makes them whoever looks on, where it overlaps the exchange of tokens between experts."""
+    torch.cuda.nvtx.range_push("forward")
+    with torch.cuda.nvtx.range("linear"):
+        torch.cuda.nvtx.mark("here")
+    torch.cuda.nvtx.range_pop()
+    torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("step"))
+    torch.cuda.cudart().cudaProfilerStart()
+
+
+def test_tensors_by_the_names_of_their_types():
+    """NeMo's datasets and Accelerate's Megatron make counters so."""
+    assert torch.cuda.LongTensor([3]).dtype == torch.long
+    assert isinstance(torch.ones(1, device="cuda"), torch.cuda.FloatTensor)
+    assert not isinstance(torch.ones(1, device="cuda"), torch.cuda.HalfTensor)
+
+
+def test_every_factory_of_torchs_knows_the_device():
+    """torch names them all for ``with torch.device(...)``; it makes nested tensors in Python, of tensors."""
+    names = [factory.__name__ for factory in torch.utils._device._device_constructors()]
+    missing = [
+        name
+        for name in names
+        if hasattr(torch, name) and not hasattr(getattr(torch, name), "__wrapped__") and name != "from_file"
+    ]
+    assert missing == []
+    assert torch.hann_window(4, device="cuda").device.type == "cpu"
+
+
+def test_generators_are_generators():
+    for generator in (torch.Generator("cuda"), torch.default_generator, torch.cuda.default_generators[0]):
+        assert isinstance(generator, torch.Generator)
+    assert not isinstance(torch, torch.Generator)
+
+
+def test_torch_may_ask_whether_something_is_a_device():
+    assert not isinstance(0, torch.cuda.device)
+    with torch.cuda.device(0), torch.cuda.device_of(torch.ones(1)):
+        assert "MiB" in torch.cuda.memory_summary()
+
+
+def test_a_cuda_graph_says_that_there_is_none():
+    with pytest.raises(NotImplementedError, match="CUDAGraph has no CPU implementation"):
+        torch.cuda.CUDAGraph()

@@ -1,0 +1,117 @@
+"""How much memory tensors hold, as ``torch.cuda`` tells it of a GPU: what there is now, and the most that there was.
+
+    now    the bytes of every storage that a live tensor of Python, or a gradient of one, holds; each counted once
+    most   now, or the most that the C heap held at a call of TE's extension, less what was no tensor's
+
+torch's allocator of a CPU counts nothing, so that tensors are looked for among the objects of the garbage collector:
+exact, but for tensors that no name of Python ever had, and as slow as there are objects (0.1 s with NeMo loaded). The
+heap is asked of glibc, in microseconds, and holds other things too; the most is between what tensors hold and what the
+process does. A call is looked at only where looking has taken a fiftieth of the time at most, so that a peak of a few
+milliseconds may go unseen; without glibc 2.33 the most is the most that was ever told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Iterator
+
+import torch
+
+_EVERY = 50
+"""A look at the heap costs at most one part in so many of the time."""
+
+
+class _Heap(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+_ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _ask is not None:
+    _ask.restype = _Heap
+
+
+def _heap() -> int:
+    """Bytes that C code of this process has allocated and not freed; 0 where it cannot be asked."""
+    if _ask is None:
+        return 0
+    found = _ask()
+    return int(found.uordblks + found.hblkhd)
+
+
+def _kinds(cls: type) -> Iterator[type]:
+    """A class and all that derive from it, but for tensors that hold others, which are found for themselves."""
+    if getattr(cls, "__torch_dispatch__", None) in (None, torch._C._disabled_torch_dispatch_impl):
+        yield cls
+    derived: type
+    for derived in type.__subclasses__(cls):
+        yield from _kinds(derived)
+
+
+def _held() -> int:
+    """Bytes of all live tensors."""
+    kinds = set(_kinds(torch._C.TensorBase))
+    found = [thing for thing in gc.get_objects() if type(thing) in kinds]
+    storages: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in found + [leaf.grad for leaf in found if leaf.is_leaf and leaf.grad is not None]:
+            if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+class Count:
+    """What tensors hold, and the most that they did since :meth:`reset`."""
+
+    def __init__(self) -> None:
+        self.most = self.other = self.top = 0
+        self.again = 0.0
+
+    def now(self, device: object = None) -> int:
+        """Bytes of live tensors."""
+        self._look()
+        held = _held()
+        self.other = max(self.other, _heap() - held)
+        self.most = max(self.most, held)
+        return held
+
+    def peak(self, device: object = None) -> int:
+        """The most that they were."""
+        self.now()
+        return max(self.most, self.top - self.other)
+
+    def reset(self, device: object = None) -> None:
+        """Begin again with what there is."""
+        self.most = self.other = self.top = 0
+        self.now()
+
+    def look(self) -> None:
+        """See how much there is, unless it was seen just now. TE's extension calls it whenever it has computed."""
+        if time.perf_counter() >= self.again:
+            self._look()
+
+    def _look(self) -> None:
+        began = time.perf_counter()
+        self.top = max(self.top, _heap())
+        ended = time.perf_counter()
+        self.again = ended + _EVERY * (ended - began)
+
+    def stats(self, device: object = None) -> dict[str, int]:
+        """The same under the names of ``torch.cuda.memory_stats``."""
+        peak, now = self.peak(), self.now()
+        kinds = ("allocated_bytes", "active_bytes", "reserved_bytes")
+        return {f"{kind}.all.{which}": n for kind in kinds for which, n in (("current", now), ("peak", peak))}
+
+    def summary(self, device: object = None, abbreviated: bool = False) -> str:
+        """The same in words."""
+        return "\n".join(f"{name}: {n / 2**20:.1f} MiB" for name, n in self.stats().items() if "allocated" in name)
+
+
+COUNT = Count()

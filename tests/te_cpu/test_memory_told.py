@@ -1,0 +1,87 @@
+"""What ``torch.cuda`` says of the memory in use is what tensors hold."""
+
+import gc
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_over():
+    gc.collect()
+
+
+def _more(since):
+    return torch.cuda.memory_allocated() - since
+
+
+def test_each_storage_counts_once_and_until_the_last_tensor_of_it_is_gone():
+    before = torch.cuda.memory_allocated()
+    whole = torch.zeros(3, MIB, dtype=torch.uint8, device="cuda")
+    part, also = whole[1], torch.nn.Parameter(whole.view(torch.float32))
+    assert _more(before) == 3 * MIB == torch.cuda.memory_reserved("cuda:0") - before
+    del whole, also
+    assert _more(before) == 3 * MIB
+    assert part.numel() == MIB
+    del part
+    assert _more(before) == 0
+
+
+def test_what_holds_nothing_counts_nothing():
+    before = torch.cuda.memory_allocated(device=0)
+    held = torch.empty(MIB, device="meta"), te.Linear(512, 512, device="meta")
+    assert _more(before) == 0, held
+
+
+def test_a_quantized_weight_holds_its_codes_and_not_what_they_stand_for():
+    before = torch.cuda.memory_allocated()
+    with te.quantized_model_init(enabled=True):
+        layer = te.Linear(1024, 2048, bias=False, params_dtype=torch.bfloat16)
+    assert 2 * MIB <= _more(before) < 5 * MIB  # two copies of one byte, on Hopper, where BF16 would be 4 MiB
+    assert layer.weight.nbytes >= 2 * MIB
+
+
+def test_gradients_count_that_nobody_has_asked_for():
+    layer = torch.nn.Linear(512, 1024, bias=False)
+    x = torch.ones(1, 512)
+    before = torch.cuda.memory_allocated()
+    layer(x).sum().backward()
+    assert _more(before) == 2 * MIB
+
+
+@pytest.mark.parametrize("when", ["in between", "at the end"])
+def test_the_most_is_that_since_the_reset(when):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    held = torch.ones(8 * MIB, device="cuda")
+    if when == "in between":
+        torch.cuda.memory_allocated()
+        del held
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(32 * MIB, rel=0.05)
+    stats = torch.cuda.memory_stats()
+    assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated()
+    assert stats["allocated_bytes.all.peak"] == torch.cuda.max_memory_reserved()
+    held = None
+    torch.cuda.reset_peak_memory_stats("cuda")
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(0, abs=MIB)
+
+
+def test_recomputing_activations_saves_what_they_hold():
+    """The peak lies within a step, where nobody asks: calls of the extension see it."""
+
+    def step(checkpoint):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[te.LayerNormMLP(128, 512, checkpoint=checkpoint) for _ in range(6)])
+        x = torch.randn(1024, 128)
+        model(x).sum().backward()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x).sum().backward()
+        assert _more(before) < MIB
+        return torch.cuda.max_memory_allocated() - before
+
+    activation = 4 * 1024 * 512  # before and after the GELU, in each layer but the one at work
+    assert step(False) - step(True) == pytest.approx(5 * 2 * activation, rel=0.3)
