@@ -349,15 +349,13 @@ def tell(made: list[Compiled]) -> str:
         "- Lanes that an SM starts in a clock: "
         + ", ".join(f"{pipe} {lanes}" for pipe, (lanes, _) in PIPES.items())
         + ".",
-        "- Every instruction is counted once, both sides of a branch among them (a program holds the FP32 and the "
-        "E8M0 rules, and the "
-        "slow path of each division), and a loop over strips as often as it runs. So the busiest pipe needs at most "
-        "this long.",
+        "- Every instruction is counted once, both sides of a branch among them (a program holds the FP32 and the E8M0 "
+        "rules, and the slow path of each division), and a loop over strips as often as it runs. So the busiest pipe "
+        "needs at most this long.",
         "- Left out: latencies that too few loads in flight do not hide, barriers, bank conflicts, sectors of the "
-        "cache that a warp's "
-        "vectors touch twice, what strips read again from the cache, the last wave of programs, launching, clocks "
-        "under a power limit, "
-        "bytes of scales and of statistics. A copy itself reaches some 90% of the memory's rate.",
+        "cache that a warp's vectors touch twice, what strips read again from the cache, the last wave of programs, "
+        "launching, clocks under a power limit, bytes of scales and of statistics. A copy itself reaches some 90% of "
+        "the memory's rate.",
         "",
     ]
     for gpu in GPUS:
@@ -390,8 +388,7 @@ def tell(made: list[Compiled]) -> str:
         "## Every program",
         "",
         "What one thread has: its registers (`252 + 4 spilled` where they do not fit), its loads and stores by their "
-        "width in bits, and "
-        "how many of its values the hardware converts to or from FP8 or, from sm_100 on, to E2M1.",
+        "width in bits, and how many of its values the hardware converts to or from FP8 or, from sm_100 on, to E2M1.",
         "",
     ]
     by_name: dict[str, dict[int, Compiled]] = collections.defaultdict(dict)

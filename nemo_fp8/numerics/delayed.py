@@ -93,7 +93,7 @@ class DelayedScaling:
         return {"scale": self.scale.clone(), "history": self.history.clone()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore scale and history."""
+        """Restore scale and history. Raises PrecisionError if they have another shape than here."""
         for name in ("scale", "history"):
             mine, theirs = getattr(self, name), state[name]
             if mine.shape != theirs.shape:

@@ -101,7 +101,10 @@ def cast(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def decode(data: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Decode FP8 codes exactly to BF16 or a wider dtype. NaN codes give NaN of either sign."""
+    """Decode FP8 codes exactly to BF16 or a wider dtype. NaN codes give NaN of either sign.
+
+    Raises PrecisionError if ``data`` is of no FP8 dtype.
+    """
     if data.dtype == torch.float8_e4m3fn:
         return _decode_e4m3(data).to(dtype)
     if data.dtype == torch.float8_e5m2:

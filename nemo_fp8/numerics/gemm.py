@@ -71,7 +71,7 @@ def product_of_four_bits(
     """Compute ``a @ b.T + bias``: FP32 sums of ``code * scale``, both amaxes last, and one rounding to ``out_dtype``.
 
     Both lie along the dimension that is contracted, turned and transformed alike. On numbers of like size the sums are
-    exact, in any order.
+    exact, in any order. Raises PrecisionError if one has more columns than the other.
     """
     if a.scale_inv.shape[1] != b.scale_inv.shape[1]:
         raise _do_not_fit(a, b)

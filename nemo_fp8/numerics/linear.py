@@ -89,7 +89,10 @@ def quantize_operand(
 
 
 def quantize_weight(weight: torch.Tensor, precision: Precision, delayed: DelayedState | None = None) -> Pair:
-    """Quantize a weight for fprop and dgrad; pass the pair to :func:`linear` for as long as the weight is the same."""
+    """Quantize a weight for fprop and dgrad; pass the pair to :func:`linear` for as long as the weight is the same.
+
+    Raises PrecisionError as :func:`quantize_operand` does.
+    """
     return _for_both(weight.detach(), "weight", precision, delayed, col=True)
 
 
@@ -168,6 +171,7 @@ class _Fp8Linear(torch.autograd.Function):
             apart = [None if q is None else _taken_apart(q) for q in kept]
             ctx.layouts = [None if one is None else one[0] for one in apart]
             tensors = [tensor for one in apart if one is not None for tensor in one[1]]
+            # For a backward in the compute dtype: the values, or what the forward's codes say that they are.
             decode = p.backward == "dequantized"
             x_plain = (x_row.dequantize(x.dtype) if decode else x) if needs_w and kept[0] is None else None
             w_plain = (w_row.dequantize(weight.dtype) if decode else weight) if needs_x and kept[1] is None else None

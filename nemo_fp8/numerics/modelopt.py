@@ -8,7 +8,7 @@
 
 Parts that an engine multiplies as one matrix (q, k and v; gate and up) share the last scale, since its kernels keep
 one. So the caller gives the amax: of all parts, and of all shards. The rule is the same for trainer, engine and export,
-and :func:`nemo_fp8.models.selection.sharing_a_scale` says which parts they are. The arithmetic is that of
+and :func:`nemo_fp8.models.units.sharing_a_scale` says which parts they are. The arithmetic is that of
 :mod:`nemo_fp8.numerics.nvfp4`, in TE's convention, so a trainer's own rowwise codes are these.
 """
 

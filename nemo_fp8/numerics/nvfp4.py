@@ -239,8 +239,8 @@ def largest_of_tiles(most: torch.Tensor, operand: Operand) -> torch.Tensor:
     or a square. Rows that fill no square are one."""
     if operand.block == (1, BLOCK):
         return most
-    rows = len(most)
-    squares = torch.nn.functional.pad(most, (0, 0, 0, -rows % BLOCK)).view(-1, BLOCK, most.shape[1]).amax(1)
+    rows, blocks = most.shape
+    squares = torch.nn.functional.pad(most, (0, 0, 0, -rows % BLOCK)).view(-(-rows // BLOCK), BLOCK, blocks).amax(1)
     return squares.repeat_interleave(BLOCK, 0)[:rows]
 
 

@@ -143,7 +143,10 @@ class QuantizedNVFP4(Quantized):
     def from_modelopt(
         weight: torch.Tensor, weight_scale: torch.Tensor, weight_scale_2: torch.Tensor, largest_scale: int = 448
     ) -> QuantizedNVFP4:
-        """Return a checkpoint's weight [N, K/2] with scales [N, K/16], as they are; see :func:`amax_of_scale_2`."""
+        """Return a checkpoint's weight [N, K/2] with scales [N, K/16], as they are; see :func:`amax_of_scale_2`.
+
+        Raises PrecisionError if the scales have another shape or dtype.
+        """
         rows, half = weight.shape
         if tuple(weight_scale.shape) != (rows, half * 2 // BLOCK) or weight_scale.dtype != torch.float8_e4m3fn:
             raise PrecisionError(

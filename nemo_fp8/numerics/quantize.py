@@ -62,10 +62,10 @@ def quantize(
     usage        ``row`` if the GEMM contracts the columns of ``x``, ``col`` if it contracts the rows
     scale        multiply with this one scale of the whole tensor instead of computing it (delayed scaling)
     convention   ``te`` or ``deepgemm``: which FP32 division makes the scale, see ``scales.py``
-    epsilon      a lower bound for amaxes; only the reference knows one, so no kernel runs
+    epsilon      a lower bound for amaxes; no kernel has one, so the reference runs
     statistics   count underflow, saturation and errors along with the cast
-    amax         of E2M1 operands alone: the amax to take, as :func:`nemo_fp8.numerics.nvfp4.quantize` says
-    generator    of E2M1 operands alone: of the chance in stochastic rounding
+    amax         for E2M1 operands alone: take this amax of the tensor, see :func:`nemo_fp8.numerics.nvfp4.quantize`
+    generator    for E2M1 operands alone: what stochastic rounding draws from
 
     An E2M1 operand gives a :class:`~nemo_fp8.numerics.nvfp4_tensor.QuantizedNVFP4`; its conventions are ``te`` and
     ``vllm``.

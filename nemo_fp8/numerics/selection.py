@@ -19,7 +19,11 @@ log = logging.getLogger(__name__)
 
 
 def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
-    """Return the weights whose GEMMs run in FP8 under the contract, by the name of their linear."""
+    """Return the weights whose GEMMs run in FP8 under the contract, by the name of their linear.
+
+    A linear whose shape does not fit is logged and left out; under a strict contract raises PrecisionError for all of
+    them.
+    """
     layers = _layers_of(model, precision)
     chosen, problems = {}, []
     for name, weight in _candidates(model):

@@ -20,6 +20,9 @@ import torch
 
 from nemo_fp8.numerics.formats import Format, decode_e8m0
 
+TOTALS = ("signal", "noise", "saturated", "underflow", "nonfinite", "amax")
+"""What :meth:`Statistics.totals` returns, in this order: five sums, and the largest magnitude."""
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -105,6 +108,14 @@ class Statistics:
             least_code=torch.where(least == 255, 0, least),
             largest_code=_most(self.largest_code),
         )
+
+    def totals(self, parts: int = 1) -> torch.Tensor:
+        """Sum up the tiles of each of ``parts`` equal parts of the rows: [parts, TOTALS] in FP64.
+
+        The numbers stay on the tensor's device.
+        """
+        of_tiles = [getattr(self, name).reshape(parts, -1).double() for name in TOTALS]
+        return torch.stack([*(sums.sum(1) for sums in of_tiles[:-1]), of_tiles[-1].amax(1)], dim=1)
 
     def whole(self) -> Statistics:
         """Return the only tile as 0-dim tensors."""

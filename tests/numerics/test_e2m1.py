@@ -230,8 +230,9 @@ def test_a_tensor_of_nan():
 
 
 def test_nothing_at_all():
-    for shape in ((0, 32), (3, 0)):
-        found = quantize(torch.empty(shape), ROWS)
+    kinds = itertools.product(((0, 32), (32, 0), (0, 0)), (ROWS, SQUARE), ("row", "col"), (False, True))
+    for shape, operand, usage, statistics in kinds:
+        found = quantize(torch.empty(shape), operand, usage=usage, statistics=statistics)
         assert (found.shape, found.dequantize().shape, float(found.amax)) == (shape, shape, 0.0)
 
 

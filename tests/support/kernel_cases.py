@@ -111,11 +111,12 @@ def compare_statistics(fast, slow, sums: bool) -> None:
     assert fast.summary().keys() == slow.summary().keys()
 
 
-def jobs_of_every_kind(shape=(130, 2070)):
-    """Every tile, source and format against the specification, with statistics, there and back."""
+def jobs_of_every_kind():
+    """Every tile, source and format against the specification, with statistics, there and back, in two strips."""
     kinds = ["gaussian", "magnitudes", "specials", "zero"]
     for number, (tile, dtype) in enumerate(itertools.product(TILES, SOURCES)):
         convention, kind = RULES[number % len(RULES)]
+        shape = (65, 4118) if low(tile) else (130, 2070)
         for element in FP8:
             x = values(shape, dtype, number, kinds[number % len(kinds)])
             fast = kernels.quantize(x, tile, element, kind, convention, True)
@@ -128,15 +129,21 @@ def jobs_of_every_kind(shape=(130, 2070)):
             torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def low(tile):
+    """Whether strips of such tiles are 4096 columns wide, and not 2048 (`plan_for` in fp8.h)."""
+    return tile is not None and tile[0] < 16
+
+
 def large_results(tile, rule, dtype):
     """Rows that end within a cache line, rows that begin on one and rows that do not, and a wild tile among tame ones.
 
     Of small tiles there are so many that what is counted for them goes past the caches, too: 17 bytes each.
     """
-    rows = 4000 if tile == (1, 32) else 2000
-    for shape in ((rows, 2112), (rows, 2115)) if dtype == torch.bfloat16 else ((rows, 2112),):
+    rows = 2000 if tile == (1, 32) or not low(tile) else 1000
+    columns = 4160 if low(tile) else 2112
+    for shape in ((rows, columns), (rows, columns + 3)) if dtype == torch.bfloat16 else ((rows, columns),):
         x = values(shape, dtype, 10, "gaussian")
-        x[700, 2100] = float("nan")
+        x[700, columns - 12] = float("nan")
         fast = kernels.quantize(x, tile, "e4m3", rule[1], rule[0], True)
         slow = quantize_reference(x, tile, FORMATS["e4m3"], rule[1], rule[0], True)
         same(fast[0], slow[0])

@@ -2,6 +2,8 @@
 
     quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
                                                     ->  codes, scale_inv, statistics
+    quantize_summed(x, tile, element_format, scale_kind, out, parts)
+                                                    ->  totals of parts, sums of codes by row and by column
     decode(data, scale_inv, tile, dtype, out)       ->  values
     quantize_fp4(x, encode, tile_rows, convention, out, signs, chance, four_over_six)
                                                     ->  codes two a byte, E4M3 scales
@@ -23,7 +25,7 @@ import importlib
 import os
 import types
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -36,6 +38,16 @@ FP4_DEVICES = ("cpu", "cuda")
 Tile = tuple[int, int] | None
 Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
+
+
+class Summed(NamedTuple):
+    """What a cast did, summed up while it was done."""
+
+    totals: torch.Tensor
+    """What it did to each part of the rows, [parts, TOTALS] in FP64."""
+    of_rows: torch.Tensor
+    of_columns: torch.Tensor
+    """The wrapping sums of the codes as 64-bit words, as :func:`sums` returns them."""
 
 
 def quantize(
@@ -61,6 +73,21 @@ def quantize(
         if device is None
         else device.quantize(x, tile, element_format, scale_kind, convention, statistics, scale, out)
     )
+
+
+def quantize_summed(
+    x: torch.Tensor, tile: tuple[int, int], element_format: str, scale_kind: str, out: Out, parts: int = 1
+) -> Summed | None:
+    """Quantize a matrix into codes and scales; return what that did to each of ``parts`` equal parts of its rows, and
+    the sums of the codes, or None if there is no kernel. Only CPUs have one.
+
+    A matrix is read once and its codes are written once, where statistics and :func:`sums` after the cast read the
+    codes again, and keep numbers of every tile until somebody adds them up. Parts end where tiles end.
+    """
+    if x.device.type != "cpu":
+        return None
+    found: Summed | None = _module("cpu").quantize_summed(x, tile, element_format, scale_kind, out, parts)
+    return found
 
 
 def decode(

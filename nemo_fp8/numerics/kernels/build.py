@@ -36,7 +36,8 @@ _NAMES = (
 )  # fmt: skip
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _SHARED = (
-    "fp8.h", "fp8_tops.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h", "fp8_tables.h", "fp4_turn.h",
+    "fp8.h", "fp8_job.h", "fp8_tops.h", "fp8_rows.h", "fp8_bf16.h", "fp8_avx512.h", "fp8_avx2.h", "fp8_tables.h",
+    "fp4_turn.h",
 )  # fmt: skip
 HEADERS = tuple(Path(__file__).with_name(name) for name in _SHARED)
 FLAGS = (

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import Format, format_of
-from nemo_fp8.numerics.kernels import PROCESS, build
+from nemo_fp8.numerics.kernels import PROCESS, Summed, build
 from nemo_fp8.numerics.kernels.out import rows_of
 from nemo_fp8.numerics.kernels.results import statistics_of
-from nemo_fp8.numerics.statistics import Statistics
+from nemo_fp8.numerics.statistics import TOTALS, Statistics
 
 Tile = tuple[int, int] | None
 Out = tuple[torch.Tensor, torch.Tensor]
@@ -41,18 +41,18 @@ _COUNTS = {
 _RARE = ("saturated", "nonfinite")  # nothing saturates a scale that comes from its own tile, but for infinities and NaN
 
 
-class _Job(ctypes.Structure):
+class CastJob(ctypes.Structure):
     """`struct job` of the C source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "codes", "scale_inv", *_COUNTS, "parallel")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("rows", "cols", "stride", "codes_stride", "scale_stride", "tile_rows", "tile_cols")
-        ),
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scale_inv", *_COUNTS)),
+        *((name, ctypes.c_void_p) for name in ("totals", "of_rows", "of_columns", "parallel")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "codes_stride", "scale_stride")),
+        *((name, ctypes.c_int64) for name in ("tile_rows", "tile_cols", "rows_of_total")),
         *((name, ctypes.c_int32) for name in ("source", "scaling", "mantissa_bits", "bias", "count_bytes", "threads")),
         *((name, ctypes.c_float) for name in ("format_max", "saturates_above", "given", "scale_if_tiny")),
-        *((name, ctypes.c_int64) for name in ("next", "wild")),
+        *((name, ctypes.c_int64) for name in ("next", "wild", "failed")),
+        ("of_strips", ctypes.c_void_p),
     )
 
 
@@ -146,6 +146,50 @@ def quantize(
     if found is not scale_inv:
         scale_inv.copy_(found)
     return codes, scale_inv, _statistics(x, tile, format, counts, scale_inv) if statistics else None
+
+
+def quantize_summed(
+    x: torch.Tensor, tile: tuple[int, int], element_format: str, scale_kind: str, out: Out, parts: int
+) -> Summed | None:
+    """Do what :func:`quantize` does, into memory that fits, and sum up what it did; None if there is no kernel for it.
+
+    What is summed up lies in one piece of new memory: every allocation takes as long as a cast of a small matrix.
+    """
+    library = build.library()
+    scaling = SCALINGS.get(("te", scale_kind))
+    if library is None or scaling is None or x.dtype not in SOURCES or x.numel() == 0 or not _takes(tile):
+        return None
+    codes, scale_inv = out
+    rows, columns = x.shape
+    if x.stride(1) != 1 or not _has_rows(scale_inv) or rows % parts or (parts > 1 and rows // parts % tile[0]):
+        return None
+    words = -(-columns // 8)
+    memory = torch.empty(len(TOTALS) * parts + rows + words, dtype=torch.int64)
+    of_parts, of_rows, of_columns = torch.split(memory, [len(TOTALS) * parts, rows, words])
+    _run(
+        library, x, tile, format_of(element_format), codes, scaling=scaling, scale_inv=scale_inv,
+        scale_stride=scale_inv.stride(0), scale_if_tiny=torch.finfo(x.dtype).max, totals=of_parts, of_rows=of_rows,
+        of_columns=of_columns, rows_of_total=rows // parts,
+    )  # fmt: skip
+    return Summed(of_parts.view(torch.float64).view(parts, len(TOTALS)), of_rows, of_columns)
+
+
+def cast_job(
+    x: torch.Tensor, tile: tuple[int, int], element_format: str, scale_kind: str, scale_inv: torch.Tensor
+) -> CastJob | None:
+    """Return the cast of a matrix as a job for another kernel, which says where codes go; None if there is none.
+
+    The job knows where ``x`` and ``scale_inv`` lie, and does not keep them.
+    """
+    scaling = SCALINGS.get(("te", scale_kind))
+    if scaling is None or not x.is_cpu or x.dtype not in SOURCES or not _takes(tile) or x.stride(1) != 1:
+        return None
+    if not _has_rows(scale_inv):
+        return None
+    return _job(
+        x, tile, format_of(element_format), scaling=scaling, scale_inv=scale_inv, scale_stride=scale_inv.stride(0),
+        scale_if_tiny=torch.finfo(x.dtype).max,
+    )  # fmt: skip
 
 
 def amax(x: torch.Tensor) -> torch.Tensor | None:
@@ -323,17 +367,24 @@ def _run(
     codes: torch.Tensor | None = None,
     **more: Any,
 ) -> bool:
-    """Run one job; return whether it met a value that is infinite, NaN or too large for its scale.
+    """Run one job; return whether it met a value that is infinite, NaN or too large for its scale."""
+    job = _job(matrix, tile, format, codes, **more)
+    if not library.nemo_fp8_quantize(ctypes.byref(job)):
+        raise MemoryError("no memory for the sums of a cast")
+    return bool(job.wild)
 
-    Tensors are passed as their addresses.
-    """
+
+def _job(
+    matrix: torch.Tensor, tile: tuple[int, int], format: Format, codes: torch.Tensor | None = None, **more: Any
+) -> CastJob:
+    """Return a job that is ready to run. Tensors are passed as their addresses."""
     source = SOURCES[matrix.dtype]
     if codes is not None:
         more |= {
             "codes": codes,
             "codes_stride": matrix.shape[1] if codes.is_contiguous() else rows_of(codes, "codes").stride(0),
         }
-    job = _Job(
+    return CastJob(
         x=matrix.data_ptr(), rows=matrix.shape[0], cols=matrix.shape[1], stride=matrix.stride(0), tile_rows=tile[0],
         tile_cols=tile[1],
         source=PAIR if source == BF16 and tile[1] > 1 else source, mantissa_bits=format.mantissa_bits, bias=format.bias,
@@ -341,8 +392,6 @@ def _run(
         saturates_above=format.saturates_above,
         **{name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in more.items()},
     )  # fmt: skip
-    library.nemo_fp8_quantize(ctypes.byref(job))
-    return bool(job.wild)
 
 
 def _takes(tile: Tile) -> bool:

@@ -74,7 +74,7 @@ static void work_count4(void *argument) {
     way through = way_through(plan_for(j->rows, j->cols, 1, j->threads), &j->next);
     for (spot at = go_on(&through), next; at.row >= 0; at = next) {
         next = go_on(&through);
-        int64_t first = at.row * j->cols + at.column, width = least_of(STRIP, j->cols - at.column);
+        int64_t first = at.row * j->cols + at.column, width = at.width;
         widen_row((const char *)j->x + first * bytes_of(j->source), row, width, j->source);
         for (int64_t i = 0; i < width; i += VALUES) count_block(j, row + i, (first + i) / VALUES);
     }

@@ -2,7 +2,7 @@
    BF16 if that is asked for.
 
    A byte becomes one 32-bit word of two BF16 values, or two FP32 values. The magnitude of a code is the largest of three lines, one
-   for each grid: code / 2, code - 2 and 2 code - 8. With AVX-512 or AVX2 a vector holds a table of them, and BF16 is made by hand. */
+   for each grid: code / 2, code - 2 and 2 code - 8. With AVX-512 or AVX2 BF16 comes from tables, one for each block. */
 
 #include "fp8.h"
 
@@ -19,7 +19,7 @@ typedef struct fp4_decode_job {
     _Atomic int64_t next;
 } fp4_decode_job;
 
-typedef struct { float scale[BLOCKS], slots[STRIP / 2]; uint32_t row[STRIP] __attribute__((aligned(64))); } scratch4;
+typedef struct { float scale[BLOCKS], slots[STRIP / 2]; uint32_t fours[BLOCKS], row[STRIP] __attribute__((aligned(64))); } scratch4;
 
 /* E4M3 scales as floats: NaN is one code without its sign. */
 static void scales_back(const uint8_t *restrict scales, float *restrict to, int64_t n) {
@@ -47,18 +47,39 @@ static void bf16_row(const uint8_t *restrict codes, uint32_t *restrict out, int6
 }
 
 #ifdef BLOCK
-/* BF16 on vectors, 2 * LANES columns at a time. Returns how many columns are done. */
-static int64_t bf16_groups(const uint8_t *codes, uint16_t *out, int64_t n, const float *scale, int streams) {
-    const e2m1_values k = values_of_e2m1();
+/* BF16 on vectors, BLOCK columns at a time, by a table for each block. Its magnitudes are 0, and 4 and 6 times its scale, rounded, of
+   which the others lie one to three binades below: a number of BF16 keeps its mantissa where the exponent moves. These eight words
+   are 16 bytes, which is what a shuffle looks up: once for the lower bytes, and once for the upper ones with the signs.
+
+   Beneath a scale of 0 all are 0, since the subtraction saturates. `fits_table` says which scales keep to BF16's normal numbers. */
+INLINE int fits_table(float scale) { return bits(scale) == 0 || bits(scale) - bits(0x1p-120f) <= bits(0x1p120f) - bits(0x1p-120f); }
+
+/* Two numbers for each block, the second in the upper half; returns whether all scales fit. */
+static int fours_and_sixes(const float *restrict scale, uint32_t *restrict to, int64_t n) {
+    int fit = 1;
+    for (int64_t t = 0; t < n; t++) {
+        to[t] = rounded_to_bf16(4 * scale[t]) | rounded_to_bf16(6 * scale[t]) << 16;
+        fit &= fits_table(scale[t]);
+    }
+    return fit;
+}
+
+/* Returns how many columns are done. */
+static int64_t bf16_by_tables(const uint8_t *codes, uint16_t *out, int64_t n, const uint32_t *fours, int streams) {
+    const words less = V_EVERYWHERE(_mm_setr_epi16(0, 0x180, 0x100, 0x100, 0x80, 0x80, 0, 0)), nibbles = V(set1_epi16)(0x0f0f);
+    const words lows = V_EVERYWHERE(_mm_set1_epi64x(0x0e0c0a0806040200)), highs = V_EVERYWHERE(_mm_set1_epi64x(0x0f0d0b0907050301));
+    const words signs = V_EVERYWHERE(_mm_set_epi64x((int64_t)0x8080808080808080, 0));
     int64_t c = 0;
     streams = streams && ((uintptr_t)out & (BLOCK - 1)) == 0;
-    for (; c + 2 * LANES <= n; c += 2 * LANES) {
-        words bytes = spread_bytes(codes + c / 2);
-        reals factor = of_blocks(scale + c / VALUES);
-        words even = rounded(V(mul_ps)(look_up(bytes, k), factor)), odd = rounded(V(mul_ps)(look_up(V(srli_epi32)(bytes, 4), k), factor));
-        words two = upper_halves(even, odd);
-        if (streams) V_BITS(stream)((words *)(out + c), two);
-        else V_BITS(storeu)((words *)(out + c), two);
+    for (; c + BLOCK <= n; c += BLOCK) {
+        words magnitudes = V(subs_epu16)(of_their_blocks(fours + c / VALUES), less);
+        words low_bytes = V(shuffle_epi8)(magnitudes, lows);
+        words high_bytes = V_BITS(or)(V(shuffle_epi8)(magnitudes, highs), signs);
+        words both = in_words(codes + c / 2), each = V_BITS(and)(V_BITS(or)(both, V(slli_epi16)(both, 4)), nibbles);
+        words low = V(shuffle_epi8)(low_bytes, each), high = V(shuffle_epi8)(high_bytes, each), *to = (words *)(out + c), in_order[2];
+        join_halves(V(unpacklo_epi8)(low, high), V(unpackhi_epi8)(low, high), in_order);
+        if (streams) V_BITS(stream)(to, in_order[0]), V_BITS(stream)(to + 1, in_order[1]);
+        else V_BITS(storeu)(to, in_order[0]), V_BITS(storeu)(to + 1, in_order[1]);
     }
     return c;
 }
@@ -79,7 +100,7 @@ static void work_back4(void *argument) {
     way through = way_through(plan_for(j->rows, j->cols, 1, j->threads), &j->next);
     for (spot at = go_on(&through), next; at.row >= 0; at = next) {
         next = go_on(&through);
-        int64_t width = least_of(STRIP, j->cols - at.column), n = width / VALUES, first = at.row * j->cols + at.column;
+        int64_t width = at.width, n = width / VALUES, first = at.row * j->cols + at.column;
         if (next.row >= 0) {
             int64_t after = next.row * j->cols + next.column;
             ask_for(j->codes + after / 2, width / 2), ask_for(j->scales + after / VALUES, n);
@@ -95,7 +116,8 @@ static void work_back4(void *argument) {
         uint8_t *out = (uint8_t *)j->out + first * size;
         int64_t done = 0;
 #ifdef BLOCK
-        if (j->target == BF16) done = bf16_groups(j->codes + first / 2, (uint16_t *)out, width, w.scale, streams);
+        if (j->target == BF16 && fours_and_sixes(w.scale, w.fours, n))
+            done = bf16_by_tables(j->codes + first / 2, (uint16_t *)out, width, w.fours, streams);
 #endif
         if (done == width) continue;
         for (int64_t t = done / VALUES; t < n; t++) for (int64_t i = 0; i < VALUES / 2; i++) w.slots[t * (VALUES / 2) + i] = w.scale[t];

@@ -172,25 +172,52 @@ INLINE void pack_by_chance(const char *x, uint8_t *restrict out, int64_t n, cons
 }
 
 #ifdef BLOCK
-enum { UNIT = 8 * LANES /* columns whose codes are BLOCK bytes, or half of them */ };
+enum { UNIT = 8 * LANES /* columns whose codes fill a vector */, SPARE4 = 6 };
+
+/* As fp8_avx2.h rounds: a fused sum, whose upper half holds the grid and whose lower half counts its steps, and a multiplication that
+   adds the two. The code of an even column comes out as code << SPARE4, that of an odd one four bits further up. */
+typedef struct { words least, grid; reals magic; words even, odd; } grids;
+INLINE grids grids_of_e2m1(void) {
+    const uint32_t from = -(149 << 1) & 0xffff; /* 2**22, in whose binade the last place is 1/2, has the exponent 149 */
+#define CODE_AT(UP) V(set1_epi32)(1 << (16 + (UP) - 6) | 1 << (UP))
+    return (grids){V(set1_epi32)(127 << 23), V(set1_epi32)((int32_t)INFINITE), V(set1_ps)(value(149u << 23 | from)),
+                   CODE_AT(SPARE4), CODE_AT(SPARE4 + 4)};
+}
+INLINE words code_lanes(words magnitude, reals scale, grids k, words to) {
+    reals y = V(mul_ps)(REALS(magnitude), scale), grid = REALS(V_BITS(and)(V(max_epi32)(WORDS(y), k.least), k.grid));
+    return V(madd_epi16)(WORDS(V(fmadd_ps)(grid, k.magic, y)), to);
+}
+
+/* The codes of two vectors of columns, a pair in each 16-bit word, with the signs of x but for -0. */
+INLINE words code_pairs(const words *x, const reals *scale, grids k) {
+    const words upper = V(set1_epi32)(0x7fff0000), no_sign = V(set1_epi16)((int16_t)0x8000);
+    words codes[2], below[2];
+    UNROLLED
+    for (int g = 0; g < 2; g++) {
+        words even = code_lanes(V_BITS(and)(V(slli_epi32)(x[g], 16), upper), scale[g], k, k.even);
+        codes[g] = V_BITS(or)(even, code_lanes(V_BITS(and)(x[g], upper), scale[g], k, k.odd));
+        below[g] = V(subs_epu16)(x[g], no_sign);
+    }
+    words negative = V(min_epu8)(V(packus_epi16)(below[0], below[1]), V(set1_epi8)(1)); /* saturated, so 0 only where it was */
+    words signs = V(maddubs_epi16)(V(set1_epi16)((int16_t)0x8008), negative);
+    return V_BITS(or)(V(srli_epi16)(V(packus_epi32)(codes[0], codes[1]), SPARE4), signs);
+}
 
 /* The same for tame BF16 on vectors: UNIT columns at a time. Returns how many columns are done. */
 static int64_t pack_units(const uint16_t *x, uint8_t *out, int64_t n, const float *factor, const char *ask) {
-    const words positive = V(set1_epi32)(0x7fff7fff), upper = V(set1_epi32)(0x7fff0000);
     const grids k = grids_of_e2m1();
     int64_t c = 0;
     for (; c + UNIT <= n; c += UNIT) {
-        words codes[4];
+        words both[4];
+        reals scale[4];
         for (int64_t i = 0; i < 2 * UNIT; i += 64) _mm_prefetch(ask + 2 * c + i, _MM_HINT_T1);
         UNROLLED
         for (int g = 0; g < 4; g++) {
-            words both = V_BITS(loadu)((const words *)(x + c + g * 2 * LANES));
-            reals scale = of_blocks(factor + (c + g * 2 * LANES) / VALUES);
-            reals even = V(mul_ps)(REALS(V(slli_epi32)(V_BITS(and)(both, positive), 16)), scale);
-            reals odd = V(mul_ps)(REALS(V_BITS(and)(both, upper)), scale);
-            codes[g] = code_pairs(even, odd, both, k);
+            both[g] = V_BITS(loadu)((const words *)(x + c + g * 2 * LANES));
+            scale[g] = of_blocks(factor + (c + g * 2 * LANES) / VALUES);
         }
-        put_pairs(out + c / 2, codes);
+        words bytes = V(packus_epi16)(code_pairs(both, scale, k), code_pairs(both + 2, scale + 2, k));
+        V_BITS(storeu)((words *)(out + c / 2), twice_packed(bytes));
     }
     return c;
 }
@@ -311,7 +338,7 @@ static void work4(void *argument) {
     for (spot at = go_on(&through), next; at.row >= 0; at = next) {
         next = go_on(&through);
         spot ahead = next.row < 0 ? at : next;
-        int64_t width = least_of(STRIP, j->cols - at.column), last = least_of((at.row + 1) * high, j->rows);
+        int64_t width = at.width, last = least_of((at.row + 1) * high, j->rows);
         for (int64_t r = at.row * high; r < last; r += j->tile_rows) {
             int64_t later = ahead.row * high + r - at.row * high;
             cast_blocks(j, &w, x + r * step + at.column * size, step, r, least_of(j->tile_rows, last - r), at.column, width,

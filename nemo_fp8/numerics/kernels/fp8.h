@@ -23,7 +23,7 @@ enum { ROUNDS_TO_BF16 = 0 };
 #error "a pair of BF16 values is read as one word, of which the first is the lower half"
 #endif
 
-enum { STRIP = 2048, ROWS_OF_A_UNIT = 16, MAX_THREADS = 256, LARGE = 4 << 20 };
+enum { STRIP = 4096, ROWS_OF_A_UNIT = 16, MAX_THREADS = 256, LARGE = 4 << 20 };
 enum type { BF16, FP16, FP32, PAIR /* BF16, two at a time */ };
 
 #define INLINE static inline __attribute__((always_inline))
@@ -79,12 +79,18 @@ INLINE void round_row_to_bf16(const float *restrict from, uint16_t *restrict to,
 
 /* ------------------------------------------------------------------------------------------------- division of work */
 
-/* A unit of work is some rows of tiles, one strip wide. If there are enough rows for all threads, it is as wide as the matrix,
+/* A strip is a piece of a row of tiles: STRIP columns of tiles that are lower than a unit, since what each strip costs is much beside
+   so few values, and half of them of others, which stay in the caches with what is kept for each column, and with the next one.
+
+   A unit of work is some rows of tiles, one strip wide. If there are enough rows for all threads, it is as wide as the matrix,
    since memory is read faster in order. */
-typedef struct { int64_t strips, height, together, across, pieces, units, threads; } plan;
+typedef struct { int64_t cols, width, strips, height, together, across, pieces, units, threads; } plan;
+
+INLINE int64_t width_of_strip(int64_t tile_rows) { return tile_rows >= ROWS_OF_A_UNIT ? STRIP / 2 : STRIP; }
 
 static inline plan plan_for(int64_t rows, int64_t cols, int64_t tile_rows, int32_t threads) {
-    plan p = {.strips = (cols + STRIP - 1) / STRIP, .height = (rows + tile_rows - 1) / tile_rows, .threads = threads};
+    plan p = {.cols = cols, .width = width_of_strip(tile_rows), .threads = threads};
+    p.strips = (cols + p.width - 1) / p.width, p.height = (rows + tile_rows - 1) / tile_rows;
     p.together = (ROWS_OF_A_UNIT + tile_rows - 1) / tile_rows;
     int64_t high = (p.height + p.together - 1) / p.together;
     p.across = high >= 8 * threads ? p.strips : 1;
@@ -96,7 +102,7 @@ static inline plan plan_for(int64_t rows, int64_t cols, int64_t tile_rows, int32
 /* A thread's position in the strips. A thread takes its next unit before it has finished the last one, so that it knows one
    strip ahead what to prefetch. Units that are taken one after the other lie far apart in memory: threads that touch the same
    new page at the same time would all make the kernel clear it. */
-typedef struct { int64_t row, column; } spot; /* a row of tiles, and a column; at the end the row is -1 */
+typedef struct { int64_t row, column, width; } spot; /* a row of tiles, and columns; at the end the row is -1 */
 typedef struct { plan p; _Atomic int64_t *next; int64_t row, last_row, strip, first_strip, last_strip; } way;
 
 static inline way way_through(plan p, _Atomic int64_t *next) { return (way){.p = p, .next = next}; }
@@ -108,7 +114,7 @@ static inline spot go_on(way *w) {
             int64_t unit, apart = (w->p.units + w->p.threads - 1) / w->p.threads;
             do {
                 int64_t turn = atomic_fetch_add(w->next, 1);
-                if (turn >= apart * w->p.threads) return (spot){-1, 0};
+                if (turn >= apart * w->p.threads) return (spot){.row = -1};
                 unit = turn % w->p.threads * apart + turn / w->p.threads;
             } while (unit >= w->p.units);
             w->row = unit / w->p.pieces * w->p.together, w->last_row = least_of(w->row + w->p.together, w->p.height);
@@ -116,7 +122,8 @@ static inline spot go_on(way *w) {
             w->last_strip = least_of(w->strip + w->p.across, w->p.strips);
         }
     }
-    return (spot){w->row, w->strip * STRIP};
+    int64_t column = w->strip * w->p.width;
+    return (spot){w->row, column, least_of(w->p.width, w->p.cols - column)};
 }
 
 /* Runs the work on the threads of torch's own OpenMP, if Python found it (`parallel` is its GOMP_parallel): these spin for a

@@ -34,6 +34,12 @@ INLINE words round_lanes(reals y, steps k, int odd, reals *rounded) {
 /* Bytes packed from two vectors come with their halves interleaved. */
 INLINE words in_order(words bytes) { return _mm256_permute4x64_epi64(bytes, 0xd8); }
 
+/* Bytes in the order from which unpacking, which stays within halves too, brings them back; one of two bytes, by the sign of a third;
+   16 bytes in every half. */
+INLINE words to_unpack(words bytes) { return in_order(bytes); }
+INLINE words either(words negative, words yes, words no) { return _mm256_blendv_epi8(no, yes, negative); }
+#define V_EVERYWHERE(HALF) _mm256_broadcastsi128_si256(HALF)
+
 /* The 32 codes of which `evens` and `odds` hold every other one of 16, in order and with the signs of x; `magnitudes` lack them. */
 INLINE words join(const words *evens, const words *odds, words x0, words x1, words *magnitudes) {
     words a = _mm256_srli_epi16(_mm256_packs_epi32(evens[0], evens[1]), SPARE);
@@ -76,28 +82,9 @@ INLINE reals low_halves(words fp16) { return _mm256_cvtph_ps(_mm256_castsi256_si
 INLINE reals high_halves(words fp16) { return _mm256_cvtph_ps(_mm256_extracti128_si256(fp16, 1)); }
 
 /* FP4. A vector of words has two columns a word, and so one block of 16. */
-/* As round_lanes, above: the code of an even column comes out as code << 8, that of an odd one as code << 12. */
-typedef struct { reals least, infinite, magic; words even, odd; } grids;
-INLINE grids grids_of_e2m1(void) {
-    const uint32_t from = -(149 << 1) & 0xffff; /* 2**22, in whose binade the last place is 1/2, has the exponent 149 */
-    return (grids){_mm256_set1_ps(1), _mm256_set1_ps(value(INFINITE)), _mm256_set1_ps(value(149u << 23 | from)),
-                   _mm256_set1_epi32(1 << (16 + 8 - 6) | 1 << 8), _mm256_set1_epi32(1 << (16 + 12 - 6) | 1 << 12)};
-}
-INLINE words code_lanes(reals y, grids k, words halves) {
-    reals e = _mm256_and_ps(_mm256_max_ps(y, k.least), k.infinite);
-    return _mm256_madd_epi16(WORDS(_mm256_fmadd_ps(e, k.magic, y)), halves);
-}
-INLINE words code_pairs(reals even, reals odd, words x, grids k) { /* (even | odd << 4) << 8, with the signs of x but for -0 */
-    words above = _mm256_subs_epu16(x, _mm256_set1_epi16((int16_t)0x8000)), negative = _mm256_cmpgt_epi16(above, _mm256_setzero_si256());
-    words signs = _mm256_madd_epi16(negative, _mm256_set1_epi32((int32_t)(0x8000u << 16 | (0xffffu & -2048))));
-    return _mm256_or_si256(_mm256_or_si256(code_lanes(even, k, k.even), code_lanes(odd, k, k.odd)), signs);
-}
 INLINE reals of_blocks(const float *factor) { return _mm256_broadcast_ss(factor); }
-INLINE void put_pairs(uint8_t *to, const words *four) {
-    words low = _mm256_srli_epi16(_mm256_packus_epi32(four[0], four[1]), 8), high = _mm256_srli_epi16(_mm256_packus_epi32(four[2], four[3]), 8);
-    words bytes = _mm256_packus_epi16(low, high);
-    _mm256_storeu_si256((words *)to, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-}
+/* Words packed twice, in order again. */
+INLINE words twice_packed(words bytes) { return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
 enum { TOPS = 8 };
 INLINE void tops_of_blocks(const uint16_t *x, float *amax) {
     words v[8];
@@ -112,14 +99,15 @@ INLINE void tops_of_blocks(const uint16_t *x, float *amax) {
     _mm256_storeu_si256((words *)amax, _mm256_slli_epi32(_mm256_cvtepu16_epi32(tops), 16));
 }
 
-/* 2 * LANES codes, two a byte: each byte in a word of its own, whose low three bits are looked up; the fourth is the sign. */
-typedef struct { reals values; } e2m1_values;
-INLINE e2m1_values values_of_e2m1(void) {
-    static const float values[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-    return (e2m1_values){_mm256_loadu_ps(values)};
+/* Decoding, 32 columns and so two blocks, one for each half. Eight words of a block: 0, and its first or its second number. */
+INLINE words of_their_blocks(const uint32_t *two) {
+    int64_t both;
+    memcpy(&both, two, 8);
+    const __m128i first = _mm_setr_epi16(-1, 0x0100, 0x0100, 0x0302, 0x0100, 0x0302, 0x0100, 0x0302);
+    const __m128i second = _mm_or_si128(first, _mm_set1_epi8(4)); /* four bytes further on; -1 stays */
+    return _mm256_shuffle_epi8(_mm256_set1_epi64x(both), _mm256_setr_m128i(first, second));
 }
-INLINE words spread_bytes(const uint8_t *codes) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)); }
-INLINE reals look_up(words codes, e2m1_values k) {
-    reals sign = REALS(_mm256_slli_epi32(codes, 28)), negative = _mm256_set1_ps(-0.0f);
-    return _mm256_or_ps(_mm256_permutevar8x32_ps(k.values, codes), _mm256_and_ps(sign, negative));
+INLINE words in_words(const uint8_t *half) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)half)); }
+INLINE void join_halves(words firsts, words seconds, words *in_order) {
+    in_order[0] = _mm256_permute2x128_si256(firsts, seconds, 0x20), in_order[1] = _mm256_permute2x128_si256(firsts, seconds, 0x31);
 }

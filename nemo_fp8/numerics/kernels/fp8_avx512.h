@@ -82,6 +82,12 @@ INLINE __m128i fold_tops(words v) {
     return _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 
+/* Bytes in the order from which unpacking, which stays within quarters, brings them back; one of two bytes, by the sign of a third;
+   16 bytes in every quarter. */
+INLINE words to_unpack(words bytes) { return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes); }
+INLINE words either(words negative, words yes, words no) { return _mm512_mask_blend_epi8(_mm512_movepi8_mask(negative), no, yes); }
+#define V_EVERYWHERE(QUARTER) _mm512_broadcast_i32x4(QUARTER)
+
 /* 32 codes as the upper bytes of 16-bit words, evens in the lower half and odds in the upper one; and from floats back to BF16. */
 INLINE words widen_codes(const uint8_t *codes) {
     const __m128i evens = _mm_setr_epi8(-1, 0, -1, 2, -1, 4, -1, 6, -1, 8, -1, 10, -1, 12, -1, 14), one = _mm_set1_epi16(0x0100);
@@ -98,28 +104,12 @@ INLINE reals low_halves(words fp16) { return _mm512_cvtph_ps(_mm512_castsi512_si
 INLINE reals high_halves(words fp16) { return _mm512_cvtph_ps(_mm512_extracti64x4_epi64(fp16, 1)); }
 
 /* FP4. A vector of words has two columns a word, and so two blocks of 16. */
-/* As fp8_rows.h rounds, with a float for each grid whose last place is the grid's step, and whose low bits hold the code at which
-   the grid counts from 0: for |y| below 2, below 4 and below 7, whose exponents end in 15, 0 and 1. */
-typedef struct { reals step; } grids;
-INLINE grids grids_of_e2m1(void) {
-    float step[16] = {[15] = 4194304.0f, [0] = 8388608.0f + 2, [1] = 16777216.0f + 8};
-    return (grids){_mm512_loadu_ps(step)};
-}
-INLINE words code_lanes(reals y, grids k) { /* in the low byte */
-    words exponent = _mm512_srli_epi32(WORDS(_mm512_max_ps(y, _mm512_set1_ps(1))), 23);
-    return WORDS(_mm512_add_ps(y, _mm512_permutexvar_ps(exponent, k.step)));
-}
-INLINE words code_pairs(reals even, reals odd, words x, grids k) { /* even | odd << 4, with the signs of x but for -0 */
-    words negative = _mm512_min_epu16(_mm512_subs_epu16(x, _mm512_set1_epi16((int16_t)0x8000)), _mm512_set1_epi16(1));
-    words signs = _mm512_madd_epi16(negative, _mm512_set1_epi32(128 << 16 | 8));
-    return _mm512_ternarylogic_epi32(code_lanes(even, k), _mm512_slli_epi32(code_lanes(odd, k), 4), signs, 0xfe); /* or */
-}
 INLINE reals of_blocks(const float *factor) {
     return _mm512_mask_broadcastss_ps(_mm512_set1_ps(factor[0]), 0xff00, _mm_load_ss(factor + 1));
 }
-INLINE void put_pairs(uint8_t *to, const words *four) {
-    UNROLLED
-    for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i *)(to + 16 * i), _mm512_cvtepi32_epi8(four[i]));
+/* Words packed twice, in order again. */
+INLINE words twice_packed(words bytes) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
 }
 enum { TOPS = 16 };
 INLINE void tops_of_blocks(const uint16_t *x, float *amax) {
@@ -139,11 +129,15 @@ INLINE void tops_of_blocks(const uint16_t *x, float *amax) {
     _mm512_storeu_si512(amax, _mm512_slli_epi32(_mm512_cvtepu16_epi32(tops), 16));
 }
 
-/* 2 * LANES codes, two a byte: each byte in a word of its own, whose low four bits are looked up. */
-typedef struct { reals values; } e2m1_values;
-INLINE e2m1_values values_of_e2m1(void) {
-    static const float values[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-    return (e2m1_values){_mm512_loadu_ps(values)};
+/* Decoding, 64 columns and so four blocks, one for each quarter. Eight words of a block: 0, and its first or its second number. */
+INLINE words of_their_blocks(const uint32_t *four) {
+    const __m128i first = _mm_setr_epi16(-1, 0x0100, 0x0100, 0x0302, 0x0100, 0x0302, 0x0100, 0x0302);
+    const words further = _mm512_setr_epi64(0, 0, 0x0404040404040404, 0x0404040404040404, 0x0808080808080808, 0x0808080808080808,
+                                            0x0c0c0c0c0c0c0c0c, 0x0c0c0c0c0c0c0c0c); /* -1 stays */
+    return _mm512_shuffle_epi8(V_EVERYWHERE(_mm_loadu_si128((const __m128i *)four)), _mm512_or_si512(V_EVERYWHERE(first), further));
 }
-INLINE words spread_bytes(const uint8_t *codes) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)); }
-INLINE reals look_up(words codes, e2m1_values k) { return _mm512_permutexvar_ps(codes, k.values); }
+INLINE words in_words(const uint8_t *half) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)half)); }
+INLINE void join_halves(words firsts, words seconds, words *in_order) {
+    in_order[0] = _mm512_permutex2var_epi64(firsts, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), seconds);
+    in_order[1] = _mm512_permutex2var_epi64(firsts, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), seconds);
+}

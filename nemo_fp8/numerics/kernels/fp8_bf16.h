@@ -36,19 +36,16 @@ INLINE void cast_block(const uint16_t *x, uint8_t *to, int64_t c, row_options o,
         signals[i] = count == ADD && i < sums ? V(loadu_ps)(signal + LANES * i) : V(setzero_ps)();
         noises[i] = count == ADD && i < sums ? V(loadu_ps)(noise + LANES * i) : V(setzero_ps)();
     }
-    const int to_odd = columns ? 1 : sums; /* evens and odds have sums of their own: one chain of additions would be waited for */
+    const int to_odd = columns ? 1 : 0;
     UNROLLED
     for (int g = 0; g < 2; g++) {
         words of_group = g ? x1 : x0;
         const float *scale = o.scale + (columns ? c + g * GROUP : (c + (sums > 1 ? g * GROUP : 0)) >> o.shift);
         reals even = columns ? V(loadu_ps)(scale) : V(set1_ps)(*scale), odd = columns ? V(loadu_ps)(scale + LANES) : even;
-        int i = g * sums / 2;
+        int i = g * sums / 2; /* the first block of a sum */
         evens[g] = encode_lanes(V_BITS(and)(V(slli_epi32)(of_group, 16), upper), even, k, 0, count, signals + i, noises + i);
         odds[g] = encode_lanes(V_BITS(and)(of_group, upper), odd, k, 1, count, signals + i + to_odd, noises + i + to_odd);
     }
-    UNROLLED
-    for (int i = 0; i < sums && count && !columns; i++)
-        signals[i] = V(add_ps)(signals[i], signals[i + sums]), noises[i] = V(add_ps)(noises[i], noises[i + sums]);
     UNROLLED
     for (int i = 0; i < sums && count; i++) V(storeu_ps)(signal + LANES * i, signals[i]), V(storeu_ps)(noise + LANES * i, noises[i]);
     words magnitudes, out = join(evens, odds, x0, x1, &magnitudes);
@@ -125,8 +122,9 @@ INLINE void sum_tiles(const float *from, float *to, int64_t slots, int64_t width
     reals v[LANES];
     UNROLLED
     for (int64_t i = 0; i < LANES; i++) {
-        v[i] = V(setzero_ps)();
-        for (int64_t c = i * slots; c < least_of((i + 1) * slots, width); c += LANES) v[i] = V(add_ps)(v[i], V(loadu_ps)(from + c));
+        v[i] = i * slots < width ? V(loadu_ps)(from + i * slots) : V(setzero_ps)();
+        for (int64_t c = i * slots + LANES; c < least_of((i + 1) * slots, width); c += LANES)
+            v[i] = V(add_ps)(v[i], V(loadu_ps)(from + c));
     }
     V(storeu_ps)(to, sums_of(v));
 }
@@ -136,8 +134,8 @@ INLINE void least_of_16_tiles(const uint8_t *from, uint8_t *to, int64_t n, int64
     __m256i v[16];
     UNROLLED
     for (int64_t i = 0; i < 16; i++) {
-        v[i] = _mm256_set1_epi8(-1);
-        for (int64_t c = i * n; c < least_of((i + 1) * n, width); c += 32)
+        v[i] = i * n < width ? _mm256_loadu_si256((const __m256i *)(from + i * n)) : _mm256_set1_epi8(-1);
+        for (int64_t c = i * n + 32; c < least_of((i + 1) * n, width); c += 32)
             v[i] = _mm256_min_epu8(v[i], _mm256_loadu_si256((const __m256i *)(from + c)));
     }
 #define LESS_HALF(A, B, SIZE) _mm256_min_epu8(_mm256_unpacklo_epi##SIZE(A, B), _mm256_unpackhi_epi##SIZE(A, B))
@@ -165,11 +163,11 @@ INLINE void gather_wide(const counts *s, int64_t n, int64_t tiles, int64_t width
 /* The largest magnitudes of 8 tiles of n >= 32 BF16 values, as floats. */
 INLINE void tops_of_8(const uint16_t *x, int64_t n, float *amax) {
     words v[8];
+#define MAGNITUDES_AT(X) V_BITS(and)(V_BITS(loadu)((const words *)(X)), V(set1_epi16)(0x7fff))
     UNROLLED
     for (int t = 0; t < 8; t++) {
-        v[t] = V_BITS(setzero)();
-        for (int64_t c = 0; c < n; c += GROUP)
-            v[t] = V(max_epu16)(v[t], V_BITS(and)(V_BITS(loadu)((const words *)(x + t * n + c)), V(set1_epi16)(0x7fff)));
+        v[t] = MAGNITUDES_AT(x + t * n);
+        for (int64_t c = GROUP; c < n; c += GROUP) v[t] = V(max_epu16)(v[t], MAGNITUDES_AT(x + t * n + c));
     }
 #define MORE_HALF(A, B, SIZE) V(max_epu16)(V(unpacklo_epi##SIZE)(A, B), V(unpackhi_epi##SIZE)(A, B))
     UNROLLED

@@ -107,7 +107,6 @@ typedef void bf16_back_function(const uint8_t *, uint16_t *, int64_t, const floa
 BF16_BACK(e5m2_wide_back, 0, 0) BF16_BACK(e4m3_wide_back, 0, 1) BF16_BACK(e5m2_columns_back, 1, 0) BF16_BACK(e4m3_columns_back, 1, 1)
 static bf16_back_function *const DECODE_BF16[2][2] = {{e5m2_wide_back, e4m3_wide_back}, {e5m2_columns_back, e4m3_columns_back}};
 
-#if BLOCK == 32
 #include "fp8_tables.h"
 
 typedef struct { int there; tables of[STRIP / LEAST_FOR_TABLES]; } tables_of_strip;
@@ -124,7 +123,6 @@ static void decode_by_tables(const uint8_t *codes, uint16_t *out, int64_t n, con
     streams = streams && ((uintptr_t)out & 63) == 0;
     for (int64_t c = 0; c < n; c += wide, of++) look_up_tile(codes + c, out + c, least_of(wide, n - c), of, e4m3 ? 1 : 2, streams);
 }
-#endif
 
 /* Scales for `decode_group`; returns whether all are finite. */
 static int scales_of_lanes(const float *restrict scale, float *restrict to, int64_t n, float factor, int columns) {
@@ -141,15 +139,15 @@ static int scales_of_lanes(const float *restrict scale, float *restrict to, int6
 typedef struct {
     float scale[STRIP], lanes[STRIP], slots[STRIP];
     uint32_t row[STRIP] __attribute__((aligned(64)));
-#if BLOCK == 32
+#ifdef BLOCK
     tables_of_strip tables;
 #endif
 } scratch_back;
 
-static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_t c0, int64_t grid) {
+static void strip_back(const decode_job *j, scratch_back *w, spot at, int64_t grid) {
     int64_t size = bytes_of(j->target);
     int streams = large(j->rows * j->cols * size), spread = 0, e4m3 = j->mantissa_bits == 3;
-    int64_t width = least_of(STRIP, j->cols - c0), n = (width + j->tile_cols - 1) / j->tile_cols;
+    int64_t row = at.row, c0 = at.column, width = at.width, n = (width + j->tile_cols - 1) / j->tile_cols;
     int by_floats = ROUNDS_TO_BF16 && j->target != FP32; /* a row of floats, and then of BF16 */
     int64_t wide = j->tile_cols / (j->target == PAIR && !by_floats ? 2 : 1);
     uint32_t wild_scale = 0;
@@ -162,8 +160,6 @@ static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_
 #ifdef BLOCK
     int columns = j->tile_cols == 1, shift = 63 - __builtin_clzll((uint64_t)j->tile_cols);
     int vectors = j->target != FP32 && (columns || j->tile_cols >= 32) && scales_of_lanes(w->scale, w->lanes, n, e4m3 ? 256 : 1, columns);
-#endif
-#if BLOCK == 32
     w->tables.there = 0;
     if (vectors && j->tile_cols >= LEAST_FOR_TABLES) make_tables_of_strip(w->lanes, n, e4m3, &w->tables);
 #endif
@@ -172,13 +168,11 @@ static void strip_back(const decode_job *j, scratch_back *w, int64_t row, int64_
         int tame = !wild_scale && all_numbers(codes, width, e4m3 ? 0x7f : 0x7c);
         ask_for(codes + j->cols, width);
         char *out = (char *)j->out + (r * j->cols + c0) * size;
-#if BLOCK == 32
+#ifdef BLOCK
         if (tame && w->tables.there) {
             decode_by_tables(codes, (uint16_t *)out, width, w->tables.of, j->tile_cols, e4m3, streams);
             continue;
         }
-#endif
-#ifdef BLOCK
         if (tame && vectors) {
             DECODE_BF16[columns][e4m3](codes, (uint16_t *)out, width, w->lanes, shift, streams);
             continue;
@@ -201,7 +195,7 @@ static void work_back(void *argument) {
     scratch_back w;
     int64_t grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
     way through = way_through(plan_for(j->rows, j->cols, j->tile_rows, j->threads), &j->next);
-    for (spot at = go_on(&through); at.row >= 0; at = go_on(&through)) strip_back(j, &w, at.row, at.column, grid);
+    for (spot at = go_on(&through); at.row >= 0; at = go_on(&through)) strip_back(j, &w, at, grid);
     streamed();
 }
 

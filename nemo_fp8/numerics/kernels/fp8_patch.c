@@ -1,7 +1,8 @@
 /* Patches of bit patterns, in the format of nemo_fp8/rollout/refit/patch.py: found and written on one side, read and added on the other.
 
        find    one pass over the old rows and the new ones skips what is equal, takes the new words over, carries the sums of a
-               fingerprint (fp8_sums.c) through them, and writes each patch as soon as its last word was seen
+               fingerprint (fp8_sums.c) through them, and writes each patch as soon as its last word was seen; new rows that are
+               codes are made here, a few at a time, and compared while they are in a cache: they never go to memory
        add     a patch is read, and refused if it is none, before its first difference is added
 
    Threads take whole patches, so nobody waits for the lists of another. Each has sums of its own for the columns and adds them to the
@@ -9,10 +10,11 @@
 
 #include <stdlib.h>
 
-#include "fp8.h"
+#include "fp8_job.h"
 
 enum {
     AT_A_TIME = 512, /* words of a row that are compared before the next ones */
+    MADE = 1 << 18,  /* bytes of codes that a thread makes before it compares them: fewer than its second-level cache has */
     AHEAD = 24       /* positions of a patch, whose memory is asked for so early: each lies in another line of it */
 };
 
@@ -78,7 +80,8 @@ typedef struct patch { int64_t steps, others, bytes, changed, largest; } patch;
 
 typedef struct find_job {
     uint8_t *old;      /* rows of `row_bytes` bytes, of which the first is row `first_row` of the tensor; the new ones in the end */
-    const uint8_t *now;
+    const uint8_t *now; /* the new rows; or NULL, and `cast` makes them */
+    const job *cast;
     uint8_t *out;      /* the patches, each at the offset of its first row */
     patch *patches;    /* each is of `patch_rows` rows, but for the last */
     const part *parts;
@@ -130,7 +133,13 @@ INLINE int64_t words_in(const uint8_t *old, const uint8_t *now, int64_t from, in
     int64_t n = 0, at = from;
     for (; at + 64 <= end; at += 64) {
         uint64_t which = others_in(old + at, now + at);
+#if defined(__AVX512VL__)
+        __m256i all = _mm256_add_epi32(_mm256_set1_epi32((int)(at / 8)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        _mm256_storeu_si256((__m256i *)(words + n), _mm256_maskz_compress_epi32((__mmask8)which, all));
+        n += __builtin_popcountll(which);
+#else
         for (int i = 0; i < 8; i++) words[n] = (uint32_t)(at / 8 + i), n += which >> i & 1;
+#endif
     }
     for (; at < end; at += 8) words[n] = (uint32_t)(at / 8), n += memcmp(old + at, now + at, (size_t)least_of(8, end - at)) != 0;
     return n;
@@ -164,10 +173,9 @@ INLINE void carry(const find_job *j, lists *l, int64_t row, const uint32_t *word
     }
 }
 
-INLINE void compare_row(const find_job *j, lists *l, int64_t row, int64_t element, int width) {
+INLINE void compare_row(const find_job *j, lists *l, int64_t row, const uint8_t *now, int64_t element, int width) {
     uint8_t *old = j->old + row * j->row_bytes;
-    const uint8_t *now = j->now + row * j->row_bytes;
-    uint32_t words[AT_A_TIME + 1]; /* one more is written, and not counted */
+    uint32_t words[AT_A_TIME + 8]; /* up to eight more are written, and not counted */
     uint64_t by[AT_A_TIME];
     for (int64_t at = 0; at < j->row_bytes; at += 8 * AT_A_TIME) {
         int64_t n = words_in(old, now, at, least_of(at + 8 * AT_A_TIME, j->row_bytes), words);
@@ -198,11 +206,24 @@ static void write_patch(const lists *l, int64_t strip, int width, uint8_t *out, 
     for (int64_t i = 0; i < others; i++, out += width) put_difference(out, l->by[i], width);
 }
 
-INLINE void find_patch(const find_job *j, lists room, int64_t number, int width) {
+/* How many rows are made at a time: whole tiles. */
+static int64_t rows_made(const find_job *j) {
+    int64_t high = j->cast->tile_rows, tiles = MADE / j->row_bytes / high;
+    return high * (tiles > 0 ? tiles : 1);
+}
+
+/* `made` is memory for rows that are made here. Returns whether they could be. */
+INLINE int find_patch(const find_job *j, lists room, uint8_t *made, int64_t number, int width) {
     int64_t first = number * j->patch_rows, end = least_of(first + j->patch_rows, j->rows), across = j->row_bytes / width;
     lists l = room; /* one of its own, so that its counts can be kept in registers */
-    for (int64_t row = first; row < end; row++) compare_row(j, &l, row, (row - first) * across, width);
+    for (int64_t row = first, some; row < end; row += some) {
+        const uint8_t *now = made ? made : j->now + row * j->row_bytes;
+        some = made ? least_of(rows_made(j), end - row) : end - row;
+        if (made && !nemo_fp8_quantize_rows(j->cast, row, some, made)) return 0;
+        for (int64_t r = 0; r < some; r++) compare_row(j, &l, row + r, now + r * j->row_bytes, (row + r - first) * across, width);
+    }
     write_patch(&l, (end - first) * across, width, j->out + first * j->row_bytes, j->patches + number);
+    return 1;
 }
 
 static void work_find(void *argument) {
@@ -210,20 +231,24 @@ static void work_find(void *argument) {
     int64_t most = j->patch_rows * (j->row_bytes / j->width), words = 0, count = (j->rows + j->patch_rows - 1) / j->patch_rows;
     for (int i = 0; i < j->parts_count; i++) words += j->parts[i].last_word - j->parts[i].first_word;
     uint32_t *room = malloc((size_t)most * 3 * sizeof *room);
+    uint8_t *made = j->cast ? malloc((size_t)(rows_made(j) * j->row_bytes)) : NULL;
+    int good = room && (made || !j->cast);
     lists l = {room, room + most, room + 2 * most, .columns = calloc((size_t)words + 1, sizeof *l.columns)};
-    if (!room || !l.columns) atomic_store(&j->failed, 1);
-    else for (int64_t number; (number = atomic_fetch_add(&j->next, 1)) < count;)
-        j->width == 1 ? find_patch(j, l, number, 1) : j->width == 2 ? find_patch(j, l, number, 2) : find_patch(j, l, number, 4);
-    if (room && l.columns) {
+    good = good && l.columns;
+    for (int64_t number; good && (number = atomic_fetch_add(&j->next, 1)) < count;)
+        good = j->width == 1 ? find_patch(j, l, made, number, 1) : j->width == 2 ? find_patch(j, l, made, number, 2)
+                                                                               : find_patch(j, l, made, number, 4);
+    if (!good) atomic_store(&j->failed, 1);
+    if (l.columns) {
         int64_t *mine = l.columns;
         for (const part *p = j->parts; p < j->parts + j->parts_count; p++)
             for (int64_t i = 0; i < p->last_word - p->first_word; i++, mine++)
                 if (*mine) __atomic_fetch_add(p->of_columns + i, *mine, __ATOMIC_RELAXED);
     }
-    free(room), free(l.columns);
+    free(room), free(made), free(l.columns);
 }
 
-/* Returns whether all went well: not if a thread had no memory for its lists. */
+/* Returns whether all went well: not if a thread had no memory for its lists, or for codes. */
 int nemo_fp8_find(find_job *j) {
     share(work_find, j, j->threads, j->parallel);
     return !j->failed;

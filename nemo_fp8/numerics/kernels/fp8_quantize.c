@@ -5,12 +5,18 @@
    values), the second multiplies, rounds and stores. Main memory is read once and written once: while a strip is
    cast the next one is prefetched, and large results are streamed past the caches, which saves reading what is overwritten.
 
+   What the cast did to the values is kept for each tile, or, where only sums are wanted, for each of some equal parts of the rows:
+   then nothing of a tile is stored. A row of codes can be summed up for a fingerprint (fp8_sums.c) while it is in the first-level
+   cache.
+
    A strip is tame if none of its values is too large for its scale, infinite or NaN. Tame BF16 runs on vectors if the
    processor has AVX-512 or AVX2 (fp8_bf16.h); everything else runs in plain C (fp8_rows.h).
 
    Python (cpu.py) fills in a job and makes all choices. Compile without -ffast-math and with -ffp-contract=off. */
 
-#include "fp8.h"
+#include <stdlib.h>
+
+#include "fp8_job.h"
 #include "fp8_rows.h"
 #ifdef BLOCK
 #include "fp8_bf16.h"
@@ -18,21 +24,12 @@
 
 enum scaling { GIVEN, TE, TE_POW2, DEEPGEMM, DEEPGEMM_POW2, E8M0 };
 
-typedef struct job {
-    const void *x;                                /* rows x cols, `stride` elements from row to row */
-    uint8_t *codes;                               /* rows x cols, `codes_stride` from row to row */
-    void *scale_inv;                              /* one a tile: floats, or bytes for E8M0; `scale_stride` from row to row */
-    float *norm, *error_norm;                     /* one a tile, NULL if not wanted; these and all that follow lie in one piece of memory */
-    float *amax;                                  /* may be wanted alone */
-    void *underflow;                              /* `count_bytes` each: 1 for tiles of few elements, else 4 */
-    void *saturated, *nonfinite;                  /* likewise; or both NULL, and `wild` becomes 1 if any of them is not 0 */
-    uint8_t *least, *largest;
-    parallel_function *parallel;
-    int64_t rows, cols, stride, codes_stride, scale_stride, tile_rows, tile_cols;
-    int32_t source, scaling, mantissa_bits, bias, count_bytes, threads;
-    float format_max, saturates_above, given, scale_if_tiny;
-    _Atomic int64_t next, wild;
-} job;
+INLINE int counted(const job *j) { return j->norm || j->totals; }
+INLINE int64_t height_of(const job *j) { return (j->rows + j->tile_rows - 1) / j->tile_rows; } /* rows of tiles */
+INLINE int64_t strips_of(const job *j) { /* of a row of tiles */
+    int64_t width = width_of_strip(j->tile_rows);
+    return (j->cols + width - 1) / width;
+}
 
 /* The scratch memory of a thread: one entry for each column or each tile of a strip. */
 typedef struct {
@@ -40,8 +37,9 @@ typedef struct {
     float amax[STRIP], scale[STRIP], scale_inv[STRIP], slots[STRIP];
     float signal[STRIP], noise[STRIP];
     int32_t underflow[STRIP], saturated[STRIP], nonfinite[STRIP];
-    uint8_t least[STRIP], largest[STRIP], row[STRIP] __attribute__((aligned(64)));
+    uint8_t least[STRIP], largest[STRIP], row[STRIP + 64] __attribute__((aligned(64))); /* what follows is aligned, too */
     counts counts;
+    uint64_t *columns; /* this thread's part of of_columns */
 } scratch;
 
 typedef struct { const job *j; scratch *w; int64_t rows, width, tiles; const char *x; } strip; /* x: its first value */
@@ -204,8 +202,7 @@ static void unscale_roots(float *restrict sums, const float *restrict scale_inv,
 
 /* What is kept for each tile lies in one piece of memory, from the norms to the largest codes. */
 static int64_t bytes_of_counts(const job *j) {
-    int64_t high = (j->rows + j->tile_rows - 1) / j->tile_rows, grid = (j->cols + j->tile_cols - 1) / j->tile_cols;
-    return (char *)j->largest - (char *)j->norm + high * grid;
+    return (char *)j->largest - (char *)j->norm + height_of(j) * ((j->cols + j->tile_cols - 1) / j->tile_cols);
 }
 
 /* Stores complete in order: one that waits for its cache line delays all that follow, once for each kind of statistics. */
@@ -231,27 +228,82 @@ static void store_counts(const job *j, scratch *w, int64_t at, int64_t n, int ta
     put(j->largest + at, w->largest, n, streams);
 }
 
+/* The same summed up over the tiles of a strip; roots are rounded to floats as there, and their squares are added as doubles. */
+static total total_of(scratch *w, int64_t n, int tame) {
+    total sum = {0};
+    unscale_roots(w->signal, w->scale_inv, n), unscale_roots(w->noise, w->scale_inv, n);
+    for (int64_t t = 0; t < n; t++) {
+        sum.signal += (double)w->signal[t] * w->signal[t], sum.noise += (double)w->noise[t] * w->noise[t];
+        sum.largest = w->amax[t] > sum.largest ? w->amax[t] : sum.largest, sum.underflow += w->underflow[t];
+        if (!tame) sum.saturated += w->saturated[t], sum.nonfinite += w->nonfinite[t];
+    }
+    return sum;
+}
+
+/* In the order of the strips, so that the same values have the same sums whatever thread had which of them. */
+static void add_up_strips(const job *j) {
+    memset(j->totals, 0, (size_t)(j->rows / j->rows_of_total) * sizeof(total));
+    int64_t height = height_of(j), strips = strips_of(j), of_one = (j->rows_of_total + j->tile_rows - 1) / j->tile_rows;
+    for (int64_t i = 0; i < height * strips; i++) {
+        const total *from = j->of_strips + i;
+        total *to = j->totals + i / strips / of_one;
+        to->signal += from->signal, to->noise += from->noise, to->saturated += from->saturated;
+        to->largest = from->largest > to->largest ? from->largest : to->largest;
+        to->underflow += from->underflow, to->nonfinite += from->nonfinite;
+    }
+}
+
 /* --------------------------------------------------------------------------------------------------- one row of tiles */
 
-static void cast_strip(const strip *s, uint8_t *codes, format f, int tame) {
+/* Puts n codes of a row in their place, and adds them to the sums of their columns; returns the sum of their words. They lie in the
+   first-level cache, and may be followed by up to 7 bytes of anything. */
+INLINE uint64_t put_and_sum(uint8_t *to, uint8_t *codes, int64_t n, uint64_t *restrict columns, int streams) {
+    uint64_t sum = 0, word;
+    int64_t i = 0;
+#ifdef BLOCK
+    if (streams && ((uintptr_t)to & (BLOCK - 1)) == 0) {
+        words all = V_BITS(setzero)();
+        for (; i + BLOCK <= n; i += BLOCK) {
+            words some = V_BITS(loadu)((const words *)(codes + i)), *column = (words *)(columns + i / 8);
+            V_BITS(stream)((words *)(to + i), some);
+            V_BITS(storeu)(column, V(add_epi64)(V_BITS(loadu)(column), some)), all = V(add_epi64)(all, some);
+        }
+        uint64_t lanes[BLOCK / 8];
+        V_BITS(storeu)((words *)lanes, all);
+        for (int lane = 0; lane < BLOCK / 8; lane++) sum += lanes[lane];
+    }
+#endif
+    put(to + i, codes + i, n - i, streams);
+    if (n % 8) memset(codes + n, 0, (size_t)(8 - n % 8));
+    for (; i < n; i += 8) memcpy(&word, codes + i, 8), columns[i / 8] += word, sum += word;
+    return sum;
+}
+
+INLINE void add_to_row(const job *j, int64_t row, uint64_t sum) { /* of several strips other threads may have the others */
+    if (strips_of(j) == 1) j->of_rows[row] = (int64_t)sum;
+    else __atomic_fetch_add(j->of_rows + row, (int64_t)sum, __ATOMIC_RELAXED);
+}
+
+static void cast_strip(const strip *s, uint8_t *codes, spot at, format f, int tame) {
     const job *j = s->j;
     scratch *w = s->w;
     int64_t step = j->stride * bytes_of(j->source), per = j->source == PAIR ? 2 : 1, wide = j->tile_cols / per;
     const float *slots = w->scale;
-    int streams = large(j->rows * j->cols), any = 0;
+    int streams = large(j->rows * j->cols), any = 0, beside = streams || j->of_rows;
     if (j->tile_cols > 1) {
         for (int64_t t = 0; t < s->tiles; t++) for (int64_t i = 0; i < wide; i++) w->slots[t * wide + i] = w->scale[t];
         slots = w->slots;
     }
     for (int64_t r = 0; r < s->rows; r++) {
         const char *x = s->x + r * step;
-        uint8_t *out = codes + r * j->codes_stride, *row = streams ? w->row : out;
+        uint8_t *out = codes + r * j->codes_stride, *row = beside ? w->row : out;
         if (r + 1 < s->rows) ask_for(x + step, s->width * bytes_of(j->source));
-        CAST[j->source][tame][j->norm ? r ? ADD : SET : NONE](x, row, s->width, slots, f, &w->counts);
-        if (j->norm) any |= count_row(x, row, s->width, j->source, r > 0, &w->counts);
-        if (streams) stream(out, row, s->width);
+        CAST[j->source][tame][counted(j) ? r ? ADD : SET : NONE](x, row, s->width, slots, f, &w->counts);
+        if (counted(j)) any |= count_row(x, row, s->width, j->source, r > 0, &w->counts);
+        if (j->of_rows) add_to_row(j, at.row * j->tile_rows + r, put_and_sum(out, row, s->width, w->columns + at.column / 8, streams));
+        else if (beside) stream(out, row, s->width);
     }
-    if (j->norm) gather(s, tame, any);
+    if (counted(j)) gather(s, tame, any);
 }
 
 #ifdef BLOCK
@@ -263,20 +315,27 @@ static void largest_codes(const float *restrict amax, const float *restrict scal
     for (int64_t t = 0; t < WHOLE(n); t++) to[t] = (uint8_t)encode(bits(amax[t]), scale[t], f, 1, NONE, NULL, 0);
 }
 
-static void cast_strip_bf16(const strip *s, uint8_t *codes, format f, const steps *k, const char *ask) {
+static void cast_strip_bf16(const strip *s, uint8_t *codes, spot at, format f, const steps *k, const char *ask) {
     const job *j = s->j;
     scratch *w = s->w;
-    int columns = j->tile_cols == 1;
-    row_options o = {w->scale, w->underflow, 63 - __builtin_clzll((uint64_t)j->tile_cols), large(j->rows * j->cols)};
+    int columns = j->tile_cols == 1, streams = large(j->rows * j->cols);
+    row_options o = {w->scale, w->underflow, 63 - __builtin_clzll((uint64_t)j->tile_cols), streams && !j->of_rows};
     if (columns) apart(w->scale, w->slots, s->width, 0), o.scale = w->slots;
-    else if (j->norm) memset(w->underflow, 0, (size_t)s->tiles * 4);
-    for (int64_t first = 0; first < s->rows; first += ABREAST)
+    else if (counted(j)) memset(w->underflow, 0, (size_t)s->tiles * 4);
+    for (int64_t first = 0; first < s->rows; first += ABREAST) {
+        int64_t last = least_of(first + ABREAST, s->rows);
+        uint64_t of_rows[ABREAST] = {0};
         for (int64_t c = 0; c < s->width; c += PIECE)
-            for (int64_t r = first; r < least_of(first + ABREAST, s->rows); r++)
-                CAST_BF16[columns][j->norm ? r ? ADD : SET : NONE](
-                    (const uint16_t *)s->x + r * j->stride, codes + r * j->codes_stride, c, least_of(c + PIECE, s->width),
-                    ask + r * j->stride * 2, &o, k, &w->counts);
-    if (!j->norm) return;
+            for (int64_t r = first, end = least_of(c + PIECE, s->width); r < last; r++) {
+                uint8_t *out = codes + r * j->codes_stride, *row = j->of_rows ? w->row : out;
+                CAST_BF16[columns][counted(j) ? r ? ADD : SET : NONE](
+                    (const uint16_t *)s->x + r * j->stride, row, c, end, ask + r * j->stride * 2, &o, k, &w->counts);
+                if (row == out) continue;
+                of_rows[r - first] += put_and_sum(out + c, row + c, end - c, w->columns + (at.column + c) / 8, streams);
+            }
+        for (int64_t r = first; r < last && j->of_rows; r++) add_to_row(j, at.row * j->tile_rows + r, of_rows[r - first]);
+    }
+    if (!counted(j)) return;
     int64_t there = (s->width + BLOCK - 1) / BLOCK * BLOCK, n = s->tiles;
     if (columns) {
         apart(w->counts.signal, w->signal, there, 1), apart(w->counts.noise, w->noise, there, 1);
@@ -303,7 +362,7 @@ INLINE steps steps_of(format f) { (void)f; return (steps){0}; }
 /* Returns whether the strip is tame. */
 static int work_on(const job *j, format f, const steps *k, scratch *w, spot at, spot next) {
     int64_t r0 = at.row * j->tile_rows, grid = (j->cols + j->tile_cols - 1) / j->tile_cols, tile = at.column / j->tile_cols;
-    strip s = {j, w, least_of(j->tile_rows, j->rows - r0), least_of(STRIP, j->cols - at.column), 0, first_of(j, at)};
+    strip s = {j, w, least_of(j->tile_rows, j->rows - r0), at.width, 0, first_of(j, at)};
     s.tiles = (s.width + j->tile_cols - 1) / j->tile_cols;
 
     int streams = j->norm && large(bytes_of_counts(j));
@@ -321,10 +380,11 @@ static int work_on(const job *j, format f, const steps *k, scratch *w, spot at, 
 #ifdef BLOCK
     int bf16 = j->source == BF16 || j->source == PAIR;
     if (tame && bf16 && (j->tile_cols == 1 || j->tile_cols >= 32))
-        cast_strip_bf16(&s, codes, f, k, first_of(j, next.row < 0 ? at : next));
+        cast_strip_bf16(&s, codes, at, f, k, first_of(j, next.row < 0 ? at : next));
     else
 #endif
-        cast_strip(&s, codes, f, tame);
+        cast_strip(&s, codes, at, f, tame);
+    if (j->totals) j->of_strips[at.row * strips_of(j) + at.column / width_of_strip(j->tile_rows)] = total_of(w, s.tiles, tame);
     if (j->norm) store_counts(j, w, at.row * grid + tile, s.tiles, tame, streams);
     return tame;
 }
@@ -334,6 +394,9 @@ static int work_on(const job *j, format f, const steps *k, scratch *w, spot at, 
 static void work(void *argument) {
     job *j = argument;
     scratch w;
+    int64_t wide = j->of_rows ? (j->cols + 7) / 8 : 0;
+    w.columns = calloc((size_t)wide + 1, 8);
+    if (!w.columns) { j->failed = 1; return; }
     uint32_t drop = 23 - (uint32_t)j->mantissa_bits, least = 128 - (uint32_t)j->bias;
     float magic = value((127 + drop) << 23 | (-(least << j->mantissa_bits) & 0xff));
     format f = {drop, least << 23, bits(j->format_max), magic, j->saturates_above};
@@ -344,10 +407,29 @@ static void work(void *argument) {
         if (!work_on(j, f, &k, &w, at, next)) j->wild = 1;
     }
     streamed();
+    for (int64_t i = 0; i < wide; i++) __atomic_fetch_add(j->of_columns + i, (int64_t)w.columns[i], __ATOMIC_RELAXED);
+    free(w.columns);
 }
 
-void nemo_fp8_quantize(job *j) {
+/* Returns whether all went well: not if there was no memory for sums. */
+int nemo_fp8_quantize(job *j) {
     if (j->codes && j->codes_stride == j->cols) expect(j->codes, j->rows * j->cols);
     if (j->norm) expect(j->norm, bytes_of_counts(j));
+    if (j->totals && !(j->of_strips = malloc((size_t)(height_of(j) * strips_of(j)) * sizeof(total)))) return 0;
+    if (j->of_rows) {
+        if (strips_of(j) > 1) memset(j->of_rows, 0, (size_t)j->rows * 8);
+        memset(j->of_columns, 0, (size_t)((j->cols + 7) / 8) * 8);
+    }
     share(work, j, j->threads, j->parallel);
+    if (j->totals) add_up_strips(j), free(j->of_strips);
+    return !j->failed;
+}
+
+/* Casts some rows of a job on this thread, into codes of their own; `first` is the first row of a tile. */
+int nemo_fp8_quantize_rows(const job *all, int64_t first, int64_t rows, uint8_t *codes) {
+    job j = *all;
+    int64_t scales = first / j.tile_rows * j.scale_stride * (j.scaling == E8M0 ? 1 : 4);
+    j.x = (const char *)j.x + first * j.stride * bytes_of(j.source), j.scale_inv = (char *)j.scale_inv + scales;
+    j.rows = rows, j.codes = codes, j.codes_stride = j.cols, j.threads = 1;
+    return nemo_fp8_quantize(&j);
 }

@@ -19,8 +19,9 @@
 enum counting { NONE, SET, ADD };
 
 typedef struct {
-    float signal[STRIP]; /* not a multiple of 4 KiB from `noise`, else loads here seem to depend on stores there */
+    float signal[STRIP];
     uint8_t lost[STRIP]; /* counts nonzero values that became zero */
+    uint8_t apart[STRIP / 4]; /* `signal` and `noise` are no multiple of 4 KiB apart, else loads here seem to depend on stores there */
     float noise[STRIP];
     int32_t saturated[STRIP], nonfinite[STRIP];
     uint8_t least[STRIP], largest[STRIP]; /* least: stored as code - 1, so that a zero code wraps to the largest value */

@@ -1,4 +1,4 @@
-/* Tame codes to BF16 by tables, on the vectors of AVX2: under one scale the codes of two binades say what all others become.
+/* Tame codes to BF16 by tables, on vectors: under one scale the codes of two binades say what all others become.
 
    A product keeps its mantissa, rounding included, when its exponent moves. Therefore the 32 codes from zero on are multiplied and
    rounded, once a tile, and each of its codes takes one of them, byte by byte (16 entries are what a shuffle looks up), plus
@@ -15,7 +15,7 @@
 enum { LEAST_FOR_TABLES = 128 };
 
 typedef struct { uint8_t low[32], high[32]; } tables; /* the bytes of the first 16 codes, then of the next 16 */
-typedef struct { reals codes[4]; int step; } first_codes;
+typedef struct { __m256 codes[4]; int step; } first_codes;
 
 INLINE first_codes first_codes_of(int e4m3) { /* as FP16 has them; an E4M3 number is 256 times larger */
     first_codes f = {.step = e4m3 ? 1 : 2};
@@ -29,40 +29,47 @@ INLINE first_codes first_codes_of(int e4m3) { /* as FP16 has them; an E4M3 numbe
 
 INLINE int fits_tables(float scale) { return bits(scale) - bits(0x1p-80f) <= bits(0x1p80f) - bits(0x1p-80f); }
 
+/* AVX-512, too, makes them in vectors of 32 bytes: these are all the bytes there are. */
 INLINE void make_tables(float scale, const first_codes *f, tables *to) {
-    words u[4];
+    __m256i u[4];
     UNROLLED
-    for (int i = 0; i < 4; i++) u[i] = _mm256_srli_epi32(rounded(_mm256_mul_ps(f->codes[i], _mm256_set1_ps(scale))), 16);
-    words first = _mm256_packus_epi32(u[0], u[1]), next = _mm256_packus_epi32(u[2], u[3]), byte = _mm256_set1_epi16(0xff);
+    for (int i = 0; i < 4; i++) {
+        __m256i y = _mm256_castps_si256(_mm256_mul_ps(f->codes[i], _mm256_set1_ps(scale)));
+        __m256i odd = _mm256_and_si256(_mm256_srli_epi32(y, 16), _mm256_set1_epi32(1));
+        u[i] = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(y, _mm256_set1_epi32(0x7fff)), odd), 16);
+    }
+    __m256i first = _mm256_packus_epi32(u[0], u[1]), next = _mm256_packus_epi32(u[2], u[3]), byte = _mm256_set1_epi16(0xff);
     next = _mm256_sub_epi16(next, _mm256_set1_epi16((int16_t)(f->step << 8)));
-    words low = _mm256_packus_epi16(_mm256_and_si256(first, byte), _mm256_and_si256(next, byte));
-    words high = _mm256_packus_epi16(_mm256_srli_epi16(first, 8), _mm256_srli_epi16(next, 8));
-    const words order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* two packs have interleaved the halves twice */
-    _mm256_storeu_si256((words *)to->low, _mm256_permutevar8x32_epi32(low, order));
-    _mm256_storeu_si256((words *)to->high, _mm256_permutevar8x32_epi32(high, order));
+    __m256i low = _mm256_packus_epi16(_mm256_and_si256(first, byte), _mm256_and_si256(next, byte));
+    __m256i high = _mm256_packus_epi16(_mm256_srli_epi16(first, 8), _mm256_srli_epi16(next, 8));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* two packs have interleaved the halves twice */
+    _mm256_storeu_si256((__m256i *)to->low, _mm256_permutevar8x32_epi32(low, order));
+    _mm256_storeu_si256((__m256i *)to->high, _mm256_permutevar8x32_epi32(high, order));
 }
 
-#define TWICE(BYTES) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(BYTES)))
+#define EVERYWHERE(BYTES) V_EVERYWHERE(_mm_loadu_si128((const __m128i *)(BYTES)))
 
 /* n columns of one tile. */
 INLINE void look_up_tile(const uint8_t *codes, uint16_t *out, int64_t n, const tables *t, int step, int streams) {
-    const words first_low = TWICE(t->low), next_low = TWICE(t->low + 16), first_high = TWICE(t->high), next_high = TWICE(t->high + 16);
-    const words nibble = _mm256_set1_epi8(15), signs = _mm256_set1_epi8(-128);
-    const words firsts = _mm256_setr_epi64x(128, 128, 128, 128); /* an upper half of 0 or 8 is that of one of the first 16 codes */
-    const words counted = _mm256_set1_epi64x(0x0706050403020100 * step), sums = _mm256_blend_epi32(counted, _mm256_or_si256(counted, signs), 0xcc);
-    for (int64_t c = 0; c < n; c += 32) {
-        uint8_t padded[32] = {0};
-        uint16_t beyond[32], *to = out + c;
+    const words first_low = EVERYWHERE(t->low), next_low = EVERYWHERE(t->low + 16);
+    const words first_high = EVERYWHERE(t->high), next_high = EVERYWHERE(t->high + 16);
+    const words nibble = V(set1_epi8)(15);
+    const words firsts = V_EVERYWHERE(_mm_set1_epi64x(128)); /* an upper half of 0 or 8 is that of one of the first 16 codes */
+    const int64_t counted = 0x0706050403020100 * step, signs = (int64_t)0x8080808080808080;
+    const words sums = V_EVERYWHERE(_mm_set_epi64x(counted | signs, counted));
+    for (int64_t c = 0; c < n; c += BLOCK) {
+        uint8_t padded[BLOCK] = {0};
+        uint16_t beyond[BLOCK], *to = out + c;
         const uint8_t *from = codes + c;
-        if (n - c < 32) memcpy(padded, from, (size_t)(n - c)), from = padded, to = beyond;
-        words both = in_order(_mm256_loadu_si256((const words *)from)); /* so that unpacking leaves them in order */
-        words below = _mm256_and_si256(both, nibble), above = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-        words is_first = _mm256_shuffle_epi8(firsts, above), sum = _mm256_shuffle_epi8(sums, above);
-#define LOOK_UP(BYTES) _mm256_blendv_epi8(_mm256_shuffle_epi8(next_##BYTES, below), _mm256_shuffle_epi8(first_##BYTES, below), is_first)
-        words low = LOOK_UP(low), high = _mm256_add_epi8(LOOK_UP(high), sum);
-        words left = _mm256_unpacklo_epi8(low, high), right = _mm256_unpackhi_epi8(low, high);
-        if (streams && to != beyond) _mm256_stream_si256((words *)to, left), _mm256_stream_si256((words *)to + 1, right);
-        else _mm256_storeu_si256((words *)to, left), _mm256_storeu_si256((words *)to + 1, right);
+        if (n - c < BLOCK) memcpy(padded, from, (size_t)(n - c)), from = padded, to = beyond;
+        words both = to_unpack(V_BITS(loadu)((const words *)from));
+        words below = V_BITS(and)(both, nibble), above = V_BITS(and)(V(srli_epi16)(both, 4), nibble);
+        words is_first = V(shuffle_epi8)(firsts, above), sum = V(shuffle_epi8)(sums, above);
+#define LOOK_UP(BYTES) either(is_first, V(shuffle_epi8)(first_##BYTES, below), V(shuffle_epi8)(next_##BYTES, below))
+        words low = LOOK_UP(low), high = V(add_epi8)(LOOK_UP(high), sum);
+        words left = V(unpacklo_epi8)(low, high), right = V(unpackhi_epi8)(low, high);
+        if (streams && to != beyond) V_BITS(stream)((words *)to, left), V_BITS(stream)((words *)to + 1, right);
+        else V_BITS(storeu)((words *)to, left), V_BITS(storeu)((words *)to + 1, right);
         if (to == beyond) memcpy(out + c, beyond, (size_t)(n - c) * 2);
     }
 }

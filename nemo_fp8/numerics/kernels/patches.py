@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_fp8.numerics.kernels import build
-from nemo_fp8.numerics.kernels.cpu import parallel, threads
+from nemo_fp8.numerics.kernels.cpu import CastJob, parallel, threads
 
 Bytes = NDArray[np.uint8]
 Found = tuple[int, int, Bytes, int, int]
@@ -45,7 +45,7 @@ class _FindJob(ctypes.Structure):
     """`struct find_job` of the C source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("old", "now", "out", "patches", "parts", "parallel")),
+        *((name, ctypes.c_void_p) for name in ("old", "now", "cast", "out", "patches", "parts", "parallel")),
         *((name, ctypes.c_int64) for name in ("rows", "row_bytes", "first_row", "patch_rows")),
         ("sign", ctypes.c_uint32),
         *((name, ctypes.c_int32) for name in ("width", "parts_count", "threads")),
@@ -64,29 +64,38 @@ class _AddJob(ctypes.Structure):
 
 
 def find(
-    old: torch.Tensor, new: torch.Tensor, out: Bytes, *, row: int, patch_rows: int, sign: int, parts: Sequence[Part]
-) -> list[Found] | None:
+    old: torch.Tensor, new: torch.Tensor | CastJob, out: Bytes, *, row: int, patch_rows: int, sign: int,
+    parts: Sequence[Part],
+) -> list[Found] | None:  # fmt: skip
     """Take new rows over into old ones, and return a patch for every ``patch_rows`` of them; None without a kernel.
 
     ``old`` and ``new`` are contiguous matrices of one shape and dtype, of which the first row is number ``row`` of the
-    tensor. ``out`` is memory for the patches, as large as they are; what is returned lies there. ``sign`` is the bit of
-    the sign in a pattern. The sums of ``parts`` are carried; rows must be whole words if there are any.
+    tensor. Instead of new codes the cast that makes them may be given: it is run a few rows at a time, and its scales
+    are there afterwards; patches end where its tiles end. ``out`` is memory for the patches, as large as they are; what
+    is returned lies there. ``sign`` is the bit of the sign in a pattern. The sums of ``parts`` are carried; rows must
+    be whole words if there are any.
     """
     library = build.library()
     if library is None:
         return None
-    assert old.shape == new.shape
     assert old.is_contiguous()
-    assert new.is_contiguous()
-    assert len(out) >= new.nbytes
-    made = np.empty((-(-len(new) // patch_rows), 5), np.int64)
+    assert len(out) >= old.nbytes
+    if isinstance(new, torch.Tensor):
+        assert old.shape == new.shape
+        assert new.is_contiguous()
+        now = {"now": new.data_ptr()}
+    else:
+        assert old.shape == (new.rows, new.cols)
+        assert patch_rows % new.tile_rows == 0
+        now = {"cast": ctypes.addressof(new)}
+    made = np.empty((-(-len(old) // patch_rows), 5), np.int64)
     carried = (Part * len(parts))(*parts)
-    row_bytes = new.shape[1] * new.itemsize
+    row_bytes = old.shape[1] * old.itemsize
     job = _FindJob(
-        old=old.data_ptr(), now=new.data_ptr(), out=out.ctypes.data, patches=made.ctypes.data,
+        **now, old=old.data_ptr(), out=out.ctypes.data, patches=made.ctypes.data,
         parts=ctypes.addressof(carried), parts_count=len(parts), parallel=parallel(),
-        rows=len(new), row_bytes=row_bytes, first_row=row, patch_rows=patch_rows, sign=sign, width=new.itemsize,
-        threads=threads(new) if len(made) > 1 else 1,
+        rows=len(old), row_bytes=row_bytes, first_row=row, patch_rows=patch_rows, sign=sign, width=old.itemsize,
+        threads=threads(old) if len(made) > 1 else 1,
     )  # fmt: skip
     if not library.nemo_fp8_find(ctypes.byref(job)):
         raise MemoryError("no memory for the lists of what changed")
