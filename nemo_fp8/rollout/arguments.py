@@ -20,9 +20,10 @@ from typing import Any
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.naming import load
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.preflight.answers import answer
 from nemo_fp8.preflight.engine import require
 from nemo_fp8.preflight.machine import Machine
-from nemo_fp8.preflight.support import ROUNDED, UNSUPPORTED, answer
+from nemo_fp8.preflight.support import ROUNDED, UNSUPPORTED
 from nemo_fp8.render.vllm import options_of_plugin, to_vllm
 
 log = logging.getLogger(__name__)

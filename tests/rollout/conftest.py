@@ -33,8 +33,9 @@ class Here:
     vLLM's own answers."""
 
     def __init__(self):
+        from nemo_fp8.preflight.answers import answer
         from nemo_fp8.preflight.machine import Machine
-        from nemo_fp8.preflight.support import AMX, CPU, answer
+        from nemo_fp8.preflight.support import AMX, CPU
 
         self.machine, self.answer = Machine.here(), answer
         self.amx = answer("rollout-fp8", self.machine).way == AMX

@@ -14,7 +14,7 @@ from nemo_fp8.numerics import quantize
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import fingerprint
 from nemo_fp8.rollout.refit.channel import LARGEST
-from nemo_fp8.rollout.refit.ledger import Kept, Ledger, Plane, Room
+from nemo_fp8.rollout.refit.ledger import Cast, Kept, Ledger, Plane, Room
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
 from nemo_fp8.rollout.refit.patch import LONGEST, PATTERNS, SCALES, VALUES, decode, encode, size_of
@@ -169,6 +169,37 @@ SHAPES = [
     ((9, 3), 4),
 ]
 OF_WIDTH = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 32)], ids=str)
+def test_codes_are_compared_as_they_are_made(block, monkeypatch):
+    """The patches, bits, sums and scales of a cast that the kernel runs by itself, of few rows at a time, are those of
+    codes that were there; a cast that patches would cut is run as a whole."""
+    operand, shape = Operand("e4m3", block, "e8m0" if block[0] == 1 else "fp32"), (640, 4224)
+    before = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    after = before + (before * 2**-8 * (torch.rand(shape) < 0.1)).bfloat16()
+    after[300, 7] = 1e30  # one block needs other scales, and the slow way
+    coded = [quantize(x, operand) for x in (before, after)]
+    planes = [Plane(shape, torch.float8_e4m3fn, {"all": ((0, 640), (0, 4224))}) for _ in range(3)]
+    for plane in planes:
+        plane.put(0, coded[0].data)
+        assert plane.digest("all")
+    monkeypatch.setattr("nemo_fp8.rollout.refit.ledger.quantize_into", None)  # the kernel casts
+    found = []
+    for plane, rows in zip(planes[:2], (None, 256), strict=True):
+        scales = torch.empty_like(coded[1].scale_inv)
+        cast = Cast(after, operand, torch.empty(shape, dtype=torch.float8_e4m3fn), scales)
+        new = coded[1].data if rows is None else cast
+        found.append([(*row, raw.tobytes()) for *row, raw in plane.change(0, new, 256, Room())])
+        assert rows is None or torch.equal(scales.view(torch.uint8), coded[1].scale_inv.view(torch.uint8))
+    assert found[0] == found[1] != []
+    assert planes[0].digest("all") == planes[1].digest("all") != planes[2].digest("all")
+    assert torch.equal(planes[1].matrix.view(torch.uint8), coded[1].data.view(torch.uint8))
+    if block[0] > 1:
+        assert cast.job(100) is None
+        monkeypatch.undo()
+        assert [*planes[2].change(0, cast, 100, Room())]
+        assert planes[2].digest("all") == planes[1].digest("all")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from nemo_fp8 import Precision, PrecisionError
 from nemo_fp8.export import HuggingFace, export, verify
 from nemo_fp8.export.logprobs import reads_codes
-from nemo_fp8.models.selection import Selection
+from nemo_fp8.models.units import Selection
 from nemo_fp8.preflight.machine import Machine
 
 FP32 = Precision(rollout="fp8")

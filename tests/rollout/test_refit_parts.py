@@ -15,7 +15,7 @@ import torch
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import Entry, Manifest, fingerprint
 from nemo_fp8.rollout.refit.control import refusal
-from nemo_fp8.rollout.refit.fingerprint import Fingerprint
+from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums
 from nemo_fp8.rollout.refit.memory import MOST_MAPPED, Mappings, Opened, Shared
 from nemo_fp8.rollout.refit.wire import capacity, cut
 
@@ -204,19 +204,22 @@ def test_a_killed_sender_leaves_nothing_behind():
         Opened(handle)
 
 
-def test_a_fingerprint_depends_on_every_bit_and_not_on_the_cuts():
-    x = torch.randn(300, 48).bfloat16()
+@pytest.mark.parametrize("rows", [300, 5000], ids=["few", "many"])
+def test_a_fingerprint_depends_on_every_bit_and_not_on_the_cuts(rows):
+    x = torch.randn(rows, 48).bfloat16()
     whole = fingerprint(x)
-    parts = Fingerprint()
+    parts, closed = Fingerprint(), Fingerprint()
     for part in (x[:128], x[128:129], x[129:]):
         parts.add(part)
-    assert parts.digest() == whole
+        closed.add_sums(*(sums.clone() for sums in _sums(part)[:2]), 96)
+    closed.close()
+    assert parts.digest() == closed.digest() == closed.digest() == whole
     flipped = x.clone()
     flipped.view(torch.int16)[150, 20] ^= 1
     swapped = x.clone()
     swapped[[3, 200]] = swapped[[200, 3]]
     turned = x.flip(1)
-    assert len({whole, *map(fingerprint, (flipped, swapped, turned, x[:-1], x.view(600, 24)))}) == 6
+    assert len({whole, *map(fingerprint, (flipped, swapped, turned, x[:-1], x.view(2 * rows, 24)))}) == 6
 
 
 def test_entries_know_where_they_may_be_cut():

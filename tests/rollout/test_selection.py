@@ -7,8 +7,9 @@ from support.rollout.in_process import build, reference, same_bits
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.models.layout import Parallel
-from nemo_fp8.models.selection import Kept, decoder_layer, stored
+from nemo_fp8.models.selection import Kept, decoder_layer
 from nemo_fp8.models.shapes import Model
+from nemo_fp8.models.stored import stored
 from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.engine.report import grid_report
 from nemo_fp8.rollout.engine.selection import reason_to_keep, reason_to_keep_experts

@@ -17,7 +17,8 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.models.selection import contract_of, part_names
+from nemo_fp8.models.selection import contract_of
+from nemo_fp8.models.units import part_names
 from nemo_fp8.render.vllm import PLUGIN, from_plugin, options_of_plugin
 from nemo_fp8.rollout.engine import compatibility, experts, kv
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod

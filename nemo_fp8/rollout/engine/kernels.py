@@ -91,8 +91,7 @@ def refuse_second_quantization(kernel: str, weight: Operand, e8m0: bool) -> None
             f"{kernel} with E8M0 scales, under a contract of FP32 weight scales.",
             "vLLM would decode the codes and quantize them again for it.",
             "os.environ.update(nemo_fp8.rollout.environment(precision)) before the engine starts "
-            "(VLLM_USE_DEEP_GEMM_E8M0=0), "
-            "or set weight_scale='pow2' and activation_scale='pow2'.",
+            "(VLLM_USE_DEEP_GEMM_E8M0=0), or set weight_scale='pow2' and activation_scale='pow2'.",
         )
 
 

@@ -18,8 +18,9 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.platforms import current_platform
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.preflight.answers import answer
 from nemo_fp8.preflight.machine import Machine
-from nemo_fp8.preflight.support import GPU, ROUNDED, VLLM_CHECK, answer
+from nemo_fp8.preflight.support import GPU, ROUNDED, VLLM_CHECK
 
 LARGEST = 448.0  # of E4M3
 MAGNITUDES = 1 << 15  # the bits of a BF16 number without its sign

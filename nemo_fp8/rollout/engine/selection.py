@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.models.selection import SHAPE, part_names, why_kept, why_kept_by_name
+from nemo_fp8.models.selection import SHAPE, why_kept, why_kept_by_name
+from nemo_fp8.models.units import part_names
 
 
 def reason_to_keep(precision: Precision, name: str, layers: int, packed: Mapping[str, Sequence[str]]) -> str | None:

@@ -2,10 +2,12 @@
 
     rows of bytes, as 64-bit words w[i, j];   fingerprint = BLAKE2b( shape, all sum_j w[i, j], all sum_i w[i, j] )
 
-Both sums wrap. One changed element changes the sums of its row and its column. Rows that changed places change the
-order of the row sums, and columns that of the column sums. So a fingerprint finds what goes wrong between memories: a
-tensor that was not written, or is torn, stale, or off by one. The trade-off: it does not protect against somebody who
-makes two tensors look alike; a cryptographic hash of every byte would take several times as long as the push itself.
+Both sums wrap. Many sums of rows, as of a stack of experts, are made fewer before they are hashed: sixteenths of them
+are added up, with the weights 1, 3, 5 ... 31. One changed element changes the sums of its row and its column. Rows that
+changed places change the order of the row sums, and columns that of the column sums. So a fingerprint finds what goes
+wrong between memories: a tensor that was not written, or is torn, stale, or off by one. The trade-off: it does not
+protect against somebody who makes two tensors look alike; a cryptographic hash of every byte would take several times
+as long as the push itself.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import torch
 from nemo_fp8.numerics import kernels
 
 DIGITS = 16
+MANY, PARTS = 4096, 16
+"""So many sums of rows, and more, become 16 times fewer: to hash a number takes longer than to add it."""
 MAGNITUDES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -26,7 +30,7 @@ class Fingerprint:
     def __init__(self) -> None:
         self._rows: list[torch.Tensor] = []
         self._columns: torch.Tensor | None = None
-        self._width = 0
+        self._width, self._count = 0, 0
 
     def add(self, rows: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Add the next rows; copy them ``into`` memory of their shape and dtype, if given; return the rows' largest
@@ -43,10 +47,14 @@ class Fingerprint:
         if done is None and into is not None:
             into.copy_(rows)
         of_rows, of_columns, largest = _sums(matrix) if done is None else done
-        self._width = matrix.shape[1] * matrix.itemsize
+        self.add_sums(of_rows, of_columns, matrix.shape[1] * matrix.itemsize)
+        return largest
+
+    def add_sums(self, of_rows: torch.Tensor, of_columns: torch.Tensor, width: int) -> None:
+        """Add the next rows, of ``width`` bytes, of which somebody else has made the sums."""
+        self._width, self._count = width, self._count + len(of_rows)
         self._rows.append(of_rows)
         self._columns = of_columns if self._columns is None else self._columns + of_columns
-        return largest
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of what came, by row and by column: both of a changed word change by as much as the word."""
@@ -55,13 +63,21 @@ class Fingerprint:
             self._rows = [torch.cat(self._rows)]
         return self._rows[0], self._columns
 
+    def close(self) -> None:
+        """Keep no more of the sums than ``digest`` needs: all rows have come."""
+        self._rows = self._hashed()
+
     def digest(self) -> str:
         """Return sixteen hexadecimal digits. The sums stay on the tensor's device until here."""
-        rows = sum(of_rows.shape[0] for of_rows in self._rows)
-        whole = hashlib.blake2b(f"{rows}x{self._width}".encode(), digest_size=DIGITS // 2)
+        whole = hashlib.blake2b(f"{self._count}x{self._width}".encode(), digest_size=DIGITS // 2)
         if self._columns is not None:
-            whole.update(torch.cat([*self._rows, self._columns]).cpu().numpy().data)
+            whole.update(torch.cat([*self._hashed(), self._columns]).cpu().numpy().data)
         return whole.hexdigest()
+
+    def _hashed(self) -> list[torch.Tensor]:
+        """Return the sums of rows as they are hashed: fewer, if they are many and all of them are there."""
+        there = sum(len(of_rows) for of_rows in self._rows)
+        return [_fewer(torch.cat(self._rows))] if there == self._count >= MANY else self._rows
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,6 +95,15 @@ def _sums(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     words = raw.view(torch.int64)
     low, high = torch.aminmax(matrix, dim=1) if matrix.dtype in MAGNITUDES else (words.new_zeros(len(words)),) * 2
     return words.sum(1), words.sum(0), torch.maximum(-low, high).float()
+
+
+def _fewer(of_rows: torch.Tensor) -> torch.Tensor:
+    """Add up the sixteenths of some sums. All weights are odd, so that no bit of a row's sum is lost."""
+    parts = torch.nn.functional.pad(of_rows, (0, -len(of_rows) % PARTS)).view(PARTS, -1)
+    total = parts[0].clone()
+    for i in range(1, PARTS):
+        total.add_(parts[i], alpha=2 * i + 1)
+    return total
 
 
 def fingerprint(*tensors: torch.Tensor) -> str:

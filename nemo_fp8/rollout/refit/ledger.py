@@ -30,6 +30,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import decode_e8m0, format_of
 from nemo_fp8.numerics.kernels import patches
+from nemo_fp8.numerics.kernels.cpu import CastJob, cast_job
 from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import SCALES as SUFFIX
@@ -61,6 +62,31 @@ Filled = tuple[Sequence[Sequence[int]], int]
 """What lies in a full buffer, and the bytes used."""
 
 
+@dataclass
+class Cast:
+    """Rows of codes that need not be there yet: the kernel that compares makes a few at a time, in its cache."""
+
+    values: torch.Tensor
+    operand: Operand
+    codes: torch.Tensor
+    scales: torch.Tensor
+    """Memory for all codes, and for the scales, which are there once the codes were made."""
+
+    def made(self) -> torch.Tensor:
+        """Quantize all rows, and return their codes on the CPU."""
+        quantize_into(self.values, self.operand, self.codes, self.scales)
+        return self.codes.cpu()
+
+    def job(self, rows: int) -> CastJob | None:
+        """Return the cast for a kernel that makes patches of so many rows; None if there is none for that."""
+        block, format, kind = self.operand.block, self.operand.format, self.operand.scale
+        assert block is not None
+        return None if rows % block[0] else cast_job(self.values, block, format, kind, self.scales)
+
+
+Rows = torch.Tensor | Cast
+
+
 class Plane:
     """A tensor of bit patterns that an engine holds, and the fingerprints of the parts that its workers hold."""
 
@@ -78,25 +104,28 @@ class Plane:
         self.top: int | None = None
         """The largest pattern without its sign, or an upper bound of it; None if it has to be looked for."""
 
-    def put(self, row: int, new: torch.Tensor) -> None:
+    def put(self, row: int, rows: Rows) -> None:
         """Note rows from ``row`` on, whatever was there."""
+        new = rows.made() if isinstance(rows, Cast) else rows
         self.matrix[row : row + len(new)].copy_(new)
         self.prints.clear()
         self.top = None
 
-    def change(self, row: int, new: torch.Tensor, patch_rows: int, room: Room) -> Iterator[Change]:
+    def change(self, row: int, rows: Rows, patch_rows: int, room: Room) -> Iterator[Change]:
         """Note rows that may have changed, and yield a patch for every ``patch_rows`` of them in which one has.
 
         A patch lies in ``room`` until the next rows are noted.
         """
-        old = self.matrix[row : row + len(new)]
-        out = room.of("patches", (new.nbytes,), torch.uint8).numpy()
+        new = (rows.job(patch_rows) or rows.made()) if isinstance(rows, Cast) else rows
+        old = self.matrix[row : row + len(rows.values if isinstance(rows, Cast) else rows)]
+        out = room.of("patches", (old.nbytes,), torch.uint8).numpy()
         kept = {part: print_.sums() for part, print_ in self.prints.items() if part in self.words}
         found = patches.find(
             old, new, out, row=row, patch_rows=patch_rows, sign=self.sign,
             parts=[_part(self.words[part], *sums) for part, sums in kept.items()],
         )  # fmt: skip
         if found is None:
+            new = rows.made() if isinstance(rows, Cast) else rows
             found = self._find(old, new, row, patch_rows, kept)
         for i, (steps, others, raw, changed, largest) in enumerate(found):
             if changed:
@@ -104,7 +133,7 @@ class Plane:
                 self.changed += changed
                 self.top = None if self.top is None else max(self.top, largest)
                 first = i * patch_rows
-                yield row + first, min(patch_rows, len(new) - first), steps, others, raw
+                yield row + first, min(patch_rows, len(old) - first), steps, others, raw
 
     def _find(
         self, old: torch.Tensor, new: torch.Tensor, row: int, patch_rows: int, kept: Mapping[str, Sums]
@@ -193,9 +222,9 @@ class Kept:
         self.as_reference = True
         """Whether all codes and scales that were held against the reference cast were its."""
 
-    def strips(self, tensor: torch.Tensor, verify: bool, room: Room) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def strips(self, tensor: torch.Tensor, verify: bool, room: Room) -> Iterator[tuple[int, int, Rows]]:
         """Yield what the engine makes of a tensor, strip by strip: plane, first row, rows. These may lie in ``room``,
-        until the next strip is asked for."""
+        until the next strip is asked for, and then codes have been made."""
         rows, columns = matrix_of(self.entry.shape)
         if self.operand is None or self.entry.is_codes:
             matrix, step = tensor.detach().cpu().resolve_neg().reshape(rows, columns), max(1, STRIP // columns)
@@ -211,10 +240,11 @@ class Kept:
                 values = matrix[row : row + step]
                 codes = room.of("codes", tuple(values.shape), torch.float8_e4m3fn, values.device)
                 scales = room.of("scales", grid_of(tuple(values.shape), self.operand.block), kind, values.device)
-                quantize_into(values, self.operand, codes, scales)
+                cast = Cast(values, self.operand, codes, scales)
+                made = cast.made() if verify else cast
                 if verify:
                     self._compare(values, codes, scales)
-                yield VALUES, m * each + row, codes.cpu()
+                yield VALUES, m * each + row, made
                 yield SCALES, m * -(-each // high) + row // high, scales.cpu()
 
     def _compare(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -226,6 +256,14 @@ class Kept:
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in ((codes, expected), (scales, inverse))
         )
         self.as_reference = self.as_reference and all(same)
+
+    def patch_rows(self, what: int, elements: int, size: int) -> int:
+        """Return the rows of a patch of about so many elements and at most ``size`` bytes: whole blocks of codes, if as
+        many fit."""
+        plane = self.planes[what]
+        rows = max(1, elements // plane.columns)
+        high = self.operand.block[0] if self.operand is not None and self.operand.block and what == VALUES else 1
+        return max(rows // high, 1) * high if high * plane.columns <= size else rows
 
     def digest(self, part: str) -> str:
         """Return the fingerprint of a part, as receipts have it."""
@@ -326,7 +364,7 @@ class Ledger:
             if any(kept.digest(part) != print_ for part, print_ in one.fingerprints.items()):
                 self._send_whole(i, "The trainer's quantization has other bits than the engine's")
 
-    def _strips(self, i: int, tensor: torch.Tensor) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    def _strips(self, i: int, tensor: torch.Tensor) -> Iterator[tuple[int, int, int, Rows]]:
         """Yield new rows of planes: number of the tensor, plane, first row, rows. Note a tensor that goes whole."""
         entry = self.manifest[i]
         codes = self.manifest.places[entry.name.removesuffix(SUFFIX)] if self.manifest.is_scales(entry) else None
@@ -358,7 +396,7 @@ class Ledger:
         free, used, heads = None, 0, list[Piece | Patch]()
         for i, what, first, new in self._come(tensors):
             plane = self.kept[i].planes[what]
-            patch_rows = max(1, min(PATCH, size // new.itemsize) // plane.columns)
+            patch_rows = self.kept[i].patch_rows(what, min(PATCH, size // plane.values.itemsize), size)
             for row, rows, steps, others, raw in plane.change(first, new, patch_rows, self.room):
                 if used + len(raw) > size or len(heads) == most:
                     yield heads, used
@@ -372,7 +410,7 @@ class Ledger:
         going = ((self.manifest[i].name, self.whole[i].values) for i in self.going())
         yield from cut(going, self.manifest, buffer, self.whole)  # type: ignore[arg-type]
 
-    def _come(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    def _come(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[int, int, int, Rows]]:
         """Check every tensor that comes, and yield its strips."""
         came = set[int]()
         for name, tensor in tensors:

@@ -44,6 +44,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
+        """The bytes of the tensor."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property
@@ -149,6 +150,7 @@ class Manifest(Sequence[Entry]):
 
     @property
     def bytes(self) -> int:
+        """The bytes of all tensors together."""
         return sum(entry.bytes for entry in self)
 
     def scales_of(self, entry: Entry) -> Entry | None:

@@ -153,4 +153,5 @@ def _decode_positions(raw: Bytes, strip: int, count: int) -> Positions:
 
 
 def no_patch(why: str) -> PrecisionError:
+    """Return the error for bytes that are no patch."""
     return PrecisionError("A patch cannot be read.", f"{why[0].upper()}{why[1:]}.", "Push with nemo_fp8.rollout.Refit.")

@@ -74,7 +74,7 @@ class Refit:
         self.control = control_of(engine, token)
         self.chunk, self.transport, self.running = chunk, transport, running
         self.ledger: Ledger | None = None
-        """What the engine holds since the last push with ``delta``; None if the last push was none, or died."""
+        """What the engine holds since the last push with ``delta``; None if the last one had no ``delta``, or died."""
         self._buffers: Shared | None = None
         """The buffers of the last push, for the next one."""
 

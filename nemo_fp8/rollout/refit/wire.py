@@ -19,6 +19,7 @@ bring.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -315,10 +316,16 @@ def _copy(source: torch.Tensor, room: torch.Tensor, offset: int) -> None:
         and not source.is_neg()
         and type(source) in (torch.Tensor, torch.nn.Parameter)
     )
-    if plain and (os.cpu_count() or 1) <= FEW:
+    if plain and _processors() <= FEW:
         ctypes.memmove(room.data_ptr() + offset, source.data_ptr(), size)
         return
     room[offset : offset + size].view(source.dtype).view(source.shape).copy_(source)
+
+
+@functools.cache
+def _processors() -> int:
+    """Return how many processors there are; the operating system reads a file for the answer."""
+    return os.cpu_count() or 1
 
 
 def same_as_announced(name: str, tensor: torch.Tensor, entry: Entry | None) -> Entry:
@@ -337,4 +344,5 @@ def same_as_announced(name: str, tensor: torch.Tensor, entry: Entry | None) -> E
 
 
 def aligned(size: int) -> int:
+    """Return the next multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT

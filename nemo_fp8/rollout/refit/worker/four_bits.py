@@ -85,7 +85,7 @@ class FourBitWeights(Staged):
         for i, m in enumerate(range(*matrices)):
             at = experts if experts == ONE else slice(experts.start + i, experts.start + i + 1)
             part = _part(found.statistics[m], slice(start, stop), slice(left // BLOCK, right // BLOCK))
-            facts.count(part.total(), at)  # a number for each 16 values would wait beside the model until the end
+            facts.count(part.totals(), at)
 
     def finish(self) -> None:
         for route in self.routes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from nemo_fp8.numerics.formats import decode_e8m0
 from nemo_fp8.numerics.scales import floor_pow2
-from nemo_fp8.numerics.statistics import Statistics
+from nemo_fp8.numerics.statistics import TOTALS
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 
@@ -93,8 +93,13 @@ def layout_of(layer: Any) -> Layout | None:
     return LAYOUTS.get(type(method.fp8_linear).__name__)
 
 
-Count = float | torch.Tensor
 ONE = slice(0, 1)
+SUMS, LARGEST, BAD_SCALES = slice(0, len(TOTALS) - 1), len(TOTALS) - 1, len(TOTALS)
+COUNTED: dict[str, type] = {
+    "signal": float, "noise": float, "saturated": int, "underflow": int, "nonfinite": int, "largest": float,
+    "bad_scales": int,
+}  # fmt: skip
+"""The columns of ``Facts.counts``, those of ``TOTALS`` first, and what their numbers are."""
 
 
 @dataclass
@@ -102,25 +107,26 @@ class Facts:
     """What one worker knows about one pushed tensor.
 
     Counts stay on the tensor's device, since reading a number from a GPU waits for all of its work.
-    :meth:`Tally.settle` reads all of them at once. Of a stack of experts every count is a vector with one number for
-    each expert, so that nothing is done expert by expert. The methods take ``at``, the experts that came
-    (:data:`ONE` for a tensor that is no stack), and values of which each of them has the same number, in order.
+    :meth:`Tally.settle` reads all of them at once, and fills in the fields of :data:`COUNTED`. Of a stack of experts
+    each of these is a list with one number for each expert, so that nothing is done expert by expert. The methods take
+    ``at``, the experts that came (:data:`ONE` for a tensor that is no stack), and values of which each of them has the
+    same number, in order.
     """
 
     kind: str = ""
     """``fp8``, ``nvfp4``, ``kv scale``, or the dtype in which the tensor is kept."""
     experts: int = 0
     """How many tensors are stacked in this one; 0 if it is no stack."""
-    signal: Count = 0.0
-    noise: Count = 0.0
-    largest: Count = 0.0
+    signal: float | list[float] = 0.0
+    noise: float | list[float] = 0.0
+    largest: float | list[float] = 0.0
     """The largest magnitude, infinite or NaN if such values came. Of codes with scales it is an upper bound."""
-    saturated: Count = 0
-    underflow: Count = 0
-    nonfinite: Count = 0
+    saturated: int | list[int] = 0
+    underflow: int | list[int] = 0
+    nonfinite: int | list[int] = 0
     """Source values that are infinite or NaN."""
     scales: int = 0
-    bad_scales: Count = 0
+    bad_scales: int | list[int] = 0
     """Scales that are zero, negative, infinite or NaN, or no power of two where the contract wants one."""
     aligned: bool = True
     """Whether the blocks are those of the unsharded tensor."""
@@ -128,22 +134,30 @@ class Facts:
     """Whether all comparisons so far found the right bits; None if there was none."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Fingerprints by the part of the tensor that this worker holds."""
-    tiles: dict[tuple[int, int], list[Statistics]] = field(default_factory=dict)
-    """Statistics that are not summed up yet, by the experts that they are of."""
+    counts: torch.Tensor | None = None
+    """The counts so far, in FP64: a row for each expert, a column for each of :data:`COUNTED`."""
+    looked_at: list[tuple[torch.Tensor, str, slice]] = field(default_factory=list)
+    """Scales in which :meth:`Tally.settle` looks for bad ones, of all tensors at once: with their kind and experts."""
 
-    def count(self, statistics: Statistics, at: slice = ONE) -> None:
-        """Add the statistics of a quantization in this worker. They are summed up in the end, all at once."""
-        self.tiles.setdefault((at.start, at.stop), []).append(statistics)
+    def count(self, totals: torch.Tensor, at: slice = ONE) -> None:
+        """Add what a quantization did to each expert: [experts, TOTALS], of ``Statistics.totals`` or a kernel."""
+        rows = self._rows(at, totals.device)
+        rows[:, SUMS] += totals[:, SUMS]
+        rows[:, LARGEST] = torch.maximum(rows[:, LARGEST], totals[:, LARGEST])
 
     def count_scales(self, scales: torch.Tensor, kind: str, at: slice = ONE) -> None:
-        """Count scales, and the bad ones among them. ``kind`` is the operand's (``pow2``, ``fp32`` or ``e4m3``), or
-        ``beneath`` for the scale that is made of a whole matrix's amax."""
+        """Count scales, and have the bad ones among them counted in the end, as they lie there then.
+
+        ``kind`` is the operand's (``pow2``, ``fp32`` or ``e4m3``), or ``beneath`` for the scale that is made of a whole
+        matrix's amax.
+        """
         self.scales += scales.numel()
-        self._add("bad_scales", _each(_bad(scales, kind), at).sum(1), at)
+        self.looked_at.append((scales, kind, at))
 
     def see(self, magnitudes: torch.Tensor, at: slice = ONE) -> None:
         """Note the largest of some magnitudes, such as those of rows."""
-        self._raise(_each(magnitudes, at).amax(1).float(), at)
+        found, rows = _each(magnitudes, at), self._rows(at, magnitudes.device)
+        rows[:, LARGEST] = torch.maximum(rows[:, LARGEST], found.amax(1))  # of a NaN it is one
 
     def see_codes(self, largest: torch.Tensor, scales: torch.Tensor, at: slice = ONE) -> None:
         """Note an upper bound for codes that came with scales: the largest code times the largest scale."""
@@ -154,33 +168,19 @@ class Facts:
 
         It is a slow pass, so on a CPU it is made only if the largest is not finite; to ask a GPU that would be slower.
         """
-        if values.is_cpu and math.isfinite(float(self._most())):
-            return
-        self._add("nonfinite", _each(~values.isfinite(), at).sum(1), at)
+        rows = self._rows(at, values.device)
+        if not values.is_cpu or not math.isfinite(float(rows[:, LARGEST].amax())):
+            rows[:, _NONFINITE] += _each(~values.isfinite(), at).sum(1)
 
     def count_nan_codes(self, codes: torch.Tensor, at: slice = ONE) -> None:
         """Count the NaNs among E4M3 codes: 0x7F, with either sign."""
-        self._add("nonfinite", _each(_is_nan(codes), at).sum(1), at)
+        self._rows(at, codes.device)[:, _NONFINITE] += _each(_is_nan(codes), at).sum(1)
 
-    def _most(self) -> Count:
-        return self.largest.amax() if torch.is_tensor(self.largest) else self.largest  # amax of a NaN is a NaN
-
-    def _raise(self, found: torch.Tensor, at: slice) -> None:
-        """Raise the largest magnitudes of the experts of ``at`` to what was found."""
-        if not isinstance(self.largest, torch.Tensor):
-            self.largest = found.new_zeros(max(1, self.experts))
-        self.largest[at] = torch.maximum(self.largest[at], found)
-
-    def _add(self, name: str, counted: torch.Tensor, at: slice) -> None:
-        held = getattr(self, name)
-        if isinstance(held, torch.Tensor):
-            held[at] += counted
-        elif counted.shape[0] == max(1, self.experts):
-            setattr(self, name, counted)
-        else:
-            held = counted.new_zeros(max(1, self.experts))
-            held[at] = counted
-            setattr(self, name, held)
+    def _rows(self, at: slice, device: torch.device) -> torch.Tensor:
+        """Return the counts of the experts of ``at``."""
+        if self.counts is None:
+            self.counts = torch.zeros(max(1, self.experts), len(COUNTED), dtype=torch.float64, device=device)
+        return self.counts[at]
 
     def check(self, good: torch.Tensor | bool) -> None:
         """Add the outcome of a comparison."""
@@ -188,7 +188,10 @@ class Facts:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the facts as plain values, after they were settled: of a stack, a list for each count."""
-        return {name: value for name, value in vars(self).items() if name != "tiles"}
+        return {name: value for name, value in vars(self).items() if name not in ("counts", "looked_at")}
+
+
+_NONFINITE = [*COUNTED].index("nonfinite")
 
 
 def _each(values: torch.Tensor, at: slice) -> torch.Tensor:
@@ -243,68 +246,44 @@ class Tally:
         self.facts[i].see(tensor)
 
     def settle(self) -> None:
-        """Replace every count on a device by plain numbers, with one transfer from each device."""
-        self._sum_up()
-        counted = [
-            (facts, name, value)
-            for name in _COUNTED
-            for facts in self.facts.values()
-            if isinstance(value := getattr(facts, name), torch.Tensor)
-        ]
-        for device in {value.device for *_, value in counted}:
-            here = [row for row in counted if row[2].device == device]
-            numbers = torch.cat([value.double().reshape(-1) for *_, value in here]).cpu()
-            sizes = [sum(value.numel() for _, named, value in here if named == name) for name in _COUNTED]
-            parts = zip(torch.split(numbers, sizes), _COUNTED.values(), strict=True)
-            plain = [number for part, kind in parts for number in part.to(kind).tolist()]
-            end = 0
-            for facts, name, value in here:  # of a stack a count is a vector
-                start, end = end, end + value.numel()
-                setattr(facts, name, plain[start:end] if facts.experts and value.dim() else plain[start])
+        """Fill in every count as a plain number, with one transfer from each device."""
+        self._look_at_scales()
+        counted = [facts for facts in self.facts.values() if facts.counts is not None]
+        rows = np.concatenate([np.empty((0, len(COUNTED))), *_read([facts.counts for facts in counted])])
+        for (name, kind), numbers in zip(COUNTED.items(), rows.T, strict=True):
+            plain, first = numbers.astype(kind).tolist(), 0
+            for facts in counted:
+                last = first + max(1, facts.experts)
+                setattr(facts, name, plain[first:last] if facts.experts else plain[first])
+                first = last
+        checked = [facts for facts in self.facts.values() if isinstance(facts.verified, torch.Tensor)]
+        for facts, answer in zip(checked, _read([facts.verified for facts in checked]), strict=True):
+            facts.verified = bool(answer)
 
-    def _sum_up(self) -> None:
-        """Add the statistics of all tiles to the facts that they belong to: a few operations for all tensors."""
-        some = [
-            (facts, slice(*at), s) for facts in self.facts.values() for at, all_ in facts.tiles.items() for s in all_
-        ]
-        if not some:
-            return
-        # A segment is the tiles of one expert, or of a piece of a tensor that is no stack.
-        lengths = [n for _, at, s in some for n in [s.norm.numel() // (at.stop - at.start)] * (at.stop - at.start)]
-        segments = torch.tensor(lengths, device=some[0][2].norm.device)
-
-        def reduced(name: str, how: str) -> torch.Tensor:
-            values = torch.cat([getattr(s, name).reshape(-1) for *_, s in some]).double()
-            return torch.segment_reduce(values.square_() if "norm" in name else values, how, lengths=segments)
-
-        sums = {name: reduced(field, "sum") for name, field in _SUMS.items()}
-        amax = reduced("amax", "max").float()
-        first = 0
-        for facts, at, _ in some:
-            last = first + at.stop - at.start
-            for name, values in sums.items():
-                facts._add(name, values[first:last], at)
-            facts._raise(amax[first:last], at)
-            facts.tiles.clear()
-            first = last
+    def _look_at_scales(self) -> None:
+        """Count the bad scales of all tensors: a few operations for all of one kind."""
+        kinds: dict[Any, list[tuple[Facts, torch.Tensor, slice]]] = defaultdict(list)
+        for facts in self.facts.values():
+            for scales, kind, at in facts.looked_at:
+                kinds[kind, scales.dtype, scales.device].append((facts, scales, at))
+            facts.looked_at.clear()
+        for (kind, _, device), some in kinds.items():
+            experts = [at.stop - at.start for *_, at in some]
+            each = [scales.numel() // n for (_, scales, _), n in zip(some, experts, strict=True) for _ in range(n)]
+            bad = _bad(torch.cat([scales.reshape(-1) for _, scales, _ in some]), kind).double()
+            found = torch.segment_reduce(bad, "sum", lengths=torch.tensor(each, device=device))
+            for (facts, _, at), counted in zip(some, torch.split(found, experts), strict=True):
+                facts._rows(at, device)[:, BAD_SCALES] += counted
 
 
-_SUMS = {
-    "signal": "norm",
-    "noise": "error_norm",
-    "saturated": "saturated",
-    "underflow": "underflow",
-    "nonfinite": "nonfinite",
-}
-"""Facts that are sums over tiles, by the statistic that is summed up."""
-_COUNTED = {
-    "signal": torch.float64,
-    "noise": torch.float64,
-    "largest": torch.float64,
-    "saturated": torch.int64,
-    "underflow": torch.int64,
-    "nonfinite": torch.int64,
-    "bad_scales": torch.int64,
-    "verified": torch.bool,
-}
-"""Facts that may lie on a device, and the dtype whose plain numbers they become."""
+def _read(tensors: Sequence[Any]) -> Iterator[NDArray[Any]]:
+    """Yield tensors as arrays, in their order, after one transfer from each device."""
+    devices: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        devices[tensor.device].append(tensor)
+    arrays = {
+        device: iter(torch.split(torch.cat([t.reshape(-1) for t in some]).cpu(), [t.numel() for t in some]))
+        for device, some in devices.items()
+    }
+    for tensor in tensors:
+        yield next(arrays[tensor.device]).view(tensor.shape).numpy()

@@ -6,6 +6,7 @@ Hugging Face name if the engine's own checkpoint tells it; else the problem name
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -39,6 +40,7 @@ class Plan:
 
     def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
         self.model, self.manifest = model, manifest
+        self._ways: dict[Target, str] = {}
         self.layers: dict[str, Any] = dict(model.named_modules())
         self.scales = {i for i, entry in enumerate(manifest) if manifest.is_scales(entry)}
         self.routes = record(model, manifest, self.scales)
@@ -63,7 +65,13 @@ class Plan:
     # ------------------------------------------------------------------ ways
 
     def way(self, target: Target) -> str:
-        """Return by which way of sinks.py a parameter is written; ``""`` if it cannot be.
+        """Return by which way of sinks.py a parameter is written; ``""`` if it cannot be. It is worked out once."""
+        if target not in self._ways:
+            self._ways[target] = self._way(target)
+        return self._ways[target]
+
+    def _way(self, target: Target) -> str:
+        """Work out by which way a parameter is written.
 
         A parameter is written in place if it lies in memory as it was loaded. That holds for layers whose method does
         not change weights, and for parameters of which vLLM recorded no state before loading.
@@ -240,6 +248,11 @@ class Plan:
                 "are others."
             )
             yield Problem(what, why, remedy)
+
+    @functools.cached_property
+    def lacking(self) -> list[tuple[Target, int]]:
+        """What is ``missing`` where every element must be written."""
+        return self.missing(None)
 
     def missing(self, baseline: Routes | None) -> list[tuple[Target, int]]:
         """Return the parameters that would keep old values in some elements, and in how many.

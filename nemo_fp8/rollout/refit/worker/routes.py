@@ -305,7 +305,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield self.current
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for every operation ``func`` while the mode is on."""
+        """Record an operation of torch: it calls this for every one while the mode is on."""
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].device.type == "meta":
             self.asked.add(self.current)
@@ -394,9 +394,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(Route(number, self.entries[number].shape, None, (shape, _strides(shape), 0), target, to, made))
 
     def _value(self) -> float:
-        """Return what stands for the current tensor's value, which a meta tensor has not.
+        """Return a number that stands for the current tensor's value, which a meta tensor does not have.
 
-        vLLM's loaders of scalars call ``param.fill_(loaded.item())``, and the number is known again there.
+        vLLM's loaders of scalars call ``param.fill_(loaded.item())``: where such a number is filled in, it tells which
+        tensor was read. Its fraction is one that floats hold exactly, and that no loader fills in for itself.
         """
         return self.current + 0.0859375
 

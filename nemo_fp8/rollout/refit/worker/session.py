@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -220,7 +220,7 @@ class NemoFp8Refit:
             raise PrecisionError([problem])
         refused = {name for name, _ in plan.routes.problems}
         unrouted = [i for i, entry in enumerate(manifest) if i not in plan.needed and entry.name not in refused]
-        missing = plan.missing(None)
+        missing = plan.lacking
         own = self._refit_checkpoint() if unrouted or missing else None
         if own is not None:
             missing = plan.missing(own[1])
@@ -278,7 +278,7 @@ class NemoFp8Refit:
         """End a push. Only now are all weights the new ones; the answer holds the facts for the receipt."""
         session = self._refit_open(message)
         session.finish(message.get("expected"))
-        process_attention(session.plan.model, self.vllm_config)
+        process_attention(session.plan.layers.values(), self.vllm_config)
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
@@ -332,9 +332,8 @@ class NemoFp8Refit:
         return None if manifest is None else (manifest, record(self.model_runner.get_model(), manifest))
 
 
-def process_attention(model: torch.nn.Module, config: Any) -> None:
+def process_attention(layers: Iterable[Any], config: Any) -> None:
     """Have attention layers derive again what they derive from weights at load, such as MLA's absorbed matrices."""
-    layers: list[Any] = [*model.modules()]
     for layer in layers:
         if is_deferred_attention_layer(layer):
             layer.process_weights_after_loading(config.model_config.dtype)
@@ -375,4 +374,5 @@ def _in_blocks(box: Box) -> Box:
 
 
 def bad_piece(piece: Any, why: str) -> PrecisionError:
+    """Return the error for a piece from outside that does not fit the push."""
     return PrecisionError(f"Piece {str(piece)[:80]} is refused.", f"{why}.", "Push with nemo_fp8.rollout.Refit.")

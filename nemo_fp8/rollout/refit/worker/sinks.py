@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materiali
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
@@ -179,7 +180,8 @@ class Blocks(Sink):
         self.codes = codes.data if codes.dim() == 3 else codes.data[None]
         self.scales = scales.data if scales.dim() == 3 else scales.data[None]
         assert operand.block is not None
-        self.layout, self.operand, (self.high, self.wide) = layout, operand, operand.block
+        self.layout, self.operand, self.block = layout, operand, operand.block
+        self.high, self.wide = self.block
         self.matrix = (self.codes.shape[1], self.codes.shape[2])
         self.routes = list(routes)
         self.straddling = {m for route in self.routes if not self._aligned(route) for m in self._matrices(route)}
@@ -230,6 +232,8 @@ class Blocks(Sink):
         at = self._experts(route, row, len(values))
         if values.dtype != self.codes.dtype and not self.straddling:
             self._quantize(route, matrices, start, stack, at)
+            if row + len(values) == rows_of(route):
+                self.prints[route].close()  # the sums of the next tensor have its memory
             return
         for m, matrix in zip(matrices, stack, strict=True):
             one = at if at == ONE else slice(at.start + m - matrices.start, at.start + m - matrices.start + 1)
@@ -283,14 +287,10 @@ class Blocks(Sink):
             there = at
             if len(matrices) > 1 and at != ONE:
                 there = slice(at.start + first // rows, at.start + (first + len(strip)) // rows)
-            if self.layout.plain:
-                made = codes[first : first + step]
-                self._cast(strip, made, into, [(route, there)])
-            else:
-                made = self._scratch(len(strip))
-                self._cast(strip, made, into, [(route, there)])
+            made = codes[first : first + step] if self.layout.plain else self._scratch(len(strip))
+            self._cast(strip, made, into, route, there)
+            if not self.layout.plain:
                 self.layout.store(codes, (row if len(matrices) == 1 else 0) + first, made)
-            self.prints[route].add(made)
 
     def _quantize_beside(self, route: Route, matrices: range, row: int, values: torch.Tensor, at: slice) -> None:
         """Quantize some rows of each matrix of a stack, as one of several workers has them, and copy the results."""
@@ -301,13 +301,12 @@ class Blocks(Sink):
             there = at if at == ONE else slice(at.start + first, at.start + first + len(some))
             made = self._scratch(len(some) * rows)
             scales = self.scales.new_empty((len(some) * rows // self.high, self.scales.shape[2]))
-            self._cast(some.reshape(-1, wide), made, scales, [(route, there)])
+            self._cast(some.reshape(-1, wide), made, scales, route, there)
             live = slice(matrices.start + first, matrices.start + first + len(some))
             place = self.codes[live, row:below]
             place.view(torch.uint8).copy_(made.view(torch.uint8).view(place.shape))
             place = self.scales[live, row // self.high : below // self.high]
             place.copy_(scales.view(place.shape))
-            self.prints[route].add(made)
 
     def _live(self, matrices: range, row: int, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the live codes and scales of some rows of these matrices, as one matrix; None if they are no such one.
@@ -325,25 +324,40 @@ class Blocks(Sink):
             return None, None
         return codes.flatten(0, 1), scales.flatten(0, 1)
 
-    def _cast(
-        self,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        routes: Iterable[tuple[Route, slice]],
+    def _cast(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, route: Route, at: slice) -> None:
+        """Quantize the rows of some experts into ``codes`` and ``scales``; add what that did to the route's facts, and
+        the codes to its fingerprint."""
+        summed = kernels.quantize_summed(
+            values, self.block, self.operand.format, self.operand.scale, (codes, scales), at.stop - at.start
+        )
+        if summed is not None:
+            self.prints[route].add_sums(summed.of_rows, summed.of_columns, codes.shape[1])
+            self.facts[route.entry].count(summed.totals, at)
+            self._compare(values, codes, scales, [route])
+        else:
+            self._cast_for(values, codes, scales, [(route, at)])
+            self.prints[route].add(codes)
+
+    def _cast_for(
+        self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, routes: Sequence[tuple[Route, slice]]
     ) -> None:
-        """Quantize ``values`` into ``codes`` and ``scales``, and add the statistics to the facts of ``routes``."""
-        quantized = quantize_into(values, self.operand, codes, scales, statistics=True)
-        assert quantized.statistics is not None
-        good = self._as_reference(values, codes, scales) if self.against_reference else None
+        """Quantize ``values``, and add what that did to the facts of all these routes."""
+        statistics = quantize_into(values, self.operand, codes, scales, statistics=True).statistics
+        assert statistics is not None
         for route, at in routes:
-            facts = self.facts[route.entry]
-            facts.count(quantized.statistics, at)
-            if good is not None:
-                facts.check(good)
+            self.facts[route.entry].count(statistics.totals(at.stop - at.start), at)
+        self._compare(values, codes, scales, [route for route, _ in routes])
+
+    def _compare(
+        self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, routes: Iterable[Route]
+    ) -> None:
+        """Note whether codes and scales are bit for bit those of the reference cast, if that is asked for."""
+        if self.against_reference:
+            good = self._as_reference(values, codes, scales)
+            for route in routes:
+                self.facts[route.entry].check(good)
 
     def _as_reference(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Whether codes and scales are bit for bit those of the reference cast."""
         expected, inverse, _ = quantize_reference(
             values, self.operand.block, format_of(self.operand.format), self.operand.scale
         )
@@ -361,7 +375,7 @@ class Blocks(Sink):
             self.tally.hold(-whole.nbytes)
             codes = torch.empty(self.matrix, dtype=self.codes.dtype, device=whole.device)
             routes = [route for route in self.routes if m in self._matrices(route)]
-            self._cast(whole, codes, self.scales[m], [(route, self._expert(route, m)) for route in routes])
+            self._cast_for(whole, codes, self.scales[m], [(route, self._expert(route, m)) for route in routes])
             self.layout.store(self.codes[m], 0, codes)
             for route in routes:
                 self.prints[route].add(_at(codes, route.to[-2:]))

@@ -110,7 +110,7 @@ class Receiver:
                 "Send the weights between start and finish.",
             )
         self.session.finish()
-        process_attention(self.real, self.config)
+        process_attention(self.real.modules(), self.config)
 
 
 class _Pushing:
