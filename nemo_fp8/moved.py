@@ -79,6 +79,7 @@ MOVED = {
     "nemo_fp8.terminal": "nemo_fp8.cli.printing",
     "nemo_fp8.train.data": "nemo_fp8.experiments.stories",
     "nemo_fp8.train.engine": "nemo_fp8.preflight.engine",
+    "nemo_fp8.train.hybrid": "nemo_fp8.train.own_recipe",
     "nemo_fp8.train.te_tensors": "nemo_fp8.storage.te_tensors",
     "nemo_fp8.train.torch_dist": "nemo_fp8.storage.torch_dist",
 }

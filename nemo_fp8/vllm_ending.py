@@ -33,5 +33,5 @@ def end(llm: Any, patience: float = 5.0) -> bool:
 
 
 def alive() -> Counter[str]:
-    """How many threads of engines run in this process, by name."""
+    """Count the threads of engines that run in this process, by name."""
     return Counter(thread.name for thread in threading.enumerate() if thread.name in THREADS)

@@ -7,9 +7,11 @@ import re
 
 from nemo_fp8.errors import SEVERITIES
 from nemo_fp8.findings import RULES
+from nemo_fp8.preflight.answers import answer, condition, in_words, needs_of
+from nemo_fp8.preflight.described import GPUS, TORCH_WHEELS
 from nemo_fp8.preflight.doctor import ENVIRONMENT
-from nemo_fp8.preflight.machine import GPUS, TORCH_WHEELS, Machine
-from nemo_fp8.preflight.support import EMULATION, NEEDS, RECIPES, WAYS, answer, condition, in_words, needs_of
+from nemo_fp8.preflight.machine import Machine
+from nemo_fp8.preflight.support import EMULATION, NEEDS, RECIPES, WAYS
 
 # The columns of the overview: a machine with everything current, so that the GPU alone decides.
 NOW = "torch2.11,te2.20.2,mcore0.15.3,nemo2.7.3,vllm0.31"

@@ -26,10 +26,12 @@ def doctor(
     """Say what this machine, or a described one, makes of every FP8 recipe, why, and what to do."""
     import os
 
+    from nemo_fp8.preflight.answers import Answer
     from nemo_fp8.preflight.doctor import doctor, sanity
-    from nemo_fp8.preflight.engine import bridge_findings, first_weight_findings, recipes_of, resume_findings
+    from nemo_fp8.preflight.engine import recipes_of, resume_findings
+    from nemo_fp8.preflight.lint import bridge_findings, first_weight_findings
     from nemo_fp8.preflight.machine import Machine
-    from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, Answer
+    from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES
 
     machine = Machine.parse(described) if described else Machine.here(python)
     precision = load(name) if name else None
@@ -149,8 +151,10 @@ def memory(
 
 
 def audit_line(row: AuditRow) -> tuple[Any, ...]:
+    """Return the cells of one row of ``nemo-fp8 audit``'s table."""
     return (row.name, f"{row.rows} x {row.columns}", row.count, row.train, row.rollout)
 
 
 def gib(count: int) -> str:
+    """Return a number of bytes in GiB, for a table; a dash for none."""
     return f"{count / 2**30:.2f}" if count else "-"

@@ -19,6 +19,7 @@ Standard library only (PyYAML is imported when YAML is read or written).
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -205,8 +206,8 @@ class Precision:
         again, set it to None: ``replace(weight_scale=None)``. Raises PrecisionError as the constructor does.
         """
         _refuse_unknown(changes)
-        not_given = _derived(None, None, None).keys() - self.said
-        return Precision(**{**self.to_dict(), **dict.fromkeys(not_given), **changes})
+        anew: dict[str, Any] = dict.fromkeys(_derived(None, None, None).keys() - self.said)
+        return dataclasses.replace(self, **anew | changes)
 
     # ------------------------------------------------------------------ what it says
 
@@ -344,8 +345,11 @@ class Precision:
         return self if recipe == self.scaling else _variant(self, recipe)
 
     def variants(self) -> tuple[Precision, ...]:
-        """Return the contracts that modules may have: this one without its rules, unless these give every module
-        another recipe, and one for each other recipe."""
+        """Return the contracts that modules may have, none of which has rules: one for each recipe of the rules, and
+        this one, unless the rules give every module another.
+        """
+        if not self.modules:
+            return (self,)
         recipes = dict.fromkeys(recipe for _, recipe in self.modules)
         none_left = any(pattern == "*" for pattern, _ in self.modules) and self.scaling not in recipes
         base = () if none_left else (self.replace(modules=()),)
@@ -418,7 +422,10 @@ def _derived(format: str | None, scaling: str | None, rollout: str | None) -> di
 
 @lru_cache(maxsize=1 << 10)
 def _variant(p: Precision, recipe: str | None) -> Precision:
-    """Return the contract of a module that runs by another recipe: what follows from a scaling is derived anew."""
+    """Return the contract of a module that runs by another recipe: what follows from a scaling is derived anew.
+
+    What the other recipe cannot have is switched off, so that the result contradicts itself nowhere.
+    """
     changes: dict[str, Any] = dict.fromkeys(("weight_scale", "activation_scale", "rollout", "rollout_block"))
     changes |= {"modules": (), "backward_scaling": None, "deep_gemm": False}
     if recipe == p.compute:

@@ -26,8 +26,8 @@ from nemo_fp8.experiments.tiny import tiny_llama as in_nvfp4
 from nemo_fp8.numerics.nvfp4 import LARGEST, nearest
 from nemo_fp8.numerics.nvfp4_tensor import magnitude_of
 from nemo_fp8.recipes.precision import PrecisionLike
-from nemo_fp8.train.kept import run_under
 from nemo_fp8.train.linears import linear_names
+from nemo_fp8.train.own_recipe import run_under
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class InOneScale(Callback):
 
 
 def tiny_llama(precision: PrecisionLike = "bf16_with_nvfp4_mixed", **settings: Any) -> run.Partial[Any]:
-    """:func:`nemo_fp8.experiments.tiny_llama`, its quantized layers in E2M1 with one scale for a tensor."""
+    """Return :func:`nemo_fp8.experiments.tiny_llama` with its quantized layers in E2M1 with one scale for a tensor."""
     recipe = in_nvfp4(precision, **settings)
     recipe.trainer.callbacks += [run.Config(InOneScale)]
     return recipe

@@ -24,27 +24,27 @@ class ByteTokenizer(TokenizerSpec, io.IOMixin):
     eod = eos_id
 
     def text_to_ids(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode())
 
     def ids_to_text(self, ids: list[int]) -> str:
-        """The text of some bytes, without control bytes."""
+        """Return the text of some bytes, without control bytes."""
         return bytes(i for i in ids if i not in (self.pad_id, self.bos_id, self.eos_id)).decode(errors="replace")
 
     def text_to_tokens(self, text: str) -> list[str]:
-        """The bytes of a text, each as one character."""
+        """Return the bytes of a text, each as one character."""
         return [chr(i) for i in self.text_to_ids(text)]
 
     def tokens_to_text(self, tokens: list[str]) -> str:
-        """The text of some tokens."""
+        """Return the text of some tokens."""
         return self.ids_to_text(self.tokens_to_ids(tokens))
 
     def tokens_to_ids(self, tokens: list[str]) -> list[int]:
-        """The byte of each token."""
+        """Return the byte of each token."""
         return [ord(token) for token in tokens]
 
     def ids_to_tokens(self, ids: list[int]) -> list[str]:
-        """The token of each byte."""
+        """Return the token of each byte."""
         return [chr(i) for i in ids]
 
 

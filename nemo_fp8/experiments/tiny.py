@@ -37,7 +37,7 @@ def tiny_llama(
     steps: int = 300,
     seed: int = 1234,
 ) -> run.Partial[Any]:
-    """A six-layer Llama of 5 million parameters that learns to tell little stories, on ``ranks`` processes."""
+    """Train a six-layer Llama of 5 million parameters to tell little stories, on ``ranks`` processes."""
     gpu = te_cpu.has_gpu()
     seq_length = 128
     model = run.Config(

@@ -29,8 +29,9 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.plan import Plan
 from nemo_fp8.models.names import place
+from nemo_fp8.preflight.answers import answer
 from nemo_fp8.preflight.machine import Machine, vllm_pythons
-from nemo_fp8.preflight.support import UNSUPPORTED, answer
+from nemo_fp8.preflight.support import UNSUPPORTED
 from nemo_fp8.render.vllm import PLUGIN, to_plugin, to_vllm
 
 PROMPTS, LENGTH, GENERATED, TOP = 4, 24, 8, 20
@@ -70,6 +71,7 @@ class Comparison:
         return self.differing == 0
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
         return {"bitwise_equal": self.equal, **asdict(self)}
 
 

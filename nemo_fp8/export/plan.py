@@ -24,7 +24,7 @@ from nemo_fp8.export.codings import CODES, Coding
 from nemo_fp8.export.layouts import Layout, coding_of, layout_of
 from nemo_fp8.export.source import Source, require_quantizable
 from nemo_fp8.models.names import place
-from nemo_fp8.models.selection import Selection, module_of, select, sharing_a_scale
+from nemo_fp8.models.units import Selection, module_of, select, sharing_a_scale
 from nemo_fp8.storage.safetensors import DTYPES, Described
 
 # To be raised when the same source and contract are written differently.

@@ -58,6 +58,7 @@ class Certificate:
         return not self.names
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
         return {"holds": self.holds, **asdict(self)}
 
     def problems(self) -> list[Problem]:

@@ -24,6 +24,7 @@ from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.statistics import Statistics
 
 BLOCKS = {"weight": (128, 128), "input": (1, 128), "grad": (1, 128)}
+"""Operand -> the blocks whose SNR is measured, under every recipe."""
 WORST = 0.01
 """The share of the blocks that may be below the SNR of the blocks."""
 _BAND = 256

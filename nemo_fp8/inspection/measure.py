@@ -61,6 +61,7 @@ class Row:
 
     @property
     def elements(self) -> int:
+        """The number of values."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -69,6 +70,7 @@ class Row:
         return min(loss.floor_db for loss in self.losses.values())
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
         measured = {
             label: {
                 **loss.to_dict(),
@@ -137,6 +139,7 @@ class Inspection:
         return _by_rules(stored.words() for stored in found if stored)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
         return {
             "checkpoint": str(self.path),
             "layers": self.layers,

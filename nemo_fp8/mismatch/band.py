@@ -43,7 +43,7 @@ class Band:
     high: float
 
     def side(self, observed: float) -> str:
-        """``below``, ``inside`` or ``above``."""
+        """Say whether an observed difference lies ``below``, ``inside`` or ``above`` the band."""
         return "below" if observed < self.low else "above" if not observed <= self.high else "inside"
 
 

@@ -26,6 +26,7 @@ import torch
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.mismatch.logprobs import LogProbs
 from nemo_fp8.mismatch.weights import Held, told_by
+from nemo_fp8.models.shapes import read_config
 from nemo_fp8.storage.safetensors import CODES, Checkpoint
 
 # A field of Recording -> the names that it may have in a file.
@@ -239,18 +240,7 @@ class Folder(Mapping[str, torch.Tensor]):
 
     def config(self) -> dict[str, Any]:
         """Return the ``config.json`` beside the weights; raise PrecisionError if it cannot be read."""
-        path = (self.path if self.path.is_dir() else self.path.parent) / "config.json"
-        try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise PrecisionError(
-                f"{path} cannot be read.", f"{error}.", "Give the folder of a Hugging Face model."
-            ) from error
-        if not isinstance(found, dict):
-            raise PrecisionError(
-                f"{path} holds no mapping.", "A model config is one.", "Give the folder of a Hugging Face model."
-            )
-        return found
+        return read_config((self.path if self.path.is_dir() else self.path.parent) / "config.json")
 
 
 def read_held(path: str | Path) -> dict[str, Held]:

@@ -127,6 +127,7 @@ class Run:
         return found and replace(found, delayed=False)
 
     def cast(self, t: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the dtype of the run; as it is if the run has none."""
         return t if self.dtype is None else t.to(self.dtype)
 
 

@@ -89,7 +89,10 @@ class ImportanceSampling:
 
 
 def ratios(pair: LogProbs, *, sequence_level: bool = False) -> torch.Tensor:
-    """``p_trainer / p_rollout`` of tokens [sequences, tokens] or sequences [sequences]; 0 where FP32 cannot hold it."""
+    """Return ``p_trainer / p_rollout`` of tokens [sequences, tokens], or of whole sequences [sequences].
+
+    A ratio that FP32 cannot hold is 0.
+    """
     log = pair.log_ratio.sum(1) if sequence_level else pair.log_ratio
     ratio = log.exp()
     return ratio.masked_fill(ratio > torch.finfo(torch.float32).max, 0.0)

@@ -30,7 +30,8 @@ from nemo_fp8.contract import SCALES, Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.names import place
-from nemo_fp8.models.selection import contract_of, module_of, select, sharing_a_scale
+from nemo_fp8.models.selection import contract_of
+from nemo_fp8.models.units import module_of, select, sharing_a_scale
 from nemo_fp8.moved import renamed
 from nemo_fp8.numerics import Quantized, quantize
 from nemo_fp8.numerics.modelopt import amax_of

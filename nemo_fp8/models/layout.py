@@ -91,7 +91,10 @@ class Parallel:
 
     @classmethod
     def parse(cls, words: str) -> Parallel:
-        """Read words between commas: ``tp4,pp2,cp2,ep8,dp8,sp,seq4096,mbs1,packed,distopt,rollout-tp4``."""
+        """Return the layout that words between commas describe; raise PrecisionError for an unknown word.
+
+        The words: ``tp4,pp2,cp2,ep8,dp8,sp,seq4096,mbs1,packed,distopt,rollout-tp4``; ``no-sp`` turns a switch off.
+        """
         said: dict[str, Any] = {}
         for word in filter(None, (w.strip().lower() for w in words.split(","))):
             found = re.fullmatch(r"(no-)?([a-z-]+?)=?(\d+)?", word)

@@ -1,12 +1,13 @@
 """Decide which linears run in FP8, and say why the others do not: one rule on names and shapes.
 
-    a model's linears   stored(model, precision, layout, side)
-    a checkpoint        select({name: shape, ...}, precision, layers=num_hidden_layers)
-    one linear          why_kept(precision, names, [(rows of each part, columns)], layers, side=side)
+    one linear     why_kept(precision, names, [(rows of each part, columns)], layers, side=side)
+    a checkpoint   select({name: shape, ...}, precision, layers=num_hidden_layers), in ``units.py``
+    a model        stored(model, precision, layout, side), in ``stored.py``
 
-Training, the vLLM plugin, the exporter, lint, memory, inspect and ``autocast`` all call it, and none of them has a
-rule of its own: trainer and rollout must agree on every layer. A linear stays in the compute dtype by the first of
-these rules that holds:
+The second and the third ask the first. Training, the vLLM plugin, the exporter, lint, memory, inspect and ``autocast``
+call one of them, and none has a rule of its own: trainer and rollout must agree on every layer.
+
+A linear stays in the compute dtype by the first of these rules that holds:
 
     compute   that side of the contract has no FP8
     always    it is a router, an embedding, a head, a norm or a bias; in a rollout also if it lies outside of the
@@ -39,18 +40,26 @@ the compute dtype on that layout only; shares of experts are padded instead. Sta
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
-from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.models.families import EXPERTS, FUSED, in_hugging_face
-from nemo_fp8.models.layout import Parallel
+from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
+from nemo_fp8.errors import PrecisionError
+from nemo_fp8.models.families import EXPERTS, in_hugging_face
 from nemo_fp8.models.names import Place, place
-from nemo_fp8.models.shapes import Linear, Model
+from nemo_fp8.moved import renamed
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    _TO_UNITS = ("Selection", "Unit", "module_of", "part_names", "select", "sharing_a_scale", "units_of")
+    _TO_STORED = ("on_rollout_rank", "rollout_cut", "stored", "train_cut")
+    __getattr__ = renamed(
+        __name__,
+        {name: f"nemo_fp8.models.units.{name}" for name in _TO_UNITS}
+        | {name: f"nemo_fp8.models.stored.{name}" for name in _TO_STORED},
+    )
 
 ALWAYS, LAYERS, KEEP, SHAPE, COMPUTE = "always", "layers", "keep", "shape", "compute"
 
@@ -60,16 +69,12 @@ GEMM_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, 
 # In a rollout: the multiple of the last part's rows, and the multiple of the columns under one scale a tensor.
 LAST_ROWS, KERNEL_COLUMNS = 32, 128
 
-# qkv_proj -> (q_proj, k_proj, v_proj), and each of these words -> all three.
-_FUSED_AS = {name: words for name, words in FUSED if name}
-_FUSED_OF = {word: words for _, words in FUSED for word in words}
 # The words that may stand before a decoder's list of layers (model.language_model.layers.0), and words that mark
 # another list (visual.blocks.0).
 _DECODERS = frozenset(
     {"", "model", "language_model", "transformer", "decoder", "backbone", "gpt_neox", "text_model", "llm", "thinker"}
 )
 _TOWERS = re.compile(r"visual|vision|image|audio|speech|video|encoder|projector|resampler|mtp|eagle|draft")
-_EXPERTS = re.compile(r"^(.*?(?:^|\.)experts)(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -85,68 +90,7 @@ class Kept:
         return {LAYERS: "first or last layers", KEEP: "keep"}.get(self.rule, self.reason)
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Linears that an engine holds as one matrix: their tensors and shapes, in the order of its rows."""
-
-    tensors: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The modules of the tensors."""
-        return tuple(module_of(tensor) for tensor in self.tensors)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The engine's name of the unit, if it has one, and the names of the modules, as from :func:`part_names`."""
-        parent, _, word = self.modules[0].rpartition(".")
-        if place(self.tensors[0]).role == "experts":
-            return (_experts(self.tensors[0]), *self.modules)
-        own = next((fused for fused, words in _FUSED_AS.items() if word in words), None)
-        return (f"{parent}.{own}", *self.modules) if own else self.modules
-
-    @property
-    def experts(self) -> int:
-        """The number of routed experts' matrices; 0 for other linears."""
-        return len(self.tensors) if place(self.tensors[0]).role == "experts" else 0
-
-    def contract(self, precision: Precision) -> Precision:
-        """Return the contract of these linears, without rules: with the recipe that the contract's rules give them."""
-        return contract_of(precision, self.names, self.experts).replace(modules=())
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The answer for a whole checkpoint: each tensor is part of a unit in FP8, or kept."""
-
-    units: tuple[Unit, ...]
-    """The units in FP8."""
-    kept: Mapping[str, Kept] = field(default_factory=dict)
-    """Tensor -> why it stays in the compute dtype."""
-    misaligned: tuple[Problem, ...] = ()
-    """A problem for every unit that its shape alone keeps; the caller reports them."""
-
-    @property
-    def quantized(self) -> frozenset[str]:
-        """The tensors in FP8."""
-        return frozenset(tensor for unit in self.units for tensor in unit.tensors)
-
-    @property
-    def not_converted(self) -> tuple[str, ...]:
-        """The kept modules that an engine could take for FP8 linears: ``modules_to_not_convert`` of a config.json."""
-        found = ((name, place(name)) for name in self.kept)
-        modules = (
-            _experts(name) if p.role == "experts" else p.module for name, p in found if _could_be_linear(name, p)
-        )
-        return tuple(dict.fromkeys(modules))
-
-    def by_rule(self, rule: str) -> dict[str, Kept]:
-        """Return the tensors that one rule keeps."""
-        return {name: kept for name, kept in self.kept.items() if kept.rule == rule}
-
-
-# ---------------------------------------------------------------------- the rule for one linear
+# ---------------------------------------------------------------------- the rule
 
 
 Shape = tuple[Sequence[int], int]  # rows of each part, columns
@@ -175,7 +119,7 @@ def why_kept(
     Raises PrecisionError if layers have to be counted and a name does not tell whose layers it counts.
     """
     if precision.operand("weight", side) is None:
-        return _without_fp8(side)
+        return without_fp8(side)
     by_name = why_kept_by_name(precision, names, layers, side=side, experts=experts, layer=layer)
     if by_name is not None:
         return by_name
@@ -193,7 +137,8 @@ def why_kept(
     return None
 
 
-def _without_fp8(side: str) -> Kept:
+def without_fp8(side: str) -> Kept:
+    """Return why every linear of a side stays in the compute dtype, under a contract that has no FP8 there."""
     return Kept(COMPUTE, f"the contract {'trains' if side == 'train' else 'generates'} in the compute dtype")
 
 
@@ -234,6 +179,9 @@ def why_kept_by_name(
     return None
 
 
+# ---------------------------------------------------------------------- names
+
+
 def contract_of(precision: Precision, names: Sequence[str], experts: int = 0) -> Precision:
     """Return the contract of linears that are stored as one matrix: with the recipe that the contract's rules give it.
 
@@ -265,6 +213,42 @@ def decoder_layer(name: str, *, counted: bool = False) -> int | None:
             f"Set first_layers=0 and last_layers=0, and name the layers in keep, as in keep=('{at.container}.0.*',).",
         )
     return at.layer
+
+
+def _other_names(places: Iterable[Place], experts: int) -> Iterator[str]:
+    """Yield every name of the units that modules belong to."""
+    units = {(p.layer, p.unit) for p in places if p.unit and p.layer is not None}
+    return (name for layer, unit in sorted(units) for name in _names_of(layer, unit, experts))
+
+
+@lru_cache(maxsize=1 << 12)
+def _names_of(layer: int, unit: str, experts: int) -> tuple[str, ...]:
+    """Return the Megatron and Hugging Face names of a unit, of all parts and all experts.
+
+    ``unit`` is Megatron's name below the layer (``self_attention.linear_qkv``). Since the names of all of its parts are
+    tried, a pattern that names K keeps Q and V as well, in training and in rollout.
+    """
+    megatron, routed = f"decoder.layers.{layer}.", unit.startswith("mlp.experts.")
+    names = [megatron + unit]
+    for e in range(experts) if routed else (0,):
+        if routed:
+            names.append(megatron + unit.replace("experts.", f"experts.local_experts.{e}.", 1))
+        for words in EXPERTS if routed else EXPERTS[:1]:
+            names += [f"model.layers.{layer}.{name}" for name in in_hugging_face(unit, words, e)]
+    return tuple(names)
+
+
+def outside_names(layers: Iterable[int]) -> Iterator[str]:
+    """Yield names of modules that no contract puts in FP8 (head, embedding, routers); patterns may match them."""
+    yield from ("lm_head", "output_layer", "embedding", "model.embed_tokens")
+    for layer in layers:
+        yield from (
+            f"decoder.layers.{layer}.mlp.router",
+            *(f"model.layers.{layer}.{words.block}.gate" for words in EXPERTS),
+        )
+
+
+# ---------------------------------------------------------------------- shapes
 
 
 def misfit(precision: Precision, parts: Sequence[int], columns: int, *, experts: bool = False) -> str | None:
@@ -312,269 +296,3 @@ def share_misfit(precision: Precision, rows: int, columns: int) -> str | None:
 def _row_step(precision: Precision) -> int:
     """Return the multiple of the rows that kernels need: 1 for MX and NVFP4 weights, which are padded or decoded."""
     return 1 if precision.rollout_block in ("1x32", "1x16") else LAST_ROWS
-
-
-def part_names(prefix: str, fused: Mapping[str, Sequence[str]] | None = None, experts: int = 0) -> tuple[str, ...]:
-    """Return the name of an engine's module, followed by the checkpoint's modules that it is made of.
-
-    ``fused`` is the model's ``packed_modules_mapping`` in vLLM; ``experts`` is the number of routed experts, if any.
-    """
-    if experts:
-        words = next((family.words for family in EXPERTS if family.block in prefix.split(".")), EXPERTS[0].words)
-        return (prefix, *(f"{prefix}.{i}.{word}" for i in range(experts) for word in words))
-    parent, _, word = prefix.rpartition(".")
-    parts = (fused or {}).get(word) or _FUSED_AS.get(word, ())
-    return (prefix, *(f"{parent}.{part}" if parent else part for part in parts))
-
-
-def module_of(tensor: str) -> str:
-    """Return the module of a tensor: its name without ``.weight``."""
-    return place(tensor).module
-
-
-def _other_names(places: Iterable[Place], experts: int) -> Iterator[str]:
-    """Yield every name of the units that modules belong to."""
-    units = {(p.layer, p.unit) for p in places if p.unit and p.layer is not None}
-    return (name for layer, unit in sorted(units) for name in _names_of(layer, unit, experts))
-
-
-@lru_cache(maxsize=1 << 12)
-def _names_of(layer: int, unit: str, experts: int) -> tuple[str, ...]:
-    """Return the Megatron and Hugging Face names of a unit, of all parts and all experts.
-
-    ``unit`` is Megatron's name below the layer (``self_attention.linear_qkv``). Since the names of all of its parts are
-    tried, a pattern that names K keeps Q and V as well, in training and in rollout.
-    """
-    megatron, routed = f"decoder.layers.{layer}.", unit.startswith("mlp.experts.")
-    names = [megatron + unit]
-    for e in range(experts) if routed else (0,):
-        if routed:
-            names.append(megatron + unit.replace("experts.", f"experts.local_experts.{e}.", 1))
-        for words in EXPERTS if routed else EXPERTS[:1]:
-            names += [f"model.layers.{layer}.{name}" for name in in_hugging_face(unit, words, e)]
-    return tuple(names)
-
-
-def outside_names(layers: Iterable[int]) -> Iterator[str]:
-    """Yield names of modules that no contract puts in FP8 (head, embedding, routers); patterns may match them."""
-    yield from ("lm_head", "output_layer", "embedding", "model.embed_tokens")
-    for layer in layers:
-        yield from (
-            f"decoder.layers.{layer}.mlp.router",
-            *(f"model.layers.{layer}.{words.block}.gate" for words in EXPERTS),
-        )
-
-
-# ---------------------------------------------------------------------- the rule for a whole checkpoint
-
-
-def select(
-    tensors: Mapping[str, Sequence[int]], precision: Precision, *, layers: int | None = None, kv_rows: int | None = None
-) -> Selection:
-    """Select the tensors of a checkpoint (name -> shape) that are held in FP8, and say why the others are not.
-
-    ``layers`` is the number of decoder layers, by default counted from the names. ``kv_rows`` is the number of rows of
-    K, for checkpoints that hold Q, K and V as one tensor. Raises PrecisionError if the contract is strict and shapes
-    do not fit, with a problem for every unit.
-    """
-    layers = layers if layers is not None else _count_layers(tensors)
-    chosen: list[Unit] = []
-    kept: dict[str, Kept] = {}
-    misaligned: list[Problem] = []
-    for unit in units_of(tensors):
-        reason = _why_unit(unit, precision, layers, kv_rows)
-        if reason is None:
-            chosen.append(unit)
-            continue
-        kept |= dict.fromkeys(unit.tensors, reason)
-        if reason.rule == SHAPE:
-            misaligned.append(_problem(unit, reason, precision))
-    if misaligned and precision.strict:
-        raise PrecisionError(misaligned)
-    return Selection(tuple(chosen), {name: kept[name] for name in tensors if name in kept}, tuple(misaligned))
-
-
-def units_of(tensors: Mapping[str, Sequence[int]]) -> list[Unit]:
-    """Group the tensors of a checkpoint into units; a tensor that is no part of a linear is a unit of its own."""
-    groups: dict[str, list[str]] = {}
-    for name in tensors:
-        groups.setdefault(_key(name), []).append(name)
-    return [Unit(found := _in_order(names), tuple(tuple(tensors[name]) for name in found)) for names in groups.values()]
-
-
-def _key(tensor: str) -> str:
-    """Return a key that the tensors of one unit share, and no others."""
-    if place(tensor).role == "experts":
-        return _experts(tensor)
-    if tensor.endswith(".weight"):
-        parent, _, word = module_of(tensor).rpartition(".")
-        if word in _FUSED_OF:
-            return f"{parent}.{'+'.join(_FUSED_OF[word])}"
-    return tensor
-
-
-def sharing_a_scale(tensors: Iterable[str]) -> list[tuple[str, ...]]:
-    """Group weights that share one scale in NVFP4: q, k and v; gate and up, of each expert by itself.
-
-    An engine holds them as one matrix, whose kernels take one FP32 scale beneath the block scales. So the amax that the
-    scale is made of is that of all of them.
-    """
-    groups: dict[str, list[str]] = {}
-    for name in tensors:
-        parent, _, word = module_of(name).rpartition(".")
-        key = f"{parent}.{'+'.join(_FUSED_OF[word])}" if word in _FUSED_OF else name
-        groups.setdefault(key, []).append(name)
-    return [tuple(names) for names in groups.values()]
-
-
-def _experts(tensor: str) -> str:
-    """Return the module of all routed experts of a layer: the name up to ``experts``."""
-    found = _EXPERTS.match(module_of(tensor))
-    return found[1] if found else module_of(tensor)
-
-
-def _could_be_linear(tensor: str, p: Place) -> bool:
-    return p.role == "experts" or (tensor.endswith(".weight") and p.role not in ("norm", "bias", "embedding"))
-
-
-def _in_order(names: Sequence[str]) -> tuple[str, ...]:
-    """Sort the tensors of a unit in the order of the fused matrix's rows."""
-
-    def rank(name: str) -> int:
-        word = module_of(name).rpartition(".")[2]
-        return _FUSED_OF[word].index(word) if word in _FUSED_OF else 0
-
-    return tuple(names) if place(names[0]).role == "experts" else tuple(sorted(names, key=rank))
-
-
-def _why_unit(unit: Unit, precision: Precision, layers: int, kv_rows: int | None) -> Kept | None:
-    """Call :func:`why_kept` with the names and shapes of a unit."""
-    names, first = unit.names, place(unit.tensors[0])
-    experts = first.role == "experts"
-    if not first.kept and not all(
-        _is_matrix(name, shape, experts) for name, shape in zip(unit.tensors, unit.shapes, strict=True)
-    ):
-        return Kept(ALWAYS, "it is not the weight of a linear")
-    if experts:
-        # Experts come as one stack or as many matrices, and some checkpoints store them transposed. Their rows and
-        # columns have to be whole blocks alike, so the order does not matter.
-        return why_kept(
-            precision, names, {((shape[-2],), shape[-1]) for shape in unit.shapes}, layers, experts=unit.experts
-        )
-    if first.kept:
-        return why_kept(precision, names, (), layers)
-    rows = [shape[0] for shape in unit.shapes]
-    if first.role == "gate_up":
-        rows = [rows[0] // 2, rows[0] - rows[0] // 2]
-    elif first.role == "qkv" and kv_rows:
-        rows = [rows[0] - 2 * kv_rows, kv_rows, kv_rows]
-    columns = {shape[-1] for shape in unit.shapes}
-    if len(columns) > 1:
-        raise PrecisionError(
-            f"{', '.join(unit.tensors)} have {' and '.join(map(str, sorted(columns)))} columns.",
-            "They are parts of one linear, so they have the same input.",
-            "Check where the checkpoint comes from; its tensors do not belong together.",
-        )
-    return why_kept(precision, names, [(rows, columns.pop())], layers)
-
-
-def _is_matrix(name: str, shape: tuple[int, ...], experts: bool) -> bool:
-    """Whether a tensor is a linear's weight, or a stack of experts' weights, whose name may lack ``.weight``."""
-    if experts:
-        return len(shape) in (2, 3) and not name.endswith("bias")
-    return len(shape) == 2 and name.endswith(".weight")
-
-
-def _count_layers(tensors: Iterable[str]) -> int:
-    return max((layer for layer in map(decoder_layer, tensors) if layer is not None), default=-1) + 1
-
-
-def _problem(unit: Unit, kept: Kept, precision: Precision) -> Problem:
-    names = unit.modules
-    name = names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} with it)"
-    weights = sum(math.prod(shape) for shape in unit.shapes)
-    return Problem(
-        f"{name}: {weights:,} weights stay in {precision.compute.upper()}.",
-        f"{kept.reason[0].upper()}{kept.reason[1:]}, as blocks of {unit.contract(precision).rollout_block} need.",
-        f"Add {names[0]!r} to keep=, or set strict=False.",
-        "error" if precision.strict else "warning",
-    )
-
-
-# ---------------------------------------------------------------------- the rule for a model
-
-
-def stored(model: Model, precision: Precision, layout: Parallel, side: str) -> dict[tuple[int, str], Operand | Kept]:
-    """Return how a side stores each linear, or why it stays in the compute dtype, by (layer, Megatron's name).
-
-    The answer holds for every rank of the layout. ``side`` is ``train`` or ``rollout``.
-    """
-    everything = [(layer, linear.name) for layer, linear in model.all_linears()]
-    operand = precision.operand("weight", side)
-    if operand is None:
-        return dict.fromkeys(everything, _without_fp8(side))
-    kept_in = _kept_in_training if side == "train" else _kept_in_rollout
-    kept = kept_in(model, precision, layout)
-
-    def chosen(at: tuple[int, str]) -> Operand:
-        found = contract_of(precision, (f"decoder.layers.{at[0]}.{at[1]}",), 1).operand("weight", side)
-        return operand if found is None else found  # a module without one is kept, and not asked for here
-
-    return {at: kept.get(at) or chosen(at) for at in everything}
-
-
-def train_cut(linear: Linear, layout: Parallel) -> int:
-    """Return the number of ranks that training cuts a linear over."""
-    return layout.experts_cut if linear.experts else layout.tensor
-
-
-def rollout_cut(linear: Linear, layout: Parallel) -> int:
-    """Return the number of workers that a rollout cuts a linear over."""
-    return 1 if linear.experts and layout.rollout_expert else layout.rollout_cut
-
-
-def on_rollout_rank(model: Model, linear: Linear, layout: Parallel) -> tuple[tuple[int, ...], int]:
-    """Return the rows of each part, and the columns, that one worker of vLLM holds.
-
-    With more workers than key-value heads, vLLM repeats the heads so that each worker has one.
-    """
-    cut = rollout_cut(linear, layout)
-    if linear.name.endswith("linear_qkv") and cut > model.kv_heads:
-        q, k, v = linear.parts
-        again = cut // model.kv_heads
-        linear = replace(linear, parts=(q, k * again, v * again))
-    return linear.on_rank(cut)
-
-
-def _kept_in_training(model: Model, precision: Precision, layout: Parallel) -> dict[tuple[int, str], Kept]:
-    kept = {}
-    for layer, linear in model.all_linears():
-        name, shape = f"decoder.layers.{layer}.{linear.name}", linear.on_rank(train_cut(linear, layout))
-        held = why_kept(precision, (name,), [shape], model.layers, side="train", experts=linear.experts)
-        if held is not None:
-            kept[layer, linear.name] = held
-    return kept
-
-
-def _kept_in_rollout(model: Model, precision: Precision, layout: Parallel) -> dict[tuple[int, str], Kept]:
-    """Select as from a checkpoint of this model, then check what kernels multiply of a worker's share."""
-    tensors: dict[tuple[int, str], tuple[str, ...]] = {}
-    shapes: dict[str, tuple[int, int]] = {}
-    for layer, linear in model.all_linears():
-        # All experts of a layer are decided together, so one stands for all, unless a pattern may name a single one.
-        experts = range(linear.experts) if linear.experts and precision.keep else (0,)
-        for name, rows in zip(linear.hugging_face, linear.parts, strict=True):
-            found = tuple(f"model.layers.{layer}.{name.replace('*', str(expert))}.weight" for expert in experts)
-            tensors[layer, linear.name] = tensors.get((layer, linear.name), ()) + found
-            shapes |= dict.fromkeys(found, (rows, linear.columns))
-    chosen = select(shapes, precision.replace(strict=False), layers=model.layers)
-    kept = {}
-    for layer, linear in model.all_linears():
-        held = chosen.kept.get(tensors[layer, linear.name][0])
-        if held is None and not linear.experts:
-            parts, columns = on_rollout_rank(model, linear, layout)
-            reason = share_misfit(precision, sum(parts), columns)
-            held = Kept(SHAPE, reason) if reason else None
-        if held is not None:
-            kept[layer, linear.name] = held
-    return kept

@@ -89,7 +89,7 @@ class Model:
 
         Raises PrecisionError if it cannot be read, or if its model type is unknown.
         """
-        config = source if isinstance(source, Mapping) else _load(Path(source))
+        config = source if isinstance(source, Mapping) else read_config(Path(source))
         return _read(config.get("text_config") or config)
 
     def linears(self, layer: int) -> tuple[Linear, ...]:
@@ -121,7 +121,8 @@ class Model:
 # ---------------------------------------------------------------------- reading a config.json
 
 
-def _load(path: Path) -> Mapping[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the ``config.json`` at a path, or in a folder. Raises PrecisionError if it cannot be read."""
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text())
@@ -129,11 +130,11 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise PrecisionError(
             f"There is no model config at {path}.", f"{error}.", "Give a Hugging Face config.json or its folder."
         ) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no UTF-8
         raise PrecisionError(
             f"{path} is not JSON.", f"{error}.", "Give the config.json of a Hugging Face model."
         ) from error
-    if not isinstance(config, Mapping):
+    if not isinstance(config, dict):
         raise PrecisionError(
             f"{path} holds no mapping.", "A model config is one.", "Give the config.json of a Hugging Face model."
         )

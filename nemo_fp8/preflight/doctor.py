@@ -16,17 +16,17 @@ from nemo_fp8.contract.te_variables import VARIABLES, late_variables
 from nemo_fp8.errors import Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.moved import renamed
+from nemo_fp8.preflight.answers import Answer, answer
 from nemo_fp8.preflight.machine import ABSENT, Machine
-from nemo_fp8.preflight.support import RECIPES, TE_ON_CPU, Answer, answer
+from nemo_fp8.preflight.support import RECIPES, TE_ON_CPU
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
-    _TO_ENGINE = (
-        *("recipes_of", "require", "support_findings", "resume_findings", "backward_findings", "ALLOW_PICKLE"),
-        *("first_weight_findings", "bridge_findings"),
-    )
+    _TO_ENGINE = (*("recipes_of", "require", "resume_findings", "backward_findings", "ALLOW_PICKLE"),)
+    _TO_LINT = ("support_findings", "first_weight_findings", "bridge_findings")
     __getattr__ = renamed(
         __name__,
         {name: f"nemo_fp8.preflight.engine.{name}" for name in _TO_ENGINE}
+        | {name: f"nemo_fp8.preflight.lint.{name}" for name in _TO_LINT}
         | {name: f"nemo_fp8.contract.te_variables.{name}" for name in ("unread_variables", "TE_RECIPES")},
     )
 

@@ -25,16 +25,20 @@ from nemo_fp8.contract.te_variables import late_variables, te_environment, unrea
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
 from nemo_fp8.moved import renamed
+from nemo_fp8.preflight.answers import Answer, answer
 from nemo_fp8.preflight.machine import ABSENT, Machine
-from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, UNKNOWN, UNSUPPORTED, Answer, answer
+from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, UNKNOWN
 
 ENGINES = ("auto", "te", "emulated")
 ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 logger = logging.getLogger("nemo_fp8")
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
+    _TO_LINT = ("bridge_findings", "first_weight_findings", "support_findings")
     __getattr__ = renamed(
-        __name__, {name: f"nemo_fp8.train.megatron_cpu.{name}" for name in ("hold_cpu", "hold_products")}
+        __name__,
+        {name: f"nemo_fp8.train.megatron_cpu.{name}" for name in ("hold_cpu", "hold_products")}
+        | {name: f"nemo_fp8.preflight.lint.{name}" for name in _TO_LINT},
     )
 
 
@@ -47,7 +51,7 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
         raise PrecisionError([unknown("engine", requested, ENGINES)])
     if not precision.is_quantized:
         return None
-    machine = machine or Machine.here()
+    machine = machine or Machine.here(sides=("train",))
     engine = requested if requested != "auto" else "emulated" if machine.has_gpu is False else "te"
     if engine == "emulated" and machine.has_gpu:
         raise PrecisionError(
@@ -114,25 +118,14 @@ def require(
             if machine.torch == ABSENT:
                 problems.append(finding("no-torch", "torch"))
         elif found.verdict != NATIVE and not (found.verdict == EMULATED and not training):
-            problems.append(_as_finding("refused", found, machine, RECIPES[found.recipe], precision=precision.name))
+            problems.append(as_finding("refused", found, machine, RECIPES[found.recipe], precision=precision.name))
     if problems:
         raise PrecisionError(problems)
     return answers
 
 
-# Verdict -> the code of its finding; ``native`` has none.
-_CODES = {EMULATED: "emulated", UNSUPPORTED: "unsupported", UNKNOWN: "unknown-support"}
-
-
-def support_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
-    """Yield the same answers as findings, for lint."""
-    for found in (answer(recipe, machine) for recipe in recipes_of(precision)):
-        if found.verdict in _CODES:
-            name = RECIPES[found.recipe]
-            yield _as_finding(_CODES[found.verdict], found, machine, name[0].upper() + name[1:])
-
-
-def _as_finding(code: str, found: Answer, machine: Machine, recipe: str, **gaps: str) -> Problem:
+def as_finding(code: str, found: Answer, machine: Machine, recipe: str, **gaps: str) -> Problem:
+    """Return the finding of a code that says an answer; ``recipe`` is its recipe in words, ``gaps`` are the code's."""
     return finding(
         code, found.recipe, recipe=recipe, machine=machine.source, why=found.reason, remedy=found.remedy, **gaps
     )
@@ -186,19 +179,7 @@ _BIASED = ("e2m1", (1, 16))  # a weight in a backward whose codes are not the fo
 def backward_findings(precision: Precision) -> Iterator[Problem]:
     """Yield what harms the backward of a run under this contract, or under one of its rules."""
     for p in precision.variants():
-        weight = p.gemms()["dgrad"][1]
+        weight = p.in_backward.operand("weight")
         if p.backward == "quantized" and weight is not None and (weight.format, weight.block) == _BIASED:
             yield finding("fp4-backward-1x16", "weight_block")
             return
-
-
-def first_weight_findings(precision: Precision) -> Iterator[Problem]:
-    """Yield what Megatron does to the first values of weights in FP8."""
-    if precision.fp8_param:
-        yield finding("cpu-initialization", "use_cpu_initialization")
-
-
-def bridge_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
-    """Yield what Megatron-Bridge, where it is installed, does to a run under this contract."""
-    if precision.fp8_param and machine.bridge not in (None, ABSENT):
-        yield finding("bridge-loads-into-fp8", "fp8_param", severity="warning", bridge=f"{machine.bridge} ")

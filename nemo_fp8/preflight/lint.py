@@ -18,11 +18,13 @@ from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
+from nemo_fp8.preflight.answers import answer
 from nemo_fp8.preflight.doctor import sanity
-from nemo_fp8.preflight.engine import backward_findings, bridge_findings, support_findings
-from nemo_fp8.preflight.machine import Machine
+from nemo_fp8.preflight.engine import as_finding, backward_findings, recipes_of
+from nemo_fp8.preflight.machine import ABSENT, Machine
 from nemo_fp8.preflight.memory import memory
 from nemo_fp8.preflight.shapes import shape_findings
+from nemo_fp8.preflight.support import EMULATED, RECIPES, UNKNOWN, UNSUPPORTED
 
 _DELAYED_FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
 _LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -152,6 +154,33 @@ def _fit(model: Model, p: Precision, parallel: Parallel, machine: Machine) -> It
     if machine.memory and estimate.total > machine.memory:
         need, have = (f"{n / 2**30:.0f} GiB" for n in (estimate.total, machine.memory))
         yield finding("does-not-fit", "memory", need=need, have=have, stage=estimate.stage)
+
+
+# ---------------------------------------------------------------------- the machine
+
+
+# Verdict -> the code of its finding; ``native`` has none.
+_CODES = {EMULATED: "emulated", UNSUPPORTED: "unsupported", UNKNOWN: "unknown-support"}
+
+
+def support_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
+    """Yield what a machine makes of the recipes that a contract needs, where it is not all of it."""
+    for found in (answer(recipe, machine) for recipe in recipes_of(precision)):
+        if found.verdict in _CODES:
+            name = RECIPES[found.recipe]
+            yield as_finding(_CODES[found.verdict], found, machine, name[0].upper() + name[1:])
+
+
+def first_weight_findings(precision: Precision) -> Iterator[Problem]:
+    """Yield what Megatron does to the first values of weights in FP8."""
+    if precision.fp8_param:
+        yield finding("cpu-initialization", "use_cpu_initialization")
+
+
+def bridge_findings(precision: Precision, machine: Machine) -> Iterator[Problem]:
+    """Yield what Megatron-Bridge, where it is installed, does to a run under this contract."""
+    if precision.fp8_param and machine.bridge not in (None, ABSENT):
+        yield finding("bridge-loads-into-fp8", "fp8_param", severity="warning", bridge=f"{machine.bridge} ")
 
 
 # ---------------------------------------------------------------------- the environment

@@ -1,8 +1,7 @@
-"""A machine: this one, or one described in words such as ``h200,cuda12.8,te2.9``.
+"""A machine: what is known of this one, or of one that words describe (``described.py``).
 
 A head node has no GPU, so what a machine *is* (this file) is separate from what it *can do* (``support.py``). Three
-states, never two: a value, ``ABSENT`` (looked for and not there), None (unknown). An unknown is not guessed; what
-follows from something else that was given (PyTorch's wheel fixes its CUDA) is filled in, and ``assumed`` says so.
+states, never two: a value, ``ABSENT`` (looked for and not there), None (unknown). An unknown is not guessed.
 
 Nothing here imports torch, TransformerEngine or vLLM, which cost seconds, and in TE's case freeze ``NVTE_*``
 variables at import. Versions come from package metadata, torch's CUDA from the text of ``torch/version.py``, cuBLAS
@@ -21,63 +20,20 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from packaging.version import VERSION_PATTERN
+from nemo_fp8.contract import SIDES
+from nemo_fp8.moved import renamed
+from nemo_fp8.preflight.described import ABSENT as ABSENT
+from nemo_fp8.preflight.described import VERSIONS, fields_of, fill_in
 
-from nemo_fp8.errors import PrecisionError, Problem, unknown
-
-ABSENT = "none"
-
-# GPU name -> (architecture, usable memory in GiB; None where the name covers several sizes).
-GPUS: dict[str, tuple[int, float | None]] = {
-    "v100": (70, None),
-    "t4": (75, 15),
-    "a100": (80, None),
-    "a800": (80, None),
-    "a10": (86, 22),
-    "a40": (86, 45),
-    "rtx3090": (86, 24),
-    "rtxa6000": (86, 48),
-    "l4": (89, 22),
-    "l20": (89, 45),
-    "l40": (89, 45),
-    "l40s": (89, 45),
-    "rtx4090": (89, 24),
-    "rtx6000ada": (89, 48),
-    "h20": (90, 95),
-    "h100": (90, 79),
-    "h800": (90, 79),
-    "h200": (90, 140),
-    "gh200": (90, None),
-    "b100": (100, None),
-    "b200": (100, 179),
-    "gb200": (100, 185),
-    "b300": (103, None),
-    "gb300": (103, None),
-    "rtx5090": (120, 31),
-    "rtxpro6000": (120, 95),
-    "gb10": (121, None),
-}
-
-# PyTorch series -> what its wheels on PyPI bring: (CUDA, cuBLAS; None where cuda-toolkit decides).
-TORCH_WHEELS: dict[str, tuple[str, str | None]] = {
-    "2.6": ("12.4", "12.4.5.8"),
-    "2.7": ("12.6", "12.6.4.1"),
-    "2.8": ("12.8", "12.8.4.1"),
-    "2.9": ("12.8", "12.8.4.1"),
-    "2.10": ("12.8", "12.8.4.1"),
-    "2.11": ("13.0.2", "13.1.0.3"),
-    "2.12": ("13.0.2", "13.1.0.3"),
-    "2.13": ("13.0.3", None),
-    "2.14": ("13.0.3", None),
-    "2.15": ("13.2.2", None),
-}
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(__name__, {name: f"nemo_fp8.preflight.described.{name}" for name in ("GPUS", "TORCH_WHEELS")})
 
 # Field of a Machine -> the distributions that may have its version; the first one found counts.
 _DISTRIBUTIONS = {
@@ -90,19 +46,7 @@ _DISTRIBUTIONS = {
     "numpy": ("numpy",),
 }
 _VLLM = _DISTRIBUTIONS["vllm"]
-_VERSIONED = ("driver", "cuda", "cublas", *_DISTRIBUTIONS, "python")
-_ALIASES = {
-    "cu": "cuda",
-    "cublaslt": "cublas",
-    "transformerengine": "te",
-    "megatroncore": "mcore",
-    "megatronbridge": "bridge",
-    "nemotoolkit": "nemo",
-    "py": "python",
-}
 _CPU_FLAGS = {"avx512f": "avx512", "avx512_bf16": "avx512_bf16", "amx_tile": "amx"}
-# Word -> the units of a CPU; avx2 means neither AVX-512 nor AMX.
-_CPU_WORDS: dict[str, tuple[str, ...]] = {"avx2": (), "avx512": ("avx512",), "amx": ("avx512", "amx")}
 _CUDA_LIBRARIES = ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 
 
@@ -144,55 +88,30 @@ class Machine:
     """Sentences about fields that were filled in because they follow from others."""
 
     @classmethod
-    def here(cls, vllm_python: str | Path | None = None) -> Machine:
-        """Examine this machine, and vLLM in the environment of ``vllm_python`` or those of :func:`vllm_pythons`."""
+    def here(cls, vllm_python: str | Path | None = None, *, sides: Sequence[str] = SIDES) -> Machine:
+        """Examine this machine, and vLLM in the environment of ``vllm_python`` or those of :func:`vllm_pythons`.
+
+        Without ``rollout`` among the ``sides``, vLLM and the processor's units stay unknown: training asks for neither.
+        """
         found: dict[str, Any] = {
             name: _first_version(names) for name, names in _DISTRIBUTIONS.items() if name != "vllm"
         }
         cuda = _in_version_file("torch", "cuda") if found["torch"] != ABSENT else ABSENT
+        if "rollout" in sides:
+            found |= _vllm(vllm_pythons(vllm_python)) | {"cpu": _cpu_flags()}
         return cls(
             **found,
             **_gpus(),
-            **_vllm(vllm_pythons(vllm_python)),
             cuda=cuda,
             cublas=_cublas(cuda) if cuda else None,
             te_library=_te_library() if found["te"] != ABSENT else None,
             python=platform.python_version(),
-            cpu=_cpu_flags(),
         )
 
     @classmethod
     def parse(cls, words: str) -> Machine:
-        """Read a machine from words between commas; raise PrecisionError for an unknown word.
-
-        The words: a GPU name or smNN, cuda12.8, cublas12.9, torch2.9, te2.9, mcore0.15, amx, avx2, ...
-        """
-        said: dict[str, Any] = {}
-        problems: list[Problem] = []
-        for word in filter(None, (w.strip() for w in words.split(","))):
-            meant = _read_word(re.sub(r"[\s_-]", "", word.lower()))
-            if meant is None:
-                problems.append(_unknown_word(word))
-                continue
-            if "cpu" in meant:
-                meant["cpu"] = (*said.pop("cpu", ()), *meant["cpu"])
-            clash = sorted(name for name in meant.keys() & said.keys() if said[name] != meant[name])
-            if clash:
-                what, why = (
-                    f"{word!r} contradicts an earlier word in {words!r}.",
-                    f"Both say what {' and '.join(clash)} is.",
-                )
-                problems.append(Problem(what, why, "Describe one machine at a time."))
-            said |= meant
-        if problems:
-            raise PrecisionError(problems)
-        if not said:
-            raise PrecisionError(
-                "The machine is described by no word.",
-                "There is nothing to answer for.",
-                "Say --for h200,cuda12.8,te2.9.",
-            )
-        return _fill_in(cls(source=words, **said))
+        """Return the machine that words between commas describe; raise PrecisionError for an unknown word."""
+        return fill_in(cls(source=words, **fields_of(words)))
 
     @property
     def has_gpu(self) -> bool | None:
@@ -213,7 +132,7 @@ class Machine:
         ]
         rows = [("machine", self.source), ("GPU", gpu)]
         rows += [
-            (name, self._vllm_in_words() if name == "vllm" else getattr(self, name) or "unknown") for name in _VERSIONED
+            (name, self._vllm_in_words() if name == "vllm" else getattr(self, name) or "unknown") for name in VERSIONS
         ]
         rows.append(("CPU", "unknown" if self.cpu is None else ", ".join(self.cpu) or "neither AVX-512 nor AMX"))
         return rows + [("assumed", sentence) for sentence in self.assumed]
@@ -227,72 +146,6 @@ class Machine:
     def to_dict(self) -> dict[str, Any]:
         """Return every field as a plain value, for JSON."""
         return {f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v for f in fields(self)}
-
-
-# ---------------------------------------------------------------------- a described machine
-
-
-def _read_word(word: str) -> dict[str, Any] | None:
-    """Return the fields that one word sets; None if it has no meaning."""
-    if word in ("cpu", "nogpu"):
-        return {"gpu": ABSENT, "count": 0, "driver": ABSENT}
-    if word in _CPU_WORDS:
-        return {"cpu": _CPU_WORDS[word]}
-    if found := re.fullmatch(r"sm(\d{2,3})a?", word):
-        return {"arch": int(found[1])}
-    if found := re.fullmatch(r"no([a-z]+)", word):
-        name = _ALIASES.get(found[1], found[1])
-        return {name: ABSENT} if name in _VERSIONED else None
-    if found := re.fullmatch(r"([a-z]+)[=v]*(\d[\w.+]*)", word):
-        name = _ALIASES.get(found[1], found[1])
-        version = re.sub(r"^(\d+)(\d)$", r"\1.\2", found[2]) if found[1] == "cu" else found[2]
-        if name in _VERSIONED and re.fullmatch(VERSION_PATTERN, version, re.VERBOSE):
-            return {name: version, **({"te_library": True} if name == "te" else {})}
-    return _read_gpu(word)
-
-
-def _read_gpu(word: str) -> dict[str, Any] | None:
-    """Read a GPU's name with a count before or after it and a size behind it: ``8xh100``, ``a10080gb``, ``h200x4``."""
-    names = "|".join(sorted(GPUS, key=len, reverse=True))
-    found = re.fullmatch(rf"(?:(\d+)x)?(?:nvidia)?({names})(?:sxm\d?|pcie|nvl)?(?:(\d+)gi?b)?(?:x(\d+))?", word)
-    if found is None:
-        return None
-    before, gpu, size, after = found.groups()
-    arch, usual = GPUS[gpu]
-    gib, count = float(size) if size else usual, before or after
-    said: dict[str, Any] = {"gpu": gpu, "arch": arch}
-    return said | ({"memory": int(gib * 2**30)} if gib else {}) | ({"count": int(count)} if count else {})
-
-
-def _unknown_word(word: str) -> Problem:
-    return unknown(
-        "word in the description of a machine",
-        word,
-        [*GPUS, "smNN", "cpu", *_CPU_WORDS, *(f"{n}X.Y" for n in _VERSIONED)],
-    )
-
-
-def _fill_in(machine: Machine) -> Machine:
-    """Fill in what a PyTorch version fixes, and the cuBLAS of a CUDA; each adds a sentence to ``assumed``."""
-    changes: dict[str, Any] = {}
-    assumed: list[str] = []
-    if machine.torch and machine.torch != ABSENT and machine.cuda is None:
-        series, _, local = machine.torch.partition("+")
-        wheel = TORCH_WHEELS.get(".".join(series.split(".")[:2]))
-        if local == "cpu":
-            changes |= {"cuda": ABSENT, "cublas": ABSENT}
-        elif tag := re.fullmatch(r"cu(\d+)(\d)", local):
-            changes["cuda"] = f"{tag[1]}.{tag[2]}"
-        elif wheel and machine.has_gpu is not False:
-            changes["cuda"] = wheel[0]
-            if wheel[1] and machine.cublas is None:
-                changes["cublas"] = wheel[1]
-            assumed.append(f"torch {machine.torch} is PyPI's wheel, which carries CUDA {wheel[0]}.")
-    cuda = changes.get("cuda", machine.cuda)
-    if cuda and cuda != ABSENT and machine.cublas is None and "cublas" not in changes:
-        changes["cublas"] = ".".join(cuda.split(".")[:2])
-        assumed.append(f"cuBLAS is the one that CUDA {cuda} ships; say cublasX.Y if it is another.")
-    return replace(machine, **changes, assumed=tuple(assumed))
 
 
 # ---------------------------------------------------------------------- this machine

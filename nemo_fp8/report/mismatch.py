@@ -99,6 +99,7 @@ class Token:
 
     @property
     def log_ratio(self) -> float:
+        """The trainer's log-prob minus the rollout's."""
         return self.trainer - self.rollout
 
 

@@ -79,6 +79,7 @@ class Entry:
 
     @property
     def elements(self) -> int:
+        """The number of values."""
         return math.prod(self.shape)
 
 

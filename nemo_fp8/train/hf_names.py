@@ -6,9 +6,9 @@ Megatron fuses what Hugging Face keeps apart, and both keep the same rows:
     linear_fc1   [gate; up]                                              ->  gate_proj, up_proj
     vocabulary   padded to a multiple of 128 x TP                        ->  as many rows as the tokenizer has tokens
 
-Each row of ``LAYER`` and ``OUTER`` is one tensor of Megatron's; a family's own words for experts are its row's in
-:mod:`nemo_fp8.models.families`. A tensor that no row knows is refused: a checkpoint that lacks a bias would be another
-model.
+Each row of ``LAYER`` and ``OUTER`` is one tensor of Megatron's. The names of linears, and a family's own words for
+experts, are those of :mod:`nemo_fp8.models.families`. A tensor that no row knows is refused: a checkpoint that lacks a
+bias would be another model.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem, unknown
-from nemo_fp8.models.families import Family, nemo_classes, of_nemo
+from nemo_fp8.models.families import HUGGING_FACE, Family, nemo_classes, of_nemo
 
-# Megatron's name below a layer -> Hugging Face's, and how it is split. {experts}, {e} and the expert's words are the
+
+def _linear(unit: str, split: str, kind: str = "weight") -> tuple[str, tuple[str, ...]]:
+    """Return the row of a linear's weight or bias; its names are those of :data:`HUGGING_FACE`."""
+    return split, tuple(f"{name}.{kind}" for name in HUGGING_FACE[unit])
+
+
+# Megatron's name below a layer -> how it is split, and Hugging Face's names. {block}, {e} and an expert's words are the
 # family's.
 LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
-    "self_attention.linear_qkv.weight": (
-        "qkv",
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    ),
-    "self_attention.linear_qkv.bias": (
-        "qkv",
-        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    ),
-    "self_attention.linear_proj.weight": ("whole", ("self_attn.o_proj.weight",)),
+    "self_attention.linear_qkv.weight": _linear("self_attention.linear_qkv", "qkv"),
+    "self_attention.linear_qkv.bias": _linear("self_attention.linear_qkv", "qkv", "bias"),
+    "self_attention.linear_proj.weight": _linear("self_attention.linear_proj", "whole"),
     "self_attention.q_layernorm.weight": ("whole", ("self_attn.q_norm.weight",)),
     "self_attention.k_layernorm.weight": ("whole", ("self_attn.k_norm.weight",)),
     # A norm before a linear is a part of TransformerEngine's linear, and a module of its own without TE.
@@ -42,14 +42,11 @@ LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
     "input_layernorm.weight": ("whole", ("input_layernorm.weight",)),
     "mlp.linear_fc1.layer_norm_weight": ("whole", ("post_attention_layernorm.weight",)),
     "pre_mlp_layernorm.weight": ("whole", ("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.weight": ("gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc2.weight": ("whole", ("mlp.down_proj.weight",)),
-    "mlp.router.weight": ("whole", ("{moe}.gate.weight",)),
-    "mlp.experts.{e}.linear_fc1.weight": (
-        "gate_up",
-        ("{moe}.experts.{e}.{gate}.weight", "{moe}.experts.{e}.{up}.weight"),
-    ),
-    "mlp.experts.{e}.linear_fc2.weight": ("whole", ("{moe}.experts.{e}.{down}.weight",)),
+    "mlp.linear_fc1.weight": _linear("mlp.linear_fc1", "gate_up"),
+    "mlp.linear_fc2.weight": _linear("mlp.linear_fc2", "whole"),
+    "mlp.router.weight": ("whole", ("{block}.gate.weight",)),
+    "mlp.experts.{e}.linear_fc1.weight": _linear("mlp.experts.linear_fc1", "gate_up"),
+    "mlp.experts.{e}.linear_fc2.weight": _linear("mlp.experts.linear_fc2", "whole"),
 }
 OUTER: dict[str, tuple[str, tuple[str, ...]]] = {
     "embedding.word_embeddings.weight": ("vocabulary", ("model.embed_tokens.weight",)),
@@ -105,7 +102,10 @@ class Names:
         )
 
     def parts(self, megatron: str) -> Iterator[Part]:
-        """Yield the Hugging Face tensors that a tensor of Megatron's is split into; nothing if it is no weight."""
+        """Yield the Hugging Face tensors that a tensor of Megatron's is split into; nothing if it is no weight.
+
+        Raises PrecisionError for a weight that no row of the tables names.
+        """
         if _STATE.search(megatron):
             return
         layer = _LAYER.match(megatron)
@@ -125,7 +125,7 @@ class Names:
     def _experts(self) -> dict[str, str]:
         experts = self.family.experts
         return (
-            {"moe": experts.block, **dict(zip(("gate", "up", "down"), experts.words, strict=True))} if experts else {}
+            {"block": experts.block, **dict(zip(("gate", "up", "down"), experts.words, strict=True))} if experts else {}
         )
 
     def take(self, part: Part, whole: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,9 @@
-"""Keep linears of TransformerEngine in the compute dtype, or run them by a recipe of their own.
+"""Keep linears of TransformerEngine in the compute dtype, or give them a recipe of their own (``own_recipe.py``).
 
-:mod:`nemo_fp8.models.selection` decides which. Megatron opens TE's autocast around whole layers, and the TE layers of
-megatron-core 0.15.3 take no recipe of their own. So such a linear opens another one around its own forward, through
-torch's hooks:
-
-    forward_pre_hook    te.autocast(enabled=False), or with the recipe of the contract's rule, opens
-    forward_hook        it closes, also after an error
-
-Backward needs no hook: TE decides in forward how a GEMM's operands are stored. A recipe of its own is opened only where
-the layer runs quantized: rules take no layer out of the first and last ones that stay in the compute dtype. A kept
-weight that was constructed in FP8 is converted back to the compute dtype, with its initial values, before DDP and the
-optimizer see it. Where Megatron's own ``quant_recipe`` exists (0.16), it does the same by globs alone, counts layers
-from zero on each pipeline stage, and cannot see shapes.
+:mod:`nemo_fp8.models.selection` decides which, by their names and by their shapes on this rank. A pattern of the
+contract that names no linear of the model is refused, and under a strict contract a shape that does not fit. Where
+Megatron's own ``quant_recipe`` exists (0.16), it does the same by globs alone, counts layers from zero on each pipeline
+stage, and cannot see shapes.
 """
 
 from __future__ import annotations
@@ -25,8 +17,8 @@ import torch
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.models.selection import GEMM_MULTIPLE, KEEP, SHAPE, Kept, contract_of, outside_names, why_kept
-from nemo_fp8.train.hybrid import recipe_for
 from nemo_fp8.train.linears import linear_names, weights_of
+from nemo_fp8.train.own_recipe import recipe_for, run_under
 
 logger = logging.getLogger("nemo_fp8")
 
@@ -49,53 +41,11 @@ def keep_modules(model: Any, precision: Precision) -> None:
     for name, held in kept.items():
         if held.rule == SHAPE:
             logger.warning("%s stays in %s and not in FP8: %s.", name, precision.compute, held.reason)
-        _without_quantized_weights(linears[name])
         run_under(linears[name], None)
     for name, linear in linears.items():
         own = contract_of(precision, (name,), experts)
         if name not in kept and (own is not precision or own.backward_scaling is not None):
-            _without_quantized_weights(linear)
             run_under(linear, recipe_for(own))
-
-
-def _without_quantized_weights(linear: torch.nn.Module) -> None:
-    for name, weight in list(linear.named_parameters(recurse=False)):
-        if hasattr(weight, "_quantizer"):
-            setattr(linear, name, _in_compute_dtype(weight))
-
-
-def run_under(linear: torch.nn.Module, recipe: Any) -> None:
-    """Run a linear under a recipe, where its layer is quantized; None runs it in the compute dtype."""
-    from transformer_engine.pytorch import autocast
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
-
-    opened: list[Any] = []
-
-    def enter(module: torch.nn.Module, args: Any) -> None:
-        quantized = recipe is not None and State.is_fp8_enabled()
-        opened.append(
-            autocast(enabled=True, recipe=recipe, amax_reduction_group=State.get_fp8_group())
-            if quantized
-            else autocast(enabled=False)
-        )
-        opened[-1].__enter__()
-
-    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        opened.pop().__exit__(None, None, None)
-
-    linear.register_forward_pre_hook(enter)
-    linear.register_forward_hook(leave, always_call=True)
-
-
-def _in_compute_dtype(weight: Any) -> torch.nn.Parameter:
-    """Return the weight unquantized, with the attributes that Megatron has set on it."""
-    first = weight.get_high_precision_init_val() if hasattr(weight, "get_high_precision_init_val") else None
-    plain = torch.nn.Parameter(weight.dequantize() if first is None else first.to(weight.dtype))
-    own = {
-        name: value for name, value in vars(weight).items() if not name.startswith("_") and "high_precision" not in name
-    }
-    plain.__dict__.update(own)
-    return plain
 
 
 def _config_of(model: Any) -> Any:
@@ -110,8 +60,10 @@ def _shapes(linear: torch.nn.Module) -> list[tuple[tuple[int], int]]:
 def _require_any(
     kept: Mapping[str, Kept], linears: dict[str, torch.nn.Module], precision: Precision, layers: int
 ) -> None:
-    found = any(held.rule == KEEP for held in kept.values()) or any(map(precision.keeps, outside_names(range(layers))))
-    if precision.keep and not found and _is_whole():
+    """Raise PrecisionError for names to keep that name nothing in this model."""
+    if not precision.keep or any(held.rule == KEEP for held in kept.values()):
+        return
+    if not any(map(precision.keeps, outside_names(range(layers)))) and _is_whole():
         raise PrecisionError([_names_no_linear(f"keep={list(precision.keep)}", linears)])
 
 

@@ -31,9 +31,8 @@ _OLD_LAYERS = Problem(
 )
 _FIRST_MASTERS = Problem(
     "Resuming from {path} with ckpt_load_optimizer=False.",
-    "NeMo 2.7.3 loads the weights and keeps the master weights that the model was initialized with, and the first "
-    "step writes these over "
-    "the weights.",
+    "NeMo 2.7.3 loads the weights and keeps the master weights that the model was initialized with, and the first step "
+    "writes these over the weights.",
     f"{_START}, or leave ckpt_load_optimizer=True.",
 )
 

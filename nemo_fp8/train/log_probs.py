@@ -27,7 +27,8 @@ def token_log_probs(
 ) -> torch.Tensor:
     """Return the log-probs of all labels, [samples, tokens], on every rank; 0 where ``loss_mask`` is 0.
 
-    ``collate`` makes a batch of ``micro_batch`` samples.
+    ``collate`` makes a batch of ``micro_batch`` samples. Raises PrecisionError over pipeline stages, and unless every
+    rank has the same number of whole micro-batches.
     """
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         raise PrecisionError(

@@ -57,7 +57,10 @@ class NemoCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> NemoCheckpoint:
-        """Open the checkpoint at a path: the folder that holds ``weights`` and ``context``, or its ``weights``."""
+        """Open the checkpoint at a path: the folder that holds ``weights`` and ``context``, or its ``weights``.
+
+        Raises PrecisionError if there is none, or one that is half-written.
+        """
         path = Path(path)
         folder = path.parent if path.name == "weights" else path
         description = folder / "context" / MODEL_YAML

@@ -42,3 +42,15 @@ def test_what_pip_fetches_is_kept_from_run_to_run(job):
 def test_it_may_only_read(job):
     assert yaml.safe_load(WORKFLOW.read_text())["permissions"] == {"contents": "read"}
     assert "permissions" not in job
+
+
+def test_no_two_test_files_of_a_half_share_a_name():
+    """pytest imports the files of one run by their names alone, and says so only after all others have run."""
+    tests = ROOT / "tests"
+    halves = {"rollout": tests.glob("rollout/**/test_*.py"), "bridge": tests.glob("bridge/**/test_*.py")}
+    every = tests.glob("**/test_*.py")
+    halves["training"] = (path for path in every if path.relative_to(tests).parts[0] not in halves)
+    for half, files in halves.items():
+        names = [path.name for path in files]
+        assert len(names) > 5, half
+        assert [name for name in sorted(set(names)) if names.count(name) > 1] == [], half

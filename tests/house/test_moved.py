@@ -46,6 +46,12 @@ def test_a_module_of_a_package_that_moved():
     {
         "nemo_fp8.preflight.doctor.require": "nemo_fp8.preflight.engine.require",
         "nemo_fp8.preflight.doctor.unread_variables": "nemo_fp8.contract.te_variables.unread_variables",
+        "nemo_fp8.models.selection.select": "nemo_fp8.models.units.select",
+        "nemo_fp8.models.selection.stored": "nemo_fp8.models.stored.stored",
+        "nemo_fp8.preflight.machine.GPUS": "nemo_fp8.preflight.described.GPUS",
+        "nemo_fp8.preflight.support.answer": "nemo_fp8.preflight.answers.answer",
+        "nemo_fp8.preflight.engine.bridge_findings": "nemo_fp8.preflight.lint.bridge_findings",
+        "nemo_fp8.preflight.doctor.bridge_findings": "nemo_fp8.preflight.lint.bridge_findings",
         "nemo_fp8.train.engine.choose_engine": "nemo_fp8.preflight.engine.choose_engine",
         "nemo_fp8.train.engine.hold_cpu": "nemo_fp8.train.megatron_cpu.hold_cpu",
     }.items(),

@@ -15,8 +15,10 @@ from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.inspection.measure import Row, _kept
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.names import place
-from nemo_fp8.models.selection import KEEP, SHAPE, Kept, part_names, select, stored, why_kept
+from nemo_fp8.models.selection import KEEP, SHAPE, Kept, why_kept
 from nemo_fp8.models.shapes import Model
+from nemo_fp8.models.stored import stored
+from nemo_fp8.models.units import part_names, select
 from nemo_fp8.numerics.selection import linear_weights
 from nemo_fp8.preflight.memory import memory
 from nemo_fp8.preflight.shapes import audit

@@ -4,7 +4,8 @@ agree."""
 import pytest
 
 from nemo_fp8 import Precision, PrecisionError
-from nemo_fp8.models.selection import ALWAYS, COMPUTE, KEEP, LAYERS, SHAPE, part_names, select, units_of, why_kept
+from nemo_fp8.models.selection import ALWAYS, COMPUTE, KEEP, LAYERS, SHAPE, why_kept
+from nemo_fp8.models.units import part_names, select, units_of
 
 FP8 = Precision(rollout="fp8")
 VLLM = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -7,8 +7,10 @@ import pytest
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.models.layout import Parallel
-from nemo_fp8.models.selection import KEEP, SHAPE, Kept, contract_of, select, stored, why_kept
+from nemo_fp8.models.selection import KEEP, SHAPE, Kept, contract_of, why_kept
 from nemo_fp8.models.shapes import Model
+from nemo_fp8.models.stored import stored
+from nemo_fp8.models.units import select
 
 DATA = Path(__file__).parent / "data"
 LLAMA, MOE = (Model.read(DATA / f"{name}.json") for name in ("llama-3-8b", "qwen3-30b-a3b"))

@@ -16,8 +16,9 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.findings import worst
 from nemo_fp8.models.layout import Parallel
-from nemo_fp8.models.selection import misfit, part_names, select, share_misfit, why_kept
+from nemo_fp8.models.selection import misfit, share_misfit, why_kept
 from nemo_fp8.models.shapes import Model
+from nemo_fp8.models.units import part_names, select
 from nemo_fp8.preflight.lint import lint
 from nemo_fp8.preflight.shapes import audit
 

@@ -16,7 +16,8 @@ from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.contract.te_variables import TE_RECIPES, VARIABLES, late_variables
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.preflight.doctor import doctor, sanity
-from nemo_fp8.preflight.engine import first_weight_findings, recipes_of, require, resume_findings
+from nemo_fp8.preflight.engine import recipes_of, require, resume_findings
+from nemo_fp8.preflight.lint import first_weight_findings
 from nemo_fp8.preflight.machine import ABSENT, Machine
 
 BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.preflight.answers import answer, needs_of
 from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.preflight.support import (
     CUBLAS,
@@ -26,8 +27,6 @@ from nemo_fp8.preflight.support import (
     UNKNOWN,
     UNSUPPORTED,
     WAYS,
-    answer,
-    needs_of,
 )
 
 MATRIX = json.loads((Path(__file__).parent / "data" / "te_support_matrix.json").read_text())

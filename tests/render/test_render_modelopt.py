@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.models.selection import module_of, select
+from nemo_fp8.models.units import module_of, select
 from nemo_fp8.render import modelopt
 
 LAYERS, HIDDEN, FFN = 3, 256, 384

@@ -1,6 +1,12 @@
 """Megatron without NeMo: its own layers of TransformerEngine train on a CPU unchanged, on the version that NeMo needs
 and on the newest."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from support import ROOT
 from support.train.megatron_alone import run_alone
@@ -73,3 +79,18 @@ def test_a_linear_stays_in_bf16_by_a_recipe_for_single_modules(megatron):
     else:
         assert left_out == []
         assert kept["losses"] == every["losses"]
+
+
+def test_an_overlapped_exchange_between_experts_changes_no_bit():
+    """Megatron starts the exchange in streams of its own, beside other work, and marks each part for NVTX."""
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--standalone"]
+    script = ROOT / "tests" / "support" / "train" / "overlapped.py"
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run(
+        [*torchrun, script], env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    plain, overlapped = json.loads(run.stdout.splitlines()[-1])
+    assert len(plain["losses"]) == 3
+    assert plain["norm"] > 0
+    assert overlapped == plain

@@ -151,7 +151,7 @@ def test_every_rule_on_a_run_has_its_code(code):
 def test_a_run_whose_backward_is_biased_is_warned(caplog, monkeypatch, changes, warned):
     monkeypatch.setattr("nemo_fp8.preflight.engine._require_te_obeys", lambda precision: None)  # TE is imported here
     choose_engine(nemo_fp8.preset("bf16_with_nvfp4_mixed").replace(**changes), machine=Machine.parse("cpu,torch2.13"))
-    assert ("Runs with it did not learn" in caplog.text) == warned
+    assert ("GRPO with it did not learn" in caplog.text) == warned
 
 
 def test_no_rule_on_a_run_is_left_out():

@@ -63,7 +63,7 @@ class RlRun:
         return [row for row in self.rows if "loss" in row]
 
     def accuracies(self) -> list[tuple[int, float]]:
-        """The steps and their validation accuracies."""
+        """Return (step, validation accuracy) for every step that was validated."""
         return [(row["step"], row["validation_accuracy"]) for row in self.rows if "validation_accuracy" in row]
 
     def mean_of(self, name: str) -> float:
@@ -71,7 +71,7 @@ class RlRun:
         return float(mean(row["mismatch"][name] for row in self.steps))
 
     def largest(self, name: str) -> float:
-        """A mismatch metric in its worst step."""
+        """Return the largest value of a mismatch metric over all steps."""
         return float(max(row["mismatch"][name] for row in self.steps))
 
     @property
@@ -123,8 +123,7 @@ class RlComparison:
         }
 
     def record(self) -> dict[str, Any]:
-        """What figures and pages are made of: accuracies, mismatch and gate of every arm and seed, and where they were
-        taken.
+        """Return what figures and pages are made of: accuracies, mismatch and gate by arm and seed, and the machine.
 
         ``validation_accuracy`` is arm -> seed -> step -> share of the held-out problems; keys are strings, as JSON has
         them.
@@ -170,7 +169,7 @@ def run_rl_comparison(
 ) -> RlComparison:
     """Run every variant with every seed in folders below the template's, and return the comparison.
 
-    ``on_run`` is called before each run and returns its ``on_step``.
+    ``on_run`` is called before each run and returns its ``on_step``. Raises PrecisionError if a variant is unknown.
     """
     if wrong := [unknown("variant", name, VARIANTS) for name in variants if name not in VARIANTS]:
         raise PrecisionError(wrong)

@@ -114,7 +114,10 @@ def run_grpo(
 
 
 def find_rollout_python() -> str:
-    """Return the Python of the rollout environment beside this one, which ``make setup`` builds."""
+    """Return the Python of the rollout environment beside this one, which ``make setup`` builds.
+
+    Raises PrecisionError if there is none.
+    """
     python = Path(sys.prefix).parent / ".venv-rollout" / "bin" / "python"
     if not python.exists():
         raise PrecisionError(

@@ -78,7 +78,10 @@ class Experience:
 
 
 def row(prompt: list[int], answer: list[int], seq_length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens, labels and mask of one sample, padded with zeros."""
+    """Return tokens, labels and mask of one sample, padded with zeros to ``seq_length``.
+
+    Raises PrecisionError if the sample is longer.
+    """
     whole = prompt + answer
     if len(whole) > seq_length + 1:
         raise PrecisionError(

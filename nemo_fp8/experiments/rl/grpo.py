@@ -65,7 +65,10 @@ def kl_divergence(new: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Compare rewards [problems, answers] with the others of their problem; return 0 if all are equal."""
+    """Compare rewards [problems, answers] with the others of their problem; return 0 if all are equal.
+
+    Raises PrecisionError for fewer than two answers to a problem.
+    """
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise PrecisionError(
             f"Rewards of shape {tuple(rewards.shape)}.",

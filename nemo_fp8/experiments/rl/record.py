@@ -25,7 +25,7 @@ class Record:
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:
-    """The lines that are there; one that a killed run left unfinished is none."""
+    """Return the steps of a record, without one that a killed run left unfinished; none if there is no file."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

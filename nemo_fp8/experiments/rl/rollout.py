@@ -98,7 +98,10 @@ class RolloutEngine:
     def generate(
         self, prompts: Sequence[list[int]], version: int, *, answers: int, temperature: float, seed: int
     ) -> list[Answers]:
-        """Return ``answers`` answers to each prompt. The seed of a prompt follows from ``seed`` and its index."""
+        """Return ``answers`` answers to each prompt. The seed of a prompt follows from ``seed`` and its index.
+
+        Raises PrecisionError unless the engine holds the weights of step ``version``.
+        """
         from vllm import SamplingParams
 
         if self.version != version:

@@ -1,13 +1,24 @@
-"""Make TransformerEngine's recipe of one module, also where forward and backward have different formats.
+"""Run a linear of TransformerEngine by a recipe of its own, or in the compute dtype, inside of a quantized layer.
+
+Megatron opens TE's autocast around whole layers, and the TE layers of megatron-core 0.15.3 take no recipe of their own.
+So such a linear opens another one around its own forward, through torch's hooks:
+
+    forward_pre_hook    te.autocast(enabled=False), or with the linear's recipe, opens
+    forward_hook        it closes, also after an error
+
+Backward needs no hook: TE decides in forward how a GEMM's operands are stored. A recipe of its own is opened only where
+the layer runs quantized: rules take no layer out of the first and last ones that stay in the compute dtype.
+
+Forward and backward may have different formats:
 
     fprop    input by rows x weight by rows            the contract's own scaling
     dgrad    gradient x weight by columns              ``backward_scaling``
     wgrad    gradient x input by columns               ``backward_scaling``
 
-TE carries the second kind out by a ``CustomRecipe``, whose factory gives each operand a quantizer by rows and another
-by columns. Those by columns are made of what those by rows hold (``rowwise_dequantized``), and not of the BF16 values:
-the backward then differentiates the function that the forward ran, up to the rounding of a format that is finer. The
-price is a second rounding.
+TE carries these out by a ``CustomRecipe``, whose factory gives each operand a quantizer by rows and another by columns.
+Those by columns are made of what those by rows hold (``rowwise_dequantized``), and not of the BF16 values: the backward
+then differentiates the function that the forward ran, up to the rounding of a format that is finer. The price is a
+second rounding.
 """
 
 from __future__ import annotations
@@ -15,10 +26,53 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.render.te import te_recipe
 
 _ROLES = {"input": "input", "weight": "weight", "grad_output": "grad"}
+
+
+def run_under(linear: torch.nn.Module, recipe: Any) -> None:
+    """Run a linear under a recipe, where its layer is quantized; None runs it in the compute dtype.
+
+    A weight that was constructed in FP8 is converted back to the compute dtype, with its initial values, so call this
+    before DDP and the optimizer see it.
+    """
+    from transformer_engine.pytorch import autocast
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
+
+    for name, weight in list(linear.named_parameters(recurse=False)):
+        if hasattr(weight, "_quantizer"):
+            setattr(linear, name, _in_compute_dtype(weight))
+    opened: list[Any] = []
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        quantized = recipe is not None and State.is_fp8_enabled()
+        opened.append(
+            autocast(enabled=True, recipe=recipe, amax_reduction_group=State.get_fp8_group())
+            if quantized
+            else autocast(enabled=False)
+        )
+        opened[-1].__enter__()
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    linear.register_forward_pre_hook(enter)
+    linear.register_forward_hook(leave, always_call=True)
+
+
+def _in_compute_dtype(weight: Any) -> torch.nn.Parameter:
+    """Return the weight unquantized, with the attributes that Megatron has set on it."""
+    first = weight.get_high_precision_init_val() if hasattr(weight, "get_high_precision_init_val") else None
+    plain = torch.nn.Parameter(weight.dequantize() if first is None else first.to(weight.dtype))
+    own = {
+        name: value for name, value in vars(weight).items() if not name.startswith("_") and "high_precision" not in name
+    }
+    plain.__dict__.update(own)
+    return plain
 
 
 def recipe_for(precision: Precision) -> Any:
@@ -56,7 +110,6 @@ class Factory:
 
 def _quantizer(operand: Operand | None) -> Any:
     """Return TE's quantizer for an operand in E2M1, or in FP8 by MX blocks or one scale for the tensor."""
-    import torch
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
