@@ -5,9 +5,11 @@
 
 torch's allocator of a CPU counts nothing, so that tensors are looked for among the objects of the garbage collector:
 exact, but for tensors that no name of Python ever had, and as slow as there are objects (0.1 s with NeMo loaded). The
-heap is asked of glibc, in microseconds, and holds other things too; the most is between what tensors hold and what the
-process does. A call is looked at only where looking has taken a fiftieth of the time at most, so that a peak of a few
-milliseconds may go unseen; without glibc 2.33 the most is the most that was ever told.
+heap is asked of glibc, which walks all its free pieces: microseconds in a new process, milliseconds in one whose heap
+lies in pieces; and it holds other things too, so that the most is between what tensors hold and what the process does.
+Every call after a reset is looked at until looks have taken two seconds; from then on, and before any reset, only where
+they have taken a fiftieth of the time at most, so that a peak of a few milliseconds may go unseen. Without glibc 2.33
+the most is the most that was ever told.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ import torch
 
 _EVERY = 50
 """A look at the heap costs at most one part in so many of the time."""
+
+_FREE = 2.0
+"""Seconds of looks that a reset pays for: who resets the peak will ask for it, and is owed more than a sample."""
 
 
 class _Heap(ctypes.Structure):
@@ -38,7 +43,7 @@ if _ask is not None:
 
 
 def _heap() -> int:
-    """Bytes that C code of this process has allocated and not freed; 0 where it cannot be asked."""
+    """Return the bytes that C code of this process has allocated and not freed; 0 where it cannot be asked."""
     if _ask is None:
         return 0
     found = _ask()
@@ -46,7 +51,7 @@ def _heap() -> int:
 
 
 def _kinds(cls: type) -> Iterator[type]:
-    """A class and all that derive from it, but for tensors that hold others, which are found for themselves."""
+    """Yield a class and all that derive from it, but for tensors that hold others, which are found for themselves."""
     if getattr(cls, "__torch_dispatch__", None) in (None, torch._C._disabled_torch_dispatch_impl):
         yield cls
     derived: type
@@ -55,7 +60,7 @@ def _kinds(cls: type) -> Iterator[type]:
 
 
 def _held() -> int:
-    """Bytes of all live tensors."""
+    """Return the bytes of all live tensors."""
     kinds = set(_kinds(torch._C.TensorBase))
     found = [thing for thing in gc.get_objects() if type(thing) in kinds]
     storages: dict[int, int] = {}
@@ -72,10 +77,10 @@ class Count:
 
     def __init__(self) -> None:
         self.most = self.other = self.top = 0
-        self.again = 0.0
+        self.again = self.free = 0.0
 
     def now(self, device: object = None) -> int:
-        """Bytes of live tensors."""
+        """Return the bytes of live tensors."""
         self._look()
         held = _held()
         self.other = max(self.other, _heap() - held)
@@ -83,13 +88,14 @@ class Count:
         return held
 
     def peak(self, device: object = None) -> int:
-        """The most that they were."""
+        """Return the most that they were since the reset."""
         self.now()
         return max(self.most, self.top - self.other)
 
     def reset(self, device: object = None) -> None:
         """Begin again with what there is."""
         self.most = self.other = self.top = 0
+        self.free = _FREE
         self.now()
 
     def look(self) -> None:
@@ -101,16 +107,17 @@ class Count:
         began = time.perf_counter()
         self.top = max(self.top, _heap())
         ended = time.perf_counter()
-        self.again = ended + _EVERY * (ended - began)
+        self.free -= ended - began
+        self.again = ended if self.free > 0 else ended + _EVERY * (ended - began)
 
     def stats(self, device: object = None) -> dict[str, int]:
-        """The same under the names of ``torch.cuda.memory_stats``."""
+        """Return both under the names of ``torch.cuda.memory_stats``."""
         peak, now = self.peak(), self.now()
         kinds = ("allocated_bytes", "active_bytes", "reserved_bytes")
         return {f"{kind}.all.{which}": n for kind in kinds for which, n in (("current", now), ("peak", peak))}
 
     def summary(self, device: object = None, abbreviated: bool = False) -> str:
-        """The same in words."""
+        """Return both in words."""
         return "\n".join(f"{name}: {n / 2**20:.1f} MiB" for name, n in self.stats().items() if "allocated" in name)
 
 
