@@ -123,15 +123,32 @@ def memcpy_in_parts(threads: int) -> Callable[[Place], Any] | None:
     return run
 
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # mallopt's names of what it sets
+
+
+@contextlib.contextmanager
+def freed_memory_stays(device: str) -> Iterator[None]:
+    """Inside, glibc keeps what is freed for the next tensor, as CUDA's allocator does: only growing costs new pages."""
+    libc = ctypes.CDLL(None) if device == "cpu" and sys.platform == "linux" else None
+    if libc:
+        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+    yield
+    if libc:
+        libc.mallopt(_MMAP_MAX, 1 << 16)
+        libc.mallopt(_TRIM_THRESHOLD, 1 << 26)
+        libc.malloc_trim(0)
+
+
 @contextlib.contextmanager
 def tensors_from_the_system(device: str) -> Iterator[None]:
     """Inside, every large tensor is memory that the process has never had: glibc keeps nothing back of what is
     freed."""
-    threshold, least, most = -3, 1 << 20, 1 << 25  # M_MMAP_THRESHOLD, and what glibc moves it up to by itself
+    least, most = 1 << 20, 1 << 25  # what glibc moves the threshold up to by itself
     libc = ctypes.CDLL(None) if device == "cpu" and sys.platform == "linux" else None
     if libc:
-        libc.mallopt(threshold, least)
+        libc.mallopt(_MMAP_THRESHOLD, least)
         libc.malloc_trim(0)
     yield
     if libc:
-        libc.mallopt(threshold, most)
+        libc.mallopt(_MMAP_THRESHOLD, most)

@@ -11,7 +11,8 @@
                                                         (pip install --no-deps --target /tmp/torchao "torchao==0.18.*")
 
 Quantizing a BF16 element moves 3 bytes (2 in, 1 out), and so does decoding it; scales and statistics are not counted,
-though the latter are 15 bytes a tile in new memory: half a byte for each MX element. NVFP4 moves 2.5625 bytes an
+though the latter are 15 bytes a tile, half a byte for each MX element, in memory that the process has had before (new
+memory for them costs as much as the cast, or more). NVFP4 moves 2.5625 bytes an
 element (2 in, half a byte and a scale's sixteenth out) where the tensor's amax is given, and 4.5625 where it is found
 first, in a pass of its own that reads everything once more; so does its yardstick. Rounding by chance reads four more,
 the drawn numbers, which are not drawn here. The yardstick is a copy that moves as many bytes with as many threads, of
@@ -22,9 +23,9 @@ memory, more of them than caches hold; and each is timed right after its yardsti
 neighbours' ratios, and GB/s come from the median time. Pairs in which the operating system took a processor away from
 this process are thrown away (unless none is left), so that a machine that others use too gives the same shares, only
 from fewer pairs. `--isa` changes our kernels alone: torch and memcpy copy with everything the processor has. On a
-machine that shares its memory with other machines the copy itself differs from process to process (4096x4096 on the
-machine of these pages, idle: from 42 to 86 GB/s), so a record is made in several (`--processes`); a kernel whose
-arithmetic is the limit, as the AVX2 build's is at 31 to 47 GB/s, stays as it is, and its share moves.
+machine that shares its memory with other machines the copy itself differs from process to process (4096x4096 on an
+idle EPYC of the newest kind: from 42 to 86 GB/s), so a record is made in several (`--processes`); a kernel whose
+arithmetic is the limit, as the AVX2 build's is there at 31 to 47 GB/s, stays as it is, and its share moves.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from pairs import (
     Pair,
     Pairs,
     Place,
+    freed_memory_stays,
     memcpy_in_parts,
     pair_up,
     places_for,
@@ -126,7 +128,9 @@ def measure(shape: tuple[int, int], rounds: int, device: str, only: str = "") ->
         add_decoding_nvfp4(places[0].x, there, new)
     with tensors_from_the_system(device):
         pairs = pair_up(new, places, max(4, rounds // 4), device)
-    return {"shape": shape, "pairs": pairs | pair_up(there, places, rounds, device), "places": places}
+    with freed_memory_stays(device):
+        pairs |= pair_up(there, places, rounds, device)
+    return {"shape": shape, "pairs": pairs, "places": places}
 
 
 def measure_here(options: argparse.Namespace) -> list[dict[str, Any]]:

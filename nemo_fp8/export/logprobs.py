@@ -40,6 +40,7 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": LENGTH + GENERATED,
     "max_num_seqs": PROMPTS,
     "enforce_eager": True,
+    "skip_tokenizer_init": True,  # prompts are numbers of tokens, and a checkpoint may have no tokenizer beside it
     "seed": 0,
 }
 ENVIRONMENT = {

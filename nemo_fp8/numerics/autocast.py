@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.naming import load
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.models.selection import contract_of
 from nemo_fp8.numerics import bf16
@@ -81,20 +82,22 @@ def _rebuild(name: str, precision: Precision, state: dict[str, torch.Tensor] | N
 class autocast:
     """Run the linears of a region in FP8 under a contract; see the module's docstring.
 
-    ``model`` is needed if the contract treats single linears differently or keeps amaxes. ``group`` is the process
-    group over which delayed scaling reduces its amaxes. The object may be entered again and again, and nested. A
-    contract without FP8, or ``enabled=False``, switches FP8 off inside. Raises PrecisionError if the contract needs
+    ``precision`` is a contract, or the name of a preset or of a YAML file. ``model`` is needed if the contract treats
+    single linears differently or keeps amaxes. ``group`` is the process group over which delayed scaling reduces its
+    amaxes. The object may be entered again and again, and nested. A contract without FP8, or ``enabled=False``,
+    switches FP8 off inside. Raises PrecisionError if there is no such preset or file, or if the contract needs
     ``model`` and it is missing.
     """
 
     def __init__(
         self,
-        precision: Precision,
+        precision: Precision | str,
         model: torch.nn.Module | None = None,
         *,
         enabled: bool = True,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
+        precision = load(precision) if isinstance(precision, str) else precision
         self.precision, self.model, self.group = precision, model, group
         self.enabled = enabled and precision.is_quantized
         # Modules hold their records; a weight is looked up when it is used, since it or its module may have been

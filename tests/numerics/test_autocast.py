@@ -47,6 +47,14 @@ def test_every_linear_runs_in_fp8(model, x, p, given):
     assert "layers.0.linear1" in yes
 
 
+def test_a_contract_is_known_by_its_name(model, x):
+    by_name = autocast("bf16_with_fp8_blockwise_mixed", model)
+    assert by_name.precision == nemo_fp8.preset("bf16_with_fp8_blockwise_mixed")
+    assert ran_in_fp8(model, by_name, x)[0]
+    with pytest.raises(PrecisionError, match="bf16_with_fp8_blokwise_mixed"):
+        autocast("bf16_with_fp8_blokwise_mixed")
+
+
 def test_attention_s_projections_too(model, x):
     """nn.MultiheadAttention calls its linears where no mode looks; both of its weights must be reached."""
     attention, x = model.layers[0].self_attn.float(), x.float()
