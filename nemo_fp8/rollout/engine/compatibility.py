@@ -81,13 +81,18 @@ INTERNALS = (
     Internal(_UTILS, "amax_for_tp_weight_quant", ("amax", "is_sharded")),
     Internal("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
     # experts
-    Internal(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase.maybe_roundup_sizes", ("hidden_size",
-    "intermediate_size_per_partition")), Internal(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase.apply", _APPLY_EXPERTS),
-    Internal(f"{_LAYERS}.fused_moe", "RoutedExperts"), Internal(f"{_LAYERS}.fused_moe", "UnquantizedFusedMoEMethod"),
-    Internal(f"{_LAYERS}.fused_moe.activation", "MoEActivation.SILU"), Internal(f"{_QUANTIZATION}.online.fp8",
-    "Fp8PerBlockOnlineMoEMethod._setup_kernel", _SETUP), Internal(f"{_QUANTIZATION}.online.moe_base",
-    "OnlineMoEMethodBase._zero_padding", ("layer",)), Internal(_UTILS, "amax_for_moe_weight_quant", ("amax",
-    "moe_tp_size")),
+    Internal(
+        f"{_LAYERS}.fused_moe",
+        "FusedMoEMethodBase.maybe_roundup_sizes",
+        ("hidden_size", "intermediate_size_per_partition"),
+    ),
+    Internal(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase.apply", _APPLY_EXPERTS),
+    Internal(f"{_LAYERS}.fused_moe", "RoutedExperts"),
+    Internal(f"{_LAYERS}.fused_moe", "UnquantizedFusedMoEMethod"),
+    Internal(f"{_LAYERS}.fused_moe.activation", "MoEActivation.SILU"),
+    Internal(f"{_QUANTIZATION}.online.fp8", "Fp8PerBlockOnlineMoEMethod._setup_kernel", _SETUP),
+    Internal(f"{_QUANTIZATION}.online.moe_base", "OnlineMoEMethodBase._zero_padding", ("layer",)),
+    Internal(_UTILS, "amax_for_moe_weight_quant", ("amax", "moe_tp_size")),
     # the KV cache
     Internal(f"{_LAYERS}.attention", "Attention"),
     Internal(f"{_LAYERS}.attention", "MLAAttention"),
@@ -104,12 +109,22 @@ INTERNALS = (
     Internal(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
     Internal(f"{_LAYERS}.attention", "is_deferred_attention_layer"),
     Internal(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
-    Internal(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls",
-    "class_name")), Internal(f"{_TRANSFER}.factory", "WeightTransferTrainerFactory.register_engine", ("name",
-    "module_path_or_cls", "class_name")), Internal(f"{_TRANSFER}.base", "WeightTransferEngine", _ENGINE),
-    Internal(f"{_TRANSFER}.base", "WeightTransferInitInfo"), Internal(f"{_TRANSFER}.base", "WeightTransferUpdateInfo"),
-    Internal(f"{_TRANSFER}.base", "TrainerInitInfo", ("rank",)), Internal(f"{_TRANSFER}.base",
-    "TrainerWeightTransferEngine", ("client", "source", "is_sender")), )  # fmt: skip
+    Internal(
+        f"{_TRANSFER}.factory",
+        "WeightTransferEngineFactory.register_engine",
+        ("name", "module_path_or_cls", "class_name"),
+    ),
+    Internal(
+        f"{_TRANSFER}.factory",
+        "WeightTransferTrainerFactory.register_engine",
+        ("name", "module_path_or_cls", "class_name"),
+    ),
+    Internal(f"{_TRANSFER}.base", "WeightTransferEngine", _ENGINE),
+    Internal(f"{_TRANSFER}.base", "WeightTransferInitInfo"),
+    Internal(f"{_TRANSFER}.base", "WeightTransferUpdateInfo"),
+    Internal(f"{_TRANSFER}.base", "TrainerInitInfo", ("rank",)),
+    Internal(f"{_TRANSFER}.base", "TrainerWeightTransferEngine", ("client", "source", "is_sender")),
+)
 
 # Checked only if weights are in NVFP4, or a checkpoint is ModelOpt's: older versions lack some.
 _EMULATION = f"{_QUANTIZATION}.utils.nvfp4_emulation_utils"
