@@ -11,6 +11,7 @@ from support.tensors import OPERANDS, name, tensors
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics import quantize, quantize_reference
 from nemo_fp8.numerics.formats import FORMATS
+from nemo_fp8.numerics.statistics import TOTALS
 
 COUNTS = ("elements", "underflow", "saturated", "nonfinite", "amax", "least_code", "largest_code")
 
@@ -91,3 +92,19 @@ def test_asking_twice_gives_the_same_numbers(block):
     for _ in range(2):
         assert float(found.total().signal) == pytest.approx(expected, rel=1e-6)
         assert 30 < float(found.total().snr_db) < 60
+
+
+def test_the_sums_of_many_tiles_are_those_of_all_and_leave_them_as_they_are():
+    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for found in (
+        quantize(x, Operand("e4m3", (1, 32), "e8m0"), statistics=True).statistics,  # by a kernel, in FP32
+        quantize_reference(x, (1, 32), FORMATS["e4m3"], "e8m0", statistics=True)[2],  # in FP64
+    ):
+        assert found.norm.numel() > 1 << 14
+        total = found.total()
+        expected = [float(getattr(total, name)) for name in TOTALS]
+        for _ in range(2):
+            assert found.totals()[0].tolist() == pytest.approx(expected, rel=1e-12)
+        halves = found.totals(2)
+        assert halves[:, :-1].sum(0).tolist() == pytest.approx(expected[:-1], rel=1e-12)
+        assert float(halves[:, -1].amax()) == expected[-1]
