@@ -24,8 +24,14 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render.nemo_rl_keys import FILES, of_another_kind
 
+
+def _largest(*numbers: Any) -> Any:
+    """Return the largest number, as ``max`` does: OmegaConf 2.4 warns of a function whose parameters it cannot see."""
+    return max(*numbers)
+
+
 # The functions that NeMo RL gives to OmegaConf.
-_RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": max}
+_RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": _largest}
 Source = str | Path | Mapping[str, Any]
 _BASE_PRECISION = "bfloat16"  # what NeMo RL's base files set
 
@@ -37,9 +43,13 @@ def read_document(source: Source) -> Mapping[str, Any]:
 
     Raises PrecisionError if it is no YAML mapping, or a file that it extends is missing, damaged or extends itself.
     """
+    # OmegaConf 2.4 has a shorter name for it, and warns of the one of 2.3, which NeMo asks for.
+    register = (
+        OmegaConf.register_resolver if hasattr(OmegaConf, "register_resolver") else OmegaConf.register_new_resolver
+    )
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
-            OmegaConf.register_new_resolver(name, function)
+            register(name, function)
     document: Mapping[str, Any]
     with resolving():
         if isinstance(source, Path):

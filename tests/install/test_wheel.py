@@ -10,7 +10,8 @@ import zipfile
 import pytest
 import torch
 from cli.test_cli import COMMANDS
-from support.environments import ROOT, Environment, build_wheel
+from packaging.requirements import Requirement
+from support.environments import ROOT, Environment, build_wheel, requirements
 
 import nemo_fp8
 
@@ -69,6 +70,12 @@ def test_the_index_would_take_it(wheel, tmp_path):
             content = whole.read(name)
             other.writestr(name, content.partition(b"\n\n")[0] + b"\n\n" if name.endswith("METADATA") else content)
     assert subprocess.run([*check, tmp_path / wheel.name], capture_output=True).returncode != 0
+
+
+def test_no_extra_wants_another_triton_than_torch_does(wheel):
+    """Every torch for GPUs pins the triton that it was built with (2.13.0: 3.7.1): pip would find no set of both."""
+    (triton,) = (one for line in requirements(wheel) if (one := Requirement(line)).name == "triton")
+    assert not triton.specifier
 
 
 # ---------------------------------------------------------------------- the core alone

@@ -51,7 +51,7 @@ class Environment:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
         self.python = folder / "bin/python"
         self.site = next(folder.glob("lib/python*/site-packages"))
-        for distribution in _closure(_requirements(wheel), extras):
+        for distribution in _closure(requirements(wheel), extras):
             _link(distribution, self.site)
         self.pip("install", "--no-index", "--no-deps", wheel)
         self.pip("check")
@@ -79,7 +79,8 @@ class Environment:
         return self.run(self.python, "-c", text, *arguments, **variables)
 
 
-def _requirements(wheel):
+def requirements(wheel):
+    """What the wheel asks for, line by line, with its extras."""
     with zipfile.ZipFile(wheel) as file:
         (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
         lines = file.read(name).decode().partition("\n\n")[0].splitlines()
