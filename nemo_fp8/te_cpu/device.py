@@ -340,6 +340,8 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     }
     of_marks: dict[str, tuple[Any, str]] = {"_nvtx": (MARKS, "Megatron marks what it overlaps, whoever looks on")}
     version: dict[str, tuple[Any, str]] = {"cuda": ("12.9", "TE and torch ask which CUDA they were built for")}
+    no_driver = "built for CUDA it is cuda, and every step of an optimizer asks the driver of it; built for CPUs None"
+    of_accelerators: dict[str, tuple[Any, str]] = {"_accelerator_getAccelerator": (_answers(None), no_driver)}
     return [
         (torch.cuda, _CUDA | of_types),
         (importlib.import_module("torch.cuda.nvtx"), of_marks),
@@ -353,4 +355,5 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         (_device.DeviceContext, {"__init__": (_context_of_cpu, allocates)}),
         (DeviceMesh, {"__init__": (_mesh_of_cpus, "FSDP2 and DTensor take their device from the mesh")}),
         (torch.version, version),
+        (torch._C, of_accelerators),
     ]

@@ -1,6 +1,8 @@
 """What the CPU answers in the place of a CUDA device."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -242,3 +244,22 @@ def test_torch_may_ask_whether_something_is_a_device():
 def test_a_cuda_graph_says_that_there_is_none():
     with pytest.raises(NotImplementedError, match="CUDAGraph has no CPU implementation"):
         torch.cuda.CUDAGraph()
+
+
+BUILT_FOR_CUDA = """
+import torch
+torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")  # what torch built for CUDA says, GPU or not
+import transformer_engine.pytorch as te
+model = te.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.randn(32, 64)).sum().backward()
+optimizer.step()
+print(torch.accelerator.is_available(), torch.accelerator.current_accelerator())
+"""
+
+
+def test_an_optimizer_steps_where_torch_was_built_for_cuda():
+    """Without a GPU too PyPI gives a torch that takes CUDA for its accelerator, and asks its driver in every step."""
+    done = subprocess.run([sys.executable, "-c", BUILT_FOR_CUDA], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["False", "None"]
