@@ -173,6 +173,24 @@ def test_bad_weights_are_told_of_a_push_of_changes(checkpoint):
     refit.push(tensors, delta=True).require()
 
 
+@pytest.mark.parametrize("contract", [{}, POW2, MX], ids=str)
+def test_infinities_are_told_of_a_push_of_changes(checkpoint, contract):
+    """As of a push of everything, though no code and no scale is infinite: each became the format's largest value."""
+    folder = checkpoint("qwen3", 1)
+    worker, tensors = Worker(build(folder, **contract)), weights_of(folder)
+    refit = Refit(worker)
+    refit.push(tensors, delta=True).require()
+    one = tensors[K_PROJ].clone()
+    one[5, 6], one[6, 7], one[7, 8] = float("inf"), -float("inf"), float("nan")
+    for _ in range(2):  # as it changes, and where it stays
+        receipt = refit.push(tensors | {K_PROJ: one}, delta=True)
+        assert receipt.delta.instead == ""
+        assert receipt.problems == fresh(folder, tensors | {K_PROJ: one}, **contract)[0].problems
+        (told,) = (t for t in receipt.tensors if t.name == K_PROJ)
+        assert (told.nonfinite, told.largest) == (3, float("inf"))
+    refit.push(tensors, delta=True).require()
+
+
 # ---------------------------------------------------------------------- what does not fit
 
 
