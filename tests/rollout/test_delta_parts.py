@@ -1,5 +1,6 @@
 """What a push of changes is made of, without an engine: the format of a patch, planes, carried fingerprints."""
 
+import functools
 import json
 
 import numpy as np
@@ -237,6 +238,20 @@ def test_the_kernel_finds_what_numpy_finds(without_compiler, shape, width, share
     for part, box in parts.items():
         expected = fingerprint(planes[0].values[tuple(slice(*one) for one in box)])
         assert planes[0].digest(part) == planes[1].digest(part) == expected
+
+
+def test_sums_that_wrap_are_no_overflow(monkeypatch, capfd):
+    """A compiler may take a signed sum for one that never overflows; its sanitizer says where one did."""
+    monkeypatch.setattr(kernel.build, "MACHINE_FLAGS", (("-fsanitize=signed-integer-overflow",),))
+    monkeypatch.setattr(kernel.build, "library", functools.cache(kernel.build.library.__wrapped__))
+    if kernel.build.library() is None:
+        pytest.skip("no compiler with a sanitizer here")
+    plane = Plane((64, 64), torch.bfloat16, {"all": ((0, 64), (0, 64))})
+    for value in (-1.0, 1e30, -1e30, 2.0, -2.0):  # their upper bits make 64-bit words of both ends of the range
+        new = torch.full((64, 64), value).bfloat16()
+        plane.put(0, new) if value == -1.0 else [*plane.change(0, new, 16, Room())]
+        assert plane.digest("all") == fingerprint(new)
+    assert "runtime error" not in capfd.readouterr().err
 
 
 def _added(shape, source, to, live, patch, back):
