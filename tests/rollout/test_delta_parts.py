@@ -320,6 +320,21 @@ def test_what_is_told_of_values_is_there():
     assert plane.largest() == 0.5
 
 
+def test_a_scalar_is_told_of_and_changes():
+    """Such as a scale of logits, which lies in memory as it was loaded."""
+    tensors = {"scale": torch.tensor(2.0)}
+    ledger = Ledger.of(Manifest.of(tensors), set(), [{"kept": {0: [None, ["whole"], ""]}, "together": []}])
+    plane, memory = ledger.kept[0].planes[VALUES], Shared(1 << 12)
+    assert [*ledger.noting(tensors.items())]
+    assert (plane.largest(), plane.nonfinite()) == (2.0, 0)
+    for value, sent in ((2.0, 0), (float("-inf"), 1)):
+        changed = {"scale": torch.tensor(value)}
+        assert len([*ledger.changes(changed.items(), lambda: memory.tensor, 1 << 12)]) == sent
+        assert plane.digest("whole") == fingerprint(changed["scale"])
+    assert (plane.largest(), plane.nonfinite()) == (float("inf"), 1)
+    memory.close()
+
+
 @pytest.mark.parametrize(
     "operand",
     [Operand("e4m3", (128, 128), "fp32"), Operand("e4m3", (128, 128), "pow2"), Operand("e4m3", (1, 32), "e8m0")],

@@ -177,7 +177,7 @@ class Plane:
         return int(((self._patterns() & ~self.pattern(self.sign)) >= self.infinite).sum()) if found else 0
 
     def _patterns(self) -> Any:
-        return self.values.view(torch.uint8).view(-1).numpy().view(self.pattern)
+        return self.matrix.view(torch.uint8).view(-1).numpy().view(self.pattern)
 
 
 # dtype -> the bit of the sign, and the smallest pattern without it that is no finite number
@@ -308,7 +308,7 @@ class Whole:
         """Note new values, and whether a bit of them is other."""
         new = tensor.detach().cpu().contiguous()
         old, self.values = self.values, None
-        self.changed = old is None or not torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+        self.changed = old is None or not torch.equal(*(one.view(-1).view(torch.uint8) for one in (old, new)))
         self.values = new.clone() if old is None or self.changed else old
 
 
