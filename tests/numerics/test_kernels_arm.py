@@ -7,6 +7,7 @@ library stands, takes each job apart into the memory that it names, and puts the
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from numerics import test_kernels_fp4, test_kernels_fp4_variants
+from numerics import test_kernels_fp4, test_kernels_fp4_variants, test_quantize_summed
 from support import SUPPORT
 from support.kernel_cases import FP8, SOURCES, jobs_of_every_kind, large_results, same, values
 
@@ -23,6 +24,7 @@ from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS
 from nemo_fp8.numerics.kernels import build, cpu
 from nemo_fp8.numerics.quantize import quantize_reference
+from nemo_fp8.numerics.statistics import TOTALS
 
 COMPILER, DISASSEMBLER = "aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objdump"
 EMULATORS = ("qemu-aarch64-static", "qemu-aarch64")
@@ -46,7 +48,7 @@ class Elsewhere:
         emulator = next(path for name in EMULATORS if (path := shutil.which(name)))
         self.command = [emulator, "-cpu", processor, str(program)]
 
-    def nemo_fp8_quantize(self, reference) -> None:
+    def nemo_fp8_quantize(self, reference) -> bool:
         j = reference._obj
         high, wide = -(-j.rows // j.tile_rows), -(-j.cols // j.tile_cols)
         scales = ((high - 1) * j.scale_stride + wide) * (1 if j.scaling == cpu.SCALINGS["te", "e8m0"] else 4)
@@ -54,7 +56,18 @@ class Elsewhere:
         sizes |= {"codes": (j.rows - 1) * j.codes_stride + j.cols, "scale_inv": scales}
         for name, dtype in cpu._COUNTS.items():
             sizes[name] = high * wide * (j.count_bytes if dtype == torch.int32 else dtype.itemsize)
+        if j.totals:
+            sizes["totals"] = 8 * len(TOTALS) * (j.rows // j.rows_of_total)
+        sizes |= {"of_rows": 8 * j.rows, "of_columns": 8 * -(-j.cols // 8)}
         self._run("nemo_fp8_quantize", j, sizes)
+        return not j.failed
+
+    def nemo_fp8_sums(self, reference) -> bool:
+        j = reference._obj
+        sizes = {"x": (j.rows - 1) * j.stride + j.bytes, "to": (j.rows - 1) * j.to_stride + j.bytes}
+        sizes |= {"of_rows": 8 * j.rows, "of_columns": 8 * -(-j.bytes // 8), "largest": 4 * j.rows}
+        self._run("nemo_fp8_sums", j, sizes)
+        return not j.failed
 
     def nemo_fp8_decode(self, reference) -> None:
         j = reference._obj
@@ -82,7 +95,7 @@ class Elsewhere:
 
     def _run(self, function: str, job: ctypes.Structure, sizes: dict[str, int]) -> None:
         there = type(job).from_buffer_copy(job)
-        pointers = [name for name, kind, *_ in job._fields_ if kind is ctypes.c_void_p]
+        pointers = [name for name, _ in itertools.takewhile(lambda field: field[1] is ctypes.c_void_p, job._fields_)]
         memory, places = bytearray(64), {}
         for name in pointers:
             address = getattr(job, name) if name in sizes else None
@@ -134,6 +147,13 @@ def on_arm(program, machine, monkeypatch) -> Path:
 
 def test_jobs_of_every_kind_equal_the_specification(on_arm):
     jobs_of_every_kind()
+
+
+@pytest.mark.parametrize("tile", test_quantize_summed.TILES, ids=str)
+def test_casts_that_are_summed_up(on_arm, tile):
+    """In two strips, of which the last ends within a word, and of stacks."""
+    for dtype, kind, parts in ((torch.bfloat16, "fp32", 4), (torch.float32, "e8m0", 1)):
+        test_quantize_summed.compare(values((512, 4102), dtype, 5, "specials"), tile, kind, parts)
 
 
 def test_large_results(on_arm):

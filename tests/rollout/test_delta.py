@@ -8,10 +8,10 @@ import torch
 from support.rollout.in_process import Worker, build, weights_of
 from test_reload import MX, differing, held
 
-from nemo_fp8.contract import Operand
+from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
-from nemo_fp8.rollout import Refit
+from nemo_fp8.rollout import Refit, engine_args, kv_scales
 from nemo_fp8.rollout.refit.memory import Shared
 
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
@@ -170,6 +170,42 @@ def test_bad_weights_are_told_of_a_push_of_changes(checkpoint):
     one = tensors[K_PROJ].clone()
     one[5, 6] = float("nan")
     assert "NaNs" in refit.push(tensors | {K_PROJ: one}, delta=True).problems[0].what
+    refit.push(tensors, delta=True).require()
+
+
+def test_scales_of_a_cache_go_with_changes(checkpoint):
+    """They are scalars that vLLM sets by a method of its own, so they are sent whole, and only if one changed."""
+    folder = checkpoint("qwen3", 1)
+    model, tensors = build(folder, engine_args(Precision(rollout="fp8", kv_cache="fp8"))), weights_of(folder)
+    refit = Refit(Worker(model))
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+
+    def scaled(by):
+        return tensors | dict(kv_scales.named_tensors({f"{layer}.{of}_scale": by for layer in layers for of in "kv"}))
+
+    refit.push(scaled(0.25), delta=True).require()
+    for by, changed in ((0.25, 0), (0.5, 8)):
+        receipt = refit.push(scaled(by), delta=True).require()
+        assert receipt.delta.instead == ""
+        assert len([name for name in receipt.delta.whole if name.endswith("_scale")]) == changed
+        assert {float(model.get_submodule(layer)._k_scale) for layer in layers} == {by}
+
+
+@pytest.mark.parametrize("contract", [{}, POW2, MX], ids=str)
+def test_infinities_are_told_of_a_push_of_changes(checkpoint, contract):
+    """As of a push of everything, though no code and no scale is infinite: each became the format's largest value."""
+    folder = checkpoint("qwen3", 1)
+    worker, tensors = Worker(build(folder, **contract)), weights_of(folder)
+    refit = Refit(worker)
+    refit.push(tensors, delta=True).require()
+    one = tensors[K_PROJ].clone()
+    one[5, 6], one[6, 7], one[7, 8] = float("inf"), -float("inf"), float("nan")
+    for _ in range(2):  # as it changes, and where it stays
+        receipt = refit.push(tensors | {K_PROJ: one}, delta=True)
+        assert receipt.delta.instead == ""
+        assert receipt.problems == fresh(folder, tensors | {K_PROJ: one}, **contract)[0].problems
+        (told,) = (t for t in receipt.tensors if t.name == K_PROJ)
+        assert (told.nonfinite, told.largest) == (3, float("inf"))
     refit.push(tensors, delta=True).require()
 
 

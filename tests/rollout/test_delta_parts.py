@@ -1,5 +1,6 @@
 """What a push of changes is made of, without an engine: the format of a patch, planes, carried fingerprints."""
 
+import functools
 import json
 
 import numpy as np
@@ -239,6 +240,20 @@ def test_the_kernel_finds_what_numpy_finds(without_compiler, shape, width, share
         assert planes[0].digest(part) == planes[1].digest(part) == expected
 
 
+def test_sums_that_wrap_are_no_overflow(monkeypatch, capfd):
+    """A compiler may take a signed sum for one that never overflows; its sanitizer says where one did."""
+    monkeypatch.setattr(kernel.build, "MACHINE_FLAGS", (("-fsanitize=signed-integer-overflow",),))
+    monkeypatch.setattr(kernel.build, "library", functools.cache(kernel.build.library.__wrapped__))
+    if kernel.build.library() is None:
+        pytest.skip("no compiler with a sanitizer here")
+    plane = Plane((64, 64), torch.bfloat16, {"all": ((0, 64), (0, 64))})
+    for value in (-1.0, 1e30, -1e30, 2.0, -2.0):  # their upper bits make 64-bit words of both ends of the range
+        new = torch.full((64, 64), value).bfloat16()
+        plane.put(0, new) if value == -1.0 else [*plane.change(0, new, 16, Room())]
+        assert plane.digest("all") == fingerprint(new)
+    assert "runtime error" not in capfd.readouterr().err
+
+
 def _added(shape, source, to, live, patch, back):
     """What lies there after the kernel added a patch of a whole tensor, and after numpy did."""
     (strip, steps, others, raw), width = patch, live.itemsize
@@ -303,6 +318,21 @@ def test_what_is_told_of_values_is_there():
     plane.changed = 0
     [*plane.change(0, torch.full_like(zeros, 0.5), 100, Room())]
     assert plane.largest() == 0.5
+
+
+def test_a_scalar_is_told_of_and_changes():
+    """Such as a scale of logits, which lies in memory as it was loaded."""
+    tensors = {"scale": torch.tensor(2.0)}
+    ledger = Ledger.of(Manifest.of(tensors), set(), [{"kept": {0: [None, ["whole"], ""]}, "together": []}])
+    plane, memory = ledger.kept[0].planes[VALUES], Shared(1 << 12)
+    assert [*ledger.noting(tensors.items())]
+    assert (plane.largest(), plane.nonfinite()) == (2.0, 0)
+    for value, sent in ((2.0, 0), (float("-inf"), 1)):
+        changed = {"scale": torch.tensor(value)}
+        assert len([*ledger.changes(changed.items(), lambda: memory.tensor, 1 << 12)]) == sent
+        assert plane.digest("whole") == fingerprint(changed["scale"])
+    assert (plane.largest(), plane.nonfinite()) == (float("inf"), 1)
+    memory.close()
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ static int read_positions(const uint8_t *from, int64_t strip, int64_t n, uint32_
 /* --------------------------------------------------------------------------------------------------------------- find */
 
 /* A part of the tensor whose fingerprint is carried: some rows, and some 64-bit words of each. */
-typedef struct part { int64_t first_row, last_row, first_word, last_word, *of_rows, *of_columns; } part;
+typedef struct part { int64_t first_row, last_row, first_word, last_word; uint64_t *of_rows, *of_columns; /* which wrap */ } part;
 typedef struct patch { int64_t steps, others, bytes, changed, largest; } patch;
 
 typedef struct find_job {
@@ -93,7 +93,7 @@ typedef struct find_job {
 } find_job;
 
 /* What changed in a patch, and what changed in the sums of columns of all parts, one part after the other. */
-typedef struct lists { uint32_t *steps, *others, *by, largest; int64_t steps_count, others_count, *columns; } lists;
+typedef struct lists { uint32_t *steps, *others, *by, largest; int64_t steps_count, others_count; uint64_t *columns; } lists;
 
 /* One bit for each of eight words: whether it is another one. */
 INLINE uint64_t others_in(const uint8_t *old, const uint8_t *now) {
@@ -163,13 +163,13 @@ INLINE void take_over(const find_job *j, lists *l, const uint32_t *words, int64_
 }
 
 INLINE void carry(const find_job *j, lists *l, int64_t row, const uint32_t *words, const uint64_t *by, int64_t n) {
-    int64_t *columns = l->columns;
+    uint64_t *columns = l->columns;
     for (const part *p = j->parts; p < j->parts + j->parts_count; columns += p->last_word - p->first_word, p++) {
         uint64_t sum = 0;
         if (row < p->first_row || row >= p->last_row) continue;
         for (int64_t i = 0; i < n; i++)
-            if (words[i] >= p->first_word && words[i] < p->last_word) sum += by[i], columns[words[i] - p->first_word] += (int64_t)by[i];
-        p->of_rows[row - p->first_row] += (int64_t)sum;
+            if (words[i] >= p->first_word && words[i] < p->last_word) sum += by[i], columns[words[i] - p->first_word] += by[i];
+        p->of_rows[row - p->first_row] += sum;
     }
 }
 
@@ -240,7 +240,7 @@ static void work_find(void *argument) {
                                                                                : find_patch(j, l, made, number, 4);
     if (!good) atomic_store(&j->failed, 1);
     if (l.columns) {
-        int64_t *mine = l.columns;
+        uint64_t *mine = l.columns;
         for (const part *p = j->parts; p < j->parts + j->parts_count; p++)
             for (int64_t i = 0; i < p->last_word - p->first_word; i++, mine++)
                 if (*mine) __atomic_fetch_add(p->of_columns + i, *mine, __ATOMIC_RELAXED);

@@ -31,7 +31,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import decode_e8m0, format_of
 from nemo_fp8.numerics.kernels import patches
 from nemo_fp8.numerics.kernels.cpu import CastJob, cast_job
-from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
+from nemo_fp8.numerics.quantize import find_scales, quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import SCALES as SUFFIX
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
@@ -177,7 +177,7 @@ class Plane:
         return int(((self._patterns() & ~self.pattern(self.sign)) >= self.infinite).sum()) if found else 0
 
     def _patterns(self) -> Any:
-        return self.values.view(torch.uint8).view(-1).numpy().view(self.pattern)
+        return self.matrix.view(torch.uint8).view(-1).numpy().view(self.pattern)
 
 
 # dtype -> the bit of the sign, and the smallest pattern without it that is no finite number
@@ -221,6 +221,8 @@ class Kept:
             self.planes[SCALES] = Plane(grid_of(entry.shape, operand.block), kind, boxes)
         self.as_reference = True
         """Whether all codes and scales that were held against the reference cast were its."""
+        self.infinite = 0
+        """Infinities among what was quantized last. No code tells of them: each became the format's largest value."""
 
     def strips(self, tensor: torch.Tensor, verify: bool, room: Room) -> Iterator[tuple[int, int, Rows]]:
         """Yield what the engine makes of a tensor, strip by strip: plane, first row, rows. These may lie in ``room``,
@@ -232,6 +234,8 @@ class Kept:
             return
         assert self.operand.block is not None
         high, kind = self.operand.block[0], self.planes[SCALES].values.dtype
+        self.infinite = 0
+        of_infinity = find_scales(torch.tensor(math.inf), format_of(self.operand.format), self.operand.scale)[1]
         # A stack whose blocks do not run into one another is quantized as one matrix.
         each = rows if self.entry.shape[-2] % high == 0 else self.entry.shape[-2]
         step = max(ROWS, STRIP // columns // ROWS * ROWS)
@@ -245,7 +249,10 @@ class Kept:
                 if verify:
                     self._compare(values, codes, scales)
                 yield VALUES, m * each + row, made
-                yield SCALES, m * -(-each // high) + row // high, scales.cpu()
+                found = scales.cpu()
+                if bool((found == of_infinity).any()):  # some other blocks have that scale, too, so values are asked
+                    self.infinite += int(values.isinf().sum())
+                yield SCALES, m * -(-each // high) + row // high, found
 
     def _compare(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         assert self.operand is not None
@@ -280,10 +287,11 @@ class Kept:
         largest = values.largest()
         if scales is not None:
             inverse = scales.values if scales.values.dtype == torch.float32 else decode_e8m0(scales.values)
-            largest *= float(inverse.amax())
+            largest = math.inf if self.infinite else largest * float(inverse.amax())
         verified = None if written.verified is None else written.verified and self.as_reference
         # A stack of experts is one tensor here.
-        return replace(written, largest=largest, nonfinite=values.nonfinite(), verified=verified, experts={})
+        nonfinite = values.nonfinite() + self.infinite
+        return replace(written, largest=largest, nonfinite=nonfinite, verified=verified, experts={})
 
 
 @dataclass
@@ -300,7 +308,7 @@ class Whole:
         """Note new values, and whether a bit of them is other."""
         new = tensor.detach().cpu().contiguous()
         old, self.values = self.values, None
-        self.changed = old is None or not torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+        self.changed = old is None or not torch.equal(*(one.view(-1).view(torch.uint8) for one in (old, new)))
         self.values = new.clone() if old is None or self.changed else old
 
 
