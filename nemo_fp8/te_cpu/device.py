@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
@@ -49,6 +50,10 @@ def stand_in(arch: int) -> None:
     for owner, table in _tables():
         for name, (replacement, _) in table.items():
             setattr(owner, name, replacement)
+    scripts: Any = importlib.import_module("torch.jit._builtins")
+    for name in _FACTORIES:  # torch.jit.script knows torch's functions by their identity, too
+        factory: Any = getattr(torch, name)
+        scripts._register_builtin(factory, scripts._find_builtin(factory.__wrapped__))
 
 
 def standing_for() -> int | None:
@@ -129,6 +134,16 @@ def _answers(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+def _no_history(name: str) -> Callable[..., Any]:
+    def refuse(*args: object, **kwargs: object) -> Any:
+        raise NotImplementedError(
+            f"torch.cuda.memory.{name} has no CPU implementation: nobody writes down what a CPU allocates, and when. "
+            "Leave the history out (NeMo: MemoryProfileCallback, memory_profile), or run on a GPU."
+        )
+
+    return refuse
+
+
 _STREAM = Stream()
 _ONE_DEVICE = "there is one device, and it is there"
 _ORDERED = "the CPU does one thing after the other"
@@ -184,6 +199,10 @@ _CUDA: dict[str, tuple[Any, str]] = {
     "mem_get_info": (lambda device=None: _memory(), "the memory of the machine is what there is"),
     "memory_stats": (COUNT.stats, _HELD),
     "memory_summary": (COUNT.summary, _HELD),
+    **{
+        name: (_no_history(name), "who asks for a history of allocations hears that there is none")
+        for name in ("_record_memory_history", "_snapshot", "_dump_snapshot", "memory_snapshot")
+    },
 }
 
 
@@ -209,6 +228,13 @@ def _on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
             kwargs.pop("pin_memory", None)
         return call(*args, **kwargs)
 
+    return wrapper
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    """A factory of torch's, on the CPU, and pickled by its name as torch's own."""
+    wrapper = _on_cpu(getattr(torch, name))
+    wrapper.__module__, wrapper.__qualname__ = "torch", name
     return wrapper
 
 
@@ -267,6 +293,26 @@ class _Generator(_generator, metaclass=_AnyGenerator):  # type: ignore[misc, val
         return _generator.__new__(_generator, CPU if names_cuda(device) else device)  # type: ignore[call-arg]
 
 
+_set_default = torch.set_default_device
+
+
+@functools.wraps(_set_default)
+def _set_default_but_cuda(device: Any) -> None:
+    """The CPU is the default that torch begins with."""
+    _set_default(None if names_cuda(device) else device)
+
+
+_profile = profiler.profile.__init__
+
+
+@functools.wraps(_profile)
+def _profile_the_cpu(
+    self: Any, *args: Any, use_cuda: bool = False, use_device: str | None = None, **named: Any
+) -> None:
+    """Without the times of a GPU's kernels: torch, built without CUDA, would say so at every operator, at length."""
+    _profile(self, *args, use_device=None if use_device == "cuda" else use_device, **named)
+
+
 _Autocast: Any = torch.amp.autocast_mode.autocast
 _enter, _exit = _Autocast.__enter__, _Autocast.__exit__
 _OTHER = {"cpu": "cuda", "cuda": "cpu"}
@@ -311,11 +357,11 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     """Every replaced name, by its owner, with the reason."""
     parts = [importlib.import_module(f"torch.cuda.{name}") for name in ("random", "memory", "streams")]
     allocates = "it allocates on cuda by name"
-    of_torch: dict[str, tuple[Any, str]] = {name: (_on_cpu(getattr(torch, name)), allocates) for name in _FACTORIES}
+    of_torch: dict[str, tuple[Any, str]] = {name: (_factory(name), allocates) for name in _FACTORIES}
     of_torch |= {
         "Generator": (_Generator, _GENERATOR),
         "load": (_load_on_cpu, "checkpoints are mapped to cuda by name"),
-        "set_default_device": (_answers(None), "the default device is the CPU, and stays it"),
+        "set_default_device": (_set_default_but_cuda, "the default device is the CPU, or meta"),
     }
     of_tensors: dict[str, tuple[Any, str]] = {
         name: (_on_cpu(getattr(torch.Tensor, name)), allocates) for name in _METHODS
@@ -339,12 +385,19 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         for kind in _TYPES
     }
     of_marks: dict[str, tuple[Any, str]] = {"_nvtx": (MARKS, "Megatron marks what it overlaps, whoever looks on")}
+    of_emitters: dict[str, tuple[Any, str]] = {
+        "__enter__": (_itself, "NeMo marks every operator for CUDA's profiler"),
+        "__exit__": (_answers(None), "nothing was marked"),
+    }
     version: dict[str, tuple[Any, str]] = {"cuda": ("12.9", "TE and torch ask which CUDA they were built for")}
     return [
         (torch.cuda, _CUDA | of_types),
         (importlib.import_module("torch.cuda.nvtx"), of_marks),
+        (profiler.emit_nvtx, of_emitters),
+        (profiler.profile, {"__init__": (_profile_the_cpu, "who finds a GPU asks for the times of its kernels")}),
         *((part, {name: row for name, row in _CUDA.items() if hasattr(part, name)}) for part in parts),
         (torch, of_torch),
+        (torch.serialization, {"load": of_torch["load"]}),
         (torch.Tensor, of_tensors),
         (torch.UntypedStorage, {"cuda": (_itself, "a map_location may move what it is given")}),
         (torch.nn.Module, {"to": (_moves_to_cpu(torch.nn.Module.to), "ranks move models to the number of their GPU")}),

@@ -1,6 +1,7 @@
 """What the CPU answers in the place of a CUDA device."""
 
 import os
+import pickle
 import time
 
 import pytest
@@ -242,3 +243,48 @@ def test_torch_may_ask_whether_something_is_a_device():
 def test_a_cuda_graph_says_that_there_is_none():
     with pytest.raises(NotImplementedError, match="CUDAGraph has no CPU implementation"):
         torch.cuda.CUDAGraph()
+
+
+def test_a_default_device_is_kept_but_cuda(request):
+    """``torch.set_default_device("meta")`` builds a model that needs no memory."""
+    request.addfinalizer(lambda: torch.set_default_device(None))
+    torch.set_default_device("meta")
+    assert torch.nn.Linear(2, 2).weight.device.type == "meta"
+    for cuda in ("cuda", torch.device("cuda", 1), 0):
+        torch.set_default_device(cuda)
+        assert {torch.nn.Linear(2, 2).weight.device.type, torch.get_default_device().type} == {"cpu"}
+
+
+def test_factories_are_scripted_and_pickled_as_torchs_own():
+    @torch.jit.script
+    def twice(x: torch.Tensor):
+        return x + torch.ones([2]) + torch.zeros_like(x)
+
+    assert twice(torch.ones(2)).tolist() == [2.0, 2.0]
+    for function in (torch.ones, torch.full_like, torch.load):
+        assert pickle.loads(pickle.dumps(function)) is function
+    assert b"nemo_fp8" not in pickle.dumps(torch.ones)
+
+
+def test_who_profiles_a_gpu_profiles_the_cpu(capfd):
+    """Lightning's profiler="pytorch" asks for the times of CUDA's kernels wherever there is a GPU."""
+    both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=both, profile_memory=True) as profile:
+        torch.ones(2, device="cuda")
+    with torch.autograd.profiler.profile(use_device="cuda") as older:
+        torch.ones(2, device="cuda")
+    for found in (profile, older):
+        assert "aten::ones" in found.key_averages().table()
+    assert "CUDA event" not in capfd.readouterr().err
+
+
+def test_operators_are_marked_for_nobody():
+    """NeMo's callback for CUDA's profiler enters one and leaves another."""
+    torch.autograd.profiler.emit_nvtx(record_shapes=True).__enter__()
+    assert torch.ones(2).sum() == 2
+    torch.autograd.profiler.emit_nvtx().__exit__(None, None, None)
+
+
+def test_a_history_of_allocations_says_that_there_is_none():
+    with pytest.raises(NotImplementedError, match="_record_memory_history has no CPU implementation"):
+        torch.cuda.memory._record_memory_history(max_entries=100)
