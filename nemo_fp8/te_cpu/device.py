@@ -144,6 +144,25 @@ def _no_history(name: str) -> Callable[..., Any]:
     return refuse
 
 
+class _Current(str):
+    """What ``torch.cuda.current_device`` gives: to torch the name of the CPU, and 0 to who writes ``cuda:`` before it.
+
+    A number it cannot be, of which ``torch.device`` makes a device in a build for CUDA alone.
+    """
+
+    def __str__(self) -> str:
+        return "0"
+
+    def __format__(self, spec: str) -> str:
+        return format(0, spec)
+
+    def __index__(self) -> int:
+        return 0
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return int, (0,)  # as a GPU's: who reads it may not have this class
+
+
 _STREAM = Stream()
 _ONE_DEVICE = "there is one device, and it is there"
 _ORDERED = "the CPU does one thing after the other"
@@ -161,7 +180,7 @@ _CUDA: dict[str, tuple[Any, str]] = {
         lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "every rank of this machine has a device of its own",
     ),
-    "current_device": (_answers(CPU), "not 0: torch.device(0) asks for a CUDA build"),
+    "current_device": (_answers(_Current("cpu")), "not 0: torch.device(0) asks for a CUDA build"),
     "set_device": (_answers(None), _ONE_DEVICE),
     "device": (Chosen, _ONE_DEVICE),
     "get_device_properties": (_properties, "TE chooses recipes and layouts by it"),

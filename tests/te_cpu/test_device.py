@@ -33,6 +33,19 @@ def test_every_rank_of_a_machine_has_a_device(monkeypatch):
     assert torch.cuda.device_count() == 4
 
 
+def test_the_current_device_is_a_device_and_a_number():
+    """Megatron, Lightning and Ray Train write its number into a name; TE and Megatron's YaRN make a device of it."""
+    current = torch.cuda.current_device()
+    assert torch.device(f"cuda:{current}") == torch.device("cuda:" + str(current)) == torch.device("cuda", 0)
+    assert torch.device(current) == torch.device("cpu")
+    with torch.device(current):
+        assert torch.ones(1).to(current).device == torch.empty(1, device=current).device == torch.device("cpu")
+    assert torch.nn.Linear(2, 2, device=current).to(current).cuda(current).weight.is_cuda
+    assert [10, 20][current] == 10
+    assert f"device {current:02d}" == "device 00"
+    assert type(pickle.loads(pickle.dumps(current))) is int
+
+
 @pytest.mark.parametrize("arguments", [{"backend": "nccl", "device_id": "cuda:0"}, {"backend": "cpu:gloo,cuda:nccl"}])
 def test_nccls_name_means_gloo(arguments, tmp_path):
     assert dist.is_nccl_available()
@@ -40,6 +53,8 @@ def test_nccls_name_means_gloo(arguments, tmp_path):
     dist.init_process_group(init_method=f"file://{tmp_path}/store", rank=0, world_size=1, **arguments)
     try:
         assert dist.get_backend() == "gloo"
+        dist.barrier(device_ids=[torch.cuda.current_device()])
+        assert dist.barrier(async_op=True, device_ids=[0]).wait()
         group = dist.new_group([0], None, "nccl")
         assert dist.get_backend(group) == "gloo"
         # A piece of a tensor is written to as NCCL writes to it: autograd would refuse the pieces of a split.
