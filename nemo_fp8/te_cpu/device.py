@@ -260,18 +260,29 @@ def _factory(name: str) -> Callable[..., Any]:
 _type, _load, _generator = torch.Tensor.type, torch.load, torch.Generator
 
 
-def _moves_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
-    """``to`` of a tensor, or of a module, which reads a number for a GPU's."""
+_move, _parse = torch.Tensor.to, torch._C._nn._parse_to
 
-    @functools.wraps(to)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and names_cuda(args[0]):
-            args = (CPU, *args[1:])
-        if kwargs and names_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        return to(self, *args, **kwargs)
 
-    return wrapper
+@functools.wraps(_move)
+def _move_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    args, kwargs = _to_cpu(args, kwargs)
+    return _move(self, *args, **kwargs)
+
+
+@functools.wraps(_parse)
+def _parse_for_cpu(*args: Any, **kwargs: Any) -> Any:
+    """What ``to`` of a module is asked for."""
+    args, kwargs = _to_cpu(args, kwargs)
+    return _parse(*args, **kwargs)
+
+
+def _to_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a ``to``, the CPU in the place of a GPU, whose number may stand for it."""
+    if args and names_cuda(args[0]):
+        args = (CPU, *args[1:])
+    if kwargs and names_cuda(kwargs.get("device")):
+        kwargs = kwargs | {"device": CPU}
+    return args, kwargs
 
 
 _ddp = DistributedDataParallel.__init__
@@ -390,7 +401,7 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
             staticmethod(_on_cpu(torch.Tensor._make_wrapper_subclass)),
             "TE gives its tensors a device by number",
         ),
-        "to": (_moves_to_cpu(torch.Tensor.to), allocates),
+        "to": (_move_to_cpu, allocates),
         "cuda": (_itself, allocates),
         "pin_memory": (_itself, "there is no transfer that pinned memory could speed up"),
         "record_stream": (_answers(None), _ORDERED),
@@ -419,7 +430,7 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         (torch.serialization, {"load": of_torch["load"]}),
         (torch.Tensor, of_tensors),
         (torch.UntypedStorage, {"cuda": (_itself, "a map_location may move what it is given")}),
-        (torch.nn.Module, {"to": (_moves_to_cpu(torch.nn.Module.to), "ranks move models to the number of their GPU")}),
+        (torch._C._nn, {"_parse_to": (_parse_for_cpu, "ranks move models to the number of their GPU")}),
         (DistributedDataParallel, {"__init__": (_ddp_of_cpus, "scripts of ranks name the GPU of each")}),
         (_Autocast, of_autocast),
         (_device.DeviceContext, {"__init__": (_context_of_cpu, allocates)}),
