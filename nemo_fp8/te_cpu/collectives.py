@@ -124,6 +124,16 @@ def _over_gloo(make: Callable[..., Any], backend_at: int) -> Callable[..., Any]:
     return wrapper
 
 
+def _without_devices(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    """``barrier``, which NCCL runs on the GPUs that it is told of, by number."""
+
+    @functools.wraps(barrier)
+    def wrapper(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return barrier(group, async_op)
+
+    return wrapper
+
+
 def _gloo(backend: str | None) -> str | None:
     """``nccl`` and ``cpu:gloo,cuda:nccl`` as gloo; any other backend as it is."""
     return "gloo" if backend is not None and "nccl" in backend.lower() else backend
@@ -143,6 +153,7 @@ def take_nccls_place() -> None:
     dist.is_nccl_available = lambda: (
         True
     )  # for those who ask for it; torch itself, which would look for its classes, knows better
+    dist.barrier = c10d.barrier = _without_devices(dist.barrier)
     for name in _COLLECTIVES:
         wrapper = _remembered(getattr(dist, name))
         setattr(dist, name, wrapper)

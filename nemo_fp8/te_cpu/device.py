@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
@@ -49,6 +50,10 @@ def stand_in(arch: int) -> None:
     for owner, table in _tables():
         for name, (replacement, _) in table.items():
             setattr(owner, name, replacement)
+    scripts: Any = importlib.import_module("torch.jit._builtins")
+    for name in _FACTORIES:  # torch.jit.script knows torch's functions by their identity, too
+        factory: Any = getattr(torch, name)
+        scripts._register_builtin(factory, scripts._find_builtin(factory.__wrapped__))
 
 
 def standing_for() -> int | None:
@@ -129,6 +134,35 @@ def _answers(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+def _no_history(name: str) -> Callable[..., Any]:
+    def refuse(*args: object, **kwargs: object) -> Any:
+        raise NotImplementedError(
+            f"torch.cuda.memory.{name} has no CPU implementation: nobody writes down what a CPU allocates, and when. "
+            "Leave the history out (NeMo: MemoryProfileCallback, memory_profile), or run on a GPU."
+        )
+
+    return refuse
+
+
+class _Current(str):
+    """What ``torch.cuda.current_device`` gives: to torch the name of the CPU, and 0 to who writes ``cuda:`` before it.
+
+    A number it cannot be, of which ``torch.device`` makes a device in a build for CUDA alone.
+    """
+
+    def __str__(self) -> str:
+        return "0"
+
+    def __format__(self, spec: str) -> str:
+        return format(0, spec)
+
+    def __index__(self) -> int:
+        return 0
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return int, (0,)  # as a GPU's: who reads it may not have this class
+
+
 _STREAM = Stream()
 _ONE_DEVICE = "there is one device, and it is there"
 _ORDERED = "the CPU does one thing after the other"
@@ -146,7 +180,7 @@ _CUDA: dict[str, tuple[Any, str]] = {
         lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "every rank of this machine has a device of its own",
     ),
-    "current_device": (_answers(CPU), "not 0: torch.device(0) asks for a CUDA build"),
+    "current_device": (_answers(_Current("cpu")), "not 0: torch.device(0) asks for a CUDA build"),
     "set_device": (_answers(None), _ONE_DEVICE),
     "device": (Chosen, _ONE_DEVICE),
     "get_device_properties": (_properties, "TE chooses recipes and layouts by it"),
@@ -184,6 +218,10 @@ _CUDA: dict[str, tuple[Any, str]] = {
     "mem_get_info": (lambda device=None: _memory(), "the memory of the machine is what there is"),
     "memory_stats": (COUNT.stats, _HELD),
     "memory_summary": (COUNT.summary, _HELD),
+    **{
+        name: (_no_history(name), "who asks for a history of allocations hears that there is none")
+        for name in ("_record_memory_history", "_snapshot", "_dump_snapshot", "memory_snapshot")
+    },
 }
 
 
@@ -212,21 +250,39 @@ def _on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _factory(name: str) -> Callable[..., Any]:
+    """A factory of torch's, on the CPU, and pickled by its name as torch's own."""
+    wrapper = _on_cpu(getattr(torch, name))
+    wrapper.__module__, wrapper.__qualname__ = "torch", name
+    return wrapper
+
+
 _type, _load, _generator = torch.Tensor.type, torch.load, torch.Generator
 
 
-def _moves_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
-    """``to`` of a tensor, or of a module, which reads a number for a GPU's."""
+_move, _parse = torch.Tensor.to, torch._C._nn._parse_to
 
-    @functools.wraps(to)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and names_cuda(args[0]):
-            args = (CPU, *args[1:])
-        if kwargs and names_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        return to(self, *args, **kwargs)
 
-    return wrapper
+@functools.wraps(_move)
+def _move_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    args, kwargs = _to_cpu(args, kwargs)
+    return _move(self, *args, **kwargs)
+
+
+@functools.wraps(_parse)
+def _parse_for_cpu(*args: Any, **kwargs: Any) -> Any:
+    """What ``to`` of a module is asked for."""
+    args, kwargs = _to_cpu(args, kwargs)
+    return _parse(*args, **kwargs)
+
+
+def _to_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a ``to``, the CPU in the place of a GPU, whose number may stand for it."""
+    if args and names_cuda(args[0]):
+        args = (CPU, *args[1:])
+    if kwargs and names_cuda(kwargs.get("device")):
+        kwargs = kwargs | {"device": CPU}
+    return args, kwargs
 
 
 _ddp = DistributedDataParallel.__init__
@@ -265,6 +321,26 @@ class _Generator(_generator, metaclass=_AnyGenerator):  # type: ignore[misc, val
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return _generator.__new__(_generator, CPU if names_cuda(device) else device)  # type: ignore[call-arg]
+
+
+_set_default = torch.set_default_device
+
+
+@functools.wraps(_set_default)
+def _set_default_but_cuda(device: Any) -> None:
+    """The CPU is the default that torch begins with."""
+    _set_default(None if names_cuda(device) else device)
+
+
+_profile = profiler.profile.__init__
+
+
+@functools.wraps(_profile)
+def _profile_the_cpu(
+    self: Any, *args: Any, use_cuda: bool = False, use_device: str | None = None, **named: Any
+) -> None:
+    """Without the times of a GPU's kernels: torch, built without CUDA, would say so at every operator, at length."""
+    _profile(self, *args, use_device=None if use_device == "cuda" else use_device, **named)
 
 
 _Autocast: Any = torch.amp.autocast_mode.autocast
@@ -311,11 +387,11 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     """Every replaced name, by its owner, with the reason."""
     parts = [importlib.import_module(f"torch.cuda.{name}") for name in ("random", "memory", "streams")]
     allocates = "it allocates on cuda by name"
-    of_torch: dict[str, tuple[Any, str]] = {name: (_on_cpu(getattr(torch, name)), allocates) for name in _FACTORIES}
+    of_torch: dict[str, tuple[Any, str]] = {name: (_factory(name), allocates) for name in _FACTORIES}
     of_torch |= {
         "Generator": (_Generator, _GENERATOR),
         "load": (_load_on_cpu, "checkpoints are mapped to cuda by name"),
-        "set_default_device": (_answers(None), "the default device is the CPU, and stays it"),
+        "set_default_device": (_set_default_but_cuda, "the default device is the CPU, or meta"),
     }
     of_tensors: dict[str, tuple[Any, str]] = {
         name: (_on_cpu(getattr(torch.Tensor, name)), allocates) for name in _METHODS
@@ -325,7 +401,7 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
             staticmethod(_on_cpu(torch.Tensor._make_wrapper_subclass)),
             "TE gives its tensors a device by number",
         ),
-        "to": (_moves_to_cpu(torch.Tensor.to), allocates),
+        "to": (_move_to_cpu, allocates),
         "cuda": (_itself, allocates),
         "pin_memory": (_itself, "there is no transfer that pinned memory could speed up"),
         "record_stream": (_answers(None), _ORDERED),
@@ -339,17 +415,24 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         for kind in _TYPES
     }
     of_marks: dict[str, tuple[Any, str]] = {"_nvtx": (MARKS, "Megatron marks what it overlaps, whoever looks on")}
+    of_emitters: dict[str, tuple[Any, str]] = {
+        "__enter__": (_itself, "NeMo marks every operator for CUDA's profiler"),
+        "__exit__": (_answers(None), "nothing was marked"),
+    }
     version: dict[str, tuple[Any, str]] = {"cuda": ("12.9", "TE and torch ask which CUDA they were built for")}
     no_driver = "built for CUDA it is cuda, and every step of an optimizer asks the driver of it; built for CPUs None"
     of_accelerators: dict[str, tuple[Any, str]] = {"_accelerator_getAccelerator": (_answers(None), no_driver)}
     return [
         (torch.cuda, _CUDA | of_types),
         (importlib.import_module("torch.cuda.nvtx"), of_marks),
+        (profiler.emit_nvtx, of_emitters),
+        (profiler.profile, {"__init__": (_profile_the_cpu, "who finds a GPU asks for the times of its kernels")}),
         *((part, {name: row for name, row in _CUDA.items() if hasattr(part, name)}) for part in parts),
         (torch, of_torch),
+        (torch.serialization, {"load": of_torch["load"]}),
         (torch.Tensor, of_tensors),
         (torch.UntypedStorage, {"cuda": (_itself, "a map_location may move what it is given")}),
-        (torch.nn.Module, {"to": (_moves_to_cpu(torch.nn.Module.to), "ranks move models to the number of their GPU")}),
+        (torch._C._nn, {"_parse_to": (_parse_for_cpu, "ranks move models to the number of their GPU")}),
         (DistributedDataParallel, {"__init__": (_ddp_of_cpus, "scripts of ranks name the GPU of each")}),
         (_Autocast, of_autocast),
         (_device.DeviceContext, {"__init__": (_context_of_cpu, allocates)}),

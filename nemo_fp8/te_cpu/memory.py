@@ -4,12 +4,13 @@
     most   now, or the most that the C heap held at a call of TE's extension, less what was no tensor's
 
 torch's allocator of a CPU counts nothing, so that tensors are looked for among the objects of the garbage collector:
-exact, but for tensors that no name of Python ever had, and as slow as there are objects (0.1 s with NeMo loaded). The
-heap is asked of glibc, which walks all its free pieces: microseconds in a new process, milliseconds in one whose heap
-lies in pieces; and it holds other things too, so that the most is between what tensors hold and what the process does.
-Every call after a reset is looked at until looks have taken two seconds; from then on, and before any reset, only where
-they have taken a fiftieth of the time at most, so that a peak of a few milliseconds may go unseen. Without glibc 2.33
-the most is the most that was ever told.
+exact, but for what Python does not know (results that an operator of torch's own saves for its backward, such as the
+probabilities of a cross entropy; what ``gc.freeze`` has put aside), and as slow as there are objects (0.1 s with NeMo
+loaded). The heap is asked of glibc, which walks all its free pieces: microseconds in a new process, milliseconds in one
+whose heap lies in pieces; and it holds other things too, so that the most is between what tensors hold and what the
+process does. Every call after a reset is looked at until looks have taken two seconds; from then on, and before any
+reset, only where they have taken a fiftieth of the time at most, so that a peak of a few milliseconds may go unseen.
+Without glibc 2.33 the most is the most that was ever told.
 """
 
 from __future__ import annotations
@@ -24,8 +25,19 @@ import torch
 _EVERY = 50
 """A look at the heap costs at most one part in so many of the time."""
 
+_KINDS = ("allocated", "active", "reserved")
+"""Bytes that CUDA's allocator tells apart, and that are the same here."""
+
 _FREE = 2.0
 """Seconds of looks that a reset pays for: who resets the peak will ask for it, and is owed more than a sample."""
+
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""The tensors that a sparse one is made of, by its layout."""
 
 
 class _Heap(ctypes.Structure):
@@ -59,17 +71,30 @@ def _kinds(cls: type) -> Iterator[type]:
         yield from _kinds(derived)
 
 
-def _held() -> int:
-    """Return the bytes of all live tensors."""
+def _lying(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield what of a tensor lies in memory: nothing of one that ``torch.func`` wraps around another."""
+    if tensor.device.type == "cpu" and tensor.layout in _PARTS:
+        yield from (getattr(tensor.detach(), part)() for part in _PARTS[tensor.layout])
+    elif tensor.device.type == "cpu" and torch._C._has_storage(tensor):
+        yield tensor
+
+
+def _storages() -> dict[int, int]:
+    """Return the bytes of each storage that a live tensor holds."""
     kinds = set(_kinds(torch._C.TensorBase))
     found = [thing for thing in gc.get_objects() if type(thing) in kinds]
     storages: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in found + [leaf.grad for leaf in found if leaf.is_leaf and leaf.grad is not None]:
-            if tensor.device.type == "cpu" and tensor.layout == torch.strided:
-                storage = tensor.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+        grads = [tensor.grad for tensor in found if tensor.is_leaf or tensor.retains_grad]
+        for tensor in (part for held in found + grads if held is not None for part in _lying(held)):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return storages
+
+
+def _held() -> int:
+    """Return the bytes of all live tensors."""
+    return sum(_storages().values())
 
 
 class Count:
@@ -111,10 +136,14 @@ class Count:
         self.again = ended if self.free > 0 else ended + _EVERY * (ended - began)
 
     def stats(self, device: object = None) -> dict[str, int]:
-        """Return both under the names of ``torch.cuda.memory_stats``."""
-        peak, now = self.peak(), self.now()
-        kinds = ("allocated_bytes", "active_bytes", "reserved_bytes")
-        return {f"{kind}.all.{which}": n for kind in kinds for which, n in (("current", now), ("peak", peak))}
+        """Return both, and what CUDA's allocator alone could tell, under the names of ``torch.cuda.memory_stats``."""
+        told = {"current": self.now(), "peak": self.peak()}
+        return {
+            **{f"{kind}_bytes.all.{which}": n for kind in _KINDS for which, n in told.items()},
+            **{f"inactive_split_bytes.all.{which}": 0 for which in told},
+            **{f"{kind}.all.current": len(_storages()) for kind in ("allocation", "active")},
+            **dict.fromkeys(("num_alloc_retries", "num_ooms"), 0),
+        }
 
     def summary(self, device: object = None, abbreviated: bool = False) -> str:
         """Return both in words."""

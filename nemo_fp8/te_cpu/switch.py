@@ -237,6 +237,20 @@ def _rounded_once(jit: Any) -> None:
     jit.bgrad_dgelu_fused_ = bgrad_dgelu_fused_
 
 
+def _divides_as_a_gpu(reference: Any) -> None:
+    import torch
+
+    def div(dividend: Any, divisor: Any, **named: Any) -> Any:
+        if isinstance(divisor, float) and not named:
+            return dividend * torch.tensor(divisor, dtype=dividend.dtype).reciprocal()
+        return torch.div(dividend, divisor, **named)
+
+    as_torch: Any = types.ModuleType("torch")
+    as_torch.__getattr__ = functools.partial(getattr, torch)
+    as_torch.div = div
+    reference.torch = as_torch
+
+
 _STORAGE = "transformer_engine.pytorch.tensor.storage."
 _TWO_SIDES = ("_rowwise_data", "_columnwise_data")
 _MOVED = "it moves what is not on a device of type cuda to one, and calls itself, without end"
@@ -261,6 +275,10 @@ _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     _STORAGE + "mxfp8_tensor_storage": (_dequantize_in_place("_FromMXFP8Func", *_TWO_SIDES), _MOVED),
     _STORAGE + "nvfp4_tensor_storage": (_dequantize_in_place("_FromNVFP4Func", *_TWO_SIDES), _MOVED),
+    "transformer_engine.pytorch.custom_recipes.reference_nvfp4": (
+        _divides_as_a_gpu,
+        "torch divides by a number as TE's kernels do on a GPU alone: by its reciprocal",
+    ),
     "transformer_engine.pytorch.attention.custom_ops": (
         _cache_on_cpu,
         "its operators are registered for tensors of type cuda alone",

@@ -1,6 +1,7 @@
 """What the CPU answers in the place of a CUDA device."""
 
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -34,6 +35,19 @@ def test_every_rank_of_a_machine_has_a_device(monkeypatch):
     assert torch.cuda.device_count() == 4
 
 
+def test_the_current_device_is_a_device_and_a_number():
+    """Megatron, Lightning and Ray Train write its number into a name; TE and Megatron's YaRN make a device of it."""
+    current = torch.cuda.current_device()
+    assert torch.device(f"cuda:{current}") == torch.device("cuda:" + str(current)) == torch.device("cuda", 0)
+    assert torch.device(current) == torch.device("cpu")
+    with torch.device(current):
+        assert torch.ones(1).to(current).device == torch.empty(1, device=current).device == torch.device("cpu")
+    assert torch.nn.Linear(2, 2, device=current).to(current).cuda(current).weight.is_cuda
+    assert [10, 20][current] == 10
+    assert f"device {current:02d}" == "device 00"
+    assert type(pickle.loads(pickle.dumps(current))) is int
+
+
 @pytest.mark.parametrize("arguments", [{"backend": "nccl", "device_id": "cuda:0"}, {"backend": "cpu:gloo,cuda:nccl"}])
 def test_nccls_name_means_gloo(arguments, tmp_path):
     assert dist.is_nccl_available()
@@ -41,6 +55,8 @@ def test_nccls_name_means_gloo(arguments, tmp_path):
     dist.init_process_group(init_method=f"file://{tmp_path}/store", rank=0, world_size=1, **arguments)
     try:
         assert dist.get_backend() == "gloo"
+        dist.barrier(device_ids=[torch.cuda.current_device()])
+        assert dist.barrier(async_op=True, device_ids=[0]).wait()
         group = dist.new_group([0], None, "nccl")
         assert dist.get_backend(group) == "gloo"
         # A piece of a tensor is written to as NCCL writes to it: autograd would refuse the pieces of a split.
@@ -263,3 +279,48 @@ def test_an_optimizer_steps_where_torch_was_built_for_cuda():
     done = subprocess.run([sys.executable, "-c", BUILT_FOR_CUDA], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["False", "None"]
+
+
+def test_a_default_device_is_kept_but_cuda(request):
+    """``torch.set_default_device("meta")`` builds a model that needs no memory."""
+    request.addfinalizer(lambda: torch.set_default_device(None))
+    torch.set_default_device("meta")
+    assert torch.nn.Linear(2, 2).weight.device.type == "meta"
+    for cuda in ("cuda", torch.device("cuda", 1), 0):
+        torch.set_default_device(cuda)
+        assert {torch.nn.Linear(2, 2).weight.device.type, torch.get_default_device().type} == {"cpu"}
+
+
+def test_factories_are_scripted_and_pickled_as_torchs_own():
+    @torch.jit.script
+    def twice(x: torch.Tensor):
+        return x + torch.ones([2]) + torch.zeros_like(x)
+
+    assert twice(torch.ones(2)).tolist() == [2.0, 2.0]
+    for function in (torch.ones, torch.full_like, torch.load):
+        assert pickle.loads(pickle.dumps(function)) is function
+    assert b"nemo_fp8" not in pickle.dumps(torch.ones)
+
+
+def test_who_profiles_a_gpu_profiles_the_cpu(capfd):
+    """Lightning's profiler="pytorch" asks for the times of CUDA's kernels wherever there is a GPU."""
+    both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=both, profile_memory=True) as profile:
+        torch.ones(2, device="cuda")
+    with torch.autograd.profiler.profile(use_device="cuda") as older:
+        torch.ones(2, device="cuda")
+    for found in (profile, older):
+        assert "aten::ones" in found.key_averages().table()
+    assert "CUDA event" not in capfd.readouterr().err
+
+
+def test_operators_are_marked_for_nobody():
+    """NeMo's callback for CUDA's profiler enters one and leaves another."""
+    torch.autograd.profiler.emit_nvtx(record_shapes=True).__enter__()
+    assert torch.ones(2).sum() == 2
+    torch.autograd.profiler.emit_nvtx().__exit__(None, None, None)
+
+
+def test_a_history_of_allocations_says_that_there_is_none():
+    with pytest.raises(NotImplementedError, match="_record_memory_history has no CPU implementation"):
+        torch.cuda.memory._record_memory_history(max_entries=100)

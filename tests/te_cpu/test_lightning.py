@@ -43,3 +43,12 @@ def test_a_model_learns_in_fp8(accelerator, recipe, products):
     assert model.layers[1].fp8_meta["recipe"].fp8_format.name == (recipe or {"fp8_format": "HYBRID"})["fp8_format"]
     assert sum(model.losses[-3:]) < 0.5 * sum(model.losses[:3])
     assert products.count(("Float8TensorStorage", "Float8TensorStorage")) == len(products) == len(model.losses) * 6
+
+
+@pytest.mark.parametrize("where", [0, "cuda", torch.device("cuda", 1)])
+def test_a_module_of_lightnings_goes_where_it_is_sent(where):
+    """It reads the arguments of its ``to`` itself, by torch's function."""
+    module = lightning.LightningModule()
+    module.layer = torch.nn.Linear(2, 2)
+    assert module.to(where).device == module.to(device=where).device == torch.device("cpu")
+    assert torch.nn.utils.rnn.pack_sequence([torch.ones(2)]).to(where).data.tolist() == [1.0, 1.0]

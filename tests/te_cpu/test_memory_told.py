@@ -54,6 +54,42 @@ def test_gradients_count_that_nobody_has_asked_for():
     assert _more(before) == 2 * MIB
 
 
+def test_gradients_count_of_what_is_no_leaf():
+    leaf = torch.ones(256, 1024, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    inner = leaf * 2
+    inner.retain_grad()
+    inner.sum().backward()
+    assert _more(before) == 3 * MIB  # inner, and the gradients of both
+
+
+def test_a_sparse_tensor_holds_its_indices_and_values():
+    before = torch.cuda.memory_allocated()
+    sparse = torch.sparse_coo_tensor(torch.arange(1000)[None], torch.ones(1000), (10**9,), device="cuda")
+    assert _more(before) == 1000 * (8 + 4)
+    rows = torch.sparse_csr_tensor(torch.zeros(11, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.ones(0))
+    assert _more(before) == 1000 * (8 + 4) + 11 * 8
+    assert sparse.is_sparse
+    assert rows.layout == torch.sparse_csr
+
+
+def test_what_torch_func_wraps_around_a_tensor_holds_nothing():
+    def told(row):
+        return row.sum() + 0 * torch.cuda.memory_allocated()
+
+    x = torch.ones(4, 8)
+    assert torch.vmap(told)(x).tolist() == [8.0] * 4
+    assert torch.equal(torch.func.grad(told)(x[0]), torch.ones(8))
+
+
+def test_statistics_have_the_names_that_callbacks_read():
+    """NeMo's, and Megatron's inference engine."""
+    stats = torch.cuda.memory_stats()
+    assert stats["num_alloc_retries"] == stats["inactive_split_bytes.all.peak"] == 0
+    held = torch.ones(3), torch.ones(4)
+    assert torch.cuda.memory_stats()["allocation.all.current"] - stats["allocation.all.current"] == len(held)
+
+
 @pytest.mark.parametrize("when", ["in between", "at the end"])
 def test_the_most_is_that_since_the_reset(when):
     torch.cuda.reset_peak_memory_stats()

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from support.te_cases import ARCH
+from transformer_engine.common.recipe import CustomRecipe, NVFP4BlockScaling
+from transformer_engine.pytorch.custom_recipes import reference_nvfp4
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef, cast_from_fp4x2
+from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from nemo_fp8.numerics.kernels import build
@@ -138,6 +142,31 @@ def test_a_product_is_that_of_the_reference_to_the_bit():
     out *= b._amax_rowwise * a._amax_rowwise * torch.reciprocal(torch.tensor(36 * 448 * 448.0))
     assert torch.equal(_multiplied(a, b, tex.DType.kFloat32), out)
     assert torch.equal(_multiplied(a, b, tex.DType.kBFloat16), out.bfloat16())
+
+
+def test_a_layer_on_tes_reference_computes_the_same_bits():
+    """The reference divides both amaxes by a number, as a GPU does: by its reciprocal. torch's own division stays."""
+
+    def by_reference(role):
+        tile = (16, 16) if role is not None and role.tensor_type == "weight" else (1, 16)
+        return NVFP4QuantizerRef(Fp4Formats.E2M1, quant_tile_shape=tile, pow_2_scales=False)
+
+    def computed(layer, x, recipe):
+        x = x.clone().requires_grad_()
+        layer.weight.grad = None
+        with te.autocast(recipe=recipe):
+            y = layer(x)
+        y.square().sum().backward()
+        return y, x.grad, layer.weight.grad
+
+    for seed in range(8):  # of eight draws some have an amax that the two ways of dividing take apart
+        torch.manual_seed(seed)
+        layer, x = te.Linear(128, 64, bias=False), torch.randn(32, 128)
+        native = computed(layer, x, NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True))
+        assert all(map(torch.equal, native, computed(layer, x, CustomRecipe(qfactory=by_reference))))
+    x, number = torch.rand(1000), torch.tensor(36 * 448 * 448.0)
+    assert torch.equal(torch.div(x, number.item()), x / number)
+    assert not torch.equal(reference_nvfp4.torch.div(x, number.item()), x / number)
 
 
 def test_values_are_those_of_the_kernel_to_the_bit():
