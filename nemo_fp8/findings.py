@@ -53,7 +53,7 @@ RULES: dict[str, Problem] = {
     "contract": error("{what}", "{why}", "{remedy}"),
     "unsupported": error("{recipe} cannot run on {machine}.", "{why}", "{remedy}"),
     "emulated": warning("{recipe} runs without FP8 GEMMs on {machine}.", "{why}", "{remedy}"),
-    "unknown-support": info("Whether {recipe} runs on {machine} is not known.", "{why}", "{remedy}"),
+    "unknown-support": info("{recipe} on {machine}: whether it runs is not known.", "{why}", "{remedy}"),
     "refused": error("{precision} ({recipe}) cannot run in FP8 on {machine}.", "{why}", "{remedy}"),
     "no-torch": error("The emulation has no torch.", "It runs on torch.", "pip install 'nemo-fp8[train]'."),
     "ignored-delayed": warning(

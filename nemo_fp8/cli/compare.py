@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_fp8.cli.options import Html, Json, seeds_of
+from nemo_fp8.cli.options import Html, Json, require_report, seeds_of
 from nemo_fp8.cli.printing import print_json, print_notes, print_table
 from nemo_fp8.cli.progress import run_bars
 from nemo_fp8.contract import Precision
@@ -52,9 +52,7 @@ def compare(
     contracts = [load(name.strip()) for name in precisions.split(",")]
     numbers = seeds_of(seeds)
     if html is not None:  # fail before minutes of training, not after
-        from nemo_fp8.report.figures import require_matplotlib
-
-        require_matplotlib()
+        require_report(html)
     from nemo_fp8.report.compare import run_comparison
 
     with run_bars(len(contracts) * len(numbers), steps) as start:

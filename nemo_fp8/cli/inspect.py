@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_fp8.cli.options import Html, Json
+from nemo_fp8.cli.options import Html, Json, require_report
 from nemo_fp8.cli.printing import print_json, print_notes, print_pairs, print_table
 from nemo_fp8.cli.progress import byte_bar
 from nemo_fp8.contract import Precision
@@ -67,7 +67,7 @@ def inspect(
     """Measure what FP8 does to each tensor of a checkpoint: SNR, underflow, saturation, and what not to quantize."""
     recipes = {label_of(name): _named(name) for name in precision or DEFAULT}
     if html is not None:  # fail before minutes of measuring, not after
-        _require_plots(html)
+        require_report(html)
 
     from nemo_fp8.inspection.advice import advise
     from nemo_fp8.inspection.measure import inspect_checkpoint
@@ -93,17 +93,6 @@ def _named(name: str) -> Precision:
     if not is_file(name) and name.replace("-", "_") not in PRESETS:
         raise PrecisionError([unknown("precision", name, [*SHORT, *PRESETS])])
     return load(name)
-
-
-def _require_plots(html: Path) -> None:
-    """Raise PrecisionError now if the page could not be drawn or written after the measuring."""
-    from nemo_fp8.report.figures import require_matplotlib
-
-    require_matplotlib()
-    if not html.parent.is_dir() or html.is_dir():
-        raise PrecisionError(
-            f"Cannot write {html}.", "Its folder does not exist, or it is a folder itself.", "Give another path."
-        )
 
 
 # ---------------------------------------------------------------------- text

@@ -33,7 +33,7 @@ def doctor(
     from nemo_fp8.preflight.machine import Machine
     from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES
 
-    machine = Machine.parse(described) if described else Machine.here(python)
+    machine = Machine.parse(described) if described is not None else Machine.here(python)
     precision = load(name) if name else None
     wanted = recipes_of(precision) if precision else list(RECIPES)
     answers = [found for found in doctor(machine) if found.recipe in wanted]
@@ -43,10 +43,10 @@ def doctor(
             "recipe to ask for."
         )
         answers = [Answer(precision.name, "none", NATIVE, reason, "")]
-    findings = sanity(machine, None if described else os.environ)
+    findings = sanity(machine, None if described is not None else os.environ)
     if precision:
         findings += (*bridge_findings(precision, machine), *first_weight_findings(precision))
-        if not described:
+        if described is None:
             findings += resume_findings(precision, os.environ)
     if as_json:
         print_json(
@@ -87,7 +87,7 @@ def lint(
 
     settings = settings_of(name, changes)
     shapes, layout = Model.read(model) if model else None, Parallel.of(parallel)
-    machine = Machine.parse(described) if described else None
+    machine = Machine.parse(described) if described is not None else None
     findings = lint(settings, model=shapes, parallel=layout, machine=machine, environment=os.environ)
     wrong = worst(findings) == "error"
     rows = (
@@ -135,7 +135,7 @@ def memory(
         Model.read(model),
         load(name, changes),
         Parallel.of(parallel),
-        Machine.parse(described) if described else None,
+        Machine.parse(described) if described is not None else None,
     )
     estimates = alternatives(*asked)
     if as_json:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_fp8.cli.options import Changes, Html, Json
+from nemo_fp8.cli.options import Changes, Html, Json, require_report
 from nemo_fp8.cli.printing import print_findings, print_json, print_notes, print_pairs, print_table
 from nemo_fp8.cli.progress import step_bar
 from nemo_fp8.contract.naming import load
@@ -82,9 +82,7 @@ def mismatch(
             "Give both, or neither for the metrics alone.",
         )
     if html is not None:
-        from nemo_fp8.report.figures import require_matplotlib
-
-        require_matplotlib()
+        require_report(html)
 
     from nemo_fp8.mismatch.files import Recording
     from nemo_fp8.report.mismatch import Mismatch

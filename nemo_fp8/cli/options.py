@@ -31,6 +31,17 @@ VllmPython = Annotated[
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots.")]
 
 
+def require_report(html: Path) -> None:
+    """Raise PrecisionError now if a report could not be drawn or written after the work that it is about."""
+    from nemo_fp8.report.figures import require_matplotlib
+
+    require_matplotlib()
+    if not html.parent.is_dir() or html.is_dir():
+        raise PrecisionError(
+            f"Cannot write {html}.", "Its folder does not exist, or it is a folder itself.", "Give another path."
+        )
+
+
 def seeds_of(text: str) -> list[int]:
     """Return the numbers of ``1,2,3``; raise PrecisionError for anything else."""
     try:

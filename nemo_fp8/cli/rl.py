@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_fp8.cli.options import Html, Json, seeds_of
+from nemo_fp8.cli.options import Html, Json, require_report, seeds_of
 from nemo_fp8.cli.printing import print_json, print_notes, print_table
 from nemo_fp8.cli.progress import run_bars
 from nemo_fp8.lifetime import watched
@@ -51,9 +51,7 @@ def rl_compare(
     numbers = seeds_of(seeds)
     names = [name.strip() for name in variants.split(",")] if variants else list(VARIANTS)
     if html is not None:  # fail before minutes of training, not after
-        from nemo_fp8.report.figures import require_matplotlib
-
-        require_matplotlib()
+        require_report(html)
     # A checkpoint every 5 steps: repeating a few steps after a kill costs less than a checkpoint at each step.
     template = GrpoSettings(
         folder=str(folder.absolute()), base="", steps=steps, save_every=5, one_step_off=one_step_off, delta=delta

@@ -81,4 +81,7 @@ def read_text(name: str) -> str:
         raise PrecisionError(
             f"There is no file {name}.", "A name that ends in .yaml is read as a file.", "Check the path."
         )
-    return Path(name).read_text()
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PrecisionError(f"{name} cannot be read.", f"{error}.", "Give a file of YAML, in UTF-8.") from error

@@ -72,12 +72,7 @@ class Outcome:
 
 def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None) -> Outcome:
     """Train, calling ``on_step(step, loss)`` after each step. Raises with the end of the run's log if it fails."""
-    if trial.stack not in STACKS:
-        raise PrecisionError([unknown("stack", trial.stack, STACKS)])
-    _, _, recipes = STACKS[trial.stack]
-    if "." not in trial.recipe and trial.recipe not in recipes:
-        raise PrecisionError([unknown("recipe", trial.recipe, recipes)])
-    python = _python_of(trial.stack)
+    python = python_for(trial.recipe, trial.stack)
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "steps.jsonl"), Path(folder, "log.txt")
         task = json.dumps(asdict(trial) | {"precision": trial.precision.to_dict(), "folder": folder, "out": str(out)})
@@ -104,12 +99,17 @@ def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None)
         return outcome
 
 
-def _python_of(stack: str) -> str:
-    """Return the Python that trains with a stack: this one, or that of the environment beside it.
+def python_for(recipe: str, stack: str) -> str:
+    """Return the Python that trains a recipe with a stack: this one, or that of the environment beside it.
 
-    Raises NotInstalled, with what is missing here, where there is neither.
+    Raises PrecisionError for an unknown name of either, and NotInstalled, with what is missing here, where neither
+    Python has what the stack needs.
     """
-    extra, environment, _ = STACKS[stack]
+    if stack not in STACKS:
+        raise PrecisionError([unknown("stack", stack, STACKS)])
+    extra, environment, recipes = STACKS[stack]
+    if "." not in recipe and recipe not in recipes:
+        raise PrecisionError([unknown("recipe", recipe, recipes)])
     try:
         require(extra)
     except NotInstalled:

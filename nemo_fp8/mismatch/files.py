@@ -104,8 +104,14 @@ def _load(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _load_lines(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PrecisionError(
+            f"{path.name} cannot be read.", f"{error}.", "Write one object of JSON a line, in UTF-8."
+        ) from error
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:

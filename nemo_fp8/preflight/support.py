@@ -184,7 +184,7 @@ def _te(version: str) -> str:
 
 def _hosts(way: str, recipes: tuple[str, ...], mcore: str, nemo: str) -> tuple[Need, Need]:
     """Return the needs for the first megatron-core and the first NeMo that know a recipe."""
-    first = "It does not know the recipe before." if mcore != "0" else "Training goes through it."
+    first = "Before {0}, {1} does not know the recipe." if mcore != "0" else "Training goes through {1}."
     return (
         Need(
             way,
@@ -192,11 +192,17 @@ def _hosts(way: str, recipes: tuple[str, ...], mcore: str, nemo: str) -> tuple[N
             "mcore",
             f">={mcore}",
             "megatron-core",
-            first,
+            first.format(mcore, "megatron-core"),
             "Install megatron-core==0.15.3 (constraints/training.txt).",
         ),
         Need(
-            way, recipes, "nemo", f">={nemo}", "NeMo", first, "Install nemo-toolkit==2.7.3 (constraints/training.txt)."
+            way,
+            recipes,
+            "nemo",
+            f">={nemo}",
+            "NeMo",
+            first.format(nemo, "NeMo"),
+            "Install nemo-toolkit==2.7.3 (constraints/training.txt).",
         ),
     )
 

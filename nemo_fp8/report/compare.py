@@ -17,7 +17,7 @@ from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.experiments.trial import Outcome, Trial, run_trial
+from nemo_fp8.experiments.trial import Outcome, Trial, python_for, run_trial
 
 OnStep = Callable[[int, float], None]
 
@@ -122,6 +122,7 @@ def run_comparison(
             "Runs go by the name of their precision.",
             "Give each a name=.",
         )
+    python_for(recipe, stack)  # refuses what no run could train, before the first is said to start
     runs = []
     for seed in seeds:  # seeds outside, so that a time in which the machine is slow hits all precisions
         for precision in precisions:

@@ -185,7 +185,7 @@ def _overview(page: Page, inspection: Inspection, advice: list[Advice], operands
 def _keep(page: Page, inspection: Inspection, a: Advice) -> None:
     compute = a.precision.compute.upper()
     if not a.below:
-        page.text(f"{a.label}: nothing in FP8 lies below {a.snr:g} dB; the lowest is {_db(a.lowest)}.")
+        page.text(f"{a.label}: nothing quantized lies below {a.snr:g} dB; the lowest is {_db(a.lowest)}.")
         return
     text = (
         f"{a.label}: {len(a.below)} of {len(inspection.measured())} tensors below. With these fields of the contract "

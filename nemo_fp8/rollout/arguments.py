@@ -144,7 +144,10 @@ def check_model(folder: Path, p: Precision) -> None:
     config = folder / "config.json"
     if not config.is_file():
         return  # a name on the Hub, which vLLM will download
-    said = json.loads(config.read_text())
+    try:
+        said = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PrecisionError(f"{config} cannot be read.", f"{error}.", "Copy or download the folder again.") from error
     quantized = said.get("quantization_config")
     if quantized and p.rolls_out_quantized:
         raise PrecisionError(

@@ -1,4 +1,4 @@
-"""A command with :mod:`nemo_fp8_hook` in every Python process that it starts, where no .pth file of ours is read.
+"""Run a command with :mod:`nemo_fp8_hook` in every Python process that it starts, where no .pth file of ours is read.
 
 Python reads .pth files in its site-packages only: not in a checkout or a ``pip install --target`` folder on PYTHONPATH.
 There the folder ``nemo_fp8_hook/path`` goes first on PYTHONPATH, which children inherit, and Python imports its
@@ -19,7 +19,7 @@ from nemo_fp8.te_cpu.switch import KNOWN
 
 
 def nothing_to_do(arch: int | None, variables: Mapping[str, str]) -> str | None:
-    """Why a command needs nothing of ours, if so."""
+    """Return why a command needs no hook; None if it needs one."""
     if nemo_fp8_hook.has_driver():
         return "There is a GPU: nothing is stood in for."
     if arch is None and variables.get(nemo_fp8_hook.VARIABLE) == nemo_fp8_hook.OFF:
@@ -28,7 +28,10 @@ def nothing_to_do(arch: int | None, variables: Mapping[str, str]) -> str | None:
 
 
 def variables_for(arch: int | None, variables: Mapping[str, str]) -> dict[str, str]:
-    """What to set in the environment ``variables`` of a command, so that its processes have the hook."""
+    """Return what to set in the environment ``variables`` of a command, so that its processes have the hook.
+
+    Raises PrecisionError for an ``arch`` that no CPU stands for.
+    """
     if arch is not None and arch not in nemo_fp8_hook.ARCHITECTURES:
         raise PrecisionError(
             f"--arch {arch}.", "No GPU of that architecture can be stood for.", f"Give one of {KNOWN}."
@@ -50,8 +53,10 @@ def variables_for(arch: int | None, variables: Mapping[str, str]) -> dict[str, s
 
 
 def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run a command until it ends, with these variables added; its exit code, as a shell tells it. Nothing that it
-    started is left."""
+    """Run a command until it ends, with these variables added, and return its exit code as a shell tells it.
+
+    Nothing that it started is left.
+    """
     with lifetime.running(command, env={**os.environ, **variables}) as process:
         code = process.wait()
     return code if code >= 0 else 128 - code

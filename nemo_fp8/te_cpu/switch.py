@@ -89,7 +89,10 @@ def install(arch: int | None = None, *, versions: Sequence[str] = TE_ON_CPU) -> 
 
 
 def install_for_import() -> None:
-    """What :mod:`nemo_fp8_hook` does before TE is imported. A refusal says who asked, and how to do without."""
+    """Install for :mod:`nemo_fp8_hook`, before TE is imported.
+
+    Raises PrecisionError as :func:`install` does; its words say who asked, and how to do without.
+    """
     import torch
 
     if torch.cuda.is_available():  # by a driver that the hook does not know
@@ -108,8 +111,11 @@ def install_for_import() -> None:
 
 
 def asked_for(variables: Mapping[str, str]) -> int:
-    """The architecture that an environment asks for. Ours of the variables turns the hook off, and nobody who calls
-    ``install``."""
+    """Return the architecture that an environment asks for.
+
+    ``NEMO_FP8_TE_CPU=0`` turns off the hook alone: whoever calls ``install`` has the default. Raises PrecisionError for
+    a value that names no architecture.
+    """
     name = variables.get(VARIABLE) or OFF
     if name == OFF:
         return HOPPER if variables.get(FP32_SCALES) == "1" else next(iter(ARCHITECTURES))
@@ -123,7 +129,7 @@ def asked_for(variables: Mapping[str, str]) -> int:
 
 
 def _check(arch: int, versions: Sequence[str]) -> str:
-    """The version of TE that is there, if all is well."""
+    """Return the version of TE that is there. Raises PrecisionError if this package cannot stand beneath it."""
     import importlib.metadata
     import importlib.util
 

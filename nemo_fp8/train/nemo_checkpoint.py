@@ -170,7 +170,7 @@ def _in_order(stored: TorchDist) -> list[tuple[str, tuple[str, tuple[int, ...]]]
 def _plain_yaml(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PrecisionError(f"{path} cannot be read.", f"{type(error).__name__}: {error}.", _ANOTHER) from error
     if not isinstance(found, dict):
         raise PrecisionError(f"{path} holds no mapping.", "A model's description is one.", _ANOTHER)

@@ -1,7 +1,8 @@
 """The hook where no .pth file is read: `nemo-fp8 run` puts this folder first on PYTHONPATH, and Python imports this
 file as it starts.
 
-It hides no other ``sitecustomize``: the next one of the path runs after it, as it would have without it.
+It hides no other ``sitecustomize``: the next one of the path runs after it, as it would have without it. A Python of
+another environment, which lacks our package, says so and runs as it is.
 """
 
 import importlib.machinery
@@ -9,9 +10,12 @@ import importlib.util
 import os
 import sys
 
-import nemo_fp8_hook
-
-nemo_fp8_hook.register()
+try:
+    import nemo_fp8_hook
+except ModuleNotFoundError:
+    sys.stderr.write(f"nemo-fp8 run: {sys.executable} has no nemo_fp8, and TransformerEngine is left as it is there.\n")
+else:
+    nemo_fp8_hook.register()
 _here = os.path.dirname(os.path.abspath(__file__))
 _next = importlib.machinery.PathFinder.find_spec(
     __name__, [folder for folder in sys.path if os.path.abspath(folder) != _here]

@@ -53,6 +53,11 @@ COMMANDS = [
     (["explain", "missing.yaml"], 2, ["no file"]),
     (["render", BLOCK, "--to", "nemorl"], 2, ["nemo-rl"]),
     (["doctor", "--for", "h20000"], 2, ["remedy"]),
+    (["doctor", "--for", ""], 2, ["described by no word"]),  # a variable of the shell that is not set
+    (["doctor", BLOCK, "--for", "h200,cuda12.9,te2.9,mcore0.12"], 1, ["Before 0.13, megatron-core does not know"]),
+    (["lint", BLOCK, "--for", ""], 2, ["described by no word"]),
+    (["lint", "bf16_with_fp8_mixed", "--for", "h100"], 0, ["Delayed scaling on h100: whether it runs is not known"]),
+    (["compare", "--recipe", "tiny_lama"], 2, ["Did you mean 'tiny_llama'"]),
     (["doctor", "bf16_with_fp8_mixed", "--for", "h200,cuda12.9,te2.9,bridge0.3.1"], 0, ["bridge-loads-into-fp8"]),
     (["doctor", "bf16_mixed", "--for", "cpu"], 0, ["bf16_mixed", "native", "compute in BF16"]),
     (["doctor", "fp16_mixed", "--for", "h200"], 0, ["fp16_mixed", "native", "compute in FP16"]),
@@ -135,6 +140,27 @@ def test_a_command_that_imports_torch_does_not():
 def test_json_of_a_preset_is_the_contract():
     listed = json.loads(_run("list", "--json").stdout)
     assert listed == {name: p.to_dict() for name, p in PRESETS.items()}
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "contract.yaml").write_bytes(b"\xff\xfe")
+    (tmp_path / "pair.jsonl").write_bytes(b"\xff\xfe")
+    for words in (["explain", "contract.yaml"], ["check", BLOCK, "contract.yaml"], ["mismatch", "pair.jsonl"]):
+        done = _run(*words, cwd=tmp_path)
+        assert (done.returncode, done.stderr.splitlines()[0]) == (2, f"error: {words[-1]} cannot be read."), done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["compare", "--steps", "1"], ["rl-compare", "--steps", "2"], ["inspect", "there"], ["mismatch", "there"]]
+)
+def test_a_report_that_could_not_be_written_is_refused_before_the_work(tmp_path, words):
+    done = _run(*words, "--html", "nowhere/page.html", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Cannot write nowhere/page.html."), done.stderr  # nothing said to start
+
+
+def test_what_no_run_could_train_is_refused_before_one_is_said_to_start():
+    assert _run("compare", "--recipe", "tiny_lama").stderr.startswith("error: Unknown recipe")
 
 
 def test_a_yaml_file_stands_in_for_a_preset(tmp_path):

@@ -1,12 +1,14 @@
 """Documents tell the truth: Python snippets run, commands run, generated pages are what the code generates, links lead
 somewhere."""
 
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +52,20 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_site_shows_snippets_as_snippets():
+    """mkdocs reads a fence with two words behind it as text, and what stands between two snippets as one."""
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "tools/site_pages.py")
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    two_words = re.compile(r"^ *```\w+ .*$", re.MULTILINE)
+    sources = {page: page.read_text() for page in PAGES}
+    assert any(map(two_words.findall, sources.values()))  # else this test holds nothing
+    left = {_ids(page): two_words.findall(site.on_page_markdown(text)) for page, text in sources.items()}
+    assert not any(left.values()), left
+    with pytest.raises(ValueError, match="left as text"):
+        site.on_page_content("<p>```python te import torch</p>", SimpleNamespace(file=SimpleNamespace(src_uri="a.md")))
 
 
 def test_generated_pages_are_up_to_date():

@@ -1,6 +1,8 @@
 """NeMo RL's YAML: the documents' samples as written, recipes of its shapes, both ways, and every slip refused."""
 
 import re
+import subprocess
+import sys
 from fnmatch import fnmatchcase as fnmatch
 
 import pytest
@@ -79,6 +81,12 @@ def test_the_documents_rollout_sample_is_bf16_training_with_an_fp8_rollout():
     assert p == Precision(rollout="fp8", deep_gemm=True)
     assert not p.is_fp8
     assert (p.weight_scale, p.activation_scale) == ("fp32", "fp32")
+
+
+def test_omegaconf_has_nothing_to_warn_of():
+    """Its 2.4 warns of functions that are registered as before."""
+    code = "from nemo_fp8.render.nemo_rl_file import read_document; read_document('a: ${max:1,2}')"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 def test_the_documents_older_keys_are_read_and_said_to_be_ignored():

@@ -14,7 +14,7 @@ from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.render import render
 from nemo_fp8.render.vllm import flags, from_vllm
 from nemo_fp8.rollout import engine_args, environment, init_fp8, serve
-from nemo_fp8.rollout.arguments import engine_machine
+from nemo_fp8.rollout.arguments import check_model, engine_machine
 
 ROLLOUTS = {name: p for name, p in PRESETS.items() if p.rollout == "fp8"} | {
     "bf16": Precision(),
@@ -249,3 +249,9 @@ def test_what_init_fp8_refuses(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(PrecisionError, match="is a quantized checkpoint"):
         init_fp8({"precision": "fp8"}, str(folder), 1)
+
+
+def test_a_config_that_is_no_json_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(PrecisionError, match=r"config\.json cannot be read"):
+        check_model(tmp_path, ROLLOUTS["bf16"])

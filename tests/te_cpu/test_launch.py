@@ -78,6 +78,19 @@ def test_every_python_has_the_hook_and_the_next_sitecustomize(tmp_path, words):
     assert "1" in done.stdout.splitlines(), done.stdout + done.stderr  # one, and no more
 
 
+def test_a_python_that_lacks_the_package_says_so_and_runs_as_it_is(tmp_path):
+    """That of the system, where an environment is not activated; and it keeps a sitecustomize of its own."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    (tmp_path / "sitecustomize.py").write_text("print('theirs')")
+    path = os.pathsep.join([AT_START, str(tmp_path)])
+    python = tmp_path / "bare/bin/python"
+    done = subprocess.run(
+        [python, "-c", "print('ours')"], capture_output=True, text=True, env={"PYTHONPATH": path}, cwd=tmp_path
+    )
+    assert done.stdout == "theirs\nours\n"
+    assert done.stderr == (f"nemo-fp8 run: {python} has no nemo_fp8, and TransformerEngine is left as it is there.\n")
+
+
 @pytest.mark.parametrize(("command", "code"), [("exit 7", 7), ("kill -9 $$", 137), ("true", 0)])
 def test_its_exit_code_is_the_command_s(command, code):
     assert _run("--", "bash", "-c", command).returncode == code
