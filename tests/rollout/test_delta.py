@@ -8,10 +8,12 @@ import torch
 from support.rollout.in_process import Worker, build, weights_of
 from test_reload import MX, differing, held
 
-from nemo_fp8.contract import Operand
+from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
-from nemo_fp8.rollout import Refit
+from nemo_fp8.rollout import Refit, engine_args
+from nemo_fp8.rollout.engine.kv import scales_of, set_scales
+from nemo_fp8.rollout.refit import wire
 from nemo_fp8.rollout.refit.memory import Shared
 
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
@@ -222,6 +224,60 @@ def test_a_flipped_bit_in_the_engine_is_seen(checkpoint, pushed):
         parameter.view(torch.uint8).view(-1)[15] ^= 4
         repaired(checkpoint, worker, refit, tensors, "not what the trainer has")
         refit.push(tensors, delta=True)
+
+
+@pytest.mark.parametrize("contract", [{"first_layers": 1}, {"rollout_block": "tensor"}], ids=str)
+def test_a_layer_that_somebody_else_packed_is_seen(checkpoint, contract):
+    """Nobody can read what a kernel packed. No other bit of the engine is written here."""
+    worker, tensors = Worker(build(checkpoint("qwen3", 0), **contract)), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker)
+    refit.push(tensors, delta=True).require()
+    assert refit.push(tensors, delta=True).require().delta.instead == ""  # what a push packs is its own
+    layer = worker.model_runner.get_model().get_submodule("model.layers.0.mlp.down_proj")
+    if layer.weight.numel():
+        layer.weight.data.view(torch.uint8).view(-1)[15] ^= 4
+    else:
+        layer.weight = torch.nn.Parameter(tensors["model.layers.0.mlp.down_proj.weight"] * 2, requires_grad=False)
+        layer.quant_method.process_weights_after_loading(layer)
+    receipt = refit.push(tensors, delta=True).require()
+    assert "layers.0.mlp.down_proj.weight is not what the trainer has" in receipt.delta.instead
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors, **contract)[1]) == []
+    assert refit.push(tensors, delta=True).require().delta.instead == ""
+
+
+def test_scales_of_a_cache_come_with_changes_and_are_seen_if_somebody_else_sets_them(checkpoint):
+    worker = Worker(build(checkpoint("qwen3", 0), engine_args(Precision(rollout="fp8", kv_cache="fp8"))))
+    names = [f"model.layers.{i}.self_attn.{which}_proj.{which}_scale" for i in range(4) for which in "kv"]
+    tensors = weights_of(checkpoint("qwen3", 1)) | {name: torch.tensor(0.5) for name in names}
+    refit, model = Refit(worker), worker.model_runner.get_model()
+    refit.push(tensors, delta=True).require()
+    tensors[names[0]] = torch.tensor(0.25)
+    receipt = refit.push(tensors, delta=True).require()
+    assert (receipt.delta.instead, {*receipt.delta.whole}) == ("", {*names[:2]})
+    assert [*scales_of(model).values()] == [0.25, *[0.5] * 7]
+    set_scales(model, {"model.layers.1.self_attn.attn.k_scale": 0.25})
+    instead = refit.push(tensors, delta=True).require().delta.instead
+    assert "layers.1.self_attn.k_proj.k_scale and 1 more are not what the trainer has" in instead
+    assert [*scales_of(model).values()] == [0.25, *[0.5] * 7]
+
+
+@pytest.mark.parametrize("contract", [{"rollout_block": "tensor"}, {}], ids=str)
+def test_a_trainer_that_writes_on_is_not_believed(checkpoint, monkeypatch, contract):
+    """Its optimizer steps while a push of everything is under way: what was sent is what the ledger must have."""
+    worker, tensors = Worker(build(checkpoint("qwen3", 0), **contract)), weights_of(checkpoint("qwen3", 1))
+    copy, before, refit = wire._copy, tensors[K_PROJ].clone(), Refit(worker)
+
+    def copy_and_step(source, *place):
+        copy(source, *place)
+        if torch.equal(source, before):
+            tensors[K_PROJ].mul_(2)
+
+    monkeypatch.setattr(wire, "_copy", copy_and_step)
+    refit.push(tensors, delta=True).require()
+    assert torch.equal(tensors[K_PROJ], before * 2)
+    receipt = refit.push(tensors, delta=True).require()
+    assert [*receipt.delta.whole] == [K_PROJ] or contract
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors, **contract)[1]) == []
 
 
 class Damaging(Worker):
