@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from support.rollout.in_process import Worker, build, weights_of
+from support.rollout.models import stacked
 from test_reload import MX, differing, held
 
 from nemo_fp8.contract import Operand, Precision
@@ -14,6 +15,7 @@ from nemo_fp8.numerics import quantize
 from nemo_fp8.rollout import Refit, engine_args
 from nemo_fp8.rollout.engine.kv import scales_of, set_scales
 from nemo_fp8.rollout.refit import wire
+from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.memory import Shared
 
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
@@ -209,10 +211,25 @@ def test_an_engine_that_was_started_again_is_refused(checkpoint, pushed):
     repaired(checkpoint, again, refit, stepped(tensors), "no push, or was started again")
 
 
-def test_other_tensors_are_refused(checkpoint, pushed):
+def test_other_tensors_are_refused(checkpoint):
+    """The same experts, each under a name of its own, and then in stacks."""
+    worker, tensors = Worker(build(checkpoint("qwen3_moe", 0))), weights_of(checkpoint("qwen3_moe", 1))
+    refit = Refit(worker)
+    refit.push(tensors, delta=True)
+    receipt = refit.push(stacked(tensors), delta=True).require()
+    assert "That push brought other tensors" in receipt.delta.instead
+    assert differing(of(worker), fresh(checkpoint("qwen3_moe", 0), tensors)[1]) == []
+    assert refit.push(stepped(stacked(tensors)), delta=True).delta.instead == ""
+
+
+@pytest.mark.parametrize("how", [dict, list, iter], ids=["mapping", "pairs", "iterator"])
+def test_changes_come_in_any_order(checkpoint, pushed, how):
     worker, refit, tensors = pushed
-    order = dict(reversed(tensors.items()))
-    repaired(checkpoint, worker, refit, order, "is not for this engine")
+    for seed, order in ((1, reversed), (2, sorted)):
+        tensors = dict(order(stepped(tensors, seed).items()))
+        manifest = Manifest.of(tensors) if how is iter else None
+        assert refit.push(how(tensors.items()), manifest=manifest, delta=True).require().delta.instead == ""
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
 
 
 def test_a_flipped_bit_in_the_engine_is_seen(checkpoint, pushed):

@@ -379,6 +379,8 @@ class NemoFp8Patches(NemoFp8Refit):
         plan, base = self._refit_plan, message.get("base")
         if not base or base != self._refit_version or plan is None or plan.manifest.digest != message.get("manifest"):
             held = self._refit_mixed or f"It holds {self._refit_version or 'no push, or was started again'}"
+            if base and base == self._refit_version:
+                held = "That push brought other tensors, by their names, types or shapes"
             raise PrecisionError(
                 f"A patch of push {str(base)[:40]} is not for this engine.", f"{held}.", "Push everything."
             )
