@@ -185,6 +185,7 @@ def _certified(c: Certificate) -> list[tuple[str, str]]:
         ),
         *_idempotent(c),
         ("copied", f"{c.bytes_wrong:,} differences in {c.copied:,} kept tensors ({c.copied_bytes / 1e6:,.1f} MB)"),
+        ("described", f"{c.files_wrong:,} of {c.described:,} files say something else of the weights than was written"),
     ]
 
 

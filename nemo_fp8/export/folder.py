@@ -65,6 +65,8 @@ class Destination:
     def begin(self, plan: Plan, *, restart: bool = False) -> bool:
         """Prepare the folder for writing or resuming; return whether the export is complete already.
 
+        One of which files are gone since, or were cut, is resumed.
+
         ``restart`` deletes the files of an earlier export first. Raises PrecisionError if the folder holds an export of
         something else, or other files, or the disk has too little space.
         """
@@ -75,8 +77,9 @@ class Destination:
             receipt = state = None
         if receipt is not None:
             self._require_same(plan, receipt, "a finished export")
-            (self.folder / STATE).unlink(missing_ok=True)
-            return True
+            if self._is_whole(plan, receipt):
+                (self.folder / STATE).unlink(missing_ok=True)
+                return True
         if state is not None:
             self._require_same(plan, state, "an unfinished export")
         elif not began and (strangers := sorted({path.name for path in self.folder.iterdir()} - {STATE + PART})):
@@ -95,6 +98,8 @@ class Destination:
                 *(name for name, _ in plan.source.files()),
             ]
             self.write(STATE, _text({"fingerprint": plan.fingerprint, "identity": plan.identity, "files": files}))
+        for name in () if receipt is None else (RECEIPT, "config.json"):  # files are gone: it is finished no longer
+            (self.folder / name).unlink(missing_ok=True)
         self._require_space(plan)
         return False
 
@@ -171,6 +176,11 @@ class Destination:
         except ValueError as error:
             raise PrecisionError(f"{path} is damaged.", f"{error}.", "Delete the folder, and export anew.") from error
         return found if isinstance(found, dict) else {}
+
+    def _is_whole(self, plan: Plan, receipt: dict[str, Any]) -> bool:
+        """Whether all files of a finished export are still there, those with weights as long as they were."""
+        others = {str(name) for name in receipt.get("files", ())} - {shard.file for shard in plan.shards}
+        return all(map(self.has, plan.shards)) and all((self.folder / name).is_file() for name in others)
 
     def _require_same(self, plan: Plan, found: dict[str, Any], what: str) -> None:
         if found.get("fingerprint") == plan.fingerprint:

@@ -25,7 +25,7 @@ from nemo_fp8.export.layouts import Layout, coding_of, layout_of
 from nemo_fp8.export.source import Source, require_quantizable
 from nemo_fp8.models.names import place
 from nemo_fp8.models.units import Selection, module_of, select, sharing_a_scale
-from nemo_fp8.storage.safetensors import DTYPES, Described
+from nemo_fp8.storage.safetensors import DTYPES, INDEX, Described
 
 # To be raised when the same source and contract are written differently.
 VERSION = 1
@@ -169,6 +169,12 @@ class Plan:
     def beside(self) -> dict[str, Any]:
         """Further files that say how the weights are quantized, by name."""
         return {} if self.quantization is None else self.layout.beside(self.quantization)
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """What the files of JSON say, by name; config.json is the last one."""
+        files = {INDEX: self.index, **self.beside, "config.json": self.config}
+        return {name: value for name, value in files.items() if value is not None}
 
     @property
     def bytes_in(self) -> int:

@@ -26,7 +26,7 @@ from nemo_fp8.export.folder import Destination, _text
 from nemo_fp8.export.plan import Output, Plan, Shard
 from nemo_fp8.export.source import Source
 from nemo_fp8.numerics.modelopt import amax_of
-from nemo_fp8.storage.safetensors import INDEX, bytes_of
+from nemo_fp8.storage.safetensors import bytes_of
 
 # Called with the number of source bytes that are done, and the name of their tensor or file.
 Progress = Callable[[int, str], None]
@@ -200,10 +200,9 @@ def _write_the_rest(plan: Plan, target: Destination) -> list[str]:
     for name, content in plan.source.files():
         target.write(name, content)
         written.append(name)
-    for name, value in ((INDEX, plan.index), *plan.beside.items(), ("config.json", plan.config)):
-        if value is not None:
-            target.write(name, _text(value))
-            written.append(name)
+    for name, value in plan.texts.items():
+        target.write(name, _text(value))
+        written.append(name)
     return written
 
 

@@ -6,6 +6,7 @@ For every quantized weight W with its codes C and scales s, all read from the di
     idempotent   (C, s) = Q(bf16(C * s))         dequantizing to BF16 and exporting again gives the same file; only
                                                  128x128 blocks have that form (codings.py), others are not asked
     copied       every tensor that was kept has the source's bytes
+    described    the config, the index and what else says how the weights are stored are those of the plan
 
 Q is the coding's ``encode``, of 128x128 blocks ``canonical(quantize(.))``. Without ``canonical`` idempotence holds for
 values only: with power-of-two scales the
@@ -15,6 +16,7 @@ codes of about one tile in twenty would double while their scale halves (see :mo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,10 +49,13 @@ class Certificate:
     """Codes that change when the values are quantized again."""
     scales_changed: int = 0
     bytes_wrong: int = 0
+    described: int = 0
+    """Files that say how the weights are stored: the config, the index, ModelOpt's own."""
+    files_wrong: int = 0
     idempotent: bool = True
     """Whether it was asked if codes and scales change when the values are quantized again."""
     names: list[str] = field(default_factory=list)
-    """Tensors with any difference."""
+    """Tensors and files with any difference."""
 
     @property
     def holds(self) -> bool:
@@ -71,6 +76,7 @@ class Certificate:
                 _UNSTABLE,
             ),
             (self.bytes_wrong, "bytes of kept tensors are not the source's", _DAMAGED),
+            (self.files_wrong, "files say something else of the weights than the export wrote", _REWRITTEN),
         )
         where = f"{', '.join(self.names[:3])}{f' and {len(self.names) - 3} more' if len(self.names) > 3 else ''}"
         return [Problem(f"{count:,} {what}: {where}.", *words) for count, what, words in rows if count]
@@ -78,6 +84,10 @@ class Certificate:
 
 _DAMAGED = (
     "The export or the source was changed since it was written, or a disk loses bytes.",
+    "Export again with --restart.",
+)
+_REWRITTEN = (
+    "An engine would read codes as another format, or weights that are none as codes.",
     "Export again with --restart.",
 )
 _UNSTABLE = (
@@ -126,7 +136,20 @@ def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress
             step(about.bytes, name)
     finally:
         written.close()
+    for name, said in plan.texts.items():
+        found.described += 1
+        if not _says(target.folder / name, said):
+            found.files_wrong += 1
+            found.names.append(name)
     return found
+
+
+def _says(path: Path, said: Any) -> bool:
+    """Whether a file of JSON says this, however it is written."""
+    try:
+        return bool(json.loads(path.read_text()) == json.loads(json.dumps(said)))
+    except (OSError, ValueError):
+        return False
 
 
 def _compare_weight(found: Certificate, plan: Plan, written: Checkpoint, name: str, amaxes: Amaxes) -> None:

@@ -288,3 +288,9 @@ FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
     ("in_proj_ba", ("in_proj_b", "in_proj_a")),
 )
+
+
+def fused_name(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return vLLM's name of the matrix that it makes of these linears (Hugging Face's names); none if they are none."""
+    paths, words = {name.rpartition(".")[0] for name in parts}, tuple(name.rpartition(".")[2] for name in parts)
+    return tuple(f"{path}.{name}" for path in paths for name, linears in FUSED if name and linears == words)

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.models.families import EXPERTS, in_hugging_face
+from nemo_fp8.models.families import EXPERTS, fused_name, in_hugging_face
 from nemo_fp8.models.names import Place, place
 from nemo_fp8.moved import renamed
 
@@ -223,7 +223,7 @@ def _other_names(places: Iterable[Place], experts: int) -> Iterator[str]:
 
 @lru_cache(maxsize=1 << 12)
 def _names_of(layer: int, unit: str, experts: int) -> tuple[str, ...]:
-    """Return the Megatron and Hugging Face names of a unit, of all parts and all experts.
+    """Return the names of a unit, of all parts and all experts: Megatron's, Hugging Face's, and vLLM's for the whole.
 
     ``unit`` is Megatron's name below the layer (``self_attention.linear_qkv``). Since the names of all of its parts are
     tried, a pattern that names K keeps Q and V as well, in training and in rollout.
@@ -234,7 +234,8 @@ def _names_of(layer: int, unit: str, experts: int) -> tuple[str, ...]:
         if routed:
             names.append(megatron + unit.replace("experts.", f"experts.local_experts.{e}.", 1))
         for words in EXPERTS if routed else EXPERTS[:1]:
-            names += [f"model.layers.{layer}.{name}" for name in in_hugging_face(unit, words, e)]
+            parts = in_hugging_face(unit, words, e)
+            names += [f"model.layers.{layer}.{name}" for name in (*parts, *fused_name(parts))]
     return tuple(names)
 
 

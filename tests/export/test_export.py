@@ -350,6 +350,26 @@ def test_the_certificate_finds_one_changed_bit(tmp_path, kind):
     assert all(problem.remedy for problem in found.problems())
 
 
+@pytest.mark.parametrize("precision", [POW2, NVFP4], ids=["deepseek", "modelopt"])
+def test_the_certificate_finds_what_another_config_says(tmp_path, precision):
+    """An engine reads codes as the config says: who changes a word there has another model of the same bytes."""
+    exported = to(tmp_path / "out", write(tmp_path / "in", shards=2), precision)
+    for name in exported.plan.texts:
+        file = tmp_path / "out" / name
+        text, said = file.read_text(), json.loads(file.read_text())
+        file.write_text(json.dumps(said))  # the same in one line
+        assert verify(exported.plan, tmp_path / "out").holds
+        edits = [("ignore", "ignored"), ("weight_block", "weight_blocks"), ("total", "Total")]
+        damaged = [*(text.replace(*edit) for edit in edits if edit[0] in text), text[:-9], "[]"]
+        for other in damaged[:1] if "index" in name else damaged:  # without its index a folder cannot be opened
+            file.write_text(other)
+            found = verify(exported.plan, tmp_path / "out")
+            assert (found.holds, found.files_wrong, found.names) == (False, 1, [name])
+            assert found.problems()[0].what.endswith(f"{name}.")
+        file.write_text(text)
+    assert verify(exported.plan, tmp_path / "out").described == len(exported.plan.texts) > 1
+
+
 def test_the_certificate_is_of_one_source_and_one_contract(tmp_path):
     exported = to(tmp_path / "out", write(tmp_path / "in"))
     other = to(tmp_path / "other", tmp_path / "in", FP32)

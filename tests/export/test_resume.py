@@ -116,6 +116,20 @@ def test_a_finished_export_is_left_alone(source, tmp_path):
     assert content(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("harm", ["cut", "gone", "no config"])
+def test_a_finished_export_that_lost_a_file_gets_it_again(source, tmp_path, harm):
+    to(tmp_path / "out", source)
+    before = content(tmp_path / "out")
+    file = tmp_path / "out" / ("config.json" if harm == "no config" else "model-00002-of-00003.safetensors")
+    if harm == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    again = to(tmp_path / "out", source)
+    assert (again.done_before, again.resumed) == (False, 3 if harm == "no config" else 2)
+    assert content(tmp_path / "out") == before
+
+
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("changed", ["source", "precision", "layout"])
 def test_another_export_is_refused_and_restart_begins_anew(source, tmp_path, finished, changed):

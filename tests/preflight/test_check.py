@@ -11,6 +11,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.findings import RULES
+from nemo_fp8.models.selection import all_names
 from nemo_fp8.preflight import agreement
 from nemo_fp8.preflight.agreement import check, join
 
@@ -425,3 +426,17 @@ def test_the_packages_public_name_goes_on_being_callable():
     for _ in range(2):  # a submodule of the same name must not take its place after the first use
         assert nemo_fp8.check(train=Precision(), rollout=Precision()).agrees
         importlib.import_module("nemo_fp8.preflight.agreement")
+
+
+@pytest.mark.parametrize(
+    ("megatron", "vllm"), [("linear_qkv", "qkv_proj"), ("linear_fc1", "gate_up_proj")], ids=["qkv", "gate_up"]
+)
+def test_a_rule_in_vllm_s_words_holds_in_training_too(megatron, vllm):
+    """vLLM's name for what it fuses is Megatron's matrix: a rule that only the rollout obeyed would be agreed to."""
+    base = preset("bf16_with_mxfp8_mixed")
+    ruled = base.replace(modules=((f"*.{vllm}", "bf16"),))
+    unit = {"linear_qkv": "self_attention.linear_qkv", "linear_fc1": "mlp.linear_fc1"}[megatron]
+    assert ruled.of(all_names([f"decoder.layers.3.{unit}"])).scaling is None
+    assert any(map(base.replace(keep=(f"*.{vllm}",)).keeps, all_names([f"decoder.layers.3.{unit}"])))
+    assert check(train=ruled, rollout=base.replace(modules=((f"*.{megatron}", "bf16"),))).agrees
+    assert not check(train=ruled, rollout=base).agrees

@@ -6,12 +6,16 @@ from collections import Counter
 import pytest
 import torch
 from support.rollout.in_process import Worker, build, weights_of
+from support.rollout.models import stacked
 from test_reload import MX, differing, held
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import quantize
-from nemo_fp8.rollout import Refit, engine_args, kv_scales
+from nemo_fp8.rollout import Refit, engine_args
+from nemo_fp8.rollout.engine.kv import scales_of, set_scales
+from nemo_fp8.rollout.refit import wire
+from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.memory import Shared
 
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
@@ -173,24 +177,6 @@ def test_bad_weights_are_told_of_a_push_of_changes(checkpoint):
     refit.push(tensors, delta=True).require()
 
 
-def test_scales_of_a_cache_go_with_changes(checkpoint):
-    """They are scalars that vLLM sets by a method of its own, so they are sent whole, and only if one changed."""
-    folder = checkpoint("qwen3", 1)
-    model, tensors = build(folder, engine_args(Precision(rollout="fp8", kv_cache="fp8"))), weights_of(folder)
-    refit = Refit(Worker(model))
-    layers = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
-
-    def scaled(by):
-        return tensors | dict(kv_scales.named_tensors({f"{layer}.{of}_scale": by for layer in layers for of in "kv"}))
-
-    refit.push(scaled(0.25), delta=True).require()
-    for by, changed in ((0.25, 0), (0.5, 8)):
-        receipt = refit.push(scaled(by), delta=True).require()
-        assert receipt.delta.instead == ""
-        assert len([name for name in receipt.delta.whole if name.endswith("_scale")]) == changed
-        assert {float(model.get_submodule(layer)._k_scale) for layer in layers} == {by}
-
-
 @pytest.mark.parametrize("contract", [{}, POW2, MX], ids=str)
 def test_infinities_are_told_of_a_push_of_changes(checkpoint, contract):
     """As of a push of everything, though no code and no scale is infinite: each became the format's largest value."""
@@ -243,10 +229,25 @@ def test_an_engine_that_was_started_again_is_refused(checkpoint, pushed):
     repaired(checkpoint, again, refit, stepped(tensors), "no push, or was started again")
 
 
-def test_other_tensors_are_refused(checkpoint, pushed):
+def test_other_tensors_are_refused(checkpoint):
+    """The same experts, each under a name of its own, and then in stacks."""
+    worker, tensors = Worker(build(checkpoint("qwen3_moe", 0))), weights_of(checkpoint("qwen3_moe", 1))
+    refit = Refit(worker)
+    refit.push(tensors, delta=True)
+    receipt = refit.push(stacked(tensors), delta=True).require()
+    assert "That push brought other tensors" in receipt.delta.instead
+    assert differing(of(worker), fresh(checkpoint("qwen3_moe", 0), tensors)[1]) == []
+    assert refit.push(stepped(stacked(tensors)), delta=True).delta.instead == ""
+
+
+@pytest.mark.parametrize("how", [dict, list, iter], ids=["mapping", "pairs", "iterator"])
+def test_changes_come_in_any_order(checkpoint, pushed, how):
     worker, refit, tensors = pushed
-    order = dict(reversed(tensors.items()))
-    repaired(checkpoint, worker, refit, order, "is not for this engine")
+    for seed, order in ((1, reversed), (2, sorted)):
+        tensors = dict(order(stepped(tensors, seed).items()))
+        manifest = Manifest.of(tensors) if how is iter else None
+        assert refit.push(how(tensors.items()), manifest=manifest, delta=True).require().delta.instead == ""
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors)[1]) == []
 
 
 def test_a_flipped_bit_in_the_engine_is_seen(checkpoint, pushed):
@@ -258,6 +259,60 @@ def test_a_flipped_bit_in_the_engine_is_seen(checkpoint, pushed):
         parameter.view(torch.uint8).view(-1)[15] ^= 4
         repaired(checkpoint, worker, refit, tensors, "not what the trainer has")
         refit.push(tensors, delta=True)
+
+
+@pytest.mark.parametrize("contract", [{"first_layers": 1}, {"rollout_block": "tensor"}], ids=str)
+def test_a_layer_that_somebody_else_packed_is_seen(checkpoint, contract):
+    """Nobody can read what a kernel packed. No other bit of the engine is written here."""
+    worker, tensors = Worker(build(checkpoint("qwen3", 0), **contract)), weights_of(checkpoint("qwen3", 1))
+    refit = Refit(worker)
+    refit.push(tensors, delta=True).require()
+    assert refit.push(tensors, delta=True).require().delta.instead == ""  # what a push packs is its own
+    layer = worker.model_runner.get_model().get_submodule("model.layers.0.mlp.down_proj")
+    if layer.weight.numel():
+        layer.weight.data.view(torch.uint8).view(-1)[15] ^= 4
+    else:
+        layer.weight = torch.nn.Parameter(tensors["model.layers.0.mlp.down_proj.weight"] * 2, requires_grad=False)
+        layer.quant_method.process_weights_after_loading(layer)
+    receipt = refit.push(tensors, delta=True).require()
+    assert "layers.0.mlp.down_proj.weight is not what the trainer has" in receipt.delta.instead
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors, **contract)[1]) == []
+    assert refit.push(tensors, delta=True).require().delta.instead == ""
+
+
+def test_scales_of_a_cache_come_with_changes_and_are_seen_if_somebody_else_sets_them(checkpoint):
+    worker = Worker(build(checkpoint("qwen3", 0), engine_args(Precision(rollout="fp8", kv_cache="fp8"))))
+    names = [f"model.layers.{i}.self_attn.{which}_proj.{which}_scale" for i in range(4) for which in "kv"]
+    tensors = weights_of(checkpoint("qwen3", 1)) | {name: torch.tensor(0.5) for name in names}
+    refit, model = Refit(worker), worker.model_runner.get_model()
+    refit.push(tensors, delta=True).require()
+    tensors[names[0]] = torch.tensor(0.25)
+    receipt = refit.push(tensors, delta=True).require()
+    assert (receipt.delta.instead, {*receipt.delta.whole}) == ("", {*names[:2]})
+    assert [*scales_of(model).values()] == [0.25, *[0.5] * 7]
+    set_scales(model, {"model.layers.1.self_attn.attn.k_scale": 0.25})
+    instead = refit.push(tensors, delta=True).require().delta.instead
+    assert "layers.1.self_attn.k_proj.k_scale and 1 more are not what the trainer has" in instead
+    assert [*scales_of(model).values()] == [0.25, *[0.5] * 7]
+
+
+@pytest.mark.parametrize("contract", [{"rollout_block": "tensor"}, {}], ids=str)
+def test_a_trainer_that_writes_on_is_not_believed(checkpoint, monkeypatch, contract):
+    """Its optimizer steps while a push of everything is under way: what was sent is what the ledger must have."""
+    worker, tensors = Worker(build(checkpoint("qwen3", 0), **contract)), weights_of(checkpoint("qwen3", 1))
+    copy, before, refit = wire._copy, tensors[K_PROJ].clone(), Refit(worker)
+
+    def copy_and_step(source, *place):
+        copy(source, *place)
+        if torch.equal(source, before):
+            tensors[K_PROJ].mul_(2)
+
+    monkeypatch.setattr(wire, "_copy", copy_and_step)
+    refit.push(tensors, delta=True).require()
+    assert torch.equal(tensors[K_PROJ], before * 2)
+    receipt = refit.push(tensors, delta=True).require()
+    assert [*receipt.delta.whole] == [K_PROJ] or contract
+    assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors, **contract)[1]) == []
 
 
 class Damaging(Worker):

@@ -16,7 +16,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit import Entry, Manifest, fingerprint
 from nemo_fp8.rollout.refit.control import refusal
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, _sums
-from nemo_fp8.rollout.refit.memory import MOST_MAPPED, Mappings, Opened, Shared
+from nemo_fp8.rollout.refit.memory import MOST_MAPPED, Mappings, Opened, Shared, SharedWeights
 from nemo_fp8.rollout.refit.wire import capacity, cut
 
 
@@ -254,6 +254,31 @@ def test_tensors_without_bytes_are_named_before_anything_is_sent(make, named, re
     assert [p.what.split()[0] for p in refused.value.problems] == ["w", "v"]  # all of them at once
     assert re.search(remedy, refused.value.problems[0].remedy)
     assert "Did you mean" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("make", "named", "remedy"), NOT_SENDABLE.values(), ids=NOT_SENDABLE)
+def test_they_cannot_be_shared_either(make, named, remedy):
+    with pytest.raises(PrecisionError, match=named):
+        SharedWeights({"good": torch.zeros(3), "w": make()})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "came as None"),
+        (torch.nn.Linear(2, 2), r"came as a torch.nn.modules.linear.Linear"),
+        (torch.zeros(3), "came as a torch.Tensor"),
+        ("model.safetensors", "came as a str"),
+        (lambda: (), "came as a function"),
+        ([torch.zeros(3)], "is a torch.Tensor"),
+        ([1], "is a int"),
+    ],
+    ids=["nothing", "module", "tensor", "path", "function", "tensors", "numbers"],
+)
+@pytest.mark.parametrize("take", [Manifest.of, SharedWeights])
+def test_what_are_no_names_with_tensors_is_one_error(take, given, words):
+    with pytest.raises(PrecisionError, match=words):
+        take(given)
 
 
 @pytest.mark.parametrize(("make", "named", "remedy"), NOT_SENDABLE.values(), ids=NOT_SENDABLE)

@@ -304,12 +304,13 @@ class Whole:
     """What was sent last; None if nobody knows."""
     changed: bool = False
 
-    def see(self, tensor: torch.Tensor) -> None:
-        """Note new values, and whether a bit of them is other."""
+    def see(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note new values, and whether a bit of them is other; return the copy that is kept."""
         new = tensor.detach().cpu().contiguous()
         old, self.values = self.values, None
         self.changed = old is None or not torch.equal(*(one.view(-1).view(torch.uint8) for one in (old, new)))
         self.values = new.clone() if old is None or self.changed else old
+        return self.values
 
 
 @dataclass
@@ -358,8 +359,17 @@ class Ledger:
     # ------------------------------------------------------------------ a push of everything
 
     def noting(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors unchanged, and note the bits that the engine will hold of each."""
+        """Yield the tensors, and note the bits that the engine will hold of each.
+
+        A trainer may write its tensors meanwhile. For what can be patched ``settle`` finds that out. Of the others
+        nobody could, so the ledger's own copy is what goes.
+        """
         for name, tensor in tensors:
+            whole = self.whole.get(self.manifest.places.get(name, -1))
+            if whole is not None:
+                same_as_announced(name, tensor, whole.entry)
+                yield name, whole.see(tensor)
+                continue
             yield name, tensor  # first: who takes it checks whether it is as announced
             for i, what, row, new in self._strips(self.manifest.places[name], tensor):
                 self.kept[i].planes[what].put(row, new)

@@ -118,6 +118,29 @@ def not_sendable(name: str, tensor: torch.Tensor) -> Problem | None:
     return Problem(f"{name} is {what}.", why, remedy)
 
 
+def pairs(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the (name, tensor) pairs of a mapping, or of an iterable of pairs; raise PrecisionError for another."""
+    if isinstance(tensors, Mapping):
+        return tensors.items()
+    if isinstance(tensors, Iterable) and not isinstance(tensors, (str, torch.Tensor)):
+        return tensors
+    raise PrecisionError(
+        f"Weights came as {_kind(tensors)}.",
+        "A push takes a mapping of Hugging Face names to tensors, or an iterable of such pairs.",
+        "Push such a mapping: of a Hugging Face model that is dict(model.named_parameters()).",
+    )
+
+
+def _pair(pair: Any) -> tuple[str, torch.Tensor]:
+    if isinstance(pair, (tuple, list)) and len(pair) == 2:
+        return pair[0], pair[1]
+    raise PrecisionError(
+        f"Among the tensors of a push is {_kind(pair)}.",
+        "Every one comes as a pair of its name and itself.",
+        "Push a mapping, or pairs, such as weights.items().",
+    )
+
+
 class Manifest(Sequence[Entry]):
     """The entries of all tensors of a push, in order. Raises PrecisionError if a name is given twice."""
 
@@ -179,12 +202,13 @@ class Manifest(Sequence[Entry]):
             return tensors
         if callable(getattr(tensors, "metadata", None)):
             return cls(Entry(m.name, str(m.dtype).removeprefix("torch."), tuple(m.shape)) for m in tensors.metadata())
-        named = tensors.items() if isinstance(tensors, Mapping) else tensors
+        named = pairs(tensors)
         if iter(named) is named:
             return None
         entries, problems = list[Entry](), list[Problem]()
-        for name, tensor in named:
+        for pair in named:
             try:
+                name, tensor = _pair(pair)
                 entries.append(Entry.of(name, tensor))
             except PrecisionError as error:
                 problems += error.problems

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit.manifest import Manifest, pairs
 
 NAME = "nemo_fp8-refit"
 BUFFERS = 2
@@ -106,10 +107,13 @@ class SharedWeights(Mapping[str, torch.Tensor]):
 
     ``tensors`` is a mapping, or an iterable of names with tensors; their values are copied. The memory is freed when
     the last tensor is let go, and by the kernel if the trainer is killed. Its handle is open as long as this object.
+
+    Raises PrecisionError if there are none, or with all that cannot be pushed.
     """
 
     def __init__(self, tensors: Any) -> None:
-        named = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
+        named = [*pairs(tensors)]
+        Manifest.of(named, to_send=True)
         ends = [*itertools.accumulate(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for _, t in named)]
         if not ends:
             raise PrecisionError("No tensors to share.", "The mapping is empty.", "Give the model's tensors.")

@@ -33,10 +33,10 @@ from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.rollout.refit.control import Answer, control_of
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.ledger import Filled, Ledger
-from nemo_fp8.rollout.refit.manifest import Entry, Manifest
+from nemo_fp8.rollout.refit.manifest import Entry, Manifest, pairs
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
-from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, pairs, raise_problems, transport_of
+from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, raise_problems, transport_of
 
 RUNNING = ("wait", "abort", "keep")
 TRANSPORTS = ("auto", "memory", "http")
@@ -159,8 +159,10 @@ class Refit:
     ) -> Receipt:
         """Push what differs from the ledger; raise ``Refused`` if the engine does not take it."""
         start, push = time.perf_counter(), uuid.uuid4().hex[:12]
-        once = not isinstance(named_tensors, Mapping) and iter(named_tensors) is named_tensors
+        once = iter(pairs(named_tensors)) is named_tensors
         announced = ledger.manifest if once and manifest is None else self._announced(named_tensors, manifest)
+        if {*announced} == {*ledger.manifest}:
+            announced = ledger.manifest  # tensors may come in another order than before
         begun = self._ask("delta", {"push": push, "manifest": announced.digest, "base": ledger.version})
         heads = _TiedHeads(announced, ledger.passed_over, named_tensors)
         skipped = {announced[i].name for i in ledger.passed_over}

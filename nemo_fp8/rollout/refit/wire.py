@@ -21,10 +21,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -100,11 +100,6 @@ def cut(
         yield placed, 0
     if pieces:
         yield pieces, used
-
-
-def pairs(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the (name, tensor) pairs of a mapping, or of an iterable of pairs."""
-    return tensors.items() if isinstance(tensors, Mapping) else tensors
 
 
 class Transport(Protocol):

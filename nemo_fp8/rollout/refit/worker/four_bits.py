@@ -99,6 +99,9 @@ class FourBitWeights(Staged):
     def read(self, route: Route) -> str:
         return fingerprint(*cut(self.live, route.to))
 
+    def seal(self) -> Any:
+        return None  # all of it can be read
+
     def verify(self) -> None:
         for route, made in self.made.items():
             self.facts[route.entry].check(

@@ -4,7 +4,7 @@
     delta     open a push of patches to the version of the weights that is here; nothing changes
     write     add patches (patch.py), and write whole tensors as any push does
     finish    compare the fingerprint of every part, read from memory after its last patch, with those that the trainer
-              computed
+              computed; a layer that a kernel packed and that was not sent must be the one that the last push left
 
 A patch finds its elements in memory by the routes of the plan, so any sharding and every known layout of codes works.
 It is its own way back: until the end the worker keeps the bytes of all patches, and subtracts them if the push dies.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -103,9 +103,11 @@ def _has_one_scale(sink: Staged) -> bool:
 class Patching(Session):
     """A push of patches that is under way in this worker."""
 
-    def __init__(self, plan: Plan, number: str, base: str) -> None:
+    def __init__(self, plan: Plan, number: str, base: str, sealed: Mapping[str, Any]) -> None:
         super().__init__(plan, number, verify=False)
-        self.base = base
+        self.base, self.sealed, self.sealing = base, sealed, True
+        self.untouched: dict[Sink, bool] = {}
+        """Whether a layer that cannot be read is as the push ``base`` left it."""
         self.kept, _ = kept_by(plan, self.sinks)
         self.next: dict[tuple[int, int], int] = {}
         """The first row of each tensor's values, or scales, that no patch has passed."""
@@ -326,6 +328,7 @@ class Patching(Session):
                     noted = there or self.tally.facts[i].fingerprints.get(part)
                     good = good and (not isinstance(wanted, dict) or wanted.get(part, noted) == noted)
                 if there is None:
+                    good = good and (i in sent or self._is_untouched(sink, route.target.layer))
                     continue
                 facts = self.tally.facts[i]
                 if isinstance(sink, Blocks):
@@ -344,6 +347,12 @@ class Patching(Session):
             if not good:
                 yield i
 
+    def _is_untouched(self, sink: Sink, layer: str) -> bool:
+        if sink not in self.untouched:
+            seal = sink.seal()
+            self.untouched[sink] = seal is not None and seal == self.sealed.get(layer)
+        return self.untouched[sink]
+
     def _pack(self, changed: set[int]) -> None:
         """Pack again the copies that kernels keep beside weights that changed."""
         for layer in self.plan.packed_beside({route.target for i in changed for route in self._routes(i)}):
@@ -358,6 +367,7 @@ class NemoFp8Patches(NemoFp8Refit):
     def nemo_fp8_refit_stored(self, message: Answer) -> Answer:
         """Answer how this worker keeps each tensor of the open push."""
         session = self._refit_open(message)
+        session.sealing = True
         kept, together = kept_by(session.plan, session.sinks)
         return {"kept": {str(i): _plain(one) for i, one in kept.items()}, "together": together}
 
@@ -369,10 +379,12 @@ class NemoFp8Patches(NemoFp8Refit):
         plan, base = self._refit_plan, message.get("base")
         if not base or base != self._refit_version or plan is None or plan.manifest.digest != message.get("manifest"):
             held = self._refit_mixed or f"It holds {self._refit_version or 'no push, or was started again'}"
+            if base and base == self._refit_version:
+                held = "That push brought other tensors, by their names, types or shapes"
             raise PrecisionError(
                 f"A patch of push {str(base)[:40]} is not for this engine.", f"{held}.", "Push everything."
             )
-        self._refit_session = Patching(plan, str(message.get("push")), self._refit_version)
+        self._refit_session = Patching(plan, str(message.get("push")), self._refit_version, self._refit_seals)
         return {"accepted": True}
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ class Session:
         self.staged = [sink for sink in dict.fromkeys(self.sinks.values()) if isinstance(sink, Staged)]
         self.waiting: dict[Route, dict[int, torch.Tensor]] = {}
         """Tensors that came of which the loader makes values together with others."""
+        self.sealing = False
+        """Whether a push of changes may follow, which has to find out what others wrote in between."""
 
     def write(self, memory: Opened, pieces: Any) -> None:
         """Write pieces, each (number of the tensor, first row, rows, offset in ``memory``).
@@ -186,6 +189,11 @@ class Session:
                 sink.verify()
         self.tally.settle()
 
+    def seals(self) -> dict[str, Any]:
+        """Return the seal of every layer whose memory cannot be read, by vLLM's name of the layer."""
+        layers = {sink: target.layer for target, sink in self.sinks.items()}
+        return {layer: seal for sink, layer in layers.items() if (seal := sink.seal()) is not None}
+
     def take_back(self) -> str | None:
         """Undo what was written, and return the version of the weights that are there again; None if that cannot be."""
         return None
@@ -202,6 +210,8 @@ class NemoFp8Refit:
     _refit_mixed = ""
     _refit_version = ""
     """The number of the push whose weights these are; empty before the first push, and while they are mixed."""
+    _refit_seals: Mapping[str, Any] = MappingProxyType({})
+    """The seals of the layers that nobody can read, as that push left them, if a push of changes may follow it."""
 
     @functools.cached_property
     def _refit_mapped(self) -> Mappings:
@@ -282,6 +292,7 @@ class NemoFp8Refit:
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
+        self._refit_seals = session.seals() if session.sealing else {}
         self._refit_session, self._refit_mixed, self._refit_version = None, "", session.number
         unwritten = [
             t.name for t in session.plan.routes.parameters if t not in session.sinks and session.plan.way(t) != "scales"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -94,6 +95,10 @@ class Sink:
 
     def read(self, route: Route) -> str | None:
         """Return the fingerprint of what lies in the model now; None if it cannot be read."""
+        return None
+
+    def seal(self) -> Any:
+        """Return what is the same as long as nobody writes what ``read`` cannot read; None if it can read all."""
         return None
 
     def verify(self) -> None:
@@ -451,6 +456,9 @@ class KvScales(Sink):
             self._tell(route, "kv scale", self.prints[route].digest())
         self.layer.quant_method.process_weights_after_loading(self.layer)
 
+    def seal(self) -> Any:
+        return float(self.layer._k_scale), float(self.layer._v_scale)
+
 
 VIEWS = {"conv1d": ("weight", "conv_weights")}
 """A layer's name -> its parameter, and the view of it that the module around the layer made when it was constructed.
@@ -552,6 +560,19 @@ class Staged(Sink):
     def finish(self) -> None:
         for route, print_ in self.prints.items():
             self._tell(route, word(route.target.dtype), print_.digest())
+
+    def seal(self) -> Any:
+        """Return the layer's memory as fingerprints, and which function multiplies.
+
+        vLLM makes that function anew for every weight that it packs, and oneDNN shows what it packed to nobody. The
+        reference is weak, so that no old copy is kept; that to a function which is gone equals no other.
+        """
+        layer = self.layer
+        prints = {
+            name: fingerprint(held) for name, held in layer._parameters.items() if held is not None and held.numel()
+        }
+        multiplies = vars(layer).get("cpu_linear")
+        return prints, multiplies and weakref.ref(multiplies)
 
 
 # ---------------------------------------------------------------------- boxes
