@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_cases import SOURCES, build_for, same, values
 
+from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.kernels import build
 from nemo_fp8.numerics.statistics import TOTALS
@@ -67,3 +68,13 @@ def test_what_no_kernel_takes_is_left_to_the_caller():
     assert kernels.quantize_summed(x, (128, 128), "e4m3", "fp32", room_for(x.shape, (128, 128), "fp32"), 4) is None
     assert kernels.quantize_summed(x.t(), (128, 128), "e4m3", "fp32", room_for((128, 256), (128, 128), "fp32")) is None
     assert kernels.quantize_summed(x.to("meta"), (128, 128), "e4m3", "fp32", (x, x)) is None
+
+
+@pytest.mark.parametrize("wrong", ["codes", "scales", "type"])
+def test_memory_that_does_not_fit_is_refused_before_anything_is_written(wrong):
+    """As scales that a newer vLLM keeps in another type would be."""
+    x = values((256, 256), torch.bfloat16, 0, "gaussian")
+    codes, scales = room_for(x.shape, (128, 128), "fp32")
+    out = {"codes": (codes[:128], scales), "scales": (codes, scales[:1]), "type": (codes, scales.bfloat16())}[wrong]
+    with pytest.raises(PrecisionError, match="scale_inv=|codes="):
+        kernels.quantize_summed(x, (128, 128), "e4m3", "fp32", out)

@@ -82,10 +82,12 @@ def quantize_summed(
     the sums of the codes, or None if there is no kernel. Only CPUs have one.
 
     A matrix is read once and its codes are written once, where statistics and :func:`sums` after the cast read the
-    codes again, and keep numbers of every tile until somebody adds them up. Parts end where tiles end.
+    codes again, and keep numbers of every tile until somebody adds them up. Parts end where tiles end. Raises
+    PrecisionError if ``out`` does not fit.
     """
     if x.device.type != "cpu":
         return None
+    check_out(out, x, tile, format_of(element_format).dtype, scale_kind)
     found: Summed | None = _module("cpu").quantize_summed(x, tile, element_format, scale_kind, out, parts)
     return found
 
