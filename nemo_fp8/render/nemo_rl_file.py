@@ -12,26 +12,27 @@ that it leaves out have NeMo RL's defaults.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import omegaconf
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from packaging.version import Version
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render.nemo_rl_keys import FILES, of_another_kind
 
-
-def _largest(*numbers: Any) -> Any:
-    """Return the largest number, as ``max`` does: OmegaConf 2.4 warns of a function whose parameters it cannot see."""
-    return max(*numbers)
-
-
 # The functions that NeMo RL gives to OmegaConf.
-_RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": _largest}
+_RESOLVERS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "max": max,
+}
 Source = str | Path | Mapping[str, Any]
 _BASE_PRECISION = "bfloat16"  # what NeMo RL's base files set
 
@@ -43,13 +44,9 @@ def read_document(source: Source) -> Mapping[str, Any]:
 
     Raises PrecisionError if it is no YAML mapping, or a file that it extends is missing, damaged or extends itself.
     """
-    # OmegaConf 2.4 has a shorter name for it, and warns of the one of 2.3, which NeMo asks for.
-    register = (
-        OmegaConf.register_resolver if hasattr(OmegaConf, "register_resolver") else OmegaConf.register_new_resolver
-    )
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
-            register(name, function)
+            _register(name, function)
     document: Mapping[str, Any]
     with resolving():
         if isinstance(source, Path):
@@ -66,6 +63,14 @@ def read_document(source: Source) -> Mapping[str, Any]:
     if isinstance(policy, DictConfig) and "precision" not in policy:
         policy.precision = _BASE_PRECISION
     return document
+
+
+def _register(name: str, function: Callable[..., Any]) -> None:
+    """Give OmegaConf a function of NeMo RL's. 2.4 renamed the call, whose new name is that of another before."""
+    if Version(omegaconf.__version__) >= Version("2.4"):
+        OmegaConf.register_resolver(name, function, annotation_validation="off")
+    else:
+        OmegaConf.register_new_resolver(name, function)
 
 
 @contextmanager
