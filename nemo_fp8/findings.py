@@ -547,7 +547,8 @@ RULES: dict[str, Problem] = {
         "{key} is missing, or says something else.",
         "NVFP4 is said in five places of NeMo RL, and one that is missing starts cleanly and trains something else "
         "than the rollout generates with.",
-        "Set it: {wanted}. `nemo-fp8 render CONTRACT --to nemo-rl` writes all five.",
+        "Set it: {wanted}. `nemo-fp8 render CONTRACT --to nemo-rl` writes all five of a contract that trains as its "
+        "rollout generates (docs/nemo_rl.md has one).",
     ),
     "nemo-rl-modelopt": warning(
         "{key} has ModelOpt quantize both sides by {train}.",
