@@ -6,10 +6,11 @@ import sys
 import omegaconf
 import pytest
 from cli.test_cli import COMMANDS
+from packaging.version import Version
 
 
 def test_omegaconf_is_newer_than_nemo_s():
-    assert omegaconf.__version__ > "2.4"
+    assert Version(omegaconf.__version__) >= Version("2.4")
 
 
 def _said_under_errors(*command):
