@@ -1,5 +1,6 @@
 """What tokens cost on a CPU: engines in BF16, in FP8, whose products take the codes or decode them on each call, and
-with NVFP4 weights, which vLLM's emulation decodes on each call.
+with NVFP4 weights, which vLLM's emulation decodes on each call. `spinning` is BF16 in vLLM's own executor, and all
+others are in the one that sleeps, which `engine_args` names.
 
     .venv-rollout/bin/python benchmarks/decode.py                        all of these; --json prints one line
     .venv-rollout/bin/python benchmarks/decode.py --kernels codes        without the engines that decode
@@ -128,10 +129,13 @@ def main() -> None:
     settings.put_in_place()
     from support.rollout import engines, models
 
+    from nemo_fp8.rollout.arguments import EXECUTOR
+
     if options.products:
         print(json.dumps({name: round(value, 2) for name, value in products(options.turns).items()}, indent=1))
         return
-    kinds = {"bf16": {}} | {kernel: engines.fp8(**KERNELS[kernel]) for kernel in options.kernels}
+    kinds = {"bf16": {"distributed_executor_backend": EXECUTOR}, "spinning": {}}
+    kinds |= {kernel: engines.fp8(**KERNELS[kernel]) for kernel in options.kernels}
     from support.rollout.engines import prompts
 
     jobs = [(batch, 8, tokens) for batch in BATCHES for tokens in (SHORT, LONG)]
@@ -155,7 +159,7 @@ def main() -> None:
             engines.stop(llm)
     found = {kind: rates(of_kind) for kind, of_kind in took.items()}
     best = {f"{kind}_{job}_tokens_s": rate for kind in kinds for job, rate in found[kind].items()}
-    for kind in options.kernels:
+    for kind in ("spinning", *options.kernels):
         best |= {f"{kind}_{job}_of_bf16": found[kind][job] / found["bf16"][job] for job in found[kind]}
     print(json.dumps({name: round(value, 3) for name, value in best.items()}, indent=None if options.json else 1))
 

@@ -93,9 +93,12 @@ class Race:
         """Start an engine, and push once: that plans, and touches the memory that pushes will use."""
         from support.rollout import engines
 
+        from nemo_fp8.rollout.arguments import EXECUTOR
+
         others = workers()
         extension = "refit_profile.ProfiledWorker" if profile else engines.fp8()["worker_extension_cls"]
-        llm = engines.start(path, **arguments | {"worker_extension_cls": extension})
+        own = {"worker_extension_cls": extension, "distributed_executor_backend": EXECUTOR}
+        llm = engines.start(path, **arguments | own)
         (worker,) = workers() - others
         race = cls(llm, {"sender": os.getpid(), "worker": worker})
         race.push(tensors)

@@ -29,6 +29,7 @@ from nemo_fp8.render.vllm import options_of_plugin, to_vllm
 log = logging.getLogger(__name__)
 
 WORKER = "nemo_fp8.rollout.engine.worker.NemoFp8Worker"
+EXECUTOR = "nemo_fp8.rollout.engine.executor.SleepingExecutor"
 
 
 def engine_args(
@@ -46,7 +47,8 @@ def engine_args(
     ``"decode"`` decodes a weight for any number of tokens. ``machine`` is where the engine will run, a :class:`Machine`
     or its words; if not given, :func:`engine_machine` finds it if it can.
 
-    A CPU for which vLLM has no FP8 KV cache gets one in BF16, with keys and values rounded to FP8.
+    A CPU for which vLLM has no FP8 KV cache gets one in BF16, with keys and values rounded to FP8. On a CPU the engine
+    sleeps while its workers compute (``distributed_executor_backend``).
 
     Raises PrecisionError if vLLM cannot do this on ``machine``, or the environment contradicts the contract.
     """
@@ -71,7 +73,14 @@ def engine_args(
         if contradictions:
             raise PrecisionError(contradictions)
         arguments["hf_overrides"]["quantization_config"] |= options
+    if where is not None and where.has_gpu is False and _has_workers():
+        arguments["distributed_executor_backend"] = EXECUTOR
     return arguments
+
+
+def _has_workers() -> bool:
+    """Whether engines of this process compute in worker processes; with this variable of vLLM's they do it here."""
+    return os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
 
 
 def engine_machine() -> Machine | None:

@@ -25,8 +25,13 @@ def start(folder, *, apart=True, **arguments):
     which answers the same and starts in a second and not in fifteen."""
     from vllm import LLM, envs
 
+    from nemo_fp8.rollout.arguments import EXECUTOR
+
     if not apart:
         one_worker()
+        arguments.pop("distributed_executor_backend", None)
+    elif "quantization" in arguments:  # as engine_args has it
+        arguments.setdefault("distributed_executor_backend", EXECUTOR)
     envs.disable_envs_cache()  # an engine in this process keeps the variables as they were for it
     with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}):
         return LLM(model=str(folder), **(SMALL | arguments))
