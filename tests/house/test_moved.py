@@ -67,6 +67,24 @@ def test_what_left_a_module_is_found_there_still(old, new):
     assert found is getattr(importlib.import_module(place), now)
 
 
+@pytest.mark.parametrize("statement", ["from {} import chek", "import {}.chek", "from {}.chek import x"])
+@pytest.mark.parametrize("old", ["nemo_fp8.agreement", "nemo_fp8.rl", "nemo_fp8.rollout.mismatch"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_no_module_has_is_no_module_either(old, statement):
+    """A misspelt name of a module or package that moved; it was a module of that name, which nothing could call."""
+    with pytest.raises(ImportError, match="chek"):
+        exec(statement.format(old))
+    assert f"{old}.chek" not in sys.modules
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_look_at_every_loaded_module_imports_none_under_its_new_name():
+    """As inspect.getmodule looks, whom torch calls: it ended in the error of a module that needs vLLM."""
+    sys.modules.pop("nemo_fp8.rollout.in_vllm.config", None)
+    old = importlib.import_module("nemo_fp8.rollout.in_vllm.config")
+    assert not hasattr(old, "__file__")
+
+
 def test_other_names_are_not_found():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("nemo_fp8.nowhere")
