@@ -19,6 +19,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 MOVED = {
@@ -107,7 +108,7 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         _warn(spec.name, new)
         old = types.ModuleType(spec.name, f"{new} under its old name.")
         old.__path__ = []  # otherwise Python would load the files of the new package a second time
-        vars(old)["__getattr__"] = lambda attribute: getattr(importlib.import_module(new), attribute)
+        vars(old)["__getattr__"] = lambda attribute: _attribute(new, attribute)
         return old
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -130,10 +131,30 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     return find
 
 
+def _attribute(module: str, name: str) -> Any:
+    """Return an attribute of a module under its new name.
+
+    Python and torch ask every loaded module for ``__file__`` and the like, and must not have vLLM imported by that.
+    """
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {module!r} under its old name has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
 def _new(name: str) -> str:
-    """Return the new name of a module, or of one within a package that moved; empty if nothing moved."""
+    """Return the new name of a module, or of one within a package that moved; empty if there is none.
+
+    ``from nemo_fp8.agreement import chek`` asks for a module of that name, too, where there is no attribute.
+    """
     old = max((old for old in MOVED if f"{name}.".startswith(f"{old}.")), key=len, default="")
-    return MOVED[old] + name.removeprefix(old) if old else ""
+    new = MOVED[old] + name.removeprefix(old) if old else ""
+    return new if old == name or _is_module(new) else ""
+
+
+def _is_module(name: str) -> bool:
+    """Whether there is a file or a folder of a module; nothing is imported."""
+    path = Path(__file__).parent.joinpath(*name.split(".")[1:])
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def _warn(old: str, new: str) -> None:

@@ -60,9 +60,11 @@ def _value(field: str, text: str) -> Any:
     """Parse a value as YAML, or as a tuple as remedies write it. Raises PrecisionError if it is neither."""
     import yaml
 
+    from nemo_fp8.contract.yaml import UNREADABLE
+
     try:
         return ast.literal_eval(text) if text.startswith("(") else yaml.safe_load(text)
-    except (ValueError, SyntaxError, yaml.YAMLError) as error:
+    except (*UNREADABLE, SyntaxError, MemoryError) as error:
         raise PrecisionError(
             f"--set {field}={text} cannot be read.",
             f"It is read as YAML, or as a tuple of Python's: {str(error).splitlines()[0]}.",

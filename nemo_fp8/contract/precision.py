@@ -178,6 +178,9 @@ class Precision:
     # ------------------------------------------------------------------ construction
 
     def __post_init__(self) -> None:
+        for name, value in list(vars(self).items()):
+            if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+                object.__setattr__(self, name, value.item())  # np.int64(1) means 1, and YAML has no word for it
         if isinstance(self.keep, list):
             object.__setattr__(self, "keep", tuple(self.keep))
         if isinstance(self.modules, list | tuple):
@@ -420,12 +423,17 @@ def _derived(format: str | None, scaling: str | None, rollout: str | None) -> di
     }
 
 
-@lru_cache(maxsize=1 << 10)
 def _variant(p: Precision, recipe: str | None) -> Precision:
     """Return the contract of a module that runs by another recipe: what follows from a scaling is derived anew.
 
     What the other recipe cannot have is switched off, so that the result contradicts itself nowhere.
     """
+    return _cached_variant(p, recipe, p.name, p.said)
+
+
+@lru_cache(maxsize=1 << 10)
+def _cached_variant(p: Precision, recipe: str | None, name: str, said: frozenset[str]) -> Precision:
+    """Make such a contract. ``name`` and ``said`` are p's, which equal contracts may have different."""
     changes: dict[str, Any] = dict.fromkeys(("weight_scale", "activation_scale", "rollout", "rollout_block"))
     changes |= {"modules": (), "backward_scaling": None, "deep_gemm": False}
     if recipe == p.compute:
@@ -471,7 +479,7 @@ def _wrong_values(p: Precision) -> Iterator[Problem]:
     """Yield a problem for every value of a wrong type, below its least value, or outside of its field's choices."""
     for name, choices in _CHOICES.items():
         value = getattr(p, name)
-        if value not in choices:
+        if not isinstance(value, str | None) or value not in choices:
             yield unknown(name, value, [c for c in choices if c is not None])
     for name in _FLAGS:
         if not isinstance(getattr(p, name), bool):
@@ -486,7 +494,8 @@ def _wrong_values(p: Precision) -> Iterator[Problem]:
         if value is None and name == "loss_scale":
             continue
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-            yield _invalid(p, name, "a positive, finite number", "Give a positive number, such as 65536.0.")
+            remedy = "Give a positive number, such as 65536.0 or 1.0e-3; YAML takes 1e-3 for a text."
+            yield _invalid(p, name, "a positive, finite number", remedy)
     if not isinstance(p.name, str):
         yield _invalid(p, "name", "a text", "Give a text, or leave it out.")
     if not isinstance(p.keep, tuple) or not all(isinstance(k, str) and k for k in p.keep):

@@ -11,6 +11,9 @@ import yaml
 
 from nemo_fp8.errors import PrecisionError
 
+UNREADABLE = (yaml.YAMLError, ValueError, AttributeError, TypeError, RecursionError)
+"""What PyYAML raises for a text that it cannot read: 2001-13-45 is a ValueError, thousands of brackets are too deep."""
+
 
 class _UniqueKeys(yaml.SafeLoader):
     """A SafeLoader that refuses a key given twice in one mapping."""
@@ -34,7 +37,9 @@ def load_mapping(text: str, what: str) -> dict[str, Any]:
     """Return the mapping in ``text``; ``what`` names the text in errors. Raises PrecisionError if there is none."""
     try:
         value = yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
+    except PrecisionError:
+        raise
+    except UNREADABLE as error:
         raise PrecisionError(
             f"This is not YAML, where {what} was expected.", " ".join(str(error).split()), "Correct the YAML."
         ) from error

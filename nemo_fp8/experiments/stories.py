@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
@@ -13,6 +13,10 @@ from nemo.lightning.pytorch.plugins import MegatronDataSampler
 from torch.utils.data import DataLoader
 
 from nemo_fp8.experiments.corpus import BEGIN, END, PADDING, SPLITS, VOCABULARY, Stories
+from nemo_fp8.moved import renamed
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(__name__, {"story": "nemo_fp8.experiments.corpus.story"})
 
 
 class ByteTokenizer(TokenizerSpec, io.IOMixin):

@@ -11,6 +11,7 @@ step.
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import json
 import os
 import subprocess
@@ -102,8 +103,8 @@ def run_trial(trial: Trial, on_step: Callable[[int, float], None] | None = None)
 def python_for(recipe: str, stack: str) -> str:
     """Return the Python that trains a recipe with a stack: this one, or that of the environment beside it.
 
-    Raises PrecisionError for an unknown name of either, and NotInstalled, with what is missing here, where neither
-    Python has what the stack needs.
+    Raises PrecisionError for an unknown name of either, or a recipe of a package that is not there; and NotInstalled,
+    with what is missing here, where neither Python has what the stack needs.
     """
     if stack not in STACKS:
         raise PrecisionError([unknown("stack", stack, STACKS)])
@@ -117,6 +118,14 @@ def python_for(recipe: str, stack: str) -> str:
         if beside is None:
             raise
         return str(beside)
+    package = recipe.partition(".")[0]
+    # Ranks have the current folder on their path, and a console script has not.
+    if "." in recipe and importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+        raise PrecisionError(
+            f"There is no package {package} for the recipe {recipe}.",
+            f"It is in no folder of the path, nor in {os.getcwd()}.",
+            "Check the name, or put its folder on PYTHONPATH.",
+        )
     return sys.executable
 
 

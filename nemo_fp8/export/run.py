@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
@@ -25,8 +25,12 @@ from nemo_fp8.export.codings import CODES, Encoded, in_compute
 from nemo_fp8.export.folder import Destination, _text
 from nemo_fp8.export.plan import Output, Plan, Shard
 from nemo_fp8.export.source import Source
+from nemo_fp8.moved import renamed
 from nemo_fp8.numerics.modelopt import amax_of
 from nemo_fp8.storage.safetensors import bytes_of
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(__name__, {"COMPUTE": "nemo_fp8.export.codings.COMPUTE"})
 
 # Called with the number of source bytes that are done, and the name of their tensor or file.
 Progress = Callable[[int, str], None]

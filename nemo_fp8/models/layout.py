@@ -91,7 +91,7 @@ class Parallel:
 
     @classmethod
     def parse(cls, words: str) -> Parallel:
-        """Return the layout that words between commas describe; raise PrecisionError for an unknown word.
+        """Return the layout that words between commas describe; raise PrecisionError for an unknown or a second word.
 
         The words: ``tp4,pp2,cp2,ep8,dp8,sp,seq4096,mbs1,packed,distopt,rollout-tp4``; ``no-sp`` turns a switch off.
         """
@@ -102,6 +102,12 @@ class Parallel:
             if found is None or name is None or (name in SIZES) != bool(found[3]) or (name in SIZES and found[1]):
                 raise PrecisionError(
                     [unknown("parallel word", word, [w + ("N" if n in SIZES else "") for w, n in WORDS.items()])]
+                )
+            if name in said:
+                raise PrecisionError(
+                    f"{word!r} contradicts an earlier word in {words!r}.",
+                    f"Both say {name!r}.",
+                    "Leave one of them out.",
                 )
             said[name] = int(found[3]) if found[3] else not found[1]
         return cls(**said)

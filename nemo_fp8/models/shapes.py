@@ -90,7 +90,21 @@ class Model:
         Raises PrecisionError if it cannot be read, or if its model type is unknown.
         """
         config = source if isinstance(source, Mapping) else read_config(Path(source))
-        return _read(config.get("text_config") or config)
+        text = config.get("text_config") or config
+        if not isinstance(text, Mapping):
+            raise PrecisionError(
+                "text_config of the model config is no mapping.",
+                f"It holds {text!r}.",
+                "Give the config.json of a Hugging Face model.",
+            )
+        try:
+            return _read(text)
+        except TypeError as error:  # words in place of numbers, a number in place of a list
+            raise PrecisionError(
+                "A value of the model config is of the wrong kind.",
+                f"{error}.",
+                "Give sizes as whole numbers, as Hugging Face writes them.",
+            ) from error
 
     def linears(self, layer: int) -> tuple[Linear, ...]:
         """Return the linears of one decoder layer."""
@@ -143,7 +157,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _read(config: Mapping[str, Any]) -> Model:
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise PrecisionError([unknown("model_type", kind, FAMILIES)])
     family = FAMILIES[kind]
 
@@ -151,7 +165,7 @@ def _read(config: Mapping[str, Any]) -> Model:
         where = family.keys.get(name, name)
         given = config.get(where)
         value = default if given is None else given
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise PrecisionError(
                 f"The model config has no {where}.", f"It holds {given!r}.", f"Give {where} as a whole number."
             )

@@ -31,10 +31,18 @@ def stored(model: Model, precision: Precision, layout: Parallel, side: str) -> d
     kept = kept_in(model, precision, layout)
 
     def chosen(at: tuple[int, str]) -> Operand:
-        found = contract_of(precision, (f"decoder.layers.{at[0]}.{at[1]}",), 1).operand("weight", side)
+        found = own_contract(precision, *at).operand("weight", side)
         return operand if found is None else found  # a module without one is kept, and not asked for here
 
     return {at: kept.get(at) or chosen(at) for at in everything}
+
+
+def own_contract(precision: Precision, layer: int, name: str) -> Precision:
+    """Return the contract of a linear of a model, by its layer and Megatron's name: with the recipe of its rule.
+
+    It is ``precision`` itself where no rule gives the linear another recipe.
+    """
+    return contract_of(precision, (f"decoder.layers.{layer}.{name}",), 1)
 
 
 def train_cut(linear: Linear, layout: Parallel) -> int:
@@ -87,7 +95,7 @@ def _kept_in_rollout(model: Model, precision: Precision, layout: Parallel) -> di
         held = chosen.kept.get(tensors[layer, linear.name][0])
         if held is None and not linear.experts:
             parts, columns = on_rollout_rank(model, linear, layout)
-            reason = share_misfit(precision, sum(parts), columns)
+            reason = share_misfit(own_contract(precision, layer, linear.name), sum(parts), columns)
             held = Kept(SHAPE, reason) if reason else None
         if held is not None:
             kept[layer, linear.name] = held

@@ -18,6 +18,8 @@ recompute must come before the next region begins.
 from __future__ import annotations
 
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -87,6 +89,8 @@ class autocast:
     amaxes. The object may be entered again and again, and nested. A contract without FP8, or ``enabled=False``,
     switches FP8 off inside. Raises PrecisionError if there is no such preset or file, or if the contract needs
     ``model`` and it is missing.
+
+    Threads may share the object; a thread that starts inside of a region has none, as with ``torch.autocast``.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class autocast:
         self._searched: dict[int, ref[torch.Tensor]] = {}  # parameters that the whole model was searched for
         self._first: dict[bool, _Record] = {}
         self._inside: dict[int, autocast] = {}  # every region opened since the outermost one, including that one
-        self._entered: list[ExitStack] = []
+        self._entered: dict[int, list[ExitStack]] = defaultdict(list)  # by thread: each has regions of its own
         if not self.enabled:
             return
         if model is None:
@@ -127,22 +131,26 @@ class autocast:
         if self.enabled and self.model is None:
             managers.append(_each_module(self._meet))
         if self.enabled:
-            managers.append(_Mode(self._linear, lambda: bool(_open.get()) and _open.get()[-1] is self))
+            managers.append(_Mode(self._linear, self._is_innermost))
         token = _open.set((*outer, self))
         with ExitStack() as stack:  # if a manager raises, those opened before it are closed
             stack.callback(_open.reset, token)
             for manager in managers:
                 stack.enter_context(manager)
-            self._entered.append(stack.pop_all())
+            self._entered[threading.get_ident()].append(stack.pop_all())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+        self._entered[threading.get_ident()].pop().__exit__(kind, error, trace)
         if kind is None and not _open.get() and torch.is_grad_enabled():
             for region in self._inside.values():
                 region._update_forward()
+
+    def _is_innermost(self) -> bool:
+        """Whether this is the region in which the calling thread is; another thread's hooks and modes ask, too."""
+        return _open.get()[-1:] == (self,)
 
     def _update_forward(self) -> None:
         update([r.delayed.forward for r in self._records() if r.delayed], self.group)
@@ -196,7 +204,7 @@ class autocast:
 
     def _meet(self, module: torch.nn.Module, args: Any) -> None:
         """Adopt a linear when it first runs, in a region without a model; recompute needs its record."""
-        if _open.get()[-1] is self and isinstance(module, (torch.nn.Linear, torch.nn.MultiheadAttention)):
+        if self._is_innermost() and isinstance(module, (torch.nn.Linear, torch.nn.MultiheadAttention)):
             self._owners.update(_adopt(module, self.precision))
 
     def _te(self) -> AbstractContextManager[Any]:

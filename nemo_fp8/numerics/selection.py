@@ -13,7 +13,7 @@ import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.models.selection import GEMM_MULTIPLE, SHAPE, gemm_misfit, why_kept
+from nemo_fp8.models.selection import GEMM_MULTIPLE, SHAPE, contract_of, gemm_misfit, why_kept
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +101,9 @@ def _layer_of(name: str, prefix: str) -> int | None:
 
 
 def _misfit(name: str, weight: torch.Tensor, precision: Precision) -> Problem:
+    scaling = str(contract_of(precision, (name,)).scaling)
     return Problem(
         f"{name}: a weight of {'x'.join(map(str, weight.shape))} stays in the compute dtype.",
-        f"Both sides must be multiples of {GEMM_MULTIPLE[str(precision.scaling)]} for an FP8 GEMM with "
-        f"{precision.scaling} scaling.",
+        f"Both sides must be multiples of {GEMM_MULTIPLE[scaling]} for an FP8 GEMM with {scaling} scaling.",
         f"Pad the layer, add {name!r} to keep=, or set strict=False.",
     )

@@ -2,10 +2,10 @@
 
     llama3_8b, llama3_70b, qwen3_8b, mixtral_8x7b    NeMo's own recipes, with one of our plugins
 
-``precision`` is a preset's name, a contract, or a Config of a plugin. nemo-run knows them all: by the dotted name
-(``nemo llm pretrain --factory "nemo_fp8.recipes.llama3_8b(precision=bf16_mixed)"``), and by the names under which they
-are registered: ``fp8_llama3_8b`` and so on, since NeMo has taken the plain ones. A Llama that learns something in a
-minute on two cores is :func:`nemo_fp8.experiments.tiny_llama`.
+``precision`` is a preset's name, a YAML file, a contract, or a Config of a plugin. nemo-run knows them all: by the
+dotted name (``nemo llm pretrain --factory "nemo_fp8.recipes.llama3_8b(precision=bf16_mixed)"``), and by the names under
+which they are registered: ``fp8_llama3_8b`` and so on, since NeMo has taken the plain ones. A Llama that learns
+something in a minute on two cores is :func:`nemo_fp8.experiments.tiny_llama`.
 
 They are imported at their first use, since NeMo takes ten seconds to import.
 """

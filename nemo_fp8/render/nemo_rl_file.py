@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import omegaconf
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
+from nemo_fp8.contract.yaml import UNREADABLE
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render.nemo_rl_keys import FILES, of_another_kind
 
@@ -131,7 +131,7 @@ def _merged(below: DictConfig, above: DictConfig) -> DictConfig:
 def _parsed(text: str, name: str) -> DictConfig:
     try:
         document = OmegaConf.create(text)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (*UNREADABLE, OmegaConfBaseException) as error:
         raise PrecisionError(
             f"{name} is not YAML that OmegaConf reads.", f"{' '.join(str(error).split())}.", "Correct the YAML."
         ) from error

@@ -12,12 +12,22 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.moved import renamed
 from nemo_fp8.render.rendering import Rendering, leading_as_kept, lost_fields
 from nemo_fp8.render.vllm_online import ONLINE, STOCK, from_online, to_online, why_plugin
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(
+        __name__,
+        {
+            name: f"nemo_fp8.render.vllm_online.{name}"
+            for name in ("STOCK_SCALES", "pattern_to_regex", "regex_to_pattern")
+        },
+    )
 
 PLUGIN = "nemo_fp8"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -19,6 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from nemo_fp8.extras import require
+
+__needs__ = require("numerics")
+
 import torch
 
 from nemo_fp8.errors import PrecisionError

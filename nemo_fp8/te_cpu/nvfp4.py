@@ -12,15 +12,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nemo_fp8.contract import Operand
+from nemo_fp8.moved import renamed
 from nemo_fp8.numerics.nvfp4 import amax_of, cast_rows
 from nemo_fp8.numerics.nvfp4_tensor import BLOCK, QuantizedNVFP4, turn, turn_scales
 from nemo_fp8.te_cpu import device, swizzle
 from nemo_fp8.te_cpu.tensors import as_matrix_shape, reduced
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(
+        __name__,
+        {
+            name: f"nemo_fp8.numerics.nvfp4.{name}"
+            for name in ("LARGEST", "block_scale", "encode_scale", "factor", "nearest")
+        }
+        | {name: f"nemo_fp8.numerics.nvfp4_tensor.{name}" for name in ("pack", "unpack")},
+    )
 
 
 def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:

@@ -20,13 +20,17 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_fp8.moved import renamed
 from nemo_fp8.te_cpu import swizzle
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.tensors import amax_of, as_matrix_shape
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(__name__, {"reduced": "nemo_fp8.te_cpu.tensors.reduced"})
 
 Write = Callable[[Any, torch.Tensor, Any, torch.Tensor | None], None]
 """``write(quantizer, x, tensor, amax)``: fill the tensor's buffers from ``x``; ``amax`` where a fused kernel has found

@@ -7,9 +7,10 @@ The measurements of ``watch.py``, and the number of steps that the optimizer ski
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.extras import require
+from nemo_fp8.moved import renamed
 
 __needs__ = require("train")
 
@@ -17,6 +18,11 @@ from lightning.pytorch.callbacks import Callback
 
 from nemo_fp8.train.measure import unchained
 from nemo_fp8.train.watch import Watch
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(
+        __name__, {"METRICS": "nemo_fp8.train.watch.METRICS", "linear_names": "nemo_fp8.train.linears.linear_names"}
+    )
 
 
 class Fp8Monitor(Watch, Callback):

@@ -70,7 +70,10 @@ def test_tenths_of_a_moment_are_left_out_but_the_last_one():
 
 
 def test_silence_is_broken_whatever_happens():
-    """Nothing is told for a second; a line comes every fifth of it."""
+    """Nothing is told for a second; a line comes every fifth of it. In earnest it comes every ten seconds."""
+    from nemo_fp8.cli import progress as bars
+
+    assert bars.EVERY == 10.0
     said = in_pipe("-c", RUNS.format(every=0.2, within=60, starting=1.1, pause=0))
     assert 3 <= len(re.findall(r"^first: starting", said, re.M)) <= 7
     assert re.search(r"^second: starting, 0:0\d so far$", said, re.M)

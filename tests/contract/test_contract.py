@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from support.strategies import contracts
@@ -69,10 +70,23 @@ def test_unknown_values_suggest_the_nearest(settings, suggestion):
         {"keep": "router"},
         {"keep": ("re:(",)},
         {"hysteresis": 0},
+        {"format": ["hybrid"]},
+        {"compute": np.array(["bf16", "fp16"])},
+        {"min_loss_scale": "1e-3"},
+        {"margin": np.array([1, 2])},
     ],
 )
 def test_values_of_the_wrong_kind_are_refused(settings):
     _contradiction(**settings)
+
+
+def test_numbers_of_numpy_are_numbers():
+    """From a sweep over np.arange: some were refused as no whole number, others passed and could not be written."""
+    p = Precision(
+        format=np.str_("e4m3"), scaling="delayed", margin=np.int64(1), wgrad=np.bool_(True), loss_scale=np.float32(2)
+    )
+    assert p == Precision(format="e4m3", scaling="delayed", margin=1, loss_scale=2.0)
+    assert Precision.from_yaml(p.to_yaml()) == p.replace(initial_loss_scale=np.float64(p.initial_loss_scale)) == p
 
 
 def test_every_contradiction_is_reported_at_once():
@@ -166,6 +180,16 @@ def test_yaml_refuses_what_it_would_swallow():
         Precision.from_yaml("- margin\n")
     with pytest.raises(PrecisionError, match="not YAML"):
         Precision.from_yaml("margin: [1\n")
+
+
+@pytest.mark.parametrize("value", ["2001-13-45", "!!int one", "!!timestamp x", "[" * 5000, "({[1]: 2},)"])
+def test_what_yaml_cannot_read_is_one_error(value):
+    """Not all of it is a YAMLError of PyYAML's."""
+    with pytest.raises(PrecisionError, match="cannot be read"):
+        load("bf16_mixed", [f"keep={value}"])
+    if not value.startswith("("):
+        with pytest.raises(PrecisionError, match="not YAML"):
+            Precision.from_yaml(f"keep: {value}")
 
 
 def test_an_error_crosses_a_process_whole():

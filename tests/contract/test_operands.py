@@ -165,6 +165,15 @@ def test_a_module_has_the_recipe_of_the_first_rule_that_matches_one_of_its_names
     assert p.replace(rollout="compute", rollout_block=None).of(["a.linear_fc1"]).operand("weight", "rollout") is None
 
 
+def test_a_module_s_contract_is_made_of_the_contract_that_was_asked():
+    """Equal contracts may have other names, and other fields that were said: one was answered with the other's."""
+    names = ("bf16_with_fp8_blockwise_mixed", "bf16_with_fp8_subchannel_scaling_mixed")
+    assert [PRESETS[name].replace(modules=(("*.a", "mxfp8"),)).of(["x.a"]).name for name in names] == list(names)
+    for said in (True, None, True):
+        p = Precision(format="e4m3", scaling="blockwise", importance_sampling=said, modules=(("*.a", "bf16"),))
+        assert p.of(["x.a"]).importance_sampling is bool(said)
+
+
 def test_a_rule_that_contradicts_the_contract_is_refused_when_it_is_said():
     p = Precision(format="e4m3", scaling="tensorwise", wgrad=False)
     with pytest.raises(PrecisionError, match="wgrad=False with scaling='nvfp4'"):

@@ -124,15 +124,29 @@ print(json.dumps(said))
 """
 
 
+def shown():
+    """What the documents import, and the modules that they name, but for what lies beneath TransformerEngine."""
+    pages = [page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    named = [name.split(".") for page in pages for name in re.findall(r"`(nemo_fp8(?:\.\w+)+)", page)]
+    modules = {".".join(words[:n]) for words in named for n in range(1, len(words) + 1)}
+    lines = {line.strip() for page in pages for line in re.findall(r"^\s*from nemo_fp8.* import .*", page, re.M)}
+    paths = {n: ROOT.joinpath(*n.split(".")) for n in modules if not n.startswith("nemo_fp8.te_cpu.")}
+    return lines | {f"import {n}" for n, path in paths.items() if path.is_dir() or path.with_suffix(".py").is_file()}
+
+
+def test_what_the_documents_name_is_there_or_says_what_to_install_where_torch_is(numerics):
+    done = numerics.code(IMPORTS, *sorted(shown()))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert "rollout" in said["from nemo_fp8.rollout.refit.transfer import NemoFp8TrainerInit"]
+    assert said["import nemo_fp8.rollout.kv_scales"] is None
+
+
 def test_every_public_name_is_there_or_says_what_to_install(core):
     """Names of the package, of its public parts, and whatever the documents import."""
     names = [f"from nemo_fp8 import {name}" for name in nemo_fp8.__dir__() if not name.startswith("__")]
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    shown = {
-        line.strip() for page in pages for line in re.findall(r"^\s*from nemo_fp8.* import .*", page.read_text(), re.M)
-    }
     calls = [f"import nemo_fp8; nemo_fp8.{name}()" for name in nemo_fp8.PRESETS]
-    done = core.code(IMPORTS, *names, *sorted(shown), *calls)
+    done = core.code(IMPORTS, *names, *sorted(shown()), *calls)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert len(said) > 60

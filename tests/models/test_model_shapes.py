@@ -97,6 +97,9 @@ def test_a_folder_and_a_wrapped_text_config(tmp_path: Path) -> None:
     assert Model.read(tmp_path) == Model.read(VARIANTS[0])
 
 
+MOE = {"num_experts": 4, "moe_intermediate_size": 32}
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -104,6 +107,11 @@ def test_a_folder_and_a_wrapped_text_config(tmp_path: Path) -> None:
         ({**SMALL}, "model_type"),
         ({"model_type": "llama", "hidden_size": 64}, "num_attention_heads"),
         ({"model_type": "gpt2", "n_embd": "64"}, "n_embd"),
+        ({"model_type": ["llama"], **SMALL}, "model_type"),
+        ({"model_type": "llama", **SMALL, "num_hidden_layers": True}, "num_hidden_layers"),
+        ({"text_config": "llama"}, "text_config"),
+        ({"model_type": "qwen3_moe", **SMALL, **MOE, "decoder_sparse_step": "2"}, "of the wrong kind"),
+        ({"model_type": "qwen3_moe", **SMALL, **MOE, "mlp_only_layers": 5}, "of the wrong kind"),
     ],
 )
 def test_a_config_that_does_not_say_enough_is_refused(config: dict[str, object], says: str) -> None:
@@ -133,7 +141,7 @@ def test_parallel_words() -> None:
     assert Parallel.of({"tensor": 4}) == Parallel.of(Parallel(tensor=4)) == Parallel.parse("tp4")
 
 
-@pytest.mark.parametrize("words", ["tpp4", "tp", "sp4", "no-tp4", "tp-4", "tp0"])
+@pytest.mark.parametrize("words", ["tpp4", "tp", "sp4", "no-tp4", "tp-4", "tp0", "tp1,tp2", "sp,no-sp"])
 def test_a_parallel_word_that_means_nothing_is_refused(words: str) -> None:
     with pytest.raises(PrecisionError):
         Parallel.parse(words)

@@ -90,6 +90,15 @@ def test_parts_lie_in_the_order_of_the_fused_rows():
     assert unit.shapes == ((256, 256), (128, 256), (128, 256))
 
 
+@pytest.mark.parametrize(("rows", "fits"), [(256, True), (288, True), (272, False), (264, False)])
+def test_the_rows_of_the_last_part_are_a_multiple_of_what_kernels_take(rows, fits):
+    """32, for AMX's tiles and CUTLASS; DeepSeek's down projections end on 576 rows."""
+    for p in (FP8, FP8.replace(rollout_block="tensor")):
+        reason = why_kept(p, ("model.layers.0.self_attn.o_proj",), [((rows,), 256)], 4)
+        assert (reason is None) is fits
+        assert fits or reason.reason == f"{rows} rows are not a multiple of 32"
+
+
 @pytest.mark.parametrize(
     ("changes", "fits", "reason"),
     [

@@ -80,6 +80,20 @@ def test_dense_layers_on_every_rank(block: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("block", "rule", "scaling"), [("128x128", "1x32", "mxfp8"), ("1x32", "128x128", "blockwise")])
+def test_a_linear_with_a_rule_of_its_own_fits_by_that_rule(block: str, rule: str, scaling: str, tp: int) -> None:
+    """An engine asks what the linear's own recipe takes of a worker's share; lint asked what the contract's takes."""
+    p, apart = CONTRACTS[block].replace(modules=(("*.linear_fc2", scaling),)), 0
+    for hidden, ffn in itertools.product((256, 384, 640), (256, 352, 384, 512, 768)):
+        whole, share = (hidden,), (hidden, ffn // tp)
+        found = said(llama(hidden, ffn, 64, 4, 4), p, f"rollout-tp{tp}")
+        assert found["mlp.linear_fc2"] == done(CONTRACTS[rule], whole, ffn, *share), (hidden, ffn)
+        assert found["mlp.linear_fc1"] == done(CONTRACTS[block], (ffn, ffn), hidden, 2 * (ffn // tp), hidden)
+        apart += found["mlp.linear_fc2"] != done(CONTRACTS[block], whole, ffn, *share)
+    assert apart
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("block", CONTRACTS)
 def test_experts_are_one_unit_and_their_shares_are_padded(block: str, tp: int) -> None:
     p = CONTRACTS[block]

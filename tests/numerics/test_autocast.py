@@ -1,6 +1,9 @@
 """autocast in small Transformers: which linears run in FP8, what they compute, nesting, and what is refused."""
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -134,6 +137,12 @@ def test_a_shape_that_does_not_fit(x):
     assert len(error.value.problems) == 2
 
 
+def test_a_shape_that_does_not_fit_a_rule_s_recipe_says_that_recipe():
+    p = BLOCKWISE.replace(modules=(("*", "mxfp8"),), strict=True)
+    with pytest.raises(PrecisionError, match="multiples of 32 for an FP8 GEMM with mxfp8 scaling"):
+        autocast(p, nn.Sequential(nn.Linear(48, 64)))
+
+
 def test_outside_and_switched_off_nothing_changes(model, x):
     plain = model(x)
     fp8 = autocast(BLOCKWISE, model)
@@ -213,6 +222,33 @@ def test_an_error_inside_leaves_everything_in_order(model, x):
     plain = model(x)
     with fp8:
         assert not torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["model", "no model"])
+def test_threads_share_a_region_s_object(model, x, given):
+    """It ended in "Token was created in a different Context", and a region without a model in an IndexError elsewhere.
+
+    All four are inside at once, and a thread outside of any region runs the model as it is.
+    """
+    fp8, inside = autocast(BLOCKWISE, model if given else None), threading.Barrier(5, timeout=30)
+    with torch.no_grad():
+        plain = model(x)
+        with fp8:
+            expected = model(x)
+
+    def run(region):
+        with torch.no_grad():
+            with region:
+                inside.wait()
+                found = model(x)
+                inside.wait()
+            return found, model(x)
+
+    with ThreadPoolExecutor(5) as threads:
+        found = list(threads.map(run, [fp8, fp8, fp8, fp8, nullcontext()]))
+    assert not torch.equal(expected, plain)
+    assert all(torch.equal(within, expected) and torch.equal(after, plain) for within, after in found[:4])
+    assert all(torch.equal(one, plain) for one in found[4])
 
 
 def test_the_public_name():

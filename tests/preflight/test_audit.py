@@ -11,6 +11,7 @@ from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import gemm_misfit, primary_misfit
 from nemo_fp8.models.shapes import Model
+from nemo_fp8.preflight.lint import lint
 from nemo_fp8.preflight.shapes import AuditRow, audit, packing_multiple
 
 DATA = Path(__file__).parents[1] / "models/data"
@@ -134,3 +135,36 @@ def test_primary_weights_are_stricter() -> None:
 )
 def test_packing(name: str, parallel: str, multiple: int) -> None:
     assert packing_multiple(preset(name), Parallel.of(parallel))[0] == multiple
+
+
+@pytest.mark.parametrize(
+    ("base", "scaling", "kept"),
+    [
+        ("bf16_with_fp8_blockwise_mixed", "mxfp8", ["mlp.linear_fc1"]),
+        (
+            "bf16_with_mxfp8_mixed",
+            "blockwise",
+            ["self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc2"],
+        ),
+        ("bf16_with_fp8_blockwise_mixed", "bf16", []),
+    ],
+)
+def test_findings_about_shapes_say_what_the_table_says_under_rules_by_module(
+    base: str, scaling: str, kept: list[str]
+) -> None:
+    """272 is a multiple of 16 and not of 32. The findings went by the contract's own recipe."""
+    sizes = {"hidden_size": 272, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = {"model_type": "llama", "vocab_size": 1024, **sizes}
+    p = preset(base).replace(modules=(("*.linear_fc1", scaling),), rollout="compute")
+    findings = lint(p, model=config)
+    assert [f.where for f in findings if f.code == "shape"] == kept
+    table = {row.name: row for row in audit(Model.read(config), p)}
+    assert [name for name, row in table.items() if "not a multiple" in row.reason] == kept
+    # A weight with a recipe of its own is no primary weight.
+    whole = {f.where for f in lint(p.replace(fp8_param=p.scaling != "nvfp4"), model=config) if f.code == "param-shape"}
+    assert "mlp.linear_fc1" not in whole
+
+
+def test_a_contract_whose_rules_leave_nothing_in_fp8_has_findings() -> None:
+    p = preset("bf16_with_fp8_blockwise_mixed").replace(modules=(("*", "bf16"),))
+    assert lint(p, model=DATA / "llama-3-8b.json", parallel="seq4100")

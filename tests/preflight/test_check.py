@@ -116,6 +116,18 @@ def test_other_fp32_scales_are_counted_as_other_values():
     assert list(sides_apart(weights, Precision(rollout="fp8"))) == []
 
 
+def test_scales_found_beforehand_are_other_scales_on_each_side():
+    """Training's come from earlier steps, the rollout's from calibration: the operands are equal, the scales are not."""
+    p = preset("bf16_with_fp8_mixed").replace(rollout_block="tensor", activation_scheme="static")
+    assert p.operand("input", "train") == p.operand("input", "rollout")
+    result = check(train=p, rollout=p)
+    assert not result.agrees
+    assert {f.where: f.code for f in result.findings if f.severity == "warning"} == {
+        "weights": "sides-delayed",
+        "activations": "sides-delayed",
+    }
+
+
 CASTS = [
     (scaling, block, ours, theirs)
     for scaling, block, ours, theirs in itertools.product(

@@ -50,7 +50,7 @@ def recipes():
 
 
 @pytest.mark.parametrize("name", BIG)
-def test_a_big_recipe_is_nemos_with_our_plugin(name, recipes):
+def test_a_big_recipe_is_nemos_with_our_plugin(name, recipes, tmp_path):
     import importlib
 
     from nemo_fp8 import MixedPrecision, preset
@@ -61,9 +61,12 @@ def test_a_big_recipe_is_nemos_with_our_plugin(name, recipes):
     assert ours.trainer.plugins.fp8_recipe == "tensorwise"
     theirs.trainer.plugins = ours.trainer.plugins
     assert ours == theirs, "everything but the precision is NeMo's"
-    # a contract and a Config say the same as the name
+    # a contract, a Config and a file say the same as the name
     contract = preset("bf16_with_fp8_current_scaling_mixed")
-    for precision in (contract, ours.trainer.plugins):
+    (tmp_path / "contract.yaml").write_text("format: hybrid\nscaling: tensorwise\nfp8_param: true\n")
+    with (tmp_path / "contract.yaml").open("a") as file:
+        file.write(f"first_layers: {contract.first_layers}\nlast_layers: {contract.last_layers}\n")
+    for precision in (contract, ours.trainer.plugins, str(tmp_path / "contract.yaml")):
         assert getattr(recipes, name)(precision=precision).trainer.plugins == ours.trainer.plugins
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from support import ROOT, TESTS
 
 from nemo_fp8 import PrecisionError, preset
-from nemo_fp8.experiments.trial import Outcome, Trial, run_trial
+from nemo_fp8.experiments.trial import Outcome, Trial, python_for, run_trial
 from nemo_fp8.report.compare import Comparison, Run, run_comparison
 from nemo_fp8.report.compare_page import comparison_page
 
@@ -82,6 +82,15 @@ def test_json_holds_every_step(comparison):
     read = json.loads(json.dumps(comparison.to_dict()))
     assert [len(run["losses"]) for run in read["runs"]] == [20] * 4
     assert read["runs"][1]["precision"] == DELAYED.to_dict()
+
+
+def test_a_recipe_of_a_package_that_is_not_there_is_told_before_anything_runs(tmp_path, monkeypatch):
+    """It was the traceback of each rank, after they had started."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PrecisionError, match=r"There is no package mine for the recipe mine\.tiny"):
+        python_for("mine.tiny", "nemo")
+    (tmp_path / "mine.py").write_text("")
+    assert python_for("mine.tiny", "nemo") == sys.executable
 
 
 def test_an_unknown_recipe_or_stack_is_told_before_anything_runs():

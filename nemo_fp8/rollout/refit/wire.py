@@ -24,16 +24,20 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.moved import renamed
 from nemo_fp8.rollout.refit.channel import Channel, Ended
 from nemo_fp8.rollout.refit.control import Answer, Carrier, Control
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest, not_sendable
 from nemo_fp8.rollout.refit.memory import ALIGNMENT, BUFFERS, Shared
 from nemo_fp8.storage.safetensors import bytes_of
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(__name__, {"pairs": "nemo_fp8.rollout.refit.manifest.pairs"})
 
 FEW = 4  # processors
 AT_ONCE = 500  # pieces of a message: few enough for the largest that a socket takes

@@ -30,6 +30,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from nemo_fp8.extras import require
+
+__needs__ = require("rollout")
+
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 from nemo_fp8.errors import PrecisionError
