@@ -68,8 +68,16 @@ def _linear(tail: str) -> tuple[str, str]:
 
 
 def names_what_is_kept_anyway(pattern: str) -> bool:
-    """Whether a pattern of ``keep`` names modules that no contract quantizes: norms, embeddings, routers, the head."""
-    return place(pattern.strip("*.")).kept != ""
+    """Whether a pattern of ``keep`` names modules that no contract quantizes: norms, embeddings, routers, the head.
+
+    A pattern that may name linears, too, does not: ``re:norm|in_proj``, ``*.feed_forward.gate*``.
+    """
+    ways = pattern.removeprefix("re:").split("|") if pattern.startswith("re:") else [pattern]
+    if pattern.endswith("*"):
+        begun = pattern.strip("*.").rpartition(".")[2]
+        if any(word.startswith(begun) for word in WORDS):
+            return False
+    return all(place(way.strip("*.()^$")).kept != "" for way in ways)
 
 
 def decoder(places: Iterable[Place], sizes: Mapping[str, int]) -> str:

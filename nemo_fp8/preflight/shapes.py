@@ -7,7 +7,7 @@ parallelism cuts, packed sequences, key-value heads that several ranks hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from nemo_fp8.models.selection import (
     primary_misfit,
 )
 from nemo_fp8.models.shapes import COLUMN, ROW, Linear, Model
-from nemo_fp8.models.stored import on_rollout_rank, rollout_cut, stored, train_cut
+from nemo_fp8.models.stored import contract_of_linear, on_rollout_rank, rollout_cut, stored, train_cut
 from nemo_fp8.preflight.machine import Machine
 
 # Scaling -> the multiple that NeMo RL pads packed sequences to.
@@ -85,10 +85,11 @@ def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[
     for layer, linear in model.all_linears():
         parts, columns = linear.on_rank(train_cut(linear, parallel))
         train, reason = _in_words(p, fates["train"][layer, linear.name])
-        if train == "FP8" and p.fp8_param and (param := primary_misfit(p.scaling, sum(parts), columns)):
+        own, there = (contract_of_linear(model, p, layer, linear, side) for side in SIDES)
+        if train == "FP8" and p.fp8_param and (param := primary_misfit(own.scaling, sum(parts), columns)):
             reason = f"its blocks at the edges are cut short: {param}"
         rollout, rollout_reason = _in_words(p, fates["rollout"][layer, linear.name])
-        if rollout == "FP8" and (cut := own_blocks(p, model, linear, parallel)):
+        if rollout == "FP8" and (cut := own_blocks(there, model, linear, parallel)):
             rollout_reason = f"blocks of its own on each rank: {cut}"
         key = (linear.name, sum(parts), columns, train, reason, rollout, rollout_reason)
         grouped[key] = grouped.get(key, 0) + max(1, linear.experts // parallel.expert)
@@ -98,9 +99,19 @@ def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[
     ]
 
 
+def _most_of(p: Precision, multiples: Mapping[str, int]) -> tuple[int, str]:
+    """Return the largest multiple that a recipe of some module needs, and that recipe; 1 without any.
+
+    All are powers of two, so what fits the largest fits every other.
+    """
+    scalings = [own.scaling for own in p.variants() if own.scaling]
+    most = max(scalings, key=multiples.__getitem__, default="")
+    return multiples.get(most, 1), most
+
+
 def packing_multiple(p: Precision, parallel: Parallel) -> tuple[int, str]:
     """Return the multiple that each packed sequence is padded to, and its factors in words."""
-    factors = [(PACKING[p.scaling], p.scaling)] if p.scaling else []
+    factors = [(multiple, scaling) for multiple, scaling in [_most_of(p, PACKING)] if scaling]
     if parallel.context > 1:
         factors.append((2 * parallel.context, f"2 x context parallel {parallel.context}"))
     if parallel.sequence_parallel and parallel.tensor > 1:
@@ -149,7 +160,7 @@ def _split_findings(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if parallel.rollout_cut != parallel.tensor and model.heads % parallel.rollout_cut:
         heads, by, name = "The number of attention heads", parallel.rollout_cut, "rollout-tp"
         yield finding("not-divisible", name, quantity=heads, value=model.heads, by=by, parallel=name)
-    for linear in _distinct(model):
+    for linear in dict.fromkeys(linear for _, linear in model.all_linears()):
         cut = train_cut(linear, parallel)
         sides = linear.parts if linear.split == COLUMN else (linear.columns,) if linear.split == ROW else ()
         for value in dict.fromkeys(side for side in sides if side % cut and "attention" not in linear.name):
@@ -196,34 +207,36 @@ def _train_or_rollout(model: Model, p: Precision) -> dict[tuple[int, str], Opera
 
 
 def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Problem]:
-    compute, scaling = p.compute.upper(), p.scaling or ""
-    for linear in _running(model, p):
+    compute = p.compute.upper()
+    for linear, own in _running(model, p):
         parts, columns = linear.on_rank(train_cut(linear, parallel))
         facts: dict[str, Any] = {"layer": linear.name, "rows": sum(parts), "columns": columns}
-        bad = gemm_misfit(p.scaling, sum(parts), columns)
-        param = primary_misfit(p.scaling, sum(parts), columns)
+        scaling = own.scaling or ""
+        bad = gemm_misfit(scaling, sum(parts), columns)
+        param = primary_misfit(scaling, sum(parts), columns)
         if bad:
             severity = None if p.strict else "warning"
             yield finding(
                 "shape", linear.name, severity=severity, scaling=scaling, reason=bad, compute=compute, **facts
             )
-        elif param and p.fp8_param:
+        elif param and own is p and p.fp8_param:  # a recipe by a rule has no weights in FP8
             yield finding("param-shape", linear.name, reason=param, **facts)
         elif param and not primary_misfit(scaling, linear.rows, linear.columns):
             yield finding("block-straddles-ranks", linear.name, **facts)
-        if p.scaling == "blockwise" and p.rolls_out_quantized and not bad and (seam := _seam(model, linear, parts)):
+        if scaling == "blockwise" and own.rollout == "fp8" and not bad and (seam := _seam(model, linear, parts)):
             yield finding("grids-differ", linear.name, reason=seam, **facts)
+    step, scaling = _most_of(p, GEMM_MULTIPLE)
     multiple, factors = packing_multiple(p, parallel)
     if parallel.pad_to and parallel.pad_to % multiple:
         yield finding("padding-too-small", "packing", given=parallel.pad_to, multiple=multiple, factors=factors)
     elif parallel.packed:
         yield finding("padding", "packing", multiple=multiple, factors=factors)
     if parallel.seq_length and not parallel.packed:
-        tokens, step = parallel.seq_length * parallel.micro_batch // parallel.context, GEMM_MULTIPLE[scaling]
+        tokens = parallel.seq_length * parallel.micro_batch // parallel.context
         if tokens % step:
             yield finding("tokens", "seq_length", tokens=tokens, multiple=step, scaling=scaling)
     if model.experts:
-        yield finding("expert-tokens", "experts", multiple=GEMM_MULTIPLE[scaling], scaling=scaling)
+        yield finding("expert-tokens", "experts", multiple=step, scaling=scaling)
 
 
 def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterator[Problem]:
@@ -235,17 +248,17 @@ def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterato
         severity = "error" if p.strict else None
         facts: dict[str, Any] = {"layer": linear.name, "rows": linear.rows, "columns": linear.columns}
         yield finding("rollout-kept", linear.name, severity=severity, reason=reason, compute=p.compute.upper(), **facts)
-    for linear in _distinct(model, lambda layer, linear: _rule(kept, layer, linear) is None):
+    for linear, own in _distinct(model, p, "rollout", lambda layer, linear: _rule(kept, layer, linear) is None):
         parts, columns = on_rollout_rank(model, linear, parallel)
         facts = {"layer": linear.name, "rows": sum(parts), "columns": columns}
-        reason = own_blocks(p, model, linear, parallel) or ""
+        reason = own_blocks(own, model, linear, parallel) or ""
         if reason and linear.name.endswith("linear_qkv") and parts[1] < BLOCK:
             yield finding("rollout-kv-shard", linear.name, rows=parts[1], most=_most_for_kv(model))
         elif reason:
             yield finding(
-                "rollout-shape", linear.name, reason=reason, remedy=_fitting(p, model, linear, parallel), **facts
+                "rollout-shape", linear.name, reason=reason, remedy=_fitting(own, model, linear, parallel), **facts
             )
-        elif p.deep_gemm and (sum(parts) % BLOCK or columns % BLOCK):
+        elif own.deep_gemm and (sum(parts) % BLOCK or columns % BLOCK):
             yield finding("deepgemm-shape", linear.name, **facts)
 
 
@@ -299,17 +312,22 @@ def _fitting(p: Precision, model: Model, linear: Linear, parallel: Parallel) -> 
     return " or ".join(found) or "another size (none below it fits)"
 
 
-def _distinct(model: Model, take: Callable[[int, Linear], bool] = lambda layer, linear: True) -> list[Linear]:
-    """List each kind of linear that ``take`` accepts once."""
-    return list(dict.fromkeys(linear for layer, linear in model.all_linears() if take(layer, linear)))
+def _distinct(
+    model: Model, p: Precision, side: str, take: Callable[[int, Linear], bool] = lambda layer, linear: True
+) -> list[tuple[Linear, Precision]]:
+    """List each kind of linear that ``take`` accepts once, under each contract that a side has for it."""
+    accepted = ((layer, linear) for layer, linear in model.all_linears() if take(layer, linear))
+    return list(
+        dict.fromkeys((linear, contract_of_linear(model, p, layer, linear, side)) for layer, linear in accepted)
+    )
 
 
-def _running(model: Model, p: Precision) -> list[Linear]:
-    """List each kind of linear that runs in FP8 in at least one layer."""
+def _running(model: Model, p: Precision) -> list[tuple[Linear, Precision]]:
+    """List each kind of linear that runs in FP8 in at least one layer, with its contract."""
     fates = stored(model, p, Parallel(), "train")
 
     def runs(layer: int, linear: Linear) -> bool:
         fate = fates[layer, linear.name]
         return isinstance(fate, Operand) or fate.rule == SHAPE
 
-    return _distinct(model, runs)
+    return _distinct(model, p, "train", runs)

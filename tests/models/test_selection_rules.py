@@ -37,7 +37,7 @@ def test_every_naming_of_a_linear_gives_it_the_same_recipe(name, recipe):
 def test_both_sides_store_each_linear_as_its_rule_says(model, side):
     block = {"nvfp4": {"train": (16, 16), "rollout": (1, 16)}, "mxfp8": (1, 32), "blockwise": (128, 128)}
     for (layer, name), found in stored(model, RULED, Parallel(), side).items():
-        recipe = contract_of(RULED, (f"decoder.layers.{layer}.{name}",), 1).scaling
+        recipe = contract_of(RULED, (f"decoder.layers.{layer}.{name}",), 1, side).scaling
         if recipe is None:
             assert isinstance(found, Kept)
             assert (found.rule, layer == 1 or name.endswith("qkv")) == (KEEP, True)

@@ -159,6 +159,10 @@ def test_foreign_quantization_configs_are_refused(config, word):
     ("model.layers.3.*", False),
     ("*.linear_qkv", True),  # Megatron's name, of which stock vLLM would quantize every part
     ("decoder.layers.3.*", True),
+    ("model.layers.1?.*", False),
+    ("decoder.layers.1?.*", True),
+    (r"re:^decoder\.layers\.1\d\.", True),
+    ("decoder.layers.*.mixer.*", True),
     ("*.q_proj", True),  # a part: vLLM refuses a fused layer whose parts differ
 ])  # fmt: skip
 def test_stock_vllm_gets_only_names_that_it_knows(pattern, plugin):

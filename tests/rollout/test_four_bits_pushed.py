@@ -200,3 +200,17 @@ def test_a_push_goes_into_each_layer_as_the_rule_for_its_module_says(checkpoint,
     assert {kind for name, kind in kinds.items() if ".layers.1.mlp" in name} == {"nvfp4"}
     again = Refit(Worker(model)).push(weights, verify=True).require()
     assert {t.name: t.fingerprints for t in again.tensors} == {t.name: t.fingerprints for t in receipt.tensors}
+
+
+@pytest.mark.parametrize("pattern", ["*.experts.linear_fc2", "*.experts.1.*", "*.mlp.experts"])
+def test_a_rule_for_a_part_of_the_experts_is_for_all_of_them(checkpoint, pattern):
+    """In the engine, in what the trainer expects of it, and at every expert."""
+    contract = NVFP4.replace(modules=((pattern, "mxfp8"),))
+    model, weights = (
+        build(checkpoint("qwen3_moe"), rollout="nvfp4", modules=contract.modules),
+        weights_of(checkpoint("qwen3_moe", 1)),
+    )
+    receipt = Refit(Worker(model)).push(weights, verify=True).require()
+    assert {t.kind for t in receipt.tensors if "experts." in t.name} == {"fp8"}
+    assert {t.kind for t in receipt.tensors if "self_attn.o_proj" in t.name} == {"nvfp4"}
+    assert compare_weights(weights, told_by(receipt), contract) == []
