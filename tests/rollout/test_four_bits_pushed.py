@@ -1,6 +1,8 @@
 """NVFP4 weights that are pushed: the bytes of a fresh engine, fingerprints that a trainer computes by itself, and a
 receipt that sees a bit."""
 
+import json
+
 import pytest
 import torch
 from support.rollout import engines
@@ -112,6 +114,7 @@ HARD = {
     "all zero": (torch.zeros_like, ["Weights that are all zero"]),
     "subnormal": (lambda x: (x.float() * 2.0**-125).bfloat16(), []),
     "smallest": (lambda x: torch.zeros_like(x).index_fill_(1, torch.tensor(3), 2.0**-133), []),
+    "huge": (lambda x: torch.full_like(x, 3e38), ["Values of 1.8e+19 and more"]),
     "no number": (lambda x: x.index_fill(1, torch.tensor(3), float("nan")), ["Scales that are", "Infinite values or"]),
     "infinite": (lambda x: x.index_fill(1, torch.tensor(3), float("inf")), ["Scales that are", "Infinite values or"]),
 }
@@ -126,7 +129,9 @@ def test_hard_weights_are_held_as_quantized_and_bad_ones_told(pushed, of, proble
     found = [problem.what for problem in receipt.problems]
     assert [any(what in one and DOWN in one for one in found) for what in problems] == [True] * len(problems)
     assert len(found) == len(problems)
-    if "Infinite values or" not in problems:
+    assert len(str(receipt)) > 0
+    assert json.loads(json.dumps(receipt.to_dict())) is not None
+    if not {"Infinite values or", "Values of 1.8e+19 and more"} & {*problems}:
         layer = model.get_submodule(DOWN.removesuffix(".weight"))
         right = quantize(x, Operand("e2m1", (1, 16), "e4m3"))
         assert same_bits(layer.weight.data, right.data)
