@@ -20,6 +20,8 @@ from nemo_fp8.models.families import OUTSIDE, WORDS
 
 _LAYER = re.compile(r"^(?P<container>(?:.*?\.)?(?:layers|h|blocks|block|layer))\.(?P<layer>\d+)\.(?P<tail>.+)$")
 _ROUTED = re.compile(r"(^|\.)experts(\.|$)")
+# Mamba and linear attention project out by a word that attention has, too.
+_MIXER = re.compile(r"(^|\.)(mixer|mamba\w*|linear_attn|ssm)\.out_proj$")
 _SHARED = re.compile(r"(^|\.)shared_experts?\.")
 
 
@@ -59,7 +61,7 @@ def _linear(tail: str) -> tuple[str, str]:
     role, unit = WORDS.get(".".join(parts[-2:])) or WORDS.get(parts[-1]) or ("linear", "")
     if _ROUTED.search(tail):
         return "experts", f"mlp.experts.{unit}" if unit else re.sub(r"\.\d+(?=\.|$)", "", tail)
-    if not unit:
+    if not unit or _MIXER.search(tail):
         return role, tail
     block = (
         "mlp.shared_experts" if _SHARED.search(tail) else "mlp" if unit.startswith("linear_fc") else "self_attention"

@@ -20,9 +20,10 @@ import re
 from collections.abc import Iterator, Sequence
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.models.families import EXPERTS, HUGGING_FACE, in_hugging_face
+from nemo_fp8.models.families import EXPERTS, HUGGING_FACE, fused_name, held_as_one, in_hugging_face
 from nemo_fp8.models.governed import layers_told_apart
 from nemo_fp8.models.names import names_what_is_kept_anyway
+from nemo_fp8.models.selection import all_names
 
 _ROUTED = tuple(unit for unit in HUGGING_FACE if unit.startswith("mlp.experts."))
 
@@ -31,14 +32,16 @@ def apart_in_vllm(precision: Precision) -> Iterator[str]:
     """Yield the linears, by Megatron's names, that stock vLLM would store otherwise than the contract says."""
     yield from _begun(precision, r"decoder\b")
     for number in _numbers(precision):
-        at, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
-        for unit in HUGGING_FACE:
-            if unit not in _ROUTED:
-                yield from _apart(precision, [theirs + name for name in in_hugging_face(unit)], [at + unit])
+        theirs = f"model.layers.{number}."
+        for together in dict.fromkeys(map(held_as_one, HUGGING_FACE)):
+            if together[0] in _ROUTED:
+                continue
+            parts = tuple(name for unit in together for name in in_hugging_face(unit))
+            # vLLM's name of the whole, and those of the parts, which a model may hold apart.
+            own = [theirs + name for name in (*parts, *fused_name(parts))]
+            yield from _apart(precision, own, _every_name(number, together))
         for words in EXPERTS:  # vLLM asks once for all experts of a layer
-            parts = [theirs + name for unit in _ROUTED for name in in_hugging_face(unit, words, 0)]
-            engine = f"{theirs}{words.block}.experts"
-            yield from _apart(precision, [engine], [*parts, *(at + unit for unit in _ROUTED)])
+            yield from _apart(precision, [f"{theirs}{words.block}.experts"], _every_name(number, _ROUTED))
 
 
 def apart_in_megatron(precision: Precision) -> Iterator[str]:
@@ -50,8 +53,13 @@ def apart_in_megatron(precision: Precision) -> Iterator[str]:
             theirs = [at + unit]
             if unit in _ROUTED:
                 theirs.append(at + unit.replace("experts.", "experts.local_experts.0.", 1))
-            others = [name for words in EXPERTS for name in in_hugging_face(unit, words, 0)]
-            yield from _apart(precision, theirs, [f"model.layers.{number}.{name}" for name in others] + theirs)
+            yield from _apart(precision, theirs, _every_name(number, (unit,)))
+
+
+def _every_name(number: int, units: Sequence[str]) -> tuple[str, ...]:
+    """Return every name of Megatron's linears in a layer, the last of which is Megatron's of one of them."""
+    linears = tuple(f"decoder.layers.{number}.{unit}" for unit in units)
+    return (*all_names(linears, experts=1), *linears)
 
 
 def _numbers(p: Precision) -> set[int]:

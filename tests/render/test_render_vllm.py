@@ -174,7 +174,7 @@ def test_stock_vllm_gets_only_names_that_it_knows(pattern, plugin):
 def test_rules_are_no_part_of_a_quantization_config_without_a_model(rule):
     """One would say that every linear is in FP8, in the contract's own blocks."""
     p = Precision(rollout="fp8", modules=(rule,))
-    with pytest.raises(PrecisionError, match="modules=.* in a quantization_config"):
+    with pytest.raises(PrecisionError, match=r"modules=.* in a quantization_config"):
         vllm.to_hugging_face(p)
     rendering = render(p, "vllm")
     assert "quantization_config" not in rendering.data
