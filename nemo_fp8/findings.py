@@ -523,6 +523,12 @@ RULES: dict[str, Problem] = {
         "trained.",
         "Give both sides the same rules.",
     ),
+    "sides-units": warning(
+        "What an engine holds with others as one matrix runs otherwise there than in training: {names}.",
+        "An engine holds all routed experts of a layer as one, and DeepSeek's two down projections: what the contract "
+        "says of a part of them by name holds for all of them in the rollout, and in training for this part.",
+        "Name all of them ('*.experts.*'), or none ('*.mlp.linear_fc1' means a dense model's alone).",
+    ),
     "sides-kv-cache": warning(
         "The rollout keeps its KV cache in FP8, training attends in {compute}.",
         "Attention reads rounded keys and values on one side only.",

@@ -153,9 +153,8 @@ def _print_transposition(inspection: Inspection, weights: list[Row]) -> None:
         whole = inspection.transposition(label, weights)
         farthest = max(row.transpositions[label].distance for row in weights if label in row.transpositions)
         numbers = (whole.differ_percent, 100 * whole.distance, 100 * farthest, 100 * whole.gain)
-        lines.append(
-            (label, inspection.backward_words(label), *(f"{round(number, 4) + 0.0:.3g}" for number in numbers))
-        )
+        words = [f"{round(number, 4) + 0.0:.3g}" if whole.elements else "-" for number in numbers]
+        lines.append((label, inspection.backward_words(label), *words))
     _table(
         ("recipe", "backward multiplies by", "differ", "distance", "farthest", "gain"),
         lines,

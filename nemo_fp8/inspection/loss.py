@@ -97,7 +97,8 @@ class Loss:
         """The signal-to-noise ratio in dB; infinite if nothing was lost."""
         if self.noise == 0:
             return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal > 0 else -math.inf
+        ratio = self.signal / self.noise  # 0, or no number, where values came back infinite
+        return 10 * math.log10(ratio) if ratio > 0 else -math.inf
 
     @property
     def floor_db(self) -> float:
@@ -120,7 +121,8 @@ class Loss:
         return self.noise / max(self.elements - self.nonfinite, 1)
 
     def to_dict(self) -> dict[str, float | None]:
-        """Return plain values for JSON, which has no infinity: the SNR is None if nothing was lost."""
+        """Return plain values for JSON, which has no infinity: the SNR is None if nothing was lost, and :data:`LOST` if
+        values came back infinite."""
         return {
             "snr_db": _finite(self.snr_db),
             "block_snr_db": _finite(self.block_snr_db),
@@ -136,8 +138,12 @@ class Loss:
         }
 
 
+LOST = -1000.0
+"""The SNR in dB, in JSON, of a tensor that came back infinite: below what FP32 can lose."""
+
+
 def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return value if math.isfinite(value) else LOST if value == -math.inf else None
 
 
 # ---------------------------------------------------------------------- blocks

@@ -109,14 +109,16 @@ class Run:
     dtype: torch.dtype | None = None
     """The dtype of everything that is not in FP8; None means that of the weights."""
 
-    def operand(self, role: str, linear: str = "") -> Operand | None:
+    def operand(self, role: str, linear: str = "", experts: int = 0) -> Operand | None:
         """Return how ``input`` or ``weight`` is quantized, of a ``linear`` by the rule for it; None if it is not.
+
+        ``experts`` is the number of routed experts of the model.
 
         Raises PrecisionError for static activation scales, which only the engine knows.
         """
         if self.precision is None:
             return None
-        own = contract_of(self.precision, (linear,), 1) if linear else self.precision
+        own = contract_of(self.precision, (linear,), experts, self.side) if linear else self.precision
         found = own.operand(role, self.side)
         if found is not None and found.delayed and self.side == "rollout" and self.activations:
             raise PrecisionError(
@@ -221,7 +223,7 @@ class _Layer:
         q = self.quantized.get(weight)
         if q is None:
             return linear(x, _get(self.weights, weight), bias)
-        operand = self.run.operand("input", f"{self.at}{name}")
+        operand = self.run.operand("input", f"{self.at}{name}", self.model.experts)
         if operand is None:  # weights alone are quantized
             return linear(x, q.dequantize(x.dtype), bias)
         y = gemm(quantize(x.reshape(-1, x.shape[-1]), operand), q, out_dtype=x.dtype, bias=bias)

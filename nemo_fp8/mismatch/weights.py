@@ -31,7 +31,7 @@ from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.names import place
 from nemo_fp8.models.selection import contract_of
-from nemo_fp8.models.units import module_of, select, sharing_a_scale
+from nemo_fp8.models.units import select, sharing_a_scale, units_of
 from nemo_fp8.moved import renamed
 from nemo_fp8.numerics import Quantized, quantize
 from nemo_fp8.numerics.modelopt import amax_of
@@ -58,17 +58,32 @@ def reference(
         return
     quantized = precision if precision.rolls_out_quantized else precision.replace(rollout="fp8")
     chosen = select(shapes_of(weights), quantized, layers=layers).quantized
-    sharing = _shared(weights)
+    sharing, operands = _shared(weights), _operands(weights, precision, side)
     for name in weights:
-        operand = _operand_of(name, precision, side) if name in chosen else None
+        operand = operands[name] if name in chosen else None
         if operand is not None:
             others = sharing[name] if operand.format == "e2m1" and side == "rollout" else ()
             yield name, _cast(weights, name, replace(operand, delayed=False), others)
 
 
-def _operand_of(tensor: str, precision: Precision, side: str = "rollout") -> Operand | None:
-    """Return how a side stores a weight: by the rule for its module, if there is one."""
-    return contract_of(precision, (module_of(tensor),), 1).operand("weight", side)
+def _operands(weights: Weights, precision: Precision, side: str = "rollout") -> dict[str, Operand | None]:
+    """Return how a side stores each weight: by the rule for its module, if there is one.
+
+    In a rollout that is one rule for all that an engine holds as one, in training for what Megatron does.
+    """
+    found: dict[str, Operand | None] = {}
+    for unit in units_of(shapes_of(weights)):
+        if side == "rollout":
+            found |= dict.fromkeys(unit.tensors, unit.contract(precision).operand("weight", side))
+            continue
+        of_megatrons: dict[str, Operand | None] = {}
+        for tensor, module in zip(unit.tensors, unit.modules, strict=True):
+            part = place(module).unit
+            if part not in of_megatrons:
+                own = contract_of(precision, (module,), unit.experts)
+                of_megatrons[part] = own.operand("weight", side)
+            found[tensor] = of_megatrons[part]
+    return found
 
 
 def _cast(weights: Weights, name: str, operand: Operand, sharing: Sequence[str] = ()) -> Quantized:
@@ -167,7 +182,7 @@ class _Search:
     def __init__(self, weights: Weights, precision: Precision, previous: Weights | None) -> None:
         self.weights, self.previous = weights, previous or {}
         self.shapes, self.sharing = shapes_of(weights), _shared(weights)
-        self.precision = precision
+        self.operands = _operands(weights, precision)
 
     def explain(self, name: str, expected: Quantized | torch.Tensor, held: Held) -> Problem:
         """Return the problem for a tensor that is not as expected, with the accident that explains it."""
@@ -184,7 +199,7 @@ class _Search:
             q = expected
             yield "zeroed", "all scales are zero", lambda: replace(q, scale_inv=torch.zeros_like(q.scale_inv))
             yield "zeroed", "all weights are zero", lambda: self._zeroed(name)
-            operand = _operand_of(name, self.precision)
+            operand = self.operands[name]
             if operand is not None and operand.scale in _OTHER:
                 other = replace(operand, scale=_OTHER[operand.scale])
                 detail = f"{SCALES[other.scale]} scales, and the contract says {SCALES[operand.scale]}"
@@ -206,15 +221,15 @@ class _Search:
     def _like(self, expected: Quantized | torch.Tensor, weights: Weights, name: str) -> Quantized | torch.Tensor:
         if not isinstance(expected, Quantized):
             return weights[name]
-        operand = _operand_of(name, self.precision)
+        operand = self.operands[name]
         return weights[name] if operand is None else _cast(weights, name, operand, self._sharing(name))
 
     def _sharing(self, name: str) -> Sequence[str]:
-        operand = _operand_of(name, self.precision)
+        operand = self.operands[name]
         return self.sharing[name] if operand is not None and operand.format == "e2m1" else ()
 
     def _zeroed(self, name: str) -> Quantized:
-        operand = _operand_of(name, self.precision)
+        operand = self.operands[name]
         assert operand is not None
         zeros = {name: torch.zeros_like(self.weights[name])}
         return _cast(

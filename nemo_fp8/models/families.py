@@ -268,6 +268,14 @@ HUGGING_FACE: dict[str, tuple[str, ...]] = {
 }
 
 
+def held_as_one(unit: str) -> tuple[str, ...]:
+    """Return the Megatron linears that an engine holds as one with ``unit``, itself among them: the routed experts of a
+    layer, and DeepSeek's two down projections."""
+    down = ("self_attention.linear_q_down_proj", "self_attention.linear_kv_down_proj")
+    routed = tuple(name for name in HUGGING_FACE if name.startswith("mlp.experts."))
+    return next((together for together in (routed, down) if unit in together), (unit,))
+
+
 def in_hugging_face(unit: str, experts: Experts = EXPERTS[0], e: int | str = "*") -> tuple[str, ...]:
     """Return Hugging Face's names below a layer of a Megatron linear; none if unknown. ``e`` is an expert's number."""
     gate, up, down = experts.words

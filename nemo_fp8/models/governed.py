@@ -13,8 +13,8 @@ Without a model, these stand for its linears:
     a pattern                of a rule that matches none of these (``*.mixer.in_proj``): it stands for what it names,
                              and other rules match it as if it were a name
 
-Layers are told apart by the numbers that patterns hold, or by the first that they match; of the others, one stands for
-all.
+Of layers whose linears the same patterns match, the first stands for all; those that a pattern names by their number
+stand for themselves.
 
 The trade-off: a model may lack a linear that counts here. A difference is then reported that costs it nothing, and
 goes away with a last rule for ``*``; the other way, a difference that it has would be missed. What regular expressions
@@ -26,15 +26,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.models.families import HUGGING_FACE
+from nemo_fp8.models.families import EXPERTS, HUGGING_FACE, held_as_one, in_hugging_face
 from nemo_fp8.models.names import names_what_is_kept_anyway
 from nemo_fp8.models.selection import all_names
 
 _OTHERS = "other linears of "
 _NUMBER = re.compile(r"\d+")
 _MOST_LAYERS = 128
+# What a pattern holds that may match some layers and not others.
+_MAY_COUNT = re.compile(r"^re:|layers|[\[?]|\.\d")
 
 
 @dataclass
@@ -62,18 +65,19 @@ class _Side:
     """One side of a contract: a linear's contract on it."""
 
     precision: Precision
+    name: str
     quantized: bool
     own: Precision
     """The contract without its rules."""
 
     @classmethod
     def of(cls, precision: Precision, side: str) -> _Side:
-        return cls(precision, precision.operand("weight", side) is not None, precision.replace(modules=()))
+        return cls(precision, side, precision.operand("weight", side) is not None, precision.replace(modules=()))
 
     @property
-    def rules(self) -> tuple[tuple[str, str], ...]:
-        """The rules; without FP8 there is nothing that they could change."""
-        return self.precision.modules if self.quantized else ()
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of names to keep and of rules; without FP8 there is nothing that they could change."""
+        return (*self.precision.keep, *(pattern for pattern, _ in self.precision.modules)) if self.quantized else ()
 
     def keeps(self, names: tuple[str, ...]) -> bool:
         return self.quantized and any(map(self.precision.keeps, names))
@@ -81,6 +85,9 @@ class _Side:
     def contract(self, names: tuple[str, ...]) -> Precision:
         found = self.precision.of(names) if self.quantized else self.own
         return self.own if found is self.precision else found
+
+    def quantizes(self, names: tuple[str, ...]) -> bool:
+        return not self.keeps(names) and self.contract(names).operand("weight", self.name) is not None
 
     def pattern(self, names: tuple[str, ...]) -> str | None:
         """Return the pattern of the rule that holds, if it gives another recipe than the contract's own."""
@@ -91,9 +98,9 @@ class _Side:
 def governed(train: Precision, rollout: Precision) -> list[Governed]:
     """Group linears by the contracts that govern them on the two sides; those of the contracts' own recipes come first.
 
-    What a side that runs in FP8 has in ``keep`` is left out: ``keep`` comes before rules, and is compared by itself.
+    What a side that runs in FP8 has in ``keep`` is left out: see :func:`kept_on_one_side`.
     """
-    here, there = sides = (_Side.of(train, "train"), _Side.of(rollout, "rollout"))
+    here, there = sides = _sides(train, rollout)
     groups: dict[tuple[Precision, Precision, tuple[bool, bool]], Governed] = {}
     for shown, names in _linears(*sides):
         if any(side.keeps(names) for side in sides):
@@ -107,12 +114,73 @@ def governed(train: Precision, rollout: Precision) -> list[Governed]:
     return sorted(groups.values(), key=lambda group: any(group.by_rule))
 
 
+def kept_on_one_side(train: Precision, rollout: Precision) -> list[str]:
+    """Return the patterns of ``keep`` that leave a linear in the compute dtype which the other side quantizes.
+
+    It is the linears that count: other patterns for the same ones, or rules for the compute dtype, are no difference.
+    But a pattern for a part of a linear (K of Q, K and V) is one unless both sides have it: a contract keeps the whole
+    by it, and other programs' lists do not.
+    """
+    sides = _sides(train, rollout)
+    both = {*train.keep} & {*rollout.keep}
+    found = set[str]()
+    for _, names in _linears(*sides):
+        for side, other in (sides, sides[::-1]):
+            each = {pattern: Precision(keep=(pattern,)) for pattern in side.precision.keep if side.quantized}
+            here = {pattern for pattern, alone in each.items() if any(map(alone.keeps, names))}
+            if here and (other.quantizes(names) or not _is_whole(side, names)):
+                found |= here if other.quantizes(names) else here - both
+    return sorted(found)
+
+
+def _is_whole(side: _Side, names: tuple[str, ...]) -> bool:
+    """Whether the patterns of a side for the compute dtype name a linear as a whole, or every part of it."""
+    rules = (pattern for pattern, recipe in side.precision.modules if recipe == side.precision.compute)
+    each = [Precision(keep=(pattern,)).keeps for pattern in (*side.precision.keep, *rules)]
+    known = {name for words in EXPERTS for unit in HUGGING_FACE for name in in_hugging_face(unit, words, 0)}
+    parts = [name for name in names if name.partition(".layers.")[2].partition(".")[2] in known]
+    by_megatron = [name for name in names if name.startswith("decoder.")]
+    if all(any(matches(name) for matches in each) for name in parts) or any(any(map(m, by_megatron)) for m in each):
+        return True
+    wholes = [name for name in names if name not in parts]  # v_proj is in qkv_proj, too, and means V
+    return any(any(map(matches, wholes)) and not any(map(matches, parts)) for matches in each)
+
+
+def apart_in_an_engine(train: Precision, rollout: Precision) -> list[tuple[str, Precision, Precision]]:
+    """Return linears that the rollout stores otherwise, since an engine holds them with others as one matrix.
+
+    Each with its contract in training, and in the rollout. A pattern that matches a part of what an engine holds as one
+    (:func:`nemo_fp8.models.families.held_as_one`) holds for all of it there, and in training for this part alone.
+    """
+    here, there = _sides(train, rollout)
+    compute, patterns = Precision(compute=train.compute), _patterns(here, there)
+
+    def contract(side: _Side, names: tuple[str, ...]) -> Precision:
+        return compute if side.keeps(names) else side.contract(names)
+
+    def apart(number: int) -> Iterator[tuple[str, Precision, Precision]]:
+        for unit in HUGGING_FACE:
+            names = {name: _names_of(f"decoder.layers.{number}.{name}") for name in held_as_one(unit)}
+            whole = contract(there, tuple(name for every in names.values() for name in every))
+            if contract(there, names[unit]) != whole:
+                yield unit, contract(here, names[unit]), whole
+
+    usual = [*apart(int(_free(patterns)))]
+    found = [(f"decoder.layers.*.{unit}", ours, theirs) for unit, ours, theirs in usual]
+    for number in sorted(layers_told_apart(patterns)):
+        found += [(f"decoder.layers.{number}.{one[0]}", *one[1:]) for one in apart(number) if one not in usual]
+    return found
+
+
+def _sides(train: Precision, rollout: Precision) -> tuple[_Side, _Side]:
+    return _Side.of(train, "train"), _Side.of(rollout, "rollout")
+
+
 def _linears(*sides: _Side) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield what is shown of every linear, and its names."""
-    patterns = list(dict.fromkeys(pattern for side in sides for pattern, _ in side.rules))
-    # A number of four equal digits that no pattern has, so that neither layers.1* nor layers.? matches it.
-    free = 4 * next((digit for digit in "987654321" if all(digit not in pattern for pattern in patterns)), "9")
-    numbers = [int(free), *sorted({found for pattern in patterns for found in _numbers_of(pattern)})]
+    patterns = _patterns(*sides)
+    free = _free(patterns)
+    numbers = [int(free), *sorted(layers_told_apart(patterns))]
     unknown = [
         pattern
         for pattern in patterns
@@ -128,14 +196,45 @@ def _linears(*sides: _Side) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield from ((pattern, (pattern,)) for pattern in unknown if pattern.removeprefix("*.") not in tails)
 
 
-def _numbers_of(pattern: str) -> Iterator[int]:
-    """Yield the numbers that a pattern holds, and that of a layer it means if these are not layers (``layers.1?.``)."""
-    held = [int(found) for found in _NUMBER.findall(pattern)]
-    yield from held
-    if (pattern.startswith("re:") or "layers" in pattern) and _first_match(pattern, held) is None:
-        found = _first_match(pattern, range(_MOST_LAYERS))
-        if found is not None:
-            yield found
+def _patterns(*sides: _Side) -> list[str]:
+    return list(dict.fromkeys(pattern for side in sides for pattern in side.patterns))
+
+
+def _free(patterns: list[str]) -> str:
+    """Return a number of four equal digits that no pattern has, so that neither layers.1* nor layers.? matches it."""
+    return 4 * next((digit for digit in "987654321" if all(digit not in pattern for pattern in patterns)), "9")
+
+
+def layers_told_apart(patterns: Iterable[str]) -> set[int]:
+    """Return the numbers that patterns hold, and the first of all layers of which they match the same linears."""
+    every = [*patterns]
+    held = {int(found) for pattern in every for found in _NUMBER.findall(pattern)}
+    return held | {alike[0] for alike in _alike(every)}
+
+
+def layers_unlike_most(patterns: Iterable[str]) -> set[int]:
+    """Return the layers of which patterns match other linears than of most layers."""
+    most = max(found := _alike(patterns), key=len, default=[])
+    return {number for alike in found if alike is not most for number in alike}
+
+
+def _alike(patterns: Iterable[str]) -> list[list[int]]:
+    """Group layers of which patterns match the same linears."""
+    counting = [_matched(pattern) for pattern in patterns if _MAY_COUNT.search(pattern)]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number in range(_MOST_LAYERS) if counting else ():
+        groups.setdefault(tuple(found[number] for found in counting), []).append(number)
+    return [*groups.values()]
+
+
+@lru_cache(maxsize=1 << 8)
+def _matched(pattern: str) -> tuple[int, ...]:
+    """Return for each layer which names of its linears a pattern matches, as the bits of a number."""
+    matches = Precision(keep=(pattern,)).keeps
+    return tuple(
+        sum(matches(name) << i for i, name in enumerate(name for _, names in _of_layer(n) for name in names))
+        for n in range(_MOST_LAYERS)
+    )
 
 
 def _first_match(pattern: str, numbers: Iterable[int]) -> int | None:
@@ -162,9 +261,12 @@ def _tails(unknown: list[str], patterns: list[str]) -> list[str]:
 def _of_layer(number: int, tails: Iterable[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
     """Return Megatron's name and all names of each linear of a layer: the families', all others, and ``tails``."""
     at = f"decoder.layers.{number}"
-    known = [
-        (f"{at}.{unit}", all_names((f"{at}.{unit}",), int(unit.startswith("mlp.experts.")))) for unit in HUGGING_FACE
-    ]
+    known = [(f"{at}.{unit}", _names_of(f"{at}.{unit}")) for unit in HUGGING_FACE]
     more = [(_OTHERS + at, "others"), *((f"{at}.{tail}", tail) for tail in tails)]
     stacks = ("decoder", "model", "backbone")
     return known + [(shown, tuple(f"{stack}.layers.{number}.{tail}" for stack in stacks)) for shown, tail in more]
+
+
+def _names_of(linear: str) -> tuple[str, ...]:
+    """Return all names of a linear of the families, by Megatron's."""
+    return all_names((linear,), int(".mlp.experts." in linear))

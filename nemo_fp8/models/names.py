@@ -20,6 +20,8 @@ from nemo_fp8.models.families import OUTSIDE, WORDS
 
 _LAYER = re.compile(r"^(?P<container>(?:.*?\.)?(?:layers|h|blocks|block|layer))\.(?P<layer>\d+)\.(?P<tail>.+)$")
 _ROUTED = re.compile(r"(^|\.)experts(\.|$)")
+# Mamba and linear attention project out by a word that attention has, too.
+_MIXER = re.compile(r"(^|\.)(mixer|mamba\w*|linear_attn|ssm)\.out_proj$")
 _SHARED = re.compile(r"(^|\.)shared_experts?\.")
 
 
@@ -59,7 +61,7 @@ def _linear(tail: str) -> tuple[str, str]:
     role, unit = WORDS.get(".".join(parts[-2:])) or WORDS.get(parts[-1]) or ("linear", "")
     if _ROUTED.search(tail):
         return "experts", f"mlp.experts.{unit}" if unit else re.sub(r"\.\d+(?=\.|$)", "", tail)
-    if not unit:
+    if not unit or _MIXER.search(tail):
         return role, tail
     block = (
         "mlp.shared_experts" if _SHARED.search(tail) else "mlp" if unit.startswith("linear_fc") else "self_attention"
@@ -68,8 +70,16 @@ def _linear(tail: str) -> tuple[str, str]:
 
 
 def names_what_is_kept_anyway(pattern: str) -> bool:
-    """Whether a pattern of ``keep`` names modules that no contract quantizes: norms, embeddings, routers, the head."""
-    return place(pattern.strip("*.")).kept != ""
+    """Whether a pattern of ``keep`` names modules that no contract quantizes: norms, embeddings, routers, the head.
+
+    A pattern that may name linears, too, does not: ``re:norm|in_proj``, ``*.feed_forward.gate*``.
+    """
+    ways = pattern.removeprefix("re:").split("|") if pattern.startswith("re:") else [pattern]
+    if pattern.endswith("*"):
+        begun = pattern.strip("*.").rpartition(".")[2]
+        if any(word.startswith(begun) for word in WORDS):
+            return False
+    return all(place(way.strip("*.()^$")).kept != "" for way in ways)
 
 
 def decoder(places: Iterable[Place], sizes: Mapping[str, int]) -> str:

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.models.families import EXPERTS, fused_name, in_hugging_face
+from nemo_fp8.models.families import EXPERTS, fused_name, held_as_one, in_hugging_face
 from nemo_fp8.models.names import Place, place
 from nemo_fp8.moved import renamed
 
@@ -182,12 +182,21 @@ def why_kept_by_name(
 # ---------------------------------------------------------------------- names
 
 
-def contract_of(precision: Precision, names: Sequence[str], experts: int = 0) -> Precision:
+def contract_of(precision: Precision, names: Sequence[str], experts: int = 0, side: str = "train") -> Precision:
     """Return the contract of linears that are stored as one matrix: with the recipe that the contract's rules give it.
 
-    As with ``keep``, a rule counts if it matches any name of any of these linears, Megatron's or Hugging Face's.
+    As with ``keep``, a rule counts if it matches any name of any of these linears, Megatron's or Hugging Face's; in a
+    ``rollout`` also of those that an engine holds as one with them.
     """
-    return precision.of(all_names(names, experts)) if precision.modules else precision
+    if not precision.modules:
+        return precision
+    return precision.of(_names_in_an_engine(names, experts) if side == "rollout" else all_names(names, experts))
+
+
+def _names_in_an_engine(names: Sequence[str], experts: int) -> tuple[str, ...]:
+    places = [place(name) for name in names]
+    units = {(p.layer, together) for p in places if p.layer is not None for together in held_as_one(p.unit)}
+    return (*names, *(name for layer, unit in sorted(units) for name in _names_of(layer, unit, experts)))
 
 
 def all_names(names: Sequence[str], experts: int = 0) -> tuple[str, ...]:
@@ -236,6 +245,8 @@ def _names_of(layer: int, unit: str, experts: int) -> tuple[str, ...]:
         for words in EXPERTS if routed else EXPERTS[:1]:
             parts = in_hugging_face(unit, words, e)
             names += [f"model.layers.{layer}.{name}" for name in (*parts, *fused_name(parts))]
+    if routed:
+        names += [f"model.layers.{layer}.{words.block}.experts" for words in EXPERTS]
     return tuple(names)
 
 

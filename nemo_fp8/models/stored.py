@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.models.families import held_as_one
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import SHAPE, Kept, contract_of, share_misfit, why_kept, without_fp8
 from nemo_fp8.models.shapes import Linear, Model
@@ -23,26 +24,28 @@ def stored(model: Model, precision: Precision, layout: Parallel, side: str) -> d
 
     The answer holds for every rank of the layout. ``side`` is ``train`` or ``rollout``.
     """
-    everything = [(layer, linear.name) for layer, linear in model.all_linears()]
+    linears = [*model.all_linears()]
     operand = precision.operand("weight", side)
     if operand is None:
-        return dict.fromkeys(everything, without_fp8(side))
+        return dict.fromkeys(((layer, linear.name) for layer, linear in linears), without_fp8(side))
     kept_in = _kept_in_training if side == "train" else _kept_in_rollout
     kept = kept_in(model, precision, layout)
 
-    def chosen(at: tuple[int, str]) -> Operand:
-        found = own_contract(precision, *at).operand("weight", side)
+    def chosen(at: tuple[int, Linear]) -> Operand:
+        found = contract_of_linear(model, precision, *at, side).operand("weight", side)
         return operand if found is None else found  # a module without one is kept, and not asked for here
 
-    return {at: kept.get(at) or chosen(at) for at in everything}
+    return {
+        (layer, linear.name): kept.get((layer, linear.name)) or chosen((layer, linear)) for layer, linear in linears
+    }
 
 
-def own_contract(precision: Precision, layer: int, name: str) -> Precision:
-    """Return the contract of a linear of a model, by its layer and Megatron's name: with the recipe of its rule.
-
-    It is ``precision`` itself where no rule gives the linear another recipe.
-    """
-    return contract_of(precision, (f"decoder.layers.{layer}.{name}",), 1)
+def contract_of_linear(model: Model, precision: Precision, layer: int, linear: Linear, side: str) -> Precision:
+    """Return the contract of a linear on a side: with the recipe that the rules for modules give it, and in a rollout
+    all that an engine holds as one with it."""
+    together = held_as_one(linear.name) if side == "rollout" else (linear.name,)
+    names = (n.name for n in model.linears(layer) if n.name in together)
+    return contract_of(precision, tuple(f"decoder.layers.{layer}.{name}" for name in names), linear.experts)
 
 
 def train_cut(linear: Linear, layout: Parallel) -> int:
@@ -84,7 +87,8 @@ def _kept_in_rollout(model: Model, precision: Precision, layout: Parallel) -> di
     shapes: dict[str, tuple[int, int]] = {}
     for layer, linear in model.all_linears():
         # All experts of a layer are decided together, so one stands for all, unless a pattern may name a single one.
-        experts = range(linear.experts) if linear.experts and precision.keep else (0,)
+        named = precision.keep or precision.modules
+        experts = range(linear.experts) if linear.experts and named else (0,)
         for name, rows in zip(linear.hugging_face, linear.parts, strict=True):
             found = tuple(f"model.layers.{layer}.{name.replace('*', str(expert))}.weight" for expert in experts)
             tensors[layer, linear.name] = tensors.get((layer, linear.name), ()) + found
@@ -95,7 +99,8 @@ def _kept_in_rollout(model: Model, precision: Precision, layout: Parallel) -> di
         held = chosen.kept.get(tensors[layer, linear.name][0])
         if held is None and not linear.experts:
             parts, columns = on_rollout_rank(model, linear, layout)
-            reason = share_misfit(own_contract(precision, layer, linear.name), sum(parts), columns)
+            own = contract_of_linear(model, precision, layer, linear, "rollout")
+            reason = share_misfit(own, sum(parts), columns)
             held = Kept(SHAPE, reason) if reason else None
         if held is not None:
             kept[layer, linear.name] = held

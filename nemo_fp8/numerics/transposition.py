@@ -34,10 +34,13 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4
 from nemo_fp8.numerics.quantize import quantize, tile_of
 
 _BAND = 1 << 20
 """The number of elements that are compared at once: few enough to stay in the cache."""
+_SQUARES = 1e-20
+"""Sums of squares below it may be of numbers whose squares, or those of their differences, are beneath FP32."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Transposition:
         if not finite.all():
             w, f, b = w[finite], f[finite], b[finite]
         d = b - f
-        return cls(w.numel(), int(d.count_nonzero()), _dot(w, w), _dot(f, f), _dot(d, d), _dot(d, f))
+        return cls(w.numel(), int(d.count_nonzero()), *_dots((w, w), (f, f), (d, d), (d, f)))
 
     @classmethod
     def none(cls, source: torch.Tensor) -> Transposition:
@@ -76,8 +79,9 @@ class Transposition:
 
         Nothing is quantized for it, so the weight itself stands for its codes in the sums of squares.
         """
-        squares = math.fsum(_dot(band, band) for band in (t[t.isfinite()].float() for t in _bands(source)))
-        return cls(source.numel(), 0, squares, squares)
+        bands = [t[t.isfinite()].float() for t in _bands(source)]
+        squares = math.fsum(square for band in bands for square in _dots((band, band)))
+        return cls(sum(band.numel() for band in bands), 0, squares, squares)
 
     @classmethod
     def together(cls, parts: Iterable[Transposition]) -> Transposition:
@@ -107,8 +111,11 @@ class Transposition:
         return min(1.0, (self.forward + self.along) / product) if product else 1.0
 
     def to_dict(self) -> dict[str, float | None]:
-        """Return the numbers as plain values, for JSON; None for the distance of something from nothing."""
+        """Return the numbers as plain values, for JSON; None for the distance of something from nothing, and for all of
+        them if no element is finite."""
         numbers = {"differ_percent": self.differ_percent, "distance": self.distance, "gain": self.gain}
+        if not self.elements:
+            return {**dict.fromkeys(numbers), "cosine": None}
         return {name: value if math.isfinite(value) else None for name, value in numbers.items()} | {
             "cosine": self.cosine
         }
@@ -116,6 +123,14 @@ class Transposition:
 
 def _bands(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(x.reshape(-1), _BAND)
+
+
+def _dots(*pairs: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+    """Return inner products, the first of which is the largest; in FP64 if its squares are none of FP32's numbers."""
+    first = _dot(*pairs[0])
+    if _SQUARES < first < math.inf or not pairs[0][0].any():
+        return [first, *(_dot(*pair) for pair in pairs[1:])]
+    return [float((a.double() * b.double()).sum()) for a, b in pairs]
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -171,7 +186,7 @@ class Copies:
     def values(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return F and B of a matrix ``[out, in]``, in FP32."""
         forward = _values(weight, self.forward, "row")
-        source = forward.to(weight.dtype) if self.of_codes else weight
+        source = _decoded(weight, self.forward).to(weight.dtype) if self.of_codes else weight
         return forward, forward if self.shared else _values(source, self.backward, "col")
 
     def measure(self, weight: torch.Tensor) -> Transposition:
@@ -198,10 +213,26 @@ def _found_now(operand: Operand | None) -> Operand | None:
 
 
 def _values(weight: torch.Tensor, operand: Operand | None, usage: str) -> torch.Tensor:
+    """Return the values that a GEMM multiplies; of E2M1 they are ``code * scale``, exactly, times one number.
+
+    Decoded otherwise, 3 beneath a scale of 4 and 6 beneath 2 would be two numbers, an ulp apart.
+    """
     if operand is None:
         return weight.float()
     rows, columns = weight.shape
-    return quantize(whole_blocks(weight, operand), operand, usage=usage).dequantize()[:rows, :columns]
+    q = quantize(whole_blocks(weight, operand), operand, usage=usage)
+    if not isinstance(q, QuantizedNVFP4) or q.amax.dim():
+        return q.dequantize()[:rows, :columns]
+    values = q.scaled() * (q.amax * (1 / q.largest))
+    return (values if usage == "row" else values.t())[:rows, :columns]
+
+
+def _decoded(weight: torch.Tensor, operand: Operand | None) -> torch.Tensor:
+    """Return the values of the forward's codes as they are decoded, which a backward with a recipe of its own casts."""
+    if operand is None:
+        return weight.float()
+    rows, columns = weight.shape
+    return quantize(whole_blocks(weight, operand), operand).dequantize()[:rows, :columns]
 
 
 def whole_blocks(matrix: torch.Tensor, operand: Operand) -> torch.Tensor:

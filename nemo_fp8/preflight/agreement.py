@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
-from nemo_fp8.models.governed import Governed, governed
-from nemo_fp8.models.names import names_what_is_kept_anyway
+from nemo_fp8.models.governed import Governed, apart_in_an_engine, governed, kept_on_one_side
 from nemo_fp8.moved import renamed
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
@@ -93,7 +92,7 @@ class Agreement:
 
 def check(*, train: Precision, rollout: Precision) -> Agreement:
     """Compare the training side of one contract with the rollout side of another (or of the same)."""
-    parts = (_compute, _values, _layers, _kept, _kv_cache, _correction)
+    parts = (_compute, _values, _layers, _kept, _units, _kv_cache, _correction)
     return Agreement(tuple(found for part in parts for found in part(train, rollout)))
 
 
@@ -186,7 +185,8 @@ def _values(train: Precision, rollout: Precision) -> Iterator[Problem]:
         )
     for group in () if one_sided else groups:
         if _rules_differ(group):
-            apart += [f"{name} ({_elements(group)})" for name in group.linears]
+            words = _elements(*_pair(group, "weight"), train.compute)
+            apart += [f"{name} ({words})" for name in group.linears]
             continue
         of = "" if len(groups) == 1 else _of_which(group)
         yield from _weights(group.train, group.rollout, of)
@@ -203,16 +203,19 @@ def _rules_differ(group: Governed) -> bool:
     """Whether rules that only one side has give these linears other values: no contract can say both."""
     if not any(group.by_rule) or (all(group.by_rule) and group.train.scaling == group.rollout.scaling):
         return False  # one contract says both, and what differs is what the two sides make of it
-    ours, theirs = _pair(group, "weight")
-    return not _same_values(ours, theirs) if ours and theirs else ours is not theirs
+    return not _alike(*_pair(group, "weight"))
 
 
-def _elements(group: Governed) -> str:
-    """Return in words what a group's weights are on the two sides."""
-    ours, theirs = _pair(group, "weight")
+def _alike(ours: Operand | None, theirs: Operand | None) -> bool:
+    """Whether two sides hold a weight in the same values."""
+    return _same_values(ours, theirs) if ours and theirs else ours is theirs
+
+
+def _elements(ours: Operand | None, theirs: Operand | None, compute: str) -> str:
+    """Return in words what weights are on the two sides."""
     if ours and theirs and ours.format == theirs.format:
         return f"{ours.words()} in training, {theirs.words()} in the rollout"
-    here, there = (operand.format.upper() if operand else group.train.compute.upper() for operand in (ours, theirs))
+    here, there = (operand.format.upper() if operand else compute.upper() for operand in (ours, theirs))
     return f"{here} in training, {there} in the rollout"
 
 
@@ -293,9 +296,22 @@ def _layers(train: Precision, rollout: Precision) -> Iterator[Problem]:
 def _kept(train: Precision, rollout: Precision) -> Iterator[Problem]:
     if not (_says(train, "keep", "train") and _says(rollout, "keep", "rollout")):
         return
-    only_here = {pattern for pattern in {*train.keep} ^ {*rollout.keep} if not names_what_is_kept_anyway(pattern)}
+    only_here = kept_on_one_side(train, rollout) if train.keep != rollout.keep else []
     if only_here:
-        yield finding("sides-modules", "modules", compute=train.compute.upper(), names=", ".join(sorted(only_here)))
+        yield finding("sides-modules", "modules", compute=train.compute.upper(), names=", ".join(only_here))
+
+
+def _units(train: Precision, rollout: Precision) -> Iterator[Problem]:
+    """Yield the finding about linears that an engine holds with others as one, and so otherwise than training."""
+    if not (train.is_quantized and rollout.rolls_out_quantized):
+        return
+    apart = []
+    for name, ours, theirs in apart_in_an_engine(train, rollout):
+        pair = ours.operand("weight", "train"), theirs.operand("weight", "rollout")
+        if not _alike(*pair):
+            apart.append(f"{name} ({_elements(*pair, train.compute)})")
+    if apart:
+        yield finding("sides-units", "modules", names="; ".join(apart))
 
 
 def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Problem]:

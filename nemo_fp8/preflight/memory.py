@@ -28,7 +28,7 @@ from typing import Any
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import COLUMN, Linear, Model
-from nemo_fp8.models.stored import own_contract, stored, train_cut
+from nemo_fp8.models.stored import contract_of_linear, stored, train_cut
 from nemo_fp8.preflight.machine import Machine
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -213,7 +213,7 @@ def _shares(stage: int, model: Model, p: Precision, parallel: Parallel) -> Itera
     for layer in layers:
         for linear in model.linears(layer):
             fate = fates[layer, linear.name]
-            own = own_contract(p, layer, linear.name) if isinstance(fate, Operand) else None
+            own = contract_of_linear(model, p, layer, linear, "train") if isinstance(fate, Operand) else None
             yield from _linear(linear, own, p, parallel, of_experts if linear.experts else dense)
     cut = 128 * parallel.tensor
     embedding = -(-model.vocab // cut) * cut * model.hidden // parallel.tensor

@@ -7,7 +7,7 @@ parallelism cuts, packed sequences, key-value heads that several ranks hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from nemo_fp8.models.selection import (
     primary_misfit,
 )
 from nemo_fp8.models.shapes import COLUMN, ROW, Linear, Model
-from nemo_fp8.models.stored import on_rollout_rank, own_contract, rollout_cut, stored, train_cut
+from nemo_fp8.models.stored import contract_of_linear, on_rollout_rank, rollout_cut, stored, train_cut
 from nemo_fp8.preflight.machine import Machine
 
 # Scaling -> the multiple that NeMo RL pads packed sequences to.
@@ -84,12 +84,12 @@ def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[
     fates = {side: stored(model, p, parallel, side) for side in SIDES}
     for layer, linear in model.all_linears():
         parts, columns = linear.on_rank(train_cut(linear, parallel))
-        own = own_contract(p, layer, linear.name)
         train, reason = _in_words(p, fates["train"][layer, linear.name])
+        own, there = (contract_of_linear(model, p, layer, linear, side) for side in SIDES)
         if train == "FP8" and _is_primary(own, p) and (param := primary_misfit(own.scaling, sum(parts), columns)):
             reason = f"its blocks at the edges are cut short: {param}"
         rollout, rollout_reason = _in_words(p, fates["rollout"][layer, linear.name])
-        if rollout == "FP8" and (cut := own_blocks(own, model, linear, parallel)):
+        if rollout == "FP8" and (cut := own_blocks(there, model, linear, parallel)):
             rollout_reason = f"blocks of its own on each rank: {cut}"
         key = (linear.name, sum(parts), columns, train, reason, rollout, rollout_reason)
         grouped[key] = grouped.get(key, 0) + max(1, linear.experts // parallel.expert)
@@ -104,9 +104,19 @@ def _is_primary(own: Precision, p: Precision) -> bool:
     return own is p and p.fp8_param
 
 
+def _most_of(p: Precision, multiples: Mapping[str, int]) -> tuple[int, str]:
+    """Return the largest multiple that a recipe of some module needs, and that recipe; 1 without any.
+
+    All are powers of two, so what fits the largest fits every other.
+    """
+    scalings = [own.scaling for own in p.variants() if own.scaling]
+    most = max(scalings, key=multiples.__getitem__, default="")
+    return multiples.get(most, 1), most
+
+
 def packing_multiple(p: Precision, parallel: Parallel) -> tuple[int, str]:
     """Return the multiple that each packed sequence is padded to, and its factors in words."""
-    factors = [(PACKING[p.scaling], p.scaling)] if p.scaling else []
+    factors = [(multiple, scaling) for multiple, scaling in [_most_of(p, PACKING)] if scaling]
     if parallel.context > 1:
         factors.append((2 * parallel.context, f"2 x context parallel {parallel.context}"))
     if parallel.sequence_parallel and parallel.tensor > 1:
@@ -202,33 +212,36 @@ def _train_or_rollout(model: Model, p: Precision) -> dict[tuple[int, str], Opera
 
 
 def _train_findings(model: Model, p: Precision, parallel: Parallel, machine: Machine | None) -> Iterator[Problem]:
+    compute = p.compute.upper()
     for linear, own in _running(model, p):
         parts, columns = linear.on_rank(train_cut(linear, parallel))
         facts: dict[str, Any] = {"layer": linear.name, "rows": sum(parts), "columns": columns}
-        bad = gemm_misfit(own.scaling, sum(parts), columns)
-        param = primary_misfit(own.scaling, sum(parts), columns)
+        scaling = own.scaling or ""
+        bad = gemm_misfit(scaling, sum(parts), columns)
+        param = primary_misfit(scaling, sum(parts), columns)
         if bad:
-            severity, gaps = None if p.strict else "warning", {"scaling": own.scaling, "compute": p.compute.upper()}
-            yield finding("shape", linear.name, severity=severity, reason=bad, **gaps, **facts)
+            severity = None if p.strict else "warning"
+            yield finding(
+                "shape", linear.name, severity=severity, scaling=scaling, reason=bad, compute=compute, **facts
+            )
         elif param and _is_primary(own, p):
             yield finding("param-shape", linear.name, reason=param, **facts)
         elif param and not primary_misfit(own.scaling, linear.rows, linear.columns):
             yield finding("block-straddles-ranks", linear.name, **facts)
-        if own.scaling == "blockwise" and own.rolls_out_quantized and not bad and (seam := _seam(model, linear, parts)):
+        if scaling == "blockwise" and own.rollout == "fp8" and not bad and (seam := _seam(model, linear, parts)):
             yield finding("grids-differ", linear.name, reason=seam, **facts)
-    asked = (own.scaling for own in p.variants() if own.scaling)
-    scaling = max(asked, key=lambda name: GEMM_MULTIPLE[name], default=p.scaling or "")
+    step, scaling = _most_of(p, GEMM_MULTIPLE)
     multiple, factors = packing_multiple(p, parallel)
     if parallel.pad_to and parallel.pad_to % multiple:
         yield finding("padding-too-small", "packing", given=parallel.pad_to, multiple=multiple, factors=factors)
     elif parallel.packed:
         yield finding("padding", "packing", multiple=multiple, factors=factors)
     if parallel.seq_length and not parallel.packed:
-        tokens, step = parallel.seq_length * parallel.micro_batch // parallel.context, GEMM_MULTIPLE[scaling]
+        tokens = parallel.seq_length * parallel.micro_batch // parallel.context
         if tokens % step:
             yield finding("tokens", "seq_length", tokens=tokens, multiple=step, scaling=scaling)
     if model.experts:
-        yield finding("expert-tokens", "experts", multiple=GEMM_MULTIPLE[scaling], scaling=scaling)
+        yield finding("expert-tokens", "experts", multiple=step, scaling=scaling)
 
 
 def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterator[Problem]:
@@ -240,7 +253,7 @@ def _rollout_findings(model: Model, p: Precision, parallel: Parallel) -> Iterato
         severity = "error" if p.strict else None
         facts: dict[str, Any] = {"layer": linear.name, "rows": linear.rows, "columns": linear.columns}
         yield finding("rollout-kept", linear.name, severity=severity, reason=reason, compute=p.compute.upper(), **facts)
-    for linear, own in _distinct(model, p, lambda layer, linear: _rule(kept, layer, linear) is None):
+    for linear, own in _distinct(model, p, "rollout", lambda layer, linear: _rule(kept, layer, linear) is None):
         parts, columns = on_rollout_rank(model, linear, parallel)
         facts = {"layer": linear.name, "rows": sum(parts), "columns": columns}
         reason = own_blocks(own, model, linear, parallel) or ""
@@ -304,18 +317,22 @@ def _fitting(p: Precision, model: Model, linear: Linear, parallel: Parallel) -> 
     return " or ".join(found) or "another size (none below it fits)"
 
 
-def _distinct(model: Model, p: Precision, take: Callable[[int, Linear], bool]) -> list[tuple[Linear, Precision]]:
-    """List each kind of linear that ``take`` accepts once for each contract that it has in a layer."""
-    found = ((layer, linear) for layer, linear in model.all_linears() if take(layer, linear))
-    return list(dict.fromkeys((linear, own_contract(p, layer, linear.name)) for layer, linear in found))
+def _distinct(
+    model: Model, p: Precision, side: str, take: Callable[[int, Linear], bool] = lambda layer, linear: True
+) -> list[tuple[Linear, Precision]]:
+    """List each kind of linear that ``take`` accepts once, under each contract that a side has for it."""
+    accepted = ((layer, linear) for layer, linear in model.all_linears() if take(layer, linear))
+    return list(
+        dict.fromkeys((linear, contract_of_linear(model, p, layer, linear, side)) for layer, linear in accepted)
+    )
 
 
 def _running(model: Model, p: Precision) -> list[tuple[Linear, Precision]]:
-    """List each kind of linear that runs in FP8 in at least one layer, with its contract there."""
+    """List each kind of linear that runs in FP8 in at least one layer, with its contract."""
     fates = stored(model, p, Parallel(), "train")
 
     def runs(layer: int, linear: Linear) -> bool:
         fate = fates[layer, linear.name]
         return isinstance(fate, Operand) or fate.rule == SHAPE
 
-    return _distinct(model, p, runs)
+    return _distinct(model, p, "train", runs)

@@ -99,7 +99,8 @@ def from_bridge(values: Mapping[str, Any]) -> Precision:
     elif arguments.get("fp8") is not None:
         arguments = DEFAULTS | arguments
     found = nemo.from_nemo({"precision": _FLAGS[flags[0]]} | arguments)
-    kept, rules = names_and_rules(from_te_precision(values.get(RECIPE) or {}, found.compute), found.compute)
+    every = from_te_precision(values.get(RECIPE) or {}, found.compute, found.format)
+    kept, rules = names_and_rules(every, found.compute)
     return found.replace(keep=kept, modules=rules)
 
 

@@ -48,6 +48,7 @@ BLOCKS_OF_128: dict[str, Any] = {
     "first_layers": 0,
     "last_layers": 0,
     "keep": (),
+    "modules": (),
 }
 MEGATRON = "megatron"
 """The trainer that verl and SkyRL have to be told to take: by themselves they train with FSDP."""

@@ -298,7 +298,7 @@ def _train(document: Mapping[str, Any], recipes: Mapping[str, Any] | None) -> tu
     if (four or eight) and megatron.get("first_last_layers_bf16"):
         fields |= {setting.field: megatron.get(name, setting.default) for name, setting in keys.LAYERS.items()}
     if (four or eight) and recipes:
-        fields["modules"] = from_te_precision(recipes, fields["compute"])
+        fields["modules"] = from_te_precision(recipes, fields["compute"], fp8_cfg.get("fp8") if eight else None)
     by_rule = [recipe for _, recipe in fields.get("modules", ())]
     said, wrong = _environment(document, "nvfp4" if four else fp8_cfg.get("fp8_recipe"), by_rule)
     problems += wrong

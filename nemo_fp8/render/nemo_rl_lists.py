@@ -22,6 +22,7 @@ from functools import lru_cache
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.models.families import EXPERTS, FUSED, HUGGING_FACE, in_hugging_face
+from nemo_fp8.models.governed import layers_unlike_most
 from nemo_fp8.render.nemo_rl_keys import EXPERTS_ALONE
 from nemo_fp8.render.rendering import Rules
 
@@ -103,9 +104,20 @@ def lines_of_rules(p: Precision, mx: bool) -> list[str]:
         short = as_ignored(pattern, mx)
         if short is not None and _kept({mx: [short]}, _layers(p.modules)) == places:
             lines.append(short)
-        else:
-            lines += (line for held in _HELD for line in _lines_of_places(p.modules, places, held, mx))
+            continue
+        whole = _whole_layers(p.modules, places)
+        lines += (f".layers.{layer}." for layer in whole)
+        rest = {(layer, held) for layer, held in places if layer not in whole}
+        lines += (line for held in _HELD for line in _lines_of_places(p.modules, rest, held, mx))
     return [*dict.fromkeys(lines)]
+
+
+def _whole_layers(rules: Rules, places: _Places) -> list[int]:
+    """Return the layers of which a rule decides every linear, those of no table with them; none if it decides some of
+    every layer."""
+    if {layer for layer, _ in places} & _others(rules):
+        return []
+    return [layer for layer in sorted(_numbered(rules)) if all((layer, held) in places for held in _HELD)]
 
 
 def experts_of_rules(p: Precision) -> list[str]:
@@ -201,12 +213,14 @@ def rules_of_lines(lines: Lists, rules: Rules, compute: str, nvfp4: bool = False
 
 
 def _layers(rules: Rules) -> set[int]:
-    """Return the layers that patterns name by their number, and four that stand for all others."""
+    """Return the layers that patterns tell from most, and four that stand for all others."""
     return _numbered(rules) | _others(rules)
 
 
 def _numbered(rules: Rules) -> set[int]:
-    return {int(n) for pattern, _ in rules for n in re.findall(r"layers\\?\.(\d+)", pattern)}
+    patterns = tuple(pattern for pattern, _ in rules)
+    named = {int(n) for pattern in patterns for n in re.findall(r"layers\\?\.(\d+)\b", pattern)}
+    return named | layers_unlike_most(patterns)
 
 
 def _others(rules: Rules) -> set[int]:

@@ -209,6 +209,12 @@ def to_hugging_face(precision: Precision, kept: Sequence[str] | None = None) -> 
             "Which names those are depends on the model.",
             "Pass kept=[...], the names of the kept modules, as the exporter does.",
         ),
+        (
+            kept is None and bool(p.modules),
+            f"modules={p.modules!r} in a quantization_config.",
+            "It has one format for every module that is not kept, and names in place of patterns.",
+            "`nemo-fp8 export` writes rules as names: for the compute dtype, or in several formats of ModelOpt's.",
+        ),
     )
     problems = [Problem(*words) for wrong, *words in rows if wrong]
     if problems:

@@ -216,7 +216,7 @@ def _backward(page: Page, inspection: Inspection, advice: list[Advice]) -> None:
         turned = [row for row in weights if label in row.transpositions]
         whole = inspection.transposition(label, turned)
         farthest = max(turned, key=lambda row: row.transpositions[label].distance)
-        numbers = (whole.differ_percent, 100 * whole.distance, 100 * whole.gain)
+        numbers = (whole.differ_percent, 100 * whole.distance, 100 * whole.gain) if whole.elements else (None,) * 3
         far = 100 * farthest.transpositions[label].distance
         at = (far, farthest.name.removesuffix(".weight")) if far else (far, None)
         lines.append((_chip(inspection, label), inspection.backward_words(label), *numbers, *at))
@@ -236,7 +236,9 @@ def _backward(page: Page, inspection: Inspection, advice: list[Advice]) -> None:
 
 
 def _db(value: float) -> str:
-    return "without loss" if math.isinf(value) else f"{value:.1f} dB"
+    if math.isinf(value):
+        return "without loss" if value > 0 else "lost"
+    return f"{value:.1f} dB"
 
 
 # ---------------------------------------------------------------------- figures

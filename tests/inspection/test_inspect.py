@@ -96,6 +96,16 @@ def test_a_tensor_with_an_infinity_is_named(tmp_path):
     assert [row.name for row in found.not_finite()] == ["model.layers.1.mlp.up_proj.weight"]
 
 
+def test_values_that_come_back_infinite_are_lost_and_no_traceback(tmp_path):
+    """3e38 times a block's scale of 448 is beyond FP32 when it is decoded, as on a GPU; in JSON it is no None, which
+    says that nothing was lost."""
+    weight = torch.full((32, 64), 3e38).bfloat16()
+    save_file({"model.layers.0.mlp.down_proj.weight": weight}, tmp_path / "model.safetensors")
+    (row,) = inspect_checkpoint(tmp_path, {"nvfp4": preset("bf16_with_nvfp4_mixed")}).measured()
+    assert row.losses["nvfp4"].snr_db == -math.inf
+    assert row.to_dict()["precisions"]["nvfp4"]["snr_db"] == -1000
+
+
 def test_every_tensor_is_listed_and_the_right_ones_are_measured(checkpoint):
     found = inspect_checkpoint(checkpoint, RECIPES)
     assert {row.name for row in found.rows} == llama().keys()

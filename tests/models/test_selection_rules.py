@@ -32,12 +32,20 @@ def test_every_naming_of_a_linear_gives_it_the_same_recipe(name, recipe):
     assert contract_of(RULED, (name,)).scaling == recipe
 
 
+@pytest.mark.parametrize("name", ["model.layers.3.mixer.out_proj", "model.layers.3.linear_attn.out_proj"])
+def test_what_projects_out_of_a_mixer_is_no_attention(name):
+    """Megatron calls it mixer.out_proj, and neither its file of recipes nor an engine knows another name."""
+    rules = (("*.self_attention.*", "bf16"), ("*.linear_proj", "bf16"), ("*.out_proj", "mxfp8"))
+    assert contract_of(RULED.replace(modules=rules), (name,)).scaling == "mxfp8"
+    assert contract_of(RULED.replace(modules=rules), ("model.layers.3.self_attn.out_proj",)).scaling is None
+
+
 @pytest.mark.parametrize("side", ["train", "rollout"])
 @pytest.mark.parametrize("model", [LLAMA, MOE], ids=["llama", "moe"])
 def test_both_sides_store_each_linear_as_its_rule_says(model, side):
     block = {"nvfp4": {"train": (16, 16), "rollout": (1, 16)}, "mxfp8": (1, 32), "blockwise": (128, 128)}
     for (layer, name), found in stored(model, RULED, Parallel(), side).items():
-        recipe = contract_of(RULED, (f"decoder.layers.{layer}.{name}",), 1).scaling
+        recipe = contract_of(RULED, (f"decoder.layers.{layer}.{name}",), 1, side).scaling
         if recipe is None:
             assert isinstance(found, Kept)
             assert (found.rule, layer == 1 or name.endswith("qkv")) == (KEEP, True)

@@ -10,7 +10,8 @@ import torch
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.contract.presets import preset
-from nemo_fp8.numerics.transposition import Copies, Transposition
+from nemo_fp8.numerics import quantize
+from nemo_fp8.numerics.transposition import ONE, Copies, Transposition
 
 BLOCKWISE = Operand("e4m3", (128, 128), "pow2")
 ROWS_OF_128 = Operand("e4m3", (1, 128), "fp32")
@@ -211,3 +212,29 @@ def test_a_backward_with_a_recipe_of_its_own_is_nearly_the_forwards():
     copies = Copies.under(p)
     weight = (torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     assert copies.measure(weight).distance < 0.03 < 0.08 < replace(copies, of_codes=False).measure(weight).distance
+
+
+def test_an_element_differs_where_its_code_times_its_scale_does():
+    """3 beneath a scale of 4 is 6 beneath 2. With the amax first they were an ulp apart."""
+    copies = Copies(ROWS_OF_16, ROWS_OF_16)
+    for seed in range(4):
+        weight = torch.randn(96, 160, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        by_rows, by_columns = (quantize(weight, ROWS_OF_16, usage=usage).scaled() for usage in ("row", "col"))
+        differ = (by_rows != by_columns.t()).float().mean()
+        assert copies.measure(weight).differ_percent == pytest.approx(100 * float(differ), abs=1e-4)
+
+
+@pytest.mark.parametrize("size", [2.0**-90, 2.0**-70, 2.0**70, 2.0**100])
+def test_weights_whose_squares_are_beyond_fp32_have_the_same_distance(size):
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    usual, other = (Copies(ROWS_OF_16, ROWS_OF_16).measure(weight * by) for by in (1.0, size))
+    assert other.distance == pytest.approx(usual.distance, rel=0.02)
+    assert other.gain == pytest.approx(usual.gain, rel=0.2)
+    assert Copies(ROWS_OF_16, None).measure(weight * size).distance == pytest.approx(0.095, abs=0.01)
+
+
+@pytest.mark.parametrize("copies", [ONE, Copies(ROWS_OF_16, ROWS_OF_16)])
+def test_nothing_is_said_of_a_weight_without_a_finite_element(copies):
+    found = copies.measure(torch.full((16, 16), math.nan))
+    assert found.elements == 0
+    assert {*found.to_dict().values()} == {None}

@@ -11,6 +11,7 @@ from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import gemm_misfit, primary_misfit
 from nemo_fp8.models.shapes import Model
+from nemo_fp8.models.units import select
 from nemo_fp8.preflight.lint import lint
 from nemo_fp8.preflight.shapes import AuditRow, audit, packing_multiple
 
@@ -66,6 +67,85 @@ def test_bf16_is_bf16() -> None:
     assert {(r.train, r.rollout) for r in audit(Model.read(DATA / "llama-3-8b.json"), preset("bf16_mixed"))} == {
         ("BF16", "BF16")
     }
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "rule", "train", "rollout"), [
+    # 11008 / 8 = 1376 columns on a worker: whole blocks of 16, and none of 128.
+    ("bf16_with_fp8_blockwise_mixed", "nvfp4", "NVFP4", "NVFP4"),
+    ("bf16_with_nvfp4_mixed", "blockwise", "FP8", "BF16"),
+    ("bf16_with_nvfp4_mixed", "mxfp8", "FP8", "FP8"),
+])  # fmt: skip
+def test_a_worker_multiplies_the_blocks_of_the_modules_own_recipe(base, rule, train, rollout) -> None:
+    p = preset(base).replace(modules=(("*.linear_fc2", rule),))
+    model, parallel = Model.read(LLAMA), Parallel.of("tp8")
+    table = {row.name: row for row in audit(model, p, parallel)}
+    row = table["mlp.linear_fc2"]
+    assert (row.train, row.rollout) == (train, rollout)
+    assert bool(row.rollout_reason) == (rollout == "BF16")
+    # The same module alone, in a contract that has this recipe everywhere, is the oracle.
+    alone = {r.name: r for r in audit(model, p.of(["decoder.layers.0.mlp.linear_fc2"]), parallel)}["mlp.linear_fc2"]
+    assert (row.train, row.rollout, row.rollout_reason) == (alone.train, alone.rollout, alone.rollout_reason)
+
+
+def test_findings_about_shapes_are_those_of_the_modules_own_recipe() -> None:
+    """48 rows fit FP8 GEMMs and not NVFP4's; a ragged block is 128x128's, and nothing else's."""
+
+    def codes(p: Precision, where: str) -> set[str]:
+        return {f.code for f in lint(p, model=model, parallel="tp8") if f.where == where}
+
+    narrow = LLAMA | {"intermediate_size": 8 * 48}
+    fp8, four = preset("bf16_with_fp8_tensorwise_mixed"), preset("bf16_with_nvfp4_mixed")
+    model = Model.read(narrow)
+    for base, rule, misfit in ((fp8, "nvfp4", True), (four, "tensorwise", False)):
+        ruled = base.replace(first_layers=0, last_layers=0, modules=(("*.linear_fc2", rule),))
+        assert ("shape" in codes(ruled, "mlp.linear_fc2")) == misfit
+    model = Model.read(LLAMA)
+    ragged = preset("bf16_with_fp8_blockwise_mixed")
+    assert "block-straddles-ranks" in codes(ragged, "mlp.linear_fc2")
+    assert "block-straddles-ranks" not in codes(ragged.replace(modules=(("*.linear_fc2", "nvfp4"),)), "mlp.linear_fc2")
+    assert "block-straddles-ranks" in codes(four.replace(modules=(("*.linear_fc2", "blockwise"),)), "mlp.linear_fc2")
+
+
+def test_a_rule_that_names_one_expert_holds_for_all_of_its_layer() -> None:
+    """They are stored as one matrix: as with keep, whichever expert is named."""
+    for changes in ({"keep": ("*.experts.5.*",)}, {"modules": (("*.experts.5.*", "bf16"),)}):
+        table = rows("qwen3-30b-a3b", BLOCKWISE.replace(**changes))
+        for name in ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2"):
+            assert [(row.train, row.rollout) for row in table[name]] == [("BF16", "BF16")], changes
+    table = rows("qwen3-30b-a3b", BLOCKWISE.replace(modules=(("*.experts.5.*", "nvfp4"),)))
+    assert [(row.train, row.rollout) for row in table["mlp.experts.linear_fc1"]] == [("NVFP4", "NVFP4")]
+
+
+def test_a_rule_for_a_part_of_the_experts_is_for_all_of_them_in_an_engine() -> None:
+    """The selection of a checkpoint, which plugin and exporter use, is the oracle for the table."""
+    p = preset("bf16_with_nvfp4_mixed").replace(modules=(("*.linear_fc1", "mxfp8"),))
+    table = rows("qwen3-30b-a3b", p)
+    shapes = {
+        f"model.layers.0.mlp.experts.{e}.{word}_proj.weight": shape
+        for e in range(2) for word, shape in (("gate", (768, 2048)), ("up", (768, 2048)), ("down", (2048, 768)))
+    }  # fmt: skip
+    (unit,) = select(shapes, p).units
+    assert unit.contract(p).rollout_block == "1x32"
+    sides = {name: {(r.train, r.rollout) for r in table[name]} for name in table if "experts" in name}
+    assert sides == {"mlp.experts.linear_fc1": {("FP8", "FP8")}, "mlp.experts.linear_fc2": {("NVFP4", "FP8")}}
+
+
+def test_packed_sequences_fit_the_recipe_of_every_module() -> None:
+    mx = preset("bf16_with_mxfp8_mixed")
+    ruled = mx.replace(modules=(("*.linear_fc2", "nvfp4"), ("*.linear_qkv", "bf16")))
+    assert packing_multiple(mx, Parallel())[0] == 32
+    assert packing_multiple(ruled, Parallel()) == (128, "128 (nvfp4)")
+    assert packing_multiple(mx.replace(modules=(("*", "bf16"),)), Parallel()) == (1, "")
+    found = {f.code: f for f in lint(ruled, model=Model.read(LLAMA), parallel={"packed": True, "pad_to": 64})}
+    assert "128" in found["padding-too-small"].what + found["padding-too-small"].why
+    everywhere = mx.replace(modules=(("*", "bf16"),))
+    assert lint(everywhere, model=Model.read(LLAMA), parallel={"seq_length": 100})
 
 
 def test_latent_attention() -> None:

@@ -170,6 +170,14 @@ DIFFERENCES = [
     ({**DEEPSEEK}, {}, "warning", "format", "sides-format", "Training multiplies in FP8"),
     ({"compute": "fp16"}, {}, "error", "compute", "sides-compute", "FP16"),
     ({**DEEPSEEK, "first_layers": 1}, {**DEEPSEEK}, "error", "layers", "sides-layers", "first 1 layers"),
+    (
+        {**DEEPSEEK, "keep": ("*.linear_fc2",)},
+        {**DEEPSEEK, "keep": ("*.linear_fc2",)},
+        "warning",
+        "modules",
+        "sides-units",
+        "decoder.layers.*.mlp.experts.linear_fc1 (E4M3 in training, BF16 in the rollout)",
+    ),
     ({**DEEPSEEK}, {**DEEPSEEK, "keep": ("*a_proj*",)}, "error", "modules", "sides-modules", "*a_proj*"),
     (TENSORWISE_128, TENSORWISE_128, "warning", "weights", "sides-blocks", "whole tensor"),
     (
@@ -288,7 +296,7 @@ DIFFERENCES = [
 def test_nvfp4_agrees_where_blocks_and_the_scales_of_rows_do():
     p = Precision(**ALIKE)
     assert check(train=p, rollout=p).agrees
-    rules = (("*.self_attention.*", "bf16"), ("*.linear_fc2", "mxfp8"))
+    rules = (("*.self_attention.*", "bf16"), ("*.mlp.linear_fc2", "mxfp8"))
     assert check(train=p.replace(modules=rules), rollout=p.replace(modules=rules)).agrees
 
 
@@ -397,6 +405,88 @@ def test_a_linear_whose_name_begins_like_a_routers_is_none():
     assert [f.code for f in found.findings if f.severity == "error"] == ["sides-modules"]
 
 
+@pytest.mark.parametrize("pattern", [
+    "*.mlp.gate*",  # the router, and gate_proj
+    r"re:norm|linear_fc1",
+    r"re:(linear_fc1|\.router)$",
+    r"re:norm|mixer",
+    "*.feed_forward.gate*",
+])  # fmt: skip
+def test_a_pattern_that_names_linears_beside_what_is_kept_anyway_counts(pattern):
+    train = Precision(**DEEPSEEK)
+    for changes in ({"keep": (pattern,)}, {"modules": ((pattern, "bf16"),)}):
+        for sides in ((train, train.replace(**changes)), (train.replace(**changes), train)):
+            assert not check(train=sides[0], rollout=sides[1]).agrees, changes
+
+
+@pytest.mark.parametrize(("ours", "theirs", "module"), [
+    ("*.layers.1[23].*", "*.layers.12.*", "decoder.layers.13."),
+    (r"re:layers\.1[23]\.", r"re:layers\.12\.", "decoder.layers.13."),
+    ("*.layers.1?.*", r"re:layers\.1[0-8]\.", "decoder.layers.19."),
+    ("*.[12].mlp.*", "*.1.mlp.*", "decoder.layers.2."),
+    (r"re:layers\.\d\d\.mlp\.linear_fc1", r"re:layers\.[1-8]\d\.mlp\.linear_fc1", "decoder.layers.90."),
+])  # fmt: skip
+def test_layers_that_patterns_do_not_name_by_number_are_told_apart(ours, theirs, module):
+    p = Precision(**DEEPSEEK)
+    one, other = (p.replace(modules=((pattern, "bf16"),)) for pattern in (ours, theirs))
+    for train, rollout in ((one, other), (other, one)):
+        found = check(train=train, rollout=rollout)
+        assert module in str(found), found
+        assert check(train=train, rollout=train).agrees
+    kept = [p.replace(keep=(pattern,)) for pattern in (ours, theirs)]
+    assert not check(train=kept[0], rollout=kept[1]).agrees
+
+
+@pytest.mark.parametrize(("train", "rollout"), [
+    ({"keep": ("*.mlp.linear_fc2",)}, {"modules": (("*.mlp.linear_fc2", "bf16"),)}),
+    ({"keep": ("*.linear_fc1", "*.linear_fc2")}, {"keep": ("*.linear_fc?",)}),
+    ({"keep": ("*.mlp.linear_fc1",)}, {"keep": ("*.mlp.gate_up_proj",)}),
+    ({"keep": ("*.mlp.linear_fc1",)}, {"keep": ("*.mlp.up_proj", "*.mlp.gate_proj", "*.router")}),
+    ({"keep": ("*.mlp.experts.*",)}, {"keep": ("*.experts.*_proj", "*.experts.*.w?")}),
+])  # fmt: skip
+def test_the_same_linears_kept_by_other_words_are_no_difference(train, rollout):
+    sides = [Precision(**DEEPSEEK, **changes) for changes in (train, rollout)]
+    assert check(train=sides[0], rollout=sides[1]).agrees
+    assert join(*sides).keep == sides[0].keep
+
+
+@pytest.mark.parametrize(("changes", "module"), [
+    ({"modules": (("*.linear_fc1", "mxfp8"),)}, "decoder.layers.*.mlp.experts.linear_fc2"),
+    ({"modules": (("*.experts.*.down_proj", "mxfp8"),)}, "decoder.layers.*.mlp.experts.linear_fc1"),
+    ({"modules": (("*.layers.3.*.linear_fc2", "bf16"),)}, "decoder.layers.3.mlp.experts.linear_fc1"),
+    ({"keep": ("*.linear_fc2",)}, "decoder.layers.*.mlp.experts.linear_fc1"),
+    ({"keep": ("*.q_a_proj",)}, "decoder.layers.*.self_attention.linear_kv_down_proj"),
+])  # fmt: skip
+def test_a_part_of_what_an_engine_holds_as_one_is_the_whole_there(changes, module):
+    """Megatron runs the experts' two linears by two recipes, and an engine all experts of a layer by one."""
+    p = Precision(**ALIKE, **changes)
+    (found,) = [f for f in check(train=p, rollout=p).findings if f.code == "sides-units"]
+    assert module in found.what
+    assert not check(train=p, rollout=p).agrees
+    assert join(p, p) == p
+
+
+@pytest.mark.parametrize(
+    "rule", ["*.mlp.linear_fc1", "*.experts.*", "*.linear_fc*", "*.shared_experts.linear_fc1", "*"]
+)
+def test_rules_for_all_of_what_an_engine_holds_as_one_or_for_none_agree(rule):
+    p = Precision(**DEEPSEEK, modules=((rule, "mxfp8"),))
+    assert check(train=p, rollout=p).agrees
+    four = Precision(**ALIKE, modules=((rule, "bf16"),))
+    assert check(train=four, rollout=four).agrees
+
+
+def test_powers_of_two_are_alike_whatever_an_engine_holds_as_one():
+    p = Precision(**DEEPSEEK, modules=(("*.linear_fc1", "mxfp8"),))
+    assert check(train=p, rollout=p).agrees
+
+
+def test_the_engines_name_of_all_experts_is_one_of_theirs_on_both_sides():
+    p = Precision(**ALIKE, modules=(("*.mlp.experts", "bf16"),))
+    assert p.of(all_names(["decoder.layers.3.mlp.experts.linear_fc2"], 4)).scaling is None
+    assert check(train=p, rollout=p).agrees
+
+
 def test_a_missing_correction_is_a_note():
     p = Precision(**DEEPSEEK, importance_sampling=False)
     result = check(train=p, rollout=p)
@@ -450,5 +540,8 @@ def test_a_rule_in_vllm_s_words_holds_in_training_too(megatron, vllm):
     unit = {"linear_qkv": "self_attention.linear_qkv", "linear_fc1": "mlp.linear_fc1"}[megatron]
     assert ruled.of(all_names([f"decoder.layers.3.{unit}"])).scaling is None
     assert any(map(base.replace(keep=(f"*.{vllm}",)).keeps, all_names([f"decoder.layers.3.{unit}"])))
-    assert check(train=ruled, rollout=base.replace(modules=((f"*.{megatron}", "bf16"),))).agrees
+    alike = check(train=ruled, rollout=base.replace(modules=((f"*.{megatron}", "bf16"),)))
+    assert {f.code for f in alike.findings} <= {"sides-units"}, (
+        "the experts' other linear alone, which is no part of it"
+    )
     assert not check(train=ruled, rollout=base).agrees

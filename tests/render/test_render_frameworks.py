@@ -178,8 +178,17 @@ def test_no_rendering_quantizes_the_rollout_otherwise_than_the_contract(to, cont
         assert contract.rollout == "fp8"
         for role in ("weight", "input"):
             assert rollout.operand(role, "rollout") == contract.operand(role, "rollout")
-        kept = (contract.keep, contract.first_layers, contract.last_layers)
-        assert (rollout.keep, rollout.first_layers, rollout.last_layers) == kept
+        named = ("keep", "modules", "first_layers", "last_layers")
+        assert [getattr(rollout, name) for name in named] == [getattr(contract, name) for name in named]
+
+
+def test_skyrl_s_rollout_has_rules_by_our_plugin():
+    p = preset("bf16_with_fp8_blockwise_mixed").replace(**FP32, modules=(("*.linear_qkv", "bf16"),))
+    data = render(p, "skyrl").data
+    assert data["overrides"][skyrl.MODE] is None
+    assert data["overrides"][f"{skyrl.PLUGIN}.modules"] == [["*.linear_qkv", "bf16"]]
+    assert render(Precision(rollout="fp8", modules=p.modules), "skyrl").require_whole().lost == ()
+    assert render(p, "slime").data["quantization_config"] is None
 
 
 @pytest.mark.parametrize("to", frameworks.SOURCES)

@@ -578,6 +578,9 @@ def _sides(p, layers=48):
     [
         (BLOCKS, (("*.linear_qkv", "bf16"),), ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
         (BLOCKS, (("*.layers.0.*", "bf16"),), [".layers.0."]),
+        (BLOCKS, (("*.layers.[0-3].*", "bf16"),), [f".layers.{n}." for n in range(4)]),
+        (BLOCKS, (("decoder.layers.1[23].*", "bf16"),), [".layers.12.", ".layers.13."]),
+        (BLOCKS, (("*.layers.1?.mlp.linear_fc2", "bf16"),), [f"layers.{n}.mlp.down_proj" for n in range(10, 20)]),
         (BLOCKS, (("*.linear_attn.*", "bf16"),), [".linear_attn."]),
         (BLOCKS, (("*.layers.17.mlp.linear_fc2", "bf16"),), ["layers.17.mlp.down_proj"]),
         (BLOCKS, (("*.mlp.experts.*", "bf16"),), ["mlp.experts", "block_sparse_moe.experts"]),
@@ -588,6 +591,7 @@ def _sides(p, layers=48):
             ["*.self_attn.q_proj", "*.self_attn.k_proj", "*.self_attn.v_proj", "*.self_attn.qkv_proj"],
         ),
         (MX, (("*.layers.0.*", "bf16"),), [".layers.0."]),
+        (MX, (("decoder.layers.1[23].*", "bf16"),), [".layers.12.", ".layers.13."]),
         # vLLM asks for the experts of a layer by a name that ends in experts.
         (MX, (("*.experts.*", "bf16"),), ["*.mlp.experts*", "*.block_sparse_moe.experts*"]),
         (
@@ -617,7 +621,6 @@ def test_rules_for_the_compute_dtype_are_on_the_rollouts_lists(contract, rules, 
         (MX, (("*.linear_fc2", "tensorwise"),)),
         (MX, (("*.linear_fc2", "nvfp4"),)),
         (MOE, (*MOE.modules, ("*.linear_fc2", "mxfp8"))),
-        (BLOCKS, (("*.layers.[0-3].*", "bf16"),)),
         (BLOCKS, (("*.linear_nowhere", "bf16"),)),
     ],
 )
@@ -644,6 +647,7 @@ def test_words_that_a_user_wrote_say_the_trainings_rule_too():
 FROM = {
     "sides-modules": {"keep", "modules"},
     "sides-recipes": {"keep", "modules"},
+    "sides-units": {"keep", "modules"},
     "sides-layers": {"first_layers", "last_layers", "keep", "modules"},
     "sides-correction": {"importance_sampling"},
     "sides-kv-cache": {"attention"},

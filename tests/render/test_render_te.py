@@ -18,6 +18,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render import nemo, render
+from nemo_fp8.render.bridge import from_bridge
 from nemo_fp8.render.te import from_te, te_environment, te_recipe
 from nemo_fp8.render.te_loader import load_recipe_module
 from nemo_fp8.render.te_precision import from_te_precision
@@ -263,7 +264,57 @@ def test_megatrons_file_says_every_rule_or_names_what_it_loses(contract):
     except PrecisionError as error:
         assert all(p.what and p.why and p.remedy for p in error.problems)  # noqa: PT017
         return
-    rules = from_te_precision(yaml.safe_load(rendering.text), contract.compute)
+    rules = from_te_precision(yaml.safe_load(rendering.text), contract.compute, contract.format)
     assert rules == (*((name, contract.compute) for name in contract.keep), *contract.modules)
     assert rendering.lost == (("backward_scaling",) if contract.backward_scaling else ())
     assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
+
+
+def _file(recipe, matcher=(), **config):
+    said = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe} | config
+    usual = {"config": "one", "type": "glob", "pattern": "*.linear_fc1", "enabled": True}
+    return {"configs": {"one": said}, "matchers": {"first": usual | dict(matcher)}}
+
+
+@pytest.mark.parametrize(("document", "words"), [
+    (_file({"fp8_quantisation_recipe": "blockwise"}), "Did you mean 'fp8_quantization_recipe'"),
+    (_file({"fp8_quantization_recipe": "mxfp8", "fp4_quantization_recipe": "nvfp4"}), "for FP4 and one for FP8"),
+    (_file({"custom_recipe_factory": "a.b"}), "no word for it"),
+    (_file({"fp8_quantization_recipe": "tensorwise", "tp_only_amax_red": True}), "no word for it"),
+    (_file({"fp8_quantization_recipe": "blockwise", "fp8_format": "hybrid"}), "fp8_format: e4m3"),
+    (_file(None), "Megatron stops"),
+    (_file("nvfp4"), "Megatron stops"),
+    (_file({}, training="bf16"), "Unknown key of the config one"),
+    (_file({}, {"pattern": None}), "has the pattern None"),
+    (_file({}, {"pattern": "re:fc1"}), "matches names with globs"),
+    (_file({}, {"config": ["one"]}), "Unknown config of the matcher"),
+    ({"configs": [1]}, r"holds \[1\]"),
+    ({"configs": {"one": None}}, "holds None"),
+    ({"matchers": {"first": "one"}}, "holds 'one'"),
+])  # fmt: skip
+def test_what_megatron_refuses_or_a_contract_has_no_word_for_is_refused(document, words):
+    with pytest.raises(PrecisionError, match=words) as caught:
+        from_te_precision(document)
+    assert all(problem.remedy for problem in caught.value.problems)
+
+
+def test_the_format_of_a_rule_is_that_of_the_model():
+    """A file that does not say it is Megatron's E4M3: gradients of a hybrid model would be in another format there."""
+    silent, hybrid = (_file({"fp8_quantization_recipe": "mxfp8"} | more) for more in ({}, {"fp8_format": "hybrid"}))
+    rules = (("*.linear_fc1", "mxfp8"),)
+    assert from_te_precision(silent) == from_te_precision(silent, element="e4m3") == rules
+    assert from_te_precision(hybrid, element="hybrid") == rules
+    with pytest.raises(PrecisionError, match="whose FP8 is 'hybrid'"):
+        from_te_precision(silent, element="hybrid")
+    with pytest.raises(PrecisionError, match="whose FP8 is 'hybrid'"):
+        from_bridge({"bf16": True, "fp8": "hybrid", "fp8_recipe": "blockwise", "quant_recipe": silent})
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.1[23].*", "model.layers.1?.*", "backbone.layers.*.mixer.*"])
+def test_a_pattern_that_megatron_would_match_with_nothing_is_refused(pattern):
+    for changes in ({"keep": (pattern,)}, {"modules": ((pattern, "bf16"),)}):
+        contract = Precision(format="e4m3", scaling="mxfp8", **changes)
+        with pytest.raises(PrecisionError, match="by another name"):
+            render(contract, "te-precision")
+        assert {*changes} <= {*render(contract, "bridge").lost}
+    assert render(Precision(format="e4m3", scaling="mxfp8", keep=("model.embed_tokens",)), "te-precision").lost == ()

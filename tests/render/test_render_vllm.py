@@ -159,11 +159,26 @@ def test_foreign_quantization_configs_are_refused(config, word):
     ("model.layers.3.*", False),
     ("*.linear_qkv", True),  # Megatron's name, of which stock vLLM would quantize every part
     ("decoder.layers.3.*", True),
+    ("model.layers.1?.*", False),
+    ("decoder.layers.1?.*", True),
+    (r"re:^decoder\.layers\.1\d\.", True),
+    ("decoder.layers.*.mixer.*", True),
     ("*.q_proj", True),  # a part: vLLM refuses a fused layer whose parts differ
 ])  # fmt: skip
 def test_stock_vllm_gets_only_names_that_it_knows(pattern, plugin):
     arguments = vllm.to_vllm(Precision(rollout="fp8", keep=(pattern,)))
     assert (arguments["quantization"] == vllm.PLUGIN) == plugin
+
+
+@pytest.mark.parametrize("rule", [("*.o_proj", "mxfp8"), ("model.layers.0.mlp.down_proj", "bf16")])
+def test_rules_are_no_part_of_a_quantization_config_without_a_model(rule):
+    """One would say that every linear is in FP8, in the contract's own blocks."""
+    p = Precision(rollout="fp8", modules=(rule,))
+    with pytest.raises(PrecisionError, match=r"modules=.* in a quantization_config"):
+        vllm.to_hugging_face(p)
+    rendering = render(p, "vllm")
+    assert "quantization_config" not in rendering.data
+    assert any("No quantization_config" in note for note in rendering.notes)
 
 
 # ---------------------------------------------------------------------- recipes by module, without our plugin

@@ -1,6 +1,8 @@
 """NVFP4 weights that are pushed: the bytes of a fresh engine, fingerprints that a trainer computes by itself, and a
 receipt that sees a bit."""
 
+import json
+
 import pytest
 import torch
 from support.rollout import engines
@@ -112,6 +114,7 @@ HARD = {
     "all zero": (torch.zeros_like, ["Weights that are all zero"]),
     "subnormal": (lambda x: (x.float() * 2.0**-125).bfloat16(), []),
     "smallest": (lambda x: torch.zeros_like(x).index_fill_(1, torch.tensor(3), 2.0**-133), []),
+    "huge": (lambda x: torch.full_like(x, 3e38), ["Values of 1.8e+19 and more"]),
     "no number": (lambda x: x.index_fill(1, torch.tensor(3), float("nan")), ["Scales that are", "Infinite values or"]),
     "infinite": (lambda x: x.index_fill(1, torch.tensor(3), float("inf")), ["Scales that are", "Infinite values or"]),
 }
@@ -126,7 +129,9 @@ def test_hard_weights_are_held_as_quantized_and_bad_ones_told(pushed, of, proble
     found = [problem.what for problem in receipt.problems]
     assert [any(what in one and DOWN in one for one in found) for what in problems] == [True] * len(problems)
     assert len(found) == len(problems)
-    if "Infinite values or" not in problems:
+    assert len(str(receipt)) > 0
+    assert json.loads(json.dumps(receipt.to_dict())) is not None
+    if not {"Infinite values or", "Values of 1.8e+19 and more"} & {*problems}:
         layer = model.get_submodule(DOWN.removesuffix(".weight"))
         right = quantize(x, Operand("e2m1", (1, 16), "e4m3"))
         assert same_bits(layer.weight.data, right.data)
@@ -200,3 +205,17 @@ def test_a_push_goes_into_each_layer_as_the_rule_for_its_module_says(checkpoint,
     assert {kind for name, kind in kinds.items() if ".layers.1.mlp" in name} == {"nvfp4"}
     again = Refit(Worker(model)).push(weights, verify=True).require()
     assert {t.name: t.fingerprints for t in again.tensors} == {t.name: t.fingerprints for t in receipt.tensors}
+
+
+@pytest.mark.parametrize("pattern", ["*.experts.linear_fc2", "*.experts.1.*", "*.mlp.experts"])
+def test_a_rule_for_a_part_of_the_experts_is_for_all_of_them(checkpoint, pattern):
+    """In the engine, in what the trainer expects of it, and at every expert."""
+    contract = NVFP4.replace(modules=((pattern, "mxfp8"),))
+    model, weights = (
+        build(checkpoint("qwen3_moe"), rollout="nvfp4", modules=contract.modules),
+        weights_of(checkpoint("qwen3_moe", 1)),
+    )
+    receipt = Refit(Worker(model)).push(weights, verify=True).require()
+    assert {t.kind for t in receipt.tensors if "experts." in t.name} == {"fp8"}
+    assert {t.kind for t in receipt.tensors if "self_attn.o_proj" in t.name} == {"nvfp4"}
+    assert compare_weights(weights, told_by(receipt), contract) == []

@@ -316,7 +316,10 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def _snr_db(signal: float, noise: float) -> float | None:
-    return None if signal == 0 else math.inf if noise == 0 else 10 * math.log10(signal / noise)
+    if signal == 0 or noise == 0:
+        return None if signal == 0 else math.inf
+    ratio = signal / noise  # 0, or no number, where values came back infinite
+    return 10 * math.log10(ratio) if ratio > 0 else -math.inf
 
 
 def _worst(t: Written) -> str:
