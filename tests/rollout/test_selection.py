@@ -10,6 +10,7 @@ from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import Kept, decoder_layer
 from nemo_fp8.models.shapes import Model
 from nemo_fp8.models.stored import stored
+from nemo_fp8.rollout.engine import compatibility
 from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.engine.report import grid_report
 from nemo_fp8.rollout.engine.selection import reason_to_keep, reason_to_keep_experts
@@ -176,3 +177,17 @@ def test_columns_have_blocks_too():
     )
     assert other_blocks(none, Span("", 128, 256, 256), (128, 128)) is None
     assert other_blocks(none, Span("", 0, 192, 384), None) is None
+
+
+def test_a_vllm_whose_routers_run_on_gpus_alone_leaves_experts_in_bf16_by_name(checkpoint, monkeypatch, said):
+    """vLLM 0.28 and 0.29 have no router for CPUs but in their fused kernels, and ended at the first token."""
+    since, _ = compatibility.FEATURES["CPU router"]
+    gone = compatibility.Internal("vllm.model_executor.layers.fused_moe.router", "no_such_router")
+    monkeypatch.setitem(compatibility.FEATURES, "CPU router", (since, gone))
+    for contract in ({"kernel": "decode"}, {"rollout": "nvfp4"}):
+        experts = build(checkpoint("qwen3_moe"), **contract).get_submodule("model.layers.1.mlp.experts.routed_experts")
+        assert "vLLM before 0.30" in experts.quant_method.nemo_fp8_reason
+        assert experts.w13_weight.dtype == torch.bfloat16
+    assert [line for line in said if "mlp.experts" in line and "vLLM before 0.30" in line]
+    with pytest.raises(PrecisionError, match=r"vLLM before 0\.30"):
+        build(checkpoint("qwen3_moe"), kernel="decode", strict=True)

@@ -178,6 +178,7 @@ FEATURES = {
     "weight_version": ("0.28", Internal("vllm.v1.engine.llm_engine", "LLMEngine.set_weight_version")),
     "weight_versions": ("0.32", Internal("vllm.outputs", "CompletionOutput.weight_versions")),
     "weight_checker": ("0.32", Internal("vllm.v1.engine.async_llm", "AsyncLLM.compute_weight_checksums")),
+    "CPU router": ("0.30", Internal(f"{_LAYERS}.fused_moe.router.cpu_router", "CPURouter")),
     "pause and resume": ("0.28", Internal("vllm.v1.engine.async_llm", "AsyncLLM.pause_generation", ("mode",))),
     "shutdown of a transfer": (
         "0.32",

@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.engine import kernels, ops
+from nemo_fp8.rollout.engine.compatibility import FEATURES
 from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.engine.quantizer import quantize_weight
 from nemo_fp8.rollout.engine.selection import in_every_layer
@@ -63,6 +64,8 @@ def unquantized(layer: RoutedExperts, reason: str) -> UnquantizedFusedMoEMethod:
 
 def not_decoded(layer: RoutedExperts) -> Iterator[str]:
     """Yield the features of a layer that the decoded method does not have."""
+    if current_platform.is_cpu() and FEATURES["CPU router"][1].misfit():
+        yield "a router that runs on CPUs in vLLM's fused kernels alone (vLLM before 0.30)"
     if layer.apply_router_weight_on_input:
         yield "the router's weight on their input (as Llama 4 has it)"
     if layer.moe_config.has_bias:
