@@ -144,7 +144,7 @@ def _attribute(module: str, name: str) -> Any:
 def _new(name: str) -> str:
     """Return the new name of a module, or of one within a package that moved; empty if there is none.
 
-    ``from nemo_fp8.agreement import chek`` asks for a module of that name, too, where there is no attribute.
+    ``from nemo_fp8.agreement import rollout_operand`` asks for a module of that name, too, where there is no attribute.
     """
     old = max((old for old in MOVED if f"{name}.".startswith(f"{old}.")), key=len, default="")
     new = MOVED[old] + name.removeprefix(old) if old else ""

@@ -30,7 +30,7 @@ from megatron.bridge.training import mixed_precision as theirs
 from nemo_fp8.bridge.loading import look_after_weights
 from nemo_fp8.bridge.patches import FOR_THE_PROCESS, replace_for_bridge
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.naming import load
+from nemo_fp8.contract.naming import given
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.preflight.engine import choose_engine
 from nemo_fp8.render.bridge import from_bridge, to_bridge
@@ -71,7 +71,7 @@ class ContractPrecision(theirs.MixedPrecisionConfig):
 
 def bridge_config(contract: Precision | str) -> ContractPrecision:
     """Return the value for ``ConfigContainer.mixed_precision`` of a contract, a preset's name or a YAML file."""
-    precision = load(contract) if isinstance(contract, str) else contract
+    precision = given(contract)
     values, beyond = precision.to_dict(), sorted(beyond_nemo(precision))
     return ContractPrecision(**resolve_dtypes(to_bridge(precision)), beyond={name: values[name] for name in beyond})
 

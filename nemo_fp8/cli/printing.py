@@ -6,8 +6,9 @@ Text is escaped for rich, which would read names such as ``[128, 128]`` as marku
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nemo_fp8.errors import Problem
@@ -33,8 +34,16 @@ def word(value: Any) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print ``value`` as JSON on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    """Print ``value`` as JSON on stdout. JSON has no word for NaN and infinities, which become null."""
+    sys.stdout.write(json.dumps(_in_json(value), indent=2, default=str, allow_nan=False) + "\n")
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _in_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_in_json(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> None:

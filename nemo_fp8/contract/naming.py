@@ -22,6 +22,22 @@ def load(name: str, changes: list[str] | None = None) -> Precision:
     return p.replace(**changed) if changed else p
 
 
+def given(precision: Precision | str) -> Precision:
+    """Return a contract that is given as itself, or by the name of a preset or of a YAML file.
+
+    Raises PrecisionError if it is neither, or if there is no such preset or file.
+    """
+    if isinstance(precision, str):
+        return load(precision)
+    if not isinstance(precision, Precision):
+        raise PrecisionError(
+            f"{precision!r} is no contract.",
+            "A contract is a Precision, or the name of a preset or of a YAML file.",
+            "Give nemo_fp8.preset(NAME), or such a name.",
+        )
+    return precision
+
+
 def from_file(name: str) -> Precision:
     """Return the contract in a YAML file; without a name of its own it is named after the file."""
     p = Precision.from_yaml(read_text(name))

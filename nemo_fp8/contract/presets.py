@@ -64,7 +64,7 @@ PRESETS: dict[str, Precision] = {name: Precision(name=name, **row) for name, row
 
 def preset(name: str) -> Precision:
     """Return the contract of a preset; hyphens and underscores are the same. Raises PrecisionError if unknown."""
-    found = PRESETS.get(name.replace("-", "_"))
+    found = PRESETS.get(name.replace("-", "_")) if isinstance(name, str) else None
     if found is None:
         raise PrecisionError([unknown("precision", name, PRESETS)])
     return found

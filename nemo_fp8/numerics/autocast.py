@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.naming import load
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.models.selection import contract_of
 from nemo_fp8.numerics import bf16
@@ -101,7 +101,7 @@ class autocast:
         enabled: bool = True,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        precision = load(precision) if isinstance(precision, str) else precision
+        precision = given(precision)
         self.precision, self.model, self.group = precision, model, group
         self.enabled = enabled and precision.is_quantized
         # Modules hold their records; a weight is looked up when it is used, since it or its module may have been

@@ -93,8 +93,14 @@ class DelayedScaling:
         return {"scale": self.scale.clone(), "history": self.history.clone()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore scale and history. Raises PrecisionError if they have another shape than here."""
+        """Restore scale and history. Raises PrecisionError if one is missing, or has another shape than here."""
         for name in ("scale", "history"):
+            if name not in state:
+                raise PrecisionError(
+                    f"Delayed scaling without its {name}.",
+                    "A checkpoint holds scale and history of both directions beside a weight, or none of them.",
+                    "Load the whole checkpoint; without any of its .fp8. tensors scales start anew.",
+                )
             mine, theirs = getattr(self, name), state[name]
             if mine.shape != theirs.shape:
                 raise PrecisionError(

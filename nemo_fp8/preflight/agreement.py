@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.governed import Governed, apart_in_an_engine, governed, kept_on_one_side
@@ -90,10 +91,14 @@ class Agreement:
         raise TypeError("Ask check(...).agrees, or call check(...).require().")
 
 
-def check(*, train: Precision, rollout: Precision) -> Agreement:
-    """Compare the training side of one contract with the rollout side of another (or of the same)."""
+def check(*, train: Precision | str, rollout: Precision | str) -> Agreement:
+    """Compare the training side of one contract with the rollout side of another (or of the same).
+
+    Each is a contract, or the name of a preset or of a YAML file. Raises PrecisionError if there is no such contract.
+    """
     parts = (_compute, _values, _layers, _kept, _units, _kv_cache, _correction)
-    return Agreement(tuple(found for part in parts for found in part(train, rollout)))
+    sides = (given(train), given(rollout))
+    return Agreement(tuple(found for part in parts for found in part(*sides)))
 
 
 def join(train: Precision, rollout: Precision) -> Precision:

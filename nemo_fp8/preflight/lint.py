@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.contract.te_variables import variables_for
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
@@ -36,7 +37,7 @@ _NVFP4_FIELDS = (
 
 
 def lint(
-    settings: Precision | Mapping[str, Any],
+    settings: Precision | Mapping[str, Any] | str,
     *,
     model: Model | Mapping[str, Any] | str | Path | None = None,
     parallel: Parallel | Mapping[str, Any] | str | None = None,
@@ -46,11 +47,13 @@ def lint(
 ) -> list[Problem]:
     """Return every finding, errors first. Problems of settings that are no valid contract become findings, too.
 
+    ``settings`` is a contract, its fields, or the name of a preset or of a YAML file.
+
     ``environment`` is a mapping such as ``os.environ``, read only if given. With ``modules=sys.modules``, variables
     that were set after TransformerEngine's import are found, too.
     """
     try:
-        precision = settings if isinstance(settings, Precision) else Precision.from_dict(settings)
+        precision = Precision.from_dict(settings) if isinstance(settings, Mapping) else given(settings)
     except PrecisionError as error:
         return [finding("contract", what=p.what, why=p.why, remedy=p.remedy) for p in error.problems]
     said = Parallel.of(parallel)

@@ -7,7 +7,7 @@ from typing import Any, Optional, TypeAlias, Union
 import nemo_run as run
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.naming import load
+from nemo_fp8.contract.naming import given
 from nemo_fp8.factories import plugin_config
 from nemo_fp8.train.plugin import MixedPrecision
 
@@ -21,4 +21,4 @@ def plugin_of(precision: PrecisionLike) -> run.Config[MixedPrecision]:
     """Return a Config of our plugin for a preset's name, a YAML file, a contract, or such a Config."""
     if isinstance(precision, run.Config):
         return precision
-    return plugin_config(load(precision) if isinstance(precision, str) else precision)
+    return plugin_config(given(precision))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.render import bridge, env, megatron, nemo, nemo_rl, skyrl, slime, te, te_precision, trl, verl, vllm
 from nemo_fp8.render.rendering import Rendering
@@ -29,14 +30,16 @@ RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
 }
 
 
-def render(precision: Precision, to: str, layers: int | None = None) -> Rendering:
-    """Render ``precision`` for ``to``, a key of ``RENDERERS``. Raises PrecisionError if ``to`` is unknown.
+def render(precision: Precision | str, to: str, layers: int | None = None) -> Rendering:
+    """Render ``precision``, a contract or the name of one, for ``to``, a key of ``RENDERERS``.
 
-    ``layers`` is the number of the model's decoder layers; NeMo RL's NVFP4 names the last ones by it.
+    ``layers`` is the number of the model's decoder layers; NeMo RL's NVFP4 names the last ones by it. Raises
+    PrecisionError if ``to`` or the name is unknown.
     """
     if to not in RENDERERS:
         raise PrecisionError([unknown("rendering", to, RENDERERS)])
-    return nemo_rl.render(precision, layers) if to == "nemo-rl" else RENDERERS[to](precision)
+    contract = given(precision)
+    return nemo_rl.render(contract, layers) if to == "nemo-rl" else RENDERERS[to](contract)
 
 
 __all__ = ["RENDERERS", "Rendering", "render"]

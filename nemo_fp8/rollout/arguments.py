@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.naming import load
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.preflight.answers import answer
 from nemo_fp8.preflight.engine import require
@@ -52,7 +52,7 @@ def engine_args(
 
     Raises PrecisionError if vLLM cannot do this on ``machine``, or the environment contradicts the contract.
     """
-    p = load(precision) if isinstance(precision, str) else precision
+    p = given(precision)
     where = Machine.parse(machine) if isinstance(machine, str) else machine or engine_machine()
     if where is not None:
         # Without DeepGEMM vLLM takes another kernel, and logs it: no reason to refuse.
@@ -94,7 +94,7 @@ def environment(precision: Precision | str) -> dict[str, str]:
 
     Workers read them when they choose kernels.
     """
-    p = load(precision) if isinstance(precision, str) else precision
+    p = given(precision)
     if p.rollout != "fp8":
         return {}
     # With E8M0 scales DeepGEMM would quantize FP32-scaled codes a second time.

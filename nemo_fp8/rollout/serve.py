@@ -25,7 +25,7 @@ from pathlib import Path
 
 from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.naming import load
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.extras import require
 from nemo_fp8.render.vllm import flags
@@ -92,7 +92,7 @@ def server_for(
             "Say where to listen with --host and --port themselves.",
         )
     require("rollout")
-    contract = load(precision) if isinstance(precision, str) else precision
+    contract = given(precision)
     check_model(Path(model), contract)
     arguments = engine_args(contract, activations=activations, kernel=kernel)
     words = [sys.executable, "-m", MODULE, "--model", model, "--host", host, "--port", str(port), *flags(arguments)]

@@ -121,6 +121,7 @@ def test_a_command_s_end_is_its_own():
         (["true"], 0),
         (["sh", "-c", "exit 7"], 7),
         (["sh", "-c", "kill -SEGV $$"], -11),
+        (["sh", "-c", "kill -PIPE $$"], -13),  # which Python has ignored, and hands on as ignored
         (["no-such-program"], 127),
     ):
         with running(words, stderr=subprocess.DEVNULL) as process:

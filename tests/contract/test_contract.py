@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from support.strategies import contracts
 
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import Precision, naming
 from nemo_fp8.contract.naming import load
 from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.preflight.agreement import check
+from nemo_fp8.preflight.lint import lint
+from nemo_fp8.render import render
 
 
 def _contradiction(**settings):
@@ -190,6 +193,24 @@ def test_what_yaml_cannot_read_is_one_error(value):
     if not value.startswith("("):
         with pytest.raises(PrecisionError, match="not YAML"):
             Precision.from_yaml(f"keep: {value}")
+
+
+def test_whoever_takes_a_contract_takes_its_name_and_nothing_else(tmp_path):
+    """check, render and lint ended in an AttributeError at a name, lint read it letter by letter."""
+    name = "bf16_with_fp8_blockwise_mixed"
+    (tmp_path / "contract.yaml").write_text(preset(name).to_yaml())
+    for said in (name, str(tmp_path / "contract.yaml"), preset(name)):
+        assert naming.given(said) == preset(name)
+        assert check(train=said, rollout=said).agrees
+        assert render(said, "vllm") == render(preset(name), "vllm")
+        assert lint(said) == lint(preset(name))
+    for wrong in (None, 5, {"format": "hybrid"}):
+        for taker in (naming.given, lambda p: check(train=p, rollout=p), lambda p: render(p, "vllm")):
+            with pytest.raises(PrecisionError, match="is no contract"):
+                taker(wrong)
+        with pytest.raises(PrecisionError, match="Unknown precision"):
+            preset(wrong)
+    assert [f.code for f in lint(None)] == ["contract"]
 
 
 def test_an_error_crosses_a_process_whole():

@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
+import torch
 import typer
+from safetensors.torch import save_file
 from support.pages import Parsed
 from support.tiny_llama import LAYERS
 from typer.testing import CliRunner
@@ -54,6 +56,18 @@ def test_json_is_json_and_holds_every_tensor(checkpoint, monkeypatch):
     assert len(measured) == 7 * LAYERS
     assert found["keep"]["blockwise"]["keep"] == []
     assert found["snr"] == 25
+
+
+def test_json_is_json_where_a_weight_is_not_finite(tmp_path, monkeypatch):
+    """jq and browsers refuse the NaN that Python's json writes."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    weights = {"model.layers.0.mlp.up_proj.weight": torch.full((128, 128), torch.nan).bfloat16()}
+    save_file(weights | {"model.layers.0.mlp.down_proj.weight": torch.zeros(128, 128)}, tmp_path / "model.safetensors")
+    done = _run(tmp_path / "model.safetensors", "--json", monkeypatch=monkeypatch)
+    json.loads(done.stdout, parse_constant=refuse)
 
 
 def test_the_page_stands_alone_and_shows_every_section(checkpoint, tmp_path, monkeypatch):

@@ -97,6 +97,8 @@ def test_the_rows_of_the_last_part_are_a_multiple_of_what_kernels_take(rows, fit
         reason = why_kept(p, ("model.layers.0.self_attn.o_proj",), [((rows,), 256)], 4)
         assert (reason is None) is fits
         assert fits or reason.reason == f"{rows} rows are not a multiple of 32"
+        columns = why_kept(p, ("model.layers.0.self_attn.o_proj",), [((256,), 192)], 4)
+        assert columns.reason == "192 columns are not a multiple of 128"
 
 
 @pytest.mark.parametrize(

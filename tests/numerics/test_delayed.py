@@ -100,6 +100,10 @@ def test_state_travels_and_misfits_are_refused():
     assert torch.equal(linear(x, w, precision=p, delayed=one), linear(x, w, precision=p, delayed=two))
     with pytest.raises(PrecisionError, match="history"):
         DelayedState(contract(amax_history_len=8)).load_state_dict(one.state_dict())
+    for name in one.state_dict():
+        part = {other: tensor for other, tensor in one.state_dict().items() if other != name}
+        with pytest.raises(PrecisionError, match=f"without its {name.rpartition('.')[2]}"):
+            DelayedState(p).load_state_dict(part)
     saved = one.state_dict()
     update([one.forward])
     linear(x, w, precision=p, delayed=one)

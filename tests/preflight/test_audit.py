@@ -190,6 +190,8 @@ def test_latent_attention() -> None:
         ("blockwise", 200, 2048, False),
         ("mxfp8", 32, 96, True),
         ("mxfp8", 48, 96, False),
+        ("nvfp4", 32, 96, True),
+        ("nvfp4", 96, 48, False),
     ],
 )
 def test_multiples(scaling: str, rows_: int, columns: int, fits: bool) -> None:

@@ -117,7 +117,7 @@ def test_other_fp32_scales_are_counted_as_other_values():
 
 
 def test_scales_found_beforehand_are_other_scales_on_each_side():
-    """Training's come from earlier steps, the rollout's from calibration: the operands are equal, the scales are not."""
+    """Training's come from earlier steps, the rollout's from calibration: equal operands, and other scales."""
     p = preset("bf16_with_fp8_mixed").replace(rollout_block="tensor", activation_scheme="static")
     assert p.operand("input", "train") == p.operand("input", "rollout")
     result = check(train=p, rollout=p)

@@ -214,6 +214,16 @@ def test_megatrons_own_checks_run_again_on_the_result():
         require_agreement(plugin.contract, run)
 
 
+def test_the_plugin_s_own_hook_checks_what_nemo_has_written():
+    plugin = fdl.build(nemo_fp8.bf16_with_fp8_blockwise_mixed())
+    run = _after_overrides(plugin, _configs(layers=4))
+    run.model.fp8_recipe = "tensorwise"
+    trainer = SimpleNamespace(strategy=SimpleNamespace(ddp_config=run.ddp))
+    module = SimpleNamespace(config=run.model, trainer=trainer, optim=SimpleNamespace(config=run.optimizer))
+    with pytest.raises(PrecisionError, match="fp8_recipe='blockwise' did not reach the model"):
+        plugin.convert_module(module)
+
+
 @pytest.mark.parametrize("name", nemo_fp8.PRESETS)
 def test_every_preset_agrees_with_a_healthy_run(name):
     plugin = fdl.build(getattr(nemo_fp8, name)())
