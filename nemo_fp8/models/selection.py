@@ -246,7 +246,7 @@ def _names_of(layer: int, unit: str, experts: int) -> tuple[str, ...]:
             parts = in_hugging_face(unit, words, e)
             names += [f"model.layers.{layer}.{name}" for name in (*parts, *fused_name(parts))]
     if routed:
-        names += [f"model.layers.{layer}.{words.block}.experts" for words in EXPERTS]
+        names += [megatron + "mlp.experts", *(f"model.layers.{layer}.{words.block}.experts" for words in EXPERTS)]
     return tuple(names)
 
 
