@@ -99,7 +99,7 @@ def line_of_name(pattern: str, mx: bool, experts: bool = False) -> str | None:
     """
     line = None if pattern.startswith("re:") else pattern if experts else as_ignored(pattern, mx)
     rules = ((pattern, "bf16"),)
-    if line is None:
+    if line is None or re.match(r"(decoder|backbone)\b", pattern):  # no name of vLLM's begins so
         return None
     meant, kept = _decided(rules, "bf16")[rules[0]], _kept({mx: [line]}, _layers(rules))
     apart = {held for _, held in meant ^ kept}
