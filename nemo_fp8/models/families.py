@@ -220,7 +220,7 @@ WORDS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("k_proj", "wk", "key", "k"), ("k", "linear_qkv")),
     **dict.fromkeys(("v_proj", "wv", "value", "v"), ("v", "linear_qkv")),
     **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "linear_qkv"), ("qkv", "linear_qkv")),
-    **dict.fromkeys(("q_a_proj", "linear_q_down_proj"), ("q", "linear_q_down_proj")),
+    **dict.fromkeys(("q_a_proj", "linear_q_down_proj", "fused_qkv_a_proj"), ("q", "linear_q_down_proj")),
     **dict.fromkeys(("q_b_proj", "linear_q_up_proj"), ("q", "linear_q_up_proj")),
     **dict.fromkeys(("kv_a_proj_with_mqa", "linear_kv_down_proj"), ("kv", "linear_kv_down_proj")),
     **dict.fromkeys(("kv_b_proj", "linear_kv_up_proj"), ("kv", "linear_kv_up_proj")),

@@ -18,7 +18,7 @@ stand for themselves.
 
 The trade-off: a model may lack a linear that counts here. A difference is then reported that costs it nothing, and
 goes away with a last rule for ``*``; the other way, a difference that it has would be missed. What regular expressions
-share with other patterns is compared for the families' linears only. Standard library only.
+share with other patterns is compared for the families' linears, mixers and linear attention. Standard library only.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from nemo_fp8.models.selection import all_names
 _OTHERS = "other linears of "
 _NUMBER = re.compile(r"\d+")
 _MOST_LAYERS = 128
+_STACKS = ("decoder", "model", "backbone")
+_NO_TABLE = ("mixer.in_proj", "mixer.out_proj", "linear_attn.in_proj_qkvz", "linear_attn.out_proj")
 # What a pattern holds that may match some layers and not others.
 _MAY_COUNT = re.compile(r"^re:|layers|[\[?]|\.\d")
 
@@ -186,7 +188,7 @@ def _linears(*sides: _Side) -> Iterator[tuple[str, tuple[str, ...]]]:
         for pattern in patterns
         if not names_what_is_kept_anyway(pattern) and _first_match(pattern, numbers) is None
     ]
-    tails = _tails(unknown, patterns)
+    tails = list(dict.fromkeys([*_tails(unknown, patterns), *_of_expressions(patterns)]))
     usual = _of_layer(int(free), tails)
     yield from ((shown.replace(f"decoder.layers.{free}", "decoder.layers.*"), names) for shown, names in usual)
     for number in numbers[1:]:
@@ -258,13 +260,18 @@ def _tails(unknown: list[str], patterns: list[str]) -> list[str]:
     return list(dict.fromkeys([block[2:] for block in blocks if block.startswith("*.")] + both))
 
 
+def _of_expressions(patterns: Iterable[str]) -> Iterator[str]:
+    """Yield linears of no table that a regular expression matches, maybe beside those of the families."""
+    for matches in (Precision(keep=(pattern,)).keeps for pattern in patterns if pattern.startswith("re:")):
+        yield from (tail for tail in _NO_TABLE if any(matches(f"{stack}.layers.0.{tail}") for stack in _STACKS))
+
+
 def _of_layer(number: int, tails: Iterable[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
     """Return Megatron's name and all names of each linear of a layer: the families', all others, and ``tails``."""
     at = f"decoder.layers.{number}"
     known = [(f"{at}.{unit}", _names_of(f"{at}.{unit}")) for unit in HUGGING_FACE]
     more = [(_OTHERS + at, "others"), *((f"{at}.{tail}", tail) for tail in tails)]
-    stacks = ("decoder", "model", "backbone")
-    return known + [(shown, tuple(f"{stack}.layers.{number}.{tail}" for stack in stacks)) for shown, tail in more]
+    return known + [(shown, tuple(f"{stack}.layers.{number}.{tail}" for stack in _STACKS)) for shown, tail in more]
 
 
 def _names_of(linear: str) -> tuple[str, ...]:

@@ -59,6 +59,8 @@ def _linear(tail: str) -> tuple[str, str]:
     """Return role and unit of a linear, by its name below its layer."""
     parts = tail.split(".")
     role, unit = WORDS.get(".".join(parts[-2:])) or WORDS.get(parts[-1]) or ("linear", "")
+    if parts[-1] == "experts":  # an engine's name of all of them
+        return "experts", "mlp.experts.linear_fc1"
     if _ROUTED.search(tail):
         return "experts", f"mlp.experts.{unit}" if unit else re.sub(r"\.\d+(?=\.|$)", "", tail)
     if not unit or _MIXER.search(tail):

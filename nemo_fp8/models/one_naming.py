@@ -30,7 +30,7 @@ _ROUTED = tuple(unit for unit in HUGGING_FACE if unit.startswith("mlp.experts.")
 
 def apart_in_vllm(precision: Precision) -> Iterator[str]:
     """Yield the linears, by Megatron's names, that stock vLLM would store otherwise than the contract says."""
-    yield from _begun(precision, r"decoder\b")
+    yield from _begun(precision, r"(decoder|backbone)\b")
     for number in _numbers(precision):
         theirs = f"model.layers.{number}."
         for together in dict.fromkeys(map(held_as_one, HUGGING_FACE)):

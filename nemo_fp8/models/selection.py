@@ -245,8 +245,13 @@ def _names_of(layer: int, unit: str, experts: int) -> tuple[str, ...]:
         for words in EXPERTS if routed else EXPERTS[:1]:
             parts = in_hugging_face(unit, words, e)
             names += [f"model.layers.{layer}.{name}" for name in (*parts, *fused_name(parts))]
+    if not in_hugging_face(unit):  # one of no table has the same name below its layer everywhere
+        names += [f"{stack}.layers.{layer}.{unit}" for stack in ("model", "backbone")]
+    elif len(together := held_as_one(unit)) > 1 and not routed:
+        whole = fused_name(tuple(name for one in together for name in in_hugging_face(one)))
+        names += [f"model.layers.{layer}.{name}" for name in whole]
     if routed:
-        names += [f"model.layers.{layer}.{words.block}.experts" for words in EXPERTS]
+        names += [megatron + "mlp.experts", *(f"model.layers.{layer}.{words.block}.experts" for words in EXPERTS)]
     return tuple(names)
 
 

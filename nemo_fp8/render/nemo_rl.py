@@ -83,7 +83,7 @@ def to_nemo_rl(precision: Precision, layers: int | None = None) -> dict[str, Any
         vllm |= {name: s.write(getattr(p, s.field)) for name, s in keys.VLLM_CFG.items() if not s.alias}
         # An empty list says something, too: it takes the place of the list in the file that this one extends.
         mx = vllm["is_mx"]
-        kept = [*filter(None, (lists.as_ignored(pattern, mx) for pattern in p.keep))]
+        kept = [*filter(None, (lists.line_of_name(pattern, mx) for pattern in p.keep))]
         vllm[keys.IGNORED[mx]] = [*dict.fromkeys([*kept, *lists.lines_of_rules(p, mx)])]
     generation: dict[str, Any] = {"vllm_cfg": vllm}
     if p.rollout == "nvfp4":

@@ -23,6 +23,7 @@ from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
 from nemo_fp8.render import nemo_rl_keys as keys
 from nemo_fp8.render.nemo_rl_keys import section
+from nemo_fp8.render.nemo_rl_lists import line_of_name
 
 if TYPE_CHECKING:
     from nemo_fp8.render.nemo_rl_file import Source
@@ -91,7 +92,7 @@ def ignored_experts(p: Precision, layers: int | None) -> list[str]:
         )
     last = range(layers - p.last_layers, layers) if layers is not None else ()
     numbers = [*range(p.first_layers), *last]
-    kept = [pattern for pattern in p.keep if not pattern.startswith("re:")]
+    kept = [pattern for pattern in p.keep if line_of_name(pattern, mx=True, experts=True)]
     return [*(keys.EXPERTS_OF.format(n) for n in numbers), *kept]
 
 

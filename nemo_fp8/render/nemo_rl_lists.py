@@ -23,6 +23,7 @@ from functools import lru_cache
 from nemo_fp8.contract import Precision
 from nemo_fp8.models.families import EXPERTS, FUSED, HUGGING_FACE, in_hugging_face
 from nemo_fp8.models.governed import layers_unlike_most
+from nemo_fp8.models.selection import all_names
 from nemo_fp8.render.nemo_rl_keys import EXPERTS_ALONE
 from nemo_fp8.render.rendering import Rules
 
@@ -46,9 +47,8 @@ class _Held:
         return self.megatron[0].startswith("mlp.experts.")
 
     def all_names(self, layer: int) -> tuple[str, ...]:
-        local = (name.replace("experts.", "experts.local_experts.0.", 1) for name in self.megatron if self.routed)
-        ours = (f"decoder.layers.{layer}.{name}" for name in (*self.megatron, *local))
-        return (*ours, *self.theirs(layer), *self.wholes(layer))
+        ours = tuple(f"decoder.layers.{layer}.{name}" for name in self.megatron)
+        return tuple(dict.fromkeys((*all_names(ours, experts=1), *self.theirs(layer), *self.wholes(layer))))
 
     def theirs(self, layer: int) -> tuple[str, ...]:
         return tuple(f"model.layers.{layer}.{name}" for name in self.parts)
@@ -90,6 +90,20 @@ def as_ignored(pattern: str, mx: bool) -> str | None:
     if re.fullmatch(r"\*[^*?\[\]]+\*", pattern):
         return pattern[1:-1]
     return pattern if mx and _WILDCARD.search(pattern) else None
+
+
+def line_of_name(pattern: str, mx: bool, experts: bool = False) -> str | None:
+    """Return the line of a name to keep; None if it would leave other linears alone than the contract does.
+
+    With ``experts`` only these count, which NVFP4 rollouts alone quantize.
+    """
+    line = None if pattern.startswith("re:") else pattern if experts else as_ignored(pattern, mx)
+    rules = ((pattern, "bf16"),)
+    if line is None or re.match(r"(decoder|backbone)\b", pattern):  # no name of vLLM's begins so
+        return None
+    meant, kept = _decided(rules, "bf16")[rules[0]], _kept({mx: [line]}, _layers(rules))
+    apart = {held for _, held in meant ^ kept}
+    return None if any(held.routed or not experts for held in apart) else line
 
 
 def as_kept(word: str) -> str:
@@ -175,8 +189,38 @@ def unsaid(p: Precision, lines: Lists) -> list[str]:
             right = weight == p.operand("weight", "rollout") and ((n, held) not in kept or {*held.theirs(n)} <= named)
         if not right:
             found.append(held.all_names(n)[0])
-    unknown = (pattern for (pattern, _), decided in _decided(p.modules, p.compute).items() if not decided)
-    return found + [pattern for pattern in unknown if not _is_on(pattern, lines)]
+    return [*found, *_unknown(p, lines)]
+
+
+# Linears that are in no table, as a pattern for more than they may match them; the first stands for all others.
+_NO_TABLE = ("others", "mixer.in_proj", "mixer.out_proj", "linear_attn.out_proj")
+
+
+def _unknown(p: Precision, lines: Lists) -> Iterator[str]:
+    """Yield linears of no table, and patterns that match none of a table, which these lists do not say."""
+    own, decided = p.operand("weight", "rollout"), _decided(p.modules, p.compute)
+    lists = [Precision(keep=tuple(map(as_kept, found))) for found in lines.values()]
+    for layer, tail in itertools.product(_layers(p.modules), _NO_TABLE if p.rollout == "fp8" else ()):
+        names = [f"{stack}.layers.{layer}.{tail}" for stack in ("decoder", "model", "backbone")]
+        if not any(map(p.keeps, names)):
+            weight = p.of(names).operand("weight", "rollout")
+            left_alone = any(found.keeps(f"model.layers.{layer}.{tail}") for found in lists)
+            if left_alone != (weight is None) or weight not in (None, own):
+                yield names[0]
+    for pattern, recipe in p.modules:
+        alone = p.replace(keep=(), modules=((pattern, recipe),))
+        if (pattern, recipe) in decided:
+            if not decided[pattern, recipe] and not _is_on(pattern, lines) and not _matches_any(pattern):
+                yield pattern
+        elif alone.of((pattern,)).operand("weight", "rollout") != own and not _matches_any(pattern):
+            yield pattern
+
+
+def _matches_any(pattern: str) -> bool:
+    """Whether a pattern matches a linear of the tables."""
+    matches = Precision(keep=(pattern,)).keeps
+    rules = ((pattern, "bf16"),)
+    return any(matches(name) for layer in _layers(rules) for held in _HELD for name in held.all_names(layer))
 
 
 # ---------------------------------------------------------------------- lists -> contract
