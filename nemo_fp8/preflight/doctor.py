@@ -6,7 +6,10 @@ packages, drivers and environment variables that is known to fail has a row in `
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -39,6 +42,9 @@ ENVIRONMENT = {name: f"TransformerEngine {variable.says}." for name, variable in
 # CUDA major version -> the oldest driver that runs it.
 DRIVERS = {"12": "525", "13": "580"}
 
+COMPILES = 10
+"""Minutes within which an extension of torch's is compiled, and a lock is not asked about."""
+
 
 def doctor(machine: Machine) -> list[Answer]:
     """Return the verdict on every recipe that a contract can name."""
@@ -60,7 +66,29 @@ def sanity(
             for name, meaning in ENVIRONMENT.items()
             if name in environment
         ]
+        found += _abandoned_locks(environment)
     return found
+
+
+def _abandoned_locks(environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a finding for each lock of torch's compiled extensions that nobody holds, and that none will let go."""
+    folder, home = environment.get("TORCH_EXTENSIONS_DIR"), environment.get("HOME")
+    cache = environment.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
+    locks = Path(folder).glob("*/lock") if folder else Path(cache, "torch_extensions").glob("*/*/lock") if cache else ()
+    for lock in sorted(locks):
+        with contextlib.suppress(FileNotFoundError):  # let go just now
+            minutes = int((time.time() - lock.stat().st_mtime) / 60)
+            if minutes >= COMPILES and not _is_held(lock):
+                yield finding("extension-lock", "torch", path=lock, minutes=minutes)
+
+
+def _is_held(file: Path) -> bool:
+    """Whether a process has it open, as far as processes can be seen: torch keeps a lock open while it compiles."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            if descriptor.samefile(file):
+                return True
+    return False
 
 
 def _packages(m: Machine) -> Iterator[Problem]:

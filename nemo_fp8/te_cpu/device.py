@@ -1,6 +1,8 @@
 """The CPU as CUDA device 0: what TE and Megatron ask of ``torch.cuda`` and of tensors, answered by the CPU.
 
     device="cuda"            the CPU, in every factory, in ``.to``, ``torch.load`` and ``torch.Generator``
+    torch.device(0)          the CPU: of a number alone a torch without CUDA makes no device, where
+                             ``torch.device("cuda", 0)`` is torch's own, and names the CPU wherever it is asked for
     tensor.is_cuda           True: TE and Megatron assert on it
     torch.cuda.*             one device of the architecture that is stood for; streams and events order what is ordered
                              anyway
@@ -14,7 +16,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
+import sys
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
 
@@ -50,7 +55,11 @@ def stand_in(arch: int) -> None:
     for owner, table in _tables():
         for name, (replacement, _) in table.items():
             setattr(owner, name, replacement)
+    _take_away_pools()
+    schemas: Any = importlib.import_module("torch._library.infer_schema")
+    schemas.SUPPORTED_PARAM_TYPES.update(schemas.get_supported_param_types())  # an operator's types, by their identity
     scripts: Any = importlib.import_module("torch.jit._builtins")
+    scripts._register_builtin(torch.device, scripts._find_builtin(_device_of_torch))
     for name in _FACTORIES:  # torch.jit.script knows torch's functions by their identity, too
         factory: Any = getattr(torch, name)
         scripts._register_builtin(factory, scripts._find_builtin(factory.__wrapped__))
@@ -144,25 +153,6 @@ def _no_history(name: str) -> Callable[..., Any]:
     return refuse
 
 
-class _Current(str):
-    """What ``torch.cuda.current_device`` gives: to torch the name of the CPU, and 0 to who writes ``cuda:`` before it.
-
-    A number it cannot be, of which ``torch.device`` makes a device in a build for CUDA alone.
-    """
-
-    def __str__(self) -> str:
-        return "0"
-
-    def __format__(self, spec: str) -> str:
-        return format(0, spec)
-
-    def __index__(self) -> int:
-        return 0
-
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        return int, (0,)  # as a GPU's: who reads it may not have this class
-
-
 _STREAM = Stream()
 _ONE_DEVICE = "there is one device, and it is there"
 _ORDERED = "the CPU does one thing after the other"
@@ -180,7 +170,7 @@ _CUDA: dict[str, tuple[Any, str]] = {
         lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "every rank of this machine has a device of its own",
     ),
-    "current_device": (_answers(_Current("cpu")), "not 0: torch.device(0) asks for a CUDA build"),
+    "current_device": (_answers(0), _ONE_DEVICE),
     "set_device": (_answers(None), _ONE_DEVICE),
     "device": (Chosen, _ONE_DEVICE),
     "get_device_properties": (_properties, "TE chooses recipes and layouts by it"),
@@ -233,6 +223,7 @@ _FACTORIES = """empty zeros ones full tensor as_tensor asarray rand randn randin
     kaiser_window sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor
     sparse_compressed_tensor""".split()
 _TYPES = "Float Half BFloat16 Double Byte Char Short Int Long Bool".split()
+_POOL = "MemPool"
 _METHODS = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
 
 
@@ -257,7 +248,8 @@ def _factory(name: str) -> Callable[..., Any]:
     return wrapper
 
 
-_type, _load, _generator = torch.Tensor.type, torch.load, torch.Generator
+_type, _load, _generator, _device_of_torch = torch.Tensor.type, torch.load, torch.Generator, torch.device
+_event, _stream = torch.Event, torch.Stream
 
 
 _move, _parse = torch.Tensor.to, torch._C._nn._parse_to
@@ -295,6 +287,19 @@ def _ddp_of_cpus(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) 
     _ddp(self, module, *args, **(kwargs | {name: None for name in ("device_ids", "output_device") if name in kwargs}))
 
 
+_fsdp = FullyShardedDataParallel.__init__
+_FSDP = inspect.signature(_fsdp)
+
+
+@functools.wraps(_fsdp)
+def _fsdp_of_cpus(*args: Any, **kwargs: Any) -> None:
+    """On the CPU, whichever GPU a rank names, or none: of a module that lies on a GPU it would read which."""
+    asked = _FSDP.bind(*args, **kwargs)
+    if asked.arguments.get("device_id") is None or names_cuda(asked.arguments["device_id"]):
+        asked.arguments["device_id"] = CPU
+    _fsdp(*asked.args, **asked.kwargs)
+
+
 @functools.wraps(_type)
 def _type_as_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if not args and not kwargs:
@@ -321,6 +326,68 @@ class _Generator(_generator, metaclass=_AnyGenerator):  # type: ignore[misc, val
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return _generator.__new__(_generator, CPU if names_cuda(device) else device)  # type: ignore[call-arg]
+
+
+class _AnyDevice(type):
+    """Devices are torch's own, whoever makes them; only what a number alone means is ours to say."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
+        where = args[0] if args else kwargs.get("device")
+        return CPU if isinstance(where, int) and where >= 0 else _device_of_torch(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _device_of_torch)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return other is cls or issubclass(other, _device_of_torch)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(_device_of_torch, name)
+
+
+class _Device(metaclass=_AnyDevice):
+    __doc__ = _device_of_torch.__doc__
+
+
+_Device.__module__, _Device.__name__, _Device.__qualname__ = "torch", "device", "device"
+
+
+class _AnyEvent(type(_event)):  # type: ignore[misc]
+    """Every event is an instance of :class:`_Event`, as with generators."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _event)
+
+
+class _Event(_event, metaclass=_AnyEvent):  # type: ignore[misc, valid-type]
+    """An event of "cuda" is a moment."""
+
+    def __new__(cls, device: Any = "cuda", **kwargs: Any) -> Any:
+        return Event() if names_cuda(device) else _event(device, **kwargs)
+
+
+class _AnyStream(type(_stream)):  # type: ignore[misc]
+    """Every stream is an instance of :class:`_Stream`, as with generators."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _stream)
+
+
+class _Stream(_stream, metaclass=_AnyStream):  # type: ignore[misc, valid-type]
+    """A stream of "cuda" orders nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        where = args[0] if args else kwargs.get("device", None if kwargs else "cuda")
+        return _STREAM if names_cuda(where) else _stream(*args, **kwargs)
+
+
+_supported = importlib.import_module("torch.optim.optimizer")._get_capturable_supported_devices
+
+
+@functools.wraps(_supported)
+def _supported_and_cpu(*args: Any, **kwargs: Any) -> list[str]:
+    """Where an optimizer may keep its steps in tensors, as ``capturable=True`` asks for."""
+    return [*_supported(*args, **kwargs), "cpu"]
 
 
 _set_default = torch.set_default_device
@@ -390,6 +457,9 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     of_torch: dict[str, tuple[Any, str]] = {name: (_factory(name), allocates) for name in _FACTORIES}
     of_torch |= {
         "Generator": (_Generator, _GENERATOR),
+        "device": (_Device, "torch.device(0) asks for a CUDA build, and current_device is a number"),
+        "Event": (_Event, _ORDERED),
+        "Stream": (_Stream, _ORDERED),
         "load": (_load_on_cpu, "checkpoints are mapped to cuda by name"),
         "set_default_device": (_set_default_but_cuda, "the default device is the CPU, or meta"),
     }
@@ -422,6 +492,12 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     version: dict[str, tuple[Any, str]] = {"cuda": ("12.9", "TE and torch ask which CUDA they were built for")}
     no_driver = "built for CUDA it is cuda, and every step of an optimizer asks the driver of it; built for CPUs None"
     of_accelerators: dict[str, tuple[Any, str]] = {"_accelerator_getAccelerator": (_answers(None), no_driver)}
+    of_schemas: dict[str, tuple[Any, str]] = {"device": (_Device, "operators know the types of arguments by identity")}
+    on_gpus = "it asks whether tensors lie on a GPU, by the name of their device"
+    of_fsdp: dict[str, tuple[Any, str]] = {"_check_module_states_for_sync_module_states": (_answers(None), on_gpus)}
+    capturable: dict[str, tuple[Any, str]] = {_supported.__name__: (_supported_and_cpu, on_gpus)}
+    data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
+    optimizers = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
     return [
         (torch.cuda, _CUDA | of_types),
         (importlib.import_module("torch.cuda.nvtx"), of_marks),
@@ -434,9 +510,37 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         (torch.UntypedStorage, {"cuda": (_itself, "a map_location may move what it is given")}),
         (torch._C._nn, {"_parse_to": (_parse_for_cpu, "ranks move models to the number of their GPU")}),
         (DistributedDataParallel, {"__init__": (_ddp_of_cpus, "scripts of ranks name the GPU of each")}),
+        (data_parallel, {"_get_available_device_type": (_answers(None), "of one device there is nothing to spread")}),
+        (FullyShardedDataParallel, {"__init__": (_fsdp_of_cpus, "scripts of ranks name the GPU of each, or none")}),
+        (importlib.import_module("torch.distributed.fsdp._init_utils"), of_fsdp),
+        *((module, capturable) for module in optimizers if hasattr(module, _supported.__name__)),
         (_Autocast, of_autocast),
         (_device.DeviceContext, {"__init__": (_context_of_cpu, allocates)}),
         (DeviceMesh, {"__init__": (_mesh_of_cpus, "FSDP2 and DTensor take their device from the mesh")}),
         (torch.version, version),
         (torch._C, of_accelerators),
+        (importlib.import_module("torch._library.infer_schema"), of_schemas),
     ]
+
+
+def _take_away_pools() -> None:
+    """Without ``MemPool``, as in a torch that has none.
+
+    Where there is one, Megatron compiles a CUDA extension at its import (``megatron.core.inference.unified_memory``),
+    and waits for ever, without a word, once a process has been killed that compiled it.
+    """
+    for module in (torch.cuda, torch.cuda.memory):
+        if hasattr(module, _POOL):
+            delattr(module, _POOL)
+            module.__all__.remove(_POOL)
+            module.__getattr__ = functools.partial(_no_pool, module.__name__)  # type: ignore[method-assign]
+
+
+def _no_pool(module: str, name: str) -> Any:
+    why = f"module {module!r} has no attribute {name!r}"
+    if name == _POOL:
+        why += (
+            ". A pool of a GPU's memory has no CPU implementation: the C library allocates and frees here. Leave it "
+            "out (Megatron: nccl_ub=False, unified memory level 0), or run on a GPU."
+        )
+    raise AttributeError(why)

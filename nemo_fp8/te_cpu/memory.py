@@ -79,13 +79,20 @@ def _lying(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+    except RuntimeError:  # of views whose base has changed since torch answers nothing: FSDP's parameters are such
+        return None
+
+
 def _storages() -> dict[int, int]:
     """Return the bytes of each storage that a live tensor holds."""
     kinds = set(_kinds(torch._C.TensorBase))
     found = [thing for thing in gc.get_objects() if type(thing) in kinds]
     storages: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
-        grads = [tensor.grad for tensor in found if tensor.is_leaf or tensor.retains_grad]
+        grads = [_gradient(tensor) for tensor in found]
         for tensor in (part for held in found + grads if held is not None for part in _lying(held)):
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()

@@ -129,6 +129,31 @@ def test_what_does_not_start_without_torchvision_is_named() -> None:
         assert words in found.remedy
 
 
+@pytest.mark.parametrize("by", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HOME"])
+def test_a_lock_that_an_import_would_wait_for_is_named(by: str, tmp_path: Path) -> None:
+    """torch's own baton of a killed process; not one of a minute ago, nor one that a process holds."""
+    baton = pytest.importorskip("torch.utils.file_baton").FileBaton
+    folder = tmp_path / {"TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": "torch_extensions/py311_cpu"}.get(
+        by, ".cache/torch_extensions/py311_cpu"
+    )
+    environment = {by: str(tmp_path)}
+    lock = folder / "managed_alloc_runtime" / "lock"
+    lock.parent.mkdir(parents=True)
+    held = baton(str(lock))
+    assert held.try_acquire()
+    assert not sanity(Machine(), environment)
+    long_ago = lock.stat().st_mtime - 3600
+    os.utime(lock, (long_ago, long_ago))
+    assert not sanity(Machine(), environment)
+    os.close(held.fd)  # as when the process is killed
+    (found,) = sanity(Machine(), environment)
+    assert (found.code, found.severity) == ("extension-lock", "warning")
+    assert found.what.startswith(f"{lock} is 60 minutes old")
+    assert found.remedy.endswith(f"rm {lock}")
+    lock.unlink()
+    assert not sanity(Machine(), environment)
+
+
 def test_the_tested_environment_is_sane() -> None:
     assert not sanity(
         Machine(

@@ -1,5 +1,6 @@
 """What the CPU answers in the place of a CUDA device."""
 
+import copy
 import os
 import pickle
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 def test_every_factory_allocates_on_the_cpu():
@@ -35,17 +37,47 @@ def test_every_rank_of_a_machine_has_a_device(monkeypatch):
     assert torch.cuda.device_count() == 4
 
 
-def test_the_current_device_is_a_device_and_a_number():
-    """Megatron, Lightning and Ray Train write its number into a name; TE and Megatron's YaRN make a device of it."""
+def test_the_current_device_is_a_number_of_which_a_device_is_made():
+    """Megatron, Lightning and Ray write it into a name or beside one, TE compares it with 0, FSDP makes a device of
+    it."""
     current = torch.cuda.current_device()
-    assert torch.device(f"cuda:{current}") == torch.device("cuda:" + str(current)) == torch.device("cuda", 0)
-    assert torch.device(current) == torch.device("cpu")
-    with torch.device(current):
-        assert torch.ones(1).to(current).device == torch.empty(1, device=current).device == torch.device("cpu")
+    assert (type(current), current) == (int, 0)
+    named = torch.device(f"cuda:{current}"), torch.device("cuda", current), torch.device(type="cuda", index=current)
+    assert {(device.type, device.index) for device in named} == {("cuda", 0)}
+    assert torch.device(current) == torch.device(device=current) == torch.device("cpu")
+    with torch.device(current), torch.cuda.device(current), torch.device("cuda", current):
+        for where in (current, *named):
+            assert torch.ones(1).to(where).device == torch.empty(1, device=where).device == torch.device("cpu")
     assert torch.nn.Linear(2, 2, device=current).to(current).cuda(current).weight.is_cuda
-    assert [10, 20][current] == 10
-    assert f"device {current:02d}" == "device 00"
-    assert type(pickle.loads(pickle.dumps(current))) is int
+    assert torch.get_device_module("cuda") is torch.get_device_module(named[0]) is torch.cuda
+    with pytest.raises(RuntimeError, match="negative"):
+        torch.device(-1)
+
+
+def test_devices_stay_torchs_own(tmp_path):
+    """Whoever makes one, and where its class is asked about, written down, or an argument's type."""
+    for device in (torch.device("cuda", 1), torch.ones(1).device, torch.device("meta"), torch.device(0)):
+        assert isinstance(device, torch.device)
+        assert issubclass(type(device), torch.device)
+        assert pickle.loads(pickle.dumps(device)) == copy.deepcopy(device) == device
+        torch.save(device, tmp_path / "device.pt")
+        assert torch.load(tmp_path / "device.pt") == device
+    assert not isinstance("cuda", torch.device)
+    assert not issubclass(str, torch.device)
+    assert pickle.loads(pickle.dumps(torch.device)) is torch.device
+    assert b"nemo_fp8" not in pickle.dumps(torch.device("cuda", 0))
+    assert repr(torch.device("cuda", 0)) == "device(type='cuda', index=0)"
+
+    @torch.jit.script
+    def place(x: torch.Tensor, where: torch.device):
+        return x.to(where), torch.device("cpu")
+
+    @torch.library.custom_op("nemo_fp8_tests::made", mutates_args=())
+    def made(n: int, device: torch.device, other: torch.device | None = None) -> torch.Tensor:
+        return torch.ones(n, device=device)
+
+    assert place(torch.ones(1), torch.device("cpu"))[1] == torch.device("cpu")
+    assert made(2, torch.device("cpu")).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("arguments", [{"backend": "nccl", "device_id": "cuda:0"}, {"backend": "cpu:gloo,cuda:nccl"}])
@@ -127,6 +159,56 @@ def test_files_that_a_gpu_has_written_are_read(where, tmp_path, monkeypatch):
     torch.save({"weight": torch.arange(3)}, tmp_path / "model.pt")
     assert b"cuda:3" in (tmp_path / "model.pt").read_bytes()
     assert torch.load(tmp_path / "model.pt", map_location=where)["weight"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "where", [{}, {"device_id": 0}, {"device_id": torch.device("cuda", 0)}, {"device_id": torch.device("cuda")}]
+)
+def test_fsdp_of_torchs_first_kind_trains_wherever_a_rank_puts_it(where, tmp_path):
+    """Its scripts name the GPU of a rank, or have moved the model to it, and broadcast what rank 0 has loaded."""
+
+    def step(wrap):
+        torch.manual_seed(0)
+        model = wrap(
+            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2)).cuda()
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+        for _ in range(3):
+            loss = model(torch.randn(4, 8, device="cuda")).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        policy = ModuleWrapPolicy({torch.nn.Linear})
+        sharded = step(
+            lambda model: FullyShardedDataParallel(model, auto_wrap_policy=policy, sync_module_states=True, **where)
+        )
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(sharded, step(lambda model: model))
+
+
+@pytest.mark.parametrize("name", "Adadelta Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop".split())
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_that_a_graph_could_capture_steps_as_any_other(name, foreach):
+    def step(capturable):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 8, device="cuda"))
+        optimizer = getattr(torch.optim, name)([parameter], lr=0.01, capturable=capturable, foreach=foreach)
+        for _ in range(6):
+            parameter.grad = parameter.detach().sin() + 0.5
+            optimizer.step()
+        return parameter.detach()
+
+    # Its corrections of the moments are FP32's, where the other's are Python's numbers.
+    torch.testing.assert_close(step(True), step(False), rtol=1e-4, atol=1e-5)
+
+
+def test_data_parallel_has_one_device():
+    model = torch.nn.DataParallel(torch.nn.Linear(4, 2))
+    assert model(torch.ones(3, 4, device="cuda")).shape == (3, 2)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -214,6 +296,34 @@ def test_events_tell_the_time_between_them():
     ended.record(torch.cuda.current_stream())
     assert 10 <= began.elapsed_time(ended) <= 1e3 * (time.perf_counter() - before)
     assert isinstance(ended, torch.Event)
+
+
+def test_streams_and_events_by_torchs_own_names():
+    began, ended = (
+        torch.Event(device="cuda", enable_timing=True),
+        torch.Event(torch.device("cuda", 0), enable_timing=True),
+    )
+    stream = torch.Stream(device="cuda")
+    began.record(stream)
+    with stream:
+        stream.wait_event(began)
+        ended = stream.record_event(ended)
+    assert began.elapsed_time(ended) >= 0
+    assert torch.Stream("cuda:0", priority=-1) == torch.cuda.current_stream() == stream
+    for event in (began, torch.cuda.Event()):
+        assert isinstance(event, torch.Event)
+        assert not isinstance(event, torch.Stream)
+    assert isinstance(stream, torch.Stream)
+
+
+def test_there_is_no_pool_of_a_gpus_memory():
+    """Where there is one, Megatron compiles an extension at its import."""
+    with pytest.raises(ImportError, match="MemPool"):
+        from torch.cuda.memory import MemPool  # noqa: F401
+    with pytest.raises(AttributeError, match=r"has no CPU implementation.* or run on a GPU"):
+        torch.cuda.MemPool()
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        torch.cuda.nothing  # noqa: B018
 
 
 def test_marks_for_cudas_profilers_mark_nothing():

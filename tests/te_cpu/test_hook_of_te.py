@@ -16,7 +16,7 @@ TE = Path(next(folder for folder in sys.path if Path(folder, "transformer_engine
 SO = "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so"
 
 
-def _run(code, *folders, flags=(), **variables):
+def _run(code, *folders, flags=(), timeout=None, **variables):
     """A program in a process that starts as every process of an environment with our wheel does."""
     paths = os.pathsep.join(map(str, (AT_START, ROOT, *folders)))
     env = {name: value for name, value in os.environ.items() if not name.startswith("NVTE")}
@@ -25,6 +25,7 @@ def _run(code, *folders, flags=(), **variables):
         env=env | {"PYTHONPATH": paths, **variables},
         capture_output=True,
         text=True,
+        timeout=timeout,
     )
 
 
@@ -166,6 +167,17 @@ def test_megatron_finds_te_there():
     code = "from megatron.core.extensions import transformer_engine as mine; import transformer_engine.pytorch as te\n"
     done = _run(code + "assert mine.HAVE_TE; assert issubclass(mine.TELinear, te.Linear)", TE)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_megatron_waits_for_no_lock_of_an_extension(tmp_path):
+    """It compiles a pool of unified memory at its import, and waits for ever for who was killed while compiling it."""
+    lock = tmp_path / "managed_alloc_runtime" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    code = "from megatron.core.inference import unified_memory; print(unified_memory.has_unified_memory)"
+    done = _run(code, TE, timeout=300, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert done.stdout == "False\n", done.stderr[-2000:]
+    assert [path.name for path in lock.parent.iterdir()] == ["lock"]
 
 
 # ---------------------------------------------------------------------- refusals

@@ -140,3 +140,14 @@ def test_recomputing_activations_saves_what_they_hold(pieces):
     assert done.returncode == 0, done.stderr
     activation = 4 * 1024 * 512  # before and after the GELU, in each layer but the one at work
     assert int(done.stdout) == pytest.approx(5 * 2 * activation, rel=0.3)
+
+
+def test_views_whose_base_has_changed_are_counted():
+    """FSDP of torch's first kind holds parameters as such, and torch refuses every question about their history."""
+    before = torch.cuda.memory_allocated()
+    base = torch.zeros(MIB, requires_grad=True, device="cuda").clone()
+    first, _ = torch.split(base, MIB // 2)
+    base.add_(1)
+    with pytest.raises(RuntimeError, match="is a view"):
+        first.is_leaf  # noqa: B018
+    assert _more(before) >= 4 * MIB
