@@ -148,8 +148,15 @@ def _contradicted(wanted: Mapping[str, str]) -> list[Problem]:
 def check_model(folder: Path, p: Precision) -> None:
     """Raise PrecisionError if the config.json of a checkpoint shows that it cannot run under a contract, or here.
 
-    It is quantized already, vLLM has no kernel for its FP8 on this machine, or all its layers would stay in BF16.
+    It is quantized already, vLLM has no kernel for its FP8 on this machine, or all its layers would stay in BF16. So it
+    does for a path where nothing is, which vLLM would take for a name on the Hub.
     """
+    if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2 or folder.parts[0] in ("..", "~")):
+        raise PrecisionError(
+            f"There is no folder {folder}.",
+            "A name on the Hub is an owner and a model, and this is a path.",
+            "Check the path; a shell writes out ~ if it is not quoted.",
+        )
     config = folder / "config.json"
     if not config.is_file():
         return  # a name on the Hub, which vLLM will download

@@ -14,7 +14,7 @@ from nemo_fp8.preflight.machine import Machine
 from nemo_fp8.render import render
 from nemo_fp8.render.vllm import flags, from_vllm
 from nemo_fp8.rollout import engine_args, environment, init_fp8, serve
-from nemo_fp8.rollout.arguments import check_model, engine_machine
+from nemo_fp8.rollout.arguments import EXECUTOR, check_model, engine_machine
 
 ROLLOUTS = {name: p for name, p in PRESETS.items() if p.rollout == "fp8"} | {
     "bf16": Precision(),
@@ -255,3 +255,19 @@ def test_a_config_that_is_no_json_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(PrecisionError, match=r"config\.json cannot be read"):
         check_model(tmp_path, ROLLOUTS["bf16"])
+
+
+@pytest.mark.parametrize("path", ["/no/such/path", "no/such/path", "../no_such_path", "~/no_such_path"])
+def test_a_path_where_nothing_is_is_no_name_on_the_hub(path):
+    with pytest.raises(PrecisionError, match="There is no folder"):
+        serve.server_for(path, Precision(rollout="fp8"))
+    assert "Qwen/Qwen3-8B" in serve.server_for("Qwen/Qwen3-8B", Precision(rollout="fp8")).words
+
+
+@pytest.mark.parametrize("name", ["0", "1"])
+def test_an_engine_on_a_cpu_sleeps_where_it_has_workers(name, monkeypatch):
+    """In one process there is nobody to wait for, and on a GPU the executor is vLLM's choice."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", name)
+    for machine, sleeps in (("cpu,avx2", name == "1"), ("h100", False), (None, name == "1")):
+        found = engine_args(Precision(rollout="fp8"), machine=machine).get("distributed_executor_backend")
+        assert found == (EXECUTOR if sleeps else None)

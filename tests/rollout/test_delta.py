@@ -449,6 +449,25 @@ def test_changes_that_are_refused_hold_nobody_up(checkpoint):
     repaired(checkpoint, worker, refit, stepped(tensors), "its last push died")
 
 
+def test_what_is_refused_before_the_first_byte_loses_no_ledger(checkpoint, pushed):
+    """Whether everything or changes were to be pushed: the engine holds what the ledger says."""
+    worker, refit, tensors = pushed
+    before, name = of(worker), next(iter(tensors))
+    for delta in (True, False):
+        for wrong in (
+            {"named_tensors": tensors | {name: tensors[name][:1]}},
+            {"named_tensors": {one: tensor for one, tensor in tensors.items() if one != name}},
+            {"named_tensors": tensors, "weight_version": 5},
+            {"named_tensors": tensors, "weight_version": "a\nb"},
+        ):
+            with pytest.raises(PrecisionError):
+                refit.push(**wrong, delta=delta)
+    assert differing(of(worker), before) == []
+    receipt = refit.push(stepped(tensors), delta=True).require()
+    assert not receipt.delta.instead
+    assert receipt.delta.share
+
+
 # ---------------------------------------------------------------------- what dies
 
 

@@ -35,7 +35,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, brings, comes_from_a_page, is_local, path_of
 from nemo_fp8.rollout.refit.alive import LOOK, answered_on_loop
 from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, Answer, refusal, version_to_set
-from nemo_fp8.rollout.refit.manifest import LONGEST_NAME, MOST_ENTRIES
+from nemo_fp8.rollout.refit.manifest import MOST_ENTRIES, is_version
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.storage.safetensors import bytes_of
 
@@ -280,7 +280,7 @@ class RefitEndpoints:
 
     async def _finish(self, engine: Any, message: Answer) -> Answer:
         """End a push: drop the prefix cache, and let requests in again."""
-        if not _is_version(message.get("weight_version", "")):
+        if not is_version(message.get("weight_version", "")):
             raise _unreadable("its weight_version is no short text")
         answers, forgotten = await self._call(engine, "finish", message), False
         named = None
@@ -452,10 +452,6 @@ def _has_key(value: Any, key: str) -> bool:
     if isinstance(value, dict):
         return key in value or any(_has_key(one, key) for one in value.values())
     return isinstance(value, list) and any(_has_key(one, key) for one in value)
-
-
-def _is_version(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
 
 
 def _unreadable(why: str) -> PrecisionError:

@@ -242,6 +242,11 @@ class Manifest(Sequence[Entry]):
         return cls(_entry(row) for row in rows)
 
 
+def is_version(value: Any) -> bool:
+    """Whether an engine can call its weights so: a name from outside, of a bounded length."""
+    return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
+
+
 def _entry(row: Any) -> Entry:
     try:
         name, dtype, shape = row

@@ -33,7 +33,7 @@ from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.rollout.refit.control import Answer, control_of
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.ledger import Filled, Ledger
-from nemo_fp8.rollout.refit.manifest import Entry, Manifest, pairs
+from nemo_fp8.rollout.refit.manifest import LONGEST_NAME, Entry, Manifest, is_version, pairs
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
 from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, raise_problems, transport_of
@@ -74,7 +74,8 @@ class Refit:
         self.control = control_of(engine, token)
         self.chunk, self.transport, self.running = chunk, transport, running
         self.ledger: Ledger | None = None
-        """What the engine holds since the last push with ``delta``; None if the last one had no ``delta``, or died."""
+        """What the engine holds since the last push with ``delta``; None if the last one had no ``delta``, or died. One
+        that was refused before the first byte changes nothing."""
         self._buffers: Shared | None = None
         """The buffers of the last push, for the next one."""
 
@@ -100,13 +101,18 @@ class Refit:
 
         Raises PrecisionError if the engine refuses the manifest, a tensor is not as announced, or the push dies.
         """
-        ledger, self.ledger = self.ledger, None
+        if weight_version is not None and not is_version(weight_version):
+            raise PrecisionError(
+                f"weight_version={weight_version!r}.",
+                f"vLLM names weights by a text, and a push takes one of {LONGEST_NAME} printable characters at most.",
+                "Give a text, such as 'step 7'.",
+            )
         if not delta:
             return self._push_all(named_tensors, manifest, verify, weight_version)
         instead = "No ledger of this engine: this Refit has pushed nothing yet, or its last push died."
-        if ledger is not None:
+        if self.ledger is not None:
             try:
-                return self._push_changes(ledger, named_tensors, manifest, verify, weight_version)
+                return self._push_changes(self.ledger, named_tensors, manifest, verify, weight_version)
             except Refused as error:
                 instead = f"{error.problems[0].what} {error.problems[0].why}"
         return self._push_all(named_tensors, manifest, verify, weight_version, Delta(instead=instead))
@@ -128,6 +134,7 @@ class Refit:
         if delta is not None:
             ledger = Ledger.of(announced, passed_over, self._ask("stored", {"push": push}))
         checked = time.perf_counter()
+        self.ledger = None  # the engine will hold other weights, or those of two pushes
         try:
             # After a push that died the engine computes no request, so waiting for the last one would never end.
             self.control.hold("keep" if mixed else self.running)
@@ -169,6 +176,7 @@ class Refit:
         ledger.verify = verify
         transport = self._transport(announced, ledger.whole)
         checked = time.perf_counter()
+        self.ledger = None  # it notes what it finds, whether or not that reaches the engine
         try:
             to_send = (pair for pair in heads.compare(pairs(named_tensors)) if pair[0] not in skipped)
             changes = ledger.changes(to_send, transport.buffer, transport.size, transport.patches)

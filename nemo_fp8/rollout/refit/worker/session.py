@@ -225,7 +225,7 @@ class NemoFp8Refit:
         manifest = Manifest.from_plain(message.get("tensors"))
         plan = self._refit_plan
         if plan is None or plan.manifest != manifest:
-            plan = self._refit_plan = Plan(self.model_runner.get_model(), manifest)
+            plan = Plan(self.model_runner.get_model(), manifest)
         if problem := unpushable(plan.routes):  # other problems do not matter where no push can work
             raise PrecisionError([problem])
         refused = {name for name, _ in plan.routes.problems}
@@ -237,6 +237,7 @@ class NemoFp8Refit:
         accepted = not plan.problems and not missing
         if accepted:
             self._refit_give_up()
+            self._refit_plan = plan  # of a push that is refused nothing stays: a push of changes goes by the last one's
         answer = {
             "refused": [[p.what, p.why, p.remedy] for p in plan.problems],
             "unrouted": unrouted,
