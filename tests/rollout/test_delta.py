@@ -471,6 +471,85 @@ def test_what_is_refused_before_the_first_byte_loses_no_ledger(checkpoint, pushe
 # ---------------------------------------------------------------------- what dies
 
 
+def test_changes_that_one_worker_ended_and_another_took_back_are_served_by_nobody(checkpoint, monkeypatch):
+    """The second worker is told here: it cannot end the push, and is at the version of before again."""
+    worker, tensors = Worker(build(checkpoint("qwen3", 0))), weights_of(checkpoint("qwen3", 1))
+    refit, call = Refit(worker, chunk=2**20), Worker.call
+    base = refit.push(tensors, delta=True).require().push
+    told = {"finish": {"problems": [["There is no memory.", "", ""]]}, "abandon": {"mixed": "", "version": base}}
+    with monkeypatch.context() as patch:
+
+        def both(self, method, message):
+            return call(self, method, message) + ([told[method]] if method in told else [])
+
+        patch.setattr(Worker, "call", both)
+        with pytest.raises(PrecisionError, match="There is no memory"):
+            refit._push_changes(refit.ledger, stepped(tensors), None, False, None)
+    assert "workers hold different pushes" in worker.refuses
+    refit.push(stepped(tensors)).require()
+    assert worker.refuses == ""
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_push_that_is_interrupted_once_the_workers_ended_it_has_ended(checkpoint, pushed, monkeypatch, delta):
+    """Its weights are served, so what was computed with the old ones is dropped."""
+    worker, refit, tensors = pushed
+    done, call = [], Worker.call
+
+    def interrupted(self, method, message):
+        answers = call(self, method, message)
+        done.append((method, message.get("weight_version")))
+        if method == "finish":
+            raise KeyboardInterrupt
+        return answers
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "call", interrupted)
+        patch.setattr(Worker, "forget", lambda self: done.append("forgotten"))
+        with pytest.raises(KeyboardInterrupt):
+            refit.push(stepped(tensors), delta=delta, weight_version="seventh")
+    assert done[-3:] == [("finish", "seventh"), ("abandon", "seventh"), "forgotten"]
+    assert worker.refuses == ""
+    assert refit.push(stepped(tensors, 9), delta=True).require().delta.instead
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_cache_of_which_nobody_knows_answers_nobody(checkpoint, pushed, monkeypatch, times):
+    """An interrupted reset is asked for again; one that fails again leaves an engine that refuses."""
+    worker, refit, tensors = pushed
+    asked = []
+
+    def forget(self):
+        asked.append(1)
+        if len(asked) <= times:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "forget", forget)
+        with pytest.raises(KeyboardInterrupt):
+            refit.push(stepped(tensors))
+    assert len(asked) == 2
+    assert ("prefix cache was not dropped" in worker.refuses) == (times == 2)
+    refit.push(tensors).require()
+    assert worker.refuses == ""
+
+
+def test_a_second_interrupt_is_the_worst_case(checkpoint, pushed, monkeypatch):
+    worker, refit, tensors = pushed
+    call = Worker.call
+
+    def interrupted(self, method, message):
+        if method in ("finish", "abandon"):
+            raise KeyboardInterrupt
+        return call(self, method, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            refit.push(stepped(tensors))
+    assert "so did asking the engine" in worker.refuses
+
+
 def _dying(tensors, after):
     yield from [*tensors.items()][:after]
     raise ConnectionError("the trainer went away")

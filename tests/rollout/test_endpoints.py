@@ -389,6 +389,21 @@ def test_a_push_that_died_refuses_until_one_ends_well():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("answer", [{"problems": [["It failed.", "", ""]]}, {}])
+def test_a_worker_that_cannot_say_what_it_holds_opens_nothing(answer):
+    async def scenario():
+        door = Door(Engine(abandon=answer))
+        await door.push("begin")
+        await door.push("write", pieces=[1])
+        await door.push("abandon")
+        assert "resume" not in door.engine.asked
+        status, said = await door.knock("/v1/completions")
+        assert status == 503
+        assert "cannot say what it holds" in said["error"]["message"]
+
+    asyncio.run(scenario())
+
+
 def test_a_push_that_ends_badly_opens_nothing():
     async def scenario():
         door = Door(Engine(finish={"problems": [["It did not come.", "", ""]]}))

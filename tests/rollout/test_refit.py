@@ -150,24 +150,25 @@ def test_a_push_that_dies_is_refused_until_the_next_one(run, weights):
     assert torch.equal(ask(), answers)
 
 
-def test_old_prefixes_are_forgotten(run, weights):
-    """Hazard 5: keys and values that were computed with old weights must not be used."""
+def _after_a_long_prompt(llm):
+    """The log-probs of what follows a prompt of many blocks, which vLLM's prefix cache keeps."""
     from vllm import SamplingParams
 
-    llm, _ = run("qwen3")
     prompt = [{"prompt_token_ids": [5] * 200}]
     asked = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
+    return {t: p.logprob for t, p in llm.generate(prompt, asked, use_tqdm=False)[0].outputs[0].logprobs[0].items()}
 
-    def first():
-        return {t: p.logprob for t, p in llm.generate(prompt, asked, use_tqdm=False)[0].outputs[0].logprobs[0].items()}
 
+def test_old_prefixes_are_forgotten(run, weights):
+    """Hazard 5: keys and values that were computed with old weights must not be used."""
+    llm, _ = run("qwen3")
     Refit(llm).push(weights("qwen3", 0))
     llm.reset_prefix_cache()
-    first()  # what it left in the cache is of these weights
+    _after_a_long_prompt(llm)  # what it left in the cache is of these weights
     assert Refit(llm).push(weights("qwen3", 1)).prefix_cache_reset
-    told = first()
+    told = _after_a_long_prompt(llm)
     llm.reset_prefix_cache()
-    assert told == first()
+    assert told == _after_a_long_prompt(llm)
 
 
 @pytest.fixture(scope="module")
@@ -286,22 +287,44 @@ def test_a_push_that_dies_leaves_unfinished_requests_waiting(run, weights, fresh
     assert unfinished.answer(llm) == fresh[1]
 
 
-def test_an_interrupted_wait_leaves_the_engine_answering(run, weights, fresh, monkeypatch):
-    """Ctrl-C while a push waits for requests, or while it resets the cache: the engine is not held."""
-    llm, _ = run("qwen3")
+@pytest.mark.parametrize(
+    ("method", "when", "first"),
+    [
+        ("hold", lambda *_: True, Offline.hold),
+        ("call", lambda _, named, message: named == "finish", Offline.call),
+        ("forget", lambda *_: True, lambda *_: None),
+        ("forget", lambda *_: True, Offline.forget),
+    ],
+    ids=["hold", "finish", "before the reset", "after the reset"],
+)
+def test_an_interrupted_wait_leaves_the_engine_answering(method, when, first, run, weights, monkeypatch):
+    """Ctrl-C while a push waits for requests, while the workers end it, or while it resets the cache: the engine is not
+    held, and what it computed of a prompt with old weights is not used with new ones."""
+    llm, answered = run("qwen3")
     Refit(llm).push(weights("qwen3", 1))
-    hold = Offline.hold
-    for method, first in (("hold", hold), ("forget", lambda *_: None)):
-        with monkeypatch.context() as patch:
+    new = answered()
+    Refit(llm).push(weights("qwen3", 0))
+    assert not torch.equal(answered(), new)
+    told = _after_a_long_prompt(llm)
+    real, done = getattr(Offline, method), []
 
-            def interrupted(*arguments, first=first):
-                first(*arguments)
-                raise KeyboardInterrupt
+    def interrupted(*arguments):
+        if done or not when(*arguments):
+            return real(*arguments)
+        done.append(method)
+        first(*arguments)
+        raise KeyboardInterrupt
 
-            patch.setattr(Offline, method, interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                Refit(llm).push(weights("qwen3", 1))
-        assert unfinished.answer(llm) == fresh[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(Offline, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Refit(llm).push(weights("qwen3", 1))
+    assert done
+    again = _after_a_long_prompt(llm)
+    assert (again == told) == (method == "hold")
+    llm.reset_prefix_cache()
+    assert again == _after_a_long_prompt(llm)
+    assert torch.equal(answered(), new) == (method != "hold")
 
 
 @pytest.mark.parametrize(

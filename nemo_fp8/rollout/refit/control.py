@@ -25,7 +25,7 @@ import urllib.error
 import urllib.request
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from types import CodeType, FrameType
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -98,7 +98,27 @@ def control_of(engine: Any, token: str | None = None) -> Control:
 def version_to_set(method: str, message: Answer, answers: list[Answer]) -> str | None:
     """Return what the engine shall call its weights after a call: those of a push that ended well. None: as before."""
     ended = method == "finish" and not any(answer.get("problems") for answer in answers)
-    return message.get("weight_version") if ended else None
+    had_ended = method == "abandon" and is_held(message.get("push"), answers)
+    return message.get("weight_version") if ended or had_ended else None
+
+
+def is_held(push: str | None, answers: Sequence[Answer]) -> bool:
+    """Whether all workers hold the weights of this push, by their answers to ``abandon``: it had ended."""
+    return bool(push and answers) and all(answer.get("version") == push for answer in answers)
+
+
+def why_mixed(answers: Sequence[Answer]) -> str:
+    """Return why an engine holds weights of two pushes, by its workers' answers, or ``""`` if it does not.
+
+    One worker may have ended a push of changes that another took back. A worker that cannot say counts as mixed.
+    """
+    for answer in answers:
+        if answer.get("mixed"):
+            return str(answer["mixed"])
+        if "mixed" not in answer:
+            return f"a worker cannot say what it holds ({answer.get('problems') or 'it does not answer'})"
+    versions = {str(answer.get("version") or "none") for answer in answers}
+    return f"workers hold different pushes ({', '.join(sorted(versions))})" if len(versions) > 1 else ""
 
 
 def _tell(answers: list[Answer], version: Any) -> None:

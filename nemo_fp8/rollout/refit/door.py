@@ -34,7 +34,7 @@ from typing import Any
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, brings, comes_from_a_page, is_local, path_of
 from nemo_fp8.rollout.refit.alive import LOOK, answered_on_loop
-from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, Answer, refusal, version_to_set
+from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, Answer, refusal, version_to_set, why_mixed
 from nemo_fp8.rollout.refit.manifest import MOST_ENTRIES, is_version
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.storage.safetensors import bytes_of
@@ -152,7 +152,7 @@ class RefitEndpoints:
 
     async def _is_mixed(self, engine: Any) -> bool:
         """Ask the workers whether they hold weights of two pushes, and refuse requests if they do."""
-        mixed = _mixed(await self._call(engine, "abandon", {"push": None}))  # which is the number of no push
+        mixed = why_mixed(await self._call(engine, "abandon", {"push": None}))  # which is the number of no push
         if mixed and not self.died:
             self._die(mixed)
         return bool(mixed)
@@ -182,7 +182,7 @@ class RefitEndpoints:
             over = push if self.changes and push == self.begun else None
             # It is no work for the sender, so that it is no sign of it either.
             task = engine.collective_rpc(f"{PREFIX}abandon", args=({"push": over},))
-            mixed = _mixed(list(await _answered(engine, task)))
+            mixed = why_mixed(list(await _answered(engine, task)))
         except PrecisionError:  # the engine died
             return
         if self.tasks or (push, heard) != (self.push, self.heard):
@@ -259,7 +259,7 @@ class RefitEndpoints:
         if method in ("begin", "delta") and all(answer.get("accepted") for answer in answers):
             self.begun, self.changes = str(message.get("push")), method == "delta"
         if method == "abandon" and str(message.get("push")) == self.push:
-            mixed = _mixed(answers)
+            mixed = why_mixed(answers)
             if mixed:
                 self._die(mixed)
             else:
@@ -321,11 +321,6 @@ class RefitEndpoints:
 
 async def _answered(engine: Any, task: Awaitable[Any]) -> Any:
     return await answered_on_loop(task, lambda: bool(engine.errored))
-
-
-def _mixed(answers: list[Answer]) -> str:
-    """Return why the engine holds weights of two pushes, or ``""`` if it does not."""
-    return next((str(answer["mixed"]) for answer in answers if answer.get("mixed")), "")
 
 
 def _problems(error: PrecisionError) -> Answer:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem, unknown
-from nemo_fp8.rollout.refit.control import Answer, control_of
+from nemo_fp8.rollout.refit.control import Answer, control_of, is_held, why_mixed
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.ledger import Filled, Ledger
 from nemo_fp8.rollout.refit.manifest import LONGEST_NAME, Entry, Manifest, is_version, pairs
@@ -129,7 +129,7 @@ class Refit:
         heads = _TiedHeads(announced, passed_over, named_tensors)
         skipped = {announced[i].name for i in passed_over}
         whole = {i for answer in begun for i in answer["whole"]}
-        mixed = _mixed(begun)
+        mixed = why_mixed(begun)
         ledger = None
         if delta is not None:
             ledger = Ledger.of(announced, passed_over, self._ask("stored", {"push": push}))
@@ -151,7 +151,7 @@ class Refit:
             streamed = time.perf_counter()
             done = self._ask("finish", {"push": push, "weight_version": weight_version or push})
         except BaseException as error:
-            self._abandon(push, error)
+            self._abandon(push, weight_version, error)
             raise
         about = {"after_failure": mixed, "delta": delta}
         times = (start, checked, streamed)
@@ -189,7 +189,7 @@ class Refit:
             done = self._ask("finish", message)
         except BaseException as error:
             transport.close()
-            self._abandon(push, error)
+            self._abandon(push, weight_version, error)
             if once and isinstance(error, Refused):
                 raise PrecisionError([*error.problems, _PUSH_AGAIN]) from error
             raise
@@ -225,12 +225,26 @@ class Refit:
         )
 
     def _serve_again(self) -> bool:
-        """Drop the prefix cache, and let requests in again; return whether vLLM says that it dropped the cache."""
+        """Drop the prefix cache, and let requests in again; return whether vLLM says that it dropped the cache.
+
+        Requests are refused if nobody can say: all weights are the new ones, and the cache may be of the old ones.
+        """
         try:
-            return self.control.forget()
-        finally:  # all weights are the new ones, even if dropping the cache failed
-            self.control.allow()
-            self.control.free()
+            forgotten = self.control.forget()
+        except BaseException as error:  # such as Ctrl-C, after which it may well be dropped
+            try:
+                self.control.forget()
+            except BaseException:
+                self.control.refuse(f"it ended, but the prefix cache was not dropped ({type(error).__name__})")
+            else:
+                self._let_in()
+            raise
+        self._let_in()
+        return forgotten
+
+    def _let_in(self) -> None:
+        self.control.allow()
+        self.control.free()
 
     def expected(self) -> Manifest:
         """Return the manifest of the checkpoint that the engine was started from, in the dtypes that the engine keeps.
@@ -282,14 +296,21 @@ class Refit:
         """Call a method of every worker; return their answers, or raise what they found wrong."""
         return raise_problems(self.control.call(method, message))
 
-    def _abandon(self, push: str, error: BaseException) -> None:
-        """End a push that died: serve requests if nothing was written yet, else refuse them with the reason."""
+    def _abandon(self, push: str, weight_version: str | None, error: BaseException) -> None:
+        """End a push that died: serve requests if nothing was written yet, else refuse them with the reason.
+
+        One that was interrupted while the workers ended it has ended.
+        """
+        answers: list[Answer] = []
         try:
-            mixed = _mixed(self.control.call("abandon", {"push": push}))
-        except Exception as more:  # nobody can say what was written, so the worst is assumed
-            mixed = f"push {push} died, and so did asking the engine about it ({more})"
+            answers = self.control.call("abandon", {"push": push, "weight_version": weight_version or push})
+            mixed = why_mixed(answers)
+        except BaseException as more:  # nobody can say what was written, so the worst is assumed
+            mixed = f"push {push} died, and so did asking the engine about it ({type(more).__name__}: {more})"
         if mixed:
             self.control.refuse(f"{mixed} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
+        elif is_held(push, answers):
+            self._serve_again()
         else:
             self.control.free()
 
@@ -299,11 +320,6 @@ _PUSH_AGAIN = Problem(
     "A push of everything would have followed, and has no tensors.",
     "Push again: it will be one of everything. Or push a mapping, from which that follows by itself.",
 )
-
-
-def _mixed(answers: Sequence[Answer]) -> str:
-    """Return why the engine holds weights of two pushes, or ``""`` if it does not."""
-    return next((answer["mixed"] for answer in answers if answer["mixed"]), "")
 
 
 # ---------------------------------------------------------------------- the workers' answers to a manifest

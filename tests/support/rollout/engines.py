@@ -29,7 +29,8 @@ def start(folder, *, apart=True, **arguments):
 
     if not apart:
         one_worker()
-        arguments.pop("distributed_executor_backend", None)
+        if arguments.get("distributed_executor_backend") == EXECUTOR:
+            del arguments["distributed_executor_backend"]
     elif "quantization" in arguments:  # as engine_args has it
         arguments.setdefault("distributed_executor_backend", EXECUTOR)
     envs.disable_envs_cache()  # an engine in this process keeps the variables as they were for it

@@ -246,6 +246,7 @@ class NemoFp8Refit:
             "whole": sorted(plan.whole),
             "tied": [*plan.routes.aliases],
             "mixed": self._refit_mixed,
+            "version": self._refit_version,
             "accepted": accepted,
         }
         if accepted:
@@ -306,7 +307,7 @@ class NemoFp8Refit:
         """Close the session of a push that died. Patches are taken back; whole tensors stay until the next push."""
         if self._refit_session is not None and self._refit_session.number == message.get("push"):
             self._refit_give_up()
-        return {"mixed": self._refit_mixed}
+        return {"mixed": self._refit_mixed, "version": self._refit_version}
 
     @answering
     def nemo_fp8_refit_expected(self, message: Answer) -> Answer:
