@@ -467,12 +467,13 @@ def test_a_cache_that_was_not_reset_is_no_good_push(qwen3):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("busy"), KeyboardInterrupt()], ids=type)
-def test_an_engine_that_cannot_forget_is_not_held(qwen3, error):
+def test_an_engine_that_cannot_forget_is_not_held_and_says_so(qwen3, error):
+    """It would answer with keys and values of the old weights."""
     worker = Forgetful(qwen3[0], error)
     with pytest.raises(type(error)):
         Refit(worker).push(qwen3[1])
     assert worker.log == ["hold wait", "free"]
-    assert worker.refuses == ""
+    assert f"the prefix cache was not dropped ({type(error).__name__})" in worker.refuses
 
 
 def test_a_mixed_engine_lets_no_request_end(qwen3):

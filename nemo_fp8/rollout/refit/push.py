@@ -236,6 +236,7 @@ class Refit:
                 self.control.forget()
             except BaseException:
                 self.control.refuse(f"it ended, but the prefix cache was not dropped ({type(error).__name__})")
+                self.control.free()  # no request is held for what nobody may answer
             else:
                 self._let_in()
             raise
