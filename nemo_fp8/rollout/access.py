@@ -17,6 +17,7 @@ import hmac
 import ipaddress
 import os
 import socket
+import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,6 +39,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def reply_of(request: urllib.request.Request, timeout: float | None) -> Any:
+    """Send a request, and return the reply; to an address of this machine past any proxy of the environment.
+
+    A proxy would have the weights and the token, and from another machine it does not reach this one.
+    """
+    if is_loopback(urlsplit(request.full_url).hostname or ""):
+        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout)
+    return urllib.request.urlopen(request, timeout=timeout)
 
 
 def path_of(scope: Mapping[str, Any]) -> str:

@@ -128,7 +128,7 @@ def init_fp8(vllm_cfg: Mapping[str, Any], model_name: str, model_parallel_size: 
         )
     for problem in ignored_by_nemo_rl(document):
         log.warning("%s Here it is read as it was meant; NeMo RL itself would ignore it.", problem.what)
-    check_model(Path(model_name), rollout)
+    check_model(model_name, rollout)
     return engine_args(rollout)
 
 
@@ -145,13 +145,14 @@ def _contradicted(wanted: Mapping[str, str]) -> list[Problem]:
     ]
 
 
-def check_model(folder: Path, p: Precision) -> None:
+def check_model(model: Path | str, p: Precision) -> None:
     """Raise PrecisionError if the config.json of a checkpoint shows that it cannot run under a contract, or here.
 
     It is quantized already, vLLM has no kernel for its FP8 on this machine, or all its layers would stay in BF16. So it
     does for a path where nothing is, which vLLM would take for a name on the Hub.
     """
-    if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2 or folder.parts[0] in ("..", "~")):
+    folder = Path(model)
+    if not folder.exists() and (len(folder.parts) > 2 or str(model).startswith(("/", ".", "~"))):
         raise PrecisionError(
             f"There is no folder {folder}.",
             "A name on the Hub is an owner and a model, and this is a path.",

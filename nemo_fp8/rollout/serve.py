@@ -21,7 +21,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
@@ -29,7 +28,7 @@ from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.extras import require
 from nemo_fp8.render.vllm import flags
-from nemo_fp8.rollout.access import LOOPBACK, PUSH_TOKEN, TOKEN, is_loopback
+from nemo_fp8.rollout.access import LOOPBACK, PUSH_TOKEN, TOKEN, is_loopback, reply_of
 from nemo_fp8.rollout.arguments import check_model, engine_args, environment
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -93,7 +92,7 @@ def server_for(
         )
     require("rollout")
     contract = given(precision)
-    check_model(Path(model), contract)
+    check_model(model, contract)
     arguments = engine_args(contract, activations=activations, kernel=kernel)
     words = [sys.executable, "-m", MODULE, "--model", model, "--host", host, "--port", str(port), *flags(arguments)]
     words += ["--middleware", PUSHES]
@@ -130,7 +129,7 @@ def wait_until_ready(server: Server, process: subprocess.Popen[bytes], patience:
                 "Mend that, and start it again.",
             )
         try:
-            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
+            with reply_of(urllib.request.Request(f"{server.url}/health"), timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)

@@ -257,7 +257,9 @@ def test_a_config_that_is_no_json_is_refused_by_name(tmp_path):
         check_model(tmp_path, ROLLOUTS["bf16"])
 
 
-@pytest.mark.parametrize("path", ["/no/such/path", "no/such/path", "../no_such_path", "~/no_such_path"])
+@pytest.mark.parametrize(
+    "path", ["/no_such_path", "no/such/path", "./no_such_path", "../no_such_path", "~/no_such_path"]
+)
 def test_a_path_where_nothing_is_is_no_name_on_the_hub(path):
     with pytest.raises(PrecisionError, match="There is no folder"):
         serve.server_for(path, Precision(rollout="fp8"))

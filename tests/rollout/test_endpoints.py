@@ -522,6 +522,19 @@ def test_no_header_makes_a_caller_local(listening):
 
 
 @pytest.mark.skipif(beyond_loopback() is None, reason="this machine has no address but loopback")
+def test_what_goes_to_this_machine_goes_past_a_proxy(listening, monkeypatch):
+    """It would see the token and the weights, and from another machine it would not reach the server."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        engine = Engine()
+        url = f"http://127.0.0.1:{listening(engine)}"
+        assert Server(url, "secret", timeout=20).call("begin", {"push": "a"}) == [{"accepted": True}]
+        assert engine.asked == ["begin"]
+
+
 def test_a_stranger_who_hangs_up_at_once_is_no_local(listening):
     """The address of a connection that was reset is not known any more, though what it brought is there to read."""
     engine = Engine()

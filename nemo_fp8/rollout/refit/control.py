@@ -31,7 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.rollout.access import is_loopback
+from nemo_fp8.rollout.access import is_loopback, reply_of
 from nemo_fp8.rollout.refit.alive import answered, in_thread
 from nemo_fp8.rollout.token_file import token_of
 
@@ -366,7 +366,7 @@ class Server:
         request = urllib.request.Request(f"{self.url}{ROUTE}/{method}", parts, headers, method="POST")
         try:
             # The call of a stream lasts as long as the whole push. If the server dies, the connection ends.
-            with urllib.request.urlopen(request, timeout=None if method == "stream" else self.timeout) as reply:
+            with reply_of(request, timeout=None if method == "stream" else self.timeout) as reply:
                 said: Answer = json.loads(reply.read())
                 return said | {"answers": said["answers"]}
         except urllib.error.HTTPError as error:

@@ -37,6 +37,7 @@ __needs__ = require("rollout")
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.access import reply_of
 from nemo_fp8.rollout.refit.control import Answer, Offline, version_to_set
 from nemo_fp8.rollout.refit.mailbox import Mailbox
 from nemo_fp8.rollout.refit.manifest import Manifest
@@ -212,7 +213,7 @@ class _Http:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+            with reply_of(request, timeout=self.timeout) as reply:
                 said = json.loads(reply.read(LONGEST_REPLY) or b"{}")
                 return said if isinstance(said, dict) else {}
         except (OSError, ValueError) as error:
