@@ -252,13 +252,22 @@ _type, _load, _generator, _device_of_torch = torch.Tensor.type, torch.load, torc
 _event, _stream = torch.Event, torch.Stream
 
 
-_move, _parse = torch.Tensor.to, torch._C._nn._parse_to
+_move, _fetch, _parse = torch.Tensor.to, torch.Tensor.cpu, torch._C._nn._parse_to
 
 
 @functools.wraps(_move)
 def _move_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    by_name = (args[0] if args else kwargs.get("device")) if args or kwargs else None
     args, kwargs = _to_cpu(args, kwargs)
-    return _move(self, *args, **kwargs)
+    moved = _move(self, *args, **kwargs)
+    return moved.clone() if moved is self and isinstance(by_name, str) and by_name == "cpu" else moved
+
+
+@functools.wraps(_fetch)
+def _copy_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What a GPU's tensor is on the CPU: memory of its own, which keeps what it was."""
+    fetched = _fetch(self, *args, **kwargs)
+    return fetched.clone() if fetched is self else fetched
 
 
 @functools.wraps(_parse)
@@ -472,6 +481,7 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
             "TE gives its tensors a device by number",
         ),
         "to": (_move_to_cpu, allocates),
+        "cpu": (_copy_to_cpu, "who keeps what a tensor was fetches it from the GPU, and changes the tensor"),
         "cuda": (_itself, allocates),
         "pin_memory": (_itself, "there is no transfer that pinned memory could speed up"),
         "record_stream": (_answers(None), _ORDERED),

@@ -54,6 +54,21 @@ def test_the_current_device_is_a_number_of_which_a_device_is_made():
         torch.device(-1)
 
 
+@pytest.mark.parametrize("fetch", [lambda t: t.cpu(), lambda t: t.to("cpu"), lambda t: t.detach().to(device="cpu")])
+def test_what_was_fetched_stays_what_it_was(fetch):
+    """Before and after a step are compared so: on one memory a step would seem to change nothing."""
+    layer = torch.nn.Linear(4, 4, device="cuda")
+    before, buffer = fetch(layer.weight), fetch(torch.zeros(2, device="cuda"))
+    layer(torch.ones(1, 4, device="cuda")).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+    assert (layer.weight - before).abs().max() == 1.0
+    assert buffer.data_ptr() != fetch(buffer).data_ptr()
+    fetched = fetch(weight := torch.ones(2, device="cuda", requires_grad=True))
+    if fetched.requires_grad:
+        fetched.sum().backward()
+        assert weight.grad.tolist() == [1, 1]
+
+
 def test_devices_stay_torchs_own(tmp_path):
     """Whoever makes one, and where its class is asked about, written down, or an argument's type."""
     for device in (torch.device("cuda", 1), torch.ones(1).device, torch.device("meta"), torch.device(0)):

@@ -109,7 +109,7 @@ class Refit:
             )
         if not delta:
             return self._push_all(named_tensors, manifest, verify, weight_version)
-        instead = "No ledger of this engine: this Refit has pushed nothing yet, or its last push died."
+        instead = "No ledger of this engine: this Refit has pushed nothing yet, its last push died, or had no delta."
         if self.ledger is not None:
             try:
                 return self._push_changes(self.ledger, named_tensors, manifest, verify, weight_version)
