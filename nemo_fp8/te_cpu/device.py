@@ -517,6 +517,10 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         (torch, of_torch),
         (torch.serialization, {"load": of_torch["load"]}),
         (torch.Tensor, of_tensors),
+        (
+            torch.nn.Module,
+            {"cpu": (_itself, "Lightning calls it after a fit; Megatron's buffers hold what a next fit trains")},
+        ),
         (torch.UntypedStorage, {"cuda": (_itself, "a map_location may move what it is given")}),
         (torch._C._nn, {"_parse_to": (_parse_for_cpu, "ranks move models to the number of their GPU")}),
         (DistributedDataParallel, {"__init__": (_ddp_of_cpus, "scripts of ranks name the GPU of each")}),

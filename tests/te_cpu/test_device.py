@@ -69,6 +69,16 @@ def test_what_was_fetched_stays_what_it_was(fetch):
         assert weight.grad.tolist() == [1, 1]
 
 
+def test_a_module_stays_where_its_buffers_hold_it():
+    """A second fit of Lightning's: ``module.cpu()`` came between, and DDP's buffer holds the parameters."""
+    buffer, layer = torch.zeros(16, device="cuda"), torch.nn.Linear(4, 4, device="cuda")
+    layer.weight.data = buffer.view(4, 4)
+    assert layer.cpu() is layer
+    assert layer.to("cuda") is layer
+    buffer.fill_(2.0)
+    assert (layer.weight == 2).all()
+
+
 def test_devices_stay_torchs_own(tmp_path):
     """Whoever makes one, and where its class is asked about, written down, or an argument's type."""
     for device in (torch.device("cuda", 1), torch.ones(1).device, torch.device("meta"), torch.device(0)):
