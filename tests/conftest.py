@@ -4,7 +4,9 @@ begins first."""
 import importlib
 import os
 import signal
+import sys
 
+import pytest
 from hypothesis import settings
 
 # NEMO_FP8_TESTS_AS=avx2: tests, and every process that they start, see a processor with AVX2 and nothing newer.
@@ -23,6 +25,21 @@ for _number, _default in (
 ):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _default)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_quantized():
+    """TransformerEngine holds what runs in FP8 in a global. A test that leaves it on fails here, and not the next one
+    in its process."""
+    yield
+    module = sys.modules.get("transformer_engine.pytorch.quantization")
+    manager = getattr(module, "FP8GlobalStateManager", None)  # None while a test takes TransformerEngine away
+    if manager is not None:
+        left = manager.is_fp8_enabled() or manager.with_fp8_parameters()
+        if left:
+            manager.reset()
+        assert not left, "the test leaves TransformerEngine in FP8"
+
 
 # Folders and files that take minutes. A worker that begins one of them at the end lets the other one wait for it.
 LONGEST_FIRST = ("experiments", "recipes", "report", "train", "test_refit.py", "test_serve.py", "test_engine.py")

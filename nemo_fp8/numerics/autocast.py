@@ -112,6 +112,7 @@ class autocast:
         self._first: dict[bool, _Record] = {}
         self._inside: dict[int, autocast] = {}  # every region opened since the outermost one, including that one
         self._entered: dict[int, list[ExitStack]] = defaultdict(list)  # by thread: each has regions of its own
+        self._of_threads = _Shared()
         if not self.enabled:
             return
         if model is None:
@@ -127,7 +128,7 @@ class autocast:
         if id(self) not in root._inside:
             root._inside[id(self)] = self
             self._first = {}
-        managers: list[AbstractContextManager[Any]] = [self._te()]
+        managers: list[AbstractContextManager[Any]] = [self._te() if self in outer else self._of_threads.of(self._te)]
         if self.enabled and self.model is None:
             managers.append(_each_module(self._meet))
         if self.enabled:
@@ -249,6 +250,32 @@ def _in_backward() -> bool:
 
 
 # ---------------------------------------------------------------------- interception
+
+
+class _Shared:
+    """A context that threads are in together: the first one opens it, and the last one closes it.
+
+    TE's autocast is one state of the process. If each thread opened its own, one that came second and left last would
+    put back what it found, and leave TE in FP8.
+    """
+
+    def __init__(self) -> None:
+        self._inside, self._lock, self._stack = 0, threading.Lock(), ExitStack()
+
+    @contextmanager
+    def of(self, opened: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Be in the context that ``opened()`` gives, if no other thread has opened it."""
+        with self._lock:
+            if not self._inside:
+                self._stack.enter_context(opened())
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._stack.close()
 
 
 class _Mode(TorchFunctionMode):
