@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
 
-from nemo_fp8.te_cpu.memory import COUNT
+from nemo_fp8.te_cpu.memory import COUNT, HOST
 from nemo_fp8.te_cpu.streams import CUDART, MARKS, Chosen, CUDAGraph, Event, Stream
 from nemo_fp8_hook import ARCHITECTURES
 
@@ -228,14 +228,15 @@ _METHODS = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided".
 
 
 def _on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, on the CPU wherever a CUDA device is asked for; nothing is pinned."""
+    """The same function, on the CPU wherever a CUDA device is asked for; what should be pinned is the host's."""
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if "device" in kwargs and names_cuda(kwargs["device"]):
                 kwargs["device"] = CPU
-            kwargs.pop("pin_memory", None)
+            if kwargs.pop("pin_memory", None):
+                return HOST.take(call(*args, **kwargs))
         return call(*args, **kwargs)
 
     return wrapper
@@ -257,17 +258,29 @@ _move, _fetch, _parse = torch.Tensor.to, torch.Tensor.cpu, torch._C._nn._parse_t
 
 @functools.wraps(_move)
 def _move_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    by_name = (args[0] if args else kwargs.get("device")) if args or kwargs else None
+    where = (args[0] if args else kwargs.get("device")) if args or kwargs else None
     args, kwargs = _to_cpu(args, kwargs)
     moved = _move(self, *args, **kwargs)
-    return moved.clone() if moved is self and isinstance(by_name, str) and by_name == "cpu" else moved
+    if isinstance(where, str) and where == "cpu":
+        return HOST.take(moved.clone() if moved is self else moved)
+    comes = moved is self and (names_cuda(where) or isinstance(where, _device_of_torch)) and HOST.holds(self)
+    return moved.clone() if comes else moved
 
 
 @functools.wraps(_fetch)
 def _copy_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What a GPU's tensor is on the CPU: memory of its own, which keeps what it was."""
     fetched = _fetch(self, *args, **kwargs)
-    return fetched.clone() if fetched is self else fetched
+    return HOST.take(fetched.clone() if fetched is self else fetched)
+
+
+def _send(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    """What the host holds, on the GPU: memory of its own."""
+    return self.clone() if HOST.holds(self) else self
+
+
+def _pin(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    return HOST.take(self)
 
 
 @functools.wraps(_parse)
@@ -482,8 +495,8 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         ),
         "to": (_move_to_cpu, allocates),
         "cpu": (_copy_to_cpu, "who keeps what a tensor was fetches it from the GPU, and changes the tensor"),
-        "cuda": (_itself, allocates),
-        "pin_memory": (_itself, "there is no transfer that pinned memory could speed up"),
+        "cuda": (_send, allocates),
+        "pin_memory": (_pin, "there is no transfer that pinned memory could speed up"),
         "record_stream": (_answers(None), _ORDERED),
         "is_cuda": (property(lambda self: True), "TE and Megatron assert on it"),
         "type": (_type_as_cuda, "Megatron's optimizers sort parameters by strings such as 'torch.cuda.BFloat16Tensor'"),
