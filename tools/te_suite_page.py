@@ -87,7 +87,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "distributed/test_sanity.*test_current_device",
-        r"cannot be broadcast to indexing result",
+        r"cannot be broadcast to indexing result|cu_seqlens tells of \d+ tokens",
         "draws lengths at random, and may tell of more keys than there are, where a GPU reads on behind them",
     ),
     Cause("test_record_stream", r"isValidDeviceType", "hands a CUDA stream to an operator of torch itself"),
@@ -122,8 +122,8 @@ CAUSES: tuple[Cause, ...] = (
         "from the whole",
     ),
     Cause(
-        "hybrid_quantization.*TestHybridAllModules::test_transformer_layer",
-        r"fc2_weight' differs",
+        "hybrid_quantization.*TestHybridAllModules::test_(transformer_layer|layernorm_mlp)",
+        r"fc2_weight' differs|not close.* \(up to 0.0009765625 allowed\)",
         "bounds by one draw of random numbers what two scales of GELU's output differ by, one of its amax before "
         "rounding and one after",
     ),

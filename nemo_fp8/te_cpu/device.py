@@ -31,8 +31,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
 
-from nemo_fp8.te_cpu.memory import COUNT
-from nemo_fp8.te_cpu.streams import CUDART, MARKS, Chosen, CUDAGraph, Event, Stream
+from nemo_fp8.te_cpu.memory import COUNT, HOST
+from nemo_fp8.te_cpu.refusals import REFUSED, refused, refusing
+from nemo_fp8.te_cpu.streams import CUDART, MARKS, Chosen, Event, Stream
 from nemo_fp8_hook import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -137,20 +138,37 @@ def _properties(device: object = None) -> types.SimpleNamespace:
         shared_memory_per_block_optin=232448, )  # fmt: skip
 
 
+def _nested(flat: dict[str, int]) -> dict[str, Any]:
+    """Statistics whose names have dots, each part a level of its own."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *levels, last = name.split(".")
+        functools.reduce(lambda level, part: level.setdefault(part, {}), levels, nested)[last] = value
+    return nested
+
+
 def _answers(value: Any) -> Callable[..., Any]:
     """A function of its own for each name: torch.compile knows functions by their identity, and refuses one that stands
     for two."""
     return lambda *args, **kwargs: value
 
 
-def _no_history(name: str) -> Callable[..., Any]:
-    def refuse(*args: object, **kwargs: object) -> Any:
-        raise NotImplementedError(
-            f"torch.cuda.memory.{name} has no CPU implementation: nobody writes down what a CPU allocates, and when. "
-            "Leave the history out (NeMo: MemoryProfileCallback, memory_profile), or run on a GPU."
-        )
+def _fraction(fraction: float, device: object = None) -> None:
+    """All of the memory is what a process may take."""
+    if fraction != 1.0:
+        refusing(
+            f"torch.cuda.set_per_process_memory_fraction({fraction})",
+            "nobody holds a process to a part of the machine's memory here",
+            "Leave it out, or limit the process (ulimit -v)",
+        )()
 
-    return refuse
+
+def _warn_of_waits(debug_mode: int | str) -> None:
+    """Of waits for the GPU, of which there are none, so that nobody would be warned."""
+    if debug_mode not in (0, "default"):
+        refusing(
+            f"torch.cuda.set_sync_debug_mode({debug_mode!r})", "the CPU waits for no GPU, and would never warn of it"
+        )()
 
 
 _STREAM = Stream()
@@ -173,6 +191,7 @@ _CUDA: dict[str, tuple[Any, str]] = {
     "current_device": (_answers(0), _ONE_DEVICE),
     "set_device": (_answers(None), _ONE_DEVICE),
     "device": (Chosen, _ONE_DEVICE),
+    "device_of": (Chosen, _ONE_DEVICE),
     "get_device_properties": (_properties, "TE chooses recipes and layouts by it"),
     "get_device_name": (lambda device=None: _properties().name, "logs say what it is"),
     "get_device_capability": (
@@ -188,9 +207,8 @@ _CUDA: dict[str, tuple[Any, str]] = {
     "default_stream": (_answers(_STREAM), _ORDERED),
     "stream": (lambda stream: nullcontext(), _ORDERED),
     "set_stream": (_answers(None), _ORDERED),
-    "cudart": (_answers(CUDART), "a profiler is told when to begin and end, and there is none of CUDA's"),
+    "_cudart": (CUDART, "a profiler is told when to begin and end, and there is none of CUDA's"),
     "is_current_stream_capturing": (_answers(False), "there are no CUDA graphs"),
-    "CUDAGraph": (CUDAGraph, "there are no CUDA graphs, and who makes one hears it"),
     "manual_seed": (CHANCE.manual_seed, _GENERATOR),
     "manual_seed_all": (CHANCE.manual_seed, _GENERATOR),
     "get_rng_state": (lambda device="cuda": CHANCE.get_state(), _GENERATOR),
@@ -208,10 +226,19 @@ _CUDA: dict[str, tuple[Any, str]] = {
     "mem_get_info": (lambda device=None: _memory(), "the memory of the machine is what there is"),
     "memory_stats": (COUNT.stats, _HELD),
     "memory_summary": (COUNT.summary, _HELD),
-    **{
-        name: (_no_history(name), "who asks for a history of allocations hears that there is none")
-        for name in ("_record_memory_history", "_snapshot", "_dump_snapshot", "memory_snapshot")
-    },
+    "memory_stats_as_nested_dict": (lambda device=None: _nested(COUNT.stats(device)), _HELD),
+    "device_memory_used": (
+        lambda device=None: _memory()[1] - _memory()[0],
+        "the memory of the machine is what there is",
+    ),
+    "reset_accumulated_host_memory_stats": (_answers(None), "nothing is accumulated"),
+    "reset_peak_host_memory_stats": (_answers(None), "nothing is accumulated"),
+    "get_per_process_memory_fraction": (_answers(1.0), "nobody holds a process to a part of it"),
+    "set_per_process_memory_fraction": (_fraction, "nobody holds a process to a part of it"),
+    "get_sync_debug_mode": (_answers(0), "nobody waits for a GPU"),
+    "set_sync_debug_mode": (_warn_of_waits, "nobody waits for a GPU"),
+    "can_device_access_peer": (_answers(False), "a rank is a process, and reads no other's memory"),
+    "get_stream_from_external": (_answers(_STREAM), _ORDERED),
 }
 
 
@@ -224,18 +251,20 @@ _FACTORIES = """empty zeros ones full tensor as_tensor asarray rand randn randin
     sparse_compressed_tensor""".split()
 _TYPES = "Float Half BFloat16 Double Byte Char Short Int Long Bool".split()
 _POOL = "MemPool"
-_METHODS = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
+_SPREADING = "replicate scatter_gather parallel_apply".split()
+_METHODS = "new new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
 
 
 def _on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, on the CPU wherever a CUDA device is asked for; nothing is pinned."""
+    """The same function, on the CPU wherever a CUDA device is asked for; what should be pinned is the host's."""
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if "device" in kwargs and names_cuda(kwargs["device"]):
                 kwargs["device"] = CPU
-            kwargs.pop("pin_memory", None)
+            if kwargs.pop("pin_memory", None):
+                return HOST.take(call(*args, **kwargs))
         return call(*args, **kwargs)
 
     return wrapper
@@ -257,17 +286,29 @@ _move, _fetch, _parse = torch.Tensor.to, torch.Tensor.cpu, torch._C._nn._parse_t
 
 @functools.wraps(_move)
 def _move_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    by_name = (args[0] if args else kwargs.get("device")) if args or kwargs else None
+    where = (args[0] if args else kwargs.get("device")) if args or kwargs else None
     args, kwargs = _to_cpu(args, kwargs)
     moved = _move(self, *args, **kwargs)
-    return moved.clone() if moved is self and isinstance(by_name, str) and by_name == "cpu" else moved
+    if isinstance(where, str) and where == "cpu":
+        return HOST.take(moved.clone() if moved is self else moved)
+    comes = moved is self and (names_cuda(where) or isinstance(where, _device_of_torch)) and HOST.holds(self)
+    return moved.clone() if comes else moved
 
 
 @functools.wraps(_fetch)
 def _copy_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What a GPU's tensor is on the CPU: memory of its own, which keeps what it was."""
     fetched = _fetch(self, *args, **kwargs)
-    return fetched.clone() if fetched is self else fetched
+    return HOST.take(fetched.clone() if fetched is self else fetched)
+
+
+def _send(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    """What the host holds, on the GPU: memory of its own."""
+    return self.clone() if HOST.holds(self) else self
+
+
+def _pin(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    return HOST.take(self)
 
 
 @functools.wraps(_parse)
@@ -446,6 +487,29 @@ def _exit_both(self: Any, *exc: Any) -> Any:
 _device_of_context, _mesh = _device.DeviceContext.__init__, DeviceMesh.__init__
 
 
+_index_of_device = torch.Tensor.get_device
+
+
+def _get_device(self: torch.Tensor) -> int:
+    """0 as ``torch.cuda.current_device()`` says, and -1 of what lies nowhere."""
+    return 0 if self.device.type == "cpu" else _index_of_device(self)
+
+
+def _on_one_device(
+    module: torch.nn.Module, inputs: Any, device_ids: Any = None, output_device: object = None, dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """``data_parallel`` as a call of the module, unless it names several GPUs."""
+    if device_ids is not None and len(device_ids) > 1:
+        refusing(
+            "torch.nn.parallel.data_parallel of several GPUs",
+            "the CPU is one",
+            "Start a process for each part (DistributedDataParallel)",
+        )()
+    inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    return module(*inputs, **(module_kwargs or {}))
+
+
 def _context_of_cpu(self: Any, device: Any) -> None:
     _device_of_context(self, CPU if names_cuda(device) else device)
 
@@ -461,7 +525,7 @@ def _itself(self: Any, *args: object, **kwargs: object) -> Any:
 
 def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     """Every replaced name, by its owner, with the reason."""
-    parts = [importlib.import_module(f"torch.cuda.{name}") for name in ("random", "memory", "streams")]
+    parts = [importlib.import_module(f"torch.cuda.{name}") for name in ("random", "memory", "streams", "graphs")]
     allocates = "it allocates on cuda by name"
     of_torch: dict[str, tuple[Any, str]] = {name: (_factory(name), allocates) for name in _FACTORIES}
     of_torch |= {
@@ -482,8 +546,9 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         ),
         "to": (_move_to_cpu, allocates),
         "cpu": (_copy_to_cpu, "who keeps what a tensor was fetches it from the GPU, and changes the tensor"),
-        "cuda": (_itself, allocates),
-        "pin_memory": (_itself, "there is no transfer that pinned memory could speed up"),
+        "cuda": (_send, allocates),
+        "pin_memory": (_pin, "there is no transfer that pinned memory could speed up"),
+        "get_device": (_get_device, "it is the number that torch.cuda.current_device() says"),
         "record_stream": (_answers(None), _ORDERED),
         "is_cuda": (property(lambda self: True), "TE and Megatron assert on it"),
         "type": (_type_as_cuda, "Megatron's optimizers sort parameters by strings such as 'torch.cuda.BFloat16Tensor'"),
@@ -494,6 +559,23 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         f"{kind}Tensor": (getattr(torch, f"{kind}Tensor"), "Megatron and NeMo make tensors by torch.cuda.LongTensor")
         for kind in _TYPES
     }
+    of_types |= {
+        name: (getattr(torch, name), "it holds the CPU's memory")
+        for name in vars(torch.cuda)
+        if name.endswith("Storage") and isinstance(getattr(torch, name, None), type)
+    }
+    of_nested: dict[str, tuple[Any, str]] = {
+        name: (_on_cpu(getattr(torch.nested, name)), allocates) for name in ("nested_tensor", "as_nested_tensor")
+    }
+    of_tunable: dict[str, tuple[Any, str]] = {
+        name: (_answers(False), "nobody chooses among a GPU's kernels")
+        for name in ("is_enabled", "tuning_is_enabled", "record_untuned_is_enabled")
+    }
+    spread = [importlib.import_module(f"torch.nn.parallel.{name}") for name in _SPREADING]
+    of_spread: dict[str, tuple[Any, str]] = {
+        "data_parallel": (_on_one_device, "of one device there is nothing to spread")
+    }
+    of_nccl: dict[str, tuple[Any, str]] = {"is_available": (_answers(False), "gloo takes NCCL's place")}
     of_marks: dict[str, tuple[Any, str]] = {"_nvtx": (MARKS, "Megatron marks what it overlaps, whoever looks on")}
     of_emitters: dict[str, tuple[Any, str]] = {
         "__enter__": (_itself, "NeMo marks every operator for CUDA's profiler"),
@@ -510,6 +592,11 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
     optimizers = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
     return [
         (torch.cuda, _CUDA | of_types),
+        (torch.nested, of_nested),
+        (importlib.import_module("torch.cuda.tunable"), of_tunable),
+        (importlib.import_module("torch.cuda.nccl"), of_nccl),
+        *((part, of_spread) for part in (torch.nn.parallel, data_parallel)),
+        *_refusals([torch.cuda, *parts], [torch.nn.parallel, *spread]),
         (importlib.import_module("torch.cuda.nvtx"), of_marks),
         (profiler.emit_nvtx, of_emitters),
         (profiler.profile, {"__init__": (_profile_the_cpu, "who finds a GPU asks for the times of its kernels")}),
@@ -534,6 +621,16 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
         (torch.version, version),
         (torch._C, of_accelerators),
         (importlib.import_module("torch._library.infer_schema"), of_schemas),
+    ]
+
+
+def _refusals(of_cuda: list[Any], spread: list[Any]) -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
+    """What is refused, by every module that has the name."""
+    owners = {"torch.cuda": of_cuda, "torch.cuda.memory": of_cuda, "torch.nn.parallel": spread}
+    return [
+        (owner, refused(module, owner))
+        for module in dict.fromkeys(refusal.module for refusal in REFUSED)
+        for owner in owners.get(module) or [importlib.import_module(module)]
     ]
 
 

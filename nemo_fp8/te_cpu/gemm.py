@@ -73,7 +73,8 @@ def _product(a: _Operand, b: _Operand, dtype: torch.dtype, bias: torch.Tensor | 
         out = blockwise.product(a, b)
     else:
         left, right = _values(b), _values(a)
-        if left.dtype == right.dtype == dtype and (bias is None or bias.dtype == dtype):
+        ordered = dtype != torch.float16  # torch adds FP16 up in another order than FP32, and alpha would change bits
+        if ordered and left.dtype == right.dtype == dtype and (bias is None or bias.dtype == dtype):
             return torch.mm(left, right.t()) if bias is None else torch.addmm(bias, left, right.t())
         out = torch.mm(left.float(), right.float().t())
     return (out if bias is None else out.add_(bias.float())).to(dtype)

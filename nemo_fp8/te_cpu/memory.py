@@ -1,6 +1,7 @@
 """How much memory tensors hold, as ``torch.cuda`` tells it of a GPU: what there is now, and the most that there was.
 
     now    the bytes of every storage that a live tensor of Python, or a gradient of one, holds; each counted once
+    host   storages that were asked for as pinned, or fetched from the GPU: the host's there, and in none of the numbers
     most   now, or the most that the C heap held at a call of TE's extension, less what was no tensor's
 
 torch's allocator of a CPU counts nothing, so that tensors are looked for among the objects of the garbage collector:
@@ -19,8 +20,12 @@ import ctypes
 import gc
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
+
+_WeakRef: Any = reductions.StorageWeakRef
 
 _EVERY = 50
 """A look at the heap costs at most one part in so many of the time."""
@@ -86,8 +91,38 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
+class _Host:
+    """The storages that lie in the host's memory where there is a GPU. A weak reference keeps a storage's address
+    from being that of another."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, Any] = {}
+        self.enough = 64
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that a tensor lies there, and return it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for part in _lying(tensor):
+                held = _WeakRef(part.untyped_storage())
+                self.storages[held.cdata] = held
+        if len(self.storages) > self.enough:
+            self.storages = {address: held for address, held in self.storages.items() if not held.expired()}
+            self.enough = 2 * len(self.storages) + 64
+        return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies there."""
+        if not self.storages:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(part.untyped_storage()._cdata in self.storages for part in _lying(tensor))
+
+
+HOST = _Host()
+
+
 def _storages() -> dict[int, int]:
-    """Return the bytes of each storage that a live tensor holds."""
+    """Return the bytes of each storage that a live tensor holds on the GPU."""
     kinds = set(_kinds(torch._C.TensorBase))
     found = [thing for thing in gc.get_objects() if type(thing) in kinds]
     storages: dict[int, int] = {}
@@ -95,7 +130,8 @@ def _storages() -> dict[int, int]:
         grads = [_gradient(tensor) for tensor in found]
         for tensor in (part for held in found + grads if held is not None for part in _lying(held)):
             storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            if storage._cdata not in HOST.storages:
+                storages[storage._cdata] = storage.nbytes()
     return storages
 
 

@@ -26,7 +26,13 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
     """Pad packed sequences to the longest."""
     there = _there(cu_seqlens[: b + 1], max_seq_len)
     out = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
-    out[there] = tensor[: int(there.sum())]
+    told = int(there.sum())
+    if told > len(tensor):
+        raise ValueError(
+            f"convert_thd_to_bshd: cu_seqlens tells of {told} tokens, and the tensor has {len(tensor)}. A GPU would "
+            "read what lies behind them: give lengths that end where the tensor does."
+        )
+    out[there] = tensor[:told]
     return out
 
 

@@ -85,23 +85,23 @@ class Chosen:
     def __exit__(self, *exc: object) -> None: ...
 
 
-class CUDAGraph:
-    """A graph of kernels that a GPU starts by itself."""
+class _Code(int):
+    """What CUDA's runtime returns: a number, 0 where nothing went wrong."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        raise NotImplementedError(
-            "torch.cuda.CUDAGraph has no CPU implementation: a graph starts a GPU's kernels without Python. Leave CUDA "
-            "graphs out (Megatron: enable_cuda_graph=False, TransformerEngine: no make_graphed_callables), or run on a "
-            "GPU."
-        )
+    success = 0
 
 
 def _nothing(*args: object) -> int:
     return 0
 
 
-CUDART = types.SimpleNamespace(cudaProfilerStart=_nothing, cudaProfilerStop=_nothing)
-"""``torch.cuda.cudart()``, of which programs ask when to profile."""
+CUDART = types.SimpleNamespace(
+    cudaProfilerStart=_nothing,
+    cudaProfilerStop=_nothing,
+    cudaError=_Code,
+    cudaGetErrorString=lambda code: "an error of CUDA's, which no CPU has told",
+)
+"""``torch.cuda.cudart()``, of which programs ask when to profile, and what a number means."""
 
 MARKS = types.SimpleNamespace(
     **dict.fromkeys(

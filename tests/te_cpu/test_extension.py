@@ -171,6 +171,22 @@ def _by_rows(tensor):
     return codes, scales[: codes.shape[0]]
 
 
+@pytest.mark.parametrize("k", [64, 1024])
+def test_a_factor_that_is_a_power_of_two_changes_no_bit_of_an_fp16_product(k):
+    """TE's fused linear and scale against the two one by one."""
+    torch.manual_seed(0)
+    a, b = torch.randn(96, k).half(), torch.randn(256, k).half()
+
+    def product(alpha):
+        return tex.generic_gemm(
+            a, True, b, False, None, None, tex.DType.kFloat16, None, tex.DType.kFloat16, False, None, False, None, 0,
+            False, True, alpha=alpha,
+        )[0]  # fmt: skip
+
+    assert torch.equal(product(0.5), 0.5 * product(1.0))
+    assert torch.allclose(product(1.0).double(), b.double() @ a.double().t(), rtol=2**-10, atol=1e-4)
+
+
 @pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
 def test_operands_of_two_kinds_are_refused():
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer

@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
+from nemo_fp8.te_cpu import memory
+
 MIB = 2**20
 
 
@@ -151,3 +153,39 @@ def test_views_whose_base_has_changed_are_counted():
     with pytest.raises(RuntimeError, match="is a view"):
         first.is_leaf  # noqa: B018
     assert _more(before) >= 4 * MIB
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda t: torch.empty(t.shape, device="cpu", pin_memory=True).copy_(t),
+        lambda t: torch.empty_like(t, device="cpu", pin_memory=True).copy_(t),
+        lambda t: t.cpu(),
+        lambda t: t.to("cpu", non_blocking=True),
+        lambda t: t.clone().pin_memory(),
+    ],
+)
+def test_what_goes_to_the_host_leaves_the_gpu(send):
+    """TE's offloading, both of its ways, Megatron's optimizer on the host, and a data loader that pins."""
+    before = torch.cuda.memory_allocated()
+    x = torch.arange(MIB // 4, dtype=torch.float32, device="cuda")
+    kept, where = send(x), x.device
+    assert _more(before) == MIB
+    del x
+    assert _more(before) == 0
+    for bring in (lambda t: t.cuda(), lambda t: t.to("cuda", non_blocking=True), lambda t: t.to(where)):
+        back = bring(kept[:])
+        assert _more(before) == MIB
+        assert torch.equal(back, torch.arange(MIB // 4, dtype=torch.float32))
+        del back
+    del kept
+    assert _more(before) == 0
+
+
+def test_memory_that_the_host_has_freed_may_be_a_gpus():
+    before = torch.cuda.memory_allocated()
+    for _ in range(300):
+        torch.ones(2).cpu()
+    held = [torch.ones(2) for _ in range(300)]
+    assert _more(before) == 8 * len(held)
+    assert len(memory.HOST.storages) < 200

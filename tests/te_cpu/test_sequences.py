@@ -21,6 +21,11 @@ def test_packed_and_padded_hold_the_same_tokens():
     assert not back[13:].any()
 
 
+def test_lengths_that_tell_of_more_tokens_than_there_are_say_so():
+    with pytest.raises(ValueError, match="cu_seqlens tells of 13 tokens, and the tensor has 12"):
+        tex.convert_thd_to_bshd(torch.randn(12, 2, 8), torch.tensor([0, 5, 6, 13], dtype=torch.int32), 3, 9)
+
+
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "thd"])
 def test_new_tokens_are_appended_to_their_sequences(qkv_format, paged):
