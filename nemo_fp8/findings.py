@@ -511,12 +511,18 @@ RULES: dict[str, Problem] = {
     "sides-layers": error(
         "The {which} {train} layers train in {compute}, the {which} {rollout} generate in it.",
         "The layers between run in FP8 on one side only.",
-        "Set {field} to the same number on both sides{delayed}.",
+        "Set {field} to the same number on both sides{delayed}. If names keep the same layers, give check the model's "
+        "config (model=, --model), which says so.",
     ),
     "sides-modules": error(
         "Kept in {compute} on one side only: {names}.",
         "Such a module runs in FP8 on the other side.",
-        "Give both sides the same keep.",
+        "Give both sides the same keep, first_layers and last_layers.",
+    ),
+    "sides-shapes": warning(
+        "Kept in {compute} on one side only, by their shape: {names}.",
+        "Training and rollout have other blocks, and these linears fit in those of one side only.",
+        "Name them in keep, on both sides.",
     ),
     "sides-four-bits": warning(
         "{heading}: training {does} {train}; the rollout {does} {rollout}.",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -222,8 +223,10 @@ def from_nemo_rl(source: Source) -> Precision:
     return agreement.join(*sides) if how == "vllm" else agreement.merge(*sides)
 
 
-def check_nemo_rl(source: Source) -> agreement.Agreement | None:
+def check_nemo_rl(source: Source, model: str | Path | None = None) -> agreement.Agreement | None:
     """Compare both sides of a configuration; None if the rollout's settings are not read.
+
+    ``model`` is the config.json of the model, or its folder: with it, its linears are compared.
 
     ``beside_the_contract`` says why not. Megatron agrees with itself: it generates with the trained model. Raises
     PrecisionError as ``read_nemo_rl`` does.
@@ -234,7 +237,7 @@ def check_nemo_rl(source: Source) -> agreement.Agreement | None:
         return None
     if how == "megatron":
         return agreement.Agreement(())
-    found = agreement.check(train=train, rollout=rollout)
+    found = agreement.check(train=train, rollout=rollout, model=model)
     return agreement.Agreement((*fp4.missing(train, rollout), *found.findings))
 
 

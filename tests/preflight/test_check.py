@@ -377,7 +377,8 @@ def test_what_differs_is_said_in_words(train, rollout, severity, where, code, wo
 
 
 def test_every_rule_on_two_sides_is_found():
-    assert {code for *_, code, _ in DIFFERENCES} == {code for code in RULES if code.startswith("sides-")}
+    of_a_model = {"sides-shapes"}  # found in test_check_model.py
+    assert {code for *_, code, _ in DIFFERENCES} == {code for code in RULES if code.startswith("sides-")} - of_a_model
 
 
 def test_json_keeps_the_words_of_scripts():
