@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.models.governed import Governed
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.selection import KEEP, Kept, all_names, contract_of, why_kept_by_name
@@ -28,6 +28,8 @@ class Apart:
 
     name: str
     kept: Kept
+    quantized: Operand
+    """What the other side holds."""
     in_training: bool
     """Whether it is training that keeps it."""
     as_one: bool
@@ -60,7 +62,8 @@ def both_sides(model: Model, train: Precision, rollout: Precision) -> BothSides:
         alone = contract_of(rollout, (name,), linear.experts)
         if kept := ours or theirs:
             by_others = kept is theirs and kept.rule == KEEP and _quantized_alone(rollout, alone, model, name, linear)
-            apart.append(Apart(name, kept, kept is ours, by_others))
+            quantized = next(found for side in (here, there) if isinstance(found := side[key], Operand))
+            apart.append(Apart(name, kept, quantized, kept is ours, by_others))
             continue
         own, engines = (contract_of_linear(model, p, layer, linear, side) for p, side in sides)
         pair = own.replace(modules=()), engines.replace(modules=())

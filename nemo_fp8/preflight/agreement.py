@@ -22,7 +22,7 @@ measures them again. A model's own underflow is counted by :func:`nemo_fp8.misma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,8 +197,8 @@ def _by_name(train: Precision, rollout: Precision) -> Iterator[Problem]:
     groups = governed(train, rollout)
     if train.is_quantized == rollout.rolls_out_quantized:
         yield from _values(groups, train.compute)
-    elif any(None in (pair := _pair(g, "weight")) and pair != (None, None) for g in groups):
-        yield _one_sided(train)
+    elif copies := [operand for group in groups for operand in _pair(group, "weight") if operand]:
+        yield _one_sided(train, copies)
 
 
 def _of_model(train: Precision, rollout: Precision, model: Model) -> Iterator[Problem]:
@@ -206,7 +206,7 @@ def _of_model(train: Precision, rollout: Precision, model: Model) -> Iterator[Pr
     found = both_sides(model, train, rollout)
     if train.is_quantized != rollout.rolls_out_quantized:
         if found.apart:
-            yield _one_sided(train)
+            yield _one_sided(train, [one.quantized for one in found.apart])
         return
     yield from _values(found.quantized, train.compute)
     kept: dict[str, dict[str, list[str]]] = {}
@@ -224,11 +224,20 @@ def _of_model(train: Precision, rollout: Precision, model: Model) -> Iterator[Pr
         yield finding(code, "modules", compute=train.compute.upper(), names="; ".join(names))
 
 
-def _one_sided(train: Precision) -> Problem:
+def _one_sided(train: Precision, copies: Iterable[Operand]) -> Problem:
+    """Return the finding that one side alone quantizes: with the distance of its copies from the weights."""
     one, other = ("Training", "the rollout") if train.is_quantized else ("The rollout", "training")
-    return finding(
-        "sides-format", "format", one=one, other=other, compute=train.compute.upper(), from_master=FROM_MASTER
-    )
+    costs = {("NVFP4" if c.format == "e2m1" else "FP8"): _from_master(c) for c in sorted(copies, key=_from_master)}
+    fields = "rollout='fp8', format='e4m3', scaling='blockwise'"
+    if [*costs] == ["NVFP4"]:
+        fields = "rollout='nvfp4', scaling='nvfp4', weight_block='1x16', row_scaled=True"
+    gaps = {"one": one, "other": other, "compute": train.compute.upper(), "fields": fields}
+    words = {"format": " and ".join(costs), "from_master": " or ".join(f"{cost:g}" for cost in costs.values())}
+    return finding("sides-format", "format", **gaps, **words)
+
+
+def _from_master(copy: Operand) -> float:
+    return FOUR_BITS_FROM_MASTER[copy.block == (1, 16)] if copy.format == "e2m1" else FROM_MASTER
 
 
 def _values(groups: Sequence[Governed], compute: str) -> Iterator[Problem]:

@@ -18,6 +18,8 @@ from nemo_fp8.models.selection import contract_of, why_kept
 from nemo_fp8.models.shapes import Model
 from nemo_fp8.models.units import select
 from nemo_fp8.preflight.agreement import check
+from nemo_fp8.render import render
+from nemo_fp8.render.nemo_rl import check_nemo_rl
 
 POW2 = {"weight_scale": "pow2", "activation_scale": "pow2"}
 DEEPSEEK = {"format": "e4m3", "scaling": "blockwise", **POW2}
@@ -113,6 +115,29 @@ def test_what_an_engine_holds_as_one_is_so_in_a_model_that_has_it(changes):
 def test_without_fp8_on_one_side_it_is_the_format_that_differs():
     assert [f.code for f in _agree(DEEPSEEK, {}, DENSE).findings] == ["sides-format"]
     assert _agree({**DEEPSEEK, "first_layers": 4}, {}, DENSE).agrees
+
+
+NEMO_RL_NVFP4 = Precision(
+    **ALIKE, rollout="nvfp4", first_layers=1, last_layers=2,
+    modules=(("*.linear_qkv", "bf16"), ("*.linear_proj", "bf16")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    (EXPERTS | {"num_hidden_layers": 6}, None),
+    # The list names layers 4 and 5: of a longer model they are not the last ones.
+    (EXPERTS | {"num_hidden_layers": 8}, "decoder.layers.{6-7}.mlp.experts.linear_fc1 (BF16 in training"),
+    # NeMo RL's NVFP4 rollout holds routed experts in four bits, and nothing else.
+    (DENSE | {"num_hidden_layers": 6}, "decoder.layers.{1-3}.mlp.linear_fc1 (BF16 in the rollout"),
+], ids=["its own model", "a longer model", "a dense model"])  # fmt: skip
+def test_nemo_rls_nvfp4_is_compared_for_a_model(tmp_path, model, words):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "grpo.yaml").write_text(render(NEMO_RL_NVFP4, "nemo-rl", 6).text)
+    (tmp_path / "te_precision.yaml").write_text(render(NEMO_RL_NVFP4, "te-precision").text)
+    assert check_nemo_rl(tmp_path / "grpo.yaml").agrees  # which knows no model
+    found = check_nemo_rl(tmp_path / "grpo.yaml", tmp_path)
+    assert found.agrees == (words is None)
+    assert (words or "") in str(found)
 
 
 def _stored(p, names, shapes, experts, side, layers):
