@@ -197,9 +197,9 @@ def read_nemo_rl(
     ``source`` is a file, read with the files that it extends, a text or a mapping. ``recipes`` is the content of
     Megatron's file of recipes by module; without it the file is read that ``te_precision_config_file`` names.
     ``layers`` is the model's number of them, without which the last ones of an NVFP4 rollout's list count as its last.
-    The rollout of a backend whose settings are not read says its compute dtype alone (``check_nemo_rl`` compares nothing
-    then). Raises PrecisionError for misspelt keys, values that a contract cannot express, what NeMo RL refuses, and
-    files that cannot be read.
+    The rollout of a backend whose settings are not read says its compute dtype alone (``check_nemo_rl`` compares
+    nothing then). Raises PrecisionError for misspelt keys, values that a contract cannot express, what NeMo RL refuses,
+    and files that cannot be read.
     """
     from nemo_fp8.render.nemo_rl_file import read_document, resolving  # rendering needs no OmegaConf
 
