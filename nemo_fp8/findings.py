@@ -476,10 +476,10 @@ RULES: dict[str, Problem] = {
         "Give both the same compute dtype.",
     ),
     "sides-format": warning(
-        "{one} multiplies in FP8 and {other} in {compute}.",
-        "An FP8 copy lies {from_master}% in norm from the weights that {other} uses; on long rollouts such a policy "
+        "{one} multiplies in {format} and {other} in {compute}.",
+        "Such a copy lies {from_master}% in norm from the weights that {other} uses; on long rollouts such a policy "
         "was seen to collapse.",
-        "Use FP8 on both sides, with the same scales (rollout='fp8', format='e4m3', scaling='blockwise').",
+        "Use {format} on both sides, with the same scales ({fields}).",
     ),
     "sides-delayed": warning(
         "{heading}: training {does} {train}; the rollout {does} {rollout}.",
@@ -510,13 +510,19 @@ RULES: dict[str, Problem] = {
     ),
     "sides-layers": error(
         "The {which} {train} layers train in {compute}, the {which} {rollout} generate in it.",
-        "The layers between run in FP8 on one side only.",
-        "Set {field} to the same number on both sides{delayed}.",
+        "The layers between are quantized on one side only.",
+        "Set {field} to the same number on both sides{delayed}. If names keep the same layers, give check the model's "
+        "config (model=, --model), which says so.",
     ),
     "sides-modules": error(
         "Kept in {compute} on one side only: {names}.",
-        "Such a module runs in FP8 on the other side.",
-        "Give both sides the same keep.",
+        "Such a module is quantized on the other side.",
+        "Give both sides the same keep, first_layers and last_layers.",
+    ),
+    "sides-shapes": warning(
+        "Kept in {compute} on one side only, by their shape: {names}.",
+        "Training and rollout have other blocks, and these linears fit in those of one side only.",
+        "Name them in keep, on both sides.",
     ),
     "sides-four-bits": warning(
         "{heading}: training {does} {train}; the rollout {does} {rollout}.",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nemo_fp8.cli.options import Changes, Json, Name
+from nemo_fp8.cli.options import Changes, Json, ModelConfig, Name
 from nemo_fp8.cli.printing import print_findings, print_json, print_notes, print_pairs, print_table
 from nemo_fp8.contract.naming import load
 
@@ -96,6 +96,7 @@ def check(
         str | None, typer.Argument(help="The rollout's precision; leave out with --nemo-rl.", show_default=False)
     ] = None,
     nemo_rl: Annotated[bool, typer.Option("--nemo-rl", help="Read both sides from a NeMo RL YAML.")] = False,
+    model: ModelConfig = None,
     as_json: Json = False,
 ) -> None:
     """Prove that training and rollout multiply with the same values, or say what differs; exit code 1 if it does."""
@@ -106,7 +107,7 @@ def check(
         from nemo_fp8.render.nemo_rl import beside_the_contract, check_nemo_rl, ignored_by_nemo_rl
         from nemo_fp8.render.nemo_rl_file import read_document
 
-        compared = check_nemo_rl(Path(train))
+        compared = check_nemo_rl(Path(train), model)
         document = read_document(Path(train))
         beside = (*ignored_by_nemo_rl(document), *beside_the_contract(document))
         notes = [f"{p.what} {p.why} {p.remedy}" for p in beside]
@@ -118,7 +119,7 @@ def check(
         agreement = compared
     else:
         trained = load(train)
-        agreement = check(train=trained, rollout=load(rollout) if rollout else trained)
+        agreement = check(train=trained, rollout=load(rollout) if rollout else trained, model=model)
     if as_json:
         print_json(agreement.to_dict() | {"notes": notes})
     else:

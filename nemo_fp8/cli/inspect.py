@@ -105,7 +105,7 @@ def _print(inspection: Inspection, advice: list[Advice]) -> None:
     rows, labels = inspection.measured(), list(inspection.recipes)
     skipped = Counter(row.place.role if row.place.kept else "other" for row in inspection.rows if row.skipped)
     weights = inspection.measured("weight")
-    dequantized = sum(bool(row.note) for row in rows)
+    dequantized = inspection.dequantized_words()
     facts = [
         ("checkpoint", str(inspection.path)),
         (
@@ -113,9 +113,10 @@ def _print(inspection: Inspection, advice: list[Advice]) -> None:
             f"{len(weights)} with {sum(row.elements for row in weights):,} weights, {inspection.layers} decoder layers",
         ),
         ("activations", f"{len(rows) - len(weights)} inputs and gradients" if len(rows) > len(weights) else ""),
-        ("FP8 already", f"{dequantized} weights, dequantized first" if dequantized else ""),
+        ("quantized already", f"{dequantized}, dequantized first" if dequantized else ""),
         ("not quantized", ", ".join(f"{count} {role}" for role, count in skipped.items())),
-        ("NaN or inf", ", ".join(row.name for row in inspection.not_finite())),
+        ("not read", inspection.packed_words()),
+        ("NaN or inf", inspection.not_finite_words()),
         ("read", f"{inspection.bytes / 1e6:,.0f} MB in {inspection.seconds:.1f} s"),
     ]
     print_pairs([(about, fact) for about, fact in facts if fact])

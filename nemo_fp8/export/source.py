@@ -94,7 +94,7 @@ class HuggingFace:
         self.name = str(checkpoint.path)
         consumed = self._consumed()
         self.tensors: Mapping[str, Described] = {
-            name: Described.of((*entry.shape[:-1], entry.shape[-1] * (1 + (name in packed))), "BF16")
+            name: Described.of(checkpoint.shape_of(name), "BF16")
             if name in self._codes
             else Described(entry.shape, entry.dtype, entry.bytes)
             for name, entry in self._entries.items()

@@ -92,7 +92,7 @@ def advise(inspection: Inspection, label: str, snr: float | None = None) -> Advi
     p, rows, layers = inspection.recipes[label], inspection.measured(), inspection.layers
     snr = (20.0 if p.is_fp8 else 10.0) if snr is None else snr
     running = [row for row in rows if label not in row.kept]
-    below = [row for row in running if row.losses[label].floor_db < snr]
+    below = [row for row in running if (loss := row.losses[label]).floor_db < snr and not loss.is_broken]
     failing, passing = {_unit(row) for row in below}, {_unit(row) for row in running}
     passing -= failing
     first, last = _ends({layer for layer, _ in failing}, {layer for layer, _ in passing}, layers)

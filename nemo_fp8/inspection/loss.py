@@ -94,11 +94,17 @@ class Loss:
 
     @property
     def snr_db(self) -> float:
-        """The signal-to-noise ratio in dB; infinite if nothing was lost."""
+        """The signal-to-noise ratio in dB; infinite if nothing was lost, and below all numbers if no value is
+        finite."""
         if self.noise == 0:
-            return math.inf
+            return -math.inf if self.is_broken else math.inf
         ratio = self.signal / self.noise  # 0, or no number, where values came back infinite
         return 10 * math.log10(ratio) if ratio > 0 else -math.inf
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no value is finite: there is nothing to measure, and nothing that a recipe could mend."""
+        return 0 < self.elements == self.nonfinite
 
     @property
     def floor_db(self) -> float:
@@ -122,7 +128,7 @@ class Loss:
 
     def to_dict(self) -> dict[str, float | None]:
         """Return plain values for JSON, which has no infinity: the SNR is None if nothing was lost, and :data:`LOST` if
-        values came back infinite."""
+        values came back infinite, or none is finite."""
         return {
             "snr_db": _finite(self.snr_db),
             "block_snr_db": _finite(self.block_snr_db),
@@ -139,7 +145,7 @@ class Loss:
 
 
 LOST = -1000.0
-"""The SNR in dB, in JSON, of a tensor that came back infinite: below what FP32 can lose."""
+"""The SNR in dB, in JSON, of a tensor that came back infinite, or has no finite value: below what FP32 can lose."""
 
 
 def _finite(value: float) -> float | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,9 +34,11 @@ from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.scales import amax_of, delayed_scale
 from nemo_fp8.numerics.transposition import ONE, Copies, Transposition, whole_blocks
-from nemo_fp8.storage.safetensors import CODES, VALUES, Checkpoint, Entry
+from nemo_fp8.storage.safetensors import CODES, SCALE_2, VALUES, Checkpoint, Entry
 
 Progress = Callable[[int, str], None]
+_DECODED = (*CODES, "NVFP4")
+_PACKED = "is packed or no float"
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
@@ -116,6 +119,28 @@ class Inspection:
         """Return the tensors that hold a NaN or an infinity."""
         return [row for row in self.measured() if next(iter(row.losses.values())).nonfinite]
 
+    def not_finite_words(self) -> str:
+        """Return the names of these tensors, and which of them have no finite value at all."""
+        of = ((row.name, next(iter(row.losses.values())).is_broken) for row in self.not_finite())
+        return ", ".join(f"{name} (all of it)" if all_ else name for name, all_ in of)
+
+    def packed_words(self) -> str:
+        """Return what may be weights and is packed in a way that is not known here: one name of each kind, and how many
+        there are of it."""
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row.skipped.endswith(_PACKED):
+                kinds.setdefault((row.name.rpartition(".")[2], row.skipped), []).append(row.name)
+        return ", ".join(
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({why})"
+            for (_, why), names in kinds.items()
+        )
+
+    def dequantized_words(self) -> str:
+        """Return how many weights were quantized already, by their format."""
+        found = Counter(row.dtype for row in self.measured() if row.note)
+        return ", ".join(f"{count} in {dtype}" for dtype, count in found.items())
+
     def total(self, label: str, rows: Iterable[Row]) -> Loss:
         """Return the loss of several tensors under one recipe, as if they were one tensor."""
         return Loss.together(row.losses[label] for row in rows)
@@ -186,14 +211,18 @@ def inspect_checkpoint(
                 report(source.entries[row.name].bytes, row.name)
             measured.append(row)
         source.close()
-    found_any = any(row.losses and row.operand == "weight" for row in measured)
-    if not found_any:
+    inspection = Inspection(Path(path), dict(recipes), tuple(measured), layers, read, time.perf_counter() - start)
+    if not any(row.losses and row.operand == "weight" for row in measured):
+        packed = inspection.packed_words()
         raise PrecisionError(
-            f"{path} holds no weight matrix.",
-            f"Of its {len(rows)} tensors none is a matrix of floats that a linear layer multiplies with.",
-            "Give a model's checkpoint, not an optimizer's or an adapter's state.",
+            f"{path} holds no weight matrix{' that can be read' if packed else ''}.",
+            f"Of its {len(rows)} tensors none is a matrix of floats that a linear layer multiplies with."
+            + (f" Not read: {packed}." if packed else ""),
+            "Give the BF16 checkpoint that it was made from."
+            if packed
+            else "Give a model's checkpoint, not an optimizer's or an adapter's state.",
         )
-    return Inspection(Path(path), dict(recipes), tuple(measured), layers, read, time.perf_counter() - start)
+    return inspection
 
 
 # ---------------------------------------------------------------------- which tensors
@@ -202,8 +231,14 @@ def inspect_checkpoint(
 def _weights(checkpoint: Checkpoint) -> list[Row]:
     """Return every tensor of a checkpoint but the scales, with the reason if it is no linear's weight."""
     scales = {checkpoint.scale_of(name) for name in checkpoint.entries}
-    entries = [entry for name, entry in checkpoint.entries.items() if name not in scales]
-    return _in_order([Row(e.name, "weight", place(e.name), e.shape, e.dtype, _skipped(e), _note(e)) for e in entries])
+    packed = {name for name in checkpoint.entries if checkpoint.is_nvfp4(name)}
+    scales |= {scale for name in packed for scale in (name + SCALE_2, f"{place(name).module}.input_scale")}
+    rows = []
+    for name, entry in checkpoint.entries.items():
+        if name not in scales:
+            e = replace(entry, shape=checkpoint.shape_of(name), dtype="NVFP4" if name in packed else entry.dtype)
+            rows.append(Row(name, "weight", place(name), e.shape, e.dtype, _skipped(e), _note(e)))
+    return _in_order(rows)
 
 
 def _captured(checkpoint: Checkpoint) -> list[Row]:
@@ -233,16 +268,16 @@ def _skipped(entry: Entry) -> str:
     where = place(entry.name)
     if where.kept:
         return where.kept
+    if entry.dtype not in (*VALUES, *_DECODED) and len(entry.shape) > 1:
+        return f"{entry.dtype} {_PACKED}"
     is_weight = entry.name.rsplit(".", 1)[-1].startswith("weight") or where.role == "experts"
     if not is_weight or len(entry.shape) != (3 if len(entry.shape) == 3 and where.role == "experts" else 2):
         return "not a weight matrix"
-    if entry.dtype not in (*VALUES, *CODES):
-        return f"{entry.dtype} is packed or no float"
     return "" if entry.elements else "empty"
 
 
 def _note(entry: Entry) -> str:
-    return f"{entry.dtype}, dequantized first" if entry.dtype in CODES else ""
+    return f"{entry.dtype}, dequantized first" if entry.dtype in _DECODED else ""
 
 
 def _kept(p: Precision, row: Row, layers: int, experts: int) -> str:

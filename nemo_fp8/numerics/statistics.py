@@ -76,9 +76,10 @@ class Statistics:
 
     @property
     def snr_db(self) -> torch.Tensor:
-        """The signal-to-noise ratio in dB; infinite if nothing was lost."""
+        """The signal-to-noise ratio in dB; infinite if nothing was lost, and -infinite if no value is finite."""
         noise = self.noise
-        return 10.0 * torch.log10(torch.where(noise == 0, float("inf"), self.signal / noise))
+        exact = torch.where((self.nonfinite == self.elements) & (self.elements > 0), 0.0, float("inf"))
+        return 10.0 * torch.log10(torch.where(noise == 0, exact, self.signal / noise))
 
     @property
     def scale_range(self) -> tuple[float, float]:

@@ -7,7 +7,8 @@ moves the exponent, so codes and scales differ where blocks do, and their produc
 zero. Any FP32 scale moves the rounding of nearly every value, so FP32 scales of other blocks are other values.
 ``check`` compares what each contract says of its own side, weights and activations, and names every difference, its
 cost and its remedy. Rules for modules give some linears a contract of their own, so it does this for each pair of
-contracts that linears have on the two sides (:mod:`nemo_fp8.models.governed`). If all values are equal, the importance
+contracts that linears have on the two sides (:mod:`nemo_fp8.models.governed`), or with a model for each of its linears
+(:mod:`nemo_fp8.models.both_sides`). If all values are equal, the importance
 ratio starts from 1.
 
 The severity of a finding: an ``error`` cannot be written as one contract, since two settings exclude each other. A
@@ -21,15 +22,19 @@ measures them again. A model's own underflow is counted by :func:`nemo_fp8.misma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
+from nemo_fp8.models.both_sides import both_sides, in_short
 from nemo_fp8.models.governed import Governed, apart_in_an_engine, governed, kept_on_one_side
+from nemo_fp8.models.selection import SHAPE
+from nemo_fp8.models.shapes import Model
 from nemo_fp8.moved import renamed
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
@@ -91,14 +96,22 @@ class Agreement:
         raise TypeError("Ask check(...).agrees, or call check(...).require().")
 
 
-def check(*, train: Precision | str, rollout: Precision | str) -> Agreement:
+def check(
+    *, train: Precision | str, rollout: Precision | str, model: Model | Mapping[str, Any] | str | Path | None = None
+) -> Agreement:
     """Compare the training side of one contract with the rollout side of another (or of the same).
 
-    Each is a contract, or the name of a preset or of a YAML file. Raises PrecisionError if there is no such contract.
+    Each is a contract, or the name of a preset or of a YAML file. With a ``model``, the config.json of a Hugging Face
+    model, its linears are compared (whole ones, without tensor parallelism), whatever words name them on the two sides.
+    Raises PrecisionError if there is no such contract or model.
     """
-    parts = (_compute, _values, _layers, _kept, _units, _kv_cache, _correction)
-    sides = (given(train), given(rollout))
-    return Agreement(tuple(found for part in parts for found in part(*sides)))
+    here, there = given(train), given(rollout)
+    if model is None:
+        of_modules = [part(here, there) for part in (_by_name, _layers, _kept, _units)]
+    else:
+        of_modules = [_of_model(here, there, model if isinstance(model, Model) else Model.read(model))]
+    parts = [_compute(here, there), *of_modules, _kv_cache(here, there), _correction(here, there)]
+    return Agreement(tuple(found for part in parts for found in part))
 
 
 def join(train: Precision, rollout: Precision) -> Precision:
@@ -179,18 +192,60 @@ def _compute(train: Precision, rollout: Precision) -> Iterator[Problem]:
         yield finding("sides-compute", "compute", train=train.compute.upper(), rollout=rollout.compute.upper())
 
 
-def _values(train: Precision, rollout: Precision) -> Iterator[Problem]:
-    """Yield the findings about weights and activations: of each pair of contracts that linears have."""
-    groups, apart = governed(train, rollout), list[str]()
-    one_sided = train.is_quantized != rollout.rolls_out_quantized
-    if one_sided and any(None in (pair := _pair(g, "weight")) and pair != (None, None) for g in groups):
-        one, other = ("Training", "the rollout") if train.is_quantized else ("The rollout", "training")
-        yield finding(
-            "sides-format", "format", one=one, other=other, compute=train.compute.upper(), from_master=FROM_MASTER
-        )
-    for group in () if one_sided else groups:
+def _by_name(train: Precision, rollout: Precision) -> Iterator[Problem]:
+    """Yield the findings about weights and activations: of each pair of contracts that linears can have."""
+    groups = governed(train, rollout)
+    if train.is_quantized == rollout.rolls_out_quantized:
+        yield from _values(groups, train.compute)
+    elif copies := [operand for group in groups for operand in _pair(group, "weight") if operand]:
+        yield _one_sided(train, copies)
+
+
+def _of_model(train: Precision, rollout: Precision, model: Model) -> Iterator[Problem]:
+    """Yield the findings about the linears of a model."""
+    found = both_sides(model, train, rollout)
+    if train.is_quantized != rollout.rolls_out_quantized:
+        if found.apart:
+            yield _one_sided(train, [one.quantized for one in found.apart])
+        return
+    yield from _values(found.quantized, train.compute)
+    kept: dict[str, dict[str, list[str]]] = {}
+    for one in found.apart:
+        code = "sides-units" if one.as_one else "sides-shapes" if one.kept.rule == SHAPE else "sides-modules"
+        side = "in training" if one.in_training else "in the rollout"
+        words = f"{train.compute.upper()} {side}: {one.kept.in_short}"
+        kept.setdefault(code, {}).setdefault(words, []).append(one.name)
+    for name, ours, theirs in found.as_one:
+        pair = ours.operand("weight", "train"), theirs.operand("weight", "rollout")
+        if not _alike(*pair):
+            kept.setdefault("sides-units", {}).setdefault(_elements(*pair, train.compute), []).append(name)
+    for code, reasons in kept.items():
+        names = [f"{name} ({words})" for words, linears in reasons.items() for name in in_short(linears)]
+        yield finding(code, "modules", compute=train.compute.upper(), names="; ".join(names))
+
+
+def _one_sided(train: Precision, copies: Iterable[Operand]) -> Problem:
+    """Return the finding that one side alone quantizes: with the distance of its copies from the weights."""
+    one, other = ("Training", "the rollout") if train.is_quantized else ("The rollout", "training")
+    costs = {("NVFP4" if c.format == "e2m1" else "FP8"): _from_master(c) for c in sorted(copies, key=_from_master)}
+    fields = "rollout='fp8', format='e4m3', scaling='blockwise'"
+    if [*costs] == ["NVFP4"]:
+        fields = "rollout='nvfp4', scaling='nvfp4', weight_block='1x16', row_scaled=True"
+    gaps = {"one": one, "other": other, "compute": train.compute.upper(), "fields": fields}
+    words = {"format": " and ".join(costs), "from_master": " or ".join(f"{cost:g}" for cost in costs.values())}
+    return finding("sides-format", "format", **gaps, **words)
+
+
+def _from_master(copy: Operand) -> float:
+    return FOUR_BITS_FROM_MASTER[copy.block == (1, 16)] if copy.format == "e2m1" else FROM_MASTER
+
+
+def _values(groups: Sequence[Governed], compute: str) -> Iterator[Problem]:
+    """Yield the findings about weights and activations of linears that both sides quantize, or may."""
+    apart = list[str]()
+    for group in groups:
         if _rules_differ(group):
-            words = _elements(*_pair(group, "weight"), train.compute)
+            words = _elements(*_pair(group, "weight"), compute)
             apart += [f"{name} ({words})" for name in group.linears]
             continue
         of = "" if len(groups) == 1 else _of_which(group)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -21,6 +22,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.contract.te_variables import VARIABLES, fields_from_environment, te_environment
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
+from nemo_fp8.models.shapes import Model
 from nemo_fp8.preflight import agreement
 from nemo_fp8.render import nemo_rl_backend as backend
 from nemo_fp8.render import nemo_rl_fp4 as fp4
@@ -187,14 +189,17 @@ def _cannot_mean(p: Precision) -> Iterator[Problem]:
 # ---------------------------------------------------------------------- NeMo RL -> contract
 
 
-def read_nemo_rl(source: Source, recipes: Mapping[str, Any] | None = None) -> tuple[Precision, Precision]:
+def read_nemo_rl(
+    source: Source, recipes: Mapping[str, Any] | None = None, layers: int | None = None
+) -> tuple[Precision, Precision]:
     """Return the training side and the rollout side of a NeMo RL configuration, each as a contract.
 
     ``source`` is a file, read with the files that it extends, a text or a mapping. ``recipes`` is the content of
-    Megatron's file of recipes by module; without it the file is read that ``te_precision_config_file`` names. The
-    rollout of a backend whose settings are not read says its compute dtype alone (``check_nemo_rl`` compares nothing
-    then). Raises PrecisionError for misspelt keys, values that a contract cannot express, what NeMo RL refuses, and
-    files that cannot be read.
+    Megatron's file of recipes by module; without it the file is read that ``te_precision_config_file`` names.
+    ``layers`` is the model's number of them, without which the last ones of an NVFP4 rollout's list count as its last.
+    The rollout of a backend whose settings are not read says its compute dtype alone (``check_nemo_rl`` compares
+    nothing then). Raises PrecisionError for misspelt keys, values that a contract cannot express, what NeMo RL refuses,
+    and files that cannot be read.
     """
     from nemo_fp8.render.nemo_rl_file import read_document, resolving  # rendering needs no OmegaConf
 
@@ -206,7 +211,7 @@ def read_nemo_rl(source: Source, recipes: Mapping[str, Any] | None = None) -> tu
         problems = [*_slips(document), *backend.zero_mismatch(document)]
         train, wrong = _train(document, recipes or fp4.recipes_beside(source, document))
         problems += wrong
-        rollout, wrong = _rollout(document, train)
+        rollout, wrong = _rollout(document, train, layers)
         problems += wrong
     if problems:
         raise PrecisionError(problems)
@@ -222,19 +227,22 @@ def from_nemo_rl(source: Source) -> Precision:
     return agreement.join(*sides) if how == "vllm" else agreement.merge(*sides)
 
 
-def check_nemo_rl(source: Source) -> agreement.Agreement | None:
+def check_nemo_rl(source: Source, model: str | Path | None = None) -> agreement.Agreement | None:
     """Compare both sides of a configuration; None if the rollout's settings are not read.
+
+    ``model`` is the config.json of the model, or its folder: with it, its linears are compared.
 
     ``beside_the_contract`` says why not. Megatron agrees with itself: it generates with the trained model. Raises
     PrecisionError as ``read_nemo_rl`` does.
     """
-    train, rollout = read_nemo_rl(source)
+    known = Model.read(model) if model is not None else None
+    train, rollout = read_nemo_rl(source, layers=known.layers if known else None)
     how = _comparison(source)
     if isinstance(how, Problem):
         return None
     if how == "megatron":
         return agreement.Agreement(())
-    found = agreement.check(train=train, rollout=rollout)
+    found = agreement.check(train=train, rollout=fp4.of_model(rollout) if known else rollout, model=known)
     return agreement.Agreement((*fp4.missing(train, rollout), *found.findings))
 
 
@@ -330,7 +338,9 @@ def _environment(
     return fields_from_environment(scaling, {k: str(v) for k, v in variables.items()}, by_rule), []
 
 
-def _rollout(document: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _rollout(
+    document: Mapping[str, Any], train: Mapping[str, Any], layers: int | None
+) -> tuple[dict[str, Any], list[Problem]]:
     """Return the fields of the rollout, and problems with its settings; ``train`` are the fields of the training."""
     correction = section(document, "loss_fn").get("use_importance_sampling_correction") or False
     fields: dict[str, Any] = {"compute": _compute(document, []), "importance_sampling": correction}
@@ -365,7 +375,7 @@ def _rollout(document: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[dic
         # The rules first: a single layer that one of them names is no last layer.
         ignored, rules = {True: four.get("additional_ignore") or ()}, train.get("modules", ())
         keep, modules = lists.rules_of_lines(ignored, rules, fields["compute"], nvfp4=True)
-        return fields | {"rollout": "nvfp4", "modules": modules} | fp4.kept_experts(keep), problems
+        return fields | {"rollout": "nvfp4", "modules": modules} | fp4.kept_experts(keep, layers), problems
     # NeMo RL reads FP8 keys only with precision: fp8. Keys that ask for FP8 without it are contradictions.
     claims = {k: v for k, v in said.items() if k in ("deep_gemm", "kv_cache")}
     if claims.get("kv_cache") == "fp8":

@@ -96,19 +96,29 @@ def ignored_experts(p: Precision, layers: int | None) -> list[str]:
     return [*(keys.EXPERTS_OF.format(n) for n in numbers), *kept]
 
 
-def kept_experts(patterns: Sequence[str]) -> dict[str, Any]:
-    """Return the contract fields of these patterns: layers that are counted from the start and the end, and others."""
+def kept_experts(patterns: Sequence[str], layers: int | None = None) -> dict[str, Any]:
+    """Return the contract fields of these patterns: layers that are counted from the start and the end, and others.
+
+    Without the number of the model's ``layers`` the highest one of a list is taken for the model's last.
+    """
     found = {int(n[1]): pattern for pattern in patterns if (n := keys.EXPERTS_OF_READ.fullmatch(pattern))}
     first = next(n for n in range(len(found) + 1) if n not in found)
     last = len(found) - first
-    ending = range(max(found) - last + 1, max(found) + 1) if last else ()
-    if {*found} != {*range(first), *ending}:
+    ending = range(max(found) - last + 1, max(found) + 1) if last else range(0)
+    if {*found} != {*range(first), *ending} or (last and layers is not None and ending.stop != layers):
         first, last, found = 0, 0, {}  # no run at the start and at the end: they are names like others
     return {
         "first_layers": first,
         "last_layers": last,
         "keep": tuple(pattern for pattern in patterns if pattern not in found.values()),
     }
+
+
+def of_model(rollout: Precision) -> Precision:
+    """Return the rollout of a model that is known: it leaves every linear in the compute dtype that is no routed
+    expert's, also where a list without a model cannot say so."""
+    rules = tuple((pattern, rollout.compute) for pattern in keys.NO_EXPERTS)
+    return rollout.replace(modules=(*rules, *rollout.modules)) if rollout.rollout == "nvfp4" else rollout
 
 
 def missing(train: Precision, rollout: Precision) -> list[Problem]:

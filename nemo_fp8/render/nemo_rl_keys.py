@@ -32,6 +32,7 @@ TE_PRECISION, TE_PRECISION_FILE = "te_precision_config_file", "te_precision.yaml
 EXPERTS_OF = "*.layers.{}.mlp.experts*"
 EXPERTS_OF_READ = re.compile(r"\*?\.?layers\.(\d+)\.mlp\.experts\*?")
 EXPERTS_ALONE = (("*.linear_qkv", "bf16"), ("*.linear_proj", "bf16"))
+NO_EXPERTS = ("*.self_attention.*", "*.mlp.linear_fc*", "*.shared_expert*")
 
 # vLLM's own layout of an FP8 KV cache, for latent attention. A contract has no word for the layout.
 KV_LAYOUT = "fp8_ds_mla"

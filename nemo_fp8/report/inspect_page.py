@@ -106,15 +106,15 @@ def inspection_page(inspection: Inspection, advice: list[Advice]) -> Page:
         "dB, E5M2 about 25 dB and E2M1 about 20 dB to values inside its range. Lower is worse. Underflow: values that "
         "became zero."
     )
-    if any(row.note for row in rows):
+    if dequantized := inspection.dequantized_words():
         page.text(
-            "This checkpoint is FP8 already. Its weights were dequantized first; what is measured is a second "
-            "quantization."
+            f"Weights of this checkpoint are quantized already: {dequantized}. They were dequantized first; what is "
+            "measured of them is a second quantization."
         )
+    if packed := inspection.packed_words():
+        page.text(f"Not read: {packed}.")
     if broken := inspection.not_finite():
-        page.text(
-            f"NaN or infinity in {len(broken)} tensors, which no recipe mends: {', '.join(row.name for row in broken)}."
-        )
+        page.text(f"NaN or infinity in {len(broken)} tensors, which no recipe mends: {inspection.not_finite_words()}.")
     _overview(page, inspection, advice, operands)
     page.section(f"What to keep above {thresholds(advice)}")
     for a in advice:

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4
+from nemo_fp8.numerics.nvfp4_tensor import BLOCK, QuantizedNVFP4
 from nemo_fp8.numerics.quantized import Quantized
 
 INDEX = "model.safetensors.index.json"
@@ -128,6 +128,11 @@ class Checkpoint:
         """Whether a tensor is bytes of two E2M1 codes, in ModelOpt's layout."""
         return self.entries[name].dtype == "U8" and name + SCALE_2 in self.entries
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor's values, of which a byte of NVFP4 holds two."""
+        *rows, columns = self.entries[name].shape or (1,)
+        return (*rows, 2 * columns) if self.is_nvfp4(name) else self.entries[name].shape
+
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
         """Yield a tensor, or each matrix of a stack; FP8 and NVFP4 are dequantized to FP32.
 
@@ -135,8 +140,7 @@ class Checkpoint:
         """
         entry = self.entries[name]
         if self.is_nvfp4(name):
-            codes, scales, scale_2 = (self._read(self.entries[name + end], None) for end in ("", "_scale", SCALE_2))
-            yield QuantizedNVFP4.from_modelopt(codes, scales, scale_2).dequantize()
+            yield from self._four_bits(name)
             return
         stacked = len(entry.shape) > 2
         scale = self._scale(entry) if entry.dtype in CODES else None
@@ -146,6 +150,30 @@ class Checkpoint:
                 matrix = _dequantize(entry.name, matrix, scale[i] if stacked and scale.dim() == 3 else scale)
             yield matrix.float() if matrix.dtype == torch.float64 else matrix
             del matrix  # before the next one is read
+
+    def _four_bits(self, name: str) -> Iterator[torch.Tensor]:
+        codes, scales = self.entries[name], self.entries.get(name + "_scale")
+        if scales is None:
+            raise PrecisionError(
+                f"{name} is NVFP4 and has no block scales.",
+                f"Its codes mean something only with them, and {name}_scale is not there.",
+                "Give the whole checkpoint, or the BF16 one that it was made from.",
+            )
+        scale_2 = self._read(self.entries[name + SCALE_2], None).reshape(-1)
+        experts = codes.shape[0] if len(codes.shape) == 3 else 1
+        fitting = (*codes.shape[:-1], codes.shape[-1] * 2 // BLOCK)
+        if (scales.shape, scales.dtype) != (fitting, "F8_E4M3") or len(scale_2) not in (1, experts):
+            raise PrecisionError(
+                f"{name} of shape {codes.shape} has {scales.dtype} block scales of shape {scales.shape}, and "
+                f"{len(scale_2)} beneath them.",
+                f"NVFP4 has one in E4M3 for 16 codes, which are 8 bytes, {fitting} of them, neither padded nor "
+                "swizzled, and one beneath them for each matrix, or for all of a stack.",
+                "Give the BF16 checkpoint that it was made from.",
+            )
+        stack: list[int | None] = [*range(experts)] if len(codes.shape) == 3 else [None]
+        for i, beneath in zip(stack, scale_2.expand(experts), strict=True):
+            of_one = (self._read(codes, i), self._read(scales, i), beneath)
+            yield QuantizedNVFP4.from_modelopt(*of_one).dequantize()
 
     def stored(self, name: str) -> Iterator[torch.Tensor]:
         """Yield a tensor, or each matrix of a stack, as it is stored: FP8 as codes, without their scales."""

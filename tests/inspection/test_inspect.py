@@ -11,11 +11,15 @@ from support.tiny_llama import FFN, HIDDEN, LAYERS, llama, write_shards
 import nemo_fp8
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.inspection.advice import advise
 from nemo_fp8.inspection.loss import BLOCKS, Loss
 from nemo_fp8.inspection.measure import inspect_checkpoint, measure
 from nemo_fp8.numerics import quantize
 from nemo_fp8.numerics.formats import format_of
+from nemo_fp8.numerics.modelopt import amax_of, four_bits
+from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4
 from nemo_fp8.numerics.quantize import quantize_reference
+from nemo_fp8.storage.safetensors import Checkpoint
 
 BLOCKWISE = preset("bf16_with_fp8_blockwise_mixed")
 RECIPES = {
@@ -307,3 +311,82 @@ def test_the_backwards_weight_is_measured_under_every_recipe(checkpoint):
         ruled = row.place.role in ("q", "k", "v")
         assert row.transpositions["some"].difference == (0 if ruled else row.transpositions["row"].difference)
         assert row.losses["some"] == row.losses["blockwise" if ruled else "row"]
+
+
+def _four_bits(tensors):
+    """Return weights as ModelOpt's NVFP4, and what they decode to."""
+    stored, values = {}, {}
+    for name, x in tensors.items():
+        q = four_bits(x, NVFP4.replace(weight_block="1x16").operand("weight"), amax_of(x))
+        found = {"": q.weight, "_scale": q.weight_scale, "_scale_2": q.weight_scale_2}
+        stored |= {name + end: tensor for end, tensor in found.items()}
+        stored[name.removesuffix("weight") + "input_scale"] = torch.ones(())
+        values[name] = QuantizedNVFP4.from_modelopt(q.weight, q.weight_scale, q.weight_scale_2).dequantize()
+    return stored, values
+
+
+def test_nvfp4_of_modelopts_is_measured_as_what_it_decodes_to(tmp_path):
+    weights = {name: x.bfloat16() for name, x in llama().items() if "proj" in name}
+    stored, values = _four_bits(weights)
+    packed, plain = (write_shards(tmp_path / name, of) for name, of in (("packed", stored), ("plain", values)))
+    recipes = RECIPES | {"nvfp4": NVFP4}
+    found, expected = (inspect_checkpoint(path, recipes).measured() for path in (packed, plain))
+    assert len(found) == 7 * LAYERS
+    for row, same in zip(found, expected, strict=True):
+        assert (row.name, row.shape, row.losses, row.kept) == (same.name, same.shape, same.losses, same.kept)
+        assert row.note == "NVFP4, dequantized first"
+    assert inspect_checkpoint(packed, recipes).dequantized_words() == f"{7 * LAYERS} in NVFP4"
+    assert {row.name for row in inspect_checkpoint(packed, recipes).rows} == weights.keys()  # and no scale
+
+
+def test_a_stack_of_nvfp4_experts_is_read_matrix_by_matrix(tmp_path):
+    name = "model.layers.0.mlp.experts.down_proj"
+    experts = torch.randn(3, 64, 32) * torch.tensor([1.0, 1e-3, 10.0])[:, None, None]
+    apart = [_four_bits({"weight": x.bfloat16()}) for x in experts]
+    stacked = {
+        name + end: torch.stack([stored[f"weight{end}"] for stored, _ in apart]) for end in ("", "_scale", "_scale_2")
+    }
+    save_file(stacked, tmp_path / "stack.safetensors")
+    found = [*Checkpoint.open(tmp_path / "stack.safetensors").matrices(name)]
+    assert all(torch.equal(ours, values["weight"]) for ours, (_, values) in zip(found, apart, strict=True))
+
+
+@pytest.mark.parametrize("lacking", [
+    {"_scale": None},
+    {"_scale": torch.ones(64, 3).to(torch.float8_e4m3fn)},
+    {"_scale_2": torch.ones(2)},
+], ids=["no scales", "scales of another shape", "too many scales beneath"])  # fmt: skip
+def test_nvfp4_without_its_scales_is_one_clear_error(tmp_path, lacking):
+    name = "model.layers.0.mlp.down_proj.weight"
+    stored, _ = _four_bits({name: torch.randn(64, 32).bfloat16()})
+    stored |= {name + end: tensor for end, tensor in lacking.items()}
+    save_file({key: x for key, x in stored.items() if x is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(PrecisionError, match=r"model.layers.0.mlp.down_proj.weight"):
+        inspect_checkpoint(tmp_path / "model.safetensors", RECIPES)
+
+
+def test_what_is_packed_otherwise_is_named(tmp_path):
+    packed = {f"model.layers.{i}.mlp.up_proj.qweight": torch.ones(8, 8, dtype=torch.int32) for i in range(2)}
+    save_file(packed, tmp_path / "awq.safetensors")
+    with pytest.raises(PrecisionError, match=r"0.mlp.up_proj.qweight and 1 more \(I32 is packed"):
+        inspect_checkpoint(tmp_path / "awq.safetensors", RECIPES)
+    save_file(packed | {"model.layers.0.mlp.down_proj.weight": torch.randn(64, 64)}, tmp_path / "mixed.safetensors")
+    found = inspect_checkpoint(tmp_path / "mixed.safetensors", RECIPES)
+    assert found.packed_words().startswith("model.layers.0.mlp.up_proj.qweight and 1 more")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_without_a_finite_value_has_not_lost_nothing(tmp_path, value):
+    good, bad = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    save_file({good: torch.randn(64, 64), bad: torch.full((64, 64), value)}, tmp_path / "model.safetensors")
+    recipes = RECIPES | {"nvfp4": NVFP4}
+    found = inspect_checkpoint(tmp_path / "model.safetensors", recipes)
+    assert found.not_finite_words() == f"{bad} (all of it)"
+    (broken,) = [row for row in found.measured() if row.name == bad]
+    assert {loss.snr_db for loss in broken.losses.values()} == {-math.inf}
+    assert {told["snr_db"] for told in broken.to_dict()["precisions"].values()} == {-1000.0}
+    for label in recipes:  # no recipe mends it, so none is advised to keep it
+        assert advise(found, label).below == ()
+        assert found.total(label, found.measured()).snr_db > 10
+    operand = RECIPES["blockwise"].operand("weight")
+    assert quantize(torch.full((64, 64), value), operand, statistics=True).statistics.total().snr_db == -math.inf

@@ -142,6 +142,31 @@ def test_hard_weights_are_held_as_quantized_and_bad_ones_told(pushed, of, proble
         assert problems == [] or not answer.any()
 
 
+MX = {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}
+# What a product is of, behind one value of a weight that is none: the rows of up_proj that are not finite, of 512.
+BROKEN = {
+    "nvfp4": ({"rollout": "nvfp4"}, {"nan": 512, "inf": 512}),
+    "128x128": ({"rollout": "fp8"}, {"nan": 1, "inf": 0}),
+    "mxfp8": ({"rollout": "fp8", **MX}, {"nan": 1, "inf": 1}),
+}
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(("fields", "rows"), BROKEN.values(), ids=BROKEN)
+def test_what_the_receipt_says_of_values_that_are_none_is_so(checkpoint, fields, rows, value):
+    model, weights = build(checkpoint("llama"), **fields), weights_of(checkpoint("llama", 1))
+    weights[UP] = weights[UP].clone()
+    weights[UP][3, 5] = float(value)
+    receipt = Refit(Worker(model)).push(weights)
+    (why,) = [problem.why for problem in receipt.problems if problem.what.startswith("Infinite values or NaNs")]
+    assert "In NVFP4 the scale of a whole matrix is made of its largest value" in why
+    fused = model.get_submodule("model.layers.0.mlp.gate_up_proj")
+    answer = fused.quant_method.apply(fused, torch.ones(1, weights[UP].shape[1]).bfloat16())[0]
+    gate, up = answer.chunk(2)
+    assert int((~up.isfinite()).sum()) == rows[value]
+    assert int((~gate.isfinite()).sum()) == (rows[value] if "nvfp4" in fields.values() else 0)
+
+
 def test_columns_that_16_does_not_divide_are_pushed_in_bf16(checkpoint):
     folder = checkpoint("llama", intermediate=328)
     model = build(folder, rollout="nvfp4")
