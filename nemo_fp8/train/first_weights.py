@@ -10,10 +10,15 @@ uninitialized memory and writes the values into it afterwards:
 So a run trains on whatever was in memory: NaN, or a falling loss on random weights, on a GPU as well. The replacement
 lets Megatron's function fill a plain tensor, and takes the kept values, the amax and the codes from that. The
 trade-off: one name of Megatron is replaced while a model is built, and only for contracts with FP8 weights.
+
+The optimizer of a first fit uses the kept values up, and with NeMo alone that of a second fit or of a validation ends
+in an error of None. They are then what the FP8 weights decode to: every forward begins as the last one ended, and what
+the FP32 weights held beyond FP8 is lost, as it is with BF16 weights.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +27,8 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from nemo_fp8.train.patching import Patch, patched
+
+logger = logging.getLogger("nemo_fp8")
 
 _initialize = layers._initialize_affine_weight_cpu
 
@@ -84,3 +91,18 @@ def true_first_weights() -> Iterator[None]:
     """Build models with FP8 weights that keep their first values, until the context closes."""
     with patched(TABLE, "Building a model with FP8 weights"):
         yield
+
+
+@torch.no_grad()
+def give_first_weights(model: torch.nn.Module) -> None:
+    """Give FP8 parameters whose first values were used up those that they decode to, before an optimizer asks."""
+    firsts = [(parameter, getattr(parameter, "get_high_precision_init_val", None)) for parameter in model.parameters()]
+    trained = [parameter for parameter, first in firsts if first is not None and first() is None]
+    for parameter in trained:
+        parameter._high_precision_init_val = parameter.dequantize().cpu()  # type: ignore[attr-defined]
+    if trained:
+        logger.warning(
+            "%d parameters in FP8 were trained by a fit before, whose FP32 weights are gone: another fit begins from "
+            "the FP8 weights. Go on from a checkpoint (nl.AutoResume) to keep the FP32 weights.",
+            len(trained),
+        )

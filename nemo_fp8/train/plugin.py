@@ -37,7 +37,7 @@ from nemo_fp8.render.nemo import (
     to_nemo,
 )
 from nemo_fp8.train import checks, repairs
-from nemo_fp8.train.first_weights import true_first_weights
+from nemo_fp8.train.first_weights import give_first_weights, true_first_weights
 from nemo_fp8.train.kept import keep_modules
 from nemo_fp8.train.loading import require_loadable
 from nemo_fp8.train.megatron_cpu import hold_cpu
@@ -143,6 +143,7 @@ class MixedPrecision(MegatronMixedPrecision):
         repairs.before_ddp(self.contract, run)
         checks.require_agreement(self.contract, run)
         require_loadable(module)
+        give_first_weights(module)
         keep_modules(module, self.contract)
         return super().convert_module(module)
 

@@ -14,12 +14,17 @@ Delayed scaling's amaxes     Those of a validation count as training's, and a re
                              See ``delayed_amaxes.py``.
 MXFP8 + overlapped gather    The gather reads the gradient buffer, which NeMo has zeroed since the optimizer wrote the
                              weights there: they become zero. See ``mxfp8_gather.py``.
+A second fit trains nothing  The distributed optimizer writes new weights into a buffer, of which parameters are views.
+                             After a fit Lightning calls ``module.cpu()``, and NeMo moves parameters to the GPU again
+                             before the next: to other memory. They are copied back. FP8 weights have no first values
+                             left: see ``first_weights.py``.
 Optimizer flags              ``OptimizerConfig`` derives flags from ``fp8_recipe`` before the plugin sets it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,6 +74,7 @@ def before_training(p: Precision, model: Any, optimizers: list[Any]) -> None:
     megatron_optimizer = getattr(optimizers[0], "mcore_optimizer", None)
     if megatron_optimizer is None:
         return
+    _back_into_buffers(model)
     if p.compute == "fp16":
         for chunk in model:
             get_model_config(chunk.module).grad_scale_func = megatron_optimizer.scale_loss
@@ -93,3 +99,41 @@ def after_step(p: Precision, model: Any, optimizer: Any) -> None:
 def _overflow_stays(p: Precision) -> bool:
     """Whether an overflow affects later steps: it does if scales come from the largest of several amaxes."""
     return p.scaling == "delayed" and p.amax_compute_algo == "max" and p.amax_history_len > 1
+
+
+def _back_into_buffers(model: Any) -> None:
+    """Put every parameter back of which Megatron's DDP holds a view; on a first fit all are there."""
+    from megatron.core.fp8_utils import is_float8tensor, modify_underlying_storage
+
+    moved = 0
+    for parameter, view in _views(model):
+        held = (getattr(parameter, name, None) for name in _CODES)
+        stored = next((codes for codes in held if codes is not None), parameter)
+        if stored.data_ptr() == view.data_ptr():
+            continue
+        if is_float8tensor(parameter):
+            modify_underlying_storage(parameter, view)  # it copies the codes
+        else:
+            view.copy_(parameter.detach())
+            parameter.data = view
+        moved += 1
+    if moved:
+        logger.info("%d parameters lay outside of the buffer that the optimizer updates, and are in it again.", moved)
+
+
+_CODES = ("_data", "_rowwise_data")
+"""Where TransformerEngine's tensors hold the codes that lie in Megatron's buffer."""
+
+
+def _views(model: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.param_and_grad_buffer import BufferType
+
+    for chunk in model:
+        ddp = chunk.module
+        if not isinstance(ddp, DistributedDataParallel) or ddp.ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
+            continue  # without DDP there is no buffer, and MXFP8's holds no weights between two steps
+        for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+            if buffer.param_data is not None:
+                for parameter, (start, _, _) in buffer.param_index_map.items():
+                    yield parameter, buffer._get(parameter.shape, start, BufferType.PARAM)

@@ -5,12 +5,13 @@ import torch
 from support.train.harness import train_tiny
 
 STEPS = 4
+DELAYED = "bf16_with_fp8_delayed_mixed"
 SETTINGS = {"fp8_param_gather": False, "fp8_amax_history_len": 2}
 
 
 def _scales(after, steps, **more):
     run = train_tiny(
-        "bf16_with_fp8_delayed_mixed",
+        DELAYED,
         stock=False,
         settings=SETTINGS,
         steps=steps,
@@ -54,3 +55,51 @@ def test_the_cpu_is_entered_once_and_left():
         assert is_patched(TABLE)
         accelerator.teardown()
         assert not is_patched(TABLE)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "settings", "stock"),
+    [
+        ("bf16_mixed", {}, True),
+        ("bf16_mixed", {}, False),
+        (DELAYED, SETTINGS, False),
+        ("bf16_with_fp8_current_scaling_mixed", {"fp8_param_gather": True}, False),
+        ("bf16_with_mxfp8_mixed", {"fp8_param_gather": True}, False),
+    ],
+    ids=["NeMo", "BF16", "delayed", "FP8 parameters", "MXFP8 parameters"],
+)
+def test_a_second_fit_trains_where_a_module_leaves_its_gpu(plugin, settings, stock):
+    """On a GPU ``module.cpu()`` takes parameters out of the buffer that the optimizer updates: with NeMo's own plugin
+    the second fit trains nothing, and says nothing."""
+    run = _fit_twice(plugin, settings, stock=stock)
+    moves = (torch.tensor(run.extra["weights"]).diff(dim=0) != 0).any(1)
+    assert len(moves) >= 2 * STEPS - 1
+    assert moves[: STEPS - 1].all()
+    if stock:
+        assert not moves[STEPS:].any(), "NeMo trains in a second fit: drop the repair"
+    else:
+        assert moves[STEPS - 1 :].all()
+
+
+def test_fp8_parameters_are_validated_after_a_fit():
+    run = train_tiny(
+        "bf16_with_fp8_current_scaling_mixed",
+        stock=False,
+        settings={"fp8_param_gather": True},
+        steps=2,
+        trainer={"limit_val_batches": 1},
+        before="support.train.second_fit:watch_weights_as_on_a_gpu",
+        after="support.train.second_fit:validate_again",
+    )
+    assert 0 < run.extra["validated"] < 20
+
+
+def _fit_twice(plugin, settings, *, stock=False):
+    return train_tiny(
+        plugin,
+        stock=stock,
+        settings=settings,
+        steps=STEPS,
+        before="support.train.second_fit:watch_weights_as_on_a_gpu",
+        after="support.train.second_fit:fit_again",
+    )

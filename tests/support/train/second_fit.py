@@ -1,10 +1,11 @@
 """A model that a trainer trains, validates, and trains on: ``before`` watches the delayed scales, ``after`` goes on."""
 
+import torch
 from lightning.pytorch import Callback
 
 from nemo_fp8.train.linears import is_linear
 
-TRAINER, SCALES = [], []
+TRAINER, SCALES, WEIGHTS = [], [], []
 
 
 def watch_scales(trainer, tiny):
@@ -22,8 +23,8 @@ def watch_scales(trainer, tiny):
 
 
 def report(extra):
-    """The scales of a run that was not interrupted."""
-    extra["scales"] = SCALES
+    """What was watched, of a run that may not have been interrupted."""
+    extra["scales"], extra["weights"] = SCALES, WEIGHTS
 
 
 def fit_again(extra):
@@ -39,3 +40,22 @@ def validate_and_fit_again(extra):
     (trainer,) = TRAINER
     trainer.validate(trainer.lightning_module, datamodule=trainer.datamodule)
     fit_again(extra)
+
+
+def watch_weights_as_on_a_gpu(trainer, tiny):
+    """Note every matrix after each optimizer step, where ``module.cpu()`` moves parameters to other memory."""
+    torch.nn.Module.cpu = lambda self: self._apply(lambda t: t.detach().clone())
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            WEIGHTS.append([float(p.detach().double().sum()) for p in module.parameters() if p.dim() > 1])
+
+    trainer.callbacks.append(Watch())
+    TRAINER.append(trainer)
+
+
+def validate_again(extra):
+    """A validation of the trained model, whose loss is kept."""
+    (trainer,) = TRAINER
+    (found,) = trainer.validate(trainer.lightning_module, datamodule=trainer.datamodule)
+    extra["validated"] = found["val_loss"]
