@@ -276,7 +276,7 @@ def _offloads_by_another_name(cpu_offload: Any) -> None:
             return getattr(self.tensor, name)
 
     state = getattr(cpu_offload, "OffloadableLayerState", None)
-    if state is not None:  # versions before have the older way alone, which asks for no name
+    if state is not None:  # the older way (NVTE_CPU_OFFLOAD_V1) asks for no name
         decide = state._check_if_offload
         state._check_if_offload = lambda self, t: decide(self, OnCuda(t))
 
