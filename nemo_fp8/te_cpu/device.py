@@ -55,7 +55,8 @@ def stand_in(arch: int) -> None:
     )
     for owner, table in _tables():
         for name, (replacement, _) in table.items():
-            setattr(owner, name, replacement)
+            if hasattr(owner, name):  # an older torch has fewer
+                setattr(owner, name, replacement)
     _take_away_pools()
     schemas: Any = importlib.import_module("torch._library.infer_schema")
     schemas.SUPPORTED_PARAM_TYPES.update(schemas.get_supported_param_types())  # an operator's types, by their identity

@@ -257,6 +257,30 @@ def _divides_as_a_gpu(reference: Any) -> None:
     reference.torch = as_torch
 
 
+def _offloads_by_another_name(cpu_offload: Any) -> None:
+    import torch
+
+    class OnCuda:
+        """A tensor as TE asks about it: all is the tensor's, its class too, but for the device."""
+
+        device = torch.device("cuda", 0)
+
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        @property  # type: ignore[misc]
+        def __class__(self) -> Any:
+            return type(self.tensor)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.tensor, name)
+
+    state = getattr(cpu_offload, "OffloadableLayerState", None)
+    if state is not None:  # the older way (NVTE_CPU_OFFLOAD_V1) asks for no name
+        decide = state._check_if_offload
+        state._check_if_offload = lambda self, t: decide(self, OnCuda(t))
+
+
 _STORAGE = "transformer_engine.pytorch.tensor.storage."
 _TWO_SIDES = ("_rowwise_data", "_columnwise_data")
 _MOVED = "it moves what is not on a device of type cuda to one, and calls itself, without end"
@@ -269,6 +293,10 @@ _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
     "transformer_engine.pytorch.utils": (
         _canonical_cpu,
         "canonicalize_device makes torch.device(0), which a CPU build of torch refuses",
+    ),
+    "transformer_engine.pytorch.cpu_offload": (
+        _offloads_by_another_name,
+        "it offloads what lies on a device of type cuda, and passes over all else without a word",
     ),
     "transformer_engine.pytorch.jit": (
         _rounded_once,

@@ -189,3 +189,28 @@ def test_memory_that_the_host_has_freed_may_be_a_gpus():
     held = [torch.ones(2) for _ in range(300)]
     assert _more(before) == 8 * len(held)
     assert len(memory.HOST.storages) < 200
+
+
+def test_te_offloads_activations_to_the_host():
+    """And not parameters, nor what is small; the gradients are those without."""
+    layer, x = te.LayerNormMLP(512, 512), torch.randn(2048, 512, device="cuda", requires_grad=True)
+
+    def step(offloads):
+        context, sync = te.get_cpu_offload_context(enabled=offloads, num_layers=1, model_layers=2)
+        layer.zero_grad(set_to_none=True)
+        before = torch.cuda.memory_allocated()
+        out = x.clone()
+        for run in (layer, torch.clone):  # the second gives TE the occasion to let go of what the first has kept
+            with context:
+                out = run(out)
+            out = sync(out)
+        held = _more(before)
+        out.sum().backward()
+        return held, [p.grad for p in layer.parameters()]
+
+    step(False)
+    (held, gradients), (less, same) = step(False), step(True)
+    output = 4 * MIB  # 2048 x 512 in FP32
+    assert held - less >= 3 * output, (held, less)
+    for without, with_ in zip(gradients, same, strict=True):
+        assert torch.equal(without, with_)
