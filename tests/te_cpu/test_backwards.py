@@ -42,16 +42,6 @@ def test_a_backward_is_carried_out_or_refused(scaling, backward, behind):
     torch.manual_seed(0)
     x, weight, dy = torch.randn(64, 128).bfloat16(), torch.randn(96, 128).bfloat16(), torch.randn(64, 96).bfloat16()
 
-    def theirs(p):
-        module = te.Linear(128, 96, bias=False, params_dtype=torch.bfloat16)
-        with torch.no_grad():
-            module.weight.copy_(weight)
-        return _run(x, dy, module.weight, lambda a: _quantized(module, recipe_for(p), a))
-
-    def ours(p):
-        w = weight.clone().requires_grad_()
-        return _run(x, dy, w, lambda a: linear(a, w, precision=p))
-
     found = [*_contracts(scaling, backward, behind)]
     ran = [p for p in found if isinstance(p, Precision)]
     assert bool(ran) == (
@@ -61,7 +51,9 @@ def test_a_backward_is_carried_out_or_refused(scaling, backward, behind):
         if not isinstance(error, Precision):
             assert all(problem.what and problem.why and problem.remedy for problem in error.problems)
     for p in ran if scaling != "delayed" else ():  # whose scales are those of earlier steps
-        for name, here, there in zip(("y", "dx", "dw"), ours(p), theirs(p), strict=True):
+        for name, here, there in zip(
+            ("y", "dx", "dw"), _ours(p, x, weight, dy), _theirs(p, x, weight, dy), strict=True
+        ):
             assert there.isfinite().all()
             if name == "dw" and p.row_scaled:  # the amaxes of rows on both sides: TE multiplies with them one by one
                 assert (here != there).float().mean() < 1e-3
@@ -80,8 +72,65 @@ def test_a_weight_gradient_in_the_compute_dtype_is_refused_beside_any_backward(b
         recipe_for(p)
 
 
+def _with(value):
+    def put(t):
+        t = t.clone()
+        t[3, 5] = value
+        return t
+
+    return put
+
+
+BAD = {
+    "zero": lambda t: t * 0,
+    "NaN": _with(float("nan")),
+    "inf": _with(float("inf")),
+    "-inf": _with(-float("inf")),
+    "a tiny amax": lambda t: (t.float() * 2.0**-120).bfloat16(),  # whose scale beneath is subnormal, or overflows
+    "subnormal": lambda t: (t.float() * 2.0**-130).bfloat16(),
+    "huge": lambda t: torch.full_like(t, 3e38),
+}
+
+
+@pytest.mark.parametrize("operand", ["x", "weight", "dy"])
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_becomes_in_nvfp4_what_te_makes_of_it(bad, operand):
+    """One operand of the three that has no number, or none of a usual size."""
+    torch.manual_seed(1)
+    given = {"x": torch.randn(32, 128), "weight": torch.randn(96, 128), "dy": torch.randn(32, 96)}
+    given = {name: t.bfloat16() for name, t in given.items()}
+    given[operand] = BAD[bad](given[operand])
+    for more in ({}, {"weight_block": "1x16"}, {"hadamard": False}, {"backward": "dequantized"}):
+        p = Precision(format="e2m1", scaling="nvfp4", stochastic_rounding=False, **more)
+        for here, there in zip(_ours(p, **given), _theirs(p, **given), strict=True):
+            assert torch.equal(here.isnan(), there.isnan())
+            assert torch.equal(here.nan_to_num(0.0, 1.0, -1.0), there.nan_to_num(0.0, 1.0, -1.0))
+
+
+def test_no_tokens_at_all():
+    """An expert that a batch sends none to."""
+    p = Precision(format="e2m1", scaling="nvfp4")
+    x, weight, dy = (torch.empty(shape).bfloat16() for shape in ((0, 128), (96, 128), (0, 96)))
+    for run in (_ours, _theirs):
+        y, dx, dw = run(p, x, weight.fill_(1.0), dy)
+        assert (y.shape, dx.shape) == ((0, 96), (0, 128))
+        assert torch.equal(dw, torch.zeros(96, 128).bfloat16())
+
+
 def _is_possible(backward, behind):
     return backward == "quantized" or behind is None
+
+
+def _theirs(p, x, weight, dy):
+    module = te.Linear(128, 96, bias=False, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.weight.copy_(weight)
+    return _run(x, dy, module.weight, lambda a: _quantized(module, recipe_for(p), a))
+
+
+def _ours(p, x, weight, dy):
+    w = weight.clone().requires_grad_()
+    return _run(x, dy, w, lambda a: linear(a, w, precision=p))
 
 
 def _run(x, dy, weight, call):
