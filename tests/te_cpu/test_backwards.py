@@ -11,7 +11,8 @@ from support.te_cases import ARCH
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.linear import linear
-from nemo_fp8.preflight.engine import backward_findings
+from nemo_fp8.preflight.engine import _require_te_obeys, backward_findings
+from nemo_fp8.preflight.lint import lint
 from nemo_fp8.train.own_recipe import recipe_for
 
 pytestmark = pytest.mark.skipif(ARCH < 100, reason="MXFP8 and NVFP4 are Blackwell's")
@@ -115,6 +116,33 @@ def test_no_tokens_at_all():
         y, dx, dw = run(p, x, weight.fill_(1.0), dy)
         assert (y.shape, dx.shape) == ((0, 96), (0, 128))
         assert torch.equal(dw, torch.zeros(96, 128).bfloat16())
+
+
+NVFP4 = {"format": "e2m1", "scaling": "nvfp4"}
+BLOCKWISE = {"format": "e4m3", "scaling": "blockwise"}
+
+
+@pytest.mark.parametrize(("fields", "variable", "refused"), [
+    ({**NVFP4, "backward": "dequantized"}, "NVTE_BACKWARD_OVERRIDE", True),
+    ({**NVFP4, "weight_block": "1x16"}, "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", True),
+    ({**BLOCKWISE, "weight_scale": "fp32", "activation_scale": "fp32"}, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", True),
+    ({**NVFP4, "weight_block": "1x16", "backward_scaling": "mxfp8"}, "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", False),
+    ({**BLOCKWISE, "weight_block": "1x16", "modules": (("*.linear_fc1", "nvfp4"),)},
+     "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", False),
+])  # fmt: skip
+def test_lint_says_of_a_missing_variable_what_a_run_does(fields, variable, refused):
+    """This process's TE has read none: what Megatron makes without arguments is refused, what we hand out is not."""
+    p = Precision(**fields)
+    (found,) = [f for f in lint(p, environment={}) if f.code == "environment-missing"]
+    assert found.where == variable
+    assert "refuse the run if others" in found.why
+    try:
+        _require_te_obeys(p)
+    except PrecisionError as error:
+        assert refused
+        assert variable in str(error)  # noqa: PT017
+    else:
+        assert not refused
 
 
 def _is_possible(backward, behind):
