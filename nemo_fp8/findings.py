@@ -398,9 +398,10 @@ RULES: dict[str, Problem] = {
     ),
     "environment-missing": info(
         "{name} is not set, and the contract wants {contract}.",
-        "TransformerEngine's default is otherwise; nemo_fp8's plugin sets the scales on the recipe itself, other "
-        "launchers do not.",
-        "With another launcher, set {name}={value} before TransformerEngine is imported.",
+        "TransformerEngine's default is otherwise, and Megatron makes its recipe without arguments. nemo_fp8's plugin "
+        "and bridge_config hand a recipe to linears with a rule or a backward of their own, and refuse the run if "
+        "others would have another; other launchers train without a word.",
+        "Set {name}={value} before TransformerEngine is imported; `nemo-fp8 render CONTRACT --to env` writes it.",
     ),
     "environment-set": info("{name}={value!r} is set.", "{meaning}", "Unset it, if it is not meant."),
     # ------------------------------------------------------------ a run's configs, as NeMo left them

@@ -196,6 +196,8 @@ class Precision:
         problems = [*_wrong_values(self)] or [*_contradictions(self)]
         if problems:
             raise PrecisionError(problems)
+        if self.backward_scaling == self.scaling:  # said twice, and not a second cast of the forward's codes
+            object.__setattr__(self, "backward_scaling", None)
         # Each of these is a contract, and checks itself.
         if self.backward_scaling is not None:
             _ = self.in_backward

@@ -60,6 +60,7 @@ class Loss:
     def _of(cls, source: torch.Tensor, quantized: Quantized, statistics: Statistics, block: tuple[int, int]) -> Loss:
         whole = statistics.total()
         low, high = whole.scale_range
+        blocks = _block_snr(*_by_block(source, quantized, statistics, block))
         return cls(
             elements=int(whole.elements),
             underflow=int(whole.underflow),
@@ -71,7 +72,7 @@ class Loss:
             scale_min=low,
             scale_max=high,
             range_used_percent=float(whole.range_used_percent),
-            block_snr_db=_block_snr(*_by_block(source, quantized, statistics, block)),
+            block_snr_db=-math.inf if 0 < int(whole.elements) == int(whole.nonfinite) else blocks,
         )
 
     @classmethod
@@ -89,7 +90,7 @@ class Loss:
             scale_min=min(p.scale_min for p in parts),
             scale_max=max(p.scale_max for p in parts),
             range_used_percent=max(p.range_used_percent for p in parts),
-            block_snr_db=min(p.block_snr_db for p in parts),
+            block_snr_db=min((p.block_snr_db for p in parts if not p.is_broken), default=-math.inf),
         )
 
     @property

@@ -21,9 +21,9 @@ The edges are those of TE's kernels, which its Python shares but for NaN:
 
     amax 0                encode 1
     amax infinite         encode 1; what is multiplied with the amax is infinite or NaN
-    a tiny amax           encode overflows, and is the largest FP32 number
+    a tiny amax           encode overflows, and is the largest FP32 number; vLLM's is infinite beneath 2688 * 2**-128
     an infinity           its block has the largest scale, and its code is 6
-    NaN                   enters no amax; its code is +6 (TE's Python makes NaN of the whole tensor)
+    NaN                   enters no amax; its code is +6. TE's Python makes NaN of the whole tensor, vLLM's of the block
     -0, -0.1              +0, -0
 """
 

@@ -223,7 +223,7 @@ def hadamard_back(x: torch.Tensor, signs: tuple[float, ...] = SIGNS) -> torch.Te
 
 def _sums_and_differences(blocks: torch.Tensor) -> torch.Tensor:
     for apart in (1, 2, 4, 8):
-        pairs = blocks.view(len(blocks), -1, 2, apart)
+        pairs = blocks.view(len(blocks), BLOCK // (2 * apart), 2, apart)  # of no values, too
         first, second = pairs[:, :, 0], pairs[:, :, 1]
         blocks = torch.stack([first + second, first - second], 2).view(len(blocks), BLOCK)
     return blocks

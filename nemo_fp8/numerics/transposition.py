@@ -163,7 +163,7 @@ class Copies:
         """Return the copies of a contract's weights."""
         gemms = precision.gemms()
         forward, backward = (_found_now(gemms[gemm][1]) for gemm in ("fprop", "dgrad"))
-        of_codes = precision.backward_scaling not in (None, precision.scaling)
+        of_codes = precision.backward_scaling is not None
         return cls(forward, backward, precision.backward == "dequantized", of_codes)
 
     @property

@@ -230,7 +230,7 @@ def _one_sided(train: Precision, copies: Iterable[Operand]) -> Problem:
     costs = {("NVFP4" if c.format == "e2m1" else "FP8"): _from_master(c) for c in sorted(copies, key=_from_master)}
     fields = "rollout='fp8', format='e4m3', scaling='blockwise'"
     if [*costs] == ["NVFP4"]:
-        fields = "rollout='nvfp4', scaling='nvfp4', weight_block='1x16', row_scaled=True"
+        fields = "rollout='nvfp4', scaling='nvfp4', weight_block='1x16', row_scaled=True, backward='dequantized'"
     gaps = {"one": one, "other": other, "compute": train.compute.upper(), "fields": fields}
     words = {"format": " and ".join(costs), "from_master": " or ".join(f"{cost:g}" for cost in costs.values())}
     return finding("sides-format", "format", **gaps, **words)

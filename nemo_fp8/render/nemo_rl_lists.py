@@ -85,7 +85,7 @@ def as_ignored(pattern: str, mx: bool) -> str | None:
     Both take words that a name contains. The list of MX rollouts takes patterns of whole names, too; a name without
     wildcards would leave out every module whose name contains it.
     """
-    if pattern.startswith("re:"):
+    if pattern.startswith("re:") or re.match(r"(decoder|backbone)\b", pattern):  # no name of vLLM's begins so
         return None
     if re.fullmatch(r"\*[^*?\[\]]+\*", pattern):
         return pattern[1:-1]
@@ -99,7 +99,7 @@ def line_of_name(pattern: str, mx: bool, experts: bool = False) -> str | None:
     """
     line = None if pattern.startswith("re:") else pattern if experts else as_ignored(pattern, mx)
     rules = ((pattern, "bf16"),)
-    if line is None or re.match(r"(decoder|backbone)\b", pattern):  # no name of vLLM's begins so
+    if line is None:
         return None
     meant, kept = _decided(rules, "bf16")[rules[0]], _kept({mx: [line]}, _layers(rules))
     apart = {held for _, held in meant ^ kept}

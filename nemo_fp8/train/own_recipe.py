@@ -80,8 +80,9 @@ def recipe_for(precision: Precision) -> Any:
 
     Raises PrecisionError if this version of TE cannot carry the contract out.
     """
-    if precision.backward_scaling in (None, precision.scaling):
-        return te_recipe(precision.replace(backward_scaling=None, modules=()))
+    forward = te_recipe(precision.replace(backward_scaling=None, modules=()))  # raises for what TE cannot carry out
+    if precision.backward_scaling is None:
+        return forward
     from transformer_engine.common.recipe import CustomRecipe
 
     return CustomRecipe(qfactory=Factory(precision))

@@ -383,10 +383,12 @@ def test_a_weight_without_a_finite_value_has_not_lost_nothing(tmp_path, value):
     found = inspect_checkpoint(tmp_path / "model.safetensors", recipes)
     assert found.not_finite_words() == f"{bad} (all of it)"
     (broken,) = [row for row in found.measured() if row.name == bad]
-    assert {loss.snr_db for loss in broken.losses.values()} == {-math.inf}
+    assert {snr for loss in broken.losses.values() for snr in (loss.snr_db, loss.block_snr_db)} == {-math.inf}
     assert {told["snr_db"] for told in broken.to_dict()["precisions"].values()} == {-1000.0}
     for label in recipes:  # no recipe mends it, so none is advised to keep it
         assert advise(found, label).below == ()
-        assert found.total(label, found.measured()).snr_db > 10
+        total = found.total(label, found.measured())
+        assert min(total.snr_db, total.block_snr_db) > 10
+        assert found.total(label, [broken]).block_snr_db == -math.inf
     operand = RECIPES["blockwise"].operand("weight")
     assert quantize(torch.full((64, 64), value), operand, statistics=True).statistics.total().snr_db == -math.inf

@@ -206,6 +206,26 @@ def test_the_two_conventions_part_where_a_scale_is_halfway_between_two():
     assert 0 < differ < 128 * 128 / 10
 
 
+@pytest.mark.skipif(VLLM is None, reason="no rollout environment: make setup")
+def test_where_vllms_reference_has_no_answer_ours_is_that_of_te():
+    """A scale beneath that is subnormal has an infinite reciprocal, and a NaN is its block's scale there."""
+    for power in range(-149, -110):
+        x = torch.ldexp(values((32, 64), torch.float32, 150 + power, "gaussian"), torch.tensor(power))
+        ours = quantize(x, ROWS, convention="vllm")
+        scale = 1.0 / ours.weight_scale_2
+        assert bool(scale.isinf()) == (ours.amax < 2.0**-128 * 2688)
+        if scale.isinf():
+            hold(x, ROWS)
+            assert ours.dequantize().isfinite().all()
+        else:
+            codes, scales = ref_nvfp4_quant(x, scale)
+            same(ours.scale_inv, scales)
+            same(ours.matrix, codes)
+    x[3, 7] = float("nan")
+    _, scales = VLLM.ref_nvfp4_quant(x, torch.tensor(1.0), 16)
+    assert scales.view(32, -1).isnan().nonzero().tolist() == [[3, 0]]
+
+
 # ---------------------------------------------------------------------- what is no number, and what is not there
 
 

@@ -1,6 +1,7 @@
 """The proof that two sides agree: against the casts themselves, on real tensors, and in words."""
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from nemo_fp8.findings import RULES
 from nemo_fp8.models.selection import all_names
 from nemo_fp8.preflight import agreement
 from nemo_fp8.preflight.agreement import check, join
+from nemo_fp8.preflight.engine import backward_findings
 
 DEEPSEEK = {"format": "e4m3", "scaling": "blockwise"}
 FP32 = {"weight_scale": "fp32", "activation_scale": "fp32"}
@@ -331,6 +333,15 @@ AGREEING = {
 @pytest.mark.parametrize("contract", AGREEING.values(), ids=AGREEING)
 def test_rules_with_the_same_values_on_both_sides_agree(contract):
     assert check(train=contract, rollout=contract).require().findings == ()
+
+
+@pytest.mark.parametrize("side", [{"rollout": "nvfp4"}, {"rollout": "fp8"}])
+def test_what_is_advised_for_a_side_alone_makes_both_agree(side):
+    (found,) = [f for f in check(train=Precision(), rollout=Precision(**side)).findings if f.code == "sides-format"]
+    advised = dict(re.findall(r"(\w+)='?(\w+)'?[,)]", found.remedy))
+    one = Precision(**{"format": "e2m1"} | advised | ({"row_scaled": True} if "row_scaled" in advised else {}))
+    assert check(train=one, rollout=one).agrees
+    assert not [*backward_findings(one)]
 
 
 def test_rules_of_a_side_that_runs_without_fp8_are_left_out_of_one_contract():
