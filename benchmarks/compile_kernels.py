@@ -314,7 +314,7 @@ def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def tell(made: list[Compiled]) -> str:
-    """The page."""
+    """Return the page about compiled programs."""
     out = [
         "# The GPU kernels, compiled without a GPU",
         "",

@@ -126,7 +126,7 @@ def speed(model: str, steps: int, torchao: str | None, own: bool, results: Path 
     if results:
         results.write_text(json.dumps({row["recipe"]: {"ms": row["ms"], "ratio": row["ratio"]} for row in rows}))
     if as_json:
-        # What torch was told or found; oneDNN, which multiplies BF16, is told apart.
+        # torch's instruction set; oneDNN, which multiplies BF16, has a variable of its own.
         isa = os.environ.get("ONEDNN_MAX_CPU_ISA", torch.backends.cpu.get_cpu_capability())
         print(json.dumps({"isa": isa, "rows": rows}))
         return

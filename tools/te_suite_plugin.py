@@ -87,7 +87,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def _line(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Where and why, in one line."""
+    """Return where and why a test failed, in one line."""
     if report.outcome == "passed":
         return ""
     if isinstance(report.longrepr, tuple):  # a skip: file, line, reason

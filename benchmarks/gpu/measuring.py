@@ -42,7 +42,7 @@ class Skipped(Exception):
 
 @dataclass
 class Run:
-    """What a measure is given, and what it finds."""
+    """The settings of a measure, and its results."""
 
     folder: Path
     """Where golden vectors go."""
@@ -136,7 +136,7 @@ def _summary(times: list[float]) -> dict[str, float]:
 
 
 def told(error: Exception) -> str:
-    """An error in a line."""
+    """Return an error as one line of text."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 

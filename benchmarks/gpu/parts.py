@@ -130,7 +130,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, record: dict[str, Any]) -> None:
-    """Written in one piece, so that whoever reads it finds a whole one at any time."""
+    """Write the record in one piece, so that a reader finds a whole one at any time."""
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(record, indent=1) + "\n")
     partial.replace(file)

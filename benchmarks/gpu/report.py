@@ -257,7 +257,7 @@ def _ratio(a: float | None, b: float | None) -> str | None:
 
 
 def _faster(found: dict[str, Any]) -> list[list[Any]]:
-    """Of every way: name, ms, TFLOP/s, and how much faster than BF16."""
+    """Name, ms, TFLOP/s and the speed over BF16's, of every way."""
     rows, base = [], found["ways"]["bf16"].get("ms")
     for name, way in found["ways"].items():
         ms = way.get("ms")
@@ -287,7 +287,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def write(docs: Path, golden: Path) -> None:
-    """The page, beside the records."""
+    """Write the page beside the records."""
     (docs / "gpu.md").write_text(page(docs, golden))
 
 

@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of a step: six for each weight and token, and causal attention."""
+        """Operations of a step: six for each weight and token, and causal attention."""
         m = self.model
         width, experts = m["num_attention_heads"] * m["kv_channels"], m.get("num_moe_experts", 0)
         attention = m["hidden_size"] * (2 * width + 2 * m["num_query_groups"] * m["kv_channels"])

@@ -109,13 +109,13 @@ def mean_loss(context: Any) -> float:
 
 
 class Recorder(Callback):
-    """The lines of a run."""
+    """Writes one line for each step of a run, with its loss and duration."""
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
 
     def on_train_start(self, context: Any) -> None:
-        """Begin, on the rank that knows the loss."""
+        """Open the file, on the rank that knows the loss."""
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             self.lines.open()
 
@@ -124,7 +124,7 @@ class Recorder(Callback):
         self.lines.begin()
 
     def on_train_step_end(self, context: Any) -> None:
-        """Write the step."""
+        """Write the step's line."""
         self.lines.end(mean_loss(context))
 
     def on_train_end(self, context: Any) -> None:

@@ -65,7 +65,7 @@ class InOneScale(Callback):
     """Puts the linears of a model that trains in NVFP4 under this recipe."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Give each its hooks."""
+        """Put every linear that trains in NVFP4 under the recipe."""
         from transformer_engine.common.recipe import CustomRecipe
 
         recipe = CustomRecipe(qfactory=lambda role: _quantizer()())

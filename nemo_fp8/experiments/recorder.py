@@ -24,7 +24,7 @@ class Recorder(Callback):
         self.lines = lines
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin, on the rank that knows the loss."""
+        """Open the file, on the rank that knows the loss."""
         if trainer.global_rank == trainer.world_size - 1:
             self.lines.open()
 
@@ -33,7 +33,7 @@ class Recorder(Callback):
         self.lines.begin()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Write the step."""
+        """Write the step's line."""
         self.lines.end(float(trainer.callback_metrics["reduced_train_loss"]))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:

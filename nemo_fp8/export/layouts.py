@@ -26,7 +26,7 @@ from nemo_fp8.render.vllm import to_hugging_face
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of quantized checkpoints."""
+    """A layout of quantized checkpoints: which formats it can hold, and what it calls their parts."""
 
     name: str
     blocks: tuple[str, ...]

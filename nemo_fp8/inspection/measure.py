@@ -58,7 +58,7 @@ class Row:
     losses: Mapping[str, Loss] = field(default_factory=dict)
     """The losses by the recipe's label."""
     transpositions: Mapping[str, Transposition] = field(default_factory=dict)
-    """Of a weight, by label: how far the copy that the backward multiplies by is from the forward's."""
+    """Label -> how far, for a weight, the copy that the backward multiplies by is from the forward's."""
     kept: Mapping[str, str] = field(default_factory=dict)
     """By label, why that contract keeps this linear in the compute dtype, although it could be quantized."""
 

@@ -260,7 +260,7 @@ class Gate:
         if held is not None:
             if weights is None:
                 raise PrecisionError(
-                    "The gate is told what the engine holds, and not what it should hold.",
+                    "held= without weights=.",
                     "Fingerprints mean nothing without the trainer's weights.",
                     "Pass weights=, the trainer's, by their Hugging Face names.",
                 )

@@ -146,7 +146,7 @@ class Selection:
 
     @property
     def quantized(self) -> frozenset[str]:
-        """The tensors in FP8."""
+        """The names of all tensors that are held in FP8."""
         return frozenset(tensor for unit in self.units for tensor in unit.tensors)
 
     @property

@@ -119,7 +119,7 @@ class DelayedState:
         self.forward, self.backward = (_direction(precision, roles, device) for roles in (FORWARD, BACKWARD))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Four tensors: scale and history of both directions."""
+        """Return four tensors: scale and history of both directions."""
         return {
             f"{way}.{name}": t for way in ("forward", "backward") for name, t in getattr(self, way).state_dict().items()
         }

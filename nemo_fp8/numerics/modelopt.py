@@ -38,7 +38,7 @@ class FourBits:
     weight_scale: torch.Tensor
     weight_scale_2: torch.Tensor
     statistics: tuple[Statistics, ...] = ()
-    """Of each matrix, if asked for."""
+    """The statistics of each matrix, if asked for."""
 
 
 def amax_of(weight: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Statistics:
     """The root of sum (x - dequantized)**2 over finite values."""
     amax: torch.Tensor
     scale_inv: torch.Tensor
-    """As it is stored: FP32 or E8M0."""
+    """The scales as they are stored: FP32 or E8M0."""
     least_code: torch.Tensor
     """The smallest non-zero magnitude code (int), 0 where every code is zero."""
     largest_code: torch.Tensor

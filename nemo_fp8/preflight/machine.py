@@ -83,7 +83,7 @@ class Machine:
     torchvision_cuda: str | None = None
     python: str | None = None
     cpu: tuple[str, ...] | None = None
-    """Those of avx512, avx512_bf16 and amx that the processor has."""
+    """The names among avx512, avx512_bf16 and amx that the processor has."""
     assumed: tuple[str, ...] = field(default=(), compare=False)
     """Sentences about fields that were filled in because they follow from others."""
 

@@ -79,7 +79,7 @@ class _Copy:
     codes: int
     scales: int
     scaled: str
-    """In words: how many bytes are a scale, and for how many values."""
+    """The bytes of a scale and the number of its values, in words."""
     needed: bool
 
 

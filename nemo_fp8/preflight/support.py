@@ -161,6 +161,7 @@ WAYS = (
 
 _OLD_GPU = "Use an H100 or newer, or bf16_mixed; a machine without a GPU shows the numerics, without the speed."
 _NEWER = "Use an L4, L40S, H100 or newer; of CPUs, one with AMX has a kernel of vLLM's."
+KV_CACHE_ON_CPU = "On a CPU, vLLM's FP8 KV cache needs x86 with AVX-512 or AMX."
 _MX_KERNELS = "MX GEMMs need Blackwell (sm100 or sm103)."
 _BLACKWELL = (
     "For speed, use a B200 or newer; or set rollout_block='128x128', for which older GPUs and CPUs with AMX have "
@@ -269,8 +270,7 @@ NEEDS: tuple[Need, ...] = (
          "Give the BF16 checkpoint, which nemo_fp8 quantizes while it is loaded, on any CPU; "
          "`nemo-fp8 export SRC DST --precision bf16_mixed` makes one."),
     Need(DECODED, _W8A16, "amx", "==0", VLLM_CHECK, "With AMX, vLLM's own kernel is the way.", ""),
-    Need(CPU, ("kv-cache-fp8",), "avx512", "==1", VLLM_CHECK,
-         "On a CPU, vLLM's FP8 KV cache needs x86 with AVX-512 or AMX.",
+    Need(CPU, ("kv-cache-fp8",), "avx512", "==1", VLLM_CHECK, KV_CACHE_ON_CPU,
          "Set kv_cache='auto', or roll out on such a CPU or on a GPU."),
     Need(ROUNDED, ("kv-cache-fp8",), "avx512", "==0", VLLM_CHECK, "With AVX-512, vLLM's own cache is the way.", ""),
     Need(OTHER, ("rollout-mxfp8",), "arch", "<100|>=120", GPU, _MX_KERNELS, _BLACKWELL),

@@ -27,7 +27,7 @@ class Rendering:
     text: str
     """Text to paste: YAML, flags, a Python call, ``export`` lines."""
     data: dict[str, Any]
-    """The same as plain values, for ``--json``."""
+    """The settings as plain values, for ``--json``."""
     notes: tuple[str, ...] = ()
     """Sentences on what the program does differently from the contract."""
     lost: tuple[str, ...] = field(default=())

@@ -130,8 +130,7 @@ def te_recipe(precision: Precision, recipe_module: ModuleType | None = None) -> 
     if not precision.wgrad:
         raise PrecisionError(
             f"wgrad=False with TransformerEngine's {name}.",
-            "TE 2 runs the weight gradient in FP8 whatever it is told: the argument for it is gone, and unknown ones "
-            "are dropped.",
+            "TE 2 always runs the weight gradient in FP8: the argument for it is gone, and unknown ones are dropped.",
             "Set wgrad=True.",
         )
     known = {f.name for f in dataclasses.fields(recipe_class)}

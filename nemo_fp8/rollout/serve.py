@@ -86,8 +86,8 @@ def server_for(
     if hidden:
         raise PrecisionError(
             f"{hidden[0]} among the words for vLLM.",
-            "vLLM takes the last address that it is told, and shortened options too, so nobody would have asked for a "
-            "token.",
+            "vLLM takes the last address that is given, and shortened options too, so the server could listen there "
+            "without a token.",
             "Say where to listen with --host and --port themselves.",
         )
     require("rollout")

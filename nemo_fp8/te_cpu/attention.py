@@ -25,7 +25,7 @@ def scaled_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
 
 @torch.no_grad()
 def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Where ``mask`` is true nothing is attended to."""
+    """Return the softmax of scaled scores; where ``mask`` is true, nothing is attended to."""
     hidden = mask.bool()
     p = torch.softmax((input.float() * scale).masked_fill_(hidden, _MASKED), -1)
     everywhere = hidden.all(-1, keepdim=True)
@@ -40,13 +40,13 @@ def _causal(input: torch.Tensor, scale: float, bottom_right: bool) -> torch.Tens
 
 @torch.no_grad()
 def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
-    """A query attends to the keys up to its own place."""
+    """Return the softmax of scaled scores, where a query attends to the keys up to its own place."""
     return _causal(input, scale, bottom_right=False)
 
 
 @torch.no_grad()
 def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same where the last query and the last key belong together."""
+    """Return the softmax of scaled scores under a causal mask that ends with the last query and the last key."""
     return _causal(input, scale, bottom_right=True)
 
 
@@ -127,7 +127,7 @@ def fused_rope_backward(
     output_grads: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: object,
     interleaved: bool, cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, *more: object,
 ) -> torch.Tensor:  # fmt: skip
-    """Rotate the gradient back."""
+    """Return the gradient of what ``fused_rope_forward`` rotated: the output's, turned back by the same angles."""
     return _turn(
         output_grads,
         _angles(output_grads, freqs, qkv_format, cu_seqlens, start_positions, cp_size, cp_rank),

@@ -142,7 +142,7 @@ def accumulate_reference(
     columns_first: bool,
     exact: bool,
 ) -> None:
-    """The same in plain torch."""
+    """Add ``partial``, scaled as ``accumulate`` does it, to ``out`` in plain torch."""
     first, last = (of_columns, of_rows[:, None]) if columns_first else (of_rows[:, None], of_columns)
     scaled = partial * first
     if exact:  # the product is, so that adding it is one rounding

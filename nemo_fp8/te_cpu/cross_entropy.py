@@ -63,7 +63,7 @@ def cross_entropy_backward(
     saved_input: torch.Tensor, stats: torch.Tensor, target: torch.Tensor, n_non_ignore: torch.Tensor | None,
     grad_output: torch.Tensor, label_smoothing: float, reduce_loss: bool, rank: int, world_size: int, ignore_idx: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient, in the memory of the saved logits."""
+    """Return the logits' gradient, in the memory of the saved logits."""
     width, y = saved_input.shape[-1], target.flatten()
     x = saved_input.reshape(-1, width).float()
     grad = (x - stats[:, :1]).exp_().div_(stats[:, 1:]).sub_(label_smoothing / (width * world_size))

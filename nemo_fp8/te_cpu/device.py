@@ -68,7 +68,7 @@ def stand_in(arch: int) -> None:
 
 
 def standing_for() -> int | None:
-    """The architecture that is stood for, if any."""
+    """Return the architecture that is stood for; None if there is none."""
     return _arch[0] if _arch else None
 
 

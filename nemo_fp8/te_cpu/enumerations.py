@@ -62,5 +62,5 @@ _TORCH_DTYPES = {
 
 
 def torch_dtype(dtype: int | torch.dtype) -> torch.dtype:
-    """Torch's name for one of TE's DTypes; torch's own pass."""
+    """Return torch's dtype for one of TE's; torch's own are returned as they are."""
     return dtype if isinstance(dtype, torch.dtype) else _TORCH_DTYPES[int(dtype)]

@@ -131,7 +131,7 @@ fused_attn_bwd fused_attn_fwd newton_schulz
 
 
 def build(version: str) -> types.ModuleType:
-    """The extension, as that version of TE knows it."""
+    """Return the extension, as that version of TE knows it."""
     module = types.ModuleType(NAME, __doc__)
     names: dict[str, Any] = dict(ENUMERATIONS)
     names |= _functions(_MODULES)

@@ -78,7 +78,7 @@ def operand(tensor: Any, by_rows: bool) -> Quantized:
 
 
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor's values."""
+    """Return the values of a tensor with one scale."""
     shape = tuple(tensor.size())
     codes = (
         tensor._data if tensor._data is not None else tensor._transpose.view(shape[-1], -1).t().contiguous().view(shape)

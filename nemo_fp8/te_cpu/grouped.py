@@ -187,7 +187,7 @@ def bgrad_group_quantize(
 
 @torch.no_grad()
 def group_dequantize(input: Any, otype: Any) -> Any:
-    """A group of the members' values."""
+    """Return a group in ``otype`` with the dequantized values of every member."""
     shape, dtype = tuple(input.logical_shape), torch_dtype(otype)
     dims = (input.first_dims, input.last_dims, input.tensor_offsets)
     group, members = _make(None, dtype, input.num_tensors, shape, *dims)
@@ -303,7 +303,7 @@ _SWIZZLES = {"mxfp8_rowwise": (1, 32), "mxfp8_columnwise": (32, 1), "nvfp4": (1,
 
 
 def copy_data_ptrs_to_device(tensors: Sequence[torch.Tensor], device: Any) -> torch.Tensor:
-    """Where the tensors' values lie."""
+    """Return the addresses of the tensors' values, as INT64."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
 
 

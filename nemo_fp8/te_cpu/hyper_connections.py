@@ -93,6 +93,8 @@ class mHCProjectionOp:
         fused_grad_x_acc_buffer: torch.Tensor | None = None,
         use_split_k: bool = False,
     ) -> tuple[torch.Tensor, ...]:
+        """Return H ``[tokens, 32]`` and ms ``[tokens]`` of x ``[tokens, n C]``, phi, and maybe a norm's weight."""
+
         def formula(x: torch.Tensor, phi: torch.Tensor, w: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
             H = x @ (phi if w is None else phi * w).T
             return pad(H, (0, _WIDTH - len(phi))), x.square().mean(1)
@@ -106,6 +108,8 @@ class mHCScaleFusedOp:
 
     @staticmethod
     def apply(H: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, ms: torch.Tensor, n: int) -> torch.Tensor:
+        """Return ``[tokens, 2n + n^2]`` in H's dtype, from H and ms of the projection; n is the number of streams."""
+
         def formula(
             H: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, ms: torch.Tensor
         ) -> tuple[torch.Tensor, ...]:
@@ -124,6 +128,8 @@ class mHCSinkhornOp:
 
     @staticmethod
     def apply(H_res: torch.Tensor, n: int = 4, recompute_hist: bool = True, iters: int = 20) -> torch.Tensor:
+        """Return the matrices of the logits ``H_res`` after ``iters`` rounds, each of which norms rows and columns."""
+
         def formula(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             g = x.new_zeros(())
             for _ in range(iters):
@@ -146,6 +152,8 @@ class mHCAggregateOp:
         use_tf32: bool = True,
         fused_grad_x_acc_buffer: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Return what the layer reads, ``[..., C]``, from the streams x ``[..., C, n]`` and their weights ``H_pre``."""
+
         def formula(x: torch.Tensor, pre: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return ((x * pre[..., None, :]).sum(-1),)
 
@@ -167,6 +175,8 @@ class mHCExpandCombineOp:
         use_tf32: bool = True,
         fused_grad_x_acc_buffer: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Return the streams after the layer, ``[..., C, n]``: its output f and bias, and the streams x before it."""
+
         def formula(
             x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, post: torch.Tensor, res: torch.Tensor
         ) -> tuple[torch.Tensor, ...]:

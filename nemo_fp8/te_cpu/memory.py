@@ -11,7 +11,7 @@ loaded). The heap is asked of glibc, which walks all its free pieces: microsecon
 whose heap lies in pieces; and it holds other things too, so that the most is between what tensors hold and what the
 process does. Every call after a reset is looked at until looks have taken two seconds; from then on, and before any
 reset, only where they have taken a fiftieth of the time at most, so that a peak of a few milliseconds may go unseen.
-Without glibc 2.33 the most is the most that was ever told.
+Without glibc 2.33 the heap cannot be asked, and the most is the largest sum that a call of ``now`` saw.
 """
 
 from __future__ import annotations
@@ -156,12 +156,12 @@ class Count:
         return held
 
     def peak(self, device: object = None) -> int:
-        """Return the most that they were since the reset."""
+        """Return the most bytes of live tensors since ``reset``."""
         self.now()
         return max(self.most, self.top - self.other)
 
     def reset(self, device: object = None) -> None:
-        """Begin again with what there is."""
+        """Let the most begin again at what is allocated now."""
         self.most = self.other = self.top = 0
         self.free = _FREE
         self.now()
@@ -189,7 +189,7 @@ class Count:
         }
 
     def summary(self, device: object = None, abbreviated: bool = False) -> str:
-        """Return both in words."""
+        """Return the allocated bytes, now and at most, in words."""
         return "\n".join(f"{name}: {n / 2**20:.1f} MiB" for name, n in self.stats().items() if "allocated" in name)
 
 

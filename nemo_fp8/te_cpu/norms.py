@@ -29,7 +29,7 @@ def layernorm_fwd(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, ln_out: Any, quantizer: Any,
     otype: Any, sm_margin: int, zero_centered_gamma: bool,
 ) -> list[Any]:  # fmt: skip
-    """[output, mean, rsigma]."""
+    """Return [output, mean, rsigma] of layer norm."""
     x = _rows(input)
     mean = x.mean(-1)
     centred = x - mean[:, None]
@@ -50,7 +50,7 @@ def layernorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """[dx, dweight, dbias]."""
+    """Return [dx, dweight, dbias] of layer norm."""
     d, h = _rows(dz), (_rows(x) - mu[:, None]).mul_(rsigma[:, None])
     g = d * _gain(gamma, zero_centered_gamma)
     along = h * (g * h).mean(-1, keepdim=True)
@@ -69,7 +69,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """[output, None, rsigma]."""
+    """Return [output, None, rsigma] of RMS norm."""
     x = _rows(input)
     rsigma = torch.rsqrt((x * x).mean(-1) + eps)
     y = (x * rsigma[:, None]).mul_(_gain(weight, zero_centered_gamma))
@@ -85,7 +85,7 @@ def rmsnorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """[dx, dweight]."""
+    """Return [dx, dweight] of RMS norm."""
     return _rmsnorm_bwd(dz, x, None, rsigma, gamma, zero_centered_gamma)
 
 
@@ -99,7 +99,7 @@ def rmsnorm_bwd_add(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """[dx + add, dweight], rounded once: the residual's gradient joins in FP32."""
+    """Return [dx + add, dweight] of RMS norm, rounded once: the residual's gradient joins in FP32."""
     return _rmsnorm_bwd(dz, x, add, rsigma, gamma, zero_centered_gamma)
 
 

@@ -48,7 +48,7 @@ multi_tensor_scale_tensor = multi_tensor_scale
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Any, tensor_lists: Lists, per_tensor: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm over all tensors, and of each where asked for."""
+    """Return the norm over all tensors, and of each where asked for."""
     norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
     return norms.norm().reshape(1), norms if per_tensor else torch.empty(0)
 
@@ -57,7 +57,7 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Any, tensor_lists: Lists, inv_scale: torch.Tensor, per_tensor: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of tensors that a loss scale has multiplied."""
+    """Return the norms of tensors that a loss scale has multiplied, divided by it."""
     norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]]) * inv_scale.float()
     return norms.norm().reshape(1), norms if per_tensor else torch.empty(0)
 

@@ -110,7 +110,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 def make_chunk_sort_map(
     split_sizes: torch.Tensor, sorted_indices: torch.Tensor, num_tokens: int, num_splits: int
 ) -> torch.Tensor:
-    """The row that each token moves to; tokens behind the last chunk stay."""
+    """Return the row that each token moves to; tokens behind the last chunk stay."""
     sizes, order = split_sizes.long(), sorted_indices.long()
     begins = torch.empty_like(sizes)
     begins[order] = sizes[order].cumsum(0) - sizes[order]
@@ -129,7 +129,7 @@ def sort_chunks_by_map(
     hidden_size: int,
     is_forward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows and their probabilities to where the map says, or back."""
+    """Move rows and their probabilities to where the map says, or back."""
     rows = row_id_map.long()
     back = rows if not is_forward else torch.empty_like(rows).scatter_(0, rows, torch.arange(num_tokens))
     return inp[back], None if probs is None else probs[back]

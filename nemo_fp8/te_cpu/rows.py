@@ -20,13 +20,13 @@ def split_quantize(
     quantizer_list: Sequence[Any],
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:
-    """Consecutive rows of a matrix, each part by a quantizer of its own."""
+    """Return parts of a matrix, of ``split_sections`` rows each, every one quantized by its own quantizer."""
     parts = torch.split(tensor.detach().reshape(-1, tensor.shape[-1]), [int(n) for n in split_sections])
     return [quantized.quantize(part, quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
 
 
 def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
-    """Every tensor by its quantizer."""
+    """Return every tensor, quantized by the quantizer at the same place of the other list."""
     return [
         quantized.quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)
     ]
@@ -35,7 +35,7 @@ def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: S
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool
 ) -> Any:
-    """A quantized tensor that holds nothing yet."""
+    """Return a quantized tensor that holds nothing yet."""
     return quantized.create(quantizer, shape, dtype, device, pin_memory)
 
 
@@ -53,7 +53,7 @@ def bulk_allocate(
 
 @torch.no_grad()
 def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Codes [.., K] as [K, ..]."""
+    """Return codes [.., K] as [K, ..]."""
     shape = (input.shape[-1], *input.shape[:-1])
     turned = (
         input.reshape(-1, input.shape[-1]).t().contiguous().view(shape) if input.numel() else input.new_empty(shape)
@@ -67,7 +67,7 @@ nvfp4_2d_scale_transpose = nvfp4.scales_2d_transpose
 
 @torch.no_grad()
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[a, b, ..] as [b, a, ..]."""
+    """Return a tensor [a, b, ..] as [b, a, ..]."""
     turned = tensor.transpose(0, 1).contiguous()
     return turned if out is None else out.copy_(turned)
 
@@ -76,7 +76,7 @@ def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) ->
 def fused_multi_row_padding(
     input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
 ) -> None:
-    """Each group's rows to the beginning of its padded place, zeros after them."""
+    """Write each group's rows to the beginning of its padded place, with zeros after them."""
     read = write = 0
     for rows, padded in zip(input_row_list, padded_input_row_list, strict=True):
         output[write : write + rows].copy_(input[read : read + rows])
@@ -88,7 +88,7 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
 ) -> None:
-    """The way back: the first rows of every padded place."""
+    """Write the first rows of every padded place one after the other, without the padding."""
     read = write = 0
     for padded, rows in zip(input_row_list, unpadded_input_row_list, strict=True):
         output[write : write + rows].copy_(input[read : read + rows])
@@ -97,7 +97,7 @@ def fused_multi_row_unpadding(
 
 @torch.no_grad()
 def dropout_fwd(input: torch.Tensor, dropout_probability: float, out: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """[output, mask]. The mask is not drawn by Philox."""
+    """Return [output, mask]. The mask is not drawn by Philox."""
     keep = torch.rand(input.shape, generator=device.CHANCE) >= dropout_probability
     y = input * keep / (1 - dropout_probability)
     return [y if out is None else out.copy_(y), keep.to(torch.uint8)]
@@ -107,13 +107,13 @@ def dropout_fwd(input: torch.Tensor, dropout_probability: float, out: torch.Tens
 def dropout_bwd(
     grad_output: torch.Tensor, mask: torch.Tensor, dropout_probability: float, grad_input: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The gradient where the mask kept the value."""
+    """Return the gradient, where the mask kept the value, and zero elsewhere."""
     g = grad_output * mask.view(grad_output.shape) / (1 - dropout_probability)
     return g if grad_input is None else grad_input.copy_(g)
 
 
 def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
-    """Where each group begins, in elements, and where the last one ends."""
+    """Return where each group begins, in elements, and where the last one ends."""
     return _offsets(first_dims.long(), logical_last_dim, True)
 
 

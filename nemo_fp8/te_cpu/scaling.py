@@ -36,7 +36,7 @@ def fused_amax_and_scale_update_after_reduction(
 
 
 def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
-    """The largest magnitude of ``input`` into ``amax``."""
+    """Write the largest magnitude of ``input`` to ``amax``."""
     amax.copy_(amax_of(input.detach()).reshape(amax.shape))
 
 

@@ -122,5 +122,5 @@ def multi_tensor_transpose_to_bhsd(
 
 @torch.no_grad()
 def multi_tensor_pad_last_dim(inputs: Sequence[torch.Tensor], alignment: int) -> list[torch.Tensor]:
-    """Matrices with zeros behind their rows, up to a multiple of ``alignment``."""
+    """Return matrices with zeros behind their rows, up to a multiple of ``alignment``."""
     return [torch.nn.functional.pad(x.contiguous(), (0, -x.shape[1] % alignment)) for x in inputs]

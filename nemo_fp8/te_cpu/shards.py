@@ -133,7 +133,7 @@ def nvfp4_multi_tensor_compute_partial_amax(
 
 @torch.no_grad()
 def nvfp4_compute_global_scale(global_amax: torch.Tensor, global_scale: torch.Tensor) -> None:
-    """Each tensor's own scale of its amax."""
+    """Write each tensor's own scale, from its amax."""
     global_scale.copy_(nvfp4.encode_scale(global_amax))
 
 

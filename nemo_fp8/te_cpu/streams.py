@@ -68,7 +68,7 @@ class Event(torch.Event):
         return True
 
     def elapsed_time(self, end_event: torch.Event) -> float:
-        """Milliseconds from this moment to the other."""
+        """Return the milliseconds from this moment to the other; raise ValueError if one was not recorded."""
         end = getattr(end_event, "recorded", None)
         if self.recorded is None or end is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")

@@ -25,7 +25,7 @@ _SIDES = ("row", "column")
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Plain scales in the order of the tensor cores, of the same shape."""
+    """Return plain scales in the order of the tensor cores, in the same shape."""
     return _moved(scales, (scales.shape[0] // 128, 4, 32, scales.shape[1] // 4))
 
 

@@ -15,7 +15,7 @@ from nemo_fp8.numerics.kernels import cpu
 
 
 def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns, leading dimensions flattened; a scalar is one by one."""
+    """Return rows and columns, leading dimensions flattened; a scalar is one by one."""
     rows = 1
     for n in shape[:-1]:
         rows *= n
@@ -29,7 +29,7 @@ def turn(codes: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of all elements in FP32, NaNs passed over."""
+    """Return the largest magnitude of all elements in FP32, NaNs passed over."""
     found = kernels.amax(x)
     return scales.amax_of(x) if found is None else found
 

@@ -70,7 +70,7 @@ class Checkpoint:
         return bool(ModelCheckpoint.is_checkpoint_unfinished(self.folder))
 
     def step(self) -> float:
-        """The number of optimizer steps before it; infinity if neither its name nor its content tells."""
+        """Return the number of optimizer steps before it; infinity if neither its name nor its content tells."""
         try:
             return float(torch.load(self.weights / COMMON, map_location="cpu", weights_only=False)["global_step"])
         except Exception:  # whatever a damaged pickle may raise: problems() says what

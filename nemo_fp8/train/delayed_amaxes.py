@@ -27,7 +27,7 @@ class ForgetValidation(Callback):
         self._held = hold_rows(_histories(trainer))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the rows."""
+        """Restore the rows that were copied before validation."""
         restore_rows(_histories(trainer), self._held)
         self._held = {}
 

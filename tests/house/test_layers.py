@@ -15,7 +15,7 @@ STANDARD_OR_LIGHT = {"packaging", "rich", "typer", "yaml"}
 
 # layer -> (its floor, what its modules may import at their top besides the standard library)
 LAYERS = {
-    "core": (0, STANDARD_OR_LIGHT),
+    "core": (0, STANDARD_OR_LIGHT),  # the files beside the folders, but for front doors
     "contract": (1, STANDARD_OR_LIGHT),
     "models": (2, STANDARD_OR_LIGHT),
     "preflight": (3, STANDARD_OR_LIGHT),
@@ -31,7 +31,7 @@ LAYERS = {
     "export": (7, {"torch", "numpy", "safetensors"}),
     "inspection": (7, {"torch", "numpy"}),
     "bridge": (8, {"torch", "megatron"}),
-    "front": (8, STANDARD_OR_LIGHT | {"lightning", "nemo", "nemo_run", "torch"}),  # what a person imports by name
+    "front": (8, STANDARD_OR_LIGHT | {"lightning", "nemo", "nemo_run"}),  # files beside the folders that need an extra
     "mismatch": (8, {"torch", "numpy", "safetensors"}),  # belongs to neither side
     "recipes": (9, {"nemo_run", "nemo"}),
     "experiments": (10, {"torch", "numpy", "safetensors", "nemo_run", "nemo", "lightning", "megatron"}),
@@ -39,8 +39,6 @@ LAYERS = {
     "report": (11, STANDARD_OR_LIGHT | {"numpy", "matplotlib", "torch", "safetensors"}),
     "cli": (12, STANDARD_OR_LIGHT),
 }
-FILES = {"factories": "front", "lightning": "front"}
-"""Files beside the folders are the core, but for the front doors of training."""
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
 
@@ -49,7 +47,17 @@ def _layer(parts: tuple[str, ...]) -> str:
     for depth in (3, 2):
         if "/".join(parts[:depth]) in LAYERS:
             return "/".join(parts[:depth])
-    return FILES.get(head, head if head in LAYERS else "core")
+    if head in LAYERS:
+        return head
+    return "front" if _needs_an_extra(PACKAGE / f"{head}.py") else "core"
+
+
+def _needs_an_extra(path: Path) -> bool:
+    """Whether a file beside the folders says ``__needs__ = require(...)``, which makes it a front door."""
+    return path.exists() and any(
+        isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__needs__"
+        for node in ast.parse(path.read_text()).body
+    )
 
 
 def _imports(tree: ast.AST):
@@ -133,3 +141,9 @@ def _files_imported(path: Path, names) -> set[str]:
         parts = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
         found |= {part for part in parts if part in names} or {module} & names.keys()
     return found
+
+
+def test_a_file_beside_the_folders_is_a_front_door_if_it_needs_an_extra():
+    beside = {path.stem: _layer((path.stem,)) for path in MODULES if path.parent == PACKAGE}
+    assert (beside["factories"], beside["errors"]) == ("front", "core")
+    assert {*beside.values()} == {"core", "front"}

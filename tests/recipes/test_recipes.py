@@ -151,6 +151,19 @@ def test_the_scripts_run_on_nemo_runs_command_line(tmp_path):
         assert words in shown
 
 
+def test_every_recipe_has_a_script_of_its_name(recipes):
+    for name in recipes.RECIPES:
+        assert (ROOT / f"recipes/{name}.py").resolve() == ROOT / "recipes/pretrain.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "model"), [("mixtral_8x7b", "MixtralConfig8x7B"), ("pretrain", "Llama3Config8B")])
+def test_a_script_without_a_factory_starts_the_recipe_of_its_name(script, model, tmp_path):
+    shown = _python(ROOT / f"recipes/{script}.py", "trainer.max_steps=7", "--dryrun", "--yes", home=tmp_path)
+    assert f"(config={model}())" in shown
+    assert "max_steps=7" in shown
+
+
 LAUNCH = """
 import nemo_run as run
 from nemo_fp8.experiments import tiny_llama

@@ -76,7 +76,7 @@ class RlRun:
 
     @property
     def gate_fired(self) -> int:
-        """In how many steps the gate fired."""
+        """The number of steps in which the gate fired."""
         return sum(bool(row.get("gate", {}).get("fired")) for row in self.steps)
 
     def last(self, name: str) -> float:

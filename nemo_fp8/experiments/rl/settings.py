@@ -106,7 +106,7 @@ class GrpoSettings:
     rank_resources: dict[str, float] | None = None
     """Ray's resources for each rank: ``{"GPU": 0.5}``, or a label of some machines. None: a share of the GPUs."""
     engine_resources: dict[str, float] | None = None
-    """The same for each engine."""
+    """Ray's resources for each engine, as for each rank."""
 
     def __post_init__(self) -> None:
         problems = list(_contradictions(self))

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.preflight.answers import answer
 from nemo_fp8.preflight.machine import Machine
-from nemo_fp8.preflight.support import GPU, ROUNDED, VLLM_CHECK
+from nemo_fp8.preflight.support import GPU, KV_CACHE_ON_CPU, ROUNDED, VLLM_CHECK
 
 LARGEST = 448.0  # of E4M3
 MAGNITUDES = 1 << 15  # the bits of a BF16 number without its sign
@@ -88,7 +88,7 @@ def require_cache(dtype: str) -> None:
         if found.way == ROUNDED:
             raise PrecisionError(
                 f"kv_cache_dtype={dtype!r} on this machine.",
-                "On a CPU, vLLM's FP8 KV cache needs x86 with AVX-512 or AMX.",
+                KV_CACHE_ON_CPU,
                 "Set kv_cache='auto'; or start the engine with nemo_fp8.rollout.engine_args and kv_cache='fp8', which "
                 "rounds keys and values to FP8 in a cache of BF16.",
             )

@@ -141,15 +141,15 @@ class _OnCpu:
 
 # Classes with names of their own: vLLM pickles an engine's configuration to the processes that it starts.
 class Nvfp4OnCpu(_OnCpu, ModelOptNvFp4Config):
-    """NVFP4, and W4A16."""
+    """ModelOpt's configuration of NVFP4 and W4A16 checkpoints, on a CPU."""
 
 
 class Mxfp8OnCpu(_OnCpu, ModelOptMxFp8Config):
-    """MXFP8."""
+    """ModelOpt's configuration of MXFP8 checkpoints, on a CPU."""
 
 
 class MixedOnCpu(_OnCpu, ModelOptMixedPrecisionConfig):
-    """Several formats in one checkpoint."""
+    """ModelOpt's configuration of checkpoints in several formats, on a CPU."""
 
 
 def register() -> None:

@@ -24,7 +24,7 @@ from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.quantized import Quantized
 
 DIRECT = 64
-"""With so many tokens, and fewer, a product from codes is faster than one from decoded weights."""
+"""The most tokens with which a product from codes is faster than one from decoded weights."""
 
 
 @torch.library.custom_op("nemo_fp8::fake_quantize", mutates_args=())

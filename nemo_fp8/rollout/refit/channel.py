@@ -163,6 +163,7 @@ class Line:
         self._answer(FAILED)
 
     def close(self) -> None:
+        """Close the connection, by which the sender sees that this worker left."""
         self.socket.close()
 
     def _answer(self, byte: bytes) -> None:

@@ -20,7 +20,7 @@ from nemo_fp8.numerics import kernels
 
 DIGITS = 16
 MANY, PARTS = 4096, 16
-"""So many sums of rows, and more, become 16 times fewer: to hash a number takes longer than to add it."""
+"""From ``MANY`` sums of rows on, ``PARTS`` sums are added to one before they are hashed, which takes longer."""
 MAGNITUDES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -301,7 +301,7 @@ class Whole:
     entry: Entry
     why: str
     values: torch.Tensor | None = None
-    """What was sent last; None if nobody knows."""
+    """What was sent last; None if that is unknown."""
     changed: bool = False
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:

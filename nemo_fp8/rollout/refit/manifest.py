@@ -40,6 +40,7 @@ class Entry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype in torch."""
         return DTYPES[self.dtype]
 
     @property

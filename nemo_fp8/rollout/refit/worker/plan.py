@@ -288,7 +288,7 @@ def overlapping(routes: list[Route]) -> Iterator[tuple[Route, Route]]:
 
 
 def scale_name(target: Target) -> str:
-    """The name under which an FP8 layer keeps the scales of a weight."""
+    """Return the name under which an FP8 layer keeps the scales of a weight."""
     return f"{target.parameter}{SCALES}"
 
 

@@ -1,0 +1,107 @@
+"""Whatever is public has a docstring: classes, functions and methods.
+
+A method that a base class states needs none: one of this package with a docstring there, or one from outside, whose
+documents are not ours. Nor does a method of a Protocol of this package, in a class that has all of its methods.
+"""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "nemo_fp8"
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+STATE_NOTHING = {"object", "Protocol", "Generic", "NamedTuple", "Enum", "StrEnum", "IntEnum", "ABC", "Exception"}
+
+
+def _without(trees: dict[str, ast.Module]) -> list[str]:
+    """Return ``file: name`` of everything public without a docstring."""
+    classes: dict[str, list[ast.ClassDef]] = {}
+    for node in (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        classes.setdefault(node.name, []).append(node)
+    protocols = [node for named in classes.values() for node in named if "Protocol" in _bases(node)]
+    missing = []
+    for file, tree in trees.items():
+        for owner, node in _public(tree, ()):
+            setter = any(ast.unparse(d).endswith((".setter", "overload")) for d in node.decorator_list)
+            method = bool(owner) and isinstance(node, FUNCTIONS)
+            stated = method and _is_stated(node.name, owner[-1], classes, protocols)
+            if not (ast.get_docstring(node) or setter or stated):
+                missing.append(f"{file}: {'.'.join([*(of.name for of in owner), node.name])}")
+    return missing
+
+
+def _public(node: ast.AST, owner: tuple[ast.ClassDef, ...]):
+    """Yield the public classes and functions in a module or class, with the classes around them."""
+    for child in node.body:
+        if isinstance(child, (*FUNCTIONS, ast.ClassDef)) and not child.name.startswith("_"):
+            yield owner, child
+            if isinstance(child, ast.ClassDef):
+                yield from _public(child, (*owner, child))
+        elif isinstance(child, (ast.If, ast.Try)):
+            yield from _public(child, owner)
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base).split("[")[0] for base in node.bases]
+
+
+def _methods(node: ast.ClassDef) -> dict[str, ast.AST]:
+    return {child.name: child for child in node.body if isinstance(child, FUNCTIONS)}
+
+
+def _documents(node: ast.ClassDef, name: str) -> bool:
+    return name in (methods := _methods(node)) and bool(ast.get_docstring(methods[name]))
+
+
+def _implements(node: ast.ClassDef, protocol: ast.ClassDef) -> bool:
+    """Whether a class has all methods of a Protocol, whose properties may be attributes there."""
+    wanted = {
+        name for name, method in _methods(protocol).items() if "property" not in map(ast.unparse, method.decorator_list)
+    }
+    return wanted <= _methods(node).keys()
+
+
+def _is_stated(name: str, owner: ast.ClassDef, classes, protocols) -> bool:
+    if any(_documents(protocol, name) and _implements(owner, protocol) for protocol in protocols):
+        return True
+    for base in _bases(owner):
+        if base not in classes and base not in STATE_NOTHING:
+            return True
+        for other in classes.get(base, []):
+            if _documents(other, name) or _is_stated(name, other, classes, []):
+                return True
+    return False
+
+
+def test_everything_public_has_a_docstring():
+    files = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    assert _without(files) == []
+
+
+def test_what_has_none_is_found():
+    lines = (
+        "from typing import Protocol",
+        "import torch",
+        "class Says(Protocol):",
+        "    '''What is needed.'''",
+        "    def one(self): '''Return one.'''",
+        "    def two(self): '''Return two.'''",
+        "class Whole:",
+        "    '''Has all that is needed.'''",
+        "    def one(self): return 1",
+        "    def two(self): return 2",
+        "    def three(self): return 3",
+        "class Half:",
+        "    '''Has a part.'''",
+        "    def one(self): return 1",
+        "class More(Whole):",
+        "    '''Has it from a class without docstrings.'''",
+        "    def three(self): return 4",
+        "class Theirs(torch.nn.Module):",
+        "    def forward(self): return 1",
+        "class _Hidden:",
+        "    def one(self): return 1",
+        "def free(): return 1",
+        "def _private(): return 1",
+    )
+    found = _without({"a.py": ast.parse("\n".join(lines))})
+    assert found == ["a.py: Whole.three", "a.py: Half.one", "a.py: More.three", "a.py: Theirs", "a.py: free"]
