@@ -20,6 +20,11 @@ from nemo_fp8.render import nemo
 from nemo_fp8.render.rendering import ROLLOUT_FIELDS, Rendering, lost_fields
 from nemo_fp8.render.settings import Setting, read
 
+# Settings of vLLM, and of the importance weights of an RL loop, for which frameworks have keys of their own.
+KV_CACHE = Setting("kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"})
+LINEAR_BACKEND = Setting("deep_gemm", "auto", {"auto": False, "deep_gemm": True})
+IMPORTANCE = Setting("importance_sampling", None, {None: False, "token": True, "sequence": True})
+
 
 @dataclass(frozen=True)
 class Source:

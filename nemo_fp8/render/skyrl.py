@@ -30,13 +30,9 @@ SECTIONS: dict[str, str] = {
 }
 SETTINGS: dict[str, Setting] = {
     f"{_ENGINE}.model_dtype": Setting("compute", "bfloat16", _DTYPES),
-    f"{_ENGINE}.engine_init_kwargs.kv_cache_dtype": Setting(
-        "kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
-    ),
-    f"{_ENGINE}.engine_init_kwargs.linear_backend": Setting("deep_gemm", "auto", {"auto": False, "deep_gemm": True}),
-    "trainer.algorithm.off_policy_correction.tis_ratio_type": Setting(
-        "importance_sampling", None, {None: False, "token": True, "sequence": True}
-    ),
+    f"{_ENGINE}.engine_init_kwargs.kv_cache_dtype": frameworks.KV_CACHE,
+    f"{_ENGINE}.engine_init_kwargs.linear_backend": frameworks.LINEAR_BACKEND,
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": frameworks.IMPORTANCE,
 }
 MODE = f"{_ENGINE}.fp8_weight_sync_mode"
 QUANTIZATION = f"{_ENGINE}.engine_init_kwargs.quantization"

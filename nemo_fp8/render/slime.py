@@ -25,7 +25,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SETTINGS: dict[str, Setting] = {
     "--sglang-dtype": Setting("compute", "auto", _DTYPES),
     "--sglang-kv-cache-dtype": Setting("kv_cache", "auto", {"auto": "auto", "fp8_e4m3": "fp8"}),
-    "--sglang-fp8-gemm-backend": Setting("deep_gemm", "auto", {"auto": False, "deep_gemm": True}),
+    "--sglang-fp8-gemm-backend": frameworks.LINEAR_BACKEND,
 }
 CORRECTION = "--use-tis"
 VARIABLES = "--train-env-vars"

@@ -23,7 +23,7 @@ CONFIG: dict[str, Setting] = {
 }
 SERVER: dict[str, Setting] = {
     "dtype": Setting("compute", "auto", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
-    "kv_cache_dtype": Setting("kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}),
+    "kv_cache_dtype": frameworks.KV_CACHE,
 }
 # Accelerate scales an FP16 loss by torch's GradScaler, with torch's defaults; there is no key for them in GRPOConfig.
 _GRAD_SCALER = {"initial_loss_scale": 65536.0, "loss_scale_window": 2000, "hysteresis": 1}

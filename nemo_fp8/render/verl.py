@@ -33,13 +33,9 @@ SETTINGS: dict[str, Setting] = {
     f"{_ACTOR}.megatron.dtype": Setting("compute", "bfloat16", _DTYPES),
     f"{_ROLLOUT}.dtype": Setting("compute", "bfloat16", _DTYPES),
     f"{_ROLLOUT}.quantization": Setting("rollout", None, {None: "compute", "fp8": "fp8"}),
-    f"{_ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": Setting(
-        "kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
-    ),
-    f"{_ROLLOUT}.engine_kwargs.vllm.linear_backend": Setting("deep_gemm", "auto", {"auto": False, "deep_gemm": True}),
-    "algorithm.rollout_correction.rollout_is": Setting(
-        "importance_sampling", None, {None: False, "token": True, "sequence": True}
-    ),
+    f"{_ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": frameworks.KV_CACHE,
+    f"{_ROLLOUT}.engine_kwargs.vllm.linear_backend": frameworks.LINEAR_BACKEND,
+    "algorithm.rollout_correction.rollout_is": frameworks.IMPORTANCE,
 }
 # The correction needs the rollout's own log-probabilities.
 LOG_PROBS = f"{_ROLLOUT}.calculate_log_probs"

@@ -25,6 +25,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.modelopt import FourBits, amax_of, four_bits
 from nemo_fp8.rollout.engine.experts import Decoding, not_decoded, unquantized
 from nemo_fp8.rollout.engine.four_bits import decoded, rounded, scales_of_activations
+from nemo_fp8.rollout.engine.ops import weighted_experts
 from nemo_fp8.rollout.engine.selection import in_every_layer
 
 if TYPE_CHECKING:
@@ -124,18 +125,14 @@ def four_bit_experts(
     ``experts`` are the numbers of each token's experts; ``local`` maps them to rows of the weights (-1: on another
     worker). ``scales`` says how activations are quantized, ``fixed13`` and ``fixed2`` are a checkpoint's fixed scales.
     """
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    chosen = experts if local is None else local[experts]
-    for expert in torch.unique(chosen).tolist():
-        if expert < 0:
-            continue
-        token, place = (chosen == expert).nonzero(as_tuple=True)
-        hidden = rounded(x[token], scales, fixed13) @ decoded(w13[expert], s13[expert], g13[expert], x.dtype).t()
-        gate, up = hidden.float().chunk(2, dim=-1)
-        inner = rounded((torch.nn.functional.silu(gate) * up).to(x.dtype), scales, fixed2)
-        result = (inner @ decoded(w2[expert], s2[expert], g2[expert], x.dtype).t()).float()
-        out.index_add_(0, token, result * weights[token, place, None].float())
-    return out.to(x.dtype)
+
+    def gate_up(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        return rounded(rows, scales, fixed13) @ decoded(w13[expert], s13[expert], g13[expert], x.dtype).t()
+
+    def down(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        return rounded(rows, scales, fixed2) @ decoded(w2[expert], s2[expert], g2[expert], x.dtype).t()
+
+    return weighted_experts(x, weights, experts, local, gate_up, down)
 
 
 @four_bit_experts.register_fake

@@ -14,6 +14,8 @@ multiplies the sum of its block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from nemo_fp8.contract import Operand
@@ -96,23 +98,44 @@ def decoded_experts(
     worker). With ``group`` 0 activations are not quantized; else both GEMMs take them in groups of 1 x ``group``.
     An expert with up to ``direct`` tokens multiplies with its codes.
     """
+
+    def gate_up(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        return _product(_activations(rows, group, scale), w13[expert], s13[expert], block, direct)
+
+    def down(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        return _product(_activations(rows, group, scale), w2[expert], s2[expert], block, direct)
+
+    return weighted_experts(x, weights, experts, local, gate_up, down)
+
+
+@decoded_experts.register_fake
+def _(x: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def weighted_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    local: torch.Tensor | None,
+    gate_up: Callable[[int, torch.Tensor], torch.Tensor],
+    down: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return for each token the weighted sum of its experts' outputs, with SiLU, one expert after the other.
+
+    ``experts`` are the numbers of each token's experts; ``local`` maps them to rows of the weights (-1: on another
+    worker). ``gate_up`` and ``down`` multiply rows by the weights of one expert. The sum is in FP32, rounded once.
+    """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     chosen = experts if local is None else local[experts]
     for expert in torch.unique(chosen).tolist():
         if expert < 0:
             continue
         token, place = (chosen == expert).nonzero(as_tuple=True)
-        hidden = _product(_activations(x[token], group, scale), w13[expert], s13[expert], block, direct)
-        gate, up = hidden.chunk(2, dim=-1)
-        inner = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-        result = _product(_activations(inner, group, scale), w2[expert], s2[expert], block, direct)
+        gate, up = gate_up(expert, x[token]).float().chunk(2, dim=-1)
+        result = down(expert, (torch.nn.functional.silu(gate) * up).to(x.dtype)).float()
         out.index_add_(0, token, result * weights[token, place, None].float())
     return out.to(x.dtype)
-
-
-@decoded_experts.register_fake
-def _(x: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 def _product(
