@@ -5,15 +5,9 @@ the handle of a mailbox with each call, and every worker writes its answer into 
 
     slot = number of the call, length of the answer (8 bytes each), the answer as JSON
 
-<<<<<<< HEAD
 The call returns when all workers are done, so a letter is there by then, or the worker did not answer. Pages of the
 memory exist once they are written, so slots are as large as the largest answer. Nothing in a letter is trusted: not its
 length, and it is JSON.
-=======
-The call returns when all workers are done, so a letter is there by then, or the worker did not
-answer. Pages of the memory exist once they are written, so slots are as large as the largest answer. Nothing in a
-letter is trusted: not its length, and it is JSON.
->>>>>>> help-house
 """
 
 from __future__ import annotations
