@@ -409,16 +409,17 @@ print(memory("VmHWM") - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
-    """24 matrices of 8 MB: one of them, its codes and what quantizing and verifying hold, not all."""
+    """32 matrices of 8 MB: some of them, with their codes and what quantizing and verifying hold, not all. The C
+    library gives back what was freed when it likes, so that 6 to 12 of them were seen."""
     one = torch.randn(2048, 2048).bfloat16()
-    for name, count in (("small", 1), ("large", 24)):
+    for name, count in (("small", 1), ("large", 32)):
         (tmp_path / name).mkdir()
         weights = {f"model.layers.{i}.mlp.down_proj.weight": one.clone() for i in range(count)}
         save_file(weights | {"lm_head.weight": one.clone()}, tmp_path / name / "model.safetensors")
     command = [sys.executable, "-W", "ignore", "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     matrix = one.numel() * 2
-    assert grown < 12 * matrix < 24 * matrix
+    assert grown < 20 * matrix < 32 * matrix
 
 
 def test_sizes_of_the_source_are_those_of_the_test():
