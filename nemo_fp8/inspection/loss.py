@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,8 +60,7 @@ class Loss:
     def _of(cls, source: torch.Tensor, quantized: Quantized, statistics: Statistics, block: tuple[int, int]) -> Loss:
         whole = statistics.total()
         low, high = whole.scale_range
-        blocks = _block_snr(*_by_block(source, quantized, statistics, block))
-        return cls(
+        loss = cls(
             elements=int(whole.elements),
             underflow=int(whole.underflow),
             saturated=int(whole.saturated),
@@ -72,8 +71,9 @@ class Loss:
             scale_min=low,
             scale_max=high,
             range_used_percent=float(whole.range_used_percent),
-            block_snr_db=-math.inf if 0 < int(whole.elements) == int(whole.nonfinite) else blocks,
+            block_snr_db=_block_snr(*_by_block(source, quantized, statistics, block)),
         )
+        return replace(loss, block_snr_db=loss.snr_db) if loss.is_broken else loss
 
     @classmethod
     def together(cls, losses: Iterable[Loss]) -> Loss:

@@ -8,8 +8,7 @@ zero. Any FP32 scale moves the rounding of nearly every value, so FP32 scales of
 ``check`` compares what each contract says of its own side, weights and activations, and names every difference, its
 cost and its remedy. Rules for modules give some linears a contract of their own, so it does this for each pair of
 contracts that linears have on the two sides (:mod:`nemo_fp8.models.governed`), or with a model for each of its linears
-(:mod:`nemo_fp8.models.both_sides`). If all values are equal, the importance
-ratio starts from 1.
+(:mod:`nemo_fp8.models.both_sides`). If all values are equal, the importance ratio starts from 1.
 
 The severity of a finding: an ``error`` cannot be written as one contract, since two settings exclude each other. A
 ``warning`` is a choice that a single contract may make (BF16 training with FP8 rollout), at a cost.

@@ -48,3 +48,10 @@ def linear_names(model: Any) -> dict[str, torch.nn.Module]:
 def weights_of(linear: torch.nn.Module) -> list[Any]:
     """Return the weight of a linear, or those of all experts of a grouped one."""
     return [p for name, p in linear.named_parameters(recurse=False) if name.startswith("weight")]
+
+
+def codes_of(weight: Any) -> torch.Tensor | None:
+    """Return the codes of a weight that TransformerEngine holds in FP8, as bytes; None of any other tensor, and where
+    only the transposed copy is left."""
+    held = (getattr(weight, name, None) for name in ("_data", "_rowwise_data"))
+    return next((codes for codes in held if isinstance(codes, torch.Tensor)), None)

@@ -36,7 +36,7 @@ from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.transposition import Copies, Transposition
 from nemo_fp8.render.te import from_te
 from nemo_fp8.te_cpu.quantized import watching_casts
-from nemo_fp8.train.linears import weights_of
+from nemo_fp8.train.linears import codes_of, weights_of
 
 COUNTED = 6
 SUMS, EXTREMES = COUNTED + len(astuple(Transposition())), 3
@@ -236,9 +236,7 @@ def _primary(weight: Any, optimizers: Iterable[Any]) -> Measurement:
 
 def _parts(weight: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Return codes, scales and values of an FP8 weight, under the attribute names of TE's tensor classes."""
-    codes = next(
-        (c for n in ("_data", "_rowwise_data") if isinstance(c := getattr(weight, n, None), torch.Tensor)), None
-    )
+    codes = codes_of(weight)
     scales = (getattr(weight, n, None) for n in ("_scale_inv", "_rowwise_scale_inv"))
     scale_inv = next(s for s in scales if isinstance(s, torch.Tensor))
     rows, columns = weight.shape[0], weight.numel() // weight.shape[0]

@@ -33,6 +33,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.train.amax_histories import amax_histories
 from nemo_fp8.train.checks import Run
 from nemo_fp8.train.delayed_amaxes import AgreeBeforeSaving, ForgetValidation
+from nemo_fp8.train.linears import codes_of
 from nemo_fp8.train.mxfp8_gather import Mxfp8Gather, Mxfp8Start
 
 logger = logging.getLogger("nemo_fp8")
@@ -107,9 +108,8 @@ def _back_into_buffers(model: Any) -> None:
 
     moved = 0
     for parameter, view in _views(model):
-        held = (getattr(parameter, name, None) for name in _CODES)
-        stored = next((codes for codes in held if codes is not None), parameter)
-        if stored.data_ptr() == view.data_ptr():
+        codes = codes_of(parameter)
+        if (parameter if codes is None else codes).data_ptr() == view.data_ptr():
             continue
         if is_float8tensor(parameter):
             modify_underlying_storage(parameter, view)  # it copies the codes
@@ -119,10 +119,6 @@ def _back_into_buffers(model: Any) -> None:
         moved += 1
     if moved:
         logger.info("%d parameters lay outside of the buffer that the optimizer updates, and are in it again.", moved)
-
-
-_CODES = ("_data", "_rowwise_data")
-"""Where TransformerEngine's tensors hold the codes that lie in Megatron's buffer."""
 
 
 def _views(model: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from nemo_fp8.te_cpu.device import _tables
+
 
 def test_every_factory_allocates_on_the_cpu():
     for made in (
@@ -459,3 +461,10 @@ def test_operators_are_marked_for_nobody():
 def test_a_history_of_allocations_says_that_there_is_none():
     with pytest.raises(NotImplementedError, match="_record_memory_history has no CPU implementation"):
         torch.cuda.memory._record_memory_history(max_entries=100)
+
+
+def test_every_name_of_the_tables_is_torchs():
+    """A name that an older torch lacks is left out, so a misspelt one would be left out in silence everywhere."""
+    told = [(owner, name) for owner, table in _tables() for name in table]
+    assert len(told) > 200
+    assert [f"{owner}.{name}" for owner, name in told if not hasattr(owner, name)] == []
