@@ -120,6 +120,9 @@ def main() -> None:
     parser.add_argument("--as-avx2", action="store_true", help="see a processor with AVX2 and nothing newer")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    from nemo_fp8.extras import require
+
+    require("rollout")
     if options.as_avx2:
         importlib.import_module("support.as_avx2.sitecustomize")
     if options.processor_time:

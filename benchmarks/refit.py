@@ -150,6 +150,8 @@ class Race:
 def main() -> None:
     from support.rollout import settings
 
+    from nemo_fp8.extras import require
+
     settings.put_in_place()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -159,6 +161,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="say where the time of a push goes, on both sides")
     parser.add_argument("--experts", action="store_true", help="push a stack of 128 experts in 48 layers, too")
     options = parser.parse_args()
+    require("rollout")
     if options.json:  # vLLM and its workers print what they do, which is no JSON
         stdout = os.dup(1)
         os.dup2(2, 1)

@@ -52,7 +52,7 @@ class CastJob(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("source", "scaling", "mantissa_bits", "bias", "count_bytes", "threads")),
         *((name, ctypes.c_float) for name in ("format_max", "saturates_above", "given", "scale_if_tiny")),
         *((name, ctypes.c_int64) for name in ("next", "wild", "failed")),
-        ("of_strips", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("of_strips", "ahead")),
     )
 
 

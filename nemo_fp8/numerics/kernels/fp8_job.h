@@ -23,6 +23,7 @@ typedef struct job {
     float format_max, saturates_above, given, scale_if_tiny;
     _Atomic int64_t next, wild, failed;
     total *of_strips;                             /* made here: one for each strip */
+    const char *ahead;                            /* of some rows: the first value of those that come next, or NULL */
 } job;
 
 int nemo_fp8_quantize_rows(const job *all, int64_t first, int64_t rows, uint8_t *codes);

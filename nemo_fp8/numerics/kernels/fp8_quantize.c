@@ -380,7 +380,7 @@ static int work_on(const job *j, format f, const steps *k, scratch *w, spot at, 
 #ifdef BLOCK
     int bf16 = j->source == BF16 || j->source == PAIR;
     if (tame && bf16 && (j->tile_cols == 1 || j->tile_cols >= 32))
-        cast_strip_bf16(&s, codes, at, f, k, first_of(j, next.row < 0 ? at : next));
+        cast_strip_bf16(&s, codes, at, f, k, next.row >= 0 ? first_of(j, next) : j->ahead ? j->ahead : first_of(j, at));
     else
 #endif
         cast_strip(&s, codes, at, f, tame);
@@ -431,5 +431,6 @@ int nemo_fp8_quantize_rows(const job *all, int64_t first, int64_t rows, uint8_t 
     int64_t scales = first / j.tile_rows * j.scale_stride * (j.scaling == E8M0 ? 1 : 4);
     j.x = (const char *)j.x + first * j.stride * bytes_of(j.source), j.scale_inv = (char *)j.scale_inv + scales;
     j.rows = rows, j.codes = codes, j.codes_stride = j.cols, j.threads = 1;
+    if (first + rows + j.tile_rows <= all->rows) j.ahead = (const char *)j.x + rows * j.stride * bytes_of(j.source);
     return nemo_fp8_quantize(&j);
 }
