@@ -17,6 +17,7 @@ from nemo_fp8.rollout.engine.kv import scales_of, set_scales
 from nemo_fp8.rollout.refit import wire
 from nemo_fp8.rollout.refit.manifest import Manifest
 from nemo_fp8.rollout.refit.memory import Shared
+from nemo_fp8.rollout.refit.worker.layouts import Tally
 
 K_PROJ, NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"
 POW2 = {"weight_scale": "pow2", "first_layers": 1}
@@ -278,6 +279,51 @@ def test_a_layer_that_somebody_else_packed_is_seen(checkpoint, contract):
     assert "layers.0.mlp.down_proj.weight is not what the trainer has" in receipt.delta.instead
     assert differing(of(worker), fresh(checkpoint("qwen3", 0), tensors, **contract)[1]) == []
     assert refit.push(tensors, delta=True).require().delta.instead == ""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_packed_copy_that_is_of_other_weights_is_packed_again(here, checkpoint, pushed, monkeypatch, dies):
+    """An output head's weight is as it was pushed, and what a CPU multiplies with is not: somebody else packed it, or a
+    push that died after it packed and was taken back."""
+    if not here.packs_bf16:
+        pytest.skip("this processor multiplies with the weight itself")
+    worker, refit, tensors = pushed
+    head = worker.model_runner.get_model().lm_head
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    answer = head.quant_method.apply(head, x, None)
+    if dies:
+        with monkeypatch.context() as patch:
+            patch.setattr(Tally, "settle", lambda self: 1 / 0)
+            with pytest.raises(PrecisionError, match="ZeroDivisionError"):
+                refit._push_changes(refit.ledger, stepped(tensors, size=1.0), None, False, None)
+        assert worker.call("abandon", {})[0]["mixed"] == ""
+    else:
+        head.weight.data.mul_(2)
+        head.quant_method.process_weights_after_loading(head)
+        head.weight.data.div_(2)
+        assert not torch.equal(head.quant_method.apply(head, x, None), answer)
+        assert refit.push(tensors, delta=True).require().delta.instead == ""
+    assert torch.equal(head.quant_method.apply(head, x, None), answer)
+
+
+def test_changes_that_are_refused_end_no_push_of_another_trainer(checkpoint, pushed):
+    """Be it one of everything, or of changes, that has written already."""
+    worker, refit, tensors = pushed
+    other = Refit(worker, chunk=2**20)
+    asked = []
+
+    def disturbed(after, manifest):
+        for i, pair in enumerate(after.items()):
+            if i == 30:
+                asked.append(worker.call("delta", {"push": "x", "base": "y", "manifest": manifest.digest})[0])
+            yield pair
+
+    for delta, size in ((False, 0.0), (True, 0.0), (True, 1.0)):
+        after = stepped(tensors, size=size)
+        receipt = other.push(disturbed(after, refit.ledger.manifest), manifest=after, delta=delta).require()
+        assert receipt.delta is None or (receipt.delta.instead == "") == (size > 0)
+        assert differing(of(worker), fresh(checkpoint("qwen3", 0), after)[1]) == []
+    assert [answer["problems"][0][0] for answer in asked] == ["A patch of push y is not for this engine."] * 3
 
 
 def test_scales_of_a_cache_come_with_changes_and_are_seen_if_somebody_else_sets_them(checkpoint):

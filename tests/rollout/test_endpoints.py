@@ -33,8 +33,8 @@ class Engine:
 
     def __init__(self, **answers):
         self.asked = []
-        self.forgets = True
-        self.answers = {"begin": {"accepted": True}, "abandon": {"mixed": ""}} | answers
+        self.forgets, self.paused = True, False
+        self.answers = {"begin": {"accepted": True, "mixed": ""}, "abandon": {"mixed": ""}} | answers
 
     async def collective_rpc(self, method, args):
         self.asked.append(method.removeprefix("nemo_fp8_refit_"))
@@ -43,9 +43,14 @@ class Engine:
 
     async def pause_generation(self, mode):
         self.asked.append(f"pause {mode}")
+        self.paused = True
 
     async def resume_generation(self):
         self.asked.append("resume")
+        self.paused = False
+
+    async def is_paused(self):
+        return self.paused
 
     async def reset_prefix_cache(self, reset_running_requests):
         self.asked.append("forget")
@@ -232,6 +237,34 @@ def test_requests_wait_for_the_end_of_a_push():
         await door.push("finish")
         assert (await waiting)[0] == 200
         assert door.engine.asked == ["begin", "pause keep", "write", "finish", "forget", "resume"]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_its_owner_paused_is_left_so():
+    """After a push with pieces, one without, and one that gave up another; not after one that repaired."""
+
+    async def scenario():
+        door = Door(Engine(begin={"accepted": True, "mixed": ""}, delta={"accepted": True}))
+        engine = door.engine
+        for owner in (True, False):
+            engine.paused = owner
+            for method, pieces in (("begin", [1]), ("delta", [])):
+                await door.push(method)
+                await door.push("write", pieces=pieces)
+                await door.push("finish")
+                assert engine.paused == owner
+            await door.push("delta", "b")
+            await door.push("write", "b", pieces=[1])
+            await door.push("delta", "c")
+            await door.push("write", "c", pieces=[1])
+            await door.push("finish", "c")
+            assert engine.paused == owner
+        engine.paused, engine.answers["begin"]["mixed"] = True, "push d died half-way"  # and left it paused
+        await door.push("begin", "e")
+        await door.push("write", "e", pieces=[1])
+        await door.push("finish", "e")
+        assert not engine.paused
 
     asyncio.run(scenario())
 
@@ -531,7 +564,7 @@ def test_what_goes_to_this_machine_goes_past_a_proxy(listening, monkeypatch):
             monkeypatch.delenv(name, raising=False)
         engine = Engine()
         url = f"http://127.0.0.1:{listening(engine)}"
-        assert Server(url, "secret", timeout=20).call("begin", {"push": "a"}) == [{"accepted": True}]
+        assert Server(url, "secret", timeout=20).call("begin", {"push": "a"}) == [engine.answers["begin"]]
         assert engine.asked == ["begin"]
 
 

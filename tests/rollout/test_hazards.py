@@ -54,7 +54,7 @@ IN_A_PUSH = {
     ),
     "a tied head stays stale": (
         ("llama_tied", {"first_layers": 1}),
-        [(f"{WORKER}.plan", "Plan.packed_beside", "    return [\n", "    return []\n    return [\n")],
+        [(f"{WORKER}.plan", "Plan.packed_beside", "    return {\n", "    return {}\n    return {\n")],
     ),
     "experts in BF16 are not packed again": (
         ("qwen3_moe", {"last_layers": 1}),

@@ -171,6 +171,39 @@ def test_old_prefixes_are_forgotten(run, weights):
     assert told == _after_a_long_prompt(llm)
 
 
+@pytest.mark.parametrize("asleep", [0, 1])
+def test_a_push_does_not_wake_an_engine(run, weights, asleep):
+    """Its owner put it to sleep, or paused it, and wakes it; with changes as with everything. A push that died wakes
+    nobody either, and the one that repairs does."""
+    llm, ask = run("qwen3")
+    refit = Refit(llm, chunk=2**20)
+
+    def paused():
+        return llm.llm_engine.engine_core.call_utility("is_scheduler_paused")
+
+    def through_sleep(seed):
+        llm.sleep(level=asleep)
+        receipt = refit.push(weights("qwen3", seed), delta=True).require()
+        assert paused()
+        llm.wake_up()
+        assert not paused()
+        return receipt, ask()
+
+    old = through_sleep(0)[1]
+    receipt, new = through_sleep(1)
+    assert receipt.delta.instead == ""
+    assert not torch.equal(new, old)
+    llm.sleep(level=asleep)
+    with pytest.raises(ConnectionError):
+        refit.push(_dying(weights("qwen3", 0), 20), manifest=weights("qwen3", 0))
+    llm.wake_up()
+    with pytest.raises(PrecisionError, match="old and new weights"):
+        ask()
+    refit.push(weights("qwen3", 0)).require()
+    assert not paused()
+    assert torch.equal(ask(), old)
+
+
 @pytest.fixture(scope="module")
 def fresh(run, engine, checkpoint, weights):
     """What engines of the weights of both seeds answer to ``unfinished.PROMPT``: a pushed one, and one that was started

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.rollout import refit_matrix
+from support.rollout import models, refit_matrix
 from support.rollout.engines import fp8, log_probs
 
 from nemo_fp8.contract import Precision
@@ -142,3 +142,25 @@ def test_a_push_takes_no_more_memory_than_its_chunk(engine, checkpoint):
         mapped = max(0, _memory(pid, "RssFile") - files)  # pages of libraries
         grown = _memory(pid, "VmHWM") - start - mapped
         assert grown < chunk + slack, f"{'sender' if pid == os.getpid() else 'worker'} grew by {grown / 2**20:.0f} MiB"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3", "llama_tied", "qwen3_moe"])
+def test_adapters_stay_over_pushes(engine, checkpoint, tmp_path, kind):
+    """Requests with and without one, after pushes of everything and of changes."""
+    from vllm.lora.request import LoRARequest
+
+    weights = [load_file(checkpoint(kind, seed) / "model.safetensors") for seed in (0, 1)]
+    adapter = models.write_adapter(tmp_path / "adapter", weights[0])
+    arguments = {"apart": True, "enable_lora": True, "max_lora_rank": 8, **fp8()}
+
+    def answers(llm):
+        return [log_probs(llm, 1, 100, lora_request=one) for one in (None, LoRARequest("a", 1, str(adapter)))]
+
+    llm = engine(checkpoint(kind, 0), **arguments)
+    refit, expected = Refit(llm), [answers(llm), answers(engine(checkpoint(kind, 1), **arguments))]
+    assert not torch.equal(*expected[0])
+    for seed in (1, 0, 1):
+        receipt = refit.push(weights[seed], delta=True).require()
+        assert all(map(torch.equal, answers(llm), expected[seed]))
+    assert receipt.delta.instead == ""

@@ -1,7 +1,8 @@
 """Control an engine during a push: in this process, on an asyncio loop, or over HTTP, by one small interface.
 
     call(method, message)    call a method of every worker; return all answers
-    hold(running) / free()   compute no request while weights change; ``running`` says what happens to unfinished ones
+    hold(running) / free()   compute no request while weights change; ``running`` says what happens to unfinished ones.
+                             An engine that its owner had paused, or put to sleep, stays so
     refuse(why) / allow()    refuse requests, with the reason, after a push that died, until a push ends well
     forget()                 drop what was computed with old weights (the prefix cache); return whether vLLM did
 
@@ -52,7 +53,7 @@ class Control(Protocol):
         """Compute no request until ``free``. ``running`` is ``wait``, ``abort`` or ``keep``, as for ``Refit``."""
 
     def free(self) -> None:
-        """Compute requests again."""
+        """Compute requests again, unless the engine was paused before ``hold``."""
 
     def refuse(self, why: str) -> None:
         """Answer every request with an error that gives the reason ``why``, until ``allow``."""
@@ -130,7 +131,7 @@ class Offline:
     """Controls a ``vllm.LLM`` that lives in this process."""
 
     def __init__(self, llm: Any) -> None:
-        self.llm = llm
+        self.llm, self.resumes = llm, False
         _let_one_thread_send(llm.llm_engine.engine_core)
 
     def call(self, method: str, message: Answer) -> list[Answer]:
@@ -149,6 +150,7 @@ class Offline:
                 "A push finds unfinished requests in this engine: %d. %s", len(unfinished), _UNFINISHED[running]
             )
         if hasattr(core, "call_utility"):
+            self.resumes = _resumes(engine, self.answered(lambda: core.call_utility("is_scheduler_paused")))
             self.answered(lambda: core.call_utility("pause_scheduler", running, False))
         elif running == "wait":
             _Finished(core)
@@ -156,9 +158,9 @@ class Offline:
             engine.abort_request(unfinished, internal=True)
 
     def free(self) -> None:
-        core = self.llm.llm_engine.engine_core
-        if hasattr(core, "call_utility"):
-            self.answered(lambda: core.call_utility("resume_scheduler"))
+        if self.resumes:
+            self.answered(lambda: self.llm.llm_engine.engine_core.call_utility("resume_scheduler"))
+            self.resumes = False
 
     def refuse(self, why: str) -> None:
         # vLLM has no switch for this, and a mixed model must not answer: so the methods of this one object are
@@ -256,6 +258,12 @@ class _Refusal:
         raise refusal(self.why)
 
 
+def _resumes(engine: Any, paused: bool) -> bool:
+    """Whether the end of a push resumes an engine: not if its owner paused it. A push that died left it refusing, and
+    paused."""
+    return not paused or isinstance(vars(engine).get("add_request"), _Refusal)
+
+
 def refusal(why: str) -> PrecisionError:
     """Return the error for a request to an engine that holds old and new weights; ``why`` is the push's end."""
     return PrecisionError(
@@ -272,7 +280,7 @@ class OnLoop:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.engine = engine
+        self.engine, self.resumes = engine, False
         try:
             self.loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -290,10 +298,13 @@ class OnLoop:
         return answers
 
     def hold(self, running: str) -> None:
+        self.resumes = _resumes(self.engine, self._wait(self.engine.is_paused()))
         self._wait(self.engine.pause_generation(mode=running))
 
     def free(self) -> None:
-        self._wait(self.engine.resume_generation())
+        if self.resumes:
+            self._wait(self.engine.resume_generation())
+            self.resumes = False
 
     def refuse(self, why: str) -> None:
         if self.engine.errored:

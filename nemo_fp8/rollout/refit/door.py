@@ -81,6 +81,8 @@ class RefitEndpoints:
         self.changes = False  # whether that one brings changes only, which can be taken back
         self.push = ""  # the push that is writing
         self.died = ""  # why requests are refused, if they are
+        self.mixed = False  # whether the workers held weights of two pushes when that push began
+        self.resumes = False  # whether the end of the push that is writing, or that died, resumes the engine
         self.heard = 0.0  # when the engine last finished work for the push that is writing
         self.tasks = 0  # how many calls the engine is working on for it
         self.free = asyncio.Event()  # set unless a push is writing: requests wait for it
@@ -258,6 +260,7 @@ class RefitEndpoints:
         answers = await self._call(engine, method, message)
         if method in ("begin", "delta") and all(answer.get("accepted") for answer in answers):
             self.begun, self.changes = str(message.get("push")), method == "delta"
+            self.mixed = method == "begin" and bool(why_mixed(answers))
         if method == "abandon" and str(message.get("push")) == self.push:
             mixed = why_mixed(answers)
             if mixed:
@@ -272,9 +275,11 @@ class RefitEndpoints:
         # Requests need not wait for a message without pieces, which only has the workers open memory, nor for a push
         # that was not accepted, which the workers will refuse.
         if (method == "stream" or message.get("pieces")) and push == self.begun != self.push:
-            self.push = push
+            others, self.push = self.push, push
             self.free.clear()
             running = message.get("running", "wait")
+            if not others:  # Its owner's pause outlasts a push; that of a push which died does not.
+                self.resumes = self.mixed or not await self._at_work(engine, engine.is_paused())
             await self._at_work(engine, engine.pause_generation(mode=running if running in MODES else "wait"))
         return await self._call(engine, method, message)
 
@@ -301,7 +306,9 @@ class RefitEndpoints:
         self.push, self.died = "", ""
         # Requests that come now are held by the paused engine until it resumes. A push that begins now closes the door.
         self.free.set()
-        await self._at_work(engine, engine.resume_generation())
+        if self.resumes:
+            await self._at_work(engine, engine.resume_generation())
+            self.resumes = False
 
     async def _call(self, engine: Any, method: str, message: Answer) -> list[Answer]:
         task = engine.collective_rpc(PREFIX + method, args=(message,))

@@ -136,6 +136,8 @@ class Refit:
         checked = time.perf_counter()
         self.ledger = None  # the engine will hold other weights, or those of two pushes
         try:
+            if mixed:
+                self.control.refuse(mixed)  # also what was left by another way
             # After a push that died the engine computes no request, so waiting for the last one would never end.
             self.control.hold("keep" if mixed else self.running)
             to_send: Iterable[tuple[str, torch.Tensor]] = (

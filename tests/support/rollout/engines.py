@@ -64,18 +64,18 @@ def prompts(count=8, length=24, seed=123):
     return [{"prompt_token_ids": torch.randint(0, 480, (length,), generator=draws).tolist()} for _ in range(count)]
 
 
-def log_probs(llm, count=8, length=24):
+def log_probs(llm, count=8, length=24, **request):
     """The log-probabilities of every token of the vocabulary at every place of the prompts, [count, length - 1,
     vocabulary].
 
     One prompt after the other: of several at once, the engine begins with those that have arrived, and sums of another
-    batch round differently.
+    batch round differently. ``request`` is what ``generate`` takes more, such as an adapter.
     """
     from vllm import SamplingParams
 
     llm.reset_prefix_cache()
     asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1)
-    answers = [llm.generate(prompt, asked, use_tqdm=False)[0] for prompt in prompts(count, length)]
+    answers = [llm.generate(prompt, asked, use_tqdm=False, **request)[0] for prompt in prompts(count, length)]
     rows = [
         [[place[token].logprob for token in range(VOCABULARY)] for place in answer.prompt_logprobs[1:]]
         for answer in answers

@@ -99,6 +99,23 @@ def state_dict(family, hidden, layers, intermediate, heads, kv_heads, head_dim, 
     return tensors
 
 
+def write_adapter(folder: Path, tensors, seed: int = 0, rank: int = 8) -> Path:
+    """A LoRA adapter for every attention and dense linear of a checkpoint's tensors, as PEFT writes one."""
+    draws = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, tensor in tensors.items():
+        if re.search(r"\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight$", name):
+            linear, (rows, columns) = f"base_model.model.{name.removesuffix('.weight')}", tensor.shape
+            found[f"{linear}.lora_A.weight"] = (torch.randn(rank, columns, generator=draws) / 8).bfloat16()
+            found[f"{linear}.lora_B.weight"] = (torch.randn(rows, rank, generator=draws) / 8).bfloat16()
+    names = sorted({name.split(".")[-3] for name in found})
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": names, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
+    save_file(found, folder / "adapter_model.safetensors")
+    return folder
+
+
 def write_tokenizer(folder: Path) -> None:
     """One word for each number, so that text and token ids are as good as the same."""
     from tokenizers import Tokenizer, models, pre_tokenizers

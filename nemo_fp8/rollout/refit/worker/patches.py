@@ -39,7 +39,7 @@ from nemo_fp8.rollout.refit.worker.layouts import ONE
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Box, Route
 from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, Session, answering, bad_piece, refuse_replicas
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, name_of, release, word
+from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, name_of, pack, packed, word
 
 MOST_KEPT = 1 << 28  # bytes of patches that are kept for the way back
 PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -272,12 +272,17 @@ class Patching(Session):
             change = torch.from_numpy(differences[here].view(f"i{live.itemsize}")).view(pattern.dtype)
             pattern[index] = pattern[index] + change.to(live.device)
 
+    @property
+    def way_back(self) -> str:
+        return "" if self.lost else self.base
+
     def take_back(self) -> str | None:
         if self.lost:
             return None
         self.lost = True  # until all of it is done
         for about, raw in reversed(self.applied):
             self._add(about, raw, back=True)
+        self._pack(set())  # the push may have died after it packed
         return self.base
 
     @torch.no_grad()
@@ -354,10 +359,11 @@ class Patching(Session):
         return self.untouched[sink]
 
     def _pack(self, changed: set[int]) -> None:
-        """Pack again the copies that kernels keep beside weights that changed."""
-        for layer in self.plan.packed_beside({route.target for i in changed for route in self._routes(i)}):
-            release(layer)
-            layer.quant_method.process_weights_after_loading(layer)
+        """Pack again the copies that kernels keep beside weights that changed, and those that others packed."""
+        beside = self.plan.packed_beside({route.target for i in changed for route in self._routes(i)})
+        for name, layer in self.plan.packed_beside().items():
+            if name in beside or packed(layer) != self.sealed.get(name):
+                pack(layer)
 
 
 class NemoFp8Patches(NemoFp8Refit):
@@ -375,15 +381,17 @@ class NemoFp8Patches(NemoFp8Refit):
     def nemo_fp8_refit_delta(self, message: Answer) -> Answer:
         """Open a push of patches. Raises PrecisionError if the weights here are not those that it begins from."""
         refuse_replicas(self.vllm_config.parallel_config)
-        self._refit_give_up()
-        plan, base = self._refit_plan, message.get("base")
-        if not base or base != self._refit_version or plan is None or plan.manifest.digest != message.get("manifest"):
-            held = self._refit_mixed or f"It holds {self._refit_version or 'no push, or was started again'}"
-            if base and base == self._refit_version:
+        plan, base, here = self._refit_plan, message.get("base"), self._refit_version
+        if self._refit_session is not None and self._refit_session.written:
+            here = self._refit_session.way_back  # a push that is under way ends only if this one fits
+        if not base or base != here or plan is None or plan.manifest.digest != message.get("manifest"):
+            held = self._refit_mixed or f"It holds {here or 'no push, or was started again'}"
+            if base and base == here:
                 held = "That push brought other tensors, by their names, types or shapes"
             raise PrecisionError(
                 f"A patch of push {str(base)[:40]} is not for this engine.", f"{held}.", "Push everything."
             )
+        self._refit_give_up()
         self._refit_session = Patching(plan, str(message.get("push")), self._refit_version, self._refit_seals)
         return {"accepted": True}
 

@@ -140,8 +140,9 @@ class Plan:
         held = getattr(self.layers.get(around), view, None) if view else None
         return {parameter: held} if held is not None else {}
 
-    def packed_beside(self, targets: Iterable[Target] | None = None) -> list[Any]:
-        """Return the layers whose weight is written in place and may have a packed copy that must be packed again.
+    def packed_beside(self, targets: Iterable[Target] | None = None) -> dict[str, Any]:
+        """Return the layers whose weight is written in place and may have a packed copy that must be packed again, by
+        name.
 
         ``targets`` are what was written; all targets of the plan if not given.
 
@@ -152,12 +153,12 @@ class Plan:
         for target in self.to if targets is None else targets:
             if self.way(target) == "in place" and target.parameter in _before(self.layers[target.layer]):
                 written.add(id(_live(self.layers[target.layer], target)))
-        return [
-            layer
-            for layer in self.layers.values()
+        return {
+            name: layer
+            for name, layer in self.layers.items()
             if isinstance(getattr(layer, "quant_method", None), unpacked)
             and any(id(p) in written for p in layer._parameters.values())
-        ]
+        }
 
     # ------------------------------------------------------------------ checks
 

@@ -30,7 +30,7 @@ from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
 from nemo_fp8.rollout.refit.worker.layouts import Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
 from nemo_fp8.rollout.refit.worker.routes import Box, Route, Routes, Target, record, unpushable
-from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, release
+from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, pack, packed
 
 Answer = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -181,18 +181,23 @@ class Session:
         sinks = list(dict.fromkeys(self.sinks.values()))
         for sink in sinks:
             sink.finish()
-        for layer in self.plan.packed_beside():
-            release(layer)
-            layer.quant_method.process_weights_after_loading(layer)
+        for layer in self.plan.packed_beside().values():
+            pack(layer)
         if self.verify:
             for sink in sinks:
                 sink.verify()
         self.tally.settle()
 
     def seals(self) -> dict[str, Any]:
-        """Return the seal of every layer whose memory cannot be read, by vLLM's name of the layer."""
+        """Return the seal of every layer whose memory, or packed copy, cannot be read, by vLLM's name of the layer."""
         layers = {sink: target.layer for target, sink in self.sinks.items()}
-        return {layer: seal for sink, layer in layers.items() if (seal := sink.seal()) is not None}
+        seals = {layer: seal for sink, layer in layers.items() if (seal := sink.seal()) is not None}
+        return seals | {name: packed(layer) for name, layer in self.plan.packed_beside().items()}
+
+    @property
+    def way_back(self) -> str:
+        """The version of the weights that ``take_back`` would leave; empty if it cannot."""
+        return ""
 
     def take_back(self) -> str | None:
         """Undo what was written, and return the version of the weights that are there again; None if that cannot be."""

@@ -562,17 +562,9 @@ class Staged(Sink):
             self._tell(route, word(route.target.dtype), print_.digest())
 
     def seal(self) -> Any:
-        """Return the layer's memory as fingerprints, and which function multiplies.
-
-        vLLM makes that function anew for every weight that it packs, and oneDNN shows what it packed to nobody. The
-        reference is weak, so that no old copy is kept; that to a function which is gone equals no other.
-        """
-        layer = self.layer
-        prints = {
-            name: fingerprint(held) for name, held in layer._parameters.items() if held is not None and held.numel()
-        }
-        multiplies = vars(layer).get("cpu_linear")
-        return prints, multiplies and weakref.ref(multiplies)
+        """Return the layer's memory as fingerprints, and which function multiplies."""
+        held = {name: one for name, one in self.layer._parameters.items() if one is not None and one.numel()}
+        return {name: fingerprint(one) for name, one in held.items()}, packed(self.layer)
 
 
 # ---------------------------------------------------------------------- boxes
@@ -639,6 +631,22 @@ def _narrowed(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     narrow = held.to(dtype)
     exact = narrow.dtype == held.dtype or bool(((narrow.to(held.dtype) == held) | held.isnan()).all())
     return narrow if exact else held
+
+
+def packed(layer: Any) -> Any:
+    """Return which function multiplies with the copy of a weight that a CPU kernel packed; None if there is none.
+
+    vLLM makes that function anew for every weight that it packs, and oneDNN shows what it packed to nobody. The
+    reference is weak, so that no old copy is kept; that to a function which is gone equals no other.
+    """
+    multiplies = vars(layer).get("cpu_linear")
+    return multiplies and weakref.ref(multiplies)
+
+
+def pack(layer: Any) -> None:
+    """Pack the copy of a weight again, from the weight as it is now."""
+    release(layer)
+    layer.quant_method.process_weights_after_loading(layer)
 
 
 def release(layer: Any) -> None:
