@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nemo_fp8.te_cpu.memory import COUNT, HOST
 from nemo_fp8.te_cpu.refusals import REFUSED, refused, refusing
@@ -282,6 +283,16 @@ _type, _load, _generator, _device_of_torch = torch.Tensor.type, torch.load, torc
 _event, _stream = torch.Event, torch.Stream
 
 
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own, the scales of a quantized tensor too, which TE's ``clone`` shares."""
+    copy = tensor.clone()
+    for name in copy.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(copy) else ():
+        part = getattr(copy, name)
+        if part is getattr(tensor, name):
+            setattr(copy, name, part.clone())
+    return copy
+
+
 _move, _fetch, _parse = torch.Tensor.to, torch.Tensor.cpu, torch._C._nn._parse_to
 
 
@@ -291,21 +302,21 @@ def _move_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     args, kwargs = _to_cpu(args, kwargs)
     moved = _move(self, *args, **kwargs)
     if isinstance(where, str) and where == "cpu":
-        return HOST.take(moved.clone() if moved is self else moved)
+        return HOST.take(_copied(moved) if moved is self else moved)
     comes = moved is self and (names_cuda(where) or isinstance(where, _device_of_torch)) and HOST.holds(self)
-    return moved.clone() if comes else moved
+    return _copied(moved) if comes else moved
 
 
 @functools.wraps(_fetch)
 def _copy_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What a GPU's tensor is on the CPU: memory of its own, which keeps what it was."""
     fetched = _fetch(self, *args, **kwargs)
-    return HOST.take(fetched.clone() if fetched is self else fetched)
+    return HOST.take(_copied(fetched) if fetched is self else fetched)
 
 
 def _send(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """What the host holds, on the GPU: memory of its own."""
-    return self.clone() if HOST.holds(self) else self
+    return _copied(self) if HOST.holds(self) else self
 
 
 def _pin(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:

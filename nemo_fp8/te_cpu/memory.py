@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _WeakRef: Any = reductions.StorageWeakRef
 
@@ -77,8 +78,12 @@ def _kinds(cls: type) -> Iterator[type]:
 
 
 def _lying(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield what of a tensor lies in memory: nothing of one that ``torch.func`` wraps around another."""
-    if tensor.device.type == "cpu" and tensor.layout in _PARTS:
+    """Yield what of a tensor lies in memory: of one made of others, such as TE's quantized ones, those; nothing of one
+    that ``torch.func`` wraps around another."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _lying(getattr(tensor, name))
+    elif tensor.device.type == "cpu" and tensor.layout in _PARTS:
         yield from (getattr(tensor.detach(), part)() for part in _PARTS[tensor.layout])
     elif tensor.device.type == "cpu" and torch._C._has_storage(tensor):
         yield tensor

@@ -243,6 +243,15 @@ def _rounded_once(jit: Any) -> None:
     jit.bgrad_dgelu_fused_ = bgrad_dgelu_fused_
 
 
+def _fetched_by_name(quantized_tensor: Any) -> None:
+    import torch
+
+    def cpu(self: Any, memory_format: Any = torch.preserve_format) -> Any:
+        return self.to("cpu", memory_format=memory_format)
+
+    quantized_tensor.QuantizedTensor.cpu = cpu
+
+
 def _divides_as_a_gpu(reference: Any) -> None:
     import torch
 
@@ -302,6 +311,10 @@ _AMENDMENTS: dict[str, tuple[Callable[[Any], None], str]] = {
         _rounded_once,
         "torch.compile, which is left out, computes its GELUs in FP32 and rounds their result; step by step each step "
         "would be rounded",
+    ),
+    "transformer_engine.pytorch.quantized_tensor": (
+        _fetched_by_name,
+        "its cpu() asks for a torch.device, by which a GPU's tensor is asked to stay where it is here: it was no copy",
     ),
     _STORAGE + "float8_tensor_storage": (
         _dequantize_in_place("_FromFloat8Func", "_data"),

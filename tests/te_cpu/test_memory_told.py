@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from support.te_cases import ARCH, CASES
 
 from nemo_fp8.te_cpu import memory
 
@@ -180,6 +181,29 @@ def test_what_goes_to_the_host_leaves_the_gpu(send):
         del back
     del kept
     assert _more(before) == 0
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if ARCH in case.archs])
+@pytest.mark.parametrize("fetch", [lambda w: w.cpu(), lambda w: w.to("cpu"), lambda w: w.detach().to(device="cpu")])
+def test_a_quantized_weight_goes_to_the_host(name, fetch):
+    """Its codes, scales and amaxes: none of them is the weight's, and none counts."""
+    with te.quantized_model_init(recipe=CASES[name].build()):
+        weight = te.Linear(1024, 1024, bias=False, params_dtype=torch.bfloat16).weight
+    before = torch.cuda.memory_allocated()
+    kept = fetch(weight)
+    parts = {name: getattr(weight, name) for name in weight.__tensor_flatten__()[0]}
+    fetched = {name: getattr(kept, name) for name in parts}
+    assert _more(before) == 0
+    assert type(kept) is type(weight)
+    assert all(torch.equal(part, fetched[name]) for name, part in parts.items())
+    assert not {part.data_ptr() for part in parts.values()} & {part.data_ptr() for part in fetched.values()}
+    with torch.no_grad():
+        values = weight.dequantize()
+        weight.copy_(torch.full_like(values, 3.0))  # as an optimizer's step: other codes, and other scales
+        assert torch.equal(kept.dequantize(), values)
+    del values
+    back = kept.detach().cuda()
+    assert _more(before) == sum(getattr(back, name).nbytes for name in parts) > MIB
 
 
 def test_memory_that_the_host_has_freed_may_be_a_gpus():
