@@ -361,7 +361,8 @@ class Precision:
         return (*base, *(_variant(self, recipe) for recipe in recipes if recipe != self.scaling))
 
     def keeps(self, module: str, layer: int | None = None, layers: int | None = None) -> bool:
-        """Whether ``keep`` matches a module's name, or its layer is one of the first or last that stay unquantized.
+        """Return whether ``keep`` matches a module's name, or its layer is one of the first or last that stay
+        unquantized.
 
         ``layer`` is the number of its decoder layer out of ``layers``; without both, only the name counts.
         """
@@ -456,7 +457,7 @@ def _plain(value: Any) -> Any:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of ``keep``, a glob or a regular expression behind ``re:``, matches a module's name.
+    """Return whether a pattern of ``keep``, a glob or a regular expression behind ``re:``, matches a module's name.
 
     A pattern in place of a name matches itself: it stands for all that it names.
     """

@@ -159,7 +159,7 @@ def merge(train: Precision, rollout: Precision) -> Precision:
 
 
 def _says(p: Precision, name: str, side: str) -> bool:
-    """Whether a shared field has a meaning on that side of a contract."""
+    """Return whether a shared field has a meaning on that side of a contract."""
     if name == "compute":
         return True
     scale = name.endswith("_scale")
@@ -173,7 +173,7 @@ def _says(p: Precision, name: str, side: str) -> bool:
 
 
 def _same_values(a: Operand, b: Operand) -> bool:
-    """Whether two casts of one tensor give the same values, but for underflow."""
+    """Return whether two casts of one tensor give the same values, but for underflow."""
     exponents_only = {a.scale, b.scale} <= {"pow2", "e8m0"} and not (a.delayed or b.delayed)
     if exponents_only:
         return a.format == b.format
@@ -259,14 +259,14 @@ def _pair(group: Governed, role: str) -> tuple[Operand | None, Operand | None]:
 
 
 def _rules_differ(group: Governed) -> bool:
-    """Whether rules that only one side has give these linears other values: no contract can say both."""
+    """Return whether rules that only one side has give these linears other values: no contract can say both."""
     if not any(group.by_rule) or (all(group.by_rule) and group.train.scaling == group.rollout.scaling):
         return False  # one contract says both, and what differs is what the two sides make of it
     return not _alike(*_pair(group, "weight"))
 
 
 def _alike(ours: Operand | None, theirs: Operand | None) -> bool:
-    """Whether two sides hold a weight in the same values."""
+    """Return whether two sides hold a weight in the same values."""
     return _same_values(ours, theirs) if ours and theirs else ours is theirs
 
 

@@ -100,7 +100,7 @@ def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[
 
 
 def _is_primary(own: Precision, p: Precision) -> bool:
-    """Whether a linear's weight is kept in FP8; one with a recipe of its own is kept in the compute dtype."""
+    """Return whether a linear's weight is kept in FP8; one with a recipe of its own is kept in the compute dtype."""
     return own is p and p.fp8_param
 
 

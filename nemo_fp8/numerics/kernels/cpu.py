@@ -269,8 +269,8 @@ def accumulate(
     columns_first: bool,
     exact: bool,
 ) -> bool:
-    """``y += (partial * first) * last`` in place, as `fp8_accumulate.c` says, of FP32 tensors that lie in one piece;
-    False is no answer."""
+    """Add ``(partial * first) * last`` to ``y`` in place, as `fp8_accumulate.c` says, for FP32 tensors that lie in one
+    piece; return False, and write nothing, where that cannot be."""
     library = build.library()
     if library is None or not all(
         t.dtype == torch.float32 and t.is_contiguous() for t in (y, partial, of_rows, of_columns)
@@ -395,7 +395,7 @@ def _job(
 
 
 def _takes(tile: Tile) -> bool:
-    """Whether tiles divide a strip, and a byte can count their rows."""
+    """Return whether tiles divide a strip, and a byte can count their rows."""
     return tile is None or (tile[0] <= 255 and tile[1] <= STRIP and tile[1] & (tile[1] - 1) == 0)
 
 

@@ -305,7 +305,7 @@ class Whole:
     changed: bool = False
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note new values, and whether a bit of them is other; return the copy that is kept."""
+        """Keep a copy of new values, note whether any bit differs from the last ones, and return the copy."""
         new = tensor.detach().cpu().contiguous()
         old, self.values = self.values, None
         self.changed = old is None or not torch.equal(*(one.view(-1).view(torch.uint8) for one in (old, new)))

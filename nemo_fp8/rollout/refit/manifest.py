@@ -183,7 +183,7 @@ class Manifest(Sequence[Entry]):
         return None if i is None else self.entries[i]
 
     def is_scales(self, entry: Entry) -> bool:
-        """Whether an entry holds the scales of another one."""
+        """Return whether an entry holds the scales of another one."""
         i = self.places.get(entry.name.removesuffix(SCALES)) if entry.name.endswith(SCALES) else None
         return i is not None and self.entries[i].is_codes
 
@@ -244,7 +244,7 @@ class Manifest(Sequence[Entry]):
 
 
 def is_version(value: Any) -> bool:
-    """Whether an engine can call its weights so: a name from outside, of a bounded length."""
+    """Return whether an engine can call its weights so: a name from outside, of a bounded length."""
     return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
 
 

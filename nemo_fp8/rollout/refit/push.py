@@ -360,7 +360,8 @@ def _accepted(manifest: Manifest, begun: Sequence[Answer]) -> set[int]:
 
 
 def _names_one_of(name: str, parameters: set[str]) -> bool:
-    """Whether a pushed name is that of a parameter; vLLM may keep it below one more module (``language_model.``)."""
+    """Return whether a pushed name is that of a parameter; vLLM may keep it below one more module
+    (``language_model.``)."""
     return any(name == parameter or parameter.endswith(f".{name}") for parameter in parameters)
 
 

@@ -29,7 +29,7 @@ KIND = "nvfp4"
 
 
 def in_place(layer: Any) -> bool:
-    """Whether a layer's kernel reads codes and scales as they were made; others pack them, and are staged."""
+    """Return whether a layer's kernel reads codes and scales as they were made; others pack them, and are staged."""
     method = getattr(layer, "quant_method", None)
     if isinstance(method, Nvfp4MoEMethod):
         return True

@@ -327,7 +327,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return changed
 
     def _makes(self, out: Any, args: Any) -> bool:
-        """Whether an operation made a meta tensor that is no view of an argument."""
+        """Return whether an operation made a meta tensor that is no view of an argument."""
         first = out[0] if isinstance(out, (list, tuple)) and out else out
         if not isinstance(first, torch.Tensor) or not first.is_meta:
             return False
@@ -361,7 +361,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add_made(made, target, to)
 
     def _is_as_pushed(self, source: torch.Tensor) -> bool:
-        """Whether a tensor is a view of a pushed one that the loader did not change."""
+        """Return whether a tensor is a view of a pushed one that the loader did not change."""
         storage = storage_of(source)
         return storage in self.sources and storage not in self.tape.of
 

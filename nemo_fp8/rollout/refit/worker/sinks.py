@@ -205,7 +205,7 @@ class Blocks(Sink):
         return range(*route.to[0]) if len(route.to) == 3 else range(1)
 
     def _aligned(self, route: Route) -> bool:
-        """Whether a route can be quantized strip by strip.
+        """Return whether a route can be quantized strip by strip.
 
         Its rows are whole blocks and its columns all columns of the matrix. In the pushed tensor, too, it begins at a
         block, so pieces, which are cut between blocks of that tensor, are whole blocks here.
@@ -223,7 +223,8 @@ class Blocks(Sink):
         )
 
     def same_grid(self, route: Route) -> bool:
-        """Whether a route's blocks are those of the unsharded tensor: each end is at a block or the tensor's end."""
+        """Return whether a route's blocks are those of the unsharded tensor: each end is at a block or the tensor's
+        end."""
         if route.source is None or not self._aligned(route):
             return False
         ends = zip(route.source[-2:], route.shape[-2:], (self.high, self.wide), strict=True)
