@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from nemo_fp8.contract.operands import GEMMS, ROLES, ROLLOUT_BLOCKS, Operand
+from nemo_fp8.contract.operands import BLOCK, FOUR_BIT_BLOCK, GEMMS, MX_BLOCK, ROLES, ROLLOUT_BLOCKS, Operand
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 
 COMPUTE_DTYPES = ("bf16", "fp16", "fp32")
@@ -55,6 +55,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "activation_scheme": ("dynamic", "static", "none"),
     "kv_cache": ("auto", "fp8"),
 }
+ROLLOUT_FIELDS = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
+"""The fields that speak of the rollout alone."""
 _COUNTS = {
     "margin": None,
     "amax_history_len": 1,
@@ -270,8 +272,8 @@ class Precision:
         if self.scaling == "tensorwise":
             return Operand(element, None, scale)
         if self.scaling == "blockwise":
-            return Operand(element, (128, 128) if role == "weight" else (1, 128), scale)
-        return Operand(element, (1, 32), "e8m0")
+            return Operand(element, (BLOCK if role == "weight" else 1, BLOCK), scale)
+        return Operand(element, (1, MX_BLOCK), "e8m0")
 
     def _in_four_bits(self, role: str) -> Operand:
         """Return what TransformerEngine's NVFP4BlockScaling does with an operand under the same settings."""
@@ -280,7 +282,7 @@ class Precision:
         bounded = chooses and self.four_over_six_bound_256 in (scope, "all")
         return Operand(
             "e2m1",
-            ROLLOUT_BLOCKS["1x16"] if role != "weight" or self.weight_block == "1x16" else (16, 16),
+            (1 if role != "weight" or self.weight_block == "1x16" else FOUR_BIT_BLOCK, FOUR_BIT_BLOCK),
             "e4m3",
             hadamard=self.hadamard and role != "weight",
             stochastic=self.stochastic_rounding and role == "grad",

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.contract.naming import given
+from nemo_fp8.contract.precision import ROLLOUT_FIELDS
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.both_sides import both_sides, in_short
@@ -53,7 +54,6 @@ FOUR_BITS_APART = 14.0
 UNDERFLOW = 0.02
 
 _SHARED = ("compute", "weight_scale", "activation_scale", "first_layers", "last_layers", "keep", "modules")
-_ROLLOUT = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
 _TOPICS = {"weight": "weights", "input": "activations"}
 # The names of the severities in the ``--json`` output of ``check``, unchanged since 0.1.
 _IN_JSON = {"error": "conflict", "warning": "difference", "info": "note"}
@@ -147,7 +147,7 @@ def _rules_of_one_side(one: Precision, rollout: Precision) -> Problem | None:
 
 def merge(train: Precision, rollout: Precision) -> Precision:
     """Combine the training side of one contract and the rollout side of another, unchecked; training wins."""
-    values = train.to_dict() | {name: getattr(rollout, name) for name in _ROLLOUT}
+    values = train.to_dict() | {name: getattr(rollout, name) for name in ROLLOUT_FIELDS}
     for name in _SHARED:
         if not _says(train, name, "train") and _says(rollout, name, "rollout"):
             values[name] = getattr(rollout, name)

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.precision import ROLLOUT_FIELDS
 from nemo_fp8.contract.te_variables import variables_of
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.preflight import agreement
 from nemo_fp8.render import nemo
-from nemo_fp8.render.rendering import ROLLOUT_FIELDS, Rendering, lost_fields
+from nemo_fp8.render.rendering import Rendering, lost_fields
 from nemo_fp8.render.settings import Setting, read
 
 # Settings of vLLM, and of the importance weights of an RL loop, for which frameworks have keys of their own.
 KV_CACHE = Setting("kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"})
 LINEAR_BACKEND = Setting("deep_gemm", "auto", {"auto": False, "deep_gemm": True})
+DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+"""The dtypes that verl and slime train in: their word -> the contract's."""
 IMPORTANCE = Setting("importance_sampling", None, {None: False, "token": True, "sequence": True})
 
 

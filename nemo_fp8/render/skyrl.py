@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import fields_from_environment, te_environment
+from nemo_fp8.contract.te_variables import FP32_BLOCK_SCALES, fields_from_environment, te_environment
 from nemo_fp8.render import frameworks, overrides, vllm
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, same, write
@@ -46,8 +46,6 @@ MODES: dict[str, dict[str, Any]] = {
     "mxfp8": frameworks.BLOCKS_OF_128 | {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"},
 }
 
-_BLOCK_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-
 _REASONS = {
     **frameworks.rollout_reasons("Said of quantized operands, and SkyRL has none to say it of here."),
     **frameworks.COMMON_REASONS,
@@ -69,7 +67,7 @@ def to_skyrl(precision: Precision) -> dict[str, Any]:
 
 def environment(precision: Precision) -> dict[str, str]:
     """Return the variables to export before SkyRL starts."""
-    wire = {_BLOCK_SCALES: "1"} if _rollout(precision)[MODE] == "blockwise" else {}
+    wire = {FP32_BLOCK_SCALES: "1"} if _rollout(precision)[MODE] == "blockwise" else {}
     return wire | te_environment(precision)
 
 

@@ -16,14 +16,10 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import Format, format_of
-from nemo_fp8.numerics.kernels import PROCESS, Summed, build
+from nemo_fp8.numerics.kernels import PROCESS, Out, Result, Summed, Tile, build
 from nemo_fp8.numerics.kernels.out import rows_of
 from nemo_fp8.numerics.kernels.results import statistics_of
 from nemo_fp8.numerics.statistics import TOTALS, Statistics
-
-Tile = tuple[int, int] | None
-Out = tuple[torch.Tensor, torch.Tensor]
-Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
 
 STRIP = 2048
 WHOLE = (128, STRIP)  # the tiles into which a whole tensor is cut; any will do, since all of them have one scale

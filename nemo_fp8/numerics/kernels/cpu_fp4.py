@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from nemo_fp8.contract.operands import FOUR_BIT_BLOCK as BLOCK
 from nemo_fp8.numerics.kernels import FourOverSix, build
 from nemo_fp8.numerics.kernels.cpu import BF16, FP32, SOURCES, parallel, threads
 
-BLOCK = 16
 ERRORS = {"mae": 1, "mse": 2}
 
 

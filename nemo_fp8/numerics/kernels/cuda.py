@@ -23,14 +23,10 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import FORMATS, Format, format_of
+from nemo_fp8.numerics.kernels import SOURCES, Out, Result, Tile
 from nemo_fp8.numerics.kernels.out import rows_of
 from nemo_fp8.numerics.statistics import Statistics
 
-Tile = tuple[int, int] | None
-Out = tuple[torch.Tensor, torch.Tensor]
-Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
-
-SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 TILES = ((128, 128), (1, 128), (128, 1), (1, 32), (32, 1))
 # A scale rule as kernel arguments: is it E8M0; is the quotient scale_inv; what is added to its bits, which of them are
 # kept.

@@ -19,12 +19,13 @@ from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from nemo_fp8.contract import Operand
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.engine import ops
 from nemo_fp8.rollout.engine.storage import Storage
 
 logger = init_logger("vllm.nemo_fp8")
-BLOCKS = (128, 128)
+BLOCKS = (BLOCK, BLOCK)
 
 
 class DecodeKernel:

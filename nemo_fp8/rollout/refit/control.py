@@ -37,6 +37,8 @@ from nemo_fp8.rollout.token_file import token_of
 
 Answer = dict[str, Any]
 PREFIX = "nemo_fp8_refit_"
+RUNNING = ("wait", "abort", "keep")
+"""What becomes of requests that an engine computes when a push begins."""
 log = logging.getLogger(__name__)
 ROUTE = "/nemo_fp8/refit"
 LENGTH = 8  # bytes at the head of a body that say how long the message behind them is

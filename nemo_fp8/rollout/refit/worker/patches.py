@@ -33,11 +33,12 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import patch
+from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.memory import Opened
 from nemo_fp8.rollout.refit.patch import LONGEST, SCALES, VALUES, Differences, Positions, blocks_of, grid_of, matrix_of
 from nemo_fp8.rollout.refit.worker.layouts import ONE
 from nemo_fp8.rollout.refit.worker.plan import Plan
-from nemo_fp8.rollout.refit.worker.routes import Box, Route
+from nemo_fp8.rollout.refit.worker.routes import Route
 from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, Session, answering, bad_piece, refuse_replicas
 from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, name_of, release, word
 

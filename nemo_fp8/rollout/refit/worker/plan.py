@@ -19,11 +19,12 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import Problem
 from nemo_fp8.rollout.engine import kv
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
-from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Entry, Manifest
+from nemo_fp8.rollout.refit.manifest import SCALES, Entry, Manifest
 from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Sink, Staged, StagingMemory

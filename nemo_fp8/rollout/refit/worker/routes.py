@@ -36,11 +36,9 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_t
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from nemo_fp8.errors import Problem
-from nemo_fp8.rollout.refit.manifest import Entry
+from nemo_fp8.rollout.refit.manifest import Box, Entry
 from nemo_fp8.rollout.refit.worker.tape import Computation, Tape, View, storage_of, view_of
 
-Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: (start, stop) for every dimension."""
 aten = torch.ops.aten
 MOST_PROBLEMS = 20  # a wrong model refuses every tensor, and the first few say what is wrong
 
