@@ -28,6 +28,9 @@ ROLLOUT_BLOCKS: dict[str, tuple[int, int] | None] = {
     "tensor": None,
 }
 
+ROLLOUT_FIELDS = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
+"""The fields of a contract that speak of the rollout alone."""
+
 # Kind of scale -> its name in reports.
 SCALES = {"fp32": "FP32", "pow2": "power-of-2", "e8m0": "E8M0", "e4m3": "E4M3"}
 

@@ -55,8 +55,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "activation_scheme": ("dynamic", "static", "none"),
     "kv_cache": ("auto", "fp8"),
 }
-ROLLOUT_FIELDS = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
-"""The fields that speak of the rollout alone."""
 _COUNTS = {
     "margin": None,
     "amax_history_len": 1,
@@ -363,8 +361,7 @@ class Precision:
         return (*base, *(_variant(self, recipe) for recipe in recipes if recipe != self.scaling))
 
     def keeps(self, module: str, layer: int | None = None, layers: int | None = None) -> bool:
-        """Return whether ``keep`` matches a module's name, or its layer is one of the first or last that stay
-        unquantized.
+        """Return whether ``keep`` matches a module's name, or its layer is a first or last one that is not quantized.
 
         ``layer`` is the number of its decoder layer out of ``layers``; without both, only the name counts.
         """

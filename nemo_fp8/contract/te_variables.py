@@ -182,8 +182,7 @@ def te_environment(p: Precision) -> dict[str, str]:
 
 
 def _matters(variable: Variable, p: Precision) -> bool:
-    """Return whether a variable has an effect: those of 4 over 6 have none where no tensor chooses between two
-    scales."""
+    """Return whether a variable has an effect: those of 4 over 6 have none where no tensor has two scales to choose."""
     return p.four_over_six != "none" or not variable.field.startswith("nvfp4_4over6_")
 
 

@@ -40,7 +40,7 @@ from nemo_fp8.numerics.quantized import Quantized, as_matrix, check_usage
 from nemo_fp8.numerics.statistics import measure
 
 STRIP = 1 << 22
-"""Elements to quantize at a time if more is to be done with them: so many codes still lie in a cache then."""
+"""Elements to quantize at a time where more is done with the codes, so that they still lie in a cache."""
 
 
 @torch.no_grad()

@@ -26,9 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.contract import ROLLOUT_FIELDS, Operand, Precision
 from nemo_fp8.contract.naming import given
-from nemo_fp8.contract.precision import ROLLOUT_FIELDS
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.both_sides import both_sides, in_short

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_fp8.contract import Precision
-from nemo_fp8.contract.precision import ROLLOUT_FIELDS
+from nemo_fp8.contract import ROLLOUT_FIELDS, Precision
 from nemo_fp8.contract.te_variables import variables_of
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.preflight import agreement

@@ -17,7 +17,7 @@ from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.moved import renamed
 
 if not TYPE_CHECKING:
-    __getattr__ = renamed(__name__, {"ROLLOUT_FIELDS": "nemo_fp8.contract.precision.ROLLOUT_FIELDS"})
+    __getattr__ = renamed(__name__, {"ROLLOUT_FIELDS": "nemo_fp8.contract.operands.ROLLOUT_FIELDS"})
 
 
 @dataclass(frozen=True)
