@@ -29,7 +29,7 @@ IMPORTANCE = Setting("importance_sampling", None, {None: False, "token": True, "
 
 
 @dataclass(frozen=True)
-class Source:
+class Commit:
     """The state of a repository from which a framework's keys were read."""
 
     repository: str
@@ -39,11 +39,11 @@ class Source:
     """A release on PyPI that has the same keys."""
 
 
-SOURCES: dict[str, Source] = {
-    "verl": Source("verl-project/verl", "1dda039b", "2026-08-22", "0.9.1"),
-    "skyrl": Source("NovaSky-AI/SkyRL", "00127619", "after 2026-08-21", "0.4.0"),
-    "slime": Source("THUDM/slime", "624b824a", "2026-08-21"),
-    "trl": Source("huggingface/trl", "f2cd5771", "2026-07-24", "1.16.0"),
+SOURCES: dict[str, Commit] = {
+    "verl": Commit("verl-project/verl", "1dda039b", "2026-08-22", "0.9.1"),
+    "skyrl": Commit("NovaSky-AI/SkyRL", "00127619", "after 2026-08-21", "0.4.0"),
+    "slime": Commit("THUDM/slime", "624b824a", "2026-08-21"),
+    "trl": Commit("huggingface/trl", "f2cd5771", "2026-07-24", "1.16.0"),
 }
 
 # An FP8 rollout as DeepSeek's checkpoints have it: all linears of all layers but routers, activations by 1x128.
@@ -72,7 +72,7 @@ COMMON_REASONS = {
 }
 
 
-def misfits(precision: Precision, rollout: Mapping[str, Any]) -> list[str]:
+def differing(precision: Precision, rollout: Mapping[str, Any]) -> list[str]:
     """Return the contract's settings that a framework's own FP8 rollout does not have."""
     return [f"{name}={getattr(precision, name)!r}" for name, has in rollout.items() if getattr(precision, name) != has]
 
@@ -84,7 +84,7 @@ def rollout_reasons(why: str) -> dict[str, str]:
 
 def why_not_blocks_of_128(side: str, precision: Precision) -> dict[str, str]:
     """Return reasons for what is lost of a rollout where a framework has ``BLOCKS_OF_128`` and nothing else in FP8."""
-    other = misfits(precision, BLOCKS_OF_128)
+    other = differing(precision, BLOCKS_OF_128)
     if precision.rollout != "fp8" or not other:
         return rollout_reasons(f"Said of quantized operands, and {side} has none to say it of here.")
     return rollout_reasons(
@@ -125,7 +125,7 @@ def read_settings(
     return fields
 
 
-def both_sides(
+def rendering_of(
     to: str,
     side: str,
     precision: Precision,

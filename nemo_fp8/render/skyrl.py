@@ -78,7 +78,7 @@ def _has_fp8_weights(p: Precision) -> bool:
 def _rollout(p: Precision) -> dict[str, Any]:
     if p.rollout != "fp8":
         return {MODE: None}
-    mode = next((mode for mode, implied in MODES.items() if not frameworks.misfits(p, implied)), None)
+    mode = next((mode for mode, implied in MODES.items() if not frameworks.differing(p, implied)), None)
     if mode is not None:
         return {MODE: mode}
     plugin = {f"{PLUGIN}.{name}": value for name, value in vllm.to_plugin(p).items()}
@@ -124,4 +124,4 @@ def render(precision: Precision) -> Rendering:
     text = "\n".join([*exports, " \\\n".join(words)])
     data = {"overrides": values, "environment": variables}
     back = read_skyrl(values, variables)
-    return frameworks.both_sides("skyrl", "SkyRL", precision, text, data, back, _REASONS, notes)
+    return frameworks.rendering_of("skyrl", "SkyRL", precision, text, data, back, _REASONS, notes)

@@ -53,7 +53,7 @@ def to_slime(precision: Precision) -> list[str]:
 
 def checkpoint_config(precision: Precision) -> dict[str, Any] | None:
     """Return the ``quantization_config`` of the rollout's checkpoint; None for one that is not quantized."""
-    if precision.rollout != "fp8" or frameworks.misfits(precision, frameworks.BLOCKS_OF_128):
+    if precision.rollout != "fp8" or frameworks.differing(precision, frameworks.BLOCKS_OF_128):
         return None
     return vllm.to_hugging_face(precision)
 
@@ -106,4 +106,4 @@ def render(precision: Precision) -> Rendering:
     data = {"flags": words, "quantization_config": checkpoint}
     back = read_slime(words, checkpoint)
     reasons = frameworks.why_not_blocks_of_128("slime", precision) | _REASONS
-    return frameworks.both_sides("slime", "slime", precision, text, data, back, reasons, notes)
+    return frameworks.rendering_of("slime", "slime", precision, text, data, back, reasons, notes)

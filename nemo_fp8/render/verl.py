@@ -48,7 +48,7 @@ def to_verl(precision: Precision) -> dict[str, Any]:
         "verl", p, frameworks.DTYPES, "Its Megatron engine takes bfloat16 and float16 and no other dtype."
     )
     said = write(SETTINGS, p)
-    if frameworks.misfits(p, frameworks.BLOCKS_OF_128):
+    if frameworks.differing(p, frameworks.BLOCKS_OF_128):
         said[f"{_ROLLOUT}.quantization"] = None
     if not p.deep_gemm:
         del said[_BACKEND]  # older vLLMs know no such argument
@@ -78,4 +78,4 @@ def render(precision: Precision) -> Rendering:
     words = (f"{'' if name == TRAINER else '++'}{name}={overrides.hydra(value)}" for name, value in data.items())
     text = " \\\n".join(map(shlex.quote, words))
     reasons = frameworks.why_not_blocks_of_128("verl", precision) | frameworks.COMMON_REASONS
-    return frameworks.both_sides("verl", "verl", precision, text, data, read_verl(data), reasons, notes)
+    return frameworks.rendering_of("verl", "verl", precision, text, data, read_verl(data), reasons, notes)

@@ -196,7 +196,7 @@ class Room:
         return held[:size].view(dtype).view(shape)
 
 
-class Kept:
+class Patchable:
     """A tensor that can be patched: its values, or its codes and their scales."""
 
     def __init__(self, entry: Entry, operand: Operand | None, parts: Collection[str]) -> None:
@@ -313,7 +313,7 @@ class Ledger:
     """Whether codes and scales are held against the reference cast."""
     version: str = ""
     """The number of the push that the engine must hold for a patch to fit."""
-    kept: dict[int, Kept] = field(default_factory=dict)
+    kept: dict[int, Patchable] = field(default_factory=dict)
     whole: dict[int, Whole] = field(default_factory=dict)
     together: list[list[int]] = field(default_factory=list)
     """Tensors that must all come whole if one of them does."""
@@ -335,7 +335,7 @@ class Ledger:
                 ledger._send_whole(i, why or "Workers keep it in different ways")
             else:
                 operand = None if rows[0][0] is None else _operand_of(rows[0][0])
-                ledger.kept[i] = Kept(manifest[i], operand, {part for _, parts, _ in rows for part in parts})
+                ledger.kept[i] = Patchable(manifest[i], operand, {part for _, parts, _ in rows for part in parts})
         return ledger
 
     def _send_whole(self, i: int, why: str) -> None:
