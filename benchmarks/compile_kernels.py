@@ -168,8 +168,8 @@ def compile_launch(name: str, launch: cuda.Launch, capability: int, sass: bool =
 
 
 def problems(made: Compiled) -> list[str]:
-    """What is wrong with a program: registers in memory, narrow loads or stores, conversions by integers where the
-    hardware has its own."""
+    """Return what is wrong with a program: registers in memory, narrow loads or stores, conversions by integers where
+    the hardware has its own."""
     found = []
     if made.spilled:
         found.append(f"{made.spilled} registers are spilled to memory, beside {made.registers}")
@@ -189,7 +189,7 @@ def _tool(name: str, cubin: bytes, *options: str) -> str:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack."""
+    """Return the registers of a thread, and the bytes of its stack."""
     found = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", cubin, "-res-usage"))
     assert found is not None
     return int(found[1]), int(found[2])
@@ -201,8 +201,8 @@ def _widths(ptx: str, kind: str) -> dict[int, int]:
 
 
 def _executed(cubin: bytes, strips: int, loads: int) -> tuple[dict[str, float], int]:
-    """Instructions by pipe, those of a loop over strips as often as it runs, which its wide loads tell: ``loads`` are
-    those of a strip."""
+    """Return the instructions by pipe, those of a loop over strips as often as it runs, which its wide loads tell:
+    ``loads`` are those of a strip."""
     text = _tool("nvdisasm", cubin, "-ndf", "-c")
     labels, lines = {}, []
     for line in text.splitlines():
@@ -282,7 +282,7 @@ def start(
 
 
 def processes(cache: str, workers: int | None = None) -> concurrent.futures.ProcessPoolExecutor:
-    """Processes that compile, with a cache of their own."""
+    """Open processes that compile, with a cache of their own."""
     return concurrent.futures.ProcessPoolExecutor(
         workers or os.cpu_count(), multiprocessing.get_context("spawn"), initializer=_begin, initargs=(cache,)
     )
@@ -292,7 +292,8 @@ def processes(cache: str, workers: int | None = None) -> concurrent.futures.Proc
 
 
 def bound(made: Compiled, gpu: Gpu) -> tuple[float, str, float]:
-    """Seconds for an element that the slowest pipe needs at most, which it is, and seconds that its bytes need."""
+    """Return the seconds for an element that the slowest pipe needs at most, which pipe it is, and the seconds that its
+    bytes need."""
     elements = made.values * made.strips
     needs = {
         pipe: made.executed[pipe] / elements / (lanes * gpu.processors * gpu.clock)
@@ -414,7 +415,7 @@ def tell(made: list[Compiled]) -> str:
 
 
 def record(made: list[Compiled]) -> str:
-    """The page's numbers as JSON, a program a line."""
+    """Return the page's numbers as JSON, a program a line."""
     programs = ",\n".join(json.dumps(asdict(m)) for m in made)
     return f'{{"triton": "{triton.__version__}", "sources": {json.dumps(sources())}, "programs": [\n{programs}\n]}}\n'
 

@@ -54,7 +54,8 @@ def seconds(llm: Any, prompts: list[dict[str, Any]], tokens: int, clock: Callabl
 
 
 def rates(took: dict[tuple[int, int, int], float]) -> dict[str, float]:
-    """Tokens in a second, from the least seconds of each job: (prompts, their length, tokens that are generated)."""
+    """Return the tokens in a second, from the least seconds of each job: (prompts, their length, tokens that are
+    generated)."""
     found = {
         f"decode_{batch}": batch * (LONG - SHORT) / (took[batch, 8, LONG] - took[batch, 8, SHORT]) for batch in BATCHES
     }
@@ -63,7 +64,8 @@ def rates(took: dict[tuple[int, int, int], float]) -> dict[str, float]:
 
 
 def products(turns: int) -> dict[str, float]:
-    """Milliseconds of the four products of one layer, for some numbers of tokens, and how BF16's compare."""
+    """Measure the milliseconds of the four products of one layer, for some numbers of tokens, and how BF16's
+    compare."""
     import torch
 
     from nemo_fp8.contract import Operand

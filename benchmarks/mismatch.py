@@ -37,7 +37,7 @@ GATES = {"band at 1%": Gate(false_positives=1e-2, factor=1.0, residual_factor=1.
 
 
 def faults(weights: dict[str, torch.Tensor], family: str) -> dict[str, dict[str, torch.Tensor]]:
-    """What an engine could hold in place of the trainer's weights."""
+    """Return what an engine could hold in place of the trainer's weights."""
     mlp = f"{LAYER}mlp.experts.0." if family == "qwen3_moe" else f"{LAYER}mlp."
     gate, up, down = (f"{mlp}{name}_proj.weight" for name in ("gate", "up", "down"))
     return {
@@ -50,7 +50,7 @@ def faults(weights: dict[str, torch.Tensor], family: str) -> dict[str, dict[str,
 
 
 def measure(family: str, activations: bool, seeds: int, sequences: int, length: int) -> dict[str, dict[str, float]]:
-    """How often each gate fired, by fault."""
+    """Count how often each gate fired, by fault."""
     precision, config = Precision(rollout="fp8"), tiny.config(family)
     fired: dict[str, dict[str, int]] = {}
     for seed in range(seeds):

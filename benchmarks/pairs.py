@@ -62,7 +62,8 @@ def share(pairs: list[Pair]) -> float:
 
 
 def pair_up(ways: Pairs, places: list[Place], rounds: int, device: str) -> dict[str, list[Pair]]:
-    """Every way and its yardstick, round after round; they take turns, and each turn has the next place in memory."""
+    """Measure every way and its yardstick, round after round; they take turns, and each turn has the next place in
+    memory."""
 
     def once(run: Callable[[Place], Any], place: Place) -> float:
         start = time.perf_counter()
@@ -99,7 +100,7 @@ def places_for(shape: tuple[int, int], device: str) -> list[Place]:
 
 
 def memcpy_in_parts(threads: int) -> Callable[[Place], Any] | None:
-    """The C library's copy, a part for each of torch's own threads, if OpenMP can be asked for them."""
+    """Return the C library's copy, a part for each of torch's own threads, if OpenMP can be asked for them."""
     from nemo_fp8.numerics.kernels import cpu
 
     address, pointer = cpu.parallel(), ctypes.c_void_p
@@ -128,7 +129,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # mallopt's names of w
 
 @contextlib.contextmanager
 def freed_memory_stays(device: str) -> Iterator[None]:
-    """Inside, glibc keeps what is freed for the next tensor, as CUDA's allocator does: only growing costs new pages."""
+    """Let glibc keep what is freed for the next tensor until the context closes, as CUDA's allocator does: only growing
+    costs new pages."""
     libc = ctypes.CDLL(None) if device == "cpu" and sys.platform == "linux" else None
     if libc:
         libc.mallopt(_MMAP_MAX, 0)
@@ -142,8 +144,8 @@ def freed_memory_stays(device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tensors_from_the_system(device: str) -> Iterator[None]:
-    """Inside, every large tensor is memory that the process has never had: glibc keeps nothing back of what is
-    freed."""
+    """Let every large tensor be memory that the process has never had until the context closes: glibc keeps nothing
+    back of what is freed."""
     least, most = 1 << 20, 1 << 25  # what glibc moves the threshold up to by itself
     libc = ctypes.CDLL(None) if device == "cpu" and sys.platform == "linux" else None
     if libc:

@@ -20,8 +20,8 @@ Ways = dict[str, Callable[[], Any]]
 
 
 def padded_eager(x: torch.Tensor, power_of_2: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """NeMo RL's algorithm, written anew: pad with the last element, bring each block together, scale it, put it
-    back."""
+    """Quantize by NeMo RL's algorithm, written anew: pad with the last element, bring each block together, scale it,
+    put it back."""
     rows, cols = x.shape
     down, right = -rows % 128, -cols % 128
     if down or right:
@@ -40,7 +40,7 @@ def padded_eager(x: torch.Tensor, power_of_2: bool = False) -> tuple[torch.Tenso
 
 
 def two_pass(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shortest way in torch: one pass for amaxes, one for codes."""
+    """Quantize in the shortest way in torch: one pass for amaxes, one for codes."""
     tiles = x.view(x.shape[0] // 128, 128, x.shape[1] // 128, 128)
     scale = 448.0 / tiles.abs().amax((1, 3)).float()
     return (tiles * scale[:, None, :, None]).clamp(-448, 448).to(E4M3).view(x.shape), 1 / scale
@@ -52,7 +52,7 @@ def two_pass_back(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def peers(x: torch.Tensor, compiled: bool) -> tuple[Ways, Ways, Ways]:
-    """The ways of others to quantize weights in 128x128 blocks, to decode them, and to quantize to MX."""
+    """Return the ways of others to quantize weights in 128x128 blocks, to decode them, and to quantize to MX."""
     codes, scale_inv = two_pass(x)
     there: Ways = {"NeMo RL's algorithm, eager": lambda: padded_eager(x), "two passes, eager": lambda: two_pass(x)}
     back: Ways = {"eager": lambda: two_pass_back(codes, scale_inv)}

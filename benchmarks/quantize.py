@@ -108,7 +108,8 @@ DECODED: dict[str, tuple[int, int]] = {"decode 128x128 to BF16": (128, 128), "de
 
 
 def measure(shape: tuple[int, int], rounds: int, device: str, only: str = "") -> dict[str, Any]:
-    """Every operation whose name contains ``only``: to new memory, into memory that is there, and with statistics."""
+    """Measure every operation whose name contains ``only``: to new memory, into memory that is there, and with
+    statistics."""
     with tensors_from_the_system(device):
         places = places_for(shape, device)
     there, new = ways_to_copy(device)
@@ -155,7 +156,7 @@ def clone(place: Place) -> Any:
 
 
 def ways_to_copy(device: str) -> tuple[Pairs, Pairs]:
-    """The yardsticks, themselves measured: into memory that is there, and to new memory."""
+    """Return the yardsticks, themselves measured: into memory that is there, and to new memory."""
     there: Pairs = {"copy/there": (copy, copy)}
     if device == "cpu" and (memcpy := memcpy_in_parts(torch.get_num_threads())):
         there["copy/memcpy"] = (memcpy, copy)
@@ -227,13 +228,13 @@ def add_decoding_nvfp4(x: torch.Tensor, there: Pairs, new: Pairs) -> None:
 
 
 def half_of(codes: torch.Tensor) -> torch.Tensor:
-    """Half of the memory for FP8 codes, as bytes of two."""
+    """Return half of the memory for FP8 codes, as bytes of two."""
     rows, columns = codes.shape
     return codes.view(torch.uint8).view(-1)[: codes.numel() // 2].view(rows, columns // 2)
 
 
 def copy_of(moved: float) -> Callable[[Place], Any]:
-    """A copy that moves so many bytes an element: of a part of what FP8 moves, or of that and of the source."""
+    """Return a copy that moves so many bytes an element: of a part of what FP8 moves, or of that and of the source."""
 
     def run(p: Place) -> None:
         rest = moved if moved <= BYTES else moved - 4
@@ -246,7 +247,8 @@ def copy_of(moved: float) -> Callable[[Place], Any]:
 
 
 def clone_of(moved: float) -> Callable[[Place], Any]:
-    """The same to new memory. Of what is read twice only the cast writes: the other reading is an amax of torch's."""
+    """Return :func:`copy_of` to new memory. Of what is read twice only the cast writes: the other reading is an amax of
+    torch's."""
 
     def run(p: Place) -> Any:
         if moved > BYTES:
@@ -257,7 +259,7 @@ def clone_of(moved: float) -> Callable[[Place], Any]:
 
 
 def measure_peers(places: list[Place], rounds: int, device: str, compiled: bool) -> dict[str, dict[str, float]]:
-    """Seconds of our way and of others', side by side, to new memory."""
+    """Measure the seconds of our way and of others', side by side, to new memory."""
     x = places[0].x
     quantizing, backwards, mx = peers(x, compiled)
     codes, scale_inv, _ = require(kernels.quantize(x, (128, 128), "e4m3", "fp32"))
@@ -322,8 +324,8 @@ def build_for(isa: str) -> None:
 
 
 def peak_memory(shape: tuple[int, int], ways: Iterable[str] | None = None) -> dict[str, float]:
-    """What quantizing adds to a process's resident memory at its highest, as a share of the BF16 source, in a process
-    of its own for each of these ways (of all in MEMORY, if none are given)."""
+    """Measure what quantizing adds to a process's resident memory at its highest, as a share of the BF16 source, in a
+    process of its own for each of these ways (of all in MEMORY, if none are given)."""
     command = [sys.executable, "-W", "ignore", __file__, "--memory-of"]
     shares = {}
     for name in MEMORY if ways is None else ways:
@@ -484,7 +486,8 @@ def write_memory(memory: dict[str, float]) -> None:
 
 
 def record(about: dict[str, str], results: list[dict[str, Any]], memory: dict[str, float]) -> str:
-    """Everything that was measured, as JSON with a line for each way: its turns as (yardstick, way, disturbed)."""
+    """Return everything that was measured, as JSON with a line for each way: its turns as (yardstick, way,
+    disturbed)."""
     told: dict[str, Any] = {"about": about, "memory": memory}
     for result in results:
         ways = {
@@ -496,13 +499,14 @@ def record(about: dict[str, str], results: list[dict[str, Any]], memory: dict[st
 
 
 def in_lines(key: str, part: dict[str, Any]) -> str:
-    """A part of the record, with a line for each of its entries."""
+    """Return a part of the record, with a line for each of its entries."""
     lines = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in part.items())
     return f" {json.dumps(key)}: {{\n  {lines}\n }}"
 
 
 def merged(old: str, text: str, isa: str) -> str:
-    """The page with one of its parts replaced: this machine's kernels first, then those for others, each once."""
+    """Return the page with one of its parts replaced: this machine's kernels first, then those for others, each
+    once."""
     parts = dict.fromkeys(("", *build.OTHERS), "")
     first, *others = re.split(rf"(?m)^(?={OTHER.format(isa='')})", old)
     parts[""] = first

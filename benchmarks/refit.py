@@ -68,7 +68,7 @@ LR = 3e-6  # a learning rate of RL: about what a step of Adam moves each weight 
 
 
 def workers() -> set[int]:
-    """The workers of all engines that run."""
+    """Return the workers of all engines that run."""
     import psutil
 
     return {child.pid for child in psutil.Process().children(recursive=True) if "Worker" in child.name()}
@@ -141,7 +141,7 @@ class Race:
         return {"wall": wall, "processor": self._processor() - busy, **extra}
 
     def _processor(self) -> float:
-        """Seconds that both have computed, all threads together."""
+        """Return the seconds that both have computed, all threads together."""
         import psutil
 
         return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in self.pids.values())

@@ -138,7 +138,7 @@ def speed(model: str, steps: int, torchao: str | None, own: bool, results: Path 
 
 
 def processors(results: Path, steps: int) -> None:
-    """The same for tiny_llama with fewer and fewer instructions, each in a process of its own, as a JSON file and a
+    """Time tiny_llama with fewer and fewer instructions, each in a process of its own; write a JSON file and print a
     table."""
     found = {}
     for name, environment in PROCESSORS.items():
@@ -178,7 +178,7 @@ def processors_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def alternate(model: str, steps: int, kinds: list[str | None]) -> dict[str | None, list[float]]:
-    """Seconds of each step of every kind, in turns in one Megatron model, all of its layers in FP8."""
+    """Measure the seconds of each step of every kind, in turns in one Megatron model, all of its layers in FP8."""
     import fiddle as fdl
 
     from nemo_fp8.experiments import tiny_llama
@@ -247,7 +247,7 @@ def _alternate(kinds: list[str | None]) -> Any:
 
 
 def linears(folder: str, tokens: int, hidden: int, ffn: int) -> None:
-    """Forward and backward of one BF16 linear, of ours, and of torchao's emulated float8, in turns."""
+    """Measure forward and backward of one BF16 linear, of ours, and of torchao's emulated float8, in turns."""
     sys.path.insert(0, folder)
     import torch
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

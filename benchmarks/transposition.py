@@ -265,7 +265,7 @@ def _parts(values: list[float], width: int) -> Iterator[list[float]]:
 
 @torch.no_grad()
 def _held_out(model: Model, seed: int, size: Size) -> float:
-    """The loss on stories that no run trains on, the same for all arms of a seed."""
+    """Return the loss on stories that no run trains on, the same for all arms of a seed."""
     return round(float(model(*_batch("validation", seed, 0, size.held_out, size.length))), 5)
 
 
@@ -277,7 +277,8 @@ def _error(weight: torch.Tensor, arm: Arm) -> torch.Tensor:
 def _meter(
     model: Model, arm: Arm, seed: int, size: Size, earlier: dict[str, torch.Tensor]
 ) -> dict[str, dict[str, float | None]]:
-    """What the meter says of the trained weights, of the gradients of one batch, and of the whole model's gradient.
+    """Return what the meter says of the trained weights, of the gradients of one batch, and of the whole model's
+    gradient.
 
     ``weights`` are all of them as one, ``gradients`` the products of all linears as one; ``whole`` is the gradient of
     all parameters, against the one that F gives; ``stays`` the cosine of B - F now with the one at half of the run.

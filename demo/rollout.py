@@ -22,7 +22,7 @@ PROMPTS = ("Anna has 7", "Ben has 4 apples. ", "Emma has 9 coins.")
 
 
 def weights(folder):
-    """The checkpoint's tensors, one after the other."""
+    """Yield the checkpoint's tensors, one after the other."""
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no dictionary
@@ -30,7 +30,7 @@ def weights(folder):
 
 
 def tell(llm):
-    """What the engine goes on with after a few words."""
+    """Print what the engine goes on with after a few words."""
     from vllm import SamplingParams
 
     asked = SamplingParams(temperature=0.0, max_tokens=100)
@@ -39,7 +39,7 @@ def tell(llm):
 
 
 def log_probs(llm, tokens):
-    """The engine's log-prob of every token but the first."""
+    """Return the engine's log-prob of every token but the first."""
     from vllm import SamplingParams
 
     asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

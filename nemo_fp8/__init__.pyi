@@ -97,7 +97,7 @@ class _PluginConfig(Config[MixedPrecision]):
     """A ``run.Config`` of our plugin. At run time it is no class of its own."""
 
 def bf16_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'bf16_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'bf16_mixed' as a Config for ``trainer.plugins``.
 
     precision: bf16_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -108,7 +108,7 @@ def bf16_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     """
 
 def fp16_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'fp16_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'fp16_mixed' as a Config for ``trainer.plugins``.
 
     precision: fp16_mixed
     compute: Layers compute and keep parameters in FP16; gradients are reduced in FP16. Master weights are FP32.
@@ -120,7 +120,7 @@ def fp16_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     """
 
 def bf16_with_fp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'bf16_with_fp8_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'bf16_with_fp8_mixed' as a Config for ``trainer.plugins``.
 
     precision: bf16_with_fp8_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -140,7 +140,7 @@ def bf16_with_fp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     """
 
 def fp16_with_fp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'fp16_with_fp8_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'fp16_with_fp8_mixed' as a Config for ``trainer.plugins``.
 
     precision: fp16_with_fp8_mixed
     compute: Layers compute and keep parameters in FP16; gradients are reduced in FP16. Master weights are FP32.
@@ -163,7 +163,7 @@ def fp16_with_fp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     """
 
 def bf16_with_mxfp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'bf16_with_mxfp8_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'bf16_with_mxfp8_mixed' as a Config for ``trainer.plugins``.
 
     precision: bf16_with_mxfp8_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -182,7 +182,7 @@ def bf16_with_mxfp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     """
 
 def fp16_with_mxfp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'fp16_with_mxfp8_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'fp16_with_mxfp8_mixed' as a Config for ``trainer.plugins``.
 
     precision: fp16_with_mxfp8_mixed
     compute: Layers compute and keep parameters in FP16; gradients are reduced in FP16. Master weights are FP32.
@@ -202,7 +202,7 @@ def fp16_with_mxfp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     """
 
 def bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'bf16_with_fp8_current_scaling_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'bf16_with_fp8_current_scaling_mixed' as a Config for ``trainer.plugins``.
 
     precision: bf16_with_fp8_current_scaling_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -220,7 +220,7 @@ def bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _Plugi
     """
 
 def fp16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'fp16_with_fp8_current_scaling_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'fp16_with_fp8_current_scaling_mixed' as a Config for ``trainer.plugins``.
 
     precision: fp16_with_fp8_current_scaling_mixed
     compute: Layers compute and keep parameters in FP16; gradients are reduced in FP16. Master weights are FP32.
@@ -239,7 +239,7 @@ def fp16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _Plugi
     """
 
 def nemotron_h_bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'nemotron_h_bf16_with_fp8_current_scaling_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'nemotron_h_bf16_with_fp8_current_scaling_mixed' as a Config for ``trainer.plugins``.
 
     precision: nemotron_h_bf16_with_fp8_current_scaling_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -257,7 +257,7 @@ def nemotron_h_bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]
     """
 
 def nanov2_bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'nanov2_bf16_with_fp8_current_scaling_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'nanov2_bf16_with_fp8_current_scaling_mixed' as a Config for ``trainer.plugins``.
 
     precision: nanov2_bf16_with_fp8_current_scaling_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -279,7 +279,7 @@ def nanov2_bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) ->
     """
 
 def bf16_with_fp8_subchannel_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'bf16_with_fp8_subchannel_scaling_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'bf16_with_fp8_subchannel_scaling_mixed' as a Config for ``trainer.plugins``.
 
     precision: bf16_with_fp8_subchannel_scaling_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -299,7 +299,7 @@ def bf16_with_fp8_subchannel_scaling_mixed(**changes: Unpack[_Arguments]) -> _Pl
     """
 
 def fp16_with_fp8_subchannel_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'fp16_with_fp8_subchannel_scaling_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'fp16_with_fp8_subchannel_scaling_mixed' as a Config for ``trainer.plugins``.
 
     precision: fp16_with_fp8_subchannel_scaling_mixed
     compute: Layers compute and keep parameters in FP16; gradients are reduced in FP16. Master weights are FP32.
@@ -320,7 +320,7 @@ def fp16_with_fp8_subchannel_scaling_mixed(**changes: Unpack[_Arguments]) -> _Pl
     """
 
 def bf16_with_fp8_delayed_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'bf16_with_fp8_delayed_scaling_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'bf16_with_fp8_delayed_scaling_mixed' as a Config for ``trainer.plugins``.
 
     precision: bf16_with_fp8_delayed_scaling_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -340,7 +340,7 @@ def bf16_with_fp8_delayed_scaling_mixed(**changes: Unpack[_Arguments]) -> _Plugi
     """
 
 def fp16_with_fp8_delayed_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'fp16_with_fp8_delayed_scaling_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'fp16_with_fp8_delayed_scaling_mixed' as a Config for ``trainer.plugins``.
 
     precision: fp16_with_fp8_delayed_scaling_mixed
     compute: Layers compute and keep parameters in FP16; gradients are reduced in FP16. Master weights are FP32.
@@ -363,7 +363,7 @@ def fp16_with_fp8_delayed_scaling_mixed(**changes: Unpack[_Arguments]) -> _Plugi
     """
 
 def bf16_with_fp8_delayed_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'bf16_with_fp8_delayed_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'bf16_with_fp8_delayed_mixed' as a Config for ``trainer.plugins``.
 
     precision: bf16_with_fp8_delayed_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -383,7 +383,7 @@ def bf16_with_fp8_delayed_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     """
 
 def fp16_with_fp8_delayed_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'fp16_with_fp8_delayed_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'fp16_with_fp8_delayed_mixed' as a Config for ``trainer.plugins``.
 
     precision: fp16_with_fp8_delayed_mixed
     compute: Layers compute and keep parameters in FP16; gradients are reduced in FP16. Master weights are FP32.
@@ -406,7 +406,7 @@ def fp16_with_fp8_delayed_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     """
 
 def bf16_with_fp8_tensorwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'bf16_with_fp8_tensorwise_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'bf16_with_fp8_tensorwise_mixed' as a Config for ``trainer.plugins``.
 
     precision: bf16_with_fp8_tensorwise_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -424,7 +424,7 @@ def bf16_with_fp8_tensorwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConf
     """
 
 def fp16_with_fp8_tensorwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'fp16_with_fp8_tensorwise_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'fp16_with_fp8_tensorwise_mixed' as a Config for ``trainer.plugins``.
 
     precision: fp16_with_fp8_tensorwise_mixed
     compute: Layers compute and keep parameters in FP16; gradients are reduced in FP16. Master weights are FP32.
@@ -443,7 +443,7 @@ def fp16_with_fp8_tensorwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConf
     """
 
 def bf16_with_fp8_blockwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'bf16_with_fp8_blockwise_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'bf16_with_fp8_blockwise_mixed' as a Config for ``trainer.plugins``.
 
     precision: bf16_with_fp8_blockwise_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -463,7 +463,7 @@ def bf16_with_fp8_blockwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfi
     """
 
 def fp16_with_fp8_blockwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'fp16_with_fp8_blockwise_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'fp16_with_fp8_blockwise_mixed' as a Config for ``trainer.plugins``.
 
     precision: fp16_with_fp8_blockwise_mixed
     compute: Layers compute and keep parameters in FP16; gradients are reduced in FP16. Master weights are FP32.
@@ -484,7 +484,7 @@ def fp16_with_fp8_blockwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfi
     """
 
 def bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'bf16_with_nvfp4_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'bf16_with_nvfp4_mixed' as a Config for ``trainer.plugins``.
 
     precision: bf16_with_nvfp4_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.
@@ -505,7 +505,7 @@ def bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     """
 
 def nemotron_3_super_bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
-    """The precision 'nemotron_3_super_bf16_with_nvfp4_mixed' as a Config for ``trainer.plugins``.
+    """Return the precision 'nemotron_3_super_bf16_with_nvfp4_mixed' as a Config for ``trainer.plugins``.
 
     precision: nemotron_3_super_bf16_with_nvfp4_mixed
     compute: Layers compute and keep parameters in BF16; gradients are reduced in FP32. Master weights are FP32.

@@ -46,6 +46,8 @@ def sort(findings: Iterable[Problem]) -> list[Problem]:
     return sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), order[f.code]))
 
 
+MEGATRON_CORE = "Install megatron-core==0.15.3 (constraints/training.txt)."
+
 error, warning, info = (partial(Problem, severity=severity) for severity in SEVERITIES)
 
 RULES: dict[str, Problem] = {
@@ -304,7 +306,7 @@ RULES: dict[str, Problem] = {
         "megatron-core {mcore} with NeMo {nemo}.",
         "NeMo 2.7 works with megatron-core 0.15: 0.16 changed get_megatron_optimizer, 0.14 lacks names that it "
         "imports.",
-        "Install megatron-core==0.15.3 (constraints/training.txt).",
+        MEGATRON_CORE,
     ),
     "bridge-mcore": error(
         "megatron-core {mcore} with Megatron-Bridge {bridge}.",

@@ -152,7 +152,7 @@ def _new(name: str) -> str:
 
 
 def _is_module(name: str) -> bool:
-    """Whether there is a file or a folder of a module; nothing is imported."""
+    """Return whether there is a file or a folder of a module; nothing is imported."""
     path = Path(__file__).parent.joinpath(*name.split(".")[1:])
     return path.is_dir() or path.with_suffix(".py").is_file()
 

@@ -59,7 +59,7 @@ def register() -> None:
 
 
 def has_driver() -> bool:
-    """Whether this machine has a GPU, or this container was given one."""
+    """Return whether this machine has a GPU, or this container was given one."""
     return any(map(os.path.exists, DRIVERS))
 
 
@@ -98,7 +98,7 @@ class Hook:
         )
 
     def _found(self, name: str) -> "Any":
-        """What the other finders say."""
+        """Return what the other finders say."""
         found = (
             finder.find_spec(name, None)
             for finder in sys.meta_path
@@ -112,7 +112,8 @@ class Hook:
 
 
 def _is_compiled(home: str) -> bool:
-    """Whether the extension lies where TransformerEngine would look for it: beside itself, or in site-packages."""
+    """Return whether the extension lies where TransformerEngine would look for it: beside itself, or in
+    site-packages."""
     import sysconfig
 
     homes = (home, os.path.join(sysconfig.get_path("purelib"), TRANSFORMER_ENGINE))

@@ -104,7 +104,7 @@ class Row:
 
 
 def gaussian() -> list[torch.Tensor]:
-    """What models hold: normal values of several sizes, in each source type."""
+    """Return what models hold: normal values of several sizes, in each source type."""
     g = torch.Generator().manual_seed(0)
     return [
         (torch.randn(384, 512, generator=g) * size).to(t)
@@ -114,7 +114,8 @@ def gaussian() -> list[torch.Tensor]:
 
 
 def hard(nonfinite: bool) -> list[torch.Tensor]:
-    """Ragged, every magnitude that the type has, tiles of zeros, subnormals; and NaN and infinities if wanted."""
+    """Return ragged shapes, every magnitude that the type has, tiles of zeros, subnormals; and NaN and infinities if
+    wanted."""
     g = torch.Generator().manual_seed(1)
     found = []
     for t, (low, high) in ((torch.bfloat16, (-133, 126)), (torch.float16, (-24, 14)), (torch.float32, (-149, 126))):
@@ -144,8 +145,8 @@ def numpy_oracle(row: Row, operand: Operand, usage: str) -> None:
 
 
 def te_oracle(row: Row, operand: Operand, usage: str) -> None:
-    """TE's scales and torch's cast on whole tiles. Its Python differs from its kernels for NaN and infinity: finite
-    values only."""
+    """Compare with TE's scales and torch's cast, on whole tiles. TE's Python differs from its kernels for NaN and
+    infinity: finite values only."""
     scale_of = oracles.te_scale()
     for x in gaussian() + hard(nonfinite=False):
         rows, columns = tile_of(operand, usage) or x.shape
@@ -169,7 +170,7 @@ def te_oracle(row: Row, operand: Operand, usage: str) -> None:
 
 
 def torchao_oracle(row: Row, operand: Operand, usage: str) -> None:
-    """torchao's reference casts. They floor amaxes at 1e-12 and want whole tiles: Gaussian tensors."""
+    """Compare with torchao's reference casts. They floor amaxes at 1e-12 and want whole tiles: Gaussian tensors."""
     theirs = _torchao(operand, usage)
     assert theirs is not None
     for x in gaussian():
@@ -214,7 +215,7 @@ def _torchao(operand: Operand, usage: str) -> Callable[[torch.Tensor], tuple[tor
 
 
 def own_reference(row: Row, operand: Operand, usage: str) -> None:
-    """The compiled kernel of this machine against the specification in torch."""
+    """Compare the compiled kernel of this machine with the specification in torch."""
     for x in gaussian() + hard(nonfinite=True):
         scale = torch.tensor(DELAYED_SCALE) if operand.delayed else None
         data, scale_inv, _ = quantize_reference(
@@ -237,7 +238,7 @@ def _plain(scale_inv: torch.Tensor) -> np.ndarray:
 
 
 def blocks_of_16() -> list[torch.Tensor]:
-    """Gaussian tensors, and the hard ones as far as they are whole blocks and numbers."""
+    """Return Gaussian tensors, and the hard ones as far as they are whole blocks and numbers."""
     return gaussian() + [x[:288, :320].contiguous() for x in hard(nonfinite=False)]
 
 
@@ -249,7 +250,7 @@ def add_nvfp4(row: Row, ours: QuantizedNVFP4, codes: torch.Tensor, *scales: torc
 
 
 def te_nvfp4(row: Row, operand: Operand, usage: str) -> None:
-    """TE's quantizer. It sums the transform in BF16's own matmul, which is exact for values of like size."""
+    """Compare with TE's quantizer. It sums the transform in BF16's own matmul, which is exact for values of like size."""
     reference = oracles.te_nvfp4().NVFP4QuantizerRef(
         None, rowwise=usage == "row" or operand.row_scaled, columnwise=usage == "col", quant_tile_shape=operand.block,
         row_scaled_nvfp4=operand.row_scaled, nvfp4_use_4over6=operand.four_over_six is not None,
@@ -264,7 +265,7 @@ def te_nvfp4(row: Row, operand: Operand, usage: str) -> None:
 
 
 def vllm_nvfp4(row: Row, operand: Operand, usage: str) -> None:
-    """vLLM's quantizer, beneath the scale that it makes of a checkpoint's; by rows."""
+    """Compare with vLLM's quantizer, beneath the scale that it makes of a checkpoint's; by rows."""
     theirs = oracles.vllm_nvfp4()
     assert theirs is not None, "no .venv-rollout: make setup"
     for x in gaussian():
@@ -275,7 +276,7 @@ def vllm_nvfp4(row: Row, operand: Operand, usage: str) -> None:
 
 
 def own_nvfp4(row: Row, operand: Operand, usage: str) -> None:
-    """The compiled kernel of this machine against the specification in torch."""
+    """Compare the compiled kernel of this machine with the specification in torch."""
     for x in gaussian() + [x[:288, :320].contiguous() for x in hard(nonfinite=True)]:
         x = x.bfloat16() if operand.hadamard else x
         ours = nvfp4.quantize(x, operand, usage=usage)
@@ -304,7 +305,7 @@ def four_bits() -> Iterator[Row]:
 
 
 def nvfp4_control() -> Row:
-    """vLLM's order of multiplication against TE's: scales halfway between two tell them apart."""
+    """Compare vLLM's order of multiplication with TE's: scales halfway between two tell them apart."""
     row = Row("nvfp4", "1x16", "vLLM's convention (a control: must differ)")
     mantissa = 1 + torch.arange(128) / 128
     for amax in mantissa:
@@ -319,7 +320,7 @@ def nvfp4_control() -> Row:
 
 
 def casts() -> Iterator[Row]:
-    """Element types alone: every 16-bit source, many FP32 bit patterns, and every code back."""
+    """Compare element types alone: every 16-bit source, many FP32 bit patterns, and every code back."""
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     patterns = torch.randint(-(2**31), 2**31, (1 << 20,), generator=torch.Generator().manual_seed(2)).to(torch.int32)
     for name in ("e4m3", "e5m2"):
@@ -365,7 +366,7 @@ def recipes() -> Iterator[Row]:
 
 
 def control() -> Row:
-    """What a difference looks like: DeepGEMM's convention against TE's, which the table must tell apart."""
+    """Show what a difference looks like: DeepGEMM's convention against TE's, which the table must tell apart."""
     row = Row("blockwise, FP32 scales", "weight e4m3 128x128", "DeepGEMM's convention (a control: must differ)")
     operand = Operand("e4m3", (128, 128), "fp32")
     for x in gaussian():
@@ -376,7 +377,7 @@ def control() -> Row:
 
 
 def page() -> str:
-    """The document."""
+    """Return the document."""
     columns = ("recipe", "operand", "oracle", "codes", "different", "scales", "different")
     head = f"| {' | '.join(columns)} |\n|---|---|---|---:|---:|---:|---:|\n"
     rows = [*casts(), *recipes(), *four_bits()]

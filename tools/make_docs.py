@@ -29,7 +29,7 @@ Hyphens and underscores are the same. Each one is a factory (`nemo_fp8.bf16_with
 
 
 def recipes() -> str:
-    """Every preset, what it sets, and in plain words what it does."""
+    """Return docs/recipes.md: every preset, what it sets, and in plain words what it does."""
     columns = (
         "preset",
         "compute",

@@ -54,7 +54,7 @@ FOOT = """
 
 
 def families() -> str:
-    """Every family that was tried, and what was seen."""
+    """Return docs/families.md: every family that was tried, and what was seen."""
     record = json.loads(RECORD.read_text())
     rows = {name: found for name, found in record["families"].items() if "in_memory" in found}
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())

@@ -68,7 +68,7 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def support() -> str:
-    """docs/support.md: verdicts by GPU, then every row of the table."""
+    """Return docs/support.md: verdicts by GPU, then every row of the table."""
     machines = {column: Machine.parse(f"{words},{NOW}") for column, words in COLUMNS.items()}
     overview = [(words, *(answer(recipe, m).verdict for m in machines.values())) for recipe, words in RECIPES.items()]
     text = (
@@ -111,7 +111,7 @@ nemo-fp8 lint bf16_with_fp8_blockwise_mixed --model config.json --parallel tp4,e
 
 
 def lint() -> str:
-    """docs/lint.md: every kind of finding, from its rule."""
+    """Return docs/lint.md: every kind of finding, from its rule."""
     counts = ", ".join(f"{sum(rule.severity == s for rule in RULES.values())} {s}s" for s in SEVERITIES)
     text = LINT_HEAD + f"{len(RULES)} kinds: {counts}.\n"
     for code, rule in RULES.items():

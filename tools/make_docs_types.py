@@ -68,7 +68,7 @@ _SPECIAL = {
 
 
 def front_door() -> str:
-    """The whole stub, as ruff formats it."""
+    """Return the whole stub, as ruff formats it."""
     homes = sorted((home, name) for name, home in nemo_fp8._HOMES.items())
     own = [field.name for field in fields(contract.Precision) if field.name != "name"]
     names = dict.fromkeys((*SETTINGS, *IMPLIED, *own, "engine"))
@@ -80,7 +80,7 @@ def front_door() -> str:
 
 
 def _type(name: str) -> str:
-    """The type of an argument under NeMo's name or the contract's."""
+    """Return the type of an argument under NeMo's name or the contract's."""
     setting = SETTINGS.get(name)
     if setting and setting.values:
         return _one_of(setting.values)
@@ -102,7 +102,7 @@ def _one_of(values: Iterable[object]) -> str:
 
 
 def _factory(name: str, precision: contract.Precision) -> str:
-    """A factory with its docstring, in lines that fit."""
+    """Return a factory with its docstring, in lines that fit."""
     fill = textwrap.TextWrapper(WIDTH, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False)
     lines = [line for text in docstring(precision).splitlines() for line in fill.wrap(text) or [""]]
     words = "\n".join(lines).strip()

@@ -33,13 +33,14 @@ svg { --ink: #1b1f24; --muted: #57606a; --rule: #d0d7de; --paper: #fff; backgrou
 
 
 def loss(rows: list[dict[str, Any]]) -> Any:
-    """Curves where the record holds the loss of every step, which ``benchmarks/train.py loss`` now keeps; else where
-    the runs ended."""
+    """Draw curves where the record holds the loss of every step, which ``benchmarks/train.py loss`` now keeps; else
+    where the runs ended."""
     return curves(rows) if all("losses" in row for row in rows) else ends(rows)
 
 
 def ends(rows: list[dict[str, Any]]) -> Any:
-    """Where each FP8 run ended, against BF16 with the same seed; and how far BF16 itself moves from seed to seed."""
+    """Draw where each FP8 run ended, against BF16 with the same seed; and how far BF16 itself moves from seed to
+    seed."""
     found = {(row["precision"], row["seed"]): row["loss"] for row in rows}
     base = {seed: value for (name, seed), value in found.items() if name == "bf16_mixed"}
     names = [name for name in dict.fromkeys(name for name, _ in found) if name != "bf16_mixed"]
@@ -74,8 +75,8 @@ def ends(rows: list[dict[str, Any]]) -> Any:
 
 
 def curves(rows: list[dict[str, Any]]) -> Any:
-    """Each FP8 recipe's curve over BF16's, mean of the seeds with the band that they span, each loss a mean over ten
-    steps."""
+    """Draw each FP8 recipe's curve over BF16's, mean of the seeds with the band that they span, each loss a mean over
+    ten steps."""
     runs: dict[str, list[list[float]]] = {}
     for row in rows:
         runs.setdefault(row["precision"], []).append(smooth(row["losses"], 10))
@@ -115,7 +116,7 @@ def curves(rows: list[dict[str, Any]]) -> Any:
 
 
 def rl(record: dict[str, Any]) -> Any:
-    """Accuracy on held-out problems while GRPO trains: BF16 on both sides, and FP8 on both."""
+    """Draw accuracy on held-out problems while GRPO trains: BF16 on both sides, and FP8 on both."""
     arms = {"bf16-bf16": ("BF16 on both sides", "bf16", "--"), "fp8-fp8": ("FP8 on both sides", "blockwise", "-")}
     found = {arm: list(record["validation_accuracy"][arm].values()) for arm in arms}
     ends = {arm: 100 * mean(list(seed.values())[-1] for seed in seeds) for arm, seeds in found.items()}
@@ -142,7 +143,7 @@ def rl(record: dict[str, Any]) -> Any:
 
 
 def push(record: dict[str, Any]) -> Any:
-    """Seconds until an engine holds other weights, by every way; FP8 in colour, on a logarithmic axis."""
+    """Draw the seconds until an engine holds other weights, by every way; FP8 in colour, on a logarithmic axis."""
     ways = {
         "a plain copy of the bytes": (record["copy_seconds"], MUTED),
         "BF16 push": (record["best"]["BF16 push"]["wall"], color("bf16")),
@@ -175,7 +176,8 @@ def push(record: dict[str, Any]) -> Any:
 
 
 def snr(record: dict[str, Any]) -> Any:
-    """The SNR of down projections by layer, of the whole and of its blocks: the first hides what the second tells."""
+    """Draw the SNR of down projections by layer, of the whole and of its blocks: the first hides what the second
+    tells."""
     rows = sorted(
         (row for row in record["tensors"] if row["role"] == "down" and row["precisions"]), key=lambda row: row["layer"]
     )
@@ -197,7 +199,8 @@ def snr(record: dict[str, Any]) -> Any:
 
 
 def transposition(record: dict[str, Any]) -> Any:
-    """The gap of every arm to the one that reads the forward's codes, by the distance of the weights, with intervals."""
+    """Draw the gap of every arm to the one that reads the forward's codes, by the distance of the weights, with
+    intervals."""
     hues = {"NVFP4 weights": "nvfp4", "FP8 weights": "blockwise", "NVFP4": "tensorwise"}
     with drawing(9, 3.4, columns=2, width_ratios=[1, 1.2]) as (figure, axes):
         recipes, everything = axes[0]
@@ -230,14 +233,14 @@ def transposition(record: dict[str, Any]) -> Any:
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """The running mean over so many values, and over as many as there are at the beginning."""
+    """Return the running mean over so many values, and over as many as there are at the beginning."""
     return [mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def band(
     axis: Any, curves: Iterable[Sequence[float]], colour: str, x: Sequence[float] | None = None, **style: Any
 ) -> None:
-    """The mean of some curves, and the band between the lowest and the highest of them."""
+    """Draw the mean of some curves, and the band between the lowest and the highest of them."""
     at = list(zip(*curves, strict=True))
     x = range(1, len(at) + 1) if x is None else x
     axis.fill_between(
@@ -262,8 +265,8 @@ PICTURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def fingerprint(record: str) -> str:
-    """What an SVG says of the record that it was drawn from: its figures count, and not where and by which command they
-    were taken."""
+    """Return what an SVG says of the record that it was drawn from: its figures count, and not where and by which
+    command they were taken."""
     values = json.loads((RECORDS / record).read_text())
     if isinstance(values, dict):
         values.pop("about", None)
@@ -271,14 +274,14 @@ def fingerprint(record: str) -> str:
 
 
 def drawn_from(picture: str) -> str:
-    """The same, as the committed SVG has it."""
+    """Return the fingerprint of its record that the committed SVG holds."""
     path = TARGET / f"{picture}.svg"
     said = re.search(r"<desc>(.*?)</desc>", path.read_text()) if path.exists() else None
     return said[1] if said else ""
 
 
 def draw(picture: str) -> str:
-    """The SVG of a picture: a file of its own, in pixels, with its colours and where it comes from."""
+    """Return the SVG of a picture: a file of its own, in pixels, with its colours and where it comes from."""
     record, figure_of = PICTURES[picture]
     figure = figure_of(json.loads((RECORDS / record).read_text()))
     wide, high = (96 * inches for inches in figure.get_size_inches())

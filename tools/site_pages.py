@@ -26,7 +26,7 @@ def on_files(files, config):
 
 
 def moved(text):
-    """Markdown of the repository's root as it reads in docs/."""
+    """Return Markdown of the repository's root as it reads in docs/."""
     for source, name in OUTSIDE.items():
         text = text.replace(f"]({source})", f"]({name})")
     return text.replace("](docs/", "](")

@@ -136,7 +136,7 @@ class Sources:
         self._bindings: dict[str, dict[str, ast.AST | str]] = {}
 
     def has(self, name: str) -> bool:
-        """Whether a dotted name is a module there, or bound in one, or a member of a class that is."""
+        """Return whether a dotted name is a module there, or bound in one, or a member of a class that is."""
         return self._find(name, frozenset()) is not None
 
     def parameters(self, name: str) -> list[str] | None:
@@ -239,7 +239,7 @@ class Version:
 
 
 def installed() -> list[Version]:
-    """The versions of the environments beside this file: what NeMo trains with, and those that lie apart."""
+    """Return the versions of the environments beside this file: what NeMo trains with, and those that lie apart."""
     import sysconfig
 
     places = (Path(sysconfig.get_paths()["purelib"]), *ROOT.glob(".venv-bridge/lib/python*/site-packages"))
@@ -378,7 +378,7 @@ Written by `tools/stack_versions.py --write`; `--source NUMBER+COMMIT=FOLDER` ad
 
 
 def row(version: Version, names: Iterable[str]) -> str:
-    """One line of the page's first table."""
+    """Return one line of the page's first table."""
     asked, gone = asked_of(version, names), missing(version, names)
     has = f"{len(asked) - len(gone)} of {len(asked)}"
     return (
@@ -388,13 +388,13 @@ def row(version: Version, names: Iterable[str]) -> str:
 
 
 def run_row(version: Version, names: Iterable[str], recipes: Iterable[str]) -> str:
-    """One line of the page's second table."""
+    """Return one line of the page's second table."""
     gone = ", ".join(f"`{_short(name)}`" for name in not_imported(version, names)) or "none"
     return f"| {version.number} | {gone} | {', '.join(recipes)} |"
 
 
 def name_rows(names: dict[str, set[str]], versions: Iterable[Version]) -> list[str]:
-    """The lines of the page's third table."""
+    """Return the lines of the page's third table."""
     lacking: dict[str, list[str]] = {}
     for version in versions:
         for name in missing(version, names):
@@ -406,7 +406,7 @@ def name_rows(names: dict[str, set[str]], versions: Iterable[Version]) -> list[s
 
 
 def page(names: dict[str, set[str]], versions: list[Version], runs: list[str]) -> str:
-    """The page."""
+    """Return the page."""
     rows = "\n".join(row(version, names) for version in versions)
     table = "\n".join(name_rows(names, versions))
     return f"{_HEAD.format(count=len(names))}{rows}\n{_RUNS}" + "\n".join(runs) + f"\n{_NAMES}{table}\n{_TAIL}"

@@ -94,7 +94,7 @@ class Limits:
 
 
 def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
-    """The counts of one file, and why tests failed or were skipped."""
+    """Run the tests of one file; return their counts, and why tests failed or were skipped."""
     folder = checkout / "tests" / "pytorch"
     end = time.monotonic() + limits.file
     with tempfile.TemporaryDirectory() as scratch:
@@ -193,7 +193,7 @@ def _running(
 
 
 def _unfinished(found: list[dict[str, Any]]) -> str | None:
-    """The test that began last, unless it has ended."""
+    """Return the test that began last, unless it has ended."""
     begun = [event["begins"] for event in found if "begins" in event]
     return begun[-1] if begun and all(event.get("ends") != begun[-1] for event in found) else None
 
@@ -204,7 +204,7 @@ def _fail(record: Path, test: str, line: str) -> None:
 
 
 def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str) -> dict[str, Any]:
-    """What a record says. A file of which nothing is known has failed."""
+    """Return what a record says. A file of which nothing is known has failed."""
     outcomes: dict[str, tuple[str, str]] = {}
     for event in found:
         if "ends" in event and (event["outcome"] == "failed" or event["ends"] not in outcomes):
@@ -233,7 +233,7 @@ def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str)
 
 
 def tree(checkout: Path, commit: str | None) -> dict[str, str | None]:
-    """Which version of TE's tests a checkout holds, and its commit as far as it is known."""
+    """Return which version of TE's tests a checkout holds, and its commit as far as it is known."""
     version = checkout / "build_tools" / "VERSION.txt"
     if commit is None and (checkout / ".git").exists():
         asked = ["git", "-C", str(checkout), "rev-parse", "HEAD"]

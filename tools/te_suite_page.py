@@ -144,7 +144,7 @@ CAUSES: tuple[Cause, ...] = (
 
 
 def cause_of(file: str, test: str, line: str) -> str | None:
-    """Why this test failed, if it is known."""
+    """Return why this test failed, if it is known."""
     for cause in CAUSES:
         found = re.search(cause.error, line)
         if found and re.search(cause.test, f"{file}::{test}"):
@@ -164,7 +164,7 @@ def join(folder: Path, arch: int, file: str, found: dict[str, Any]) -> None:
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """The page."""
+    """Return the page."""
     parts = (_counts(results), [""], _causes(results), _unexplained(results), _left_out(), _skips(results))
     return "\n".join([_HEAD, *(line for part in parts for line in part)]) + "\n"
 
@@ -266,5 +266,5 @@ def _skips(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text that a table of Markdown can hold."""
+    """Return text that a table of Markdown can hold."""
     return re.sub(r"([|<>*_`])", r"\\\1", text[:240])

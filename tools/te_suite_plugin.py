@@ -34,7 +34,7 @@ def _write(**event: Any) -> None:
 
 
 def events(record: Path) -> list[dict[str, Any]]:
-    """What was written down; a line that a killed process left unfinished is passed over."""
+    """Return what was written down; a line that a killed process left unfinished is passed over."""
     lines = record.read_text().splitlines(keepends=True) if record.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -60,24 +60,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A file that cannot be collected has failed; one that leaves itself out is skipped."""
+    """Record a file that cannot be collected as failed, and one that leaves itself out as skipped."""
     if report.outcome != "passed":
         _write(ends=f"{report.nodeid} (collection)", outcome=report.outcome, line=_line(report))
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """A test begins."""
+    """Record that a test begins."""
     _write(begins=nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A test has ended, or what comes before or after it has gone wrong."""
+    """Record that a test has ended, or that what comes before or after it has gone wrong."""
     if report.when == "call" or report.outcome != "passed":
         _write(ends=report.nodeid, outcome=report.outcome, line=_line(report))
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    """What a test has started in another session ends with it."""
+    """End what a test has started in another session."""
     for children in Path("/proc/self/task").glob("*/children"):
         for child in map(int, children.read_text().split()):
             with contextlib.suppress(ProcessLookupError, ChildProcessError):

@@ -65,7 +65,7 @@ assert all(t.isfinite().all() for t in (y, x.grad, layer.weight.grad)) and layer
 
 
 def versions() -> list[str]:
-    """Every version on the index from the oldest on, newest first."""
+    """Return every version on the index from the oldest on, newest first."""
     command = [sys.executable, "-m", "pip", "index", "versions", "transformer-engine"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r"Available versions: (.*)", done.stdout)
@@ -74,7 +74,7 @@ def versions() -> list[str]:
 
 
 def unpack(version: str, folder: Path) -> Path:
-    """That version's Python, in a folder of its own."""
+    """Unpack that version's Python into a folder of its own."""
     command = [
         sys.executable,
         "-m",
@@ -94,7 +94,7 @@ def unpack(version: str, folder: Path) -> Path:
 
 
 def examine(version: str, package: Path) -> dict[str, Any]:
-    """What fits of this version and what does not."""
+    """Return what fits of this version and what does not."""
     imports = _IMPORTS.format(version=version)
     done = _run(["-c", imports], version, package)
     row: dict[str, Any] = {"version": version, "imports": _error(done), "missing": [], "steps": {}, "checks": ""}
@@ -126,7 +126,7 @@ def _error(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """The page."""
+    """Return the page."""
     lines = [_HEAD, "| TE | fits | te.Linear steps under | our tests | why not |", "|---|---|---|---|---|"]
     for row in rows:
         steps = ", ".join(name for name, error in row["steps"].items() if not error)

@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def ask(version: str, folder: Path) -> dict[str, Any]:
-    """What happened with this version."""
+    """Return what happened with this version."""
     from support.rollout.settings import ENVIRONMENT
 
     over = folder / version
@@ -84,7 +84,7 @@ def ask(version: str, folder: Path) -> dict[str, Any]:
 
 
 def smoke(answer: Path) -> int:
-    """Everything that is asked of the vLLM that this process sees."""
+    """Ask everything that is asked of the vLLM that this process sees."""
     found: dict[str, Any] = {}
     try:
         for name, value in steps():

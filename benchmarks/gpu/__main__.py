@@ -34,13 +34,13 @@ PLACES = (parts.ROOT, parts.ROOT / "tests" / "golden")
 
 
 def measured(part: str, name: str, folder: Path, cpu: bool, limit: float) -> dict[str, Any]:
-    """One measure, in a process of its own."""
+    """Run one measure, in a process of its own."""
     child = [sys.executable, "-u", "-W", "ignore", "-m", "benchmarks.gpu.measuring"]
     return outcome([*child, part, name, str(folder), *["--cpu"] * cpu], limit)
 
 
 def outcome(command: Sequence[str], limit: float) -> dict[str, Any]:
-    """What a command wrote into the file that is its last argument, or why it wrote nothing."""
+    """Return what a command wrote into the file that is its last argument, or why it wrote nothing."""
     path = os.pathsep.join([*map(str, PLACES), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as scratch:
         found, log, why = Path(scratch) / "found.json", Path(scratch) / "log", ""

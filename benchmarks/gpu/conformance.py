@@ -35,7 +35,7 @@ TILES = [(128, 128), (1, 128), (128, 1), (1, 32), (32, 1), None]
 
 
 def measure(run: Run, name: str) -> None:
-    """One measure of this part."""
+    """Run one measure of this part."""
     if name.startswith("golden "):
         golden(run, name.removeprefix("golden "))
     else:
@@ -74,7 +74,7 @@ def golden(run: Run, recipe: str) -> None:
 
 
 def require_mxfp8() -> None:
-    """Skip where TE has no kernels for it."""
+    """Skip a case of MXFP8 where TE has no kernels for it."""
     import transformer_engine.pytorch as te
 
     is_there, reason = te.is_mxfp8_available(return_reason=True)
@@ -83,7 +83,7 @@ def require_mxfp8() -> None:
 
 
 def te_kernels(x: torch.Tensor, operand: Operand, usage: str) -> Pair:
-    """TE's own codes and scale_inv for an operand, brought into our layout."""
+    """Return TE's own codes and scale_inv for an operand, brought into our layout."""
     import transformer_engine.pytorch as te
 
     dtype = {"e4m3": te.DType.kFloat8E4M3, "e5m2": te.DType.kFloat8E5M2}[operand.format]
@@ -111,8 +111,8 @@ def te_kernels(x: torch.Tensor, operand: Operand, usage: str) -> Pair:
 
 
 def te_delayed(small: bool, rank: int, group: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A real ``te.Linear`` through several steps, amaxes reduced over the ranks by TE: the codes it makes, the state it
-    keeps."""
+    """Run a real ``te.Linear`` through several steps, amaxes reduced over the ranks by TE: the codes it makes, the
+    state it keeps."""
     if small:
         from nemo_fp8 import te_cpu
 
@@ -164,7 +164,7 @@ def te_delayed(small: bool, rank: int, group: Any, case: dict[str, Any]) -> dict
 
 
 def beside(run: Run) -> None:
-    """TE beside us on the same device, at the sizes of a model: how many codes and scales differ."""
+    """Compare TE with us on the same device, at the sizes of a model: how many codes and scales differ."""
     for (what, shape), (recipe, kinds) in itertools.product((SMALL if run.small else LIVE).items(), RECIPES.items()):
         x = torch.randn(shape, device="cuda").mul_(torch.randn(shape[0], 1, device="cuda").exp()).bfloat16()
         for (block, scale), usage in ((kind, usage) for kind in kinds for usage in usages(kind[0])):
@@ -189,8 +189,8 @@ def beside(run: Run) -> None:
 
 
 def our_kernels(run: Run) -> None:
-    """This device's kernels against the specification in torch on the CPU: codes, scales, counts and decoded values to
-    the bit.
+    """Compare this device's kernels with the specification in torch on the CPU: codes, scales, counts and decoded
+    values to the bit.
 
     Each kind of case is a program to compile, so that most of the time goes into that.
     """

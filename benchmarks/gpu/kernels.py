@@ -44,13 +44,13 @@ FP4_COPY, FP4_DECODED, FP4_BYTES = "copy, for NVFP4", "decode NVFP4 to BF16", 2.
 
 
 def measure(run: Run, name: str) -> None:
-    """One measure of this part."""
+    """Run one measure of this part."""
     {"casts": casts, "gemms": gemms, "linear": linear, "layer": layer}[name](run)
 
 
 def casts(run: Run) -> None:
-    """Every cast of ours into memory that is there, to a new tensor, with statistics; TE's to a new tensor; a copy that
-    moves as much."""
+    """Measure every cast of ours into memory that is there, to a new tensor, with statistics; TE's to a new tensor; a
+    copy that moves as much."""
     import transformer_engine.pytorch as te
 
     e4m3, block = (
@@ -109,7 +109,8 @@ def _four_bits(
 
 
 def gemms(run: Run) -> None:
-    """One product of operands that are quantized already: the three GEMMs of a linear under each recipe, and BF16."""
+    """Measure one product of operands that are quantized already: the three GEMMs of a linear under each recipe, and
+    BF16."""
     n = 256 if run.small else 8192
     x, w, dy = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     ways: Ways = {"bf16": lambda: x @ w.t()}
@@ -137,7 +138,7 @@ def gemms(run: Run) -> None:
 
 
 def linear(run: Run) -> None:
-    """Forward and backward of one linear under each recipe."""
+    """Measure forward and backward of one linear under each recipe."""
     n = 256 if run.small else 8192
     x = torch.randn(n, n, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     run.found = {"tokens": n, "flops": 6 * n**3}
@@ -169,7 +170,7 @@ class Layer(torch.nn.Module):
 
 
 def layer(run: Run) -> None:
-    """Forward and backward of a Llama-8B layer, causal attention in BF16."""
+    """Measure forward and backward of a Llama-8B layer, causal attention in BF16."""
     hidden, ffn, heads, groups = sizes = (128, 256, 4, 2) if run.small else (4096, 14336, 32, 8)
     batch, sequence = (1, 128) if run.small else (2, 4096)
     x = torch.randn(batch, sequence, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -182,8 +183,8 @@ def layer(run: Run) -> None:
 def _steps(
     run: Run, model_of: Callable[[Callable[[int, int], torch.nn.Module]], torch.nn.Module], x: torch.Tensor
 ) -> None:
-    """A forward and backward under each recipe, ours and TE's, each on a model of its own that begins with the same
-    weights."""
+    """Measure a forward and backward under each recipe, ours and TE's, each on a model of its own that begins with the
+    same weights."""
     import transformer_engine.pytorch as te
 
     dy = torch.randn_like(x)

@@ -56,7 +56,8 @@ class Run:
         parts.write(self.file, {"result": self.found})
 
     def race(self, ways: Ways, seconds: float, *, graphs: bool = False) -> dict[str, Any]:
-        """Milliseconds of each way: the median, the first and ninth decile. A way that fails has its error instead."""
+        """Measure the milliseconds of each way: the median, the first and ninth decile. A way that fails has its error
+        instead."""
         found: dict[str, Any] = {}
         ready: Ways = {}
         for name, way in ways.items():
@@ -111,8 +112,8 @@ def _host_ms(way: Callable[[], Any]) -> float:
 
 
 def _captured(name: str, way: Callable[[], Any]) -> Ways:
-    """A way as a CUDA graph; nothing for one that waits for the device, which is found out before: a failed capture
-    breaks later ones."""
+    """Return a way as a CUDA graph; nothing for one that waits for the device, which is found out before: a failed
+    capture breaks later ones."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:

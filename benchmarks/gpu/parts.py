@@ -69,7 +69,7 @@ PARTS = {
 
 
 def missing() -> list[str]:
-    """What this environment lacks, in words; empty where all is there."""
+    """Return what this environment lacks, in words; empty where all is there."""
     found = []
     for name, wanted in NEEDED.items():
         try:
@@ -90,7 +90,7 @@ def missing() -> list[str]:
 
 
 def about(command: str, dry_run: bool) -> dict[str, Any]:
-    """When, where, with what and how: everything that a number needs beside it."""
+    """Return when, where, with what and how: everything that a number needs beside it."""
     versions = {
         "nemo_fp8": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "Python": platform.python_version(),
@@ -124,7 +124,7 @@ def _output(*command: str) -> str:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """What a file of JSON holds; empty where there is none."""
+    """Return what a file of JSON holds; empty where there is none."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found
 

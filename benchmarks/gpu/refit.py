@@ -46,7 +46,7 @@ Engine = dict[str, tuple[torch.Tensor, ...]]
 
 
 def measure(run: Run, name: str) -> None:
-    """Every way in turns; the codes and scales of all are the same."""
+    """Measure every way in turns; the codes and scales of all are the same."""
     sizes = TINY if run.small else LLAMA_8B
     model = {
         name: torch.randn(shape, dtype=torch.bfloat16, device="cuda").mul_(0.02)
@@ -68,7 +68,7 @@ def measure(run: Run, name: str) -> None:
 
 
 def ways_to_blocks(model: Tensors, engine: Engine, small: bool) -> Ways:
-    """Every push into FP8 in 128x128 blocks with FP32 scales."""
+    """Return every push into FP8 in 128x128 blocks with FP32 scales."""
     import transformer_engine.pytorch as te
 
     buffers = [torch.empty(1 << (18 if small else 28), dtype=torch.uint8, device="cuda") for _ in range(2)]
@@ -90,7 +90,7 @@ def ways_to_blocks(model: Tensors, engine: Engine, small: bool) -> Ways:
 
 
 def ways_to_four_bits(model: Tensors, engine: Engine) -> Ways:
-    """Every push into NVFP4 in ModelOpt's layout."""
+    """Return every push into NVFP4 in ModelOpt's layout."""
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
     te_quantize = NVFP4Quantizer(rowwise=True, columnwise=False)
@@ -111,7 +111,7 @@ def ways_to_four_bits(model: Tensors, engine: Engine) -> Ways:
 
 
 def shapes(hidden: int, ffn: int, layers: int, narrow: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model by its Hugging Face name."""
+    """Return every tensor of the model by its Hugging Face name."""
     layer = {
         "self_attn.q_proj": (hidden, hidden),
         "self_attn.k_proj": (narrow, hidden),
@@ -133,8 +133,8 @@ def shapes(hidden: int, ffn: int, layers: int, narrow: int, vocabulary: int) -> 
 
 
 def engine_of(model: Tensors, held: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> Engine:
-    """The memory of an engine: what ``held`` makes for a weight that it multiplies with, else a tensor of the same
-    type."""
+    """Allocate the memory of an engine: what ``held`` makes for a weight that it multiplies with, else a tensor of the
+    same type."""
     return {name: held(t) if name.endswith("_proj.weight") else (torch.empty_like(t),) for name, t in model.items()}
 
 
@@ -158,7 +158,7 @@ def straight(model: Tensors, engine: Engine) -> None:
 
 
 def write(t: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None = None) -> None:
-    """A tensor, or rows of it, into their place."""
+    """Write a tensor, or rows of it, into their place."""
     if scales is None:
         codes.copy_(t)
     else:
@@ -178,7 +178,7 @@ def then_copied(model: Tensors, engine: Engine, make: Callable[[torch.Tensor], t
 
 
 def through_buffers(model: Tensors, engine: Engine, buffers: list[torch.Tensor]) -> None:
-    """Both sides of a push: cut into the buffers in turn, and every piece written from there into its rows."""
+    """Run both sides of a push: cut into the buffers in turn, and every piece written from there into its rows."""
     manifest, turns, room = Manifest.of(model), itertools.cycle(buffers), [buffers[0]]
 
     def next_buffer() -> torch.Tensor:

@@ -47,7 +47,7 @@ gloo reduces CUDA tensors of two ranks that share a GPU (golden vectors of delay
 
 
 def page(docs: Path, golden: Path) -> str:
-    """The document, from the records in a folder and the golden vectors in another."""
+    """Return the document, from the records in a folder and the golden vectors in another."""
     records = {name: parts.read(docs / f"gpu_{name}.json") for name in parts.PARTS}
     out = [HEAD.format(parts=", ".join(parts.PARTS)), _state(records, golden)]
     for name, record in records.items():
@@ -83,7 +83,7 @@ def _state(records: dict[str, Any], golden: Path) -> str:
 
 
 def _without(record: dict[str, Any]) -> str:
-    """What was not measured, or not to its end, and why."""
+    """Return what was not measured, or not to its end, and why."""
     said = [(name, found.get("error") or found.get("skipped")) for name, found in record["measures"].items()]
     return "".join(f"- {name}: {' '.join(why.split())[:300]}\n" for name, why in said if why)
 
@@ -92,7 +92,7 @@ def _without(record: dict[str, Any]) -> str:
 
 
 def conformance(results: dict[str, Any]) -> str:
-    """Golden vectors, our kernels, TE beside us: how much was compared, and how much differs."""
+    """Return golden vectors, our kernels, TE beside us: how much was compared, and how much differs."""
     out, rows, notes = [], [], []
     for name, found in ((name, found) for name, found in results.items() if name.startswith("golden ")):
         for on, counts in found["compared"].items():
@@ -121,7 +121,7 @@ def conformance(results: dict[str, Any]) -> str:
 
 
 def kernels(results: dict[str, Any]) -> str:
-    """Casts as shares of a copy, GEMMs and layers as ratios to BF16."""
+    """Return casts as shares of a copy, GEMMs and layers as ratios to BF16."""
     out = []
     if found := results.get("casts"):
         ways, kinds = found["ways"], ("", ", new tensor", ", by TE", ", with statistics")
@@ -172,7 +172,7 @@ INTO = {"8B": "FP8 blocks of 128x128 with FP32 scales", "8B in NVFP4": "NVFP4, i
 
 
 def refit(results: dict[str, Any]) -> str:
-    """Every way as a share of the copy, and whether all wrote the same."""
+    """Return every way as a share of the copy, and whether all wrote the same."""
     return "\n".join(_pushed(results[name], into) for name, into in INTO.items() if results.get(name))
 
 
@@ -199,7 +199,7 @@ def _pushed(found: dict[str, Any], into: str) -> str:
 
 
 def train(results: dict[str, Any]) -> str:
-    """Time, memory and loss of each case, beside BF16."""
+    """Return time, memory and loss of each case, beside BF16."""
     out = []
     for shape in dict.fromkeys(name.partition(": ")[0] for name in results):
         cases = {
@@ -257,7 +257,7 @@ def _ratio(a: float | None, b: float | None) -> str | None:
 
 
 def _faster(found: dict[str, Any]) -> list[list[Any]]:
-    """Name, ms, TFLOP/s and the speed over BF16's, of every way."""
+    """Return name, ms, TFLOP/s and the speed over BF16's, of every way."""
     rows, base = [], found["ways"]["bf16"].get("ms")
     for name, way in found["ways"].items():
         ms = way.get("ms")
@@ -266,7 +266,7 @@ def _faster(found: dict[str, Any]) -> list[list[Any]]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Markdown; a column of numbers is right-aligned, and what is None is left empty."""
+    """Return a table in Markdown; a column of numbers is right-aligned, and what is None is left empty."""
     cells = [
         ["" if c is None else f"{c:,}" if isinstance(c, int) else " ".join(str(c).split())[:160] for c in row]
         for row in rows
@@ -280,7 +280,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A measured number with as many digits as it is good for; empty where there is none."""
+    """Return a measured number with as many digits as it is good for; empty where there is none."""
     if not isinstance(value, int | float):
         return value or ""
     return "0" if value == 0 else f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"

@@ -84,7 +84,7 @@ CHANCES = torch.tensor([0.5, 0.25, 0.15, 0.1])  # of a token's four successors
 
 
 def measure(run: Run, name: str) -> None:
-    """One case: a shape, and a recipe with or without FP8 weights."""
+    """Measure one case: a shape, and a recipe with or without FP8 weights."""
     shape, _, case = name.partition(": ")
     recipe, _, weights = case.partition(", ")
     precision = CONTRACTS.get(recipe, Precision()).replace(fp8_param=bool(weights))
@@ -93,7 +93,7 @@ def measure(run: Run, name: str) -> None:
 
 
 def tokens(shape: Shape) -> torch.Tensor:
-    """Tokens of every step, [steps, batch, sequence + 1]."""
+    """Return the tokens of every step, [steps, batch, sequence + 1]."""
     random = torch.Generator().manual_seed(7)
     alphabet, walkers = min(4096, shape.vocabulary), STEPS * shape.batch
     successors = torch.randint(alphabet, (alphabet, 4), generator=random)
@@ -105,7 +105,7 @@ def tokens(shape: Shape) -> torch.Tensor:
 
 
 def configs(precision: Precision, shape: Shape) -> tuple[Any, Any, Any]:
-    """Megatron's model, DDP and optimizer configs."""
+    """Return Megatron's model, DDP and optimizer configs."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig

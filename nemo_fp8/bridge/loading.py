@@ -66,7 +66,7 @@ def load_exactly(provider: Any) -> Any:
 
 
 def loads_into_fp8(provider: Any) -> bool:
-    """Whether a hook of a provider would write into FP8 weights, were they some, without ``load_exactly``."""
+    """Return whether a hook of a provider would write into FP8 weights, were they some, without ``load_exactly``."""
     return any(not isinstance(hook, (_Exactly, _AfterLoading)) for hook in _hooks(provider))
 
 

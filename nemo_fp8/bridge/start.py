@@ -52,7 +52,7 @@ def _tokenizer(said: Any) -> Iterator[Problem]:
 
 
 def _lacks_tokenizer(named: str | Path) -> bool:
-    """Whether this is a folder without a tokenizer; a name of Hugging Face's hub is none."""
+    """Return whether this is a folder without a tokenizer; a name of Hugging Face's hub is none."""
     folder = Path(named)
     return named != "" and folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZERS)
 

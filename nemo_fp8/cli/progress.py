@@ -128,7 +128,7 @@ def _console() -> Console:
 
 
 def _in_terminal() -> bool:
-    """Whether stderr can show a bar."""
+    """Return whether stderr can show a bar."""
     return sys.stderr.isatty() and not _console().is_dumb_terminal
 
 

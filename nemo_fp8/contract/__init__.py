@@ -12,6 +12,7 @@ yaml         YAML that refuses a key given twice
 from nemo_fp8.contract.operands import GEMMS as GEMMS
 from nemo_fp8.contract.operands import ROLES as ROLES
 from nemo_fp8.contract.operands import ROLLOUT_BLOCKS as ROLLOUT_BLOCKS
+from nemo_fp8.contract.operands import ROLLOUT_FIELDS as ROLLOUT_FIELDS
 from nemo_fp8.contract.operands import SCALES as SCALES
 from nemo_fp8.contract.operands import Operand as Operand
 from nemo_fp8.contract.precision import SCALINGS as SCALINGS

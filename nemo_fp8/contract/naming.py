@@ -89,7 +89,7 @@ def _value(field: str, text: str) -> Any:
 
 
 def is_file(name: str) -> bool:
-    """Whether a name is that of a YAML file."""
+    """Return whether a name is that of a YAML file."""
     return Path(name).suffix in (".yaml", ".yml")
 
 

@@ -17,13 +17,19 @@ from dataclasses import dataclass
 ROLES = ("input", "weight", "grad")
 GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}
 
-# Precision.rollout_block -> (rows, columns) that share one scale: DeepSeek's, MX's, NVFP4's block, the whole tensor.
+BLOCK, MX_BLOCK, FOUR_BIT_BLOCK = 128, 32, 16
+"""How many values share one scale: the side of blockwise scaling's blocks (DeepSeek's), MX's run, NVFP4's run."""
+
+# Precision.rollout_block -> (rows, columns) that share one scale; None for the whole tensor.
 ROLLOUT_BLOCKS: dict[str, tuple[int, int] | None] = {
-    "128x128": (128, 128),
-    "1x32": (1, 32),
-    "1x16": (1, 16),
+    "128x128": (BLOCK, BLOCK),
+    "1x32": (1, MX_BLOCK),
+    "1x16": (1, FOUR_BIT_BLOCK),
     "tensor": None,
 }
+
+ROLLOUT_FIELDS = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
+"""The fields of a contract that speak of the rollout alone."""
 
 # Kind of scale -> its name in reports.
 SCALES = {"fp32": "FP32", "pow2": "power-of-2", "e8m0": "E8M0", "e4m3": "E4M3"}

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from nemo_fp8.contract.operands import GEMMS, ROLES, ROLLOUT_BLOCKS, Operand
+from nemo_fp8.contract.operands import BLOCK, FOUR_BIT_BLOCK, GEMMS, MX_BLOCK, ROLES, ROLLOUT_BLOCKS, Operand
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 
 COMPUTE_DTYPES = ("bf16", "fp16", "fp32")
@@ -270,8 +270,8 @@ class Precision:
         if self.scaling == "tensorwise":
             return Operand(element, None, scale)
         if self.scaling == "blockwise":
-            return Operand(element, (128, 128) if role == "weight" else (1, 128), scale)
-        return Operand(element, (1, 32), "e8m0")
+            return Operand(element, (BLOCK if role == "weight" else 1, BLOCK), scale)
+        return Operand(element, (1, MX_BLOCK), "e8m0")
 
     def _in_four_bits(self, role: str) -> Operand:
         """Return what TransformerEngine's NVFP4BlockScaling does with an operand under the same settings."""
@@ -280,7 +280,7 @@ class Precision:
         bounded = chooses and self.four_over_six_bound_256 in (scope, "all")
         return Operand(
             "e2m1",
-            ROLLOUT_BLOCKS["1x16"] if role != "weight" or self.weight_block == "1x16" else (16, 16),
+            (1 if role != "weight" or self.weight_block == "1x16" else FOUR_BIT_BLOCK, FOUR_BIT_BLOCK),
             "e4m3",
             hadamard=self.hadamard and role != "weight",
             stochastic=self.stochastic_rounding and role == "grad",
@@ -361,7 +361,7 @@ class Precision:
         return (*base, *(_variant(self, recipe) for recipe in recipes if recipe != self.scaling))
 
     def keeps(self, module: str, layer: int | None = None, layers: int | None = None) -> bool:
-        """Whether ``keep`` matches a module's name, or its layer is one of the first or last that stay unquantized.
+        """Return whether ``keep`` matches a module's name, or its layer is a first or last one that is not quantized.
 
         ``layer`` is the number of its decoder layer out of ``layers``; without both, only the name counts.
         """
@@ -456,7 +456,7 @@ def _plain(value: Any) -> Any:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of ``keep``, a glob or a regular expression behind ``re:``, matches a module's name.
+    """Return whether a pattern of ``keep``, a glob or a regular expression behind ``re:``, matches a module's name.
 
     A pattern in place of a name matches itself: it stands for all that it names.
     """

@@ -66,17 +66,18 @@ def _switch(off: Any, on: Any) -> dict[Any, str | None]:
     return {off: "0", on: "1"}
 
 
-_SCALES = ("weight_scale", "activation_scale")
+SCALE_FIELDS = ("weight_scale", "activation_scale")
+FP32_BLOCK_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 _SCOPES: dict[Any, str | None] = {scope: scope for scope in ("none", "weights", "activations", "all")}
 _FOUR_BITS = ("nvfp4",)
 _NVFP4 = "NVFP4BlockScaling"
 
 VARIABLES: dict[str, Variable] = {
-    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Variable(
+    FP32_BLOCK_SCALES: Variable(
         ("blockwise",),
         "Float8BlockScaling",
         "use_f32_scales",
-        _SCALES,
+        SCALE_FIELDS,
         "gives blockwise FP32 scales in place of powers of two (NeMo RL sets it)",
         _switch("pow2", "fp32"),
     ),
@@ -84,7 +85,7 @@ VARIABLES: dict[str, Variable] = {
         ("tensorwise",),
         "Float8CurrentScaling",
         "use_power_2_scales",
-        _SCALES,
+        SCALE_FIELDS,
         "gives tensorwise power-of-2 scales in place of FP32",
         _switch("fp32", "pow2"),
     ),
@@ -181,7 +182,7 @@ def te_environment(p: Precision) -> dict[str, str]:
 
 
 def _matters(variable: Variable, p: Precision) -> bool:
-    """Whether a variable has an effect: those of 4 over 6 have none where no tensor chooses between two scales."""
+    """Return whether a variable has an effect: those of 4 over 6 have none where no tensor has two scales to choose."""
     return p.four_over_six != "none" or not variable.field.startswith("nvfp4_4over6_")
 
 
@@ -210,7 +211,7 @@ def fields_from_environment(
                 else "TransformerEngine refuses every other word.",
                 f"Set {name} to {' or '.join(map(repr, sorted(meanings)))}.",
             )
-        if name in own or variable.contract != _SCALES:
+        if name in own or variable.contract != SCALE_FIELDS:
             fields |= dict.fromkeys(variable.contract, meanings[value])
         elif value != variable.default:
             raise PrecisionError(

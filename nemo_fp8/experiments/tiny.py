@@ -24,9 +24,7 @@ from nemo_fp8 import te_cpu
 from nemo_fp8.experiments.stories import ByteTokenizer, StoryData
 from nemo_fp8.recipes.precision import Folder, PrecisionLike, plugin_of
 from nemo_fp8.train.accelerator import MegatronCPU
-
-# Switches off kernels that Megatron has for GPUs only.
-_CPU_ONLY = {"apply_rope_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
+from nemo_fp8.train.megatron_cpu import NO_FUSIONS
 
 
 def tiny_llama(
@@ -51,7 +49,7 @@ def tiny_llama(
         make_vocab_size_divisible_by=128,
         # The same weights whatever the layout: a tensor-parallel rank cuts its shard out of the whole.
         use_cpu_initialization=True,
-        **{} if gpu else _CPU_ONLY,
+        **{} if gpu else NO_FUSIONS,
     )
     strategy = run.Config(
         nl.MegatronStrategy,

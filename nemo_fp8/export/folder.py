@@ -123,7 +123,7 @@ class Destination:
     # ------------------------------------------------------------------ files
 
     def has(self, shard: Shard) -> bool:
-        """Whether a weights file is complete and belongs to this plan."""
+        """Return whether a weights file is complete and belongs to this plan."""
         path = self.folder / shard.file
         if not path.is_file() or path.is_symlink() or path.stat().st_size != shard.size:
             return False
@@ -178,7 +178,7 @@ class Destination:
         return found if isinstance(found, dict) else {}
 
     def _is_whole(self, plan: Plan, receipt: dict[str, Any]) -> bool:
-        """Whether all files of a finished export are still there, those with weights as long as they were."""
+        """Return whether all files of a finished export are still there, those with weights as long as they were."""
         others = {str(name) for name in receipt.get("files", ())} - {shard.file for shard in plan.shards}
         return all(map(self.has, plan.shards)) and all((self.folder / name).is_file() for name in others)
 

@@ -147,7 +147,7 @@ def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Pa
 
 
 def reads_codes(python: str | Path, plan: Plan) -> bool:
-    """Whether the vLLM of a Python has a kernel on this machine for what a plan writes.
+    """Return whether the vLLM of a Python has a kernel on this machine for what a plan writes.
 
     For ModelOpt's layout nemo_fp8's plugin names kernels and methods to its CPU build; those for linears in 128x128
     blocks, or under BF16 activations, go into a table that vLLM has from 0.30 on.

@@ -145,7 +145,7 @@ def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress
 
 
 def _says(path: Path, said: Any) -> bool:
-    """Whether a file of JSON says this, however it is written."""
+    """Return whether a file of JSON says this, however it is written."""
     try:
         return bool(json.loads(path.read_text()) == json.loads(json.dumps(said)))
     except (OSError, ValueError):

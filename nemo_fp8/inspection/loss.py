@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.statistics import Statistics
 
-BLOCKS = {"weight": (128, 128), "input": (1, 128), "grad": (1, 128)}
+BLOCKS = {"weight": (BLOCK, BLOCK), "input": (1, BLOCK), "grad": (1, BLOCK)}
 """Operand -> the blocks whose SNR is measured, under every recipe."""
 WORST = 0.01
 """The share of the blocks that may be below the SNR of the blocks."""

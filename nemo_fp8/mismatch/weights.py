@@ -247,7 +247,7 @@ _OTHER = {"fp32": "pow2", "pow2": "fp32"}
 
 
 def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
-    """Whether the engine holds the expected bytes; ``held`` is tensors or fingerprints."""
+    """Return whether the engine holds the expected bytes; ``held`` is tensors or fingerprints."""
     mine = _tensors(expected)
     if isinstance(held, str):
         return held == fingerprint(*mine)

@@ -82,7 +82,7 @@ def both_sides(model: Model, train: Precision, rollout: Precision) -> BothSides:
 
 
 def _quantized_alone(rollout: Precision, own: Precision, model: Model, name: str, linear: Linear) -> bool:
-    """Whether the rollout's contract says that it quantizes a linear, were it held alone."""
+    """Return whether the rollout's contract says that it quantizes a linear, were it held alone."""
     by_name = why_kept_by_name(rollout, (name,), model.layers, experts=linear.experts)
     return by_name is None and own.operand("weight", "rollout") is not None
 

@@ -136,7 +136,7 @@ def kept_on_one_side(train: Precision, rollout: Precision) -> list[str]:
 
 
 def _is_whole(side: _Side, names: tuple[str, ...]) -> bool:
-    """Whether the patterns of a side for the compute dtype name a linear as a whole, or every part of it."""
+    """Return whether the patterns of a side for the compute dtype name a linear as a whole, or every part of it."""
     rules = (pattern for pattern, recipe in side.precision.modules if recipe == side.precision.compute)
     each = [Precision(keep=(pattern,)).keeps for pattern in (*side.precision.keep, *rules)]
     known = {name for words in EXPERTS for unit in HUGGING_FACE for name in in_hugging_face(unit, words, 0)}

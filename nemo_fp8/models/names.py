@@ -72,7 +72,7 @@ def _linear(tail: str) -> tuple[str, str]:
 
 
 def names_what_is_kept_anyway(pattern: str) -> bool:
-    """Whether a pattern of ``keep`` names modules that no contract quantizes: norms, embeddings, routers, the head.
+    """Return whether a pattern of ``keep`` names what no contract quantizes: norms, embeddings, routers, the head.
 
     A pattern that may name linears, too, does not: ``re:norm|in_proj``, ``*.feed_forward.gate*``.
     """

@@ -217,7 +217,7 @@ def _read(config: Mapping[str, Any]) -> Model:
 
 
 def _is_moe(layer: int, config: Mapping[str, Any]) -> bool:
-    """Whether a layer is MoE: every n-th for Qwen, all but the first few for DeepSeek."""
+    """Return whether a layer is MoE: every n-th for Qwen, all but the first few for DeepSeek."""
     sparse = (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
     return (
         sparse

@@ -150,7 +150,8 @@ class autocast:
                 region._update_forward()
 
     def _is_innermost(self) -> bool:
-        """Whether this is the region in which the calling thread is; another thread's hooks and modes ask, too."""
+        """Return whether this is the region in which the calling thread is; another thread's hooks and modes ask,
+        too."""
         return _open.get()[-1:] == (self,)
 
     def _update_forward(self) -> None:
@@ -264,7 +265,7 @@ class _Shared:
 
     @contextmanager
     def of(self, opened: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """Be in the context that ``opened()`` gives, if no other thread has opened it."""
+        """Hold the context that ``opened()`` gives until this one closes; enter it if no other thread has."""
         with self._lock:
             if not self._inside:
                 self._stack.enter_context(opened())

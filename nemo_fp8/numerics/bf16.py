@@ -56,7 +56,7 @@ _VARIANTS = {
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether products of BF16 tensors on the CPU run on BF16 units.
+    """Return whether products of BF16 tensors on the CPU run on BF16 units.
 
     A test product decides, not the name of the processor: BF16 units flush subnormal numbers to zero (by the manuals of
     VDPBF16PS, TDPBF16PS and BFDOT), and FP32 arithmetic does not. So the answer is about the kernel that torch really
@@ -78,7 +78,8 @@ def multiplies_bf16() -> bool:
 
 @cache
 def scales_sums() -> bool:
-    """Whether a BF16 product on this CPU multiplies its FP32 sums with ``alpha``, and adds a bias, before it rounds.
+    """Return whether a BF16 product on this CPU multiplies its FP32 sums with ``alpha``, and adds a bias, before it
+    rounds.
 
     torch promises the formula of ``addmm`` and not where it rounds, so test products decide: sums of 257 times 1.001,
     of which BF16 holds neither, in oneDNN and, for the smallest, in torch itself. Asked on x86 only: there oneDNN
@@ -98,7 +99,7 @@ def scales_sums() -> bool:
 
 @cache
 def multiplies_fp16() -> bool:
-    """Whether products of FP16 tensors on the CPU run on FP16 units: oneDNN, which runs them there, knows."""
+    """Return whether products of FP16 tensors on the CPU run on FP16 units: oneDNN, which runs them there, knows."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 

@@ -73,7 +73,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _watch(module: torch.nn.Module, name: str, samples: dict[str, list[torch.Tensor]], rows: int) -> Iterator[Any]:
-    """Hook the input and the output gradient of a linear. Megatron's linears return (output, bias)."""
+    """Watch the input and the output gradient of a linear. Megatron's linears return (output, bias)."""
 
     def keep(key: str, x: torch.Tensor) -> None:
         taken = sum(len(part) for part in samples[key])

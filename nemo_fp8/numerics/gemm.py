@@ -167,7 +167,7 @@ def _owed(a: Quantized, b: Quantized) -> torch.Tensor | None:
 
 
 def is_exact_in_bf16(q: Quantized) -> bool:
-    """Whether the values that enter a product are exact in BF16."""
+    """Return whether the values that enter a product are exact in BF16."""
     if q.block is None:
         return True
     if q.scale_inv.numel() == 0:
@@ -180,12 +180,12 @@ def is_exact_in_bf16(q: Quantized) -> bool:
 
 
 def _exact_in_bf16(scale: torch.Tensor) -> bool:
-    """Whether these scales, and their products with any code, are exact in BF16."""
+    """Return whether these scales, and their products with any code, are exact in BF16."""
     return scale.amin().item() >= _LEAST_EXACT_SCALE and is_pow2(scale)
 
 
 def _only_zeros_below(q: Quantized) -> bool:
-    """Whether tiles with very small scales hold nothing: MX gives a tile of zeros the scale 2**-127."""
+    """Return whether tiles with very small scales hold nothing: MX gives a tile of zeros the scale 2**-127."""
     assert q.block is not None
     small = (q.scale_inv_fp32 < _LEAST_EXACT_SCALE).to(torch.uint8)
     codes = q.data.view(torch.uint8) & 0x7F

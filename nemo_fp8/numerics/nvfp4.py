@@ -103,7 +103,7 @@ def along_rows(x: torch.Tensor, operand: Operand, usage: str) -> torch.Tensor:
 
 
 def transforms(operand: Operand, usage: str) -> bool:
-    """Whether this usage is quantized after the Hadamard transform."""
+    """Return whether this usage is quantized after the Hadamard transform."""
     return operand.hadamard and usage == "col"
 
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nemo_fp8.contract.operands import FOUR_BIT_BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import Format, format_of
 from nemo_fp8.numerics.quantized import Quantized, check_usage
 from nemo_fp8.numerics.statistics import Statistics
 
-BLOCK = 16
+BLOCK = FOUR_BIT_BLOCK
 _LARGEST = format_of("e2m1").max
 # The random signs of the transform: TE chose them once, for every tensor.
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)

@@ -34,13 +34,13 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.numerics import kernels, nvfp4, scales
 from nemo_fp8.numerics.formats import FP32_MAX, Format, cast, decode_e8m0, format_of
+from nemo_fp8.numerics.kernels import SOURCES, Result, Tile
 from nemo_fp8.numerics.nvfp4_tensor import BLOCK
 from nemo_fp8.numerics.quantized import Quantized, as_matrix, check_usage
-from nemo_fp8.numerics.statistics import Statistics, measure
+from nemo_fp8.numerics.statistics import measure
 
-SOURCES = (torch.bfloat16, torch.float16, torch.float32)
-Tile = tuple[int, int] | None
-Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
+STRIP = 1 << 22
+"""Elements to quantize at a time where more is done with the codes, so that they still lie in a cache."""
 
 
 @torch.no_grad()

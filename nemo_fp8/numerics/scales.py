@@ -93,7 +93,7 @@ def ceil_pow2(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_pow2(x: torch.Tensor) -> bool:
-    """Whether every value is a normal power of two."""
+    """Return whether every value is a normal power of two."""
     return x.numel() == 0 or (x.amin().item() > 0 and torch.equal(floor_pow2(x), x))
 
 

@@ -43,7 +43,7 @@ def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, to
 
 
 def fits(weight: torch.Tensor, precision: Precision) -> bool:
-    """Whether FP8 GEMMs can multiply a weight of this shape."""
+    """Return whether FP8 GEMMs can multiply a weight of this shape."""
     rows, columns = weight.shape
     return gemm_misfit(precision.scaling, rows, columns) is None
 
@@ -68,7 +68,7 @@ def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_te(module: torch.nn.Module) -> bool:
-    """Whether a module is TransformerEngine's, which runs its own FP8."""
+    """Return whether a module is TransformerEngine's, which runs its own FP8."""
     return type(module).__module__.split(".")[0] == "transformer_engine"
 
 

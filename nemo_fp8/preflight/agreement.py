@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.contract import ROLLOUT_FIELDS, Operand, Precision
 from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
@@ -53,7 +53,6 @@ FOUR_BITS_APART = 14.0
 UNDERFLOW = 0.02
 
 _SHARED = ("compute", "weight_scale", "activation_scale", "first_layers", "last_layers", "keep", "modules")
-_ROLLOUT = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
 _TOPICS = {"weight": "weights", "input": "activations"}
 # The names of the severities in the ``--json`` output of ``check``, unchanged since 0.1.
 _IN_JSON = {"error": "conflict", "warning": "difference", "info": "note"}
@@ -147,7 +146,7 @@ def _rules_of_one_side(one: Precision, rollout: Precision) -> Problem | None:
 
 def merge(train: Precision, rollout: Precision) -> Precision:
     """Combine the training side of one contract and the rollout side of another, unchecked; training wins."""
-    values = train.to_dict() | {name: getattr(rollout, name) for name in _ROLLOUT}
+    values = train.to_dict() | {name: getattr(rollout, name) for name in ROLLOUT_FIELDS}
     for name in _SHARED:
         if not _says(train, name, "train") and _says(rollout, name, "rollout"):
             values[name] = getattr(rollout, name)
@@ -159,7 +158,7 @@ def merge(train: Precision, rollout: Precision) -> Precision:
 
 
 def _says(p: Precision, name: str, side: str) -> bool:
-    """Whether a shared field has a meaning on that side of a contract."""
+    """Return whether a shared field has a meaning on that side of a contract."""
     if name == "compute":
         return True
     scale = name.endswith("_scale")
@@ -173,7 +172,7 @@ def _says(p: Precision, name: str, side: str) -> bool:
 
 
 def _same_values(a: Operand, b: Operand) -> bool:
-    """Whether two casts of one tensor give the same values, but for underflow."""
+    """Return whether two casts of one tensor give the same values, but for underflow."""
     exponents_only = {a.scale, b.scale} <= {"pow2", "e8m0"} and not (a.delayed or b.delayed)
     if exponents_only:
         return a.format == b.format
@@ -259,14 +258,14 @@ def _pair(group: Governed, role: str) -> tuple[Operand | None, Operand | None]:
 
 
 def _rules_differ(group: Governed) -> bool:
-    """Whether rules that only one side has give these linears other values: no contract can say both."""
+    """Return whether rules that only one side has give these linears other values: no contract can say both."""
     if not any(group.by_rule) or (all(group.by_rule) and group.train.scaling == group.rollout.scaling):
         return False  # one contract says both, and what differs is what the two sides make of it
     return not _alike(*_pair(group, "weight"))
 
 
 def _alike(ours: Operand | None, theirs: Operand | None) -> bool:
-    """Whether two sides hold a weight in the same values."""
+    """Return whether two sides hold a weight in the same values."""
     return _same_values(ours, theirs) if ours and theirs else ours is theirs
 
 

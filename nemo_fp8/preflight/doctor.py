@@ -83,7 +83,8 @@ def _abandoned_locks(environment: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _is_held(file: Path) -> bool:
-    """Whether a process has it open, as far as processes can be seen: torch keeps a lock open while it compiles."""
+    """Return whether a process has it open, as far as processes can be seen: torch keeps a lock open while it
+    compiles."""
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # another user's, or gone meanwhile
             if descriptor.samefile(file):

@@ -230,7 +230,7 @@ def _cublas(cuda: str) -> str | None:
 
 
 def _te_library() -> bool:
-    """Whether a wheel or a build from source has installed TransformerEngine's compiled library."""
+    """Return whether a wheel or a build from source has installed TransformerEngine's compiled library."""
     spec = importlib.util.find_spec("transformer_engine")
     roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
     return any(

@@ -30,9 +30,9 @@ from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import COLUMN, Linear, Model
 from nemo_fp8.models.stored import contract_of_linear, stored, train_cut
 from nemo_fp8.preflight.machine import Machine
+from nemo_fp8.preflight.support import PER_TENSOR
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-PER_TENSOR = ("delayed", "tensorwise")
 
 
 @dataclass(frozen=True)

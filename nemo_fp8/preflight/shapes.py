@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, SIDES, Operand, Precision
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.layout import Parallel
@@ -31,7 +32,6 @@ from nemo_fp8.preflight.machine import Machine
 
 # Scaling -> the multiple that NeMo RL pads packed sequences to.
 PACKING = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128}
-BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def audit(model: Model, p: Precision, parallel: Parallel | None = None) -> list[
 
 
 def _is_primary(own: Precision, p: Precision) -> bool:
-    """Whether a linear's weight is kept in FP8; one with a recipe of its own is kept in the compute dtype."""
+    """Return whether a linear's weight is kept in FP8; one with a recipe of its own is kept in the compute dtype."""
     return own is p and p.fp8_param
 
 

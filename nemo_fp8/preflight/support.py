@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nemo_fp8.findings import MEGATRON_CORE
 from nemo_fp8.moved import renamed
 from nemo_fp8.preflight.machine import ABSENT
 
@@ -194,7 +195,7 @@ def _hosts(way: str, recipes: tuple[str, ...], mcore: str, nemo: str) -> tuple[N
             f">={mcore}",
             "megatron-core",
             first.format(mcore, "megatron-core"),
-            "Install megatron-core==0.15.3 (constraints/training.txt).",
+            MEGATRON_CORE,
         ),
         Need(
             way,

@@ -7,11 +7,9 @@ current scaling, what NVFP4 does beside its blocks, and what the backward multip
 from __future__ import annotations
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import te_environment
+from nemo_fp8.contract.te_variables import SCALE_FIELDS, te_environment
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render.rendering import Rendering
-
-_SCALES = ("weight_scale", "activation_scale")
 
 
 def render(precision: Precision) -> Rendering:
@@ -20,7 +18,7 @@ def render(precision: Precision) -> Rendering:
         variables = te_environment(precision)
     except PrecisionError as error:
         notes = tuple(f"Not said here: {p.what} {p.why} {p.remedy}" for p in error.problems)
-        return Rendering("env", "# nothing that the environment can say", {}, notes, _SCALES)
+        return Rendering("env", "# nothing that the environment can say", {}, notes, SCALE_FIELDS)
     notes = (
         ("To be set before TransformerEngine is imported: it reads them then and never again.",) if variables else ()
     )

@@ -12,22 +12,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import ROLLOUT_FIELDS, Precision
 from nemo_fp8.contract.te_variables import variables_of
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.preflight import agreement
 from nemo_fp8.render import nemo
-from nemo_fp8.render.rendering import ROLLOUT_FIELDS, Rendering, lost_fields
+from nemo_fp8.render.rendering import Rendering, lost_fields
 from nemo_fp8.render.settings import Setting, read
 
 # Settings of vLLM, and of the importance weights of an RL loop, for which frameworks have keys of their own.
 KV_CACHE = Setting("kv_cache", "auto", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"})
 LINEAR_BACKEND = Setting("deep_gemm", "auto", {"auto": False, "deep_gemm": True})
+DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+"""The dtypes that verl and slime train in: their word -> the contract's."""
 IMPORTANCE = Setting("importance_sampling", None, {None: False, "token": True, "sequence": True})
 
 
 @dataclass(frozen=True)
-class Source:
+class Commit:
     """The state of a repository from which a framework's keys were read."""
 
     repository: str
@@ -37,11 +39,11 @@ class Source:
     """A release on PyPI that has the same keys."""
 
 
-SOURCES: dict[str, Source] = {
-    "verl": Source("verl-project/verl", "1dda039b", "2026-08-22", "0.9.1"),
-    "skyrl": Source("NovaSky-AI/SkyRL", "00127619", "after 2026-08-21", "0.4.0"),
-    "slime": Source("THUDM/slime", "624b824a", "2026-08-21"),
-    "trl": Source("huggingface/trl", "f2cd5771", "2026-07-24", "1.16.0"),
+SOURCES: dict[str, Commit] = {
+    "verl": Commit("verl-project/verl", "1dda039b", "2026-08-22", "0.9.1"),
+    "skyrl": Commit("NovaSky-AI/SkyRL", "00127619", "after 2026-08-21", "0.4.0"),
+    "slime": Commit("THUDM/slime", "624b824a", "2026-08-21"),
+    "trl": Commit("huggingface/trl", "f2cd5771", "2026-07-24", "1.16.0"),
 }
 
 # An FP8 rollout as DeepSeek's checkpoints have it: all linears of all layers but routers, activations by 1x128.
@@ -70,7 +72,7 @@ COMMON_REASONS = {
 }
 
 
-def misfits(precision: Precision, rollout: Mapping[str, Any]) -> list[str]:
+def differing(precision: Precision, rollout: Mapping[str, Any]) -> list[str]:
     """Return the contract's settings that a framework's own FP8 rollout does not have."""
     return [f"{name}={getattr(precision, name)!r}" for name, has in rollout.items() if getattr(precision, name) != has]
 
@@ -82,7 +84,7 @@ def rollout_reasons(why: str) -> dict[str, str]:
 
 def why_not_blocks_of_128(side: str, precision: Precision) -> dict[str, str]:
     """Return reasons for what is lost of a rollout where a framework has ``BLOCKS_OF_128`` and nothing else in FP8."""
-    other = misfits(precision, BLOCKS_OF_128)
+    other = differing(precision, BLOCKS_OF_128)
     if precision.rollout != "fp8" or not other:
         return rollout_reasons(f"Said of quantized operands, and {side} has none to say it of here.")
     return rollout_reasons(
@@ -123,7 +125,7 @@ def read_settings(
     return fields
 
 
-def both_sides(
+def rendering_of(
     to: str,
     side: str,
     precision: Precision,

@@ -70,7 +70,8 @@ FLAGS: dict[str, Flag] = {
     "--fp4-format": Flag("fp4", (f"{_MODEL}.fp4",), parse=str),
     "--fp4-recipe": Flag("fp4_recipe", (f"{_MODEL}.fp4_recipe",), parse=str),
 }
-_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+"""NeMo's names for how many layers stay in BF16, of which Megatron itself counts 1 on each side and NeMo 0."""
 # An unknown flag with one of these beginnings is misspelt, and not a flag of another part of Megatron.
 _OURS = (
     "--fp8",
@@ -141,7 +142,7 @@ def from_megatron(command_line: str | Sequence[str]) -> Precision:
     # Megatron-LM switches FP32 reduction on for BF16.
     arguments.setdefault("grad_reduce_in_fp32", arguments["precision"] == "bf16-mixed")
     if arguments.get("first_last_layers_bf16"):
-        arguments = dict.fromkeys(_COUNTS, 1) | arguments
+        arguments = dict.fromkeys(COUNTS, 1) | arguments
     return nemo.from_nemo(arguments)
 
 

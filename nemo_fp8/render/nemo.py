@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import ROLLOUT_FIELDS, Precision
 from nemo_fp8.contract.te_variables import VARIABLES
 from nemo_fp8.errors import PrecisionError, Problem, unknown
-from nemo_fp8.render.rendering import ROLLOUT_FIELDS, Rendering, lost_fields, python_call
+from nemo_fp8.render.rendering import Rendering, lost_fields, python_call
 from nemo_fp8.render.settings import Setting, read, same, write
 
 # NeMo's name -> contract field, with NeMo's own default.

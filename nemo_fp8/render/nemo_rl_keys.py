@@ -115,7 +115,7 @@ NOT_SLIPS = (
 
 
 @dataclass(frozen=True)
-class Kind:
+class Values:
     """What a key holds. NeMo RL takes most values as they come, so another kind means something else there."""
 
     words: str
@@ -128,25 +128,25 @@ def _is_words(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
 
 
-SWITCH = Kind(
+SWITCH = Values(
     "a switch (true or false)",
     lambda value: isinstance(value, bool),
     "NeMo RL asks only whether it is empty: 'no' and 'false' in quotes switch it on.",
 )
-COUNT = Kind(
+COUNT = Values(
     "a whole number",
     lambda value: isinstance(value, int) and not isinstance(value, bool),
     "NeMo RL counts layers by it, and stops at anything else.",
 )
-WORD = Kind("a word", lambda value: isinstance(value, str), "NeMo RL looks for a name there, and stops without one.")
-WORDS = Kind("a list of words", _is_words, "NeMo RL goes through it one by one, and through a text letter by letter.")
-FILES = Kind(
+WORD = Values("a word", lambda value: isinstance(value, str), "NeMo RL looks for a name there, and stops without one.")
+WORDS = Values("a list of words", _is_words, "NeMo RL goes through it one by one, and through a text letter by letter.")
+FILES = Values(
     "a file's name or a list of them",
     lambda value: WORD.holds(value) or WORDS.holds(value),
     "NeMo RL reads the files that are named there.",
 )
 
-_OF_A_KIND: dict[Kind, tuple[str, ...]] = {
+_OF_A_KIND: dict[Values, tuple[str, ...]] = {
     SWITCH: (
         "enabled",
         "fp8_param",
@@ -186,7 +186,7 @@ def mistyped(document: Mapping[str, Any]) -> Iterator[Problem]:
                 yield from of_another_kind(".".join((*path, name)), here.get(name), KINDS[name])
 
 
-def of_another_kind(key: str, value: Any, kind: Kind) -> Iterator[Problem]:
+def of_another_kind(key: str, value: Any, kind: Values) -> Iterator[Problem]:
     """Yield the problem of a value that is not of a key's kind; null counts as not written."""
     if value is not None and not kind.holds(value):
         yield Problem(f"{key}={value!r} is not {kind.words}.", kind.otherwise, f"Write {kind.words}, or leave it out.")

@@ -217,7 +217,7 @@ def _unknown(p: Precision, lines: Lists) -> Iterator[str]:
 
 
 def _matches_any(pattern: str) -> bool:
-    """Whether a pattern matches a linear of the tables."""
+    """Return whether a pattern matches a linear of the tables."""
     matches = Precision(keep=(pattern,)).keeps
     rules = ((pattern, "bf16"),)
     return any(matches(name) for layer in _layers(rules) for held in _HELD for name in held.all_names(layer))
@@ -296,7 +296,7 @@ def _kept(lines: Lists, layers: Iterable[int]) -> _Places:
 
 
 def _is_on(pattern: str, lines: Lists) -> bool:
-    """Whether a list holds a pattern verbatim, as one for a linear that is in no table."""
+    """Return whether a list holds a pattern verbatim, as one for a linear that is in no table."""
     return any(as_ignored(pattern, mx) in found for mx, found in lines.items())
 
 

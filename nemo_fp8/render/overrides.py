@@ -17,7 +17,7 @@ from typing import Any
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.render import nemo
-from nemo_fp8.render.megatron import FLAGS
+from nemo_fp8.render.megatron import COUNTS, FLAGS
 
 _WITHOUT_A_FLAG = {
     name: (f"TransformerConfig.{name}",) for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
@@ -38,11 +38,8 @@ def to_overrides(precision: Precision, sections: Mapping[str, str]) -> dict[str,
         said = {name: getattr(p, nemo.SETTINGS[name].field) for name in _LOSS_SCALE}
         arguments |= {name: value for name, value in said.items() if value is not None}
     if p.first_layers or p.last_layers:  # Megatron's own counts are 1, NeMo's 0
-        arguments |= {name: getattr(p, nemo.SETTINGS[name].field) for name in _COUNTS}
+        arguments |= {name: getattr(p, nemo.SETTINGS[name].field) for name in COUNTS}
     return {key: arguments[name] for name, core in FIELDS.items() if name in arguments for key in _keys(core, sections)}
-
-
-_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
 def from_overrides(given: Mapping[str, Any], sections: Mapping[str, str], compute: str) -> Precision:

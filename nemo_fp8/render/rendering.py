@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.moved import renamed
 
-ROLLOUT_FIELDS = ("rollout", "rollout_block", "activation_scheme", "kv_cache", "deep_gemm", "importance_sampling")
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__, {"ROLLOUT_FIELDS": "nemo_fp8.contract.operands.ROLLOUT_FIELDS"})
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import fields_from_environment, te_environment
+from nemo_fp8.contract.te_variables import FP32_BLOCK_SCALES, fields_from_environment, te_environment
 from nemo_fp8.render import frameworks, overrides, vllm
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, same, write
@@ -46,8 +46,6 @@ MODES: dict[str, dict[str, Any]] = {
     "mxfp8": frameworks.BLOCKS_OF_128 | {"rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"},
 }
 
-_BLOCK_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-
 _REASONS = {
     **frameworks.rollout_reasons("Said of quantized operands, and SkyRL has none to say it of here."),
     **frameworks.COMMON_REASONS,
@@ -69,7 +67,7 @@ def to_skyrl(precision: Precision) -> dict[str, Any]:
 
 def environment(precision: Precision) -> dict[str, str]:
     """Return the variables to export before SkyRL starts."""
-    wire = {_BLOCK_SCALES: "1"} if _rollout(precision)[MODE] == "blockwise" else {}
+    wire = {FP32_BLOCK_SCALES: "1"} if _rollout(precision)[MODE] == "blockwise" else {}
     return wire | te_environment(precision)
 
 
@@ -80,7 +78,7 @@ def _has_fp8_weights(p: Precision) -> bool:
 def _rollout(p: Precision) -> dict[str, Any]:
     if p.rollout != "fp8":
         return {MODE: None}
-    mode = next((mode for mode, implied in MODES.items() if not frameworks.misfits(p, implied)), None)
+    mode = next((mode for mode, implied in MODES.items() if not frameworks.differing(p, implied)), None)
     if mode is not None:
         return {MODE: mode}
     plugin = {f"{PLUGIN}.{name}": value for name, value in vllm.to_plugin(p).items()}
@@ -126,4 +124,4 @@ def render(precision: Precision) -> Rendering:
     text = "\n".join([*exports, " \\\n".join(words)])
     data = {"overrides": values, "environment": variables}
     back = read_skyrl(values, variables)
-    return frameworks.both_sides("skyrl", "SkyRL", precision, text, data, back, _REASONS, notes)
+    return frameworks.rendering_of("skyrl", "SkyRL", precision, text, data, back, _REASONS, notes)

@@ -15,15 +15,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import fields_from_environment, te_environment
+from nemo_fp8.contract.te_variables import FP32_BLOCK_SCALES, fields_from_environment, te_environment
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render import frameworks, megatron, vllm
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, write
 
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SETTINGS: dict[str, Setting] = {
-    "--sglang-dtype": Setting("compute", "auto", _DTYPES),
+    "--sglang-dtype": Setting("compute", "auto", frameworks.DTYPES),
     "--sglang-kv-cache-dtype": Setting("kv_cache", "auto", {"auto": "auto", "fp8_e4m3": "fp8"}),
     "--sglang-fp8-gemm-backend": frameworks.LINEAR_BACKEND,
 }
@@ -31,7 +30,7 @@ CORRECTION = "--use-tis"
 VARIABLES = "--train-env-vars"
 CHECKPOINT = "--hf-checkpoint"
 # What slime gives to the training's processes unless --train-env-vars gives another.
-_VARIABLES = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+_VARIABLES = {FP32_BLOCK_SCALES: "1"}
 _BACKEND = "--sglang-fp8-gemm-backend"
 
 _REASONS = frameworks.COMMON_REASONS | dict.fromkeys(
@@ -42,7 +41,7 @@ _REASONS = frameworks.COMMON_REASONS | dict.fromkeys(
 def to_slime(precision: Precision) -> list[str]:
     """Return the flags, one word to an entry. Raises PrecisionError for a dtype that slime does not train in."""
     p = precision
-    frameworks.require_compute("slime", p, _DTYPES, "It trains in BF16 wherever --fp16 is not given.")
+    frameworks.require_compute("slime", p, frameworks.DTYPES, "It trains in BF16 wherever --fp16 is not given.")
     said = write(SETTINGS, p)
     if not p.deep_gemm:
         del said[_BACKEND]  # older SGLangs know no such flag
@@ -54,7 +53,7 @@ def to_slime(precision: Precision) -> list[str]:
 
 def checkpoint_config(precision: Precision) -> dict[str, Any] | None:
     """Return the ``quantization_config`` of the rollout's checkpoint; None for one that is not quantized."""
-    if precision.rollout != "fp8" or frameworks.misfits(precision, frameworks.BLOCKS_OF_128):
+    if precision.rollout != "fp8" or frameworks.differing(precision, frameworks.BLOCKS_OF_128):
         return None
     return vllm.to_hugging_face(precision)
 
@@ -107,4 +106,4 @@ def render(precision: Precision) -> Rendering:
     data = {"flags": words, "quantization_config": checkpoint}
     back = read_slime(words, checkpoint)
     reasons = frameworks.why_not_blocks_of_128("slime", precision) | _REASONS
-    return frameworks.both_sides("slime", "slime", precision, text, data, back, reasons, notes)
+    return frameworks.rendering_of("slime", "slime", precision, text, data, back, reasons, notes)

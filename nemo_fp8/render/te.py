@@ -13,10 +13,10 @@ import dataclasses
 from types import ModuleType
 from typing import Any
 
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import ROLLOUT_FIELDS, Precision
 from nemo_fp8.contract.te_variables import VARIABLES, te_environment, variables_of
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.render.rendering import ROLLOUT_FIELDS, Rendering, lost_fields
+from nemo_fp8.render.rendering import Rendering, lost_fields
 
 CLASSES = {
     "delayed": "DelayedScaling",

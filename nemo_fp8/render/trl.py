@@ -78,4 +78,4 @@ def render(precision: Precision) -> Rendering:
     flags = " ".join(f"--{name} {value}" for name, value in data["server"].items())
     call = python_call("GRPOConfig", data["config"])
     text = f"from trl import GRPOConfig\n\n# trl vllm-serve --model MODEL {flags}\ntraining_args = {call}"
-    return frameworks.both_sides("trl", "TRL", precision, text, data, read_trl(**data), _REASONS)
+    return frameworks.rendering_of("trl", "TRL", precision, text, data, read_trl(**data), _REASONS)

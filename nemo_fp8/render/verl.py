@@ -20,7 +20,6 @@ from nemo_fp8.render.settings import Setting, write
 
 TRAINER = "model_engine"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 # Where verl takes overrides of Megatron's configs; those of the reference model follow the actor's.
 SECTIONS: dict[str, str] = {
@@ -30,8 +29,8 @@ SECTIONS: dict[str, str] = {
 }
 ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
 SETTINGS: dict[str, Setting] = {
-    f"{_ACTOR}.megatron.dtype": Setting("compute", "bfloat16", _DTYPES),
-    f"{_ROLLOUT}.dtype": Setting("compute", "bfloat16", _DTYPES),
+    f"{_ACTOR}.megatron.dtype": Setting("compute", "bfloat16", frameworks.DTYPES),
+    f"{_ROLLOUT}.dtype": Setting("compute", "bfloat16", frameworks.DTYPES),
     f"{_ROLLOUT}.quantization": Setting("rollout", None, {None: "compute", "fp8": "fp8"}),
     f"{_ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": frameworks.KV_CACHE,
     f"{_ROLLOUT}.engine_kwargs.vllm.linear_backend": frameworks.LINEAR_BACKEND,
@@ -45,9 +44,11 @@ _BACKEND = f"{_ROLLOUT}.engine_kwargs.vllm.linear_backend"
 def to_verl(precision: Precision) -> dict[str, Any]:
     """Return ``{dotted key: value}`` for a contract. Raises PrecisionError for a dtype that verl does not train in."""
     p = precision
-    frameworks.require_compute("verl", p, _DTYPES, "Its Megatron engine takes bfloat16 and float16 and no other dtype.")
+    frameworks.require_compute(
+        "verl", p, frameworks.DTYPES, "Its Megatron engine takes bfloat16 and float16 and no other dtype."
+    )
     said = write(SETTINGS, p)
-    if frameworks.misfits(p, frameworks.BLOCKS_OF_128):
+    if frameworks.differing(p, frameworks.BLOCKS_OF_128):
         said[f"{_ROLLOUT}.quantization"] = None
     if not p.deep_gemm:
         del said[_BACKEND]  # older vLLMs know no such argument
@@ -77,4 +78,4 @@ def render(precision: Precision) -> Rendering:
     words = (f"{'' if name == TRAINER else '++'}{name}={overrides.hydra(value)}" for name, value in data.items())
     text = " \\\n".join(map(shlex.quote, words))
     reasons = frameworks.why_not_blocks_of_128("verl", precision) | frameworks.COMMON_REASONS
-    return frameworks.both_sides("verl", "verl", precision, text, data, read_verl(data), reasons, notes)
+    return frameworks.rendering_of("verl", "verl", precision, text, data, read_verl(data), reasons, notes)

@@ -34,7 +34,8 @@ Channel = Callable[..., Awaitable[Any]]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone. Of names only ``localhost`` counts; none is looked up."""
+    """Return whether an address is reached from this machine alone. Of names only ``localhost`` counts; none is looked
+    up."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -58,7 +59,8 @@ def path_of(scope: Mapping[str, Any]) -> str:
 
 
 def brings(scope: Mapping[str, Any], token: str) -> bool:
-    """Whether a request has ``Authorization: Bearer <token>``. The case of the scheme does not matter, as in HTTP."""
+    """Return whether a request has ``Authorization: Bearer <token>``. The case of the scheme does not matter, as in
+    HTTP."""
     scheme, _, brought = _headers(scope).get(b"authorization", b"").partition(b" ")
     return (
         bool(token) and scheme.lower() == b"bearer" and hmac.compare_digest(_digest(brought), _digest(token.encode()))
@@ -66,7 +68,7 @@ def brings(scope: Mapping[str, Any], token: str) -> bool:
 
 
 def is_local(scope: Mapping[str, Any]) -> bool:
-    """Whether a request was made on this machine, and did not come through a proxy.
+    """Return whether a request was made on this machine, and did not come through a proxy.
 
     uvicorn replaces the connection's address by the one in a proxy's header, and believes any sender if
     ``FORWARDED_ALLOW_IPS=*``. So a request with such a header counts as one from elsewhere. A page in a browser can
@@ -82,7 +84,7 @@ def is_local(scope: Mapping[str, Any]) -> bool:
 
 
 def comes_from_a_page(scope: Mapping[str, Any]) -> bool:
-    """Whether a page in a browser made the request: browsers then send its site as Origin."""
+    """Return whether a page in a browser made the request: browsers then send its site as Origin."""
     return b"origin" in _headers(scope)
 
 
@@ -112,7 +114,7 @@ class TokenGuard:
 
 
 def _is_here(host: bytes) -> bool:
-    """Whether a Host header names this machine."""
+    """Return whether a Host header names this machine."""
     try:
         name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""
     except ValueError:

@@ -79,7 +79,8 @@ def engine_args(
 
 
 def _has_workers() -> bool:
-    """Whether engines of this process compute in worker processes; with this variable of vLLM's they do it here."""
+    """Return whether engines of this process compute in worker processes; with this variable of vLLM's they do it
+    here."""
     return os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
 
 
@@ -205,7 +206,7 @@ def _unread() -> tuple[str, str] | None:
 
 
 def _in_fp8_blocks(said: Mapping[str, Any]) -> bool:
-    """Whether a ``quantization_config`` says FP8 in blocks, as DeepSeek or compressed-tensors write it."""
+    """Return whether a ``quantization_config`` says FP8 in blocks, as DeepSeek or compressed-tensors write it."""
     groups = (said.get("config_groups") or {}).values()
     weights = [group.get("weights") or {} for group in groups]
     return bool(said.get("weight_block_size")) or any(

@@ -125,7 +125,7 @@ class Checkpoint:
         return next((stem + ending for ending in SCALES if stem + ending in self.entries), None)
 
     def is_nvfp4(self, name: str) -> bool:
-        """Whether a tensor is bytes of two E2M1 codes, in ModelOpt's layout."""
+        """Return whether a tensor is bytes of two E2M1 codes, in ModelOpt's layout."""
         return self.entries[name].dtype == "U8" and name + SCALE_2 in self.entries
 
     def shape_of(self, name: str) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def _gelu_slope(x: torch.Tensor) -> torch.Tensor:
 
 
 def _swish(alpha: float) -> Activation:
-    """``x * sigmoid(alpha * x)``: SiLU with 1, QuickGELU with 1.702."""
+    """Return ``x * sigmoid(alpha * x)`` and its derivative: SiLU with 1, QuickGELU with 1.702."""
 
     def slope(x: torch.Tensor) -> torch.Tensor:
         s = torch.sigmoid(alpha * x)
@@ -60,7 +60,7 @@ _GATES = {"glu": "sigmoid", "geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu",
 
 
 def plain(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """The kernels ``name``, ``dname`` and ``dbias_dname``."""
+    """Return the kernels ``name``, ``dname`` and ``dbias_dname``."""
     activation = ACTIVATIONS[name]
 
     @torch.no_grad()
@@ -84,8 +84,8 @@ def plain(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[.
 
 
 def _sums_wide(quantizer: Any) -> bool:
-    """Whether activation, bias and cast are one kernel, which sums FP32 values; otherwise the rounded result is read
-    back."""
+    """Return whether activation, bias and cast are one kernel, which sums FP32 values; otherwise the rounded result is
+    read back."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
@@ -96,7 +96,8 @@ _LINEAR = Activation(lambda x: x, torch.ones_like)
 
 
 def _situ(beta1: float, beta2: float) -> tuple[Activation, Activation]:
-    """SiTU-GLU: both sides bent to a bound by a tanh, ``beta tanh(x / beta)``, the gate's times a sigmoid."""
+    """Return both sides of SiTU-GLU: each is bent to a bound by a tanh, ``beta tanh(x / beta)``, the gate's times a
+    sigmoid."""
 
     def gate_slope(x: torch.Tensor) -> torch.Tensor:
         t, s = torch.tanh(x / beta1), torch.sigmoid(x)
@@ -107,8 +108,8 @@ def _situ(beta1: float, beta2: float) -> tuple[Activation, Activation]:
 
 
 def _clamped(limit: float, alpha: float, glu_linear_offset: float) -> tuple[Activation, Activation]:
-    """GPT-OSS's: a gate clamped from above, the other side from both and moved by an offset. What was clamped has no
-    gradient."""
+    """Return both sides of GPT-OSS's SwiGLU: the gate is clamped from above, the other side from both and moved by an
+    offset. What was clamped has no gradient."""
     gate = Activation(
         lambda x: _swish(alpha).value(x.clamp(max=limit)),
         lambda x: _swish(alpha).slope(x.clamp(max=limit)) * (x <= limit),
@@ -136,14 +137,14 @@ SCALED = ("swiglu", "situglu", "clamped_swiglu", "srelu")
 
 
 def _bound(defaults: dict[str, Any], given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a call, in the order of their defaults."""
+    """Return the parameters of a call, in the order of their defaults."""
     if len(given) > len(defaults) or set(named) - set(defaults):
         raise TypeError(f"takes {', '.join(defaults) or 'no parameters'}, and was given {given} and {named}")
     return defaults | dict(zip(defaults, given, strict=False)) | named
 
 
 def _halves(x: torch.Tensor, interleave: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gate's side and the other, in FP32: halves of a row, or pieces of ``interleave`` columns in turn."""
+    """Return the gate's side and the other, in FP32: halves of a row, or pieces of ``interleave`` columns in turn."""
     pieces = x.float().reshape(*x.shape[:-1], -1, 2, interleave or x.shape[-1] // 2)
     return pieces[..., 0, :].flatten(-2), pieces[..., 1, :].flatten(-2)
 
@@ -154,7 +155,7 @@ def _join(a: torch.Tensor, b: torch.Tensor, interleave: int) -> torch.Tensor:
 
 
 def gated(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The kernels ``name`` and ``dname``."""
+    """Return the kernels ``name`` and ``dname``."""
     sides, defaults = GATED[name]
 
     @torch.no_grad()
@@ -176,7 +177,8 @@ def gated(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def scaled(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The kernels ``scaled_name`` and ``scaled_dname``. They round their result, and the cast reads the rounded one."""
+    """Return the kernels ``scaled_name`` and ``scaled_dname``. They round their result, and the cast reads the rounded
+    one."""
     sides, parameters = GATED.get(name, (None, {}))
     defaults: dict[str, Any] = parameters if sides is None else parameters | {"glu_interleave_size": 0}
 
@@ -218,8 +220,8 @@ def scaled(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """Every kernel of the tables, under TE's name: ``d`` before the function's own name, whatever else stands before
-    it."""
+    """Return every kernel of the tables, under TE's name: ``d`` before the function's own name, whatever else stands
+    before it."""
     found: dict[str, Callable[..., Any]] = {}
     for name in PLAIN:
         found[name], found[f"d{name}"], found[f"dbias_d{name}"] = plain(name)
@@ -237,6 +239,6 @@ def _derivative(name: str) -> str:
 
 @torch.no_grad()
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """A bias gradient and the quantized gradient that it is the sum of."""
+    """Return a bias gradient and the quantized gradient that it is the sum of."""
     x = input.detach().contiguous()
     return [x.reshape(-1, x.shape[-1]).float().sum(0).to(x.dtype), quantized.quantize(x, quantizer)]

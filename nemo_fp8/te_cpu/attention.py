@@ -52,7 +52,7 @@ def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale: flo
 
 @torch.no_grad()
 def scaled_softmax_backward(output_grad: torch.Tensor, softmax_results: torch.Tensor, scale: float) -> torch.Tensor:
-    """Of every one of them: what was masked has probability zero."""
+    """Return the gradient of a softmax's input, for every kind of mask: what was masked has probability zero."""
     g, p = output_grad.float(), softmax_results.float()
     return (g - (g * p).sum(-1, keepdim=True)).mul_(scale * p).to(output_grad.dtype)
 
@@ -66,7 +66,7 @@ scaled_aligned_causal_masked_softmax_backward = scaled_softmax_backward
 
 
 def _rotate(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """(a, b) -> (-b, a): of the two halves, or of neighbours."""
+    """Return (-b, a) of (a, b), which are the two halves of a head, or neighbours (``interleaved``)."""
     if interleaved:
         a, b = x[..., ::2], x[..., 1::2]
         return torch.stack((-b, a), -1).flatten(-2)
@@ -75,8 +75,8 @@ def _rotate(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
 
 
 def _in_sequence(tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """The place of each of a rank's tokens in their sequence. Of 2 n equal chunks rank r of n holds the r-th and the
-    r-th from the end."""
+    """Return the place of each of a rank's tokens in their sequence. Of 2 n equal chunks rank r of n holds the r-th and
+    the r-th from the end."""
     places, half = torch.arange(tokens), tokens // 2
     if cp_size == 1:
         return places
@@ -87,7 +87,7 @@ def _angles(
     input: torch.Tensor, freqs: torch.Tensor, qkv_format: object, cu_seqlens: torch.Tensor | None,
     starts: torch.Tensor | None, cp_size: int, cp_rank: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The angles of each token, of a shape that broadcasts over heads."""
+    """Return the angles of each token, in a shape that broadcasts over heads."""
     name = getattr(qkv_format, "name", str(qkv_format))
     angles = freqs.float().reshape(freqs.shape[0], -1)
     if "THD" in name:
@@ -141,8 +141,8 @@ def fused_qkv_rope_forward(
     qkv_input: torch.Tensor, q_freqs: torch.Tensor, k_freqs: torch.Tensor, start_positions: torch.Tensor | None,
     qkv_split_arg_list: Sequence[int], qkv_format: object, interleaved: bool, cp_size: int, cp_rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Rotated queries and keys, and values, of rows that hold a group's queries, its key and its value one after the
-    other."""
+    """Return rotated queries, rotated keys, and values, of rows that hold a group's queries, its key and its value one
+    after the other."""
     starts = start_positions if cp_size == 1 else None
     q, k, v = torch.split(qkv_input, list(qkv_split_arg_list), -1)
     q = q.reshape(*q.shape[:2], -1, k.shape[-1])
@@ -159,7 +159,8 @@ def fused_qkv_rope_backward(
     k_freqs: torch.Tensor,
     qkv_split_arg_list: Sequence[int], qkv_format: object, interleaved: bool, cp_size: int, cp_rank: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradients of all three in one row again. It takes no start positions, as TE gives it none."""
+    """Return the gradients of queries, keys and values in one row again. It takes no start positions, as TE gives it
+    none."""
     turned = [
         _turn(g, _angles(g, freqs, qkv_format, None, None, cp_size, cp_rank), interleaved, True).reshape(
             *v_grad_out.shape[:3], -1

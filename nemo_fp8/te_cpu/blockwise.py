@@ -36,8 +36,8 @@ BLOCK = 128
 
 
 def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
-    """Codes and scales of ``x`` by rows, by columns, or both; a square block serves both. Raises RuntimeError where
-    TE's kernels do: on Blackwell, for FP32 scales."""
+    """Write codes and scales of ``x`` by rows, by columns, or both; a square block serves both. Raise RuntimeError
+    where TE's kernels do: on Blackwell, for FP32 scales."""
     if not quantizer.force_pow_2_scales and device.standing_for() != HOPPER:
         raise RuntimeError(
             "FP32 scales of blocks on Blackwell, which the CPU stands for. TransformerEngine emulates blockwise "
@@ -66,7 +66,7 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
 
 
 def operand(tensor: Any, by_rows: bool) -> Quantized:
-    """What a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows."""
+    """Return what a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows."""
     side = "row" if by_rows else "column"
     data, scales = getattr(tensor, f"_{side}wise_data"), getattr(tensor, f"_{side}wise_scale_inv")
     if data is None:
@@ -110,8 +110,8 @@ def refuse(
 
 
 def product(a: Quantized, b: Quantized) -> torch.Tensor:
-    """``b @ a.T`` in FP32, as Hopper's GEMM adds it up. The scales of rows are multiplied first, B's where both are
-    scaled by rows."""
+    """Return ``b @ a.T`` in FP32, as Hopper's GEMM adds it up. The scales of rows are multiplied first, B's where both
+    are scaled by rows."""
     columns_first = a.block == (1, BLOCK) != b.block
     out = torch.zeros(len(b.data), len(a.data))
     partial = torch.empty_like(out)
@@ -152,19 +152,19 @@ def accumulate_reference(
 
 
 def _slices(q: Quantized) -> tuple[torch.Tensor, ...]:
-    """The codes as numbers, 128 columns at a time."""
+    """Return the codes as numbers, 128 columns at a time."""
     codes = replace(q, scale_inv=torch.ones(()), block=None).dequantize(torch.float32)
     return torch.split(codes, BLOCK, 1)
 
 
 def _of_rows(q: Quantized) -> torch.Tensor:
-    """The scales of every row, block after block: those of a square block are its 128 rows'."""
+    """Return the scales of every row, block after block: those of a square block are its 128 rows'."""
     scales = q.scale_inv if q.block == (1, BLOCK) else q.scale_inv.repeat_interleave(BLOCK, 0)[: len(q.data)]
     return scales.t().contiguous()
 
 
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor's values, by rows where it has them."""
+    """Return the tensor's values in ``dtype``, from its rows where it has them."""
     by_rows = tensor._rowwise_data is not None
     found = operand(tensor, by_rows).dequantize(dtype)
     return (found if by_rows else found.t()).reshape(tuple(tensor.size()))

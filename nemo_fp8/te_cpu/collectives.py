@@ -110,7 +110,8 @@ def _past_autograd(argument: Any) -> Any:
 
 
 def _over_gloo(make: Callable[..., Any], backend_at: int) -> Callable[..., Any]:
-    """``init_process_group`` or ``new_group``, of gloo where NCCL is asked for, and bound to no device."""
+    """Return ``init_process_group`` or ``new_group`` that takes gloo where NCCL is asked for, and binds to no
+    device."""
 
     @functools.wraps(make)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +126,7 @@ def _over_gloo(make: Callable[..., Any], backend_at: int) -> Callable[..., Any]:
 
 
 def _without_devices(barrier: Callable[..., Any]) -> Callable[..., Any]:
-    """``barrier``, which NCCL runs on the GPUs that it is told of, by number."""
+    """Return ``barrier`` without ``device_ids``, the numbers of the GPUs on which NCCL runs it."""
 
     @functools.wraps(barrier)
     def wrapper(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
@@ -135,7 +136,7 @@ def _without_devices(barrier: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gloo(backend: str | None) -> str | None:
-    """``nccl`` and ``cpu:gloo,cuda:nccl`` as gloo; any other backend as it is."""
+    """Return ``nccl`` and ``cpu:gloo,cuda:nccl`` as gloo, and any other backend as it is."""
     return "gloo" if backend is not None and "nccl" in backend.lower() else backend
 
 

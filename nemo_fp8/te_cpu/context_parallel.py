@@ -17,12 +17,12 @@ import torch
 
 
 def _sequence_of(tokens: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-    """The sequence of each token; what lies outside all of them counts to the nearest."""
+    """Return the sequence of each token; one outside all sequences counts to the nearest."""
     return torch.bucketize(tokens, begins[1:].contiguous(), right=True).clamp(max=len(begins) - 2)
 
 
 def _held(cu_seqlens: torch.Tensor, tokens: int, ranks: int, rank: int) -> torch.Tensor:
-    """Where each of a rank's tokens lies in the packed sequences."""
+    """Return where each of a rank's tokens lies in the packed sequences."""
     begins = cu_seqlens.long() // ranks
     own = torch.arange(tokens // ranks)
     sequence = _sequence_of(own, begins)
@@ -50,7 +50,7 @@ def _order(cu_seqlens: torch.Tensor, ranks: int, tokens: int) -> torch.Tensor:
 def thd_sequence_order_to_cp_rank_order(
     inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int
 ) -> torch.Tensor:
-    """Packed sequences as the tokens of the first rank, the second, and so on."""
+    """Return packed sequences as the tokens of the first rank, the second, and so on."""
     return inp[_order(cu_seqlens, cp_size, total_tokens)]
 
 
@@ -81,7 +81,7 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
 
 
 def _half(cu_seqlens: torch.Tensor, second: bool) -> torch.Tensor:
-    """Where the first or second half of each sequence lies, one after the other."""
+    """Return where the first or second half of each sequence lies, one after the other."""
     begins = cu_seqlens.long() // 2
     tokens = torch.arange(int(begins[-1]))
     return tokens + begins[_sequence_of(tokens, begins) + second]
@@ -89,7 +89,7 @@ def _half(cu_seqlens: torch.Tensor, second: bool) -> torch.Tensor:
 
 @torch.no_grad()
 def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half_idx: int) -> torch.Tensor:
-    """One half of each sequence of [tokens, heads, width], or of two such tensors at once."""
+    """Return one half of each sequence of [tokens, heads, width], or of two such tensors at once."""
     places = _half(cu_seqlens, bool(half_idx))
     half = tensor.new_zeros(*tensor.shape[:-3], tensor.shape[-3] // 2, *tensor.shape[-2:])
     half[..., : len(places), :, :] = tensor[..., places, :, :]
@@ -122,12 +122,13 @@ _Index = tuple[torch.Tensor, ...]
 
 
 def _by_token(lse: torch.Tensor, packed: bool) -> torch.Tensor:
-    """A view whose heads come last: [tokens, heads], or [sequences, longest, heads]."""
+    """Return a view whose heads come last: [tokens, heads], or [sequences, longest, heads]."""
     return lse.t() if packed else lse.transpose(1, 2)
 
 
 def _lse_places(cu_seqlens: torch.Tensor, packed: bool, second_half: bool) -> tuple[_Index, _Index, torch.Tensor]:
-    """Of each token: its place in the whole, its place among a step's tokens, and its row in the whole's output."""
+    """Return, of each token, its place in the whole, its place among a step's tokens, and its row in the whole's
+    output."""
     begins = cu_seqlens.long() // (1 + second_half)
     tokens = torch.arange(int(begins[-1]))
     sequence = _sequence_of(tokens, begins)
@@ -143,7 +144,7 @@ def _lse_places(cu_seqlens: torch.Tensor, packed: bool, second_half: bool) -> tu
 def thd_read_second_half_lse(
     lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool, second_half_lse_seqlen: int
 ) -> torch.Tensor:
-    """Those of the second halves, zeros behind them."""
+    """Return the sums of the second halves of the sequences, with zeros behind them."""
     whole, step, _ = _lse_places(cu_seqlens, lse_packed, True)
     half = lse.new_zeros(*lse.shape[:-1], second_half_lse_seqlen)
     _by_token(half, lse_packed)[step] = _by_token(lse, lse_packed)[whole]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 def _own(target: torch.Tensor, rank: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens whose target lies on this rank, and its column here."""
+    """Return which tokens have their target on this rank, and the target's column here."""
     columns = target - rank * width
     tokens = ((columns >= 0) & (columns < width)).nonzero().flatten()
     return tokens, columns[tokens]
@@ -28,7 +28,7 @@ def cross_entropy_forward(
     _input: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any,
     ignore_idx: int, overwrite_input: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:  # fmt: skip
-    """[loss, saved logits, (largest, sum of exponentials) of each token, target, tokens that count, rank, world
+    """Return [loss, saved logits, (largest, sum of exponentials) of each token, target, tokens that count, rank, world
     size]."""
     rank = 0 if dist_process_group is None else dist.get_rank(dist_process_group)
     world = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)

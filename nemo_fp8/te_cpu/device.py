@@ -74,13 +74,13 @@ def standing_for() -> int | None:
 
 
 def multiplies_fp8_in_any_layout() -> bool:
-    """Whether the GPU stood for multiplies FP8 matrices however they lie (Blackwell); Hopper needs both by rows, so TE
-    keeps transposes."""
+    """Return whether the GPU stood for multiplies FP8 matrices however they lie (Blackwell); Hopper needs both by rows,
+    so TE keeps transposes."""
     return 100 <= _arch[0] < 120
 
 
 def names_cuda(device: object) -> bool:
-    """Whether this names a CUDA device, by string, torch.device or number."""
+    """Return whether this names a CUDA device, by string, torch.device or number."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -128,7 +128,8 @@ class _OneGenerator:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes that are free and that there are: the machine's own, since that is what an allocation on ``cuda`` takes."""
+    """Return how many bytes are free, and how many there are: the machine's own, which an allocation on ``cuda``
+    takes."""
     page = os.sysconf("SC_PAGE_SIZE")
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
@@ -141,7 +142,7 @@ def _properties(device: object = None) -> types.SimpleNamespace:
 
 
 def _nested(flat: dict[str, int]) -> dict[str, Any]:
-    """Statistics whose names have dots, each part a level of its own."""
+    """Return statistics whose names have dots as nested dicts, each part of a name a level of its own."""
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         *levels, last = name.split(".")
@@ -150,13 +151,13 @@ def _nested(flat: dict[str, int]) -> dict[str, Any]:
 
 
 def _answers(value: Any) -> Callable[..., Any]:
-    """A function of its own for each name: torch.compile knows functions by their identity, and refuses one that stands
-    for two."""
+    """Return a function that gives ``value``, a new one for each name: torch.compile knows functions by their identity,
+    and refuses one that stands for two."""
     return lambda *args, **kwargs: value
 
 
 def _fraction(fraction: float, device: object = None) -> None:
-    """All of the memory is what a process may take."""
+    """Refuse to hold a process to a part of the memory; the whole (1.0) is what it may take anyway."""
     if fraction != 1.0:
         refusing(
             f"torch.cuda.set_per_process_memory_fraction({fraction})",
@@ -166,7 +167,7 @@ def _fraction(fraction: float, device: object = None) -> None:
 
 
 def _warn_of_waits(debug_mode: int | str) -> None:
-    """Of waits for the GPU, of which there are none, so that nobody would be warned."""
+    """Refuse to warn of waits for the GPU, of which there are none: nobody would be warned."""
     if debug_mode not in (0, "default"):
         refusing(
             f"torch.cuda.set_sync_debug_mode({debug_mode!r})", "the CPU waits for no GPU, and would never warn of it"
@@ -258,7 +259,7 @@ _METHODS = "new new_empty new_zeros new_ones new_full new_tensor new_empty_strid
 
 
 def _on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, on the CPU wherever a CUDA device is asked for; what should be pinned is the host's."""
+    """Return the same function, on the CPU wherever a CUDA device is asked for; what should be pinned is the host's."""
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -273,7 +274,7 @@ def _on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _factory(name: str) -> Callable[..., Any]:
-    """A factory of torch's, on the CPU, and pickled by its name as torch's own."""
+    """Return one of torch's factories, on the CPU, which is pickled by its name as torch's own is."""
     wrapper = _on_cpu(getattr(torch, name))
     wrapper.__module__, wrapper.__qualname__ = "torch", name
     return wrapper
@@ -309,13 +310,13 @@ def _move_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 @functools.wraps(_fetch)
 def _copy_to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What a GPU's tensor is on the CPU: memory of its own, which keeps what it was."""
+    """Copy a GPU's tensor to the CPU: into memory of its own, which keeps the values of now."""
     fetched = _fetch(self, *args, **kwargs)
     return HOST.take(_copied(fetched) if fetched is self else fetched)
 
 
 def _send(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    """What the host holds, on the GPU: memory of its own."""
+    """Send what the host holds to the GPU: return a copy in memory of its own."""
     return _copied(self) if HOST.holds(self) else self
 
 
@@ -325,13 +326,13 @@ def _pin(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
 
 @functools.wraps(_parse)
 def _parse_for_cpu(*args: Any, **kwargs: Any) -> Any:
-    """What ``to`` of a module is asked for."""
+    """Return what ``to`` of a module asks for, with the CPU in the place of a GPU."""
     args, kwargs = _to_cpu(args, kwargs)
     return _parse(*args, **kwargs)
 
 
 def _to_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a ``to``, the CPU in the place of a GPU, whose number may stand for it."""
+    """Return the arguments of a ``to`` with the CPU in the place of a GPU, whose number may stand for it."""
     if args and names_cuda(args[0]):
         args = (CPU, *args[1:])
     if kwargs and names_cuda(kwargs.get("device")):
@@ -344,7 +345,7 @@ _ddp = DistributedDataParallel.__init__
 
 @functools.wraps(_ddp)
 def _ddp_of_cpus(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Without the numbers of GPUs, for which a module of the CPU is refused."""
+    """Construct DDP without the numbers of GPUs, for which a module of the CPU is refused."""
     args = (*(None for _ in args[:2]), *args[2:])
     _ddp(self, module, *args, **(kwargs | {name: None for name in ("device_ids", "output_device") if name in kwargs}))
 
@@ -355,7 +356,7 @@ _FSDP = inspect.signature(_fsdp)
 
 @functools.wraps(_fsdp)
 def _fsdp_of_cpus(*args: Any, **kwargs: Any) -> None:
-    """On the CPU, whichever GPU a rank names, or none: of a module that lies on a GPU it would read which."""
+    """Construct FSDP on the CPU, whichever GPU a rank names, or none: of a module on a GPU it would read which."""
     asked = _FSDP.bind(*args, **kwargs)
     if asked.arguments.get("device_id") is None or names_cuda(asked.arguments["device_id"]):
         asked.arguments["device_id"] = CPU
@@ -448,7 +449,7 @@ _supported = importlib.import_module("torch.optim.optimizer")._get_capturable_su
 
 @functools.wraps(_supported)
 def _supported_and_cpu(*args: Any, **kwargs: Any) -> list[str]:
-    """Where an optimizer may keep its steps in tensors, as ``capturable=True`` asks for."""
+    """Return where an optimizer may keep its steps in tensors, as ``capturable=True`` asks for."""
     return [*_supported(*args, **kwargs), "cpu"]
 
 
@@ -457,7 +458,7 @@ _set_default = torch.set_default_device
 
 @functools.wraps(_set_default)
 def _set_default_but_cuda(device: Any) -> None:
-    """The CPU is the default that torch begins with."""
+    """Set the default device; for CUDA this is the CPU, with which torch begins."""
     _set_default(None if names_cuda(device) else device)
 
 
@@ -468,7 +469,8 @@ _profile = profiler.profile.__init__
 def _profile_the_cpu(
     self: Any, *args: Any, use_cuda: bool = False, use_device: str | None = None, **named: Any
 ) -> None:
-    """Without the times of a GPU's kernels: torch, built without CUDA, would say so at every operator, at length."""
+    """Profile without the times of a GPU's kernels: torch, built without CUDA, would say so at every operator, at
+    length."""
     _profile(self, *args, use_device=None if use_device == "cuda" else use_device, **named)
 
 
@@ -478,7 +480,8 @@ _OTHER = {"cpu": "cuda", "cuda": "cpu"}
 
 
 def _enter_both(self: Any) -> Any:
-    """Torch's operators ask for the CPU's autocast, TE and Megatron for CUDA's: whichever is entered, both are."""
+    """Enter CUDA's autocast and the CPU's, whichever is entered: torch's operators ask for the second, TE and Megatron
+    for the first."""
     entered = _enter(self)
     other = _OTHER.get(self.device)
     if other is not None:
@@ -503,7 +506,7 @@ _index_of_device = torch.Tensor.get_device
 
 
 def _get_device(self: torch.Tensor) -> int:
-    """0 as ``torch.cuda.current_device()`` says, and -1 of what lies nowhere."""
+    """Return 0 of what lies on the CPU, as ``torch.cuda.current_device()`` says, and -1 of what lies nowhere."""
     return 0 if self.device.type == "cpu" else _index_of_device(self)
 
 
@@ -511,7 +514,7 @@ def _on_one_device(
     module: torch.nn.Module, inputs: Any, device_ids: Any = None, output_device: object = None, dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """``data_parallel`` as a call of the module, unless it names several GPUs."""
+    """Run ``data_parallel`` as a call of the module, unless it names several GPUs."""
     if device_ids is not None and len(device_ids) > 1:
         refusing(
             "torch.nn.parallel.data_parallel of several GPUs",
@@ -536,7 +539,7 @@ def _itself(self: Any, *args: object, **kwargs: object) -> Any:
 
 
 def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
-    """Every replaced name, by its owner, with the reason."""
+    """Return every replaced name, by its owner, with the reason."""
     parts = [importlib.import_module(f"torch.cuda.{name}") for name in ("random", "memory", "streams", "graphs")]
     allocates = "it allocates on cuda by name"
     of_torch: dict[str, tuple[Any, str]] = {name: (_factory(name), allocates) for name in _FACTORIES}
@@ -637,7 +640,7 @@ def _tables() -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
 
 
 def _refusals(of_cuda: list[Any], spread: list[Any]) -> list[tuple[Any, dict[str, tuple[Any, str]]]]:
-    """What is refused, by every module that has the name."""
+    """Return what is refused, by every module that has the name."""
     owners = {"torch.cuda": of_cuda, "torch.cuda.memory": of_cuda, "torch.nn.parallel": spread}
     return [
         (owner, refused(module, owner))
@@ -647,7 +650,7 @@ def _refusals(of_cuda: list[Any], spread: list[Any]) -> list[tuple[Any, dict[str
 
 
 def _take_away_pools() -> None:
-    """Without ``MemPool``, as in a torch that has none.
+    """Remove ``MemPool`` from torch, as in a torch that has none.
 
     Where there is one, Megatron compiles a CUDA extension at its import (``megatron.core.inference.unified_memory``),
     and waits for ever, without a word, once a process has been killed that compiled it.

@@ -154,8 +154,8 @@ def _functions(homes: dict[types.ModuleType, str]) -> dict[str, Callable[..., An
 
 
 def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function without ``torch.autocast``, which casts what torch's operators multiply, and knows nothing of a
-    compiled extension; with a look at the memory in use while its results and what it was given are there."""
+    """Return the function without ``torch.autocast``, which casts what torch's operators multiply and knows nothing of
+    a compiled extension; it looks at the memory in use while its arguments and its results are there."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ def _constant(name: str, value: Any) -> Callable[..., Any]:
 
 
 def missing(name: str) -> Callable[..., Any]:
-    """What stands for a function that has no CPU implementation: it says so, under that function's name."""
+    """Return what stands for a function that has no CPU implementation: it says so, under that function's name."""
 
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(

@@ -30,8 +30,8 @@ from nemo_fp8_hook import HOPPER
 
 
 def _promotes(A: Any, B: Any) -> bool:
-    """Whether Hopper's GEMM of blockwise operands multiplies them, which scales partial sums, and rounds before it
-    accumulates. Blackwell's takes them for MXFP8 ones, with other rules."""
+    """Return whether Hopper's GEMM of blockwise operands multiplies them, which scales partial sums, and rounds before
+    it accumulates. Blackwell's takes them for MXFP8 ones, with other rules."""
     return device.standing_for() == HOPPER and all(hasattr(tensor, "_is_2D_scaled") for tensor in (A, B))
 
 
@@ -47,8 +47,8 @@ _Operand = Quantized | torch.Tensor
 
 
 def _operand(tensor: Any, by_rows: bool) -> _Operand:
-    """``tensor`` for a GEMM that contracts its columns (``by_rows``) or its rows; a plain matrix comes as [outer,
-    contracted]."""
+    """Return ``tensor`` for a GEMM that contracts its columns (``by_rows``) or its rows; a plain matrix comes as
+    [outer, contracted]."""
     if is_quantized(tensor):
         return quantized.reader_of(tensor).operand(tensor, by_rows)  # type: ignore[no-any-return]
     matrix: torch.Tensor = tensor.reshape(as_matrix_shape(tensor.shape))
@@ -56,7 +56,7 @@ def _operand(tensor: Any, by_rows: bool) -> _Operand:
 
 
 def _values(operand: _Operand) -> torch.Tensor:
-    """The values of an operand, [outer, contracted]."""
+    """Return the values of an operand, [outer, contracted]."""
     if isinstance(operand, torch.Tensor):
         return operand
     values = operand.dequantize()
@@ -64,7 +64,7 @@ def _values(operand: _Operand) -> torch.Tensor:
 
 
 def _product(a: _Operand, b: _Operand, dtype: torch.dtype, bias: torch.Tensor | None, promotes: bool) -> torch.Tensor:
-    """``b @ a.T + bias``: FP32 sums, rounded once."""
+    """Return ``b @ a.T + bias``: FP32 sums, rounded once."""
     if isinstance(a, QuantizedNVFP4) and isinstance(b, QuantizedNVFP4):
         return product_of_four_bits(b, a, out_dtype=dtype, bias=bias)
     if isinstance(a, Quantized) and isinstance(b, Quantized):
@@ -105,8 +105,8 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """[D, bias gradient, input of GELU, extra output]. With ``grad`` a ``bias`` asks for its gradient, the sum of B's
-    rows."""
+    """Return [D, bias gradient, input of GELU, extra output]. With ``grad`` a ``bias`` asks for its gradient, the sum
+    of B's rows."""
     if comm_overlap is not None:
         raise NotImplementedError("generic_gemm with userbuffers has no CPU implementation: they are NVLink's.")
     shape = _shape_of_product(A, transA, B, transB, D)
@@ -160,7 +160,7 @@ def _bias_grad(B: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _store(out: torch.Tensor, D: Any, quantizer: Any, dtype: torch.dtype, accumulate: bool, beta: float | None) -> Any:
-    """The FP32 (or already rounded) result where the caller wants it."""
+    """Store the FP32 (or already rounded) result where the caller wants it, and return that."""
     if quantizer is not None:
         return quantized.finish(out, quantizer, dtype, D, amax_of_rounded=True)
     if D is None:
@@ -192,7 +192,7 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> Sequence[torch.Tensor]:
-    """One GEMM a group, into tensors of their own or into pieces of one; a group of no rows is passed over."""
+    """Run one GEMM a group, into tensors of their own or into pieces of one; a group of no rows is passed over."""
     dtype, at = torch_dtype(D_type), 0
     for i, (a, b) in enumerate(zip(A, B, strict=True)):
         rows = as_matrix_shape(b.size())[1 if transB else 0]

@@ -34,7 +34,7 @@ def _make(
     last_dims: Any,
     tensor_offsets: Any,
 ) -> tuple[Any, list[Any]]:
-    """An empty group and its members, views of its buffers. Padding is compared: everything begins as zeros."""
+    """Return an empty group and its members, views of its buffers. Padding is compared: everything begins as zeros."""
     from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
 
     group = GroupedTensorStorage.make_grouped_tensor(
@@ -50,7 +50,7 @@ def _make(
 
 
 def _members(group: Any) -> list[Any]:
-    """Its members, as views, or a list's own; their scales lie as the group says."""
+    """Return a group's members, as views, or a list's own; their scales lie as the group says."""
     if isinstance(group, (list, tuple)):
         return list(group)
     members: list[Any] = group.quantized_tensors or group.split_into_quantized_tensors()
@@ -85,7 +85,7 @@ def _check(tensor: torch.Tensor, quantizer: Any, first_dims: Any, last_dims: Any
 
 
 def _values(tensor: torch.Tensor, members: list[Any]) -> list[torch.Tensor]:
-    """The members' values: each lies in one piece, one after the other, whatever their shapes are."""
+    """Return the members' values: each lies in one piece, one after the other, whatever their shapes are."""
     shapes = [tuple(member.size()) for member in members]
     sizes = [tensors.as_matrix_shape(shape)[0] * shape[-1] for shape in shapes]
     flat = tensor.detach().contiguous().view(-1)
@@ -99,8 +99,8 @@ def group_quantize(
     last_dims: torch.Tensor | None = None,
     tensor_offsets: torch.Tensor | None = None, noop_flag: torch.Tensor | None = None, output: Any = None,
 ) -> Any:  # fmt: skip
-    """A group of the members of ``tensor``, or ``output`` written again; nothing is written where ``noop_flag`` holds a
-    1."""
+    """Quantize the members of ``tensor`` into a new group, or into ``output``; write nothing where ``noop_flag`` holds
+    a 1."""
     _check(tensor, quantizer, first_dims, last_dims)
     if output is None:
         group, members = _make(
@@ -133,7 +133,8 @@ def group_quantize(
 def nvfp4_quantize_with_amax(
     tensor: torch.Tensor, quantizer: Any, rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor
 ) -> Any:
-    """A new tensor with these amaxes, the caller's own memory: reduced over the quantizer's group where it has one."""
+    """Quantize into a new tensor with these amaxes, which stay the caller's memory: they are reduced over the
+    quantizer's group where it has one."""
     if tensor.dim() < 2:
         raise RuntimeError("Tensor must be at least 2D")
     nvfp4.check_amaxes("nvfp4_quantize_with_amax", quantizer, (rowwise_amax, columnwise_amax), 1)
@@ -152,8 +153,8 @@ def nvfp4_group_quantize_with_amax(
     last_dims: torch.Tensor | None = None, *,
     rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor, tensor_offsets: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """A group whose members' amaxes are known, in the caller's own memory: reduced over the quantizer's group where it
-    has one."""
+    """Quantize into a group whose members' amaxes are known and stay the caller's memory: they are reduced over the
+    quantizer's group where it has one."""
     if last_dims is not None:
         raise RuntimeError("nvfp4_group_quantize_with_amax: varying last dim is not supported with NVFP4.")
     nvfp4.check_amaxes("nvfp4_group_quantize_with_amax", quantizer, (rowwise_amax, columnwise_amax), num_tensors)
@@ -175,7 +176,7 @@ def bgrad_group_quantize(
     tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: torch.Tensor | None,
     last_dims: torch.Tensor | None = None, tensor_offsets: torch.Tensor | None = None,
 ) -> tuple[Any, torch.Tensor]:  # fmt: skip
-    """The same, and the bias gradient of every member."""
+    """Quantize as :func:`group_quantize`, and return the bias gradient of every member with the group."""
     if last_dims is not None:
         raise RuntimeError("bgrad_group_quantize: varying last dim is not supported: a bias has one width.")
     if type(quantizer).__name__ not in ("MXFP8Quantizer", "Float8BlockQuantizer"):
@@ -269,8 +270,8 @@ def te_general_grouped_gemm_for_grouped_tensor(
     A: Any, transA: bool, B: Any, transB: bool, D: Any, bias: Any, bias_scale: torch.Tensor | None, alpha: torch.Tensor,
     beta: torch.Tensor, workspace_setup: Any, workspace_cublas: Any, use_split_accumulator: bool, math_sm_count: int,
 ) -> Any:  # fmt: skip
-    """``D = alpha op(B) @ op(A) + beta D`` of each member, rounded, and then a bias, times a weight of each row where
-    there are some."""
+    """Compute ``D = alpha op(B) @ op(A) + beta D`` of each member, rounded, and then add a bias, times a weight of each
+    row where there are some."""
     members = [_members(group) for group in (A, B, D)]
     if not members[0] or len({len(found) for found in members}) != 1:
         raise RuntimeError("Grouped GEMM requires A, B and D to have the same num_tensors, and some.")
@@ -311,7 +312,8 @@ def copy_data_ptrs_to_device(tensors: Sequence[torch.Tensor], device: Any) -> to
 def swizzle_scales_and_pack_ptrs_for_discrete_weights(
     data_tensors: Sequence[torch.Tensor], scale_tensors: Sequence[torch.Tensor], swizzle_type: str, device: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the weights' codes lie, where their swizzled scales lie, and the buffer of these, whose padding is zeros.
+    """Return where the weights' codes lie, where their swizzled scales lie, and the buffer of these, whose padding is
+    zeros.
 
     All weights have the shape of the first.
     """
@@ -332,7 +334,8 @@ def swizzle_scales_and_pack_ptrs_for_discrete_weights(
 
 
 def _swizzled(scales: torch.Tensor, filled: tuple[int, int], turned: bool) -> torch.Tensor:
-    """Padded scales in the order of the tensor cores, which contract MXFP8's columns turned round, in one row."""
+    """Return padded scales in the order of the tensor cores, which contract MXFP8's columns turned round, in one
+    row."""
     clean = torch.zeros_like(scales)
     clean[: filled[0], : filled[1]] = scales[: filled[0], : filled[1]]
     return swizzle.swizzled(clean.t().contiguous() if turned else clean).reshape(-1)

@@ -30,7 +30,7 @@ _Keep = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def _into(buffer: torch.Tensor | None, *, begins: bool = False, ends: bool = False) -> _Keep | None:
-    """Where a gradient of x goes: into the buffer's sum, if there is one, which the last to come returns."""
+    """Return where a gradient of x goes: into the buffer's sum, if there is one, which the last to come returns."""
     if buffer is None:
         return None
 

@@ -105,7 +105,7 @@ class _Host:
         self.enough = 64
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note that a tensor lies there, and return it."""
+        """Note that a tensor lies in the host's memory, and return it."""
         with torch._C.DisableTorchFunctionSubclass():
             for part in _lying(tensor):
                 held = _WeakRef(part.untyped_storage())
@@ -116,7 +116,7 @@ class _Host:
         return tensor
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies there."""
+        """Return whether a tensor lies in the host's memory."""
         if not self.storages:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -166,13 +166,14 @@ class Count:
         return max(self.most, self.top - self.other)
 
     def reset(self, device: object = None) -> None:
-        """Let the most begin again at what is allocated now."""
+        """Start the peak again at what is allocated now."""
         self.most = self.other = self.top = 0
         self.free = _FREE
         self.now()
 
     def look(self) -> None:
-        """See how much there is, unless it was seen just now. TE's extension calls it whenever it has computed."""
+        """Raise the peak to what is allocated now, unless that was counted a moment ago. TE's extension calls this
+        whenever it has computed."""
         if time.perf_counter() >= self.again:
             self._look()
 

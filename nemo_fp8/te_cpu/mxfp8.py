@@ -23,8 +23,8 @@ E8M0 = torch.float8_e8m0fnu
 
 
 def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
-    """Codes and scales by rows, by columns, or both; with 2D quantization 32x32 blocks, whose scale is repeated along
-    the block."""
+    """Write codes and scales by rows, by columns, or both; with 2D quantization 32x32 blocks, whose scale is repeated
+    along the block."""
     square = quantizer.with_2d_quantization
     dtype = torch_dtype(quantizer.dtype)
     operand = Operand(format_of(dtype).name, (BLOCK if square else 1, BLOCK), "e8m0")
@@ -44,7 +44,7 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
 
 
 def operand(tensor: Any, by_rows: bool) -> Quantized:
-    """What a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows."""
+    """Return what a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows."""
     side = "row" if by_rows else "column"
     data = getattr(tensor, f"_{side}wise_data")
     if data is None:
@@ -60,5 +60,5 @@ def operand(tensor: Any, by_rows: bool) -> Quantized:
 
 
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor's values, by rows where it has them."""
+    """Return the tensor's values in ``dtype``, from its rows where it has them."""
     return operand(tensor, tensor._rowwise_data is not None).dequantize(dtype).reshape(tuple(tensor.size()))

@@ -35,7 +35,7 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
 
 
 def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
-    """Codes, scales and amaxes of ``x`` by rows, by columns, or both."""
+    """Write codes, scales and amaxes of ``x`` by rows, by columns, or both."""
     wanted = operand_of(quantizer)
     for side, matrix, signs in _sides(quantizer, x, out):
         if quantizer.row_scaled_nvfp4:
@@ -49,7 +49,7 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
 
 
 def write_with_its_amaxes(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
-    """Codes and scales alone, for the amaxes that ``out`` holds: what found them has looked at ``x`` already."""
+    """Write codes and scales alone, for the amaxes that ``out`` holds: what found them has looked at ``x`` already."""
     for side, matrix, signs in _sides(quantizer, x, out):
         _write_side(quantizer, matrix, signs, out, side, getattr(out, f"_amax_{side}wise"))
 
@@ -58,7 +58,7 @@ Signs = tuple[float, ...] | None
 
 
 def _sides(quantizer: Any, x: torch.Tensor, out: Any) -> Iterator[tuple[str, torch.Tensor, Signs]]:
-    """The matrix whose rows each side of ``out`` holds, and the signs of its transform if it has one."""
+    """Yield the matrix whose rows each side of ``out`` holds, and the signs of its transform if it has one."""
     rows, columns = as_matrix_shape(x.shape)
     x = x.reshape(rows, columns)
     if out._rowwise_data is not None:
@@ -68,8 +68,8 @@ def _sides(quantizer: Any, x: torch.Tensor, out: Any) -> Iterator[tuple[str, tor
 
 
 def swizzles(quantizer: Any, rows: int, columns: int) -> bool:
-    """Whether the kernel for this shape writes swizzled scales: one does with the Hadamard transform, one with square
-    blocks."""
+    """Return whether the kernel for this shape writes swizzled scales: one does with the Hadamard transform, one with
+    square blocks."""
     return columns % 128 == 0 and (
         rows % 64 == 0 if quantizer.with_rht else quantizer.with_2d_quantization and rows % 128 == 0
     )
@@ -91,7 +91,7 @@ def _write_side(quantizer: Any, x: torch.Tensor, signs: Signs, out: Any, side: s
 
 
 def operand_of(quantizer: Any) -> Operand:
-    """What the contract calls a tensor of this quantizer; a side is transformed before it is cast."""
+    """Return what the contract calls a tensor of this quantizer; a side is transformed before it is cast."""
     return Operand(
         "e2m1",
         (BLOCK, BLOCK) if quantizer.with_2d_quantization else (1, BLOCK),
@@ -110,8 +110,8 @@ def _signs(quantizer: Any, x: torch.Tensor) -> Signs:
 
 
 def operand(tensor: Any, by_rows: bool) -> QuantizedNVFP4:
-    """What a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows. The matrix is [outer,
-    contracted] in both cases."""
+    """Return what a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows. The matrix is
+    [outer, contracted] in both cases."""
     side = "row" if by_rows else "column"
     data = getattr(tensor, f"_{side}wise_data")
     if data is None:
@@ -128,7 +128,7 @@ def operand(tensor: Any, by_rows: bool) -> QuantizedNVFP4:
 
 
 def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor's values, by rows where it has them."""
+    """Return the tensor's values in ``dtype``, from its rows where it has them."""
     by_rows = tensor._rowwise_data is not None
     found = operand(tensor, by_rows).dequantize()
     return (found if by_rows else found.t()).to(dtype).reshape(tuple(tensor.size()))
@@ -159,12 +159,12 @@ def check_amaxes(function: str, quantizer: Any, amaxes: Iterable[torch.Tensor], 
 
 
 def data_transpose(input: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Packed codes [M, K/2] as [K, M/2]."""
+    """Return packed codes [M, K/2] as [K, M/2]."""
     turned = turn(input.reshape(-1, input.shape[-1]))
     return turned if out is None else out.copy_(turned)
 
 
 def scales_2d_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles: int, K_tiles: int) -> None:
-    """Scales of 16x16 blocks, each repeated for its 16 rows, [M, K/16] as [K, M/16]."""
+    """Write scales of 16x16 blocks, each repeated for its 16 rows, [M, K/16] as [K, M/16]."""
     output.zero_()
     output[: K_tiles * BLOCK, :M_tiles] = turn_scales(input[: M_tiles * BLOCK, :K_tiles])

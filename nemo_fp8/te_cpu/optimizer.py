@@ -28,7 +28,7 @@ def _together(tensor_lists: Lists) -> Iterator[tuple[torch.Tensor, ...]]:
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor | None, tensor_lists: Lists, scale: Any) -> None:
-    """``out = in * scale``; the flag is set where an input is not finite."""
+    """Compute ``out = in * scale``; set the flag where an input is not finite."""
     for source, target in _together(tensor_lists):
         if is_infinite is not None and not _is_finite(source):  # before a target that is its source is written
             is_infinite.fill_(1)
@@ -36,8 +36,8 @@ def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor | None, tensor
 
 
 def _is_finite(x: torch.Tensor) -> bool:
-    """Whether no element is infinite or NaN, which would be the smallest or the largest: ten times as fast as to ask
-    each."""
+    """Return whether no element is infinite or NaN, which would be the smallest or the largest: ten times as fast as to
+    ask each."""
     return x.numel() == 0 or all(map(math.isfinite, torch.aminmax(x)))
 
 
@@ -85,7 +85,7 @@ def multi_tensor_adam(
     chunk_size: int, noop_flag: Any, tensor_lists: Lists, lr: float, beta1: float, beta2: float, eps: float, step: int,
     mode: int, bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
-    """[gradients, parameters, m, v] and, where parameters are not FP32, their masters."""
+    """Take a step of Adam: [gradients, parameters, m, v] and, where parameters are not FP32, their masters."""
     corrections = _corrections(beta1, beta2, int(step), bias_correction)
     for g, p, m, v, *master in _together(tensor_lists):
         if bias_correction and not master and all(t.dtype == torch.float32 for t in (g, p, m, v)):
@@ -107,7 +107,8 @@ def multi_tensor_adam_param_remainder(
     chunk_size: int, noop_flag: Any, tensor_lists: Lists, lr: float, beta1: float, beta2: float, eps: float, step: int,
     mode: int, bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
-    """[gradients, BF16 parameters, m, v, remainders]: the FP32 master is the parameter's 16 bits and 16 more.
+    """Take a step of Adam: [gradients, BF16 parameters, m, v, remainders]. The FP32 master is the parameter's 16 bits
+    and the remainder's 16.
 
     The parameter is the master rounded to nearest, so where the remainder is negative it lies one above the master's
     upper half.
@@ -132,8 +133,8 @@ def multi_tensor_adam_fp8(
     chunk_size: int, noop_flag: Any, tensor_lists: Lists, lr: float, beta1: float, beta2: float, eps: float, step: int,
     mode: int, bias_correction: int, weight_decay: float, fp8_dtype: Any,
 ) -> None:  # fmt: skip
-    """[gradients, FP8 codes, m, v, masters, scales, amaxes, scale_invs]: the new codes with the scale of the steps
-    before."""
+    """Take a step of Adam: [gradients, FP8 codes, m, v, masters, scales, amaxes, scale_invs]. The new codes have the
+    scale of the steps before."""
     corrections = _corrections(beta1, beta2, int(step), bias_correction)
     format = format_of(torch_dtype(fp8_dtype))
     for g, codes, m, v, master, scale, amax, inverse in _together(tensor_lists):
@@ -149,7 +150,7 @@ def multi_tensor_adam_capturable(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: torch.Tensor, beta1: float, beta2: float,
     eps: float, step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Adam whose step, rate and loss scale are tensors; gradients are unscaled in place."""
+    """Take a step of Adam whose step, rate and loss scale are tensors; gradients are unscaled in place."""
     if noop_flag.item():
         return
     corrections = _corrections(beta1, beta2, float(step), bias_correction)
@@ -170,7 +171,8 @@ def multi_tensor_sgd(
     chunk_size: int, noop_flag: Any, tensor_lists: Lists, wd: float, momentum: float, dampening: float, lr: float,
     nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float,
 ) -> None:  # fmt: skip
-    """[gradients, parameters, momenta] and, where there are any, copies of the parameters in another type."""
+    """Take a step of SGD: [gradients, parameters, momenta] and, where there are any, copies of the parameters in
+    another type."""
     for g, p, running, *copies in _together(tensor_lists):
         d = g.float() * scale
         if wd and not wd_after_momentum:

@@ -26,7 +26,8 @@ import torch
 
 @torch.no_grad()
 def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int) -> torch.Tensor:
-    """Of each token: its rows in the permuted tensor, last expert first, their experts, and how many they are."""
+    """Return, of each token, its rows in the permuted tensor, last expert first, their experts, and how many they
+    are."""
     chosen = routing_map.bool()
     rows = chosen.t().flatten().cumsum(0).view(num_experts, num_tokens).t() - 1
     rows, experts = torch.where(chosen, rows, -1).sort(1, descending=True)
@@ -34,8 +35,8 @@ def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int
 
 
 def _routed(row_id_map: torch.Tensor, num_experts: int, pad_offsets: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Token, expert and row of everything that was routed; ``pad_offsets`` moves each expert's rows behind the padding
-    before them."""
+    """Return token, expert and row of everything that was routed; ``pad_offsets`` moves each expert's rows behind the
+    padding before them."""
     there = torch.arange(num_experts) < row_id_map[:, -1:]
     tokens, places = there.nonzero(as_tuple=True)
     rows, experts = row_id_map[tokens, places].long(), row_id_map[tokens, num_experts + places].long()
@@ -48,8 +49,8 @@ def permute_with_mask_map(
     pad_offsets: torch.Tensor | None, num_tokens: int, num_experts: int, num_out_tokens: int, hidden_size: int,
     scale_hidden_dim: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Rows, the scales of their blocks, and their probabilities, permuted. A row of probability zero is padding, and
-    holds zeros."""
+    """Return rows, the scales of their blocks, and their probabilities, permuted. A row of probability zero is padding,
+    and holds zeros."""
     tokens, experts, rows = _routed(row_id_map, num_experts, pad_offsets)
     out, out_scale, out_probs = inp.new_zeros(num_out_tokens, hidden_size), None, None
     out[rows] = inp[tokens]
@@ -69,8 +70,8 @@ def unpermute_with_mask_map(
     permuted_probs: torch.Tensor | None,
     pad_offsets: torch.Tensor | None, num_tokens: int, num_experts: int, hidden_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """The sum of each token's rows, weighted where ``merging_probs`` says so, and ``permuted_probs`` where they came
-    from."""
+    """Return the sum of each token's rows, weighted where ``merging_probs`` says so, and ``permuted_probs`` where they
+    came from."""
     total = torch.zeros(num_tokens, hidden_size)
     count = row_id_map[:, -1]
     for place in range(int(count.max()) if num_tokens else 0):
@@ -93,7 +94,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     fwd_output_grad: torch.Tensor, row_id_map: torch.Tensor, fwd_input: torch.Tensor, merging_probs: torch.Tensor,
     pad_offsets: torch.Tensor | None, num_tokens: int, num_experts: int, num_out_tokens: int, hidden_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of the permuted rows and of the weights that they were summed with."""
+    """Return the gradients of the permuted rows and of the weights that they were summed with."""
     tokens, experts, rows = _routed(row_id_map, num_experts, pad_offsets)
     g = fwd_output_grad[tokens].float()
     grad = fwd_output_grad.new_zeros(num_out_tokens, hidden_size)
@@ -139,12 +140,12 @@ def sort_chunks_by_map(
 
 
 def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The type that the kernels compute in: the tensor's own, and FP16 for FP8."""
+    """Return the type that the kernels compute in: the tensor's own, and FP16 for FP8."""
     return torch.float16 if dtype.itemsize == 1 else dtype
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Codes as bytes: torch moves no FP8 rows about."""
+    """Return codes as bytes: torch moves no FP8 rows about."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
@@ -157,8 +158,8 @@ def moe_permute_fwd(
     workspace: list[torch.Tensor],
     max_expanded_token_num: int,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """[permuted rows, map, workspace]; the map [k, tokens] holds each row's place, -1 where ``num_out_tokens`` left it
-    out."""
+    """Return [permuted rows, map, workspace]; the map [k, tokens] holds each row's place, -1 where ``num_out_tokens``
+    left it out."""
     tokens, k = indices.shape
     order = indices.flatten().sort(stable=True).indices
     places = torch.empty(tokens * k, dtype=torch.int64)
@@ -173,7 +174,8 @@ def moe_permute_fwd(
 def moe_unpermute_fwd(
     input: torch.Tensor, dtype: Any, row_id_map: torch.Tensor, prob: torch.Tensor, num_tokens: int, topK: int
 ) -> torch.Tensor:
-    """The sum of each token's rows, weighted where there are probabilities; FP8 rows without any are averaged."""
+    """Return the sum of each token's rows, weighted where there are probabilities; FP8 rows without any are
+    averaged."""
     kind = _arithmetic(input.dtype)
     maps = row_id_map.view(topK, num_tokens)
     total = torch.zeros(num_tokens, input.shape[1], dtype=kind)
@@ -199,7 +201,7 @@ moe_permute_bwd = moe_unpermute_fwd
 def moe_unpermute_bwd(
     input_bwd: torch.Tensor, input_fwd: torch.Tensor, dtype: Any, row_id_map: torch.Tensor, prob: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the permuted rows and of the probabilities; without any each token has one row."""
+    """Return the gradients of the permuted rows and of the probabilities; without any each token has one row."""
     kind = _arithmetic(input_bwd.dtype)
     tokens, k = prob.shape if prob.numel() else (row_id_map.shape[0], 1)
     grad = torch.zeros(input_fwd.shape[0], input_bwd.shape[1], dtype=input_bwd.dtype)

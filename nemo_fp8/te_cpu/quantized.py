@@ -52,7 +52,8 @@ class Kind:
 
 @functools.cache
 def kinds() -> dict[type, Kind]:
-    """The kinds by TE's quantizer class. TE imports this extension before it has any, so they are asked for late."""
+    """Return the kinds by TE's quantizer class. TE imports this extension before it has any, so they are asked for
+    late."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
@@ -84,7 +85,7 @@ def kind_of(quantizer: Any) -> Kind:
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether it is one of TE's. (A plain torch.Tensor has a ``dequantize`` too.)"""
+    """Return whether it is one of TE's. (A plain torch.Tensor has a ``dequantize`` too.)"""
     return hasattr(tensor, "_quantizer")
 
 
@@ -94,7 +95,7 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _specs(quantizer: Any, shape: tuple[int, ...]) -> Specs:
-    """The buffers that this quantizer writes, by name: shape and type, as TE's Python says."""
+    """Return the buffers that this quantizer writes, by name: shape and type, as TE's Python says."""
     specs: Specs = _describer(quantizer).inner_tensor_specs(quantizer, shape or (1,))
     if type(quantizer).__name__ == "NVFP4Quantizer" and "_columnwise_data" in specs:
         rows, columns = as_matrix_shape(
@@ -118,7 +119,7 @@ def _float8() -> Any:
 
 
 def _describer(quantizer: Any) -> Any:
-    """The class that describes the quantizer's tensors: delayed scaling's are those of current scaling, and TE
+    """Return the class that describes the quantizer's tensors: delayed scaling's are those of current scaling, and TE
     describes them once."""
     if isinstance(quantizer, _float8().Float8Quantizer):
         return _float8().Float8CurrentScalingQuantizer
@@ -128,8 +129,8 @@ def _describer(quantizer: Any) -> Any:
 def create(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None, pin_memory: bool = False
 ) -> Any:
-    """An empty tensor as ``quantizer`` makes them, or a plain one where there is none. Scales begin as zeros: padding
-    is compared."""
+    """Return an empty tensor as ``quantizer`` makes them, or a plain one where there is none. Scales begin as zeros:
+    padding is compared."""
     shape = tuple(int(n) for n in shape)
     if quantizer is None:
         return torch.empty(shape, dtype=dtype)
@@ -184,8 +185,7 @@ def _check_shape(quantizer: Any, shape: tuple[int, ...]) -> None:
 
 @torch.no_grad()
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """Codes and scales of ``tensor`` in a new quantized tensor, or in ``output``; nothing is written where ``noop``
-    holds a 1."""
+    """Quantize ``tensor`` into a new quantized tensor, or into ``output``; write nothing where ``noop`` holds a 1."""
     x = tensor.detach().contiguous()
     if quantizer is None:
         return x
@@ -228,7 +228,7 @@ def watching_casts(see: See) -> Iterator[None]:
 def finish(
     y: torch.Tensor, quantizer: Any, dtype: torch.dtype, out: Any = None, *, amax_of_rounded: bool = False
 ) -> Any:
-    """What a kernel leaves of its FP32 result ``y``: rounded to ``dtype``, or quantized.
+    """Return what a kernel leaves of its FP32 result ``y``: rounded to ``dtype``, or quantized.
 
     A cast with a scale that is known reads the FP32 result itself. Where the scale is still to be found the result is
     rounded first; its amax is that of the FP32 values after an activation, and that of the rounded ones after a norm
@@ -252,8 +252,8 @@ def finish(
 
 @functools.cache
 def _readers() -> dict[type, Any]:
-    """The module of each kind, by the class that holds its buffers: ``operand(t, by_rows)`` and ``values(t,
-    dtype)``."""
+    """Return the module of each kind, by the class that holds its buffers: ``operand(t, by_rows)`` and
+    ``values(t, dtype)``."""
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
     from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
@@ -279,5 +279,5 @@ def reader_of(tensor: Any) -> Any:
 
 @torch.no_grad()
 def dequantize(tensor: Any, otype: int | torch.dtype) -> torch.Tensor:
-    """``code * scale_inv`` in FP32, rounded once to ``otype``."""
+    """Return ``code * scale_inv`` in FP32, rounded once to ``otype``."""
     return reader_of(tensor).values(tensor, torch_dtype(otype))  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ class Refusal:
 
 @functools.cache
 def _replacement(refusal: Refusal, name: str, is_class: bool) -> Any:
-    """One for all modules that have the name, a class in the place of a class."""
+    """Return one replacement for all modules that have the name, a class in the place of a class."""
     refuse = refusing(f"{refusal.module}.{name}", refusal.why, refusal.remedy)
     return type(name, (), {"__init__": refuse}) if is_class else refuse
 

@@ -53,14 +53,15 @@ def _score_of_saved(saved: torch.Tensor, score_function: str) -> torch.Tensor:
 
 
 def _score_backward(grad: torch.Tensor, saved: torch.Tensor, score: torch.Tensor, score_function: str) -> torch.Tensor:
-    """The gradient of the logits of sigmoid and sqrtsoftplus."""
+    """Return the gradient of the logits of sigmoid and sqrtsoftplus."""
     if score_function == "sigmoid":
         return grad * score * (1 - score)
     return grad * torch.where(saved > _LINEAR_FROM, 1.0, torch.sigmoid(saved)) / (2 * score + _LEAST)
 
 
 def _normalized_backward(grad: torch.Tensor, score: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
-    """The gradient of scores that were divided by their sum, over the chosen ones where only those were summed."""
+    """Return the gradient of scores that were divided by their sum, over the chosen ones where only those were
+    summed."""
     if counted is not None:
         grad, score = grad * counted, score * counted
     total = score.sum(-1, keepdim=True) + _LEAST
@@ -72,7 +73,7 @@ def _normalized_backward(grad: torch.Tensor, score: torch.Tensor, counted: torch
 
 
 def _largest(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The indices of the k largest, of equal ones the first; ``torch.topk`` promises no order among those."""
+    """Return the indices of the k largest, of equal ones the first; ``torch.topk`` promises no order among those."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -115,8 +116,8 @@ def _probabilities(
     normalize: bool,
     factor: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[probabilities, softmax of the chosen ones alone with -inf elsewhere]. ``after``: the softmax comes after the
-    choice."""
+    """Return [probabilities, softmax of the chosen ones alone with -inf elsewhere]. ``after``: the softmax comes after
+    the choice."""
     kept = (x if after else scores).gather(1, chosen)
     if after:
         kept = torch.softmax(kept, -1)
@@ -131,7 +132,7 @@ def fused_topk_with_score_function_fwd(
     logits: torch.Tensor, topk: int, use_pre_softmax: bool, num_groups: int | None, group_topk: int | None,
     scaling_factor: float | None, score_function: str, expert_bias: torch.Tensor | None, routing_map_format: int = 0,
     topk_indices: torch.Tensor | None = None, ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """[probabilities, routing map or indices, what backward reads]."""
+    """Return [probabilities, routing map or indices, what backward reads]."""
     experts, leading = logits.shape[-1], logits.shape[:-1]
     _check(score_function, topk, experts)
     softmax = score_function == "softmax"
@@ -163,7 +164,7 @@ def fused_topk_with_score_function_bwd(
     use_pre_softmax: bool, scaling_factor: float | None, score_function: str, use_dense_indices: bool = False,
     routing_map_format: int = 0,
 ) -> None:  # fmt: skip
-    """The gradient of the logits, written to ``grad_logits``."""
+    """Write the gradient of the logits to ``grad_logits``."""
     experts = grad_probs.shape[-1]
     _check(score_function, topk, experts)
     mask = _mask_of(routing_map, experts, use_dense_indices, routing_map_format)
@@ -187,7 +188,7 @@ def fused_topk_with_score_function_qb_fwd(
     topk_indices: torch.Tensor | None, histogram: torch.Tensor, bin_bounds: torch.Tensor, histogram_mode: int,
     bin_bounds_validated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """[probabilities, routing map or indices, what backward reads, cutoffs, histogram], of sigmoid scores."""
+    """Return [probabilities, routing map or indices, what backward reads, cutoffs, histogram], of sigmoid scores."""
     experts = logits.shape[-1]
     if not 0 < topk < experts:
         raise RuntimeError(f"QB topk must be in [1, num_experts), got topk={topk} num_experts={experts}")
@@ -217,7 +218,7 @@ def fused_topk_with_score_function_qb_fwd(
 def fused_score_for_moe_aux_loss_fwd(
     logits: torch.Tensor, topk: int, score_function: str, routing_map_format: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[scores of all experts, in FP32 and of sum one, routing map, what backward reads]."""
+    """Return [scores of all experts, in FP32 and of sum one, routing map, what backward reads]."""
     experts = logits.shape[-1]
     _check(score_function, topk, experts)
     x = logits.reshape(-1, experts).float()
@@ -237,7 +238,7 @@ def fused_score_for_moe_aux_loss_bwd(
     topk: int,
     score_function: str,
 ) -> None:
-    """The gradient of the logits, written to ``grad_logits``."""
+    """Write the gradient of the logits to ``grad_logits``."""
     g, saved = grad_scores.float(), intermediate_output
     score = _score_of_saved(saved, score_function)
     if score_function == "softmax":
@@ -250,7 +251,7 @@ def fused_score_for_moe_aux_loss_bwd(
 def fused_moe_aux_loss_fwd(
     probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: int | torch.Tensor, num_experts: int,
     num_rows: int, num_cols: int, topk: int, coeff: float, ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """[loss, (coefficient, loss in FP32)]. Columns may be several sequences' experts, one after the other."""
+    """Return [loss, (coefficient, loss in FP32)]. Columns may be several sequences' experts, one after the other."""
     if num_cols % num_experts:
         raise RuntimeError(
             f"Number of input columns ({num_cols}) must be a multiple of number of experts ({num_experts})."
@@ -268,6 +269,6 @@ fused_moe_aux_loss_fwd_graph_safe = fused_moe_aux_loss_fwd
 def fused_moe_aux_loss_bwd(
     Const_buf: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: int, num_cols: int, grad_aux_loss: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the probabilities: one value for all tokens of an expert."""
+    """Return the gradient of the probabilities: one value for all tokens of an expert."""
     row = Const_buf[0] * tokens_per_expert.float() * grad_aux_loss.float()
     return row.to(grad_aux_loss.dtype).expand(num_rows, num_cols).contiguous()

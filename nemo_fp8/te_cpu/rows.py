@@ -46,8 +46,8 @@ def bulk_allocate(
     alignments: Any = None,
     *more: Any,
 ) -> list[torch.Tensor]:
-    """Memory for several tensors. A GPU takes it in one piece, for the sake of launches; here there is nothing to
-    gain."""
+    """Allocate several tensors. A GPU takes their memory in one piece, for the sake of launches; here there is nothing
+    to gain."""
     return [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
@@ -120,8 +120,8 @@ def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.
 def splits_to_offsets_multi(
     split_sizes: torch.Tensor, device: Any, strides: Sequence[int], include_leading_zero: Sequence[bool], dtypes:
     Sequence[torch.dtype], bulk_allocate: bool = False, ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    """The same for several lengths of a row at once, with or without the zero before the first group; the sizes as
-    INT64 with them."""
+    """Return the sizes as INT64, and offsets for several lengths of a row at once, each with or without the zero before
+    the first group."""
     sizes = split_sizes.long()
     rows = zip(strides, include_leading_zero, dtypes, strict=True)
     return sizes, [_offsets(sizes, stride, zero).to(dtype) for stride, zero, dtype in rows]
@@ -134,12 +134,12 @@ def _offsets(sizes: torch.Tensor, stride: int, leading_zero: bool) -> torch.Tens
 
 @torch.no_grad()
 def pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
-    """Scales with zeros after them, to multiples of 128 rows and 4 columns."""
+    """Return scales with zeros after them, to multiples of 128 rows and 4 columns."""
     return torch.nn.functional.pad(inp, (0, -inp.shape[1] % 4, 0, -inp.shape[0] % 128))
 
 
 def _groups(offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """The group of each row; rows behind the last group belong to none, numbered after it."""
+    """Return the group of each row; rows behind the last group belong to none, numbered after it."""
     return torch.bucketize(torch.arange(rows), offsets[1:].contiguous(), right=True)
 
 
@@ -147,7 +147,7 @@ def _groups(offsets: torch.Tensor, rows: int) -> torch.Tensor:
 def compute_grouped_dbias(
     dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The bias gradients of groups of rows, added to ``dbias`` where there is one."""
+    """Return the bias gradients of groups of rows, added to ``dbias`` where there is one."""
     return _add_groups(dy.float(), offsets, num_groups, dbias)
 
 
@@ -156,7 +156,7 @@ def compute_grouped_dbias_dscales(
     dy: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor,
     dbias: torch.Tensor | None = None, dscales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The same where a row's bias was multiplied by its scale, and the scales' gradients."""
+    """Return the bias gradients where a row's bias was multiplied by its scale, and the scales' gradients."""
     g = dy.float()
     of = torch.nn.functional.pad(bias.float(), (0, 0, 0, 1))[_groups(offsets, len(dy))]
     found = (g * of).sum(1)

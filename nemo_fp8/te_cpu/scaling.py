@@ -47,7 +47,7 @@ _FORMAT_OF_MAX = {448.0: "e4m3", 57344.0: "e5m2"}
 def multi_tensor_compute_scale_and_scale_inv(
     chunk_size: int, noop_flag: Any, tensor_lists: Any, max_fp8: float, force_pow_2_scales: bool, epsilon: float
 ) -> None:
-    """Current scaling's scales, and their reciprocals, of many amaxes."""
+    """Write current scaling's scales, and their reciprocals, of many amaxes."""
     format = format_of(_FORMAT_OF_MAX[max_fp8])
     for amax, scale, inverse in zip(*tensor_lists, strict=True):
         scale.copy_(scale_from_amax(amax.contiguous(), format, epsilon=epsilon, pow2=bool(force_pow_2_scales)))
@@ -56,6 +56,6 @@ def multi_tensor_compute_scale_and_scale_inv(
 
 @torch.no_grad()
 def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, noop_flag: Any, tensor_lists: Any) -> None:
-    """MXFP8's scales of many blocks of amaxes."""
+    """Write MXFP8's scales of many blocks of amaxes."""
     for amax, inverse in zip(*tensor_lists, strict=True):
         inverse.copy_(e8m0_from_amax(amax.float(), format_of("e4m3")).view(inverse.shape))

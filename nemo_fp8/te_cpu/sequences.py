@@ -17,7 +17,7 @@ import torch
 
 
 def _there(cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
-    """Which places of the padded sequences hold a token."""
+    """Return which places of the padded sequences hold a token."""
     return torch.arange(longest) < (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]
 
 
@@ -84,7 +84,7 @@ def _gather_rows(k_cache: torch.Tensor, v_cache: torch.Tensor, rows: list[int], 
 
 @torch.no_grad()
 def fa_prepare_fwd(qkvi: torch.Tensor) -> torch.Tensor:
-    """[3, b, s, heads, width] from the queries [s, b, heads, width] of a buffer in which each head's three lie
+    """Return [3, b, s, heads, width] from the queries [s, b, heads, width] of a buffer in which each head's three lie
     together."""
     s, b, heads, width = qkvi.shape
     if qkvi.stride() != (3 * width * heads * b, 3 * width * heads, 3 * width, 1):
@@ -95,7 +95,8 @@ def fa_prepare_fwd(qkvi: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def fa_prepare_bwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The way back, for gradients: [s, b, heads, 3 width] from three of [b, s, heads, width]."""
+    """Return [s, b, heads, 3 width] from three of [b, s, heads, width]: the way back of :func:`fa_prepare_fwd`, for
+    gradients."""
     return torch.cat((q, k, v), -1).transpose(0, 1).contiguous()
 
 
@@ -106,7 +107,7 @@ _HEADS_BEFORE_TOKENS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 def multi_tensor_transpose_to_bhsd(
     inputs: Sequence[torch.Tensor | None], original_format: str, outputs: Sequence[torch.Tensor | None] = ()
 ) -> list[torch.Tensor | None]:
-    """Heads before tokens, in every tensor that is there; zeros where an output is wider."""
+    """Move heads before tokens, in every tensor that is there; zeros stand where an output is wider."""
     if original_format not in _HEADS_BEFORE_TOKENS:
         raise RuntimeError(
             f"multi_tensor_transpose_to_bhsd: only BSHD/SBHD -> BHSD is currently supported (got {original_format})."

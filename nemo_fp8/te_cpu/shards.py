@@ -27,8 +27,8 @@ _MX = 32
 
 
 def _rows_of(shard: torch.Tensor, columns: int, start: int) -> tuple[torch.Tensor, int, int]:
-    """The whole rows that the shard touches, zeros where it has nothing; the first of them, and the one after the
-    last."""
+    """Return the whole rows that the shard touches, zeros where it has nothing; the first of them, and the one after
+    the last."""
     first, last = start // columns, -(-(start + shard.numel()) // columns)
     rows = torch.zeros((last - first) * columns, dtype=torch.float32)
     at = start - first * columns
@@ -45,7 +45,7 @@ def _slice_of(codes: torch.Tensor, shard: torch.Tensor, columns: int, start: int
 def fp8_block_scaling_compute_partial_amax(
     tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """Amaxes of square blocks, as far as this shard knows them."""
+    """Write the amaxes of square blocks, as far as this shard knows them."""
     amax.zero_()
     if not tensor.numel():
         return
@@ -67,7 +67,7 @@ def fp8_block_scaling_partial_cast(
     block_len: int,
     out_dtype: Any,
 ) -> None:
-    """Codes of this shard, with the scales of square blocks."""
+    """Write the codes of this shard, with the scales of square blocks."""
     if not inp.numel():
         return
     rows, first, last = _rows_of(inp, w, start_offset)
@@ -81,7 +81,7 @@ def fp8_block_scaling_partial_cast(
 def mxfp8_scaling_compute_partial_amax(
     input: torch.Tensor, amax_rowwise: torch.Tensor, amax_colwise: torch.Tensor, rows: int, cols: int, start_offset: int
 ) -> None:
-    """Amaxes of 1x32 and of 32x1 blocks, as far as this shard knows them."""
+    """Write the amaxes of 1x32 and of 32x1 blocks, as far as this shard knows them."""
     amax_rowwise.zero_()
     amax_colwise.zero_()
     if not input.numel():
@@ -100,7 +100,7 @@ def mxfp8_scaling_partial_cast(
     input: torch.Tensor, output_rowwise: torch.Tensor, output_colwise: torch.Tensor, scale_inv_rowwise: torch.Tensor,
     scale_inv_colwise: torch.Tensor, rows: int, cols: int, start_offset: int,
 ) -> None:  # fmt: skip
-    """Codes of this shard, with the scales of 1x32 and of 32x1 blocks."""
+    """Write the codes of this shard, with the scales of 1x32 and of 32x1 blocks."""
     if not input.numel():
         return
     x, first, last = _rows_of(input, cols, start_offset)
@@ -111,7 +111,7 @@ def mxfp8_scaling_partial_cast(
 
 
 def _factors(codes: torch.Tensor) -> torch.Tensor:
-    """What values are multiplied with, from the E8M0 codes of what codes are multiplied with."""
+    """Return what values are multiplied with, from the E8M0 codes of what codes are multiplied with."""
     return decode_e8m0((254 - codes.int()).clamp_min(0).to(torch.uint8))
 
 
@@ -124,7 +124,7 @@ def nvfp4_multi_tensor_compute_partial_amax(
     global_amax_list: Sequence[torch.Tensor],
     h_list: Sequence[int], w_list: Sequence[int], start_offset_list: Sequence[int], block_len: int,
 ) -> None:  # fmt: skip
-    """Amaxes of square blocks and of everything, as far as these shards know them."""
+    """Write the amaxes of square blocks and of everything, as far as these shards know them."""
     lists = (master_weight_list, partial_amax_list, global_amax_list, h_list, w_list, start_offset_list)
     for shard, blocks, whole, h, w, start in zip(*lists, strict=True):
         fp8_block_scaling_compute_partial_amax(shard, blocks, h, w, start, block_len)
@@ -144,8 +144,8 @@ def nvfp4_multi_tensor_fused_scale(
     target_scale_list: Sequence[torch.Tensor], target_amax_list: Sequence[torch.Tensor], tile_rows_list: Sequence[int],
     tile_cols_list: Sequence[int], rows_padded_list: Sequence[int], block_len: int,
 ) -> None:  # fmt: skip
-    """The blocks' scales: in FP32 for the casts, as E4M3 codes for each row of the tensors, whose amaxes are written
-    with them."""
+    """Write the blocks' scales: in FP32 for the casts, as E4M3 codes for each row of the tensors, whose amaxes are
+    written with them."""
     lists = (block_amax_list, global_amax_list, per_block_scale_list, target_scale_list, target_amax_list)
     for blocks, whole, scales, target, target_amax in zip(*lists, strict=True):
         scales.copy_(nvfp4.block_scale(blocks, nvfp4.encode_scale(whole)))
@@ -161,8 +161,8 @@ def nvfp4_multi_tensor_2d_partial_cast(
     global_scale_list: Sequence[torch.Tensor], h_list: Sequence[int], w_list: Sequence[int],
     start_offset_list: Sequence[int], block_len: int,
 ) -> None:  # fmt: skip
-    """Codes of these shards, two a byte. A shard may begin or end in the middle of one; the other half stays as it
-    is."""
+    """Write the codes of these shards, two a byte. A shard may begin or end in the middle of one; the other half stays
+    as it is."""
     lists = (inp_list, out_list, scale_list, global_scale_list, w_list, start_offset_list)
     for shard, out, scale, whole, w, start in zip(*lists, strict=True):
         rows, first, last = _rows_of(shard, w, start)
@@ -179,7 +179,7 @@ def nvfp4_2d_multi_tensor_transpose(
     rowwise_scale_inv_list: Sequence[torch.Tensor], columnwise_scale_inv_list: Sequence[torch.Tensor],
     M_list: Sequence[int], K_list: Sequence[int],
 ) -> None:  # fmt: skip
-    """The columns of weights whose rows are there: a square block serves both."""
+    """Write the columns of weights whose rows are there: a square block serves both."""
     lists = (rowwise_data_list, columnwise_data_list, rowwise_scale_inv_list, columnwise_scale_inv_list, M_list, K_list)
     for rows, columns, row_scales, column_scales, m, k in zip(*lists, strict=True):
         data_transpose(rows, out=columns)

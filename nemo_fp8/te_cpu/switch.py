@@ -40,14 +40,14 @@ _FOR_THE_PROCESS = ExitStack()
 
 
 def is_installed() -> bool:
-    """Whether TE stands on this implementation in this process."""
+    """Return whether TE stands on this implementation in this process."""
     from nemo_fp8.te_cpu.extension import NAME
 
     return NAME in sys.modules and any(isinstance(finder, _Amend) for finder in sys.meta_path)
 
 
 def has_gpu() -> bool:
-    """Whether torch has a GPU, and not the CPU in the place of one."""
+    """Return whether torch has a GPU, and not the CPU in the place of one."""
     import torch
 
     return torch.cuda.is_available() and not is_installed()

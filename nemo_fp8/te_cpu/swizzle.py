@@ -35,7 +35,7 @@ def plain(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(scales: torch.Tensor, words: tuple[int, int, int, int]) -> torch.Tensor:
-    """The scales with the second and the last dimension of their ``words`` exchanged."""
+    """Return the scales with the second and the last dimension of their ``words`` exchanged."""
     moved = scales.reshape(-1).view(torch.int32).view(words).permute(0, 3, 2, 1).reshape(-1)
     return moved.view(scales.dtype).view(scales.shape)
 
@@ -47,18 +47,18 @@ def _turn(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(tensor: Any, side: str) -> bool:
-    """Whether these scales are held turned round from how a tensor core reads them: NVFP4's amax tells its tensors from
-    MXFP8's."""
+    """Return whether these scales are held turned round from how a tensor core reads them: NVFP4's amax tells its
+    tensors from MXFP8's."""
     return side == "column" and not hasattr(tensor, "_amax_columnwise")
 
 
 def is_swizzled(tensor: Any) -> bool:
-    """Whether the tensor says that its scales are."""
+    """Return whether the tensor says that its scales are swizzled."""
     return getattr(tensor, "_with_gemm_swizzled_scales", False)
 
 
 def scales_of(tensor: Any, side: str) -> torch.Tensor:
-    """The scales of a side, plain, however the tensor holds them."""
+    """Return the scales of a side, plain, however the tensor holds them."""
     scales: torch.Tensor = getattr(tensor, f"_{side}wise_scale_inv")
     if not is_swizzled(tensor):
         return scales
@@ -89,7 +89,7 @@ swizzle_scales_for_gemm_ = swizzle
 
 
 def multi_tensor_swizzle_scales_for_gemm_unchecked_(tensors: Sequence[Any], rowwise: bool, columnwise: bool) -> None:
-    """One side or both of many tensors, whatever they say of themselves."""
+    """Swizzle one side or both of many tensors, whatever they say of themselves."""
     for tensor in tensors:
         for side, wanted in zip(_SIDES, (rowwise, columnwise), strict=True):
             scales = getattr(tensor, f"_{side}wise_scale_inv")

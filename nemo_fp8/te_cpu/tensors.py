@@ -35,7 +35,7 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def reduced(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
-    """The amax over the quantizer's process group, where it asks for one; ``amax`` itself is overwritten."""
+    """Return the amax over the quantizer's process group, where it asks for one; ``amax`` itself is overwritten."""
     if getattr(quantizer, "with_amax_reduction", False):
         group = quantizer._canonicalized_amax_reduction_group()
         torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)

@@ -117,7 +117,8 @@ def _says(*words: str) -> Callable[[Any, BaseException], bool]:
 
 
 def _in_save(trainer: Any, error: BaseException) -> bool:
-    """Whether the run was writing a checkpoint. NeMo's marker tells; the errors of a full disk have no common type."""
+    """Return whether the run was writing a checkpoint. NeMo's marker tells; the errors of a full disk have no common
+    type."""
     folder = _folder(trainer)
     return folder is not None and any(folder.glob(f"*{ModelCheckpoint.UNFINISHED_CHECKPOINT_SUFFIX}"))
 

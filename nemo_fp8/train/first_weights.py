@@ -95,7 +95,7 @@ def true_first_weights() -> Iterator[None]:
 
 @torch.no_grad()
 def give_first_weights(model: torch.nn.Module) -> None:
-    """Give FP8 parameters whose first values were used up those that they decode to, before an optimizer asks."""
+    """Give FP8 parameters whose first values are gone the values of their codes, before an optimizer asks for them."""
     firsts = [(parameter, getattr(parameter, "get_high_precision_init_val", None)) for parameter in model.parameters()]
     trained = [parameter for parameter, first in firsts if first is not None and first() is None]
     for parameter in trained:

@@ -80,7 +80,7 @@ def _require_rules(linears: Iterable[str], precision: Precision, experts: int, l
 
 
 def _is_whole() -> bool:
-    """Whether this rank holds every layer: else a pattern may match a linear on another pipeline stage."""
+    """Return whether this rank holds every layer: else a pattern may match a linear on another pipeline stage."""
     from megatron.core import parallel_state
 
     return (

@@ -22,7 +22,7 @@ _LAYER = re.compile(r"^(.*?\blayers\.)(\d+)(?=\.|$)")
 
 
 def is_linear(module: torch.nn.Module) -> bool:
-    """Whether a module is a linear of TransformerEngine, which includes its grouped linears for experts."""
+    """Return whether a module is a linear of TransformerEngine, which includes its grouped linears for experts."""
     return isinstance(getattr(module, "fp8_meta", None), dict) and any(
         hasattr(module, name) for name in ("weight", "weight0")
     )

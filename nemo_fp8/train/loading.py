@@ -71,7 +71,7 @@ def _has_te_layers(model: torch.nn.Module) -> bool:
 
 
 def _is_of_local_layers(checkpoint: Checkpoint) -> bool:
-    """Whether its linears were Megatron's own, by their extra state.
+    """Return whether its linears were Megatron's own, by their extra state.
 
     TransformerEngine's is a tensor, empty without FP8; Megatron's is None; that of the earlier emulation is a dict.
     """

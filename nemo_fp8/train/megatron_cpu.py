@@ -19,6 +19,9 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.train import first_weights
 from nemo_fp8.train.patching import Patch, is_patched, patched
 
+NO_FUSIONS = {"apply_rope_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
+"""A model's arguments that switch off the kernels which Megatron has for GPUs only."""
+
 
 def hold_cpu(contexts: ExitStack, precision: Precision) -> None:
     """Without a GPU, let Megatron run on the CPU until ``contexts`` close, whichever accelerator the Trainer has."""

@@ -56,7 +56,7 @@ class Patch:
 
 
 def is_patched(patches: Iterable[Patch]) -> bool:
-    """Whether every name of the table holds its replacement now."""
+    """Return whether every name of the table holds its replacement now."""
     return all(vars(patch.owner()).get(patch.name) is patch.replacement for patch in patches)
 
 

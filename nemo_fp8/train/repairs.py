@@ -98,7 +98,7 @@ def after_step(p: Precision, model: Any, optimizer: Any) -> None:
 
 
 def _overflow_stays(p: Precision) -> bool:
-    """Whether an overflow affects later steps: it does if scales come from the largest of several amaxes."""
+    """Return whether an overflow affects later steps: it does if scales come from the largest of several amaxes."""
     return p.scaling == "delayed" and p.amax_compute_algo == "max" and p.amax_history_len > 1
 
 

@@ -1,4 +1,4 @@
-"""Whatever is public has a docstring: classes, functions and methods.
+"""Whatever is public has a docstring: classes, functions and methods; and those of functions begin with a verb.
 
 A method that a base class states needs none: one of this package with a docstring there, or one from outside, whose
 documents are not ours. Nor does a method of a Protocol of this package, in a class that has all of its methods.
@@ -7,9 +7,24 @@ documents are not ours. Nor does a method of a Protocol of this package, in a cl
 import ast
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "nemo_fp8"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "nemo_fp8"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 STATE_NOTHING = {"object", "Protocol", "Generic", "NamedTuple", "Enum", "StrEnum", "IntEnum", "ABC", "Exception"}
+
+# How a function's docstring begins: it says what the function does. What is read like a value may be a noun.
+VERBS = set(
+    "add adopt allocate answer append apply ask assemble attach begin bring broadcast build call cast check close "
+    "combine compare compile compute confirm construct continue convert copy count create decode decorate delete "
+    "describe divide do download draw drop emulate end enter estimate examine fill find fingerprint free gather "
+    "generate give group hash have hold import install join keep leave let list load lock log make map measure "
+    "move multiply name note open pack pad parse pass plan post prepare print profile prove push put quantize "
+    "raise read reap record refuse register remember remove render repair replace report restore return roll "
+    "rotate round run say scale see select send serve set shift show skip sort split stack stand start stop store "
+    "sum switch swizzle take tell time train translate turn undo unmap unpack use validate view wait warn watch "
+    "without work wrap write yield".split()
+)
+VALUES = ("property", "cached_property", "overload")
 
 
 def _without(trees: dict[str, ast.Module]) -> list[str]:
@@ -105,3 +120,37 @@ def test_what_has_none_is_found():
     )
     found = _without({"a.py": ast.parse("\n".join(lines))})
     assert found == ["a.py: Whole.three", "a.py: Half.one", "a.py: More.three", "a.py: Theirs", "a.py: free"]
+
+
+def _without_a_verb(trees: dict[str, ast.Module]) -> list[str]:
+    """Return ``file: name: first word`` of every function whose docstring does not begin with a verb."""
+    found = []
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, FUNCTIONS) and (said := ast.get_docstring(node)):
+                value = any(ast.unparse(d).endswith(VALUES) for d in node.decorator_list)
+                if not value and said.split()[0].strip(",.:").lower() not in VERBS:
+                    found.append(f"{file}: {node.name}: {said.split()[0]}")
+    return found
+
+
+def test_the_docstring_of_a_function_begins_with_a_verb():
+    """Private functions, tools and benchmarks, too."""
+    folders = ("nemo_fp8", "nemo_fp8_hook", "benchmarks", "tools", "demo", "examples")
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert _without_a_verb({str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in files}) == []
+
+
+def test_a_docstring_without_a_verb_is_found():
+    lines = (
+        "def noun(): 'The codes.'",
+        "def question(): 'Whether it is so.'",
+        "def formula(): '``a + b``.'",
+        "def verb(): 'Return the codes.'",
+        "class Some:",
+        "    @functools.cached_property",
+        "    def value(self): 'The codes.'",
+        "    def _hidden(self): 'Of all of them.'",
+    )
+    found = _without_a_verb({"a.py": ast.parse("\n".join(lines))})
+    assert found == ["a.py: noun: The", "a.py: question: Whether", "a.py: formula: ``a", "a.py: _hidden: Of"]

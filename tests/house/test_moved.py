@@ -55,6 +55,8 @@ def test_a_module_of_a_package_that_moved():
         "nemo_fp8.preflight.doctor.bridge_findings": "nemo_fp8.preflight.lint.bridge_findings",
         "nemo_fp8.train.engine.choose_engine": "nemo_fp8.preflight.engine.choose_engine",
         "nemo_fp8.train.engine.hold_cpu": "nemo_fp8.train.megatron_cpu.hold_cpu",
+        "nemo_fp8.render.rendering.ROLLOUT_FIELDS": "nemo_fp8.contract.operands.ROLLOUT_FIELDS",
+        "nemo_fp8.rollout.refit.door.MODES": "nemo_fp8.rollout.refit.control.RUNNING",
     }.items(),
 )
 def test_what_left_a_module_is_found_there_still(old, new):

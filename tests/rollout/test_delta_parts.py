@@ -15,7 +15,7 @@ from nemo_fp8.numerics import quantize
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import fingerprint
 from nemo_fp8.rollout.refit.channel import LARGEST
-from nemo_fp8.rollout.refit.ledger import Cast, Kept, Ledger, Plane, Room
+from nemo_fp8.rollout.refit.ledger import Cast, Ledger, Patchable, Plane, Room
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
 from nemo_fp8.rollout.refit.patch import LONGEST, PATTERNS, SCALES, VALUES, decode, encode, size_of
@@ -300,7 +300,7 @@ def test_a_route_that_turns_a_tensor_over_has_no_place():
 
 def test_what_is_told_of_values_is_there():
     """The largest is exact once most has changed, and never too small; NaNs are counted while they are there."""
-    kept = Kept(Entry("w", "bfloat16", (128, 256)), None, ["0:128,0:256"])
+    kept = Patchable(Entry("w", "bfloat16", (128, 256)), None, ["0:128,0:256"])
     plane, zeros = kept.planes[VALUES], torch.zeros(128, 256, dtype=torch.bfloat16)
     plane.put(0, zeros)
     assert (plane.largest(), plane.nonfinite()) == (0.0, 0)
@@ -344,7 +344,7 @@ def test_a_ledger_quantizes_as_the_reference_does(operand, shape):
     """Strip by strip, and each matrix of a stack by itself."""
     draws = torch.Generator().manual_seed(0)
     tensor = torch.randn(shape, generator=draws).bfloat16()
-    kept = Kept(Entry("w", "bfloat16", shape), operand, [",".join(f"0:{n}" for n in shape)])
+    kept = Patchable(Entry("w", "bfloat16", shape), operand, [",".join(f"0:{n}" for n in shape)])
     for what, row, new in kept.strips(tensor, True, Room()):
         kept.planes[what].put(row, new)
     assert kept.as_reference

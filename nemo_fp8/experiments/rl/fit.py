@@ -30,10 +30,8 @@ from nemo_fp8.experiments.rl.policy import GrpoLlama
 from nemo_fp8.experiments.rl.settings import GrpoSettings
 from nemo_fp8.train.accelerator import MegatronCPU
 from nemo_fp8.train.checkpoints import Resume, newest_usable
+from nemo_fp8.train.megatron_cpu import NO_FUSIONS
 from nemo_fp8.train.plugin import MixedPrecision, plugin_arguments
-
-# Switches off kernels that Megatron has for GPUs only.
-_CPU_ONLY = {"apply_rope_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
 
 
 def base_checkpoint(s: GrpoSettings) -> Path | None:
@@ -155,5 +153,5 @@ def _model_config(s: GrpoSettings) -> llm.LlamaConfig:
         init_method_std=size.hidden**-0.5,
         make_vocab_size_divisible_by=128,
         use_cpu_initialization=True,
-        **{} if te_cpu.has_gpu() else _CPU_ONLY,
+        **{} if te_cpu.has_gpu() else NO_FUSIONS,
     )

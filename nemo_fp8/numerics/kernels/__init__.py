@@ -35,6 +35,8 @@ from nemo_fp8.numerics.statistics import Statistics
 
 PROCESS = os.getpid()  # a forked process has none of the threads
 FP4_DEVICES = ("cpu", "cuda")
+SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+"""The types of values that are quantized."""
 Tile = tuple[int, int] | None
 Out = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]

@@ -16,14 +16,10 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import Format, format_of
-from nemo_fp8.numerics.kernels import PROCESS, Summed, build
+from nemo_fp8.numerics.kernels import PROCESS, Out, Result, Summed, Tile, build
 from nemo_fp8.numerics.kernels.out import rows_of
 from nemo_fp8.numerics.kernels.results import statistics_of
 from nemo_fp8.numerics.statistics import TOTALS, Statistics
-
-Tile = tuple[int, int] | None
-Out = tuple[torch.Tensor, torch.Tensor]
-Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
 
 STRIP = 2048
 WHOLE = (128, STRIP)  # the tiles into which a whole tensor is cut; any will do, since all of them have one scale
@@ -269,8 +265,8 @@ def accumulate(
     columns_first: bool,
     exact: bool,
 ) -> bool:
-    """``y += (partial * first) * last`` in place, as `fp8_accumulate.c` says, of FP32 tensors that lie in one piece;
-    False is no answer."""
+    """Add ``(partial * first) * last`` to ``y`` in place, as `fp8_accumulate.c` says, for FP32 tensors that lie in one
+    piece; return False, and write nothing, where that cannot be."""
     library = build.library()
     if library is None or not all(
         t.dtype == torch.float32 and t.is_contiguous() for t in (y, partial, of_rows, of_columns)
@@ -395,7 +391,7 @@ def _job(
 
 
 def _takes(tile: Tile) -> bool:
-    """Whether tiles divide a strip, and a byte can count their rows."""
+    """Return whether tiles divide a strip, and a byte can count their rows."""
     return tile is None or (tile[0] <= 255 and tile[1] <= STRIP and tile[1] & (tile[1] - 1) == 0)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from nemo_fp8.contract.operands import FOUR_BIT_BLOCK as BLOCK
 from nemo_fp8.numerics.kernels import FourOverSix, build
 from nemo_fp8.numerics.kernels.cpu import BF16, FP32, SOURCES, parallel, threads
 
-BLOCK = 16
 ERRORS = {"mae": 1, "mse": 2}
 
 
@@ -116,8 +116,8 @@ def transformed_amax(x: torch.Tensor, signs: tuple[float, ...]) -> torch.Tensor 
 
 
 def _takes(x: torch.Tensor, signs: tuple[float, ...] | None) -> bool:
-    """Whether there is a kernel for this matrix: one of its dimensions lies in one piece; what is transformed lies
-    turned, as GEMMs have it that contract rows."""
+    """Return whether there is a kernel for this matrix: one of its dimensions lies in one piece; what is transformed
+    lies turned, as GEMMs have it that contract rows."""
     turned = _turned(x)
     straight = x.stride(1) == 1 and signs is None
     return x.dtype in SOURCES and x.numel() > 0 and (straight or turned) and (not signs or x.dtype == torch.bfloat16)
@@ -128,7 +128,7 @@ def _turned(x: torch.Tensor) -> bool:
 
 
 def _source(x: torch.Tensor, signs: tuple[float, ...] | None) -> dict[str, Any]:
-    """What a job says of the matrix that is cast, and of what casts it."""
+    """Return what a job says of the matrix that is cast, and of what casts it."""
     turned = _turned(x)
     return {
         "x": x.data_ptr(), "rows": x.shape[0], "cols": x.shape[1], "stride": x.stride(1 if turned else 0),

@@ -23,14 +23,10 @@ from typing import Any
 import torch
 
 from nemo_fp8.numerics.formats import FORMATS, Format, format_of
+from nemo_fp8.numerics.kernels import SOURCES, Out, Result, Tile
 from nemo_fp8.numerics.kernels.out import rows_of
 from nemo_fp8.numerics.statistics import Statistics
 
-Tile = tuple[int, int] | None
-Out = tuple[torch.Tensor, torch.Tensor]
-Result = tuple[torch.Tensor, torch.Tensor, Statistics | None]
-
-SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 TILES = ((128, 128), (1, 128), (128, 1), (1, 32), (32, 1))
 # A scale rule as kernel arguments: is it E8M0; is the quotient scale_inv; what is added to its bits, which of them are
 # kept.
@@ -56,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def available() -> bool:
-    """Whether Triton is installed; logged once if not."""
+    """Return whether Triton is installed; log it once if not."""
     found = importlib.util.find_spec("triton") is not None
     if not found:
         log.warning("FP8 casts run in torch on this GPU, with the same bits but more slowly: triton is not installed")
@@ -236,7 +232,8 @@ def _plain(scale_inv: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _aligned(*matrices: torch.Tensor | None) -> bool:
-    """Whether 16 elements of a row, from any multiple of 16 on, can be moved as 128 bits: addresses and lengths fit."""
+    """Return whether 16 elements of a row, from any multiple of 16 on, can be moved as 128 bits: addresses and lengths
+    fit."""
     there = [m for m in matrices if m is not None]
     return all(m.shape[1] % 16 == 0 and m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in there)
 
@@ -258,7 +255,7 @@ def _rectangle(tile: tuple[int, int], statistics: bool, aligned: bool) -> tuple[
 
 
 def _takes(tile: Tile) -> bool:
-    """Whether there is a program for the tile; logged once for each tile if not."""
+    """Return whether there is a program for the tile; log it once for each tile if not."""
     if tile is None or tile in TILES:
         return True
     _left_to_torch(tile)
@@ -278,7 +275,7 @@ def _grid(matrix: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def in_hardware(device: torch.device, since: tuple[int, int]) -> bool:
-    """Whether this is an NVIDIA GPU of that compute capability or a later one."""
+    """Return whether this is an NVIDIA GPU of that compute capability or a later one."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= since
 
 

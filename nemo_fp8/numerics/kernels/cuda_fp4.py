@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
-from nemo_fp8.numerics.kernels import FourOverSix
-from nemo_fp8.numerics.kernels.cuda import SOURCES, Launch, _aligned, _start, available, in_hardware
+from nemo_fp8.contract.operands import FOUR_BIT_BLOCK as BLOCK
+from nemo_fp8.numerics.kernels import SOURCES, FourOverSix
+from nemo_fp8.numerics.kernels.cuda import Launch, _aligned, _start, available, in_hardware
 
-BLOCK = 16
 ELEMENTS, COLUMNS, VALUES = 4096, 256, 64  # of a program; of its rows; of a thread
 HARDWARE_SINCE = (10, 0)  # the compute capability from which on a GPU converts E2M1 itself
 FEW = 8  # values of a thread where each has an address of its own

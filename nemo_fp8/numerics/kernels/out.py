@@ -72,7 +72,8 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
 
 
 def _written_twice(t: torch.Tensor) -> bool:
-    """Whether elements share memory: from the shortest stride up, each dimension must step over all shorter ones."""
+    """Return whether elements share memory: from the shortest stride up, each dimension must step over all shorter
+    ones."""
     if t.is_contiguous():
         return False
     covered = 1

@@ -79,7 +79,7 @@ def _round_to_e4m3(raw):
 
 @triton.jit
 def _e2m1(y):
-    """The nearest code of each value: what the coarser grids count is larger, where they do not apply."""
+    """Return the nearest code of each value: what the coarser grids count is larger, where they do not apply."""
     m = _float(_bits(y) & 0x7FFFFFFF)
     halves, ones, twos = m * 2.0 + ONE, m + (ONE + 2.0), m * 0.5 + (ONE + 4.0)
     least = tl.where(halves < ones, halves, ones)
@@ -90,7 +90,7 @@ def _e2m1(y):
 
 @triton.jit
 def _e2m1_pairs(even, odd, factor, HARDWARE: tl.constexpr):
-    """The codes of two neighbours times their factor, as a byte."""
+    """Return the codes of two neighbours times their factor, as a byte."""
     if HARDWARE:
         registers: tl.constexpr = "=r,r,r,r,r,r,r,r,r,r,r,r,r"
         return tl.inline_asm_elementwise(CONVERT, registers, [even, odd, factor], tl.uint8, is_pure=True, pack=4)

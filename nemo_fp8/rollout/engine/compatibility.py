@@ -204,7 +204,7 @@ def error_of(wrong: list[str]) -> PrecisionError:
 
 
 def _takes(function: object, name: str) -> bool:
-    """Whether a function has a parameter of this name."""
+    """Return whether a function has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -25,7 +25,7 @@ from nemo_fp8.rollout.engine import kernels, ops
 from nemo_fp8.rollout.engine.compatibility import FEATURES
 from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.engine.quantizer import quantize_weight
-from nemo_fp8.rollout.engine.selection import in_every_layer
+from nemo_fp8.rollout.engine.selection import OTHER_BLOCKS, STAYS, in_every_layer
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.engine.config import NemoFp8Config
@@ -51,7 +51,7 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
             f"Add {name!r} to keep, or set strict=False; or use a machine with vLLM's kernel (AMX, or a GPU) and "
             "activations='kernel'.",
         )
-    kernels.logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", name, why)
+    kernels.logger.warning_once(STAYS, name, why)
     return unquantized(layer, why)
 
 
@@ -97,9 +97,7 @@ class Quantizing:
         self.other_blocks = other_blocks(gated, none, block) or other_blocks([none], down, block)
         if self.other_blocks:
             name = in_every_layer(self.prefix)
-            kernels.logger.info_once(
-                "nemo_fp8: %s has other blocks than the unsharded weights: %s", name, self.other_blocks
-            )
+            kernels.logger.info_once(OTHER_BLOCKS, name, self.other_blocks)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Quantize the weights of a layer, once."""
@@ -145,7 +143,32 @@ class NemoFp8MoEMethod(Quantizing, Fp8PerBlockOnlineMoEMethod):
         self._setup_kernel(layer, w13, w2, s13, s2, layer.w13_input_scale, layer.w2_input_scale)
 
 
-class Decoding(Quantizing, OnlineMoEMethodBase):
+class ByExpert(FusedMoEMethodBase):
+    """The part that methods share which multiply one expert after the other, without a kernel of vLLM's."""
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """Return None: only vLLM's own kernels read a description of weights and scales."""
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
+        return self.weighted_sum(layer, x, topk_weights, topk_ids.long())
+
+    def weighted_sum(
+        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """Return that sum; ``weights`` and ``experts`` are those of each token."""
+        raise NotImplementedError
+
+
+class Decoding(Quantizing, ByExpert, OnlineMoEMethodBase):
     """The part that methods share which decode: sizes padded as for vLLM's fused kernel, so that the codes are those
     of every other method."""
 
@@ -178,21 +201,12 @@ class DecodedMoEMethod(Decoding):
         for name, tensor in named.items():
             replace_parameter(layer, name, tensor)
 
-    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """Return None: only vLLM's own choice of a kernel reads a description of weights and scales."""
-
-    def apply(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
+    def weighted_sum(
+        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
-        weights = (layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv)
+        """Return that sum, from the codes or from decoded weights."""
+        codes = (layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv)
         assert self.storage.activation is not None
         how = (list(self.storage.grid), self.group, self.storage.activation.scale, self.direct)
-        out: torch.Tensor = ops.decoded_experts(x, *weights, topk_weights, topk_ids.long(), layer.expert_map, *how)
+        out: torch.Tensor = ops.decoded_experts(x, *codes, weights, experts, layer.expert_map, *how)
         return out

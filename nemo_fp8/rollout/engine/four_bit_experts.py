@@ -12,7 +12,7 @@ bits a weight and no copy can be older than a push.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
@@ -26,7 +26,7 @@ from nemo_fp8.numerics.modelopt import FourBits, amax_of, four_bits
 from nemo_fp8.rollout.engine.experts import Decoding, not_decoded, unquantized
 from nemo_fp8.rollout.engine.four_bits import decoded, rounded, scales_of_activations
 from nemo_fp8.rollout.engine.ops import weighted_experts
-from nemo_fp8.rollout.engine.selection import in_every_layer
+from nemo_fp8.rollout.engine.selection import STAYS, in_every_layer
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.engine.config import NemoFp8Config
@@ -50,7 +50,7 @@ def method_for(config: NemoFp8Config, layer: RoutedExperts, prefix: str) -> Fuse
             "NVFP4 experts run on decoded weights, on a CPU: with SiLU, no biases, and weights on their output.",
             f"Add {name!r} to keep, set strict=False, or export the checkpoint for vLLM's own kernels.",
         )
-    logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", name, why)
+    logger.warning_once(STAYS, name, why)
     return unquantized(layer, why)
 
 
@@ -85,22 +85,13 @@ class Nvfp4MoEMethod(Decoding):
         replace_parameter(layer, f"{name}_weight_scale", found.weight_scale)
         replace_parameter(layer, f"{name}_weight_scale_2", found.weight_scale_2)
 
-    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """Return None: only vLLM's own choice of a kernel reads a description of weights and scales."""
-
-    def apply(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
+    def weighted_sum(
+        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
+        """Return that sum, from weights that are decoded one expert after the other."""
         names = ("weight", "weight_scale", "weight_scale_2")
         w13, w2 = ([getattr(layer, f"{which}_{name}") for name in names] for which in ("w13", "w2"))
-        out: torch.Tensor = four_bit_experts(x, *w13, *w2, topk_weights, topk_ids.long(), layer.expert_map, self.scales)
+        out: torch.Tensor = four_bit_experts(x, *w13, *w2, weights, experts, layer.expert_map, self.scales)
         return out
 
 

@@ -19,12 +19,13 @@ from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from nemo_fp8.contract import Operand
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.engine import ops
 from nemo_fp8.rollout.engine.storage import Storage
 
 logger = init_logger("vllm.nemo_fp8")
-BLOCKS = (128, 128)
+BLOCKS = (BLOCK, BLOCK)
 
 
 class DecodeKernel:
@@ -96,12 +97,13 @@ def refuse_second_quantization(kernel: str, weight: Operand, e8m0: bool) -> None
 
 
 def quantizes_activations(kernel: Any) -> bool:
-    """Whether a kernel quantizes activations (W8A8); the others are weight-only (W8A16)."""
+    """Return whether a kernel quantizes activations (W8A8); the others are weight-only (W8A16)."""
     return bool(getattr(kernel, "apply_input_quant", False))
 
 
 def has_experts_kernel(storage: Storage, wanted: str) -> bool:
-    """Whether vLLM has a fused kernel for FP8 experts on this machine; logs a warning or raises if it has none."""
+    """Return whether vLLM has a fused kernel for FP8 experts on this machine; logs a warning or raises if it has
+    none."""
     if wanted != "auto":
         return False
     if storage.grid != BLOCKS:

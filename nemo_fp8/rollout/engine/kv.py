@@ -74,7 +74,7 @@ def method_for(config: Any, layer: Attention | MLAAttention) -> BaseKVCacheMetho
 
 
 def is_fp8(layer: Any) -> bool:
-    """Whether an attention layer's cache has scales: it is in FP8, or rounded to it."""
+    """Return whether an attention layer's cache has scales: it is in FP8, or rounded to it."""
     return isinstance(layer.quant_method, RoundedCache) or str(getattr(layer, "kv_cache_dtype", "")).startswith("fp8")
 
 

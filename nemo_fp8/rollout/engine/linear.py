@@ -25,7 +25,7 @@ from nemo_fp8.rollout.arguments import instead_of_codes
 from nemo_fp8.rollout.engine import kernels, ops
 from nemo_fp8.rollout.engine.grid import Span, fused_rows, other_blocks
 from nemo_fp8.rollout.engine.quantizer import quantize_weight
-from nemo_fp8.rollout.engine.selection import in_every_layer
+from nemo_fp8.rollout.engine.selection import OTHER_BLOCKS, STAYS, in_every_layer
 
 if TYPE_CHECKING:
     from nemo_fp8.rollout.engine.config import NemoFp8Config
@@ -80,7 +80,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
         self.other_blocks = other_blocks(spans, self._columns(layer, columns, input_size), self.storage.weight.block)
         if self.other_blocks:
             logger.info_once(
-                "nemo_fp8: %s has other blocks than the unsharded weights: %s",
+                OTHER_BLOCKS,
                 in_every_layer(self.prefix),
                 self.other_blocks,
             )
@@ -145,7 +145,7 @@ class NemoFp8LinearMethod(LinearMethodBase):
                 f"{reason[0].upper()}{reason[1:]}, and the contract is strict.",
                 f"Pad the layer, add {self.prefix!r} to keep, use fewer tensor-parallel workers, or set strict=False.",
             )
-        logger.warning_once("nemo_fp8: %s stays in the compute dtype: %s", in_every_layer(self.prefix), reason)
+        logger.warning_once(STAYS, in_every_layer(self.prefix), reason)
         return self.config.unquantized(reason)
 
     def _rows(self, layer: LinearBase, sizes: list[int], output_size: int) -> list[Span]:

@@ -32,41 +32,20 @@ from vllm.model_executor.utils import replace_parameter
 
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.engine import ops
-from nemo_fp8.rollout.engine.experts import not_decoded
+from nemo_fp8.rollout.engine.experts import ByExpert, not_decoded
 from nemo_fp8.rollout.engine.four_bit_experts import four_bit_experts
 from nemo_fp8.rollout.engine.four_bits import FIXED, NONE
 
 
-class _ByExpert(FusedMoEMethodBase):
+class _OfACheckpoint(ByExpert):
     """The part that both methods share: vLLM's, without its choice of a kernel, which finds none."""
 
     def __init__(self, quant_config: Any, moe_config: Any) -> None:
         FusedMoEMethodBase.__init__(self, moe_config)
         self.quant_config = quant_config
 
-    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """Return None: only vLLM's own kernels read a description of weights and scales."""
 
-    def apply(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return for each token the weighted sum of its routed experts' outputs, without shared experts."""
-        return self._answer(layer, x, topk_weights, topk_ids.long())
-
-    def _answer(
-        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
-    ) -> torch.Tensor:
-        """Return that sum; ``weights`` and ``experts`` are those of each token."""
-        raise NotImplementedError
-
-
-class ModelOptNvfp4Decoded(_ByExpert, ModelOptNvFp4FusedMoE):
+class ModelOptNvfp4Decoded(_OfACheckpoint, ModelOptNvFp4FusedMoE):
     """Experts of a checkpoint in NVFP4, decoded for each product."""
 
     use_global_sf = False
@@ -88,7 +67,7 @@ class ModelOptNvfp4Decoded(_ByExpert, ModelOptNvFp4FusedMoE):
         for name in ("w13_input_scale", "w2_input_scale"):
             replace_parameter(layer, name, getattr(layer, name).data.max())
 
-    def _answer(
+    def weighted_sum(
         self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
         names = ("weight", "weight_scale", "weight_scale_2")
@@ -100,13 +79,13 @@ class ModelOptNvfp4Decoded(_ByExpert, ModelOptNvFp4FusedMoE):
         return out
 
 
-class ModelOptMxfp8Decoded(_ByExpert, ModelOptMxFp8FusedMoE):
+class ModelOptMxfp8Decoded(_OfACheckpoint, ModelOptMxFp8FusedMoE):
     """Experts of a checkpoint in MXFP8, multiplied in FP32; activations stay as they are."""
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Leave codes and exponents as they were loaded."""
 
-    def _answer(
+    def weighted_sum(
         self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
         s13, s2 = (getattr(layer, f"{which}_weight_scale").view(torch.float8_e8m0fnu) for which in ("w13", "w2"))

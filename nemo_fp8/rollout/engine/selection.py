@@ -14,6 +14,10 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.models.selection import SHAPE, why_kept, why_kept_by_name
 from nemo_fp8.models.units import part_names
 
+STAYS = "nemo_fp8: %s stays in the compute dtype: %s"
+OTHER_BLOCKS = "nemo_fp8: %s has other blocks than the unsharded weights: %s"
+"""What the log says of a linear or of the experts of a layer: their name, and why."""
+
 
 def reason_to_keep(precision: Precision, name: str, layers: int, packed: Mapping[str, Sequence[str]]) -> str | None:
     """Return why the linear ``name`` stays in the compute dtype; None if no rule about names keeps it.

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Operand, Precision
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 
 
@@ -58,5 +59,5 @@ def storage_of(precision: Precision) -> Storage:
             "The contract generates in the compute dtype, which has no codes and no scales.",
             "Set rollout='fp8' or 'nvfp4', or start the engine without quantization='nemo_fp8'.",
         )
-    grid = ROLLOUT_BLOCKS[p.rollout_block] or (128, 128)
+    grid = ROLLOUT_BLOCKS[p.rollout_block] or (BLOCK, BLOCK)
     return Storage(weight, activation, grid)

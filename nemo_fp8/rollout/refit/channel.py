@@ -27,8 +27,8 @@ from contextlib import suppress
 from typing import Any
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.rollout.refit.memory import NAME
 
-NAME = "nemo_fp8-refit"
 LARGEST = 1 << 16  # bytes of a message; the kernel takes twice as many by default
 LOOK = 0.2  # seconds between two checks of whether the workers' call has ended
 LATEST = 60.0  # seconds from the first worker that connects to the last

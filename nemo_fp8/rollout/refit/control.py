@@ -38,6 +38,8 @@ from nemo_fp8.rollout.token_file import token_of
 
 Answer = dict[str, Any]
 PREFIX = "nemo_fp8_refit_"
+RUNNING = ("wait", "abort", "keep")
+"""What becomes of requests that an engine computes when a push begins."""
 log = logging.getLogger(__name__)
 ROUTE = "/nemo_fp8/refit"
 LENGTH = 8  # bytes at the head of a body that say how long the message behind them is
@@ -104,7 +106,7 @@ def version_to_set(method: str, message: Answer, answers: list[Answer]) -> str |
 
 
 def is_held(push: str | None, answers: Sequence[Answer]) -> bool:
-    """Whether all workers hold the weights of this push, by their answers to ``abandon``: it had ended."""
+    """Return whether all workers hold the weights of this push, by their answers to ``abandon``: it had ended."""
     return bool(push and answers) and all(answer.get("version") == push for answer in answers)
 
 
@@ -220,7 +222,7 @@ def _let_one_thread_send(core: Any) -> None:
 
 
 def _runs(frame: FrameType | None, code: CodeType) -> bool:
-    """Whether a thread, given its innermost frame, is in this function."""
+    """Return whether a thread, given its innermost frame, is in this function."""
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None

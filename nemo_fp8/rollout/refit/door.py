@@ -29,21 +29,24 @@ import os
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.moved import renamed
 from nemo_fp8.rollout.access import PUSH_TOKEN, TOKEN, brings, comes_from_a_page, is_local, path_of
 from nemo_fp8.rollout.refit.alive import LOOK, answered_on_loop
-from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, Answer, refusal, version_to_set, why_mixed
+from nemo_fp8.rollout.refit.control import LENGTH, PREFIX, ROUTE, RUNNING, Answer, refusal, version_to_set, why_mixed
 from nemo_fp8.rollout.refit.manifest import MOST_ENTRIES, is_version
 from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.storage.safetensors import bytes_of
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__, {"MODES": "nemo_fp8.rollout.refit.control.RUNNING"})
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 METHODS = ("begin", "stored", "delta", "write", "stream", "bytes", "finish", "abandon", "expected", "held")
-MODES = ("wait", "abort", "keep")
 # What vLLM's developer mode lets whoever reaches it do to the engine.
 ORDERS = frozenset(
     f"/{name}"
@@ -280,7 +283,7 @@ class RefitEndpoints:
             running = message.get("running", "wait")
             if not others:  # Its owner's pause outlasts a push; that of a push which died does not.
                 self.resumes = self.mixed or not await self._at_work(engine, engine.is_paused())
-            await self._at_work(engine, engine.pause_generation(mode=running if running in MODES else "wait"))
+            await self._at_work(engine, engine.pause_generation(mode=running if running in RUNNING else "wait"))
         return await self._call(engine, method, message)
 
     async def _finish(self, engine: Any, message: Answer) -> Answer:

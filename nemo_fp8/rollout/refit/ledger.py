@@ -27,32 +27,21 @@ import numpy as np
 import torch
 
 from nemo_fp8.contract import Operand
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import decode_e8m0, format_of
 from nemo_fp8.numerics.kernels import patches
 from nemo_fp8.numerics.kernels.cpu import CastJob, cast_job
-from nemo_fp8.numerics.quantize import find_scales, quantize_into, quantize_reference
+from nemo_fp8.numerics.kernels.patches import Bytes
+from nemo_fp8.numerics.quantize import STRIP, find_scales, quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
 from nemo_fp8.rollout.refit.manifest import SCALES as SUFFIX
-from nemo_fp8.rollout.refit.manifest import Entry, Manifest
-from nemo_fp8.rollout.refit.patch import (
-    PATTERNS,
-    SCALES,
-    VALUES,
-    Bytes,
-    Patch,
-    blocks_of,
-    encode,
-    grid_of,
-    matrix_of,
-)
+from nemo_fp8.rollout.refit.manifest import Box, Entry, Manifest
+from nemo_fp8.rollout.refit.patch import PATTERNS, SCALES, VALUES, Patch, blocks_of, encode, grid_of, matrix_of
 from nemo_fp8.rollout.refit.receipt import CODED, Delta, Written
 from nemo_fp8.rollout.refit.wire import AT_ONCE, Piece, aligned, cut, same_as_announced
 
-STRIP = 1 << 22  # elements that are quantized and compared at a time, so that they lie in the cache meanwhile
 PATCH = 1 << 20  # elements of a patch, at most: a patch is one thread's work
-ROWS = 128  # a strip of a matrix is a multiple of so many rows, hence of whole blocks
-Box = tuple[tuple[int, int], ...]
 Change = tuple[int, int, int, int, Bytes]
 """(first row, rows, steps, others, bytes of the patch)"""
 Sums = tuple[torch.Tensor, torch.Tensor]
@@ -207,7 +196,7 @@ class Room:
         return held[:size].view(dtype).view(shape)
 
 
-class Kept:
+class Patchable:
     """A tensor that can be patched: its values, or its codes and their scales."""
 
     def __init__(self, entry: Entry, operand: Operand | None, parts: Collection[str]) -> None:
@@ -238,7 +227,7 @@ class Kept:
         of_infinity = find_scales(torch.tensor(math.inf), format_of(self.operand.format), self.operand.scale)[1]
         # A stack whose blocks do not run into one another is quantized as one matrix.
         each = rows if self.entry.shape[-2] % high == 0 else self.entry.shape[-2]
-        step = max(ROWS, STRIP // columns // ROWS * ROWS)
+        step = max(BLOCK, STRIP // columns // BLOCK * BLOCK)  # rows, of whole blocks
         for m, matrix in enumerate(tensor.detach().reshape(-1, each, columns)):
             for row in range(0, each, step):
                 values = matrix[row : row + step]
@@ -305,7 +294,7 @@ class Whole:
     changed: bool = False
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note new values, and whether a bit of them is other; return the copy that is kept."""
+        """Keep a copy of new values, note whether any bit differs from the last ones, and return the copy."""
         new = tensor.detach().cpu().contiguous()
         old, self.values = self.values, None
         self.changed = old is None or not torch.equal(*(one.view(-1).view(torch.uint8) for one in (old, new)))
@@ -324,7 +313,7 @@ class Ledger:
     """Whether codes and scales are held against the reference cast."""
     version: str = ""
     """The number of the push that the engine must hold for a patch to fit."""
-    kept: dict[int, Kept] = field(default_factory=dict)
+    kept: dict[int, Patchable] = field(default_factory=dict)
     whole: dict[int, Whole] = field(default_factory=dict)
     together: list[list[int]] = field(default_factory=list)
     """Tensors that must all come whole if one of them does."""
@@ -346,7 +335,7 @@ class Ledger:
                 ledger._send_whole(i, why or "Workers keep it in different ways")
             else:
                 operand = None if rows[0][0] is None else _operand_of(rows[0][0])
-                ledger.kept[i] = Kept(manifest[i], operand, {part for _, parts, _ in rows for part in parts})
+                ledger.kept[i] = Patchable(manifest[i], operand, {part for _, parts, _ in rows for part in parts})
         return ledger
 
     def _send_whole(self, i: int, why: str) -> None:

@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError, Problem
 
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)}
-BLOCK = 128
 SCALES = "_scale_inv"
+Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: (start, stop) for every dimension."""
 # Limits of a manifest from outside: more than any model needs (the largest, of 384 experts in 60 layers, has 138,000
 # tensors if each comes with its scales), and few enough that no manifest fills a machine or blocks a server.
 MOST_ENTRIES, LONGEST_NAME, MOST_DIMENSIONS, MOST_BYTES = 1 << 18, 1 << 10, 8, 1 << 44
@@ -183,7 +185,7 @@ class Manifest(Sequence[Entry]):
         return None if i is None else self.entries[i]
 
     def is_scales(self, entry: Entry) -> bool:
-        """Whether an entry holds the scales of another one."""
+        """Return whether an entry holds the scales of another one."""
         i = self.places.get(entry.name.removesuffix(SCALES)) if entry.name.endswith(SCALES) else None
         return i is not None and self.entries[i].is_codes
 
@@ -244,7 +246,7 @@ class Manifest(Sequence[Entry]):
 
 
 def is_version(value: Any) -> bool:
-    """Whether an engine can call its weights so: a name from outside, of a bounded length."""
+    """Return whether an engine can call its weights so: a name from outside, of a bounded length."""
     return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
 
 

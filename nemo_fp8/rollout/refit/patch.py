@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.numerics.kernels.patches import Bytes
 
 LONGEST = 1 << 24  # elements of a strip, at most: positions are decoded to eight bytes each
-Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]
 Differences = NDArray[np.unsignedinteger[Any]]
 PATTERNS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}

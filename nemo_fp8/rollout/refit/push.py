@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from nemo_fp8.errors import PrecisionError, Problem, unknown
-from nemo_fp8.rollout.refit.control import Answer, control_of, is_held, why_mixed
+from nemo_fp8.rollout.refit.control import RUNNING, Answer, control_of, is_held, why_mixed
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 from nemo_fp8.rollout.refit.ledger import Filled, Ledger
 from nemo_fp8.rollout.refit.manifest import LONGEST_NAME, Entry, Manifest, is_version, pairs
@@ -38,7 +38,6 @@ from nemo_fp8.rollout.refit.memory import Shared
 from nemo_fp8.rollout.refit.receipt import Delta, Receipt, receipt
 from nemo_fp8.rollout.refit.wire import Refused, Transport, cut, raise_problems, transport_of
 
-RUNNING = ("wait", "abort", "keep")
 TRANSPORTS = ("auto", "memory", "http")
 CHUNK = 256 * 2**20  # bytes of all buffers of a push together, at most
 
@@ -362,7 +361,8 @@ def _accepted(manifest: Manifest, begun: Sequence[Answer]) -> set[int]:
 
 
 def _names_one_of(name: str, parameters: set[str]) -> bool:
-    """Whether a pushed name is that of a parameter; vLLM may keep it below one more module (``language_model.``)."""
+    """Return whether a pushed name is that of a parameter; vLLM may keep it below one more module
+    (``language_model.``)."""
     return any(name == parameter or parameter.endswith(f".{name}") for parameter in parameters)
 
 

@@ -33,7 +33,7 @@ from nemo_fp8.moved import renamed
 from nemo_fp8.rollout.refit.channel import Channel, Ended
 from nemo_fp8.rollout.refit.control import Answer, Carrier, Control
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest, not_sendable
-from nemo_fp8.rollout.refit.memory import ALIGNMENT, BUFFERS, Shared
+from nemo_fp8.rollout.refit.memory import ALIGNMENT, BUFFERS, NAME, Shared
 from nemo_fp8.storage.safetensors import bytes_of
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
@@ -157,7 +157,7 @@ class SharedMemory:
         all_ = size * self.buffers
         self.shared: Shared = kept if kept is not None and kept.size == all_ else Shared(all_)
         self.turn, self.unanswered = 0, 0
-        self.courier = ThreadPoolExecutor(1, "nemo_fp8-refit")
+        self.courier = ThreadPoolExecutor(1, NAME)
         self.channel: Channel | None = None
         self.call: Future[list[Answer]] | None = None
 
@@ -241,7 +241,7 @@ class Body:
             )
         self.control, self.size = control, size
         self.both = [torch.empty(size, dtype=torch.uint8) for _ in range(self.buffers)]
-        self.courier = ThreadPoolExecutor(1, "nemo_fp8-refit")
+        self.courier = ThreadPoolExecutor(1, NAME)
         self.under_way: Future[list[Answer]] | None = None
         self.push = ""
 

@@ -27,3 +27,11 @@ def answer_of(script, executor, *words, timeout):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
         assert answer.exists(), (done.stdout + done.stderr)[-4000:]
         return json.loads(answer.read_text())
+
+
+def start_ray(place):
+    """Start Ray's head below a folder, with two processors that a shim calls GPUs; vLLM finds it by a variable."""
+    import ray
+
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20)
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address

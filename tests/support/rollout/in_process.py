@@ -14,6 +14,7 @@ from nemo_fp8.numerics.quantize import quantize_reference
 from nemo_fp8.rollout.refit.control import PREFIX
 from nemo_fp8.rollout.refit.worker.held import NemoFp8Held
 from support.rollout.engines import SMALL, fp8, one_worker
+from support.rollout.worker_check import same_bits as same_bits
 
 
 def build(folder, engine=None, quantized=True, **contract):
@@ -83,14 +84,6 @@ def reference(weight, block=(128, 128), kind="fp32"):
     if block is None:
         scale_inv = scale_inv.expand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
     return codes, scale_inv
-
-
-def same_bits(a, b):
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-    )
 
 
 assert os.environ.get("VLLM_CPU_KVCACHE_SPACE"), "conftest sets vLLM's environment before anything imports it"

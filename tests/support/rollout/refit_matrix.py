@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from support.rollout.alone import answer_of
+from support.rollout.alone import answer_of, start_ray
 
 # executor -> vLLM's name for it (None: one worker), and whether a server is asked over HTTP instead of an engine of
 # this process.
@@ -54,12 +54,7 @@ def main(executor, kind, fields, pushes, delta, answer, place):
 
     fields, pushes, delta, (backend, served) = json.loads(fields), int(pushes), delta == "1", EXECUTORS[executor]
     if backend == "ray":
-        import ray
-
-        ray.init(
-            num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20
-        )
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        start_ray(place)
     folders = [models.write(Path(place) / f"seed{seed}", kind, seed) for seed in (0, 1)]
     weights = [load_file(folder / "model.safetensors") for folder in folders]
     if delta:
@@ -106,6 +101,8 @@ def main(executor, kind, fields, pushes, delta, answer, place):
     }
     Path(answer).write_text(json.dumps(told))
     if backend == "ray":
+        import ray
+
         ray.shutdown()
 
 

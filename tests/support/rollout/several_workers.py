@@ -5,11 +5,10 @@ told that there are two. That is for this test only; on GPUs nothing of it is ne
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
-from support.rollout.alone import answer_of
+from support.rollout.alone import answer_of, start_ray
 
 
 def ask(executor, folder, fields):
@@ -22,12 +21,7 @@ def main(executor, folder, fields, answer, place):
 
     backend = "mp" if executor == "mp" else "ray"
     if backend == "ray":
-        import ray
-
-        ray.init(
-            num_cpus=2, num_gpus=2, include_dashboard=False, _temp_dir=place + "/ray", object_store_memory=200 << 20
-        )
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        start_ray(place)
     fields = json.loads(fields)
     check = {"worker_extension_cls": "support.rollout.worker_check.CheckedWorker"}
     several = {"tensor_parallel_size": 2, "distributed_executor_backend": backend}
@@ -52,6 +46,8 @@ def main(executor, folder, fields, answer, place):
     Path(answer).write_text(json.dumps(answers))
     engines.stop(llm)
     if backend == "ray":
+        import ray
+
         ray.shutdown()
 
 

@@ -23,11 +23,7 @@ class CheckedWorker(NemoFp8Worker):
     """``llm.collective_rpc("nemo_fp8_check", args=(folder,))``: how many layers were compared, and which differ."""
 
     def nemo_fp8_check(self, folder, kind="fp32"):
-        from safetensors.torch import load_file
-        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-        self.weights = load_file(f"{folder}/model.safetensors")
-        self.place = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self._look(folder)
         compared, differ = 0, []
         for name, layer in self.model_runner.model.named_modules():
             if hasattr(getattr(layer, "quant_method", None), "nemo_fp8_reason"):
@@ -48,11 +44,7 @@ class CheckedWorker(NemoFp8Worker):
 
     def nemo_fp8_check_four_bits(self, folder):
         """The same for NVFP4: whole weights are quantized beneath the amax of all that is fused, and cut by hand."""
-        from safetensors.torch import load_file
-        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-        self.weights = load_file(f"{folder}/model.safetensors")
-        self.place = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self._look(folder)
         compared, differ = 0, []
         for name, layer in self.model_runner.model.named_modules():
             for parts, held in self._in_four_bits(name, layer):
@@ -64,6 +56,14 @@ class CheckedWorker(NemoFp8Worker):
                 if not (same and held[2] == amax / 2688):
                     differ.append(name)
         return {"rank": self.place[0], "compared": compared, "differ": differ}
+
+    def _look(self, folder):
+        """Read the checkpoint's weights, and find this worker's place among all."""
+        from safetensors.torch import load_file
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        self.weights = load_file(f"{folder}/model.safetensors")
+        self.place = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
     def _in_four_bits(self, name, layer):
         method = type(getattr(layer, "quant_method", None)).__name__
@@ -116,6 +116,7 @@ class CheckedWorker(NemoFp8Worker):
 
 
 def same_bits(a, b):
+    """Whether two tensors are of one type and shape, and equal to the bit."""
     return (
         a.dtype == b.dtype
         and a.shape == b.shape

@@ -21,15 +21,16 @@ from nemo_fp8.numerics.statistics import Statistics
 from nemo_fp8.rollout.engine.four_bit_experts import Nvfp4MoEMethod
 from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
+from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.worker.layouts import ONE, Tally
-from nemo_fp8.rollout.refit.worker.routes import Box, Route, Target
+from nemo_fp8.rollout.refit.worker.routes import Route, Target
 from nemo_fp8.rollout.refit.worker.sinks import Staged, StagingMemory, name_of, part_of, rows_of
 
 KIND = "nvfp4"
 
 
 def in_place(layer: Any) -> bool:
-    """Whether a layer's kernel reads codes and scales as they were made; others pack them, and are staged."""
+    """Return whether a layer's kernel reads codes and scales as they were made; others pack them, and are staged."""
     method = getattr(layer, "quant_method", None)
     if isinstance(method, Nvfp4MoEMethod):
         return True

@@ -204,7 +204,7 @@ def _is_nan(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _bad(scales: torch.Tensor, kind: str) -> torch.Tensor:
-    """Whether each scale is one that no cast makes.
+    """Return whether each scale is one that no cast makes.
 
     An E4M3 scale of 16 small values is zero where others of their tensor are a million times as large, and the scale
     beneath is where all are zero.

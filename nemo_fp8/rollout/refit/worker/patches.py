@@ -33,11 +33,12 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import patch
+from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.memory import Opened
 from nemo_fp8.rollout.refit.patch import LONGEST, SCALES, VALUES, Differences, Positions, blocks_of, grid_of, matrix_of
 from nemo_fp8.rollout.refit.worker.layouts import ONE
 from nemo_fp8.rollout.refit.worker.plan import Plan
-from nemo_fp8.rollout.refit.worker.routes import Box, Route
+from nemo_fp8.rollout.refit.worker.routes import Route
 from nemo_fp8.rollout.refit.worker.session import Answer, NemoFp8Refit, Session, answering, bad_piece, refuse_replicas
 from nemo_fp8.rollout.refit.worker.sinks import Blocks, InPlace, Sink, Staged, name_of, pack, packed, word
 
@@ -47,7 +48,7 @@ PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
-class Kept:
+class Keeping:
     """How a worker keeps one tensor. It can be patched if ``why`` is empty."""
 
     operand: Operand | None
@@ -58,7 +59,7 @@ class Kept:
     """Why it must come whole."""
 
 
-def kept_by(plan: Plan, sinks: dict[Any, Sink]) -> tuple[dict[int, Kept], list[list[int]]]:
+def kept_by(plan: Plan, sinks: dict[Any, Sink]) -> tuple[dict[int, Keeping], list[list[int]]]:
     """Return how this worker keeps each tensor, and which tensors must come together if one of them comes whole."""
     found, groups = {}, list[list[int]]()
     for i, routes in plan.routes.by_entry.items():
@@ -67,7 +68,7 @@ def kept_by(plan: Plan, sinks: dict[Any, Sink]) -> tuple[dict[int, Kept], list[l
         why = next((why for why in sorted(reasons) if why), "")
         mixed = "" if why or len(operands) < 2 else "It is kept in two ways"
         operand = None if why or mixed else next(iter(operands), None)
-        found[i] = Kept(operand, tuple(name_of(route) for route in routes), why or mixed)
+        found[i] = Keeping(operand, tuple(name_of(route) for route in routes), why or mixed)
     groups += [[*route.entries] for route in plan.routes if len(route.entries) > 1]  # a loader makes one of them
     routes_to: dict[Sink, list[Route]] = {}
     for route in plan.routes:
@@ -396,7 +397,7 @@ class NemoFp8Patches(NemoFp8Refit):
         return {"accepted": True}
 
 
-def _plain(kept: Kept) -> list[Any]:
+def _plain(kept: Keeping) -> list[Any]:
     return [None if kept.operand is None else list(astuple(kept.operand)), list(kept.parts), kept.why]
 
 

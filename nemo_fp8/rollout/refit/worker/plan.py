@@ -19,11 +19,12 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import Problem
 from nemo_fp8.rollout.engine import kv
 from nemo_fp8.rollout.engine.experts import Quantizing
 from nemo_fp8.rollout.engine.linear import NemoFp8LinearMethod
-from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Entry, Manifest
+from nemo_fp8.rollout.refit.manifest import SCALES, Entry, Manifest
 from nemo_fp8.rollout.refit.worker.layouts import Tally, layout_of
 from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import VIEWS, Blocks, InPlace, KvScales, Sink, Staged, StagingMemory
@@ -57,7 +58,8 @@ class Plan:
         self.problems = [*self._refused()]
 
     def _is_stack(self, routes: list[Route]) -> bool:
-        """Whether a tensor is experts one after the other, whose rows are those of single experts all the way."""
+        """Return whether a tensor is experts one after the other, whose rows are those of single experts all the
+        way."""
         return len(routes[0].shape) == 3 and all(
             route.source is not None and isinstance(self.layers[route.target.layer], RoutedExperts) for route in routes
         )
@@ -294,7 +296,8 @@ def scale_name(target: Target) -> str:
 
 
 def _at_blocks(route: Route) -> bool:
-    """Whether a route begins and ends at blocks (or at an end) both in the pushed tensor and in the parameter."""
+    """Return whether a route begins and ends at blocks (or at an end) both in the pushed tensor and in the
+    parameter."""
     if route.source is None or len(route.source) < 2:
         return False
     ends = [
@@ -305,7 +308,7 @@ def _at_blocks(route: Route) -> bool:
 
 
 def _in_four_bits(layer: Any) -> bool:
-    """Whether a layer holds NVFP4 codes in the order in which they were made."""
+    """Return whether a layer holds NVFP4 codes in the order in which they were made."""
     if layer.quant_method.__class__.__name__ not in ("Nvfp4LinearMethod", "Nvfp4MoEMethod"):
         return False  # and an old vLLM, which has no emulation, never imports it
     from nemo_fp8.rollout.refit.worker.four_bits import in_place

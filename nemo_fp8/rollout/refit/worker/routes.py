@@ -36,11 +36,9 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_t
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from nemo_fp8.errors import Problem
-from nemo_fp8.rollout.refit.manifest import Entry
-from nemo_fp8.rollout.refit.worker.tape import Computation, Tape, View, storage_of, view_of
+from nemo_fp8.rollout.refit.manifest import Box, Entry
+from nemo_fp8.rollout.refit.worker.tape import Computation, Tape, View, storage_id, view_of
 
-Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: (start, stop) for every dimension."""
 aten = torch.ops.aten
 MOST_PROBLEMS = 20  # a wrong model refuses every tensor, and the first few say what is wrong
 
@@ -255,7 +253,7 @@ def _as_before_loading(model: torch.nn.Module, routes: Routes) -> Iterator[dict[
                     if tensor is None:
                         continue
                     target = Target(name, key, tuple(tensor.shape), tensor.dtype)
-                    first = targets.setdefault(storage_of(tensor), target)
+                    first = targets.setdefault(storage_id(tensor), target)
                     if first is not target:  # another name of a tied weight
                         routes.aliases[target.name] = first.name
                     elif place is layer._parameters:
@@ -289,7 +287,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries, self.targets, self.routes = entries, targets, routes
-        self.sources = {storage_of(tensor): i for i, tensor in enumerate(sources)}
+        self.sources = {storage_id(tensor): i for i, tensor in enumerate(sources)}
         self.current = 0
         """Number of the tensor that the loader works on."""
         self.asked: set[int] = set()
@@ -316,7 +314,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._makes(out, args):
                 self.tape.add(func, args, kwargs, out)
             return out
-        target = self.targets.get(storage_of(changed))
+        target = self.targets.get(storage_id(changed))
         if target is None:
             out = func(*args, **kwargs)
             self.tape.add(func, args, kwargs, out, changed)
@@ -327,11 +325,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return changed
 
     def _makes(self, out: Any, args: Any) -> bool:
-        """Whether an operation made a meta tensor that is no view of an argument."""
+        """Return whether an operation made a meta tensor that is no view of an argument."""
         first = out[0] if isinstance(out, (list, tuple)) and out else out
         if not isinstance(first, torch.Tensor) or not first.is_meta:
             return False
-        return all(storage_of(one) != storage_of(first) for one in args if isinstance(one, torch.Tensor))
+        return all(storage_id(one) != storage_id(first) for one in args if isinstance(one, torch.Tensor))
 
     def _write(self, func: Any, into: torch.Tensor, args: Any, target: Target) -> None:
         """Record that the loader writes to ``into``, a view of ``target``; raise _NotFollowed if nobody knows what."""
@@ -347,22 +345,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif to is not None and is_fill:
             self.routes.constants.setdefault(target, []).append((to, float(args[1]) if len(args) > 1 else 0.0))
         elif to is None or source is None:
-            self.tangled[target] = storage_of(into)
+            self.tangled[target] = storage_id(into)
         elif self._is_as_pushed(source) and source.numel() == into.numel():
-            entry, shown = self.sources[storage_of(source)], view_of(source)
+            entry, shown = self.sources[storage_id(source)], view_of(source)
             shape = self.entries[entry].shape
             view = (shown.shape, shown.strides, shown.offset)
             self._add(Route(entry, shape, box_of(source, shape), view, target, to))
         else:
             made = self._computation(view_of(source.expand(into.shape)))
             if made.beside:
-                self.tangled[target] = storage_of(into)
+                self.tangled[target] = storage_id(into)
             else:
                 self._add_made(made, target, to)
 
     def _is_as_pushed(self, source: torch.Tensor) -> bool:
-        """Whether a tensor is a view of a pushed one that the loader did not change."""
-        storage = storage_of(source)
+        """Return whether a tensor is a view of a pushed one that the loader did not change."""
+        storage = storage_id(source)
         return storage in self.sources and storage not in self.tape.of
 
     def settle(self) -> None:

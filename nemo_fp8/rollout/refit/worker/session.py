@@ -22,14 +22,15 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.rollout.refit.channel import Line
-from nemo_fp8.rollout.refit.manifest import BLOCK, SCALES, Manifest
+from nemo_fp8.rollout.refit.manifest import SCALES, Box, Manifest
 from nemo_fp8.rollout.refit.memory import Mappings, Opened
 from nemo_fp8.rollout.refit.worker.checkpoint import of_checkpoint
 from nemo_fp8.rollout.refit.worker.layouts import Tally
 from nemo_fp8.rollout.refit.worker.plan import Plan
-from nemo_fp8.rollout.refit.worker.routes import Box, Route, Routes, Target, record, unpushable
+from nemo_fp8.rollout.refit.worker.routes import Route, Routes, Target, record, unpushable
 from nemo_fp8.rollout.refit.worker.sinks import Blocks, Staged, pack, packed
 
 Answer = dict[str, Any]

@@ -27,17 +27,17 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_meta_tensor
 
 from nemo_fp8.contract import Operand
+from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import format_of
-from nemo_fp8.numerics.quantize import quantize_into, quantize_reference
+from nemo_fp8.numerics.quantize import STRIP, quantize_into, quantize_reference
 from nemo_fp8.rollout.refit.fingerprint import Fingerprint, fingerprint, together
-from nemo_fp8.rollout.refit.manifest import Manifest
+from nemo_fp8.rollout.refit.manifest import Box, Manifest
 from nemo_fp8.rollout.refit.worker.layouts import ONE, Layout, Tally
-from nemo_fp8.rollout.refit.worker.routes import Box, Route, Target, before_loading
+from nemo_fp8.rollout.refit.worker.routes import Route, Target, before_loading
 
-ROWS = 128  # a strip has a multiple of so many rows, hence whole blocks, and whole groups of every layout
-STRIP = 1 << 22  # codes of a strip: few enough to be quantized, counted and packed while they lie in the cache
+ROWS = BLOCK  # a strip has a multiple of so many rows, hence whole blocks, and whole groups of every layout
 
 
 class StagingMemory:
@@ -205,7 +205,7 @@ class Blocks(Sink):
         return range(*route.to[0]) if len(route.to) == 3 else range(1)
 
     def _aligned(self, route: Route) -> bool:
-        """Whether a route can be quantized strip by strip.
+        """Return whether a route can be quantized strip by strip.
 
         Its rows are whole blocks and its columns all columns of the matrix. In the pushed tensor, too, it begins at a
         block, so pieces, which are cut between blocks of that tensor, are whole blocks here.
@@ -223,7 +223,8 @@ class Blocks(Sink):
         )
 
     def same_grid(self, route: Route) -> bool:
-        """Whether a route's blocks are those of the unsharded tensor: each end is at a block or the tensor's end."""
+        """Return whether a route's blocks are those of the unsharded tensor: each end is at a block or the tensor's
+        end."""
         if route.source is None or not self._aligned(route):
             return False
         ends = zip(route.source[-2:], route.shape[-2:], (self.high, self.wide), strict=True)

@@ -132,7 +132,7 @@ class Tape:
         """Write down an operation, with what it returned; ``changes`` is the argument that it writes to, if any."""
         made = () if changes is not None else tuple(one for one in _flat((out,)) if isinstance(one, torch.Tensor))
         self.kept += made
-        makes, changed = tuple(map(storage_of, made)), None if changes is None else storage_of(changes)
+        makes, changed = tuple(map(storage_id, made)), None if changes is None else storage_id(changes)
         for storage in makes if changed is None else (changed,):
             self.of[storage].append(len(self.steps))
         self.steps.append(Step(operation, _viewed(tuple(arguments)), _viewed(dict(named)), makes, changed))
@@ -159,7 +159,7 @@ class Tape:
         return Computation(tuple(self.steps[number] for number in sorted(needed)), inputs, beside, result)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage, which all its views share, on the meta device, too."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -167,7 +167,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 def view_of(tensor: torch.Tensor) -> View:
     """Return what a tensor shows of its storage."""
     sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
-    return View(storage_of(tensor), sizes, strides, int(tensor.storage_offset()), tensor.dtype)
+    return View(storage_id(tensor), sizes, strides, int(tensor.storage_offset()), tensor.dtype)
 
 
 def _flat(tree: Any) -> Iterator[Any]:
