@@ -285,9 +285,10 @@ _event, _stream = torch.Event, torch.Stream
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own, the scales of a quantized tensor too, which TE's ``clone`` shares."""
+    """Copy a tensor into memory of its own, the scales of a quantized one too, which TE's ``clone`` shares."""
     copy = tensor.clone()
-    for name in copy.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(copy) else ():
+    parts: list[str] = copy.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(copy) else []
+    for name in parts:
         part = getattr(copy, name)
         if part is getattr(tensor, name):
             setattr(copy, name, part.clone())

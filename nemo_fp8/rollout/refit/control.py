@@ -261,8 +261,10 @@ class _Refusal:
 
 
 def _resumes(engine: Any, paused: bool) -> bool:
-    """Whether the end of a push resumes an engine: not if its owner paused it. A push that died left it refusing, and
-    paused."""
+    """Return whether the end of a push resumes an engine: not if its owner paused it.
+
+    A push that died left it paused, too, and refusing.
+    """
     return not paused or isinstance(vars(engine).get("add_request"), _Refusal)
 
 
