@@ -18,6 +18,7 @@ each FP8 weight and two for each BF16 one, and every push quantizes in the train
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -224,7 +225,7 @@ class Patchable:
         assert self.operand.block is not None
         high, kind = self.operand.block[0], self.planes[SCALES].values.dtype
         self.infinite = 0
-        of_infinity = find_scales(torch.tensor(math.inf), format_of(self.operand.format), self.operand.scale)[1]
+        of_infinity = _scale_of_infinity(self.operand.format, self.operand.scale)
         # A stack whose blocks do not run into one another is quantized as one matrix.
         each = rows if self.entry.shape[-2] % high == 0 else self.entry.shape[-2]
         step = max(BLOCK, STRIP // columns // BLOCK * BLOCK)  # rows, of whole blocks
@@ -492,6 +493,11 @@ class Ledger:
 def _operand_of(row: Sequence[Any]) -> Operand:
     format, block, *rest = row
     return Operand(format, tuple(block), *rest)
+
+
+@functools.cache
+def _scale_of_infinity(format: str, kind: str) -> torch.Tensor:
+    return find_scales(torch.tensor(math.inf), format_of(format), kind)[1]
 
 
 def _words_of(box: Box, shape: tuple[int, ...], size: int) -> Words | None:
