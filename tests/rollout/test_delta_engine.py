@@ -71,6 +71,12 @@ def test_changes_in_an_engine_on_a_loop(checkpoint):
                 receipt = (await asyncio.to_thread(refit.push, weights, delta=True)).require()
                 assert bool(receipt.delta.instead) == all_
                 assert (await ask(llm, number + 1) == before) == (weights is tensors)
+            await llm.pause_generation(mode="keep")  # its owner resumes it
+            (await asyncio.to_thread(refit.push, tensors, delta=True)).require()
+            (await asyncio.to_thread(Refit(llm).push, tensors)).require()
+            assert await llm.is_paused()
+            await llm.resume_generation()
+            (await asyncio.to_thread(refit.push, tensors, delta=True)).require()
             with pytest.raises(ConnectionError):
                 await asyncio.to_thread(refit.push, _dying(stepped(tensors, 1.0), 40), delta=True)
             assert await ask(llm, 9) == before

