@@ -120,7 +120,8 @@ INLINE void note(const find_job *j, lists *l, uint64_t before, uint64_t after, i
     for (uint64_t left = before ^ after; left;) {
         int at = __builtin_ctzll(left) / (8 * width), shift = at * 8 * width;
         uint32_t is = (uint32_t)(after >> shift & mask), by = (uint32_t)((is - (before >> shift)) & mask), place = (uint32_t)(element + at);
-        if (by == 1 || by == mask) l->steps[l->steps_count++] = place << 1 | (by == 1);
+        int step = ((by + 1) & mask & ~2u) == 0; /* 1 or -1, in one branch: nobody could predict which of them */
+        if (step) l->steps[l->steps_count++] = place << 1 | (by == 1);
         else l->by[l->others_count] = by, l->others[l->others_count++] = place;
         uint32_t magnitude = is & ~j->sign;
         if (magnitude > l->largest) l->largest = magnitude;
