@@ -121,6 +121,10 @@ _RUNS = {
     "fp8-param-needs-distributed-optimizer": ("bf16_with_mxfp8_mixed", {"ddp": {"use_distributed_optimizer": False}}),
     "run-offloaded-optimizer": ("bf16_with_mxfp8_mixed", {"optimizer": {"optimizer_cpu_offload": True}}),
     "run-context-parallel-on-cpu": ("bf16_mixed", {"model": {"context_parallel_size": 2}}),
+    "run-recomputes-bias": (
+        "bf16_mixed",
+        {"model": {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": True}},
+    ),
     "run-gathers-no-fp8": ("bf16_mixed", {"ddp": {"fp8_param_gather": True}}),
     "run-refused-by-megatron": ("bf16_mixed", {"optimizer": _Refused()}),
 }
