@@ -284,7 +284,7 @@ def test_a_gpu_whose_software_is_too_old_is_met_by_one_clear_message(engine):
 
 def test_each_engine_is_refused_on_the_other_kind_of_machine():
     p = nemo_fp8.preset("bf16_with_fp8_blockwise_mixed")
-    with pytest.raises(PrecisionError):
+    with pytest.raises(PrecisionError, match="which engine='auto' takes"):
         choose_engine(p, "te", Machine.parse("cpu,torch2.13"))
     with pytest.raises(PrecisionError, match="which has a GPU"):
         choose_engine(p, "emulated", Machine.parse("h200,cuda12.9,te2.9,torch2.13"))
