@@ -434,6 +434,13 @@ RULES: dict[str, Problem] = {
         "counterpart on a CPU: the first forward would end in 'No dot product attention backend is available'.",
         "Set context_parallel_size=1, or train on GPUs.",
     ),
+    "run-recomputes-bias": error(
+        "recompute_modules={recomputed} and add_bias_linear=True.",
+        "Megatron hands the bias itself on from the MLP that it recomputes, and autograd takes it for a result of the "
+        "recomputation, which then never ends: the first backward hangs, or ends in 'pop from an empty deque'.",
+        "Leave 'mlp' out of recompute_modules, recompute whole layers (recompute_granularity='full'), or set "
+        "add_bias_linear=False.",
+    ),
     "run-gathers-no-fp8": error(
         "The DDP config gathers FP8 parameters, and the contract has none.",
         "The gather would carry bytes that nobody wrote.",

@@ -189,7 +189,7 @@ def _remedies(needs: Collection[Need], machine: Machine) -> str:
     if machine.has_gpu is False and any(need.way == TE for need in needs):
         gpu = _FIELD_WORDS["arch"]
         which = _list([in_words(need).removeprefix(f"{gpu} ") for need in needs if need.field == "arch"])
-        return f"For speed, {gpu} {which}; for numerics, the emulation does."
+        return f"For speed, {gpu} {which}; for numerics, the emulation does, which engine='auto' takes."
     return " ".join(dict.fromkeys(need.remedy for need in needs if need.remedy))
 
 

@@ -83,8 +83,15 @@ _RULES: dict[str, Callable[[Precision, Run], bool]] = {
     "run-context-parallel-on-cpu": lambda p, run: (
         (getattr(run.model, "context_parallel_size", 1) or 1) > 1 and not te_cpu.has_gpu()
     ),
+    "run-recomputes-bias": lambda p, run: _recomputes_mlp(run.model) and bool(run.model.add_bias_linear),
     "run-gathers-no-fp8": lambda p, run: bool(getattr(run.ddp, "fp8_param_gather", False)) and not p.fp8_param,
 }
+
+
+def _recomputes_mlp(model: Any) -> bool:
+    """Whether Megatron recomputes MLPs by themselves; of experts it does not."""
+    asked = getattr(model, "recompute_granularity", None) == "selective" and not getattr(model, "num_moe_experts", None)
+    return asked and "mlp" in (model.recompute_modules or ())
 
 
 def _shards_optimizer(run: Run) -> bool:
@@ -98,6 +105,7 @@ def _against_the_rules(p: Precision, run: Run) -> Iterator[Problem]:
         "layers": getattr(model, "num_layers", None)
     }
     gaps |= {"first": p.first_layers, "last": p.last_layers, "kept": p.first_layers + p.last_layers}
+    gaps |= {"recomputed": getattr(model, "recompute_modules", None)}
     gaps |= {"ranks": getattr(model, "context_parallel_size", None)}
     gaps |= {"compute": p.compute.upper(), "scaling": p.scaling}
     for code, wrong in _RULES.items():

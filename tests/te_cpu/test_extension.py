@@ -9,6 +9,7 @@ import torch
 import transformer_engine
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from support import ROOT
 from support.te_cases import ARCH
 
 from nemo_fp8.te_cpu import extension
@@ -33,9 +34,11 @@ def test_every_name_that_te_asks_for_is_there():
 
 def test_what_is_missing_is_asked_for_by_te_and_says_its_name():
     assert sorted(set(extension.MISSING) & set(dir(tex))) == sorted(extension.MISSING)
+    page = (ROOT / "docs/te_cpu.md").read_text()  # which its message names
     for name in (*extension.MISSING, *(name for name in extension._CLASSES if name.startswith("Comm"))):
         with pytest.raises(NotImplementedError, match=rf"transformer_engine_torch\.{name} has no CPU implementation"):
             getattr(tex, name)()
+        assert f"`{name}`" in page
 
 
 def test_every_function_of_a_submodule_that_te_asks_for_is_there():

@@ -125,3 +125,19 @@ def test_a_layer_learns(name, quantized):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("recompute", ["by TE's checkpoint", "by the layer itself"])
+def test_delayed_scales_move_with_recompute(recompute, arch):
+    """The second is docs/upstream/te_frozen_scales.md: drop it, and its words in docs/te_cpu.md, when TE has mended
+    it."""
+    by_itself = recompute == "by the layer itself"
+    layer = te.LayerNormMLP(128, 256, checkpoint=by_itself, **BF16)
+    for _ in range(2):
+        x = torch.randn(64, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        with te.autocast(recipe=CASES["delayed"].build()):
+            y = layer(x) if by_itself else te.checkpoint(layer, x)
+        y.sum().backward()
+    scales = layer.fp8_meta["scaling_fwd"].scale[[0, 1, 3, 4]]  # input and weight of either linear
+    frozen = by_itself and arch == 100
+    assert (scales == 1).all() if frozen else (scales != 1).all()

@@ -111,6 +111,12 @@ def test_recompute_of_norms_under_delayed_scaling_is_refused_as_megatron_does():
         delayed_run(norms)
 
 
+def test_recompute_of_an_mlp_with_a_bias_is_refused():
+    """Without the refusal its first backward ends in an IndexError of TE's, and in BF16 never."""
+    with pytest.raises(RunFailed, match="add_bias_linear=True"):
+        delayed_run(RECOMPUTE["mlp"] | {"add_bias_linear": True})
+
+
 def test_validation_changes_no_bit_of_training(kept):
     validate = {"val_check_interval": 2, "limit_val_batches": 1}
     assert delayed_run(trainer=validate) == kept[1]

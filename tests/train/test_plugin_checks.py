@@ -121,6 +121,10 @@ _RUNS = {
     "fp8-param-needs-distributed-optimizer": ("bf16_with_mxfp8_mixed", {"ddp": {"use_distributed_optimizer": False}}),
     "run-offloaded-optimizer": ("bf16_with_mxfp8_mixed", {"optimizer": {"optimizer_cpu_offload": True}}),
     "run-context-parallel-on-cpu": ("bf16_mixed", {"model": {"context_parallel_size": 2}}),
+    "run-recomputes-bias": (
+        "bf16_mixed",
+        {"model": {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": True}},
+    ),
     "run-gathers-no-fp8": ("bf16_mixed", {"ddp": {"fp8_param_gather": True}}),
     "run-refused-by-megatron": ("bf16_mixed", {"optimizer": _Refused()}),
 }
@@ -280,7 +284,7 @@ def test_a_gpu_whose_software_is_too_old_is_met_by_one_clear_message(engine):
 
 def test_each_engine_is_refused_on_the_other_kind_of_machine():
     p = nemo_fp8.preset("bf16_with_fp8_blockwise_mixed")
-    with pytest.raises(PrecisionError):
+    with pytest.raises(PrecisionError, match="which engine='auto' takes"):
         choose_engine(p, "te", Machine.parse("cpu,torch2.13"))
     with pytest.raises(PrecisionError, match="which has a GPU"):
         choose_engine(p, "emulated", Machine.parse("h200,cuda12.9,te2.9,torch2.13"))
