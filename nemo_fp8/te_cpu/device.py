@@ -287,11 +287,11 @@ _event, _stream = torch.Event, torch.Stream
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor into memory of its own, the scales of a quantized one too, which TE's ``clone`` shares."""
     copy = tensor.clone()
-    parts: list[str] = copy.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(copy) else []
-    for name in parts:
-        part = getattr(copy, name)
-        if part is getattr(tensor, name):
-            setattr(copy, name, part.clone())
+    if is_traceable_wrapper_subclass(copy):
+        for name in copy.__tensor_flatten__()[0]:
+            part = getattr(copy, name)
+            if part is getattr(tensor, name):
+                setattr(copy, name, part.clone())
     return copy
 
 
