@@ -320,6 +320,9 @@ class Ledger:
     """Tensors that must all come whole if one of them does."""
     written: dict[str, Written] = field(default_factory=dict)
     """What the last receipt told of each tensor."""
+    expected: dict[str, dict[str, str]] = field(default_factory=dict)
+    """The fingerprints of all parts that the engine must find in its memory, by tensor and part, once ``changes`` has
+    given all."""
     room: Room = field(default_factory=Room)
 
     @classmethod
@@ -417,6 +420,7 @@ class Ledger:
             yield heads, used
         going = ((self.manifest[i].name, self.whole[i].values) for i in self.going())
         yield from cut(going, self.manifest, buffer, self.whole)  # type: ignore[arg-type]
+        self.expected = self._expected()  # while the workers write the last buffer
 
     def _come(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[int, int, int, Rows]]:
         """Check every tensor that comes, and yield its strips."""
@@ -448,8 +452,7 @@ class Ledger:
             more = {i for group in groups for i in group} - going
         return sorted(going)
 
-    def expected(self) -> dict[str, dict[str, str]]:
-        """Return the fingerprints of all parts that the engine must find in its memory, by tensor and part."""
+    def _expected(self) -> dict[str, dict[str, str]]:
         going, found = set(self.going()), dict[str, dict[str, str]]()
         for i, kept in self.kept.items():
             found[str(i)] = {part: kept.digest(part) for part in kept.planes[VALUES].parts}

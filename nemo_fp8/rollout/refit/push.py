@@ -186,7 +186,7 @@ class Refit:
             buffers = itertools.chain([] if first is None else [first], changes)
             chunks, sent = self._stream(push, transport, len(begun), announced, buffers)
             streamed = time.perf_counter()
-            message = {"push": push, "expected": ledger.expected(), "weight_version": weight_version or push}
+            message = {"push": push, "expected": ledger.expected, "weight_version": weight_version or push}
             done = self._ask("finish", message)
         except BaseException as error:
             transport.close()
