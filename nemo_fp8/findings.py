@@ -184,7 +184,7 @@ RULES: dict[str, Problem] = {
     ),
     # ------------------------------------------------------------ the model's shapes
     "layers-all-kept": error(
-        "first_layers={first} and last_layers={last} keep all {layers} layers in {compute}: nothing runs in FP8.",
+        "first_layers={first} and last_layers={last} keep all {num_layers} layers in {compute}: nothing runs in FP8.",
         "NeMo and Megatron accept it and train in {compute} without a word.",
         "Use a model of more than {kept} layers, or keep fewer (num_layers_at_start_in_bf16 and "
         "num_layers_at_end_in_bf16 in NeMo).",
@@ -429,13 +429,13 @@ RULES: dict[str, Problem] = {
         "Set optimizer_cpu_offload=False, fp8_param_gather=False, or fp8_recipe='delayed'.",
     ),
     "run-context-parallel-on-cpu": error(
-        "context_parallel_size={ranks} on a machine without a GPU.",
+        "context_parallel_size={context_parallel_size} on a machine without a GPU.",
         "TransformerEngine's attention over ranks is made of cuDNN's or FlashAttention's kernels, which have no "
         "counterpart on a CPU: the first forward would end in 'No dot product attention backend is available'.",
         "Set context_parallel_size=1, or train on GPUs.",
     ),
     "run-recomputes-bias": error(
-        "recompute_modules={recomputed} and add_bias_linear=True.",
+        "recompute_modules={recompute_modules} and add_bias_linear=True.",
         "Megatron hands the bias itself on from the MLP that it recomputes, and autograd takes it for a result of the "
         "recomputation, which then never ends: the first backward hangs, or ends in 'pop from an empty deque'.",
         "Leave 'mlp' out of recompute_modules, recompute whole layers (recompute_granularity='full'), or set "

@@ -190,7 +190,7 @@ def _kept_findings(model: Model, p: Precision) -> Iterator[Problem]:
             "first_layers",
             first=p.first_layers,
             last=p.last_layers,
-            layers=model.layers,
+            num_layers=model.layers,
             kept=total,
             compute=compute,
         )

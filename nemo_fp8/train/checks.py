@@ -44,11 +44,8 @@ class Run:
             strategy = module.trainer.strategy
         except (AttributeError, RuntimeError):  # Lightning's way to say that no trainer is attached
             strategy = None
-        return cls(
-            module.config,
-            getattr(strategy, "ddp_config", None),
-            getattr(getattr(module, "optim", None), "config", None),
-        )
+        optimizer = getattr(getattr(module, "optim", None), "config", None)
+        return cls(module.config, getattr(strategy, "ddp_config", None), optimizer)
 
 
 def require_agreement(precision: Precision, run: Run) -> None:
@@ -89,7 +86,7 @@ _RULES: dict[str, Callable[[Precision, Run], bool]] = {
 
 
 def _recomputes_mlp(model: Any) -> bool:
-    """Whether Megatron recomputes MLPs by themselves; of experts it does not."""
+    """Return whether Megatron recomputes MLPs by themselves; of experts it does not."""
     asked = getattr(model, "recompute_granularity", None) == "selective" and not getattr(model, "num_moe_experts", None)
     return asked and "mlp" in (model.recompute_modules or ())
 
@@ -100,13 +97,9 @@ def _shards_optimizer(run: Run) -> bool:
 
 
 def _against_the_rules(p: Precision, run: Run) -> Iterator[Problem]:
-    model = run.model
-    gaps = {name: getattr(model, name, None) for name in ("fp8", "fp4")} | {
-        "layers": getattr(model, "num_layers", None)
-    }
+    said = ("fp8", "fp4", "num_layers", "recompute_modules", "context_parallel_size")
+    gaps = {name: getattr(run.model, name, None) for name in said}
     gaps |= {"first": p.first_layers, "last": p.last_layers, "kept": p.first_layers + p.last_layers}
-    gaps |= {"recomputed": getattr(model, "recompute_modules", None)}
-    gaps |= {"ranks": getattr(model, "context_parallel_size", None)}
     gaps |= {"compute": p.compute.upper(), "scaling": p.scaling}
     for code, wrong in _RULES.items():
         if wrong(p, run):
