@@ -7,14 +7,8 @@ GPU, through ``make gpu PART=conformance``, and is held to in the same way as so
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from golden import FOLDER, Golden, files, hold
 
 FILES = files()

@@ -5,9 +5,6 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nemo_fp8.experiments.rl.driver import ray_session, run_grpo
 from nemo_fp8.experiments.rl.settings import GrpoSettings

@@ -1,19 +1,13 @@
 """The golden vectors through TE's own quantizers over our extension: codes and scales, in each copy that a tensor
 keeps, and the state of delayed scaling."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from golden import ROLES, Differences, Golden, files
 from support.te_cases import ARCH
 from support.te_layouts import copies
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
-
-from golden import ROLES, Differences, Golden, files
 
 GOLDEN = [Golden.load(path) for path in files()]
 DTYPES = {"e4m3": te.DType.kFloat8E4M3, "e5m2": te.DType.kFloat8E5M2}
