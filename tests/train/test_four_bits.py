@@ -11,25 +11,28 @@ from nemo_fp8.contract.te_variables import te_environment
 
 PROBE = "support.train.probes:recipes"
 LINEARS = 16  # four in each of four layers
+# At 1e-3 a step of BF16 itself may throw the loss up, and the next one brings it back: how high it goes is chance, and
+# another processor's order of sums is enough to change it by a tenth.
+STEADY = {"stock": False, "lr": 5e-4}
 
 
 @pytest.fixture(scope="module")
 def bf16():
-    return train_tiny("bf16_mixed", stock=False).losses
+    return train_tiny("bf16_mixed", **STEADY).losses
 
 
 def test_nvfp4_runs_in_every_linear_and_stays_near_bf16(bf16):
-    run = train_tiny("bf16_with_nvfp4_mixed", stock=False, probe=PROBE)
+    run = train_tiny("bf16_with_nvfp4_mixed", probe=PROBE, **STEADY)
     assert Counter(map(tuple, run.extra["recipes"].values())) == {("NVFP4BlockScaling", None): LINEARS}
     assert run.losses != bf16
-    assert run.losses == pytest.approx(bf16, rel=0.06)
+    assert run.losses == pytest.approx(bf16, rel=0.01)
     assert run.losses[-1] < run.losses[0] - 0.1
 
 
 def test_rules_by_module_and_a_backward_of_its_own(bf16):
     rules = [["*.layers.0.*", "blockwise"], ["*.linear_qkv", "bf16"], ["*.linear_fc1", "mxfp8"]]
     settings = {"modules": rules, "backward_scaling": "mxfp8", "weight_block": "1x16"}
-    run = train_tiny("bf16_with_nvfp4_mixed", stock=False, settings=settings, probe=PROBE)
+    run = train_tiny("bf16_with_nvfp4_mixed", settings=settings, probe=PROBE, **STEADY)
     wanted = {
         f"decoder.layers.{layer}.{name}": "Float8BlockScaling" if layer == 0 else recipe
         for layer in range(4)
@@ -41,7 +44,7 @@ def test_rules_by_module_and_a_backward_of_its_own(bf16):
         )
     }
     assert {name: said and said[0] for name, said in run.extra["recipes"].items()} == wanted
-    assert run.losses == pytest.approx(bf16, rel=0.06)
+    assert run.losses == pytest.approx(bf16, rel=0.01)
 
 
 def test_a_rule_takes_no_layer_out_of_those_that_stay_in_bf16():
@@ -74,8 +77,8 @@ def test_a_backward_in_high_precision_trains(bf16, plugin, recipe):
     """The forward alone is quantized; that the backward is BF16's to the bit is seen in TE's modules."""
     settings = {"backward": "high_precision"}
     wanted = te_environment(preset(plugin).replace(**settings))
-    run = train_tiny(plugin, stock=False, settings=settings, env=wanted, torchrun=True, probe=PROBE)
+    run = train_tiny(plugin, settings=settings, env=wanted, torchrun=True, probe=PROBE, **STEADY)
     assert set(map(tuple, run.extra["recipes"].values())) == {(recipe, "high_precision")}
     assert run.losses[0] != bf16[0]
-    assert run.losses == pytest.approx(bf16, rel=0.06)
+    assert run.losses == pytest.approx(bf16, rel=0.01)
     assert run.losses[-1] < run.losses[0] - 0.1
