@@ -20,10 +20,10 @@ from nemo_fp8.rollout import Refit
 
 
 def dying(tensors, victim, seen):
-    """The tensors; in their midst the engine's process of that name is killed."""
-    (process,) = [
-        child for child in psutil.Process().children(recursive=True) if f"VLLM::{victim}" in child.cmdline()[:1]
-    ]
+    """The tensors; in their midst the engine's process of that name is killed: the youngest, since other tests may have
+    left engines that run."""
+    named = (child for child in psutil.Process().children(recursive=True) if f"VLLM::{victim}" in child.cmdline()[:1])
+    process = max(named, key=psutil.Process.create_time)
     for i, pair in enumerate(tensors.items()):
         if i == len(tensors) // 2:
             process.send_signal(signal.SIGKILL)
