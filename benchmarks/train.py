@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -184,10 +183,7 @@ def alternate(model: str, steps: int, kinds: list[str | None]) -> dict[str | Non
     from nemo_fp8.experiments import tiny_llama
 
     hidden, ffn, layers, sequence, micro = MODELS[model]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     recipe = tiny_llama("bf16_mixed", ranks=1, steps=(steps + 2) * len(kinds), dir="/tmp/bench_train")
     config = recipe.model.config
     config.hidden_size, config.ffn_hidden_size, config.num_layers, config.seq_length = hidden, ffn, layers, sequence

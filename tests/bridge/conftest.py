@@ -4,7 +4,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from support.processes import free_port
 
 SHARING = (
     "test_adapters.py",
@@ -45,8 +44,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def nobody_elses_port(monkeypatch):
-    """Bridge's own is 29500, on which a run of another test may still listen."""
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    """Bridge's own is 29500, on which a run of another test may still listen; 0 is any that is free."""
+    monkeypatch.setenv("MASTER_PORT", "0")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The small parts: task, rows, settings, record."""
 
 import json
+import socket
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,21 @@ from nemo_fp8.experiments.rl.experience import Experience, row
 from nemo_fp8.experiments.rl.record import Record, read_record
 from nemo_fp8.experiments.rl.settings import GrpoSettings, PolicySize
 from nemo_fp8.experiments.rl.task import Sorting
+from nemo_fp8.experiments.rl.trainer import TrainerRank
 
 
 def settings(**changes):
     return GrpoSettings(folder="run", base="base", **changes)
+
+
+def test_the_ranks_meet_on_a_port_that_is_theirs_from_the_start():
+    """Seconds pass before they meet, in which a port that nobody listens on may be given to any connection."""
+    first = TrainerRank(settings().to_dict(), 0, 2)
+    meeting = first.meeting_point()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(meeting)
+    with socket.create_connection(meeting, timeout=5):
+        pass
 
 
 def test_only_the_answer_is_rewarded():

@@ -1,7 +1,6 @@
 """Delayed scaling over several steps, against a slot written down in plain Python, and over processes."""
 
 import math
-import socket
 
 import pytest
 import torch
@@ -129,9 +128,9 @@ def test_only_delayed_contracts_have_state():
         DelayedState(Precision(format="e4m3", scaling="tensorwise"))
 
 
-def _rank(rank, port, folder):
+def _rank(rank, folder):
     torch.set_num_threads(1)
-    store = torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    store = torch.distributed.FileStore(str(folder / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     p = contract()
     states = [DelayedState(p), DelayedState(p)]
@@ -148,11 +147,8 @@ def _rank(rank, port, folder):
 
 
 def test_amaxes_are_reduced_over_a_group(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     # Forked, not spawned: importing torch twice takes longer than everything else in this file.
-    torch.multiprocessing.start_processes(_rank, (port, tmp_path), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(_rank, (tmp_path,), nprocs=2, start_method="fork")
     one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     largest = [[4.0 + step, 2.0 + step] for step in range(3)]  # rank 1's for the first state, rank 0's for the second
     assert one == two == [[float(torch.div(448.0, torch.tensor(a))) for a in amaxes] for amaxes in largest]

@@ -1,5 +1,7 @@
 """Everything below a process, whether it has ended, and what it shared; and where it can listen."""
 
+import itertools
+import os
 import re
 import socket
 import time
@@ -8,12 +10,25 @@ from pathlib import Path
 
 import psutil
 
+# Below the numbers that a system gives to connections (from 32768 on): a server needs many seconds before it listens,
+# and a connection of another test would take its port meanwhile. No number is given twice, and each worker has its own.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = itertools.count(20_000 + _WORKER % 4 * 3_000 + os.getpid() % 1_000)
+
 
 def free_port():
-    """A port of this machine on which nobody listens."""
+    """A port of this machine on which nobody listens, and which no connection is given."""
+    return next(port for port in _PORTS if _is_free(port))
+
+
+def _is_free(port):
     with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def below(process):

@@ -6,7 +6,6 @@ An actor does one training and ends: Megatron keeps its state in globals, which 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,16 @@ class TrainerRank:
         self.settings, self.rank, self.ranks = GrpoSettings.from_dict(settings), rank, ranks
 
     def meeting_point(self) -> tuple[str, int]:
-        """Return an address and a free port of rank 0's machine, for the ranks to meet at."""
+        """Listen on a free port of rank 0's machine for as long as this actor lives, and return the address and the
+        port, for the ranks to meet at."""
         import ray
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        with socket.socket() as free:
-            free.bind((address, 0))
-            return address, int(free.getsockname()[1])
+        # Listening from here on, as torchrun's agent does: a free port that is only named may be another's by the time
+        # that the ranks meet.
+        self._met = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, self._met.port
 
     def base(self, meeting: tuple[str, int]) -> str:
         """Return the checkpoint of the base model; train it if there is none."""
@@ -55,3 +57,4 @@ class TrainerRank:
             "GROUP_RANK": rank,
         }
         os.environ |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1]), "TORCHELASTIC_RUN_ID": "nemo_fp8"}
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}

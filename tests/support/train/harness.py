@@ -17,7 +17,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -123,14 +122,17 @@ def train_tiny(
 
 def _forked(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str]) -> str | None:
     """Every rank forked off the server that has NeMo imported. Returns what went wrong, if anything."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    from torch.distributed import TCPStore
+
+    # Held by this process from the start, as torchrun's agent does: a free port that is only named may be another's by
+    # the time that rank 0 listens on it.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["support.train.preload"])
     with _environment(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}), _path():
         ranks = [
-            server.Process(target=_rank, args=(tiny, str(out), str(log), rank, port, env)) for rank in range(tiny.ranks)
+            server.Process(target=_rank, args=(tiny, str(out), str(log), rank, str(store.port), env))
+            for rank in range(tiny.ranks)
         ]
         for process in ranks:
             process.start()
@@ -179,7 +181,8 @@ def _rank(tiny: Tiny, out: str, log: str, rank: int, port: str, env: dict[str, s
         "LOCAL_WORLD_SIZE": world,
         "GROUP_RANK": "0",
     }
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tiny"} | env
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "tiny"} | env
     try:
         _worker(tiny, out)
     except BaseException:
