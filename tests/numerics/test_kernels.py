@@ -20,6 +20,7 @@ from support.kernel_cases import (
     compare_statistics,
     jobs_of_every_kind,
     large_results,
+    matrices_turned,
     same,
     values,
 )
@@ -39,17 +40,14 @@ SHAPES = st.one_of(
 
 
 @pytest.mark.parametrize("isa", ["native", "avx2", "plain"])
-def test_codes_are_turned(isa, monkeypatch):
-    """Whole squares, what is left of them to the right and below, and more than one thread's share."""
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["codes", "halves"])
+def test_matrices_are_turned(dtype, isa, monkeypatch):
     build_for(isa, monkeypatch)
-    for shape in ((1, 1), (16, 16), (15, 33), (33, 15), (64, 48), (130, 257), (512, 768)):
-        codes = torch.randint(0, 256, shape, dtype=torch.uint8)
-        into = torch.zeros(shape[::-1], dtype=torch.uint8)
-        assert cpu.turn(codes, into)
-        assert torch.equal(into, codes.t()), shape
-    assert not cpu.turn(codes.t(), into), "it reads memory in one piece"
-    with pytest.raises(ValueError, match="512x768 codes turned into memory of"):
-        cpu.turn(codes, torch.zeros(512, 768, dtype=torch.uint8))
+    x = matrices_turned(dtype)
+    assert not kernels.turn(x.t(), torch.zeros(x.shape, dtype=dtype)), "it reads rows that lie in one piece each"
+    assert not kernels.turn(x.double(), x.t().double().contiguous())
+    with pytest.raises(ValueError, match="2080x2050 of"):
+        kernels.turn(x, torch.zeros(x.shape, dtype=dtype))
 
 
 @settings(max_examples=120, deadline=None)

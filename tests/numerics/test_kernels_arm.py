@@ -18,7 +18,7 @@ import pytest
 import torch
 from numerics import test_kernels_fp4, test_kernels_fp4_variants, test_quantize_summed
 from support import SUPPORT
-from support.kernel_cases import FP8, SOURCES, jobs_of_every_kind, large_results, same, values
+from support.kernel_cases import FP8, SOURCES, jobs_of_every_kind, large_results, matrices_turned, same, values
 
 from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS
@@ -68,6 +68,11 @@ class Elsewhere:
         sizes |= {"of_rows": 8 * j.rows, "of_columns": 8 * -(-j.bytes // 8), "largest": 4 * j.rows}
         self._run("nemo_fp8_sums", j, sizes)
         return not j.failed
+
+    def nemo_fp8_turn(self, reference) -> None:
+        j = reference._obj
+        sizes = {"x": (j.rows - 1) * j.stride + j.cols * j.size}
+        self._run("nemo_fp8_turn", j, sizes | {"to": (j.cols - 1) * j.to_stride + j.rows * j.size})
 
     def nemo_fp8_decode(self, reference) -> None:
         j = reference._obj
@@ -158,6 +163,11 @@ def test_casts_that_are_summed_up(on_arm, tile):
 
 def test_large_results(on_arm):
     large_results((128, 128), ("te", "fp32"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=["codes", "halves"])
+def test_matrices_are_turned(on_arm, dtype):
+    matrices_turned(dtype)
 
 
 @pytest.mark.parametrize("element", FP8)

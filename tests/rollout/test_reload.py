@@ -109,6 +109,27 @@ def test_a_push_leaves_every_bit_as_a_fresh_load_does(checkpoint, model, kind, c
         assert all(facts.verified is not False for facts in session.tally.facts.values())
 
 
+def test_what_onednn_packs_lies_by_columns(checkpoint, here, monkeypatch):
+    """So it is packed in a fifth of the time, to the same bits: the test above compares what it answers."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.linear import LinearBase
+
+    if not here.packs_bf16:
+        pytest.skip("A CPU without AVX-512 multiplies by the weight itself.")
+    packs, seen = utils.dispatch_cpu_unquantized_gemm, []
+
+    def packing(layer, **how):
+        if isinstance(layer, LinearBase):
+            rows_only = utils.check_cpu_sgl_kernel(*layer.weight.shape, layer.weight.dtype)
+            seen.append((layer.weight.stride(1) == 1) == rows_only)
+        packs(layer, **how)
+
+    model = build(checkpoint("llama_tied", 0), first_layers=1)
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", packing)
+    push(model, weights_of(checkpoint("llama_tied", 1)))
+    assert seen == [True] * 4  # one layer's qkv, o, gate and up, down
+
+
 def test_what_waits_beside_the_model_is_counted(checkpoint, qwen3):
     """Layer by layer it is one layer; in the worst order it is all of them."""
     model, tensors = build(checkpoint("qwen3", 0), rollout_block="tensor"), qwen3[1]

@@ -152,3 +152,22 @@ def large_results(tile, rule, dtype):
         decoded = kernels.decode(fast[0], fast[1], tile, torch.bfloat16)
         expected = Quantized(fast[0], fast[1], tile).dequantize_reference(torch.bfloat16)
         torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def matrices_turned(dtype):
+    """Whole squares and lines, what is left of them to the right and below, more than one thread's share, enough to be
+    streamed past the caches, a part of a matrix, and into a part of another. Return the last matrix."""
+    for shape in ((1, 1), (16, 16), (15, 33), (33, 15), (64, 48), (130, 257), (512, 768), (2048, 2304), (2080, 2050)):
+        x = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype)[..., 0]
+        room = torch.zeros((shape[1], shape[0] + 64), dtype=dtype)
+        for part, into in (
+            (x, torch.zeros(shape[::-1], dtype=dtype)),
+            (x, room[:, 32:-32]),
+            (x[:, 1:], torch.zeros((shape[1] - 1, shape[0]), dtype=dtype)),
+        ):
+            if part.numel():
+                assert kernels.turn(part, into)
+                same(into, part.t())
+        assert not room[:, :32].any()
+        assert not room[:, -32:].any()
+    return x

@@ -11,6 +11,7 @@
 void nemo_fp8_quantize(void *);
 void nemo_fp8_decode(void *);
 void nemo_fp8_sums(void *);
+void nemo_fp8_turn(void *);
 void nemo_fp4_quantize(void *);
 void nemo_fp4_transformed_top(void *);
 void nemo_fp4_decode(void *);
@@ -19,6 +20,7 @@ static const struct { const char *name; void (*run)(void *); } FUNCTIONS[] = {
     {"nemo_fp8_quantize", nemo_fp8_quantize},
     {"nemo_fp8_decode", nemo_fp8_decode},
     {"nemo_fp8_sums", nemo_fp8_sums},
+    {"nemo_fp8_turn", nemo_fp8_turn},
     {"nemo_fp4_quantize", nemo_fp4_quantize},
     {"nemo_fp4_transformed_top", nemo_fp4_transformed_top},
     {"nemo_fp4_decode", nemo_fp4_decode},

@@ -211,6 +211,12 @@ def sums(x: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tenso
     return found
 
 
+def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
+    """Write a matrix of bytes or 16-bit values ``into`` memory of its columns, as rows; return whether there is a
+    kernel, and then it is done. Only CPUs have one. Raises ValueError if ``into`` has another shape or dtype."""
+    return x.device.type == "cpu" and bool(_module("cpu").turn(x, into))
+
+
 class _Kernels(Protocol):
     """The interface of a device's module."""
 

@@ -89,9 +89,9 @@ class _TurnJob(ctypes.Structure):
     """`struct turn_job` of the C source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("from", "to", "parallel")),
-        *((name, ctypes.c_int64) for name in ("rows", "cols")),
-        ("threads", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("x", "to", "parallel")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "stride", "to_stride")),
+        *((name, ctypes.c_int32) for name in ("size", "threads")),
         ("next", ctypes.c_int64),
     )
 
@@ -286,16 +286,18 @@ def accumulate(
     return True
 
 
-def turn(codes: torch.Tensor, into: torch.Tensor) -> bool:
-    """Write a matrix of bytes, turned, as `fp8_turn.c` does, from memory in one piece to other such memory; False is no
-    answer."""
+def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
+    """Write a matrix of bytes or 16-bit values, turned, as `fp8_turn.c` does; return whether there is a kernel."""
     library = build.library()
-    if library is None or not all(t.itemsize == 1 and t.is_contiguous() for t in (codes, into)):
+    if library is None or x.itemsize not in (1, 2) or not all(_has_rows(matrix) for matrix in (x, into)):
         return False
-    rows, cols = codes.shape
-    if into.shape != (cols, rows):
-        raise ValueError(f"{rows}x{cols} codes turned into memory of {tuple(into.shape)}.")
-    job = _TurnJob(codes.data_ptr(), into.data_ptr(), parallel(), rows, cols, threads(codes))
+    rows, cols = x.shape
+    if into.shape != (cols, rows) or into.dtype != x.dtype:
+        raise ValueError(f"{rows}x{cols} of {x.dtype} turned into memory of {tuple(into.shape)} of {into.dtype}.")
+    job = _TurnJob(
+        x.data_ptr(), into.data_ptr(), parallel(), rows, cols, x.stride(0) * x.itemsize, into.stride(0) * x.itemsize,
+        x.itemsize, threads(x),
+    )  # fmt: skip
     library.nemo_fp8_turn(ctypes.byref(job))
     return True
 

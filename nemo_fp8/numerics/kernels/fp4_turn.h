@@ -8,6 +8,7 @@
 #pragma once
 
 #include "fp8_tops.h"
+#include "turn_eight.h"
 
 enum { AHEAD = 64, PATCH = 16, WIDE = 32, HIGH = 512, APART = HIGH + 32 /* between turned rows: not a power of two, for the caches' sake */ };
 
@@ -51,44 +52,8 @@ static void transform(const char *x, int64_t step, const float *restrict signs, 
 
 /* Turns a patch: column c becomes the 16 values at `to + c * APART`. */
 static void turn_halves(const char *x, int64_t step, uint16_t *to) {
-#ifdef __SSE2__
-#ifdef __AVX2__ /* rows 0 to 7 in the lower half of a vector, 8 to 15 in the upper one */
-#define V8(NAME) _mm256_##NAME
-#define ROW8(R) _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(x + (r + (R)) * step + 2 * c))), \
-                                       _mm_loadu_si128((const __m128i *)(x + (r + (R) + 8) * step + 2 * c)), 1)
-#define PUT8(TO, FROM) _mm256_storeu_si256((__m256i *)(TO), FROM)
-    typedef __m256i eight;
-    enum { AT_ONCE = 16 };
-#else
-#define V8(NAME) _mm_##NAME
-#define ROW8(R) _mm_loadu_si128((const __m128i *)(x + (r + (R)) * step + 2 * c))
-#define PUT8(TO, FROM) _mm_storeu_si128((__m128i *)(TO), FROM)
-    typedef __m128i eight;
-    enum { AT_ONCE = 8 };
-#endif
     for (int r = 0; r < PATCH; r += AT_ONCE)
-        for (int c = 0; c < WIDE; c += 8) {
-            eight a[8], b[8];
-            UNROLLED
-            for (int i = 0; i < 8; i++) a[i] = ROW8(i);
-            UNROLLED
-            for (int i = 0; i < 4; i++) /* columns 0 to 3 of rows 2i, 2i + 1, and 4 to 7 */
-                b[i] = V8(unpacklo_epi16)(a[2 * i], a[2 * i + 1]), b[i + 4] = V8(unpackhi_epi16)(a[2 * i], a[2 * i + 1]);
-            UNROLLED
-            for (int i = 0; i < 8; i += 4) { /* columns i, i + 1 of rows 0 to 3 and 4 to 7, then i + 2, i + 3 */
-                a[i] = V8(unpacklo_epi32)(b[i], b[i + 1]), a[i + 1] = V8(unpacklo_epi32)(b[i + 2], b[i + 3]);
-                a[i + 2] = V8(unpackhi_epi32)(b[i], b[i + 1]), a[i + 3] = V8(unpackhi_epi32)(b[i + 2], b[i + 3]);
-            }
-            UNROLLED
-            for (int i = 0; i < 8; i += 2) {
-                PUT8(to + r + (c + i) * APART, V8(unpacklo_epi64)(a[i], a[i + 1]));
-                PUT8(to + r + (c + i + 1) * APART, V8(unpackhi_epi64)(a[i], a[i + 1]));
-            }
-        }
-#else
-    for (int c = 0; c < WIDE; c++)
-        for (int r = 0; r < PATCH; r++) to[c * APART + r] = ((const uint16_t *)(x + r * step))[c];
-#endif
+        for (int c = 0; c < WIDE; c += EIGHT) turn_eight(x + r * step + 2 * c, step, to + r + c * APART, APART);
 }
 
 static void turn_words(const char *x, int64_t step, uint32_t *to) {

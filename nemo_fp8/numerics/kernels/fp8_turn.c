@@ -1,34 +1,39 @@
-/* Codes of rows as codes of columns: a matrix of bytes, turned.
+/* Rows as columns: a matrix, turned, of bytes (codes) or of halves (BF16, FP16).
 
-   Squares of 16 by 16 bytes. Four times the same step turns one: put the lower eight rows between the upper eight, byte by byte. In the
-   place of a byte, row and column in binary, each step moves the first bit of the row behind the last one of the column; after four, they
-   have changed places. Squares go by fours from above, so that whole cache lines are written. */
+   Squares of 16 by 16 bytes, or of as many rows of halves by eight as turn_eight.h turns at once. Four times the same step turns bytes: put
+   the lower eight rows between the upper eight, byte by byte. In the place of a byte, row and column in binary, each step moves the first bit
+   of the row behind the last one of the column; after four, they have changed places.
 
-#include "fp8.h"
+   What is written goes from row to row of memory, a line of the cache in each, which memory has to be asked for before it is written, and
+   which push each other out of the caches where rows are a power of two apart. So squares are turned into scratch until it has whole lines,
+   and a large matrix is streamed past the caches, line by line. */
 
-enum { SIDE = 16, LINE = 64 };
+#include "turn_eight.h"
+
+enum { SIDE = 16, LINE = 64 /* bytes */ };
 
 typedef struct turn_job {
-    const uint8_t *from; /* rows x cols */
-    uint8_t *to;         /* cols x rows */
+    const char *x; /* rows x cols, `stride` bytes from row to row */
+    char *to;      /* cols x rows, `to_stride` bytes from row to row */
     parallel_function *parallel;
-    int64_t rows, cols;
-    int32_t threads;
+    int64_t rows, cols, stride, to_stride;
+    int32_t size, threads; /* bytes of an element: 1 or 2 */
     _Atomic int64_t next;
 } turn_job;
 
-static void turn_bytes(const turn_job *j, int64_t r0, int64_t c0, int64_t high, int64_t wide) {
+INLINE void turn_each(const turn_job *j, int64_t r0, int64_t c0, int64_t high, int64_t wide, int size) {
     for (int64_t c = c0; c < c0 + wide; c++)
-        for (int64_t r = r0; r < r0 + high; r++) j->to[c * j->rows + r] = j->from[r * j->cols + c];
+        for (int64_t r = r0; r < r0 + high; r++) memcpy(j->to + c * j->to_stride + r * size, j->x + r * j->stride + c * size, (size_t)size);
 }
 
-static void turn_square(const turn_job *j, int64_t r, int64_t c) {
+/* Column i becomes the SIDE bytes at `to + i * LINE`. */
+INLINE void turn_bytes(const char *x, int64_t step, char *to) {
 #ifdef __SSE2__
     __m128i a[SIDE], b[SIDE];
     UNROLLED
-    for (int i = 0; i < SIDE; i++) a[i] = _mm_loadu_si128((const __m128i *)(j->from + (r + i) * j->cols + c));
+    for (int i = 0; i < SIDE; i++) a[i] = _mm_loadu_si128((const __m128i *)(x + i * step));
     UNROLLED
-    for (int step = 0; step < 4; step++) {
+    for (int round = 0; round < 4; round++) {
         UNROLLED
         for (int i = 0; i < SIDE / 2; i++) {
             b[2 * i] = _mm_unpacklo_epi8(a[i], a[i + SIDE / 2]);
@@ -37,21 +42,41 @@ static void turn_square(const turn_job *j, int64_t r, int64_t c) {
         memcpy(a, b, sizeof a);
     }
     UNROLLED
-    for (int i = 0; i < SIDE; i++) _mm_storeu_si128((__m128i *)(j->to + (c + i) * j->rows + r), a[i]);
+    for (int i = 0; i < SIDE; i++) _mm_storeu_si128((__m128i *)(to + i * LINE), a[i]);
 #else
-    turn_bytes(j, r, c, SIDE, SIDE);
+    for (int c = 0; c < SIDE; c++)
+        for (int r = 0; r < SIDE; r++) to[c * LINE + r] = x[r * step + c];
 #endif
+}
+
+INLINE void turn_lines(turn_job *j, int size) {
+    const int64_t line = LINE / size, tall = size == 1 ? SIDE : AT_ONCE, across = size == 1 ? SIDE : EIGHT;
+    const int streams = large(j->rows * j->cols * size) && (((uintptr_t)j->to | (uintptr_t)j->to_stride) & (LINE - 1)) == 0;
+    char lines[SIDE * LINE] __attribute__((aligned(LINE)));
+    for (int64_t top; (top = atomic_fetch_add(&j->next, line)) < j->rows;) {
+        int64_t high = least_of(line, j->rows - top), squares = high / tall * tall, c = 0;
+        for (; c + across <= j->cols; c += across) {
+            for (int64_t r = 0; r < squares; r += tall) {
+                const char *x = j->x + (top + r) * j->stride + c * size;
+                if (size == 1) turn_bytes(x, j->stride, lines + r);
+                else turn_eight(x, j->stride, (uint16_t *)lines + r, LINE / 2);
+            }
+            for (int64_t i = 0; i < across; i++) {
+                char *to = j->to + (c + i) * j->to_stride + top * size;
+                if (streams) stream(to, lines + i * LINE, squares * size);
+                else memcpy(to, lines + i * LINE, (size_t)(squares * size));
+            }
+        }
+        turn_each(j, top + squares, 0, high - squares, c, size);
+        turn_each(j, top, c, high, j->cols - c, size);
+    }
+    if (streams) streamed();
 }
 
 static void work_turn(void *argument) {
     turn_job *j = argument;
-    for (int64_t top; (top = atomic_fetch_add(&j->next, LINE)) < j->rows;) {
-        int64_t high = least_of(LINE, j->rows - top), squares = high / SIDE * SIDE, c = 0;
-        for (; c + SIDE <= j->cols; c += SIDE)
-            for (int64_t r = top; r < top + squares; r += SIDE) turn_square(j, r, c);
-        turn_bytes(j, top + squares, 0, high - squares, c);
-        turn_bytes(j, top, c, high, j->cols - c);
-    }
+    if (j->size == 1) turn_lines(j, 1);
+    else turn_lines(j, 2);
 }
 
 void nemo_fp8_turn(turn_job *j) { share(work_turn, j, j->threads, j->parallel); }

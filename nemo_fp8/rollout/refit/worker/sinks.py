@@ -22,7 +22,9 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_meta_tensor
 
@@ -114,6 +116,8 @@ class Sink:
         into = _viewed(place, values.shape) if place.dtype == values.dtype else None
         if into is None:
             place.copy_(values.reshape(place.shape))
+        elif into.dim() == 2 and into.stride(0) == 1 and kernels.turn(values, into.t()):
+            into = None  # they are there, which a pass by rows would take many times as long for
         magnitudes = self.prints[route].add(values, into)
         self.facts[route.entry].see(magnitudes, self._experts(route, row, len(values) if values.dim() else 1))
 
@@ -518,7 +522,10 @@ class Staged(Sink):
         before, _ = get_layerwise_info(self.layer).restore_metadata
         with get_layerwise_info(self.layer).restore_device:
             made: torch.Tensor = materialize_meta_tensor(before_loading(before[name], self.layer))
-        made.data = self.room.take(made)
+        if name == "weight" and _packs_columns(self.layer, made):
+            made.data = self.room.take(made.data.new_empty(made.shape[::-1])).t()
+        else:
+            made.data = self.room.take(made)
         self.tally.hold(made.nbytes)
         return made
 
@@ -566,6 +573,16 @@ class Staged(Sink):
         """Return the layer's memory as fingerprints, and which function multiplies."""
         held = {name: one for name, one in self.layer._parameters.items() if one is not None and one.numel()}
         return {name: fingerprint(one) for name, one in held.items()}, packed(self.layer)
+
+
+def _packs_columns(layer: Any, weight: torch.Tensor) -> bool:
+    """Return whether a weight is packed sooner if its columns lie in one piece each.
+
+    oneDNN packs the weight of a product [inputs, outputs], and takes five times as long for one that lies [outputs,
+    inputs]. It packs the same. Experts, and what an AMX kernel packs, are taken by rows only.
+    """
+    plain = isinstance(layer.quant_method, UnquantizedLinearMethod) and weight.is_cpu and weight.dim() == 2
+    return plain and weight.itemsize == 2 and not check_cpu_sgl_kernel(*weight.shape, weight.dtype)
 
 
 # ---------------------------------------------------------------------- boxes
