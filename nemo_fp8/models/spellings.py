@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from nemo_fp8.models.families import EXPERTS, fused_name, held_as_one, in_hugging_face
+from nemo_fp8.models.families import EXPERTS, WORDS, fused_name, held_as_one, in_hugging_face
 from nemo_fp8.models.names import place
 
 
@@ -64,3 +64,16 @@ def outside_names(layers: Iterable[int]) -> Iterator[str]:
             f"decoder.layers.{layer}.mlp.router",
             *(f"model.layers.{layer}.{words.block}.gate" for words in EXPERTS),
         )
+
+
+def names_what_is_kept_anyway(pattern: str) -> bool:
+    """Return whether a pattern of ``keep`` names what no contract quantizes: norms, embeddings, routers, the head.
+
+    A pattern that may name linears, too, does not: ``re:norm|in_proj``, ``*.feed_forward.gate*``.
+    """
+    ways = pattern.removeprefix("re:").split("|") if pattern.startswith("re:") else [pattern]
+    if pattern.endswith("*"):
+        begun = pattern.strip("*.").rpartition(".")[2]
+        if any(word.startswith(begun) for word in WORDS):
+            return False
+    return all(place(way.strip("*.()^$")).kept != "" for way in ways)

@@ -71,5 +71,5 @@ def test_the_road_from_a_factory_to_a_gemm():
     assert {"contract/precision.py", "train/plugin.py", "train/checks.py", "models/selection.py"} <= {*files}
     assert len(files) <= 16, files
     called, whole = rows[total]
-    assert called <= 1_130
-    assert whole <= 2_760
+    assert called <= 1_110
+    assert whole <= 2_690
