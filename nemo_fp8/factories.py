@@ -32,7 +32,8 @@ from nemo_fp8.contract.explain import docstring
 from nemo_fp8.contract.presets import PRESETS
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render.nemo import changes_from_nemo
-from nemo_fp8.train.plugin import PARAMETERS, MixedPrecision, plugin_arguments
+from nemo_fp8.train.plugin import MixedPrecision, plugin_arguments
+from nemo_fp8.train.signature import PARAMETERS
 
 logger = logging.getLogger("nemo_fp8")
 

@@ -53,6 +53,134 @@ error, warning, info = (partial(Problem, severity=severity) for severity in SEVE
 RULES: dict[str, Problem] = {
     # ------------------------------------------------------------ the contract
     "contract": error("{what}", "{why}", "{remedy}"),
+    "contract-format-without-scaling": error(
+        "format={format!r} with scaling={scaling!r}.",
+        "FP8 needs an element type and a way to find its scales; without FP8 there is neither.",
+        "Set both (format='hybrid', scaling='blockwise'), or leave both out.",
+    ),
+    "contract-e2m1": error(
+        "format={format!r} with scaling={scaling!r}.",
+        "E2M1 elements have NVFP4's two levels of scales, and no other element has them.",
+        "Set format='e2m1' and scaling='nvfp4', or format='hybrid' and an FP8 scaling.",
+    ),
+    "contract-nvfp4-compute": error(
+        "scaling='nvfp4' with compute={compute!r}.",
+        "TransformerEngine's NVFP4 casts take BF16 values (its Hadamard transform takes no others).",
+        "Set compute='bf16'.",
+    ),
+    "contract-nvfp4-param": error(
+        "fp8_param=True with scaling='nvfp4'.",
+        "Neither NeMo 2.7.3 nor Megatron-Bridge 0.3.1 has a setting for primary weights in FP4.",
+        "Set fp8_param=False: weights stay in BF16 and are cast for each global batch.",
+    ),
+    "contract-nvfp4-wgrad": error(
+        "wgrad=False with scaling='nvfp4'.",
+        "TransformerEngine has no NVFP4 recipe whose weight gradient alone stays in the compute dtype.",
+        "Set wgrad=True, or backward='high_precision'.",
+    ),
+    "contract-four-over-six": error(
+        "four_over_six={four_over_six!r} with hadamard=True.",
+        "TransformerEngine has no kernel that chooses between two scales and transforms.",
+        "Set hadamard=False, or four_over_six='weights'.",
+    ),
+    "contract-backward-delayed": error(
+        "backward={backward!r}, backward_scaling={backward_scaling!r} with delayed scaling.",
+        "TransformerEngine refuses to override the backward of delayed scaling, whose scales come from it.",
+        "Set scaling='tensorwise', or backward='quantized' and backward_scaling=None.",
+    ),
+    "contract-backward-unquantized": error(
+        "backward={backward!r}, backward_scaling={backward_scaling!r} without a format.",
+        "Nothing is quantized in the forward, so there is nothing that the backward could do otherwise.",
+        "Set format and scaling, or leave both out.",
+    ),
+    "contract-backward-twice": error(
+        "backward={backward!r} with backward_scaling={backward_scaling!r}.",
+        "A backward in the compute dtype quantizes nothing.",
+        "Set backward='quantized', or leave backward_scaling out.",
+    ),
+    "contract-modules-unquantized": error(
+        "modules without a format.",
+        "The rules take modules out of the contract's recipe, or give them another one, and there is none: Megatron "
+        "applies rules only where a layer is quantized already.",
+        "Set format and scaling to those of most modules.",
+    ),
+    "contract-modules-delayed": error(
+        "modules with delayed scaling.",
+        "Megatron reduces the amaxes of delayed scaling for all layers at once.",
+        "Set scaling='tensorwise', or leave modules out.",
+    ),
+    "contract-rollout-block": error(
+        "rollout={rollout!r} with rollout_block={rollout_block!r}.",
+        "NVFP4 has a scale for 16 values in a row, and nothing else has.",
+        "Set rollout='nvfp4' and rollout_block='1x16', or another of both.",
+    ),
+    "contract-static-nvfp4": error(
+        "activation_scheme='static' with rollout='nvfp4'.",
+        "Rollouts find the FP32 scale of NVFP4 activations for each token.",
+        "Set activation_scheme='dynamic', or 'none' for activations in the compute dtype.",
+    ),
+    "contract-activations-none": error(
+        "activation_scheme='none' with rollout={rollout!r}.",
+        "FP8 rollouts choose by the machine whether activations are quantized; only NVFP4's checkpoints say it.",
+        "Set activation_scheme='dynamic'; a machine without FP8 units leaves activations as they are.",
+    ),
+    "contract-param-without-fp8": error(
+        "fp8_param=True without FP8.",
+        "Primary weights are kept in the format of the FP8 GEMMs, and this contract has none.",
+        "Set format and scaling, or fp8_param=False.",
+    ),
+    "contract-param-fp32": error(
+        "fp8_param=True with compute='fp32'.",
+        "Megatron's distributed optimizer keeps FP8 weights only beside BF16 or FP16 parameters.",
+        "Set compute='bf16', or fp8_param=False.",
+    ),
+    "contract-attention-without-fp8": error(
+        "FP8 attention without FP8.",
+        "Attention takes its scales from the FP8 recipe, and this contract has none.",
+        "Set format and scaling, or attention=False and multi_head_attention=False.",
+    ),
+    "contract-attention-blockwise": error(
+        "FP8 attention with blockwise scaling.",
+        "TransformerEngine's Float8BlockScaling refuses fp8_dpa and fp8_mha.",
+        "Set attention=False and multi_head_attention=False, or scaling='tensorwise'.",
+    ),
+    "contract-layers-delayed": error(
+        "first_layers={first_layers}, last_layers={last_layers} with delayed scaling.",
+        "Megatron cannot leave single layers out of delayed scaling, whose amaxes are reduced for all layers at once.",
+        "Set scaling='tensorwise' or 'blockwise', or first_layers=0 and last_layers=0.",
+    ),
+    "contract-mxfp8-scales": error(
+        "FP32 scales with mxfp8.",
+        "An MX scale is one E8M0 exponent byte: a power of two by definition.",
+        "Set weight_scale='pow2' and activation_scale='pow2', or scaling='blockwise'.",
+    ),
+    "contract-delayed-scales": error(
+        "Power-of-2 scales with delayed scaling.",
+        "TransformerEngine's delayed scaling knows FP32 scales only, and there is no FP8 rollout that they could be "
+        "meant for.",
+        "Set weight_scale='fp32' and activation_scale='fp32', or scaling='tensorwise'.",
+    ),
+    "contract-mx-rollout-scales": error(
+        "FP32 scales with rollout_block='1x32'.",
+        "1x32 is the MX block, whose scale is one E8M0 exponent byte.",
+        "Set weight_scale='pow2' and activation_scale='pow2', or rollout_block='128x128'.",
+    ),
+    "contract-static-blocks": error(
+        "activation_scheme='static' with rollout_block={rollout_block!r}.",
+        "vLLM scales activations of block-quantized layers for each token; calibrated scales go with one scale a "
+        "tensor.",
+        "Set activation_scheme='dynamic', or rollout_block='tensor'.",
+    ),
+    "contract-deep-gemm": error(
+        "deep_gemm=True without an FP8 rollout in 128x128 blocks.",
+        "DeepGEMM holds kernels for FP8 with 128x128 weight blocks only.",
+        "Set rollout='fp8' and rollout_block='128x128', or deep_gemm=False.",
+    ),
+    "contract-loss-scale": error(
+        "initial_loss_scale={initial_loss_scale} is below min_loss_scale={min_loss_scale}.",
+        "Dynamic loss scaling would start under its own floor.",
+        "Raise initial_loss_scale, or lower min_loss_scale.",
+    ),
     "unsupported": error("{recipe} cannot run on {machine}.", "{why}", "{remedy}"),
     "emulated": warning("{recipe} runs without FP8 GEMMs on {machine}.", "{why}", "{remedy}"),
     "unknown-support": info("{recipe} on {machine}: whether it runs is not known.", "{why}", "{remedy}"),

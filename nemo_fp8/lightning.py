@@ -20,7 +20,8 @@ __needs__ = require("train")
 import nemo.lightning as _nemo
 
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.train.plugin import PARAMETERS, MixedPrecision, takes
+from nemo_fp8.train.plugin import MixedPrecision
+from nemo_fp8.train.signature import PARAMETERS, takes
 
 # Of its __init__: asked of the class, Python 3.11.2 answers with the (*args, **kwargs) of __new__, which NeMo's io
 # mixin gives it.

@@ -13,7 +13,7 @@ import itertools
 from typing import Any
 
 import torch
-from golden import ROLES, SHAPES, Golden, delayed_inputs, hold, inputs
+from golden import ROLES, SHAPES, Differences, Golden, delayed_inputs, hold, inputs, precision_of
 from recording import RECIPES, Pair, new, record, record_delayed, usages
 
 from nemo_fp8.contract import Operand
@@ -21,15 +21,12 @@ from nemo_fp8.numerics import kernels
 from nemo_fp8.numerics.formats import FORMATS
 from nemo_fp8.numerics.quantize import quantize, quantize_reference
 from nemo_fp8.numerics.quantized import Quantized
+from nemo_fp8.render.te import te_recipe
 
-from .measuring import Run, Skipped, told
+from .measuring import Run, Skipped, te_quantizer, told
 
-LIVE = {
-    "activation 8192 x 14336": (8192, 14336),
-    "weight 14336 x 4096": (14336, 4096),
-    "ragged 4104 x 4112": (4104, 4112),
-}
-SMALL = {"activation 256 x 512": (256, 512), "ragged 264 x 272": (264, 272)}
+LIVE = {"activation": (8192, 14336), "weight": (14336, 4096), "ragged": (4104, 4112)}
+SMALL = {"activation": (256, 512), "ragged": (264, 272)}
 RULES = [("te", "fp32"), ("te", "pow2"), ("deepgemm", "fp32"), ("deepgemm", "pow2"), ("te", "e8m0")]
 TILES = [(128, 128), (1, 128), (128, 1), (1, 32), (32, 1), None]
 
@@ -55,57 +52,34 @@ def golden(run: Run, recipe: str) -> None:
     if recipe == "delayed":
         record_delayed(found, functools.partial(te_delayed, run.small), zeros=True)
     else:
-        if recipe == "mxfp8":
-            require_mxfp8()
         left_out = record(found, te_kernels, recipe, tuple(inputs()), "cuda")
     if not found.cases:
-        raise RuntimeError(f"nothing was recorded: {next(iter(left_out.values()))}")
+        raise Skipped(f"TransformerEngine refuses every case here: {next(iter(left_out.values()))}")
     found.save(run.folder / f"{recipe}.safetensors")
     found = Golden.load(run.folder / f"{recipe}.safetensors")
     compared, different = {}, {}
     for device in ("cpu",) if run.small else ("cpu", "cuda"):
         held = {case["name"]: hold(found, case, device) for case in found.cases}
-        compared[device] = {
-            what: sum(d.compared.get(what, 0) for d in held.values()) for what in ("codes", "scales", "histories")
-        }
+        kinds = ("codes", "scales", "histories")
+        compared[device] = {kind: sum(d.compared.get(kind, 0) for d in held.values()) for kind in kinds}
         compared[device]["different"] = sum(d.total for d in held.values())
         different |= {f"{case} on {device}": str(d) for case, d in held.items() if d.total}
     run.found = {"cases": len(found.cases), "compared": compared, "different": different, "left_out": left_out}
 
 
-def require_mxfp8() -> None:
-    """Skip a case of MXFP8 where TE has no kernels for it."""
-    import transformer_engine.pytorch as te
-
-    is_there, reason = te.is_mxfp8_available(return_reason=True)
-    if not is_there:
-        raise Skipped(reason)
-
-
 def te_kernels(x: torch.Tensor, operand: Operand, usage: str) -> Pair:
     """Return TE's own codes and scale_inv for an operand, brought into our layout."""
-    import transformer_engine.pytorch as te
-
-    dtype = {"e4m3": te.DType.kFloat8E4M3, "e5m2": te.DType.kFloat8E5M2}[operand.format]
-    row, pow2, (m, k) = usage == "row", operand.scale == "pow2", x.shape
+    row, (m, k), quantizer = usage == "row", x.shape, te_quantizer(operand, usage)
+    if operand.scale == "e8m0" and (m % 32 or k % 32):
+        raise ValueError("TE's MXFP8 takes multiples of 32")
+    q = quantizer(x)
     if operand.block is None:
-        q = te.Float8CurrentScalingQuantizer(
-            dtype, device=x.device, rowwise=True, columnwise=False, force_pow_2_scales=pow2
-        )(x)
         return q._data, q._scale_inv.reshape(())
+    data, scales = (q._rowwise_data, q._rowwise_scale_inv) if row else (q._columnwise_data, q._columnwise_scale_inv)
     if operand.scale == "e8m0":
-        if m % 32 or k % 32:
-            raise ValueError("TE's MXFP8 takes multiples of 32")
-        q = te.MXFP8Quantizer(dtype, rowwise=row, columnwise=not row)(x)
-        if row:
-            return q._rowwise_data, q._rowwise_scale_inv.view(torch.uint8)[:m, : k // 32]
-        return q._columnwise_data, q._columnwise_scale_inv.view(torch.uint8)[: m // 32, :k]
-    square = operand.block == (128, 128)
-    q = te.Float8BlockQuantizer(
-        dtype, rowwise=True, columnwise=not row, force_pow_2_scales=pow2, block_scaling_dim=2 if square else 1
-    )(x)
-    data, scales = (q._rowwise_data, q._rowwise_scale_inv) if row else (q._columnwise_data.t(), q._columnwise_scale_inv)
-    if square:
+        return data, scales.view(torch.uint8)[: m if row else m // 32, : k // 32 if row else k]
+    data = data if row else data.t()
+    if operand.block == (128, 128):
         return data, scales[: -(-m // 128), : -(-k // 128)]
     return data, scales[: -(-k // 128), :m].t() if row else scales[: -(-m // 128), :k]
 
@@ -118,16 +92,10 @@ def te_delayed(small: bool, rank: int, group: Any, case: dict[str, Any]) -> dict
 
         te_cpu.install()
     import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import DelayedScaling, Format
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
-    recipe = DelayedScaling(
-        fp8_format=Format[case["format"].upper()],
-        amax_history_len=case["history_len"],
-        amax_compute_algo=case["algo"],
-        margin=case["margin"],
-    )
+    recipe = te_recipe(precision_of(case))
     rows, columns = SHAPES["weight"]
     linear = te.Linear(columns, rows, bias=False, params_dtype=torch.bfloat16, device="cuda")
     grad_type = te.DType.kFloat8E5M2 if case["format"] == "hybrid" else te.DType.kFloat8E4M3
@@ -143,11 +111,8 @@ def te_delayed(small: bool, rank: int, group: Any, case: dict[str, Any]) -> dict
                 dtype = grad_type if role == "grad" else te.DType.kFloat8E4M3
                 q = te.Float8Quantizer(scale, amax, dtype, rowwise=True, columnwise=False)(mine[role])
                 key = f"{step}/{rank}/{role}"
-                kept |= {
-                    f"{key}.codes": q._data,
-                    f"{key}.scale_inv": q._scale_inv.reshape(()),
-                    f"{key}.amax": amax.reshape(()),
-                }
+                kept |= {f"{key}.codes": q._data, f"{key}.scale_inv": q._scale_inv.reshape(())}
+                kept[f"{key}.amax"] = amax.reshape(())
         with torch.no_grad():
             linear.weight.copy_(mine["weight"])
         with te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group):
@@ -168,65 +133,44 @@ def beside(run: Run) -> None:
     for (what, shape), (recipe, kinds) in itertools.product((SMALL if run.small else LIVE).items(), RECIPES.items()):
         x = torch.randn(shape, device="cuda").mul_(torch.randn(shape[0], 1, device="cuda").exp()).bfloat16()
         for (block, scale), usage in ((kind, usage) for kind in kinds for usage in usages(kind[0])):
-            name = f"{what}, {recipe} {'tensor' if block is None else 'x'.join(map(str, block))} {scale} {usage}"
-            operand = Operand("e4m3", block, scale)
+            tile = "tensor" if block is None else "x".join(map(str, block))
+            name = f"{what} {shape[0]} x {shape[1]}, {recipe} {tile} {scale} {usage}"
+            operand, found = Operand("e4m3", block, scale), Differences()
             try:
-                if recipe == "mxfp8":
-                    require_mxfp8()
                 codes, scale_inv = te_kernels(x, operand, usage)
             except (Skipped, ValueError, RuntimeError) as refused:
                 run.found[name] = {"left_out": told(refused)}
                 continue
             ours = quantize(x, operand, usage=usage)
-            mine = ours.scale_inv if ours.scale_inv.dtype == torch.float32 else ours.scale_inv.view(torch.uint8)
-            run.found[name] = {
-                "codes": codes.numel(),
-                "codes_different": int((ours.data.view(torch.uint8) != codes).sum()),
-                "scales": scale_inv.numel(),
-                "scales_different": int((mine.reshape(scale_inv.shape) != scale_inv).sum()),
-            }
+            found.hold("codes", name, ours.data, codes.cpu())
+            found.hold("scales", name, ours.scale_inv, scale_inv.cpu())
+            run.found[name] = {"compared": found.compared, "different": found.different}
             run.keep()
 
 
 def our_kernels(run: Run) -> None:
-    """Compare this device's kernels with the specification in torch on the CPU: codes, scales, counts and decoded
-    values to the bit.
+    """Compare this device's kernels with the specification in torch on the CPU, to the bit: codes, scales, statistics
+    and decoded values.
 
     Each kind of case is a program to compile, so that most of the time goes into that.
     """
-    counts = ("tensors", "codes", "scales", "bytes_different", "counts_different", "values", "values_different")
-    run.found = dict.fromkeys(counts, 0) | {"first": ""}
+    found = Differences()
     for (kind, x), tile, (convention, scale), element in itertools.product(
         inputs().items(), TILES, RULES, ("e4m3", "e5m2")
     ):
         if (tile is None and (convention, scale) != ("te", "fp32")) or (run.small and element == "e5m2"):
             continue
+        where = f"{kind} as {element} in {tile} {scale} {convention}"
         slow = quantize_reference(x, tile, FORMATS[element], scale, convention, True)
         fast = kernels.quantize(x.to("cuda"), tile, element, scale, convention, True)
-        if fast is None or slow[2] is None or fast[2] is None:
+        decoded = fast and kernels.decode(fast[0], fast[1], tile)
+        if fast is None or decoded is None:
             raise Skipped("there is no kernel for this device")
-        wrong = sum(int((_bytes(fast[i]) != _bytes(slow[i])).sum()) for i in (0, 1))
-        uneven = [
-            name for name in ("underflow", "saturated", "nonfinite", "amax") if not _equal(fast[2], slow[2], name)
-        ]
-        decoded = kernels.decode(fast[0], fast[1], tile)
-        assert decoded is not None
-        off = decoded.cpu().view(torch.int16) != Quantized(slow[0], slow[1], tile).dequantize_reference(
-            torch.bfloat16
-        ).view(torch.int16)
-        off &= ~slow[0].float().isnan()
-        here = (1, slow[0].numel(), slow[1].numel(), wrong, len(uneven), off.numel(), int(off.sum()))
-        run.found |= {name: run.found[name] + count for name, count in zip(counts, here, strict=True)}
-        if not run.found["first"] and (wrong or uneven or bool(off.any())):
-            run.found["first"] = (
-                f"{kind} as {element} in {tile} {scale} {convention}: {wrong} bytes, {uneven}, {int(off.sum())} values"
-            )
+        found.hold("codes", where, fast[0], slow[0])
+        found.hold("scales", where, fast[1], slow[1])
+        for name in ("underflow", "saturated", "nonfinite", "amax"):
+            ours, theirs = (getattr(made[2], name).float() for made in (fast, slow))
+            found.hold("statistics", f"{where}, {name}", ours, theirs)
+        found.hold("values", where, decoded, Quantized(slow[0], slow[1], tile).dequantize_reference(torch.bfloat16))
+        run.found = {"compared": found.compared, "different": found.different, "first": found.first}
         run.keep()
-
-
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _equal(fast: Any, slow: Any, name: str) -> bool:
-    return torch.equal(getattr(fast, name).cpu().double(), getattr(slow, name).double())

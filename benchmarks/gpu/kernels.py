@@ -11,21 +11,23 @@ FLOPs are those of the matrix products.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 import nemo_fp8
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.numerics import kernels, nvfp4
 from nemo_fp8.numerics.gemm import gemm
+from nemo_fp8.numerics.modelopt import LARGEST
 from nemo_fp8.numerics.quantize import quantize_pair
 from nemo_fp8.numerics.scaled_mm import scaled_mm
 from nemo_fp8.render.te import te_recipe
 
-from .measuring import CONTRACTS, Run, Skipped, Ways, told
+from .measuring import CONTRACTS, Run, Skipped, Ways, te_quantizer, told
 
 # name -> tile, kind of scale, given scale
 CASTS: dict[str, tuple[tuple[int, int] | None, str, float | None]] = {
@@ -38,9 +40,14 @@ CASTS: dict[str, tuple[tuple[int, int] | None, str, float | None]] = {
     "whole tensor, current scale": (None, "fp32", None),
     "whole tensor, given scale": (None, "fp32", 37.0),
 }
+# Those that a quantizer of TE's makes, and nothing beside it.
+BY_TE = [name for name, (*_, given) in CASTS.items() if given is None and "column" not in name]
 # name -> rows of a block
 FP4_CASTS = {"NVFP4 1x16, given amax": 1, "NVFP4 16x16, given amax": 16}
 FP4_COPY, FP4_DECODED, FP4_BYTES = "copy, for NVFP4", "decode NVFP4 to BF16", 2.5625
+
+Make = Callable[[int, int], torch.nn.Module]
+"""Make a linear of these input and output features."""
 
 
 def measure(run: Run, name: str) -> None:
@@ -51,61 +58,38 @@ def measure(run: Run, name: str) -> None:
 def casts(run: Run) -> None:
     """Measure every cast of ours into memory that is there, to a new tensor, with statistics; TE's to a new tensor; a
     copy that moves as much."""
-    import transformer_engine.pytorch as te
-
-    e4m3, block = (
-        te.DType.kFloat8E4M3,
-        partial(te.Float8BlockQuantizer, te.DType.kFloat8E4M3, rowwise=True, columnwise=False),
-    )
-    theirs: dict[str, Callable[[], Any]] = {
-        "weight 128x128, FP32 scales": lambda: block(force_pow_2_scales=False, block_scaling_dim=2),
-        "weight 128x128, power-of-2 scales": lambda: block(block_scaling_dim=2),
-        "activation 1x128, FP32 scales": lambda: block(force_pow_2_scales=False, block_scaling_dim=1),
-        "MX 1x32, E8M0 scales": lambda: te.MXFP8Quantizer(e4m3, rowwise=True, columnwise=False),
-        "whole tensor, current scale": lambda: te.Float8CurrentScalingQuantizer(
-            e4m3, device=x.device, columnwise=False
-        ),
-    }
     x = torch.randn((256, 512) if run.small else (8192, 28672), dtype=torch.bfloat16, device="cuda")
     source = torch.randint(255, (x.numel() * 3 // 2,), dtype=torch.uint8, device="cuda")
     target, values = torch.empty_like(source), torch.empty_like(x)
     ways: Ways = {"copy": lambda: target.copy_(source)}
-    for name, (tile, kind, scale) in CASTS.items():
-        cast = partial(
-            kernels.quantize, x, tile, "e4m3", kind, scale=None if scale is None else torch.tensor(scale, device="cuda")
-        )
-        done = cast()
-        if done is None:
-            raise Skipped("there is no kernel for this device")
-        ways[name] = partial(cast, out=done[:2])
-        ways[f"{name}, new tensor"] = cast
-        ways[f"{name}, with statistics"] = partial(cast, out=done[:2], statistics=True)
-        if name in theirs:
-            ways[f"{name}, by TE"] = partial(lambda quantizer: quantizer()(x), cache(theirs[name]))
-    codes, scales, _ = ways["weight 128x128, FP32 scales, new tensor"]()
-    ways["decode 128x128 to BF16"] = lambda: kernels.decode(codes, scales, (128, 128), out=values)
-    run.found = {"shape": list(x.shape), "bytes": x.numel() * 3}
-    run.found["others"] = _four_bits(ways, x, source, target, values)
+    held: dict[str, tuple[torch.Tensor, ...]] = {}
+    for name, (tile, kind, given) in CASTS.items():
+        scale = None if given is None else torch.tensor(given, device="cuda")
+        held[name] = _add(ways, name, partial(kernels.quantize, x, tile, "e4m3", kind, scale=scale))
+        ways[f"{name}, with statistics"] = partial(ways[name], statistics=True)
+        if name in BY_TE:
+            operand = Operand("e4m3", tile, kind)
+            ways[f"{name}, by TE"] = partial(lambda operand: te_quantizer(operand)(x), operand)
+    blocks = held["weight 128x128, FP32 scales"]
+    ways["decode 128x128 to BF16"] = lambda: kernels.decode(*blocks, (128, 128), out=values)
+    # NVFP4 moves other bytes, and has a copy of its own.
+    moved, amax, before = int(x.numel() * FP4_BYTES), x.abs().amax().float(), set(ways)
+    ways[FP4_COPY] = lambda: target[: moved // 2].copy_(source[: moved // 2])
+    for name, rows in FP4_CASTS.items():
+        held[name] = _add(ways, name, partial(kernels.quantize_fp4, x, nvfp4.encode_scale(amax).reshape(1), rows))
+    ways[FP4_DECODED] = lambda: kernels.decode_fp4(*held[name], amax, LARGEST, out=values)
+    others = {name: {"bytes": moved, "copy": FP4_COPY} for name in ways if name not in before}
+    run.found = {"shape": list(x.shape), "bytes": x.numel() * 3, "others": others}
     run.race(ways, 60.0, graphs=True)
 
 
-def _four_bits(
-    ways: Ways, x: torch.Tensor, source: torch.Tensor, target: torch.Tensor, values: torch.Tensor
-) -> dict[str, Any]:
-    """Add NVFP4's casts and their copy; return the bytes that they move and their copy's name, for each."""
-    amax, moved = x.abs().amax().float(), int(x.numel() * FP4_BYTES)
-    encode = nvfp4.encode_scale(amax).reshape(1)
-    ways[FP4_COPY] = lambda: target[: moved // 2].copy_(source[: moved // 2])
-    added = [FP4_COPY]
-    for name, tile_rows in FP4_CASTS.items():
-        cast = partial(kernels.quantize_fp4, x, encode, tile_rows)
-        held = cast()
-        if held is None:
-            raise Skipped("there is no kernel for this device")
-        ways[name], ways[f"{name}, new tensor"] = partial(cast, out=held), cast
-        added.append(name)
-    ways[FP4_DECODED] = lambda: kernels.decode_fp4(*held, amax, 2688.0, out=values)
-    return {name: {"bytes": moved, "copy": FP4_COPY} for name in (*added, FP4_DECODED)}
+def _add(ways: Ways, name: str, cast: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+    """Add a cast into memory that is there, and to a new tensor; return that memory, codes and scales."""
+    done = cast()
+    if done is None:
+        raise Skipped("there is no kernel for this device")
+    ways[name], ways[f"{name}, new tensor"] = partial(cast, out=done[:2]), cast
+    return tuple(done[:2])
 
 
 def gemms(run: Run) -> None:
@@ -148,17 +132,14 @@ def linear(run: Run) -> None:
 class Layer(torch.nn.Module):
     """A layer of Llama-3.1-8B in plain PyTorch; ``make`` makes its seven linears."""
 
-    def __init__(
-        self, make: Callable[[int, int], torch.nn.Module], hidden: int, ffn: int, heads: int, groups: int
-    ) -> None:
+    def __init__(self, make: Make, hidden: int, ffn: int, heads: int, groups: int) -> None:
         super().__init__()
         self.size = hidden // heads
         self.q, self.o = make(hidden, hidden), make(hidden, hidden)
         self.k, self.v = (make(hidden, groups * self.size) for _ in range(2))
         self.gate, self.up, self.down = make(hidden, ffn), make(hidden, ffn), make(ffn, hidden)
-        self.norms = torch.nn.ModuleList(
-            torch.nn.RMSNorm(hidden, dtype=torch.bfloat16, device="cuda") for _ in range(2)
-        )
+        norms = (torch.nn.RMSNorm(hidden, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        self.norms = torch.nn.ModuleList(norms)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norms[0](x)
@@ -180,9 +161,7 @@ def layer(run: Run) -> None:
     _steps(run, lambda make: Layer(make, *sizes), x)
 
 
-def _steps(
-    run: Run, model_of: Callable[[Callable[[int, int], torch.nn.Module]], torch.nn.Module], x: torch.Tensor
-) -> None:
+def _steps(run: Run, model_of: Callable[[Make], torch.nn.Module], x: torch.Tensor) -> None:
     """Measure a forward and backward under each recipe, ours and TE's, each on a model of its own that begins with the
     same weights."""
     import transformer_engine.pytorch as te
@@ -192,14 +171,11 @@ def _steps(
     def plain() -> torch.nn.Module:
         return model_of(lambda i, o: torch.nn.Linear(i, o, bias=False, dtype=torch.bfloat16, device="cuda"))
 
-    def step(model: torch.nn.Module, region: Callable[[], Any] | None = None) -> None:
+    def step(model: torch.nn.Module, region: Callable[[], Any] = nullcontext) -> None:
         x.grad = None
         model.zero_grad(set_to_none=True)
-        if region is None:
+        with region():
             y = model(x)
-        else:
-            with region():
-                y = model(x)
         y.backward(dy)
 
     def ours(precision: Precision) -> Callable[[], None]:

@@ -14,13 +14,14 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import Operand, Precision
 
 from . import parts
 
@@ -141,13 +142,37 @@ def told(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
+@cache
+def te_quantizer(operand: Operand, usage: str = "row") -> Any:
+    """Return TransformerEngine's quantizer of an operand, for its rows or for its columns. Raise Skipped on a GPU
+    without MXFP8."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    row, pow2 = usage == "row", {"force_pow_2_scales": operand.scale == "pow2"}
+    dtype = te.DType.kFloat8E5M2 if operand.format == "e5m2" else te.DType.kFloat8E4M3
+    if operand.block is None:
+        return te.Float8CurrentScalingQuantizer(dtype, device=torch.device("cuda"), columnwise=False, **pow2)
+    if operand.format == "e2m1":
+        return NVFP4Quantizer(rowwise=row, columnwise=not row)
+    if operand.scale == "e8m0":
+        is_there, reason = te.is_mxfp8_available(return_reason=True)
+        if not is_there:
+            raise Skipped(reason)
+        return te.MXFP8Quantizer(dtype, rowwise=row, columnwise=not row)
+    dimensions = 2 if operand.block == (128, 128) else 1
+    return te.Float8BlockQuantizer(dtype, rowwise=True, columnwise=not row, block_scaling_dim=dimensions, **pow2)
+
+
 def main() -> None:
     part, name, folder, *dry, file = sys.argv[1:]
     run = Run(Path(folder), bool(dry), Path(file))
     if run.small:
         from nemo_fp8 import te_cpu
+        from nemo_fp8_hook import HOPPER
 
-        te_cpu.install()  # "cuda" is the CPU from here on; refused where there is a GPU
+        # "cuda" is the CPU from here on, and refused where there is a GPU; Hopper alone has FP32 scales of blocks.
+        te_cpu.install(HOPPER if "blockwise fp32" in name.replace("_", " ") else None)
     torch.manual_seed(0)
     failed = False
     try:

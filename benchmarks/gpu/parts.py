@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8.preflight.machine import ABSENT, Machine
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, GOLDEN = ROOT / "docs" / "benchmarks", ROOT / "tests" / "golden"
 
@@ -91,36 +93,17 @@ def missing() -> list[str]:
 
 def about(command: str, dry_run: bool) -> dict[str, Any]:
     """Return when, where, with what and how: everything that a number needs beside it."""
-    versions = {
-        "nemo_fp8": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-        "Python": platform.python_version(),
-    }
-    versions |= {name: importlib.metadata.version(name) for name in ABOUT}
-    machine = platform.processor() or platform.machine()
-    if not dry_run:
-        import torch
-
-        p = torch.cuda.get_device_properties(0)
-        machine = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, "
-        machine += f"{p.multi_processor_count} multiprocessors"
-        versions |= {
-            "CUDA": torch.version.cuda,
-            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        }
+    here = Machine.here(sides=("train",))
+    ours = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    versions = {"nemo_fp8": ours.stdout.strip(), "Python": here.python, "CUDA": here.cuda, "cuBLAS": here.cublas}
+    versions |= {"driver": here.driver} | {name: importlib.metadata.version(name) for name in ABOUT}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "machine": machine,
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "machine": dict(here.facts())["GPU"] if here.has_gpu else platform.processor() or platform.machine(),
+        "versions": ", ".join(f"{name} {said}" for name, said in versions.items() if said and said != ABSENT),
         "command": command,
         "dry_run": dry_run,
     }
-
-
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return ""
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -30,8 +30,9 @@ measure runs in a process of its own, fifteen minutes at most: one that fails ta
 """
 CHECKED = """## What was checked without a GPU
 
-`.venv/bin/python -m benchmarks.gpu --cpu` runs all of it with TransformerEngine 2.20.2 on `nemo_fp8.te_cpu`, on small shapes;
-`tests/gpu` holds it to that:
+`.venv/bin/python -m benchmarks.gpu --cpu` runs all of it with TransformerEngine 2.20.2 on `nemo_fp8.te_cpu`, on small shapes. The CPU stands
+for Blackwell there, and for Hopper in the measures named after blocks with FP32 scales, which Hopper alone has; with `NEMO_FP8_TE_CPU=90` it
+stands for Hopper in all. `tests/gpu` holds it to that:
 
 - every call of TE's quantizers, layers, recipes and states, and the layouts in which codes and scales come back;
 - whole steps of megatron-core 0.15.3 under each recipe, with FP8 weights and with experts;
@@ -51,19 +52,13 @@ def page(docs: Path, golden: Path) -> str:
     records = {name: parts.read(docs / f"gpu_{name}.json") for name in parts.PARTS}
     out = [HEAD.format(parts=", ".join(parts.PARTS)), _state(records, golden)]
     for name, record in records.items():
-        if not record:
-            continue
-        about, results = record["about"], {each: m["result"] for each, m in record["measures"].items() if "result" in m}
-        lines = [f"- {what}: {about[what]}" for what in ("date", "machine", "versions")] + [
-            f"- command: `{about['command']}`"
-        ]
-        lines[:0] = ["- A DRY RUN without a GPU: the numbers mean nothing."] if about["dry_run"] else []
-        out += [
-            f"## {parts.PARTS[name].title}\n",
-            "\n".join(lines) + "\n",
-            TELL[name](results) + "\n",
-            _without(record),
-        ]
+        if record:
+            about, measures = record["about"], record["measures"]
+            lines = ["- A DRY RUN without a GPU: the numbers mean nothing."] if about["dry_run"] else []
+            lines += [f"- {what}: {about[what]}" for what in ("date", "machine", "versions")]
+            results = {each: found["result"] for each, found in measures.items() if "result" in found}
+            out += [f"## {parts.PARTS[name].title}\n", *lines, f"- command: `{about['command']}`\n"]
+            out += ["\n".join(TELL[name](results)).strip() + "\n", _without(measures)]
     return "\n".join([*filter(None, out), CHECKED])
 
 
@@ -77,21 +72,21 @@ def _state(records: dict[str, Any], golden: Path) -> str:
         rows.append([f"`{name}`", part.shows, ", ".join(f"{count} {what}" for what, count in counts.items() if count)])
     here = [name for name in parts.VECTORS if (golden / f"{name}.safetensors").exists()]
     lacking = [name for name in parts.VECTORS if name not in here]
-    state = [*([", ".join(here)] if here else []), *([f"**missing**: {', '.join(lacking)}"] if lacking else [])]
+    state = filter(None, [", ".join(here), f"**missing**: {', '.join(lacking)}" if lacking else ""])
     rows.append(["`tests/golden`", "golden vectors of TE's CUDA kernels", "; ".join(state)])
-    return f"## What is measured, and what is missing\n\n{table(['part', 'what it shows', 'measures'], rows)}\n"
+    return f"## What is measured, and what is missing\n\n{table('part | what it shows | measures', rows)}\n"
 
 
-def _without(record: dict[str, Any]) -> str:
+def _without(measures: dict[str, Any]) -> str:
     """Return what was not measured, or not to its end, and why."""
-    said = [(name, found.get("error") or found.get("skipped")) for name, found in record["measures"].items()]
+    said = [(name, found.get("error") or found.get("skipped")) for name, found in measures.items()]
     return "".join(f"- {name}: {' '.join(why.split())[:300]}\n" for name, why in said if why)
 
 
 # ---------------------------------------------------------------------- the parts
 
 
-def conformance(results: dict[str, Any]) -> str:
+def conformance(results: dict[str, Any]) -> list[str]:
     """Return golden vectors, our kernels, TE beside us: how much was compared, and how much differs."""
     out, rows, notes = [], [], []
     for name, found in ((name, found) for name, found in results.items() if name.startswith("golden ")):
@@ -99,28 +94,25 @@ def conformance(results: dict[str, Any]) -> str:
             rows.append([name.removeprefix("golden "), found["cases"], len(found["left_out"]), on, *counts.values()])
         notes += [*found["different"].values(), *(f"{case}: {why}" for case, why in found["left_out"].items())]
     if rows:
-        out += ["Golden vectors, and nemo_fp8 held to them:\n"]
-        out += [table(["file", "cases", "left out", "on", "codes", "scales", "histories", "different"], rows), ""]
+        head = "file | cases | left out | on | codes | scales | histories | different"
+        out += _told("Golden vectors, and nemo_fp8 held to them", head, rows)
         out += [*(f"- {note}" for note in notes[:8]), ""]
     if beside := results.get("TE beside us"):
-        keys = ("codes", "codes_different", "scales", "scales_different", "left_out")
-        rows = [[name, *map(found.get, keys)] for name, found in beside.items()]
-        out += [
-            "TE and nemo_fp8 on the same device:\n",
-            table(["tensor", "codes", "different", "scales", "different", "left out"], rows),
-            "",
+        counts = [(key, what) for what in ("codes", "scales") for key in ("compared", "different")]
+        rows = [
+            [name, *(found.get(key, {}).get(what) for key, what in counts), found.get("left_out")]
+            for name, found in beside.items()
         ]
+        head = "tensor | codes | different | scales | different | left out"
+        out += _told("TE and nemo_fp8 on the same device", head, rows)
     if own := results.get("our kernels"):
-        rows = [[name.replace("_", " "), count] for name, count in own.items() if name != "first"]
-        out += [
-            "Our kernels against our specification in torch on the CPU:\n",
-            table(["", "count"], rows),
-            f"\n{own['first']}",
-        ]
-    return "\n".join(out).strip()
+        rows = [[what, count, own["different"][what]] for what, count in own["compared"].items()]
+        out += _told("Our kernels against our specification in torch on the CPU", "| compared | different", rows)
+        out += [own["first"]]
+    return out
 
 
-def kernels(results: dict[str, Any]) -> str:
+def kernels(results: dict[str, Any]) -> list[str]:
     """Return casts as shares of a copy, GEMMs and layers as ratios to BF16."""
     out = []
     if found := results.get("casts"):
@@ -131,110 +123,64 @@ def kernels(results: dict[str, Any]) -> str:
             how = found | found.get("others", {}).get(name, {})
             copy = _ms(ways[how.get("copy", "copy")])
             rows.append([name, *(cell for kind in kinds for cell in _speed(how, ways.get(name + kind, {}), copy))])
-        shape = " x ".join(map(str, found["shape"]))
-        out += [
-            f"Casts of {shape} BF16 into memory that is there, to a new tensor by us and by TE, and with statistics:\n"
-        ]
-        head = (
-            "cast",
-            "GB/s",
-            "of the copy",
-            "new, GB/s",
-            "of the copy",
-            "TE, GB/s",
-            "of the copy",
-            "statistics, GB/s",
-            "of the copy",
-        )
-        out += [table(head, rows), ""]
+        title = f"Casts of {' x '.join(map(str, found['shape']))} BF16 into memory that is there, to a new tensor"
+        columns = [f"{way}GB/s | of the copy" for way in ("", "new, ", "TE, ", "statistics, ")]
+        out += _told(f"{title} by us and by TE, and with statistics", " | ".join(["cast", *columns]), rows)
+    head = "way | ms | TFLOP/s | faster than BF16"
     if found := results.get("gemms"):
-        rows = [
-            [*row, found["by"].get(row[0]), number(found["relative_error"].get(row[0]), 2)] for row in _faster(found)
-        ]
-        out += [f"GEMMs of {found['n']} cubed, operands quantized before:\n"]
-        out += [table(["GEMM", "ms", "TFLOP/s", "faster than BF16", "by", "relative error"], rows), ""]
-    for name, title in (
-        ("linear", "A linear, forward and backward"),
-        ("layer", "A Llama-8B layer, forward and backward"),
-    ):
+        errors = found["relative_error"]
+        rows = [[*row, found["by"].get(row[0]), number(errors.get(row[0]), 2)] for row in _faster(found)]
+        title = f"GEMMs of {found['n']} cubed, operands quantized before"
+        out += _told(title, f"{head} | by | relative error", rows)
+    for name, title in {"linear": "A linear", "layer": "A Llama-8B layer"}.items():
         if found := results.get(name):
             rows = [*_faster(found), *([case, None, None, why] for case, why in found["left_out"].items())]
-            out += [
-                f"{title}, {found['tokens']} tokens:\n",
-                table(["way", "ms", "TFLOP/s", "faster than BF16"], rows),
-                "",
-            ]
-    return "\n".join(out).strip()
+            out += _told(f"{title}, forward and backward, {found['tokens']} tokens", head, rows)
+    return out
 
 
 # Measure -> what its weights are pushed into.
 INTO = {"8B": "FP8 blocks of 128x128 with FP32 scales", "8B in NVFP4": "NVFP4, in ModelOpt's layout"}
 
 
-def refit(results: dict[str, Any]) -> str:
+def refit(results: dict[str, Any]) -> list[str]:
     """Return every way as a share of the copy, and whether all wrote the same."""
-    return "\n".join(_pushed(results[name], into) for name, into in INTO.items() if results.get(name))
+    out = []
+    for name, found in ((name, results[name]) for name in INTO if results.get(name)):
+        copy, prints = found["ways"]["copy"].get("ms"), found.get("fingerprints", {})
+        odd = [way for way, text in prints.items() if text != next(iter(prints.values()))]
+        rows = []
+        for way, times in found["ways"].items():
+            speed = _speed(found, {"ms": times.get("ms")}, copy)
+            rows.append([way, times.get("error") or number(times["ms"]), *speed, number(times.get("graph_ms"))])
+        same = f"{', '.join(prints)} wrote the same codes and scales"
+        said = f"Other codes or scales: {', '.join(odd)}" if odd else same
+        title = f"{found['bytes'] / 1e9:.1f} GB of BF16 weights, pushed into {INTO[name]} ({said})"
+        out += _told(title, "way | ms | GB/s of BF16 | of the copy | as a graph, ms", rows)
+    return out
 
 
-def _pushed(found: dict[str, Any], into: str) -> str:
-    copy, prints = found["ways"]["copy"].get("ms"), found.get("fingerprints", {})
-    first = next(iter(prints.values()), None)
-    odd = [name for name, text in prints.items() if text != first]
-    rows = [
-        [
-            name,
-            way.get("error") or number(way["ms"]),
-            *_speed(found, {"ms": way.get("ms")}, copy),
-            number(way.get("graph_ms")),
-        ]
-        for name, way in found["ways"].items()
-    ]
-    said = (
-        f"{', '.join(prints)} wrote the same codes and scales."
-        if not odd
-        else f"Other codes or scales: {', '.join(odd)}."
-    )
-    head = f"{found['bytes'] / 1e9:.1f} GB of BF16 weights, pushed into {into}. {said}\n"
-    return "\n".join([head, table(["way", "ms", "GB/s of BF16", "of the copy", "as a graph, ms"], rows)])
-
-
-def train(results: dict[str, Any]) -> str:
+def train(results: dict[str, Any]) -> list[str]:
     """Return time, memory and loss of each case, beside BF16."""
     out = []
     for shape in dict.fromkeys(name.partition(": ")[0] for name in results):
-        cases = {
-            name.partition(": ")[2]: found
-            for name, found in results.items()
-            if name.startswith(shape) and found.get("losses")
-        }
+        named = [(name.partition(": ")[2], found) for name, found in results.items() if name.startswith(shape)]
+        cases = {case: found for case, found in named if found.get("losses")}
         times = {case: median(found["ms"][min(20, len(found["ms"]) // 2) :]) for case, found in cases.items()}
         rows = []
         for case, found in cases.items():
-            losses, base = found["losses"], cases.get("bf16", {}).get("losses", [])
-            gaps = [abs(a - b) for a, b in zip(losses, base, strict=False)]
-            memory = [f"{found[key] / 2**30:.1f}" for key in ("memory_built", "memory_peak")]
-            speed = [
-                number(times[case]),
-                number(found["flops"] / times[case] / 1e9),
-                _ratio(times.get("bf16"), times[case]),
-            ]
-            loss = [f"{mean(losses[-max(1, len(losses) // 10) :]):.4f}", f"{mean(gaps):.4f}" if gaps else None]
-            rows.append([case, *speed, *memory, len(losses), *loss, found["fp8_weights"]])
+            losses, ms = found["losses"], times[case]
+            gaps = [abs(a - b) for a, b in zip(losses, cases.get("bf16", {}).get("losses", []), strict=False)]
+            rows.append([case, number(ms), number(found["flops"] / ms / 1e9), _ratio(times.get("bf16"), ms)])
+            rows[-1] += [f"{found[key] / 2**30:.1f}" for key in ("memory_built", "memory_peak")]
+            rows[-1] += [len(losses), f"{mean(losses[-max(1, len(losses) // 10) :]):.4f}"]
+            rows[-1] += [f"{mean(gaps):.4f}" if gaps else None, found["fp8_weights"]]
         if rows:
             some = next(iter(cases.values()))
-            out += [f"{shape}: {some['parameters']:,} parameters, {some['tokens']:,} tokens a step:\n"]
-            head = [
-                "case",
-                "ms a step",
-                "TFLOP/s",
-                "faster than BF16",
-                "GiB built",
-                "GiB peak",
-                "steps",
-                "loss, last tenth",
-            ]
-            out += [table([*head, "from BF16's, mean", "FP8 weights"], rows), ""]
-    return "\n".join(out).strip()
+            title = f"{shape}: {some['parameters']:,} parameters, {some['tokens']:,} tokens a step"
+            head = "case | ms a step | TFLOP/s | faster than BF16 | GiB built | GiB peak | steps | loss, last tenth"
+            out += _told(title, f"{head} | from BF16's, mean | FP8 weights", rows)
+    return out
 
 
 TELL = {"conformance": conformance, "kernels": kernels, "refit": refit, "train": train}
@@ -265,17 +211,23 @@ def _faster(found: dict[str, Any]) -> list[list[Any]]:
     return rows
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table in Markdown; a column of numbers is right-aligned, and what is None is left empty."""
+def _told(title: str, head: str, rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the lines of a table and of the sentence above it."""
+    return [f"{title}:\n", table(head, rows), ""]
+
+
+def table(head: str, rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table in Markdown beneath the cells of ``head``; a column of numbers is right-aligned, and what is None
+    is left empty."""
     cells = [
         ["" if c is None else f"{c:,}" if isinstance(c, int) else " ".join(str(c).split())[:160] for c in row]
         for row in rows
     ]
     numeric = [
-        all(row[i].rstrip("%x").replace(",", "").replace(".", "").isdigit() for row in cells if row[i])
-        for i in range(len(head))
+        all(cell.rstrip("%x").replace(",", "").replace(".", "").isdigit() for cell in column if cell)
+        for column in zip(*cells, strict=True)
     ]
-    lines = [f"| {' | '.join(head)} |", "|" + "|".join("---:" if n else "---" for n in numeric) + "|"]
+    lines = [f"| {head} |", "|" + "|".join("---:" if n else "---" for n in numeric) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
 
 

@@ -5,9 +5,9 @@ and its GEMMs are the real ones. All cases of a shape begin with the same weight
 random graph in which every token has four successors of unequal chances, which a model learns the longer the better.
 
 It is NeMo's path without NeMo and Lightning: the contract is written into Megatron's three configs by the table that
-renders Megatron-LM's command line, and checked as the plugin checks it. ``FP8 weights`` are FP8 primary weights, which
-the distributed optimizer gathers as bytes; on one GPU there is nobody to gather from, so what shows is memory and the
-cost of casting.
+renders verl's and SkyRL's overrides of them, and checked as the plugin checks it. ``FP8 weights`` are FP8 primary
+weights, which the distributed optimizer gathers as bytes; on one GPU there is nobody to gather from, so what shows is
+memory and the cost of casting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import dataclasses
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,7 @@ import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.render.megatron import FLAGS
-from nemo_fp8.render.nemo import to_nemo
+from nemo_fp8.render.overrides import to_overrides
 from nemo_fp8.render.te import te_environment
 
 from .measuring import CONTRACTS, Run, Skipped
@@ -52,32 +50,24 @@ class Shape:
         return 6 * weights * self.sequence * self.batch
 
 
-def _model(
-    layers: int, hidden: int, ffn: int, heads: int, groups: int, channels: int, experts: int = 0, topk: int = 0
-) -> dict[str, Any]:
+def _model(layers: int, hidden: int, ffn: int, heads: int, groups: int, channels: int) -> dict[str, Any]:
     sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads}
-    sizes |= {"num_query_groups": groups, "kv_channels": channels}
-    router = {
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 1e-3,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    router |= {
-        "num_moe_experts": experts,
-        "moe_router_topk": topk,
-        "moe_ffn_hidden_size": ffn,
-        "moe_grouped_gemm": True,
-    }
-    return sizes | (router if experts else {})
+    return sizes | {"num_query_groups": groups, "kv_channels": channels}
+
+
+def _experts(model: dict[str, Any], experts: int, topk: int) -> dict[str, Any]:
+    router = {"num_moe_experts": experts, "moe_router_topk": topk, "moe_ffn_hidden_size": model["ffn_hidden_size"]}
+    router |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3}
+    return model | router | {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
 
 
 SHAPES = {
     "llama": Shape(_model(4, 4096, 14336, 32, 8, 128)),  # Llama-3.1-8B's layers
-    "moe": Shape(_model(2, 2048, 768, 32, 4, 128, 128, 8)),  # Qwen3-30B-A3B's
+    "moe": Shape(_experts(_model(2, 2048, 768, 32, 4, 128), 128, 8)),  # Qwen3-30B-A3B's
 }
 SMALL = {
     "llama": Shape(_model(2, 128, 256, 4, 2, 32), 512, 64),
-    "moe": Shape(_model(2, 128, 128, 4, 2, 32, 4, 2), 512, 64),
+    "moe": Shape(_experts(_model(2, 128, 128, 4, 2, 32), 4, 2), 512, 64),
 }
 STEPS, WARM_UP, RATE = 200, 20, 3e-4
 CHANCES = torch.tensor([0.5, 0.25, 0.15, 0.1])  # of a token's four successors
@@ -110,42 +100,32 @@ def configs(precision: Precision, shape: Shape) -> tuple[Any, Any, Any]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
 
-    given, settings = to_nemo(precision), defaultdict(dict)
-    for flag in FLAGS.values():
-        if flag.nemo in given:
-            for target in flag.core:
-                config, field = target.split(".")
-                settings[config][field] = (
-                    given[flag.nemo] == flag.value if flag.nemo == "precision" else given[flag.nemo]
-                )
-    model = TransformerConfig(
+    kinds = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    settings = to_overrides(precision, {kind.__name__: kind.__name__ for kind in kinds})
+
+    def config(kind: Any, **own: Any) -> Any:
+        said = ((*key.split("."), value) for key, value in settings.items())
+        return kind(**own, **{field: value for name, field, value in said if name == kind.__name__})
+
+    dtype = {"bf16": True, "params_dtype": torch.bfloat16}
+    model = config(
+        TransformerConfig,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
         bias_activation_fusion=True,
         bias_dropout_fusion=True,
         apply_rope_fusion=True,
+        **dtype,
         **shape.model,
-        **settings["TransformerConfig"],
     )
-    ddp = {"use_distributed_optimizer": True, "check_for_nan_in_grad": False} | settings[
-        "DistributedDataParallelConfig"
-    ]
-    adam = {
-        "optimizer": "adam",
-        "lr": RATE,
-        "weight_decay": 0.1,
-        "adam_beta2": 0.95,
-        "clip_grad": 1.0,
-        "params_dtype": torch.bfloat16,
-    }
-    adam |= {"use_distributed_optimizer": True} | settings["OptimizerConfig"]
-    return model, DistributedDataParallelConfig(**ddp), OptimizerConfig(**adam)
+    ddp = config(DistributedDataParallelConfig, use_distributed_optimizer=True, check_for_nan_in_grad=False)
+    adam = {"optimizer": "adam", "lr": RATE, "weight_decay": 0.1, "adam_beta2": 0.95, "clip_grad": 1.0}
+    return model, ddp, config(OptimizerConfig, use_distributed_optimizer=True, **adam, **dtype)
 
 
 def train(run: Run, precision: Precision, shape: Shape) -> None:
@@ -169,13 +149,7 @@ def train(run: Run, precision: Precision, shape: Shape) -> None:
     except PrecisionError as refused:
         raise Skipped(" ".join(str(refused).split())) from None
     walks = tokens(shape)[: 4 if run.small else STEPS]
-    run.found = found = {
-        "engine": engine,
-        "tokens": shape.sequence * shape.batch,
-        "flops": shape.flops,
-        "losses": [],
-        "ms": [],
-    }
+    run.found = found = {"engine": engine, "tokens": shape.sequence * shape.batch, "flops": shape.flops, "ms": []}
     torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1234)  # every case draws the same weights

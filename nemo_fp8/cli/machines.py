@@ -92,7 +92,7 @@ def lint(
     wrong = worst(findings) == "error"
     rows = (
         audit(shapes, Precision.from_dict(settings), layout)
-        if shapes and not any(f.code == "contract" for f in findings)
+        if shapes and not any(f.code.startswith("contract") for f in findings)
         else []
     )
     if as_json:

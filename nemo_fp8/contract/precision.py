@@ -29,6 +29,7 @@ from typing import Any
 
 from nemo_fp8.contract.operands import BLOCK, FOUR_BIT_BLOCK, GEMMS, MX_BLOCK, ROLES, ROLLOUT_BLOCKS, Operand
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.findings import finding
 
 COMPUTE_DTYPES = ("bf16", "fp16", "fp32")
 FORMATS = ("hybrid", "e4m3", "e2m1")
@@ -64,18 +65,6 @@ _COUNTS = {
     "hysteresis": 1,
 }
 _FACTORS = ("loss_scale", "initial_loss_scale", "min_loss_scale")
-_FLAGS = (
-    "wgrad",
-    "attention",
-    "multi_head_attention",
-    "fp8_param",
-    "hadamard",
-    "stochastic_rounding",
-    "row_scaled",
-    "strict",
-    "deep_gemm",
-    "importance_sampling",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,11 +354,8 @@ class Precision:
 
         ``layer`` is the number of its decoder layer out of ``layers``; without both, only the name counts.
         """
-        if (
-            layer is not None
-            and layers is not None
-            and (layer < self.first_layers or layer >= layers - self.last_layers)
-        ):
+        first, last = self.first_layers, self.last_layers
+        if layer is not None and layers is not None and not first <= layer < layers - last:
             return True
         return any(_matches(pattern, module) for pattern in self.keep)
 
@@ -483,7 +469,7 @@ def _wrong_values(p: Precision) -> Iterator[Problem]:
         value = getattr(p, name)
         if not isinstance(value, str | None) or value not in choices:
             yield unknown(name, value, [c for c in choices if c is not None])
-    for name in _FLAGS:
+    for name in (f.name for f in fields(p) if f.type == "bool"):
         if not isinstance(getattr(p, name), bool):
             yield _invalid(p, name, "true or false", "Write true or false.")
     for name, least in _COUNTS.items():
@@ -551,165 +537,35 @@ def _invalid(p: Precision, name: str, expected: str, remedy: str) -> Problem:
 
 
 def _contradictions(p: Precision) -> Iterator[Problem]:
-    """Yield a problem for settings that exclude each other. Each row: the condition, then what, why and remedy."""
-    fp8_rollout = p.rollout == "fp8"
-    four_bits = p.scaling == "nvfp4"
-    rows = (
-        (
-            (p.format is None) != (p.scaling is None),
-            f"format={p.format!r} with scaling={p.scaling!r}.",
-            "FP8 needs an element type and a way to find its scales; without FP8 there is neither.",
-            "Set both (format='hybrid', scaling='blockwise'), or leave both out.",
-        ),
-        (
-            p.format is not None and p.scaling is not None and (p.format == "e2m1") != four_bits,
-            f"format={p.format!r} with scaling={p.scaling!r}.",
-            "E2M1 elements have NVFP4's two levels of scales, and no other element has them.",
-            "Set format='e2m1' and scaling='nvfp4', or format='hybrid' and an FP8 scaling.",
-        ),
-        (
-            four_bits and p.compute != "bf16",
-            f"scaling='nvfp4' with compute={p.compute!r}.",
-            "TransformerEngine's NVFP4 casts take BF16 values (its Hadamard transform takes no others).",
-            "Set compute='bf16'.",
-        ),
-        (
-            four_bits and p.fp8_param,
-            "fp8_param=True with scaling='nvfp4'.",
-            "Neither NeMo 2.7.3 nor Megatron-Bridge 0.3.1 has a setting for primary weights in FP4.",
-            "Set fp8_param=False: weights stay in BF16 and are cast for each global batch.",
-        ),
-        (
-            four_bits and not p.wgrad,
-            "wgrad=False with scaling='nvfp4'.",
-            "TransformerEngine has no NVFP4 recipe whose weight gradient alone stays in the compute dtype.",
-            "Set wgrad=True, or backward='high_precision'.",
-        ),
-        (
-            four_bits and p.four_over_six in ("activations", "all") and p.hadamard,
-            f"four_over_six={p.four_over_six!r} with hadamard=True.",
-            "TransformerEngine has no kernel that chooses between two scales and transforms.",
-            "Set hadamard=False, or four_over_six='weights'.",
-        ),
-        (
-            p.scaling == "delayed" and (p.backward != "quantized" or p.backward_scaling is not None),
-            f"backward={p.backward!r}, backward_scaling={p.backward_scaling!r} with delayed scaling.",
-            "TransformerEngine refuses to override the backward of delayed scaling, whose scales come from it.",
-            "Set scaling='tensorwise', or backward='quantized' and backward_scaling=None.",
-        ),
-        (
-            not p.is_quantized and (p.backward != "quantized" or p.backward_scaling is not None),
-            f"backward={p.backward!r}, backward_scaling={p.backward_scaling!r} without a format.",
-            "Nothing is quantized in the forward, so there is nothing that the backward could do otherwise.",
-            "Set format and scaling, or leave both out.",
-        ),
-        (
-            p.backward != "quantized" and p.backward_scaling is not None,
-            f"backward={p.backward!r} with backward_scaling={p.backward_scaling!r}.",
-            "A backward in the compute dtype quantizes nothing.",
-            "Set backward='quantized', or leave backward_scaling out.",
-        ),
-        (
-            bool(p.modules) and not (p.is_quantized or p.rolls_out_quantized),
-            "modules without a format.",
-            "The rules take modules out of the contract's recipe, or give them another one, and there is none: "
-            "Megatron applies rules only where a layer is quantized already.",
-            "Set format and scaling to those of most modules.",
-        ),
-        (
-            bool(p.modules) and p.scaling == "delayed",
-            "modules with delayed scaling.",
-            "Megatron reduces the amaxes of delayed scaling for all layers at once.",
-            "Set scaling='tensorwise', or leave modules out.",
-        ),
-        (
-            (p.rollout == "nvfp4") != (p.rollout_block == "1x16"),
-            f"rollout={p.rollout!r} with rollout_block={p.rollout_block!r}.",
-            "NVFP4 has a scale for 16 values in a row, and nothing else has.",
-            "Set rollout='nvfp4' and rollout_block='1x16', or another of both.",
-        ),
-        (
-            p.rollout == "nvfp4" and p.activation_scheme == "static",
-            "activation_scheme='static' with rollout='nvfp4'.",
-            "Rollouts find the FP32 scale of NVFP4 activations for each token.",
-            "Set activation_scheme='dynamic', or 'none' for activations in the compute dtype.",
-        ),
-        (
-            fp8_rollout and p.activation_scheme == "none",
-            f"activation_scheme='none' with rollout={p.rollout!r}.",
-            "FP8 rollouts choose by the machine whether activations are quantized; only NVFP4's checkpoints say it.",
-            "Set activation_scheme='dynamic'; a machine without FP8 units leaves activations as they are.",
-        ),
-        (
-            p.fp8_param and not p.is_fp8,
-            "fp8_param=True without FP8.",
-            "Primary weights are kept in the format of the FP8 GEMMs, and this contract has none.",
-            "Set format and scaling, or fp8_param=False.",
-        ),
-        (
-            p.fp8_param and p.compute == "fp32",
-            "fp8_param=True with compute='fp32'.",
-            "Megatron's distributed optimizer keeps FP8 weights only beside BF16 or FP16 parameters.",
-            "Set compute='bf16', or fp8_param=False.",
-        ),
-        (
-            (p.attention or p.multi_head_attention) and not p.is_fp8,
-            "FP8 attention without FP8.",
-            "Attention takes its scales from the FP8 recipe, and this contract has none.",
-            "Set format and scaling, or attention=False and multi_head_attention=False.",
-        ),
-        (
-            (p.attention or p.multi_head_attention) and p.scaling == "blockwise",
-            "FP8 attention with blockwise scaling.",
-            "TransformerEngine's Float8BlockScaling refuses fp8_dpa and fp8_mha.",
-            "Set attention=False and multi_head_attention=False, or scaling='tensorwise'.",
-        ),
-        (
-            p.scaling == "delayed" and (p.first_layers > 0 or p.last_layers > 0),
-            f"first_layers={p.first_layers}, last_layers={p.last_layers} with delayed scaling.",
-            "Megatron cannot leave single layers out of delayed scaling, whose amaxes are reduced for all layers at "
-            "once.",
-            "Set scaling='tensorwise' or 'blockwise', or first_layers=0 and last_layers=0.",
-        ),
-        (
-            p.scaling == "mxfp8" and "fp32" in (p.weight_scale, p.activation_scale),
-            "FP32 scales with mxfp8.",
-            "An MX scale is one E8M0 exponent byte: a power of two by definition.",
-            "Set weight_scale='pow2' and activation_scale='pow2', or scaling='blockwise'.",
-        ),
-        (
-            p.scaling == "delayed" and not fp8_rollout and "pow2" in (p.weight_scale, p.activation_scale),
-            "Power-of-2 scales with delayed scaling.",
-            "TransformerEngine's delayed scaling knows FP32 scales only, and there is no FP8 rollout that they could "
-            "be meant for.",
-            "Set weight_scale='fp32' and activation_scale='fp32', or scaling='tensorwise'.",
-        ),
-        (
-            fp8_rollout and p.rollout_block == "1x32" and "fp32" in (p.weight_scale, p.activation_scale),
-            "FP32 scales with rollout_block='1x32'.",
-            "1x32 is the MX block, whose scale is one E8M0 exponent byte.",
-            "Set weight_scale='pow2' and activation_scale='pow2', or rollout_block='128x128'.",
-        ),
-        (
-            fp8_rollout and p.activation_scheme == "static" and p.rollout_block != "tensor",
-            f"activation_scheme='static' with rollout_block={p.rollout_block!r}.",
-            "vLLM scales activations of block-quantized layers for each token; calibrated scales go with one scale a "
-            "tensor.",
-            "Set activation_scheme='dynamic', or rollout_block='tensor'.",
-        ),
-        (
-            p.deep_gemm and not (fp8_rollout and p.rollout_block == "128x128"),
-            "deep_gemm=True without an FP8 rollout in 128x128 blocks.",
-            "DeepGEMM holds kernels for FP8 with 128x128 weight blocks only.",
-            "Set rollout='fp8' and rollout_block='128x128', or deep_gemm=False.",
-        ),
-        (
-            p.initial_loss_scale < p.min_loss_scale,
-            f"initial_loss_scale={p.initial_loss_scale} is below min_loss_scale={p.min_loss_scale}.",
-            "Dynamic loss scaling would start under its own floor.",
-            "Raise initial_loss_scale, or lower min_loss_scale.",
-        ),
-    )
-    for wrong, what, why, remedy in rows:
-        if wrong:
-            yield Problem(what, why, remedy)
+    """Yield a problem for settings that exclude each other. Each row: the finding, and whether it holds."""
+    delayed, four_bits, fp8_rollout = p.scaling == "delayed", p.scaling == "nvfp4", p.rollout == "fp8"
+    scales, attention = (p.weight_scale, p.activation_scale), p.attention or p.multi_head_attention
+    own_backward = p.backward != "quantized" or p.backward_scaling is not None
+    rows = {
+        "contract-format-without-scaling": (p.format is None) != (p.scaling is None),
+        "contract-e2m1": p.format is not None and p.scaling is not None and (p.format == "e2m1") != four_bits,
+        "contract-nvfp4-compute": four_bits and p.compute != "bf16",
+        "contract-nvfp4-param": four_bits and p.fp8_param,
+        "contract-nvfp4-wgrad": four_bits and not p.wgrad,
+        "contract-four-over-six": four_bits and p.four_over_six in ("activations", "all") and p.hadamard,
+        "contract-backward-delayed": delayed and own_backward,
+        "contract-backward-unquantized": not p.is_quantized and own_backward,
+        "contract-backward-twice": p.backward != "quantized" and p.backward_scaling is not None,
+        "contract-modules-unquantized": p.modules and not (p.is_quantized or p.rolls_out_quantized),
+        "contract-modules-delayed": p.modules and delayed,
+        "contract-rollout-block": (p.rollout == "nvfp4") != (p.rollout_block == "1x16"),
+        "contract-static-nvfp4": p.rollout == "nvfp4" and p.activation_scheme == "static",
+        "contract-activations-none": fp8_rollout and p.activation_scheme == "none",
+        "contract-param-without-fp8": p.fp8_param and not p.is_fp8,
+        "contract-param-fp32": p.fp8_param and p.compute == "fp32",
+        "contract-attention-without-fp8": attention and not p.is_fp8,
+        "contract-attention-blockwise": attention and p.scaling == "blockwise",
+        "contract-layers-delayed": delayed and (p.first_layers > 0 or p.last_layers > 0),
+        "contract-mxfp8-scales": p.scaling == "mxfp8" and "fp32" in scales,
+        "contract-delayed-scales": delayed and not fp8_rollout and "pow2" in scales,
+        "contract-mx-rollout-scales": fp8_rollout and p.rollout_block == "1x32" and "fp32" in scales,
+        "contract-static-blocks": fp8_rollout and p.activation_scheme == "static" and p.rollout_block != "tensor",
+        "contract-deep-gemm": p.deep_gemm and not (fp8_rollout and p.rollout_block == "128x128"),
+        "contract-loss-scale": p.initial_loss_scale < p.min_loss_scale,
+    }
+    yield from (finding(code, **vars(p)) for code, wrong in rows.items() if wrong)

@@ -4,13 +4,13 @@ Megatron, NeMo and Bridge make TE's recipes without arguments, so that these var
 scales, blocks and casts a recipe has. TE reads them once, when its recipes are imported, as the defaults of a recipe's
 fields. A row says which contract fields a variable carries, and the word for each value; the first value is what TE
 takes if the variable is not set. A contract with rules by module needs the variables of every recipe that its modules
-have. Renderers write and read the rows, and lint compares the environment with them. ``late_variables`` and
-``unread_variables`` compare it with what an imported TransformerEngine has read. Standard library only.
+have. Renderers write the rows and read them (``render/env.py``), lint compares the environment with them, and
+``late_variables`` and ``unread_variables`` with what an imported TransformerEngine has read. Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -69,8 +69,11 @@ def _switch(off: Any, on: Any) -> dict[Any, str | None]:
 SCALE_FIELDS = ("weight_scale", "activation_scale")
 FP32_BLOCK_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 _SCOPES: dict[Any, str | None] = {scope: scope for scope in ("none", "weights", "activations", "all")}
-_FOUR_BITS = ("nvfp4",)
-_NVFP4 = "NVFP4BlockScaling"
+
+
+def _four_bits(field: str, contract: str, says: str, words: Mapping[Any, str | None]) -> Variable:
+    return Variable(("nvfp4",), "NVFP4BlockScaling", field, (contract,), says, words)
+
 
 VARIABLES: dict[str, Variable] = {
     FP32_BLOCK_SCALES: Variable(
@@ -89,55 +92,37 @@ VARIABLES: dict[str, Variable] = {
         "gives tensorwise power-of-2 scales in place of FP32",
         _switch("fp32", "pow2"),
     ),
-    "NVTE_NVFP4_DISABLE_RHT": Variable(
-        _FOUR_BITS, _NVFP4, "disable_rht", ("hadamard",), "leaves out the Hadamard transform", _switch(True, False)
+    "NVTE_NVFP4_DISABLE_RHT": _four_bits(
+        "disable_rht", "hadamard", "leaves out the Hadamard transform", _switch(True, False)
     ),
-    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": Variable(
-        _FOUR_BITS,
-        _NVFP4,
-        "disable_stochastic_rounding",
-        ("stochastic_rounding",),
-        "rounds gradients to the nearest",
-        _switch(True, False),
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": _four_bits(
+        "disable_stochastic_rounding", "stochastic_rounding", "rounds gradients to the nearest", _switch(True, False)
     ),
-    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": Variable(
-        _FOUR_BITS,
-        _NVFP4,
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": _four_bits(
         "disable_2d_quantization",
-        ("weight_block",),
+        "weight_block",
         "quantizes weights in 1x16 blocks in place of 16x16",
         _switch("16x16", "1x16"),
     ),
-    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": Variable(
-        _FOUR_BITS,
-        _NVFP4,
-        "row_scaled_activation",
-        ("row_scaled",),
-        "gives each row of an input a scale of its own",
-        _switch(False, True),
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": _four_bits(
+        "row_scaled_activation", "row_scaled", "gives each row of an input a scale of its own", _switch(False, True)
     ),
-    "NVTE_NVFP4_4OVER6": Variable(
-        _FOUR_BITS, _NVFP4, "nvfp4_4over6", ("four_over_six",), "chooses between two scales for a block", _SCOPES
-    ),
-    "NVTE_NVFP4_4OVER6_E4M3_USE_256": Variable(
-        _FOUR_BITS,
-        _NVFP4,
+    "NVTE_NVFP4_4OVER6": _four_bits("nvfp4_4over6", "four_over_six", "chooses between two scales for a block", _SCOPES),
+    "NVTE_NVFP4_4OVER6_E4M3_USE_256": _four_bits(
         "nvfp4_4over6_e4m3_use_256",
-        ("four_over_six_bound_256",),
+        "four_over_six_bound_256",
         "bounds the scales of such blocks by 256",
         {"all": "all"} | _SCOPES,
     ),
-    "NVTE_NVFP4_4OVER6_ERR_MODE": Variable(
-        _FOUR_BITS,
-        _NVFP4,
+    "NVTE_NVFP4_4OVER6_ERR_MODE": _four_bits(
         "nvfp4_4over6_err_mode",
-        ("four_over_six_error",),
+        "four_over_six_error",
         "chooses between two scales by this error",
         {"mae": "MAE", "mse": "MSE"},
     ),
     "NVTE_BACKWARD_OVERRIDE": Variable(
         ("tensorwise", "blockwise", "mxfp8", "nvfp4"),
-        _NVFP4,
+        "NVFP4BlockScaling",
         "backward_override",
         ("backward",),
         "runs backward in the compute dtype, on the forward's codes (dequantized) or on what they were made from "
@@ -184,42 +169,6 @@ def te_environment(p: Precision) -> dict[str, str]:
 def _matters(variable: Variable, p: Precision) -> bool:
     """Return whether a variable has an effect: those of 4 over 6 have none where no tensor has two scales to choose."""
     return p.four_over_six != "none" or not variable.field.startswith("nvfp4_4over6_")
-
-
-def fields_from_environment(
-    scaling: str | None, environment: Mapping[str, str], by_rule: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Return the contract fields that variables set for a recipe; those that are not set are left out.
-
-    ``by_rule`` are the other recipes, those that rules give to single modules. Their scales follow from the recipe.
-    Raises PrecisionError for a value that TransformerEngine would refuse, or take for off without a word, and for
-    scales that no rule can say.
-    """
-    fields: dict[str, Any] = {}
-    own = variables_of(scaling)
-    others = {name: (variable, recipe) for recipe in by_rule for name, variable in variables_of(recipe).items()}
-    for name, variable in (own | {name: variable for name, (variable, _) in others.items()}).items():
-        if name not in environment:
-            continue
-        value = str(environment[name])
-        meanings = {word: meaning for meaning, word in variable.words.items() if word is not None}
-        if value not in meanings:
-            raise PrecisionError(
-                f"{name}={value!r}.",
-                "TransformerEngine takes '1' for on and everything else for off."
-                if "1" in meanings
-                else "TransformerEngine refuses every other word.",
-                f"Set {name} to {' or '.join(map(repr, sorted(meanings)))}.",
-            )
-        if name in own or variable.contract != SCALE_FIELDS:
-            fields |= dict.fromkeys(variable.contract, meanings[value])
-        elif value != variable.default:
-            raise PrecisionError(
-                f"{name}={value!r} with {others[name][1]} scaling by a rule for modules.",
-                f"A rule names a recipe alone, and the scales of this one are {next(iter(variable.words))} then.",
-                f"Set {name} to {variable.default!r}, or make {others[name][1]} the scaling of the whole model.",
-            )
-    return fields
 
 
 # ---------------------------------------------------------------------- what an imported TransformerEngine has read

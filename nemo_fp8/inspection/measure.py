@@ -28,8 +28,9 @@ import torch
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.inspection.loss import BLOCKS, Loss
-from nemo_fp8.models.names import Place, decoder, outside, place
+from nemo_fp8.models.names import Place, place
 from nemo_fp8.models.selection import contract_of, why_kept
+from nemo_fp8.models.units import decoder, outside
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.quantize import quantize
 from nemo_fp8.numerics.scales import amax_of, delayed_scale

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.models.governed import Governed
 from nemo_fp8.models.layout import Parallel
-from nemo_fp8.models.selection import KEEP, Kept, all_names, contract_of, why_kept_by_name
+from nemo_fp8.models.selection import KEEP, Kept, contract_of, why_kept_by_name
 from nemo_fp8.models.shapes import Linear, Model
+from nemo_fp8.models.spellings import all_names
 from nemo_fp8.models.stored import contract_of_linear, stored
 
 

@@ -30,8 +30,7 @@ from functools import lru_cache
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.models.families import EXPERTS, HUGGING_FACE, held_as_one, in_hugging_face
-from nemo_fp8.models.names import names_what_is_kept_anyway
-from nemo_fp8.models.selection import all_names
+from nemo_fp8.models.spellings import all_names, names_what_is_kept_anyway
 
 _OTHERS = "other linears of "
 _NUMBER = re.compile(r"\d+")

@@ -11,12 +11,17 @@ The *unit* is what can be kept in the compute dtype on its own: Q, K and V are o
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from nemo_fp8.models.families import OUTSIDE, WORDS
+from nemo_fp8.moved import renamed
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    _TO_UNITS = {name: f"nemo_fp8.models.units.{name}" for name in ("decoder", "outside")}
+    _TO_SPELLINGS = {"names_what_is_kept_anyway": "nemo_fp8.models.spellings.names_what_is_kept_anyway"}
+    __getattr__ = renamed(__name__, _TO_UNITS | _TO_SPELLINGS)
 
 _LAYER = re.compile(r"^(?P<container>(?:.*?\.)?(?:layers|h|blocks|block|layer))\.(?P<layer>\d+)\.(?P<tail>.+)$")
 _ROUTED = re.compile(r"(^|\.)experts(\.|$)")
@@ -69,30 +74,3 @@ def _linear(tail: str) -> tuple[str, str]:
         "mlp.shared_experts" if _SHARED.search(tail) else "mlp" if unit.startswith("linear_fc") else "self_attention"
     )
     return role, f"{block}.{unit}"
-
-
-def names_what_is_kept_anyway(pattern: str) -> bool:
-    """Return whether a pattern of ``keep`` names what no contract quantizes: norms, embeddings, routers, the head.
-
-    A pattern that may name linears, too, does not: ``re:norm|in_proj``, ``*.feed_forward.gate*``.
-    """
-    ways = pattern.removeprefix("re:").split("|") if pattern.startswith("re:") else [pattern]
-    if pattern.endswith("*"):
-        begun = pattern.strip("*.").rpartition(".")[2]
-        if any(word.startswith(begun) for word in WORDS):
-            return False
-    return all(place(way.strip("*.()^$")).kept != "" for way in ways)
-
-
-def decoder(places: Iterable[Place], sizes: Mapping[str, int]) -> str:
-    """Return the container with the most weights: the decoder, whose layers first_layers and last_layers count."""
-    weights: Counter[str] = Counter()
-    for p in places:
-        if p.container and not p.kept:
-            weights[p.container] += sizes[p.module]
-    return weights.most_common(1)[0][0] if weights else ""
-
-
-def outside(p: Place) -> Place:
-    """Return a place in another stack of layers (a vision tower) as one outside of the decoder."""
-    return p if p.kept else Place(p.module, p.role, p.module, tail=p.module)

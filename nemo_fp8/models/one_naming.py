@@ -22,8 +22,7 @@ from collections.abc import Iterator, Sequence
 from nemo_fp8.contract import Precision
 from nemo_fp8.models.families import EXPERTS, HUGGING_FACE, fused_name, held_as_one, in_hugging_face
 from nemo_fp8.models.governed import layers_told_apart
-from nemo_fp8.models.names import names_what_is_kept_anyway
-from nemo_fp8.models.selection import all_names
+from nemo_fp8.models.spellings import all_names, names_what_is_kept_anyway
 
 _ROUTED = tuple(unit for unit in HUGGING_FACE if unit.startswith("mlp.experts."))
 

@@ -41,15 +41,14 @@ the compute dtype on that layout only; shares of experts are padded instead. Sta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.models.families import EXPERTS, fused_name, held_as_one, in_hugging_face
-from nemo_fp8.models.names import Place, place
+from nemo_fp8.models.names import place
+from nemo_fp8.models.spellings import all_names, names_in_an_engine
 from nemo_fp8.moved import renamed
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
@@ -58,7 +57,8 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
     __getattr__ = renamed(
         __name__,
         {name: f"nemo_fp8.models.units.{name}" for name in _TO_UNITS}
-        | {name: f"nemo_fp8.models.stored.{name}" for name in _TO_STORED},
+        | {name: f"nemo_fp8.models.stored.{name}" for name in _TO_STORED}
+        | {"outside_names": "nemo_fp8.models.spellings.outside_names"},
     )
 
 ALWAYS, LAYERS, KEEP, SHAPE, COMPUTE = "always", "layers", "keep", "shape", "compute"
@@ -157,11 +157,8 @@ def why_kept_by_name(
         if p.kept:
             return Kept(ALWAYS, p.kept)
     first, last = precision.first_layers, precision.last_layers
-    number = (
-        decoder_layer(names[0], counted=bool(layers is not None and (first or last)))
-        if isinstance(layer, str)
-        else layer
-    )
+    counted = layers is not None and bool(first or last)
+    number = decoder_layer(names[0], counted=counted) if isinstance(layer, str) else layer
     if number is None and side == "rollout":
         return Kept(ALWAYS, "by its name in vLLM it lies outside of the decoder, where training has no FP8 either")
     if layers is not None and number is not None and number >= layers:
@@ -190,18 +187,7 @@ def contract_of(precision: Precision, names: Sequence[str], experts: int = 0, si
     """
     if not precision.modules:
         return precision
-    return precision.of(_names_in_an_engine(names, experts) if side == "rollout" else all_names(names, experts))
-
-
-def _names_in_an_engine(names: Sequence[str], experts: int) -> tuple[str, ...]:
-    places = [place(name) for name in names]
-    units = {(p.layer, together) for p in places if p.layer is not None for together in held_as_one(p.unit)}
-    return (*names, *(name for layer, unit in sorted(units) for name in _names_of(layer, unit, experts)))
-
-
-def all_names(names: Sequence[str], experts: int = 0) -> tuple[str, ...]:
-    """Return names of linears that are stored as one matrix, and behind them every other name of these linears."""
-    return (*names, *_other_names([place(name) for name in names], experts))
+    return precision.of(names_in_an_engine(names, experts) if side == "rollout" else all_names(names, experts))
 
 
 def decoder_layer(name: str, *, counted: bool = False) -> int | None:
@@ -222,47 +208,6 @@ def decoder_layer(name: str, *, counted: bool = False) -> int | None:
             f"Set first_layers=0 and last_layers=0, and name the layers in keep, as in keep=('{at.container}.0.*',).",
         )
     return at.layer
-
-
-def _other_names(places: Iterable[Place], experts: int) -> Iterator[str]:
-    """Yield every name of the units that modules belong to."""
-    units = {(p.layer, p.unit) for p in places if p.unit and p.layer is not None}
-    return (name for layer, unit in sorted(units) for name in _names_of(layer, unit, experts))
-
-
-@lru_cache(maxsize=1 << 12)
-def _names_of(layer: int, unit: str, experts: int) -> tuple[str, ...]:
-    """Return the names of a unit, of all parts and all experts: Megatron's, Hugging Face's, and vLLM's for the whole.
-
-    ``unit`` is Megatron's name below the layer (``self_attention.linear_qkv``). Since the names of all of its parts are
-    tried, a pattern that names K keeps Q and V as well, in training and in rollout.
-    """
-    megatron, routed = f"decoder.layers.{layer}.", unit.startswith("mlp.experts.")
-    names = [megatron + unit]
-    for e in range(experts) if routed else (0,):
-        if routed:
-            names.append(megatron + unit.replace("experts.", f"experts.local_experts.{e}.", 1))
-        for words in EXPERTS if routed else EXPERTS[:1]:
-            parts = in_hugging_face(unit, words, e)
-            names += [f"model.layers.{layer}.{name}" for name in (*parts, *fused_name(parts))]
-    if not in_hugging_face(unit):  # one of no table has the same name below its layer everywhere
-        names += [f"{stack}.layers.{layer}.{unit}" for stack in ("model", "backbone")]
-    elif len(together := held_as_one(unit)) > 1 and not routed:
-        whole = fused_name(tuple(name for one in together for name in in_hugging_face(one)))
-        names += [f"model.layers.{layer}.{name}" for name in whole]
-    if routed:
-        names += [megatron + "mlp.experts", *(f"model.layers.{layer}.{words.block}.experts" for words in EXPERTS)]
-    return tuple(names)
-
-
-def outside_names(layers: Iterable[int]) -> Iterator[str]:
-    """Yield names of modules that no contract puts in FP8 (head, embedding, routers); patterns may match them."""
-    yield from ("lm_head", "output_layer", "embedding", "model.embed_tokens")
-    for layer in layers:
-        yield from (
-            f"decoder.layers.{layer}.mlp.router",
-            *(f"model.layers.{layer}.{words.block}.gate" for words in EXPERTS),
-        )
 
 
 # ---------------------------------------------------------------------- shapes

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -241,3 +242,20 @@ def _problem(unit: Unit, kept: Kept, precision: Precision) -> Problem:
         f"Add {names[0]!r} to keep=, or set strict=False.",
         "error" if precision.strict else "warning",
     )
+
+
+# ---------------------------------------------------------------------- the stacks of layers of a checkpoint
+
+
+def decoder(places: Iterable[Place], sizes: Mapping[str, int]) -> str:
+    """Return the container with the most weights: the decoder, whose layers first_layers and last_layers count."""
+    weights: Counter[str] = Counter()
+    for p in places:
+        if p.container and not p.kept:
+            weights[p.container] += sizes[p.module]
+    return weights.most_common(1)[0][0] if weights else ""
+
+
+def outside(p: Place) -> Place:
+    """Return a place in another stack of layers (a vision tower) as one outside of the decoder."""
+    return p if p.kept else Place(p.module, p.role, p.module, tail=p.module)

@@ -1,4 +1,4 @@
-"""Read a machine from words between commas, such as ``8xh200,cuda12.9,te2.9``: what ``--for`` takes.
+"""A machine in words: read from what ``--for`` takes (``8xh200,cuda12.9,te2.9``), and written as rows of a table.
 
     GPUs        h200, 8xh100, a10080gb, sm90; ``cpu`` for none
     versions    cuda12.8, cublas12.9, torch2.9, te2.9, mcore0.15, ...; ``novllm`` for none
@@ -82,6 +82,24 @@ _ALIASES = {
 }
 # Word -> the units of a CPU; avx2 means neither AVX-512 nor AMX.
 _CPU_WORDS: dict[str, tuple[str, ...]] = {"avx2": (), "avx512": ("avx512",), "amx": ("avx512", "amx")}
+
+
+def facts_of(machine: Machine) -> list[tuple[str, str]]:
+    """Return what is known of a machine as (heading, words) rows; unknown and absent read differently."""
+    m = machine
+    gib = f", {m.memory / 2**30:.0f} GiB" if m.memory else ""
+    gpu = {True: f"{m.count or 1} x {m.gpu or 'GPU'} (sm{m.arch}{gib})", False: "none", None: "unknown"}[m.has_gpu]
+    versions = {name: getattr(m, name) or "unknown" for name in VERSIONS} | {"vllm": _vllm_in_words(m)}
+    cpu = "unknown" if m.cpu is None else ", ".join(m.cpu) or "neither AVX-512 nor AMX"
+    rows = [("machine", m.source), ("GPU", gpu), *versions.items(), ("CPU", cpu)]
+    return rows + [("assumed", sentence) for sentence in m.assumed]
+
+
+def _vllm_in_words(machine: Machine) -> str:
+    looked = machine.vllm_looked
+    if machine.vllm == ABSENT and looked:
+        return f"none; looked in {', '.join(looked)}"
+    return f"{machine.vllm or 'unknown'}{f', in {looked[-1]}' if len(looked) > 1 else ''}"
 
 
 def fields_of(words: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from nemo_fp8.findings import finding
 from nemo_fp8.moved import renamed
 from nemo_fp8.preflight.answers import Answer, answer
 from nemo_fp8.preflight.machine import ABSENT, Machine
-from nemo_fp8.preflight.support import EMULATED, NATIVE, RECIPES, UNKNOWN
+from nemo_fp8.preflight.support import EMULATED, EMULATION_SAYS, NATIVE, RECIPES, TRAINING, UNKNOWN
 
 ENGINES = ("auto", "te", "emulated")
 ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
@@ -59,7 +59,7 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
             "The emulation is TransformerEngine on a CPU that stands in for its GPU, for the whole process.",
             "Leave engine out, or train on a machine without a GPU.",
         )
-    answers = require(precision, machine, sides=("train",), emulate=engine == "emulated")
+    reasons = require(precision, machine, sides=("train",), emulate=engine == "emulated")
     _require_te_obeys(precision)
     if engine == "emulated" and (precision.attention or precision.multi_head_attention):
         raise PrecisionError(
@@ -68,9 +68,9 @@ def choose_engine(precision: Precision, requested: str = "auto", machine: Machin
             "on a CPU.",
             "Set fp8_dot_product_attention=False and fp8_multi_head_attention=False, or train on a GPU.",
         )
-    for found in answers:
-        reason = found.reason if requested == "auto" else "It was asked for."
-        logger.info("FP8 engine for %s: %s. %s", RECIPES[found.recipe], engine, reason)
+    for recipe, reason in reasons.items():
+        why = reason if requested == "auto" else "It was asked for."
+        logger.info("FP8 engine for %s: %s. %s", RECIPES[recipe], engine, why)
     for warning in (*resume_findings(precision, os.environ), *backward_findings(precision)):
         logger.warning("%s %s %s", warning.what, warning.why, warning.remedy)
     return engine
@@ -102,26 +102,29 @@ def recipes_of(precision: Precision, sides: Sequence[str] = ("train", "rollout")
 
 def require(
     precision: Precision, machine: Machine, *, sides: Sequence[str] = ("train",), emulate: bool = False
-) -> list[Answer]:
-    """Return what the machine makes of each recipe that the contract needs.
+) -> dict[str, str]:
+    """Return the recipes that the contract needs, each with the reason for which it runs on the machine.
 
-    Raises PrecisionError unless it runs all of them, natively or, with ``emulate``, by emulation. What is unknown is
-    logged and does not stop a run.
+    Raises PrecisionError unless all of them run, natively or, with ``emulate``, by emulation, which has every recipe
+    of a training and asks for torch alone. What is unknown is logged and does not stop a run.
     """
-    answers = [answer(recipe, machine) for recipe in recipes_of(precision, sides)]
+    reasons: dict[str, str] = {}
     problems = []
-    for found in answers:
-        training = not found.recipe.startswith(("rollout", "kv"))
-        if found.verdict == UNKNOWN:
-            logger.warning("%s on %s: %s %s", RECIPES[found.recipe], machine.source, found.reason, found.remedy)
-        elif emulate and training:
+    for recipe in recipes_of(precision, sides):
+        if emulate and recipe in TRAINING:
+            reasons[recipe] = f"There is no GPU. {EMULATION_SAYS}"
             if machine.torch == ABSENT:
                 problems.append(finding("no-torch", "torch"))
-        elif found.verdict != NATIVE and not (found.verdict == EMULATED and not training):
-            problems.append(as_finding("refused", found, machine, RECIPES[found.recipe], precision=precision.name))
+            continue
+        found = answer(recipe, machine)
+        reasons[recipe] = found.reason
+        if found.verdict == UNKNOWN:
+            logger.warning("%s on %s: %s %s", RECIPES[recipe], machine.source, found.reason, found.remedy)
+        elif found.verdict != NATIVE and not (found.verdict == EMULATED and recipe not in TRAINING):
+            problems.append(as_finding("refused", found, machine, RECIPES[recipe], precision=precision.name))
     if problems:
         raise PrecisionError(problems)
-    return answers
+    return reasons
 
 
 def as_finding(code: str, found: Answer, machine: Machine, recipe: str, **gaps: str) -> Problem:

@@ -55,7 +55,8 @@ def lint(
     try:
         precision = Precision.from_dict(settings) if isinstance(settings, Mapping) else given(settings)
     except PrecisionError as error:
-        return [finding("contract", what=p.what, why=p.why, remedy=p.remedy) for p in error.problems]
+        problems = error.problems
+        return [p if p.code else finding("contract", what=p.what, why=p.why, remedy=p.remedy) for p in problems]
     said = Parallel.of(parallel)
     found = Machine.parse(machine) if isinstance(machine, str) else machine
     shapes = model if isinstance(model, Model) or model is None else Model.read(model)

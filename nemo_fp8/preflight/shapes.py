@@ -23,10 +23,10 @@ from nemo_fp8.models.selection import (
     SHAPE,
     Kept,
     gemm_misfit,
-    outside_names,
     primary_misfit,
 )
 from nemo_fp8.models.shapes import COLUMN, ROW, Linear, Model
+from nemo_fp8.models.spellings import outside_names
 from nemo_fp8.models.stored import contract_of_linear, on_rollout_rank, rollout_cut, stored, train_cut
 from nemo_fp8.preflight.machine import Machine
 

@@ -100,6 +100,9 @@ class Need:
     when: tuple[str, str] | None = None
 
 
+EMULATION_SAYS = (
+    "TransformerEngine itself on a CPU: the same codes and scales, with GEMMs in BF16 or FP32; no faster than BF16."
+)
 _W8A16 = ("rollout-fp8", "rollout-tensor", "rollout-checkpoint")
 _W8A8 = tuple(recipe for recipe in ROLLOUT if recipe not in ("rollout-nvfp4", "kv-cache-fp8"))
 
@@ -109,13 +112,7 @@ WAYS = (
         TE, ("blockwise",), NATIVE, "TransformerEngine runs its GEMMs in FP8 (on sm100 and newer on its MXFP8 kernels)."
     ),
     Way(TE, ("nvfp4",), NATIVE, "TransformerEngine runs its GEMMs in FP4."),
-    Way(
-        EMULATION,
-        TRAINING,
-        EMULATED,
-        "TransformerEngine itself on a CPU: the same codes and scales, with GEMMs in BF16 or FP32; no faster than "
-        "BF16.",
-    ),
+    Way(EMULATION, TRAINING, EMULATED, EMULATION_SAYS),
     Way(W8A8, _W8A8, NATIVE, "vLLM runs its GEMMs on FP8 weights and FP8 activations."),
     Way(W4A4, ("rollout-nvfp4",), NATIVE, "vLLM runs its GEMMs on FP4 weights and FP4 activations."),
     Way(W8A8, ROLLOUT[-1:], NATIVE, "vLLM keeps keys and values in FP8."),

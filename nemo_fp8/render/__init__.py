@@ -11,11 +11,11 @@ from collections.abc import Callable
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.render import bridge, env, megatron, nemo, nemo_rl, skyrl, slime, te, te_precision, trl, verl, vllm
+from nemo_fp8.render import bridge, env, megatron, nemo_rl, nemo_script, skyrl, slime, te, te_precision, trl, verl, vllm
 from nemo_fp8.render.rendering import Rendering
 
 RENDERERS: dict[str, Callable[[Precision], Rendering]] = {
-    "nemo": nemo.render,
+    "nemo": nemo_script.render,
     "bridge": bridge.render,
     "megatron": megatron.render,
     "te": te.render,

@@ -26,7 +26,7 @@ from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.render import nemo
+from nemo_fp8.render import nemo, nemo_script
 from nemo_fp8.render.rendering import Rendering, leading_as_kept, lost_fields, names_and_rules, python_call
 from nemo_fp8.render.te_precision import from_te_precision, to_te_precision
 
@@ -125,5 +125,5 @@ def render(precision: Precision) -> Rendering:
             "quant_recipe counts layers from zero on each pipeline stage; bridge_config counts all of them, without it."
         )
     said = precision if recipe is None else leading_as_kept(precision)
-    lost, unsaid = lost_fields(said, from_bridge(values), nemo.REASONS, "Megatron-Bridge")
-    return Rendering("bridge", text, values, (*unsaid, *notes, *nemo.core_defects(precision)), lost)
+    lost, unsaid = lost_fields(said, from_bridge(values), nemo_script.REASONS, "Megatron-Bridge")
+    return Rendering("bridge", text, values, (*unsaid, *notes, *nemo_script.core_defects(precision)), lost)

@@ -16,7 +16,7 @@ from nemo_fp8.contract import ROLLOUT_FIELDS, Precision
 from nemo_fp8.contract.te_variables import variables_of
 from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.preflight import agreement
-from nemo_fp8.render import nemo
+from nemo_fp8.render import nemo_script
 from nemo_fp8.render.rendering import Rendering, lost_fields
 from nemo_fp8.render.settings import Setting, read
 
@@ -137,4 +137,4 @@ def rendering_of(
 ) -> Rendering:
     """Make the rendering of a text whose two sides were read back as ``back``: training, and rollout."""
     lost, found = lost_fields(precision, agreement.merge(*back), reasons, side)
-    return Rendering(to, text, data, (*found, *notes, *nemo.core_defects(precision)), lost)
+    return Rendering(to, text, data, (*found, *notes, *nemo_script.core_defects(precision)), lost)

@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, unknown
-from nemo_fp8.render import nemo
+from nemo_fp8.render import nemo, nemo_script
 from nemo_fp8.render.rendering import Rendering, lost_fields
 
 
@@ -85,7 +85,7 @@ _OURS = (
 )
 _FOREIGN = ("--fp8-interval", "--fp8-quantizer-factory", "--fp4-quantizer-factory", "--fp4-param-gather")
 
-_REASONS = nemo.REASONS | dict.fromkeys(
+_REASONS = nemo_script.REASONS | dict.fromkeys(
     ("attention", "multi_head_attention"),
     "Megatron-LM has no flag for FP8 attention; set the field on its TransformerConfig.",
 )
@@ -175,4 +175,6 @@ def render(precision: Precision) -> Rendering:
             lines.append(word)
         else:
             lines[-1] += f" {shlex.quote(word)}"
-    return Rendering("megatron", " \\\n".join(lines), {"flags": words}, (*notes, *nemo.core_defects(precision)), lost)
+    return Rendering(
+        "megatron", " \\\n".join(lines), {"flags": words}, (*notes, *nemo_script.core_defects(precision)), lost
+    )

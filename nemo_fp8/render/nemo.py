@@ -1,4 +1,4 @@
-"""NeMo 2.7.3: write and read the keyword arguments of ``MegatronMixedPrecision``.
+"""NeMo 2.7.3: write and read the keyword arguments of ``MegatronMixedPrecision``. ``nemo_script.py`` shows them.
 
 ``SETTINGS`` maps NeMo's names to contract fields. ``changes_from_nemo`` turns keyword arguments under NeMo's names
 into changes of a contract, which is how our factories take every FP8 argument of the NeMo documentation. NeMo checks
@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_fp8.contract import ROLLOUT_FIELDS, Precision
-from nemo_fp8.contract.te_variables import VARIABLES
+from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
-from nemo_fp8.render.rendering import Rendering, lost_fields, python_call
+from nemo_fp8.moved import renamed
 from nemo_fp8.render.settings import Setting, read, same, write
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    _TO_SCRIPT = ("REASONS", "core_defects", "render")
+    __getattr__ = renamed(__name__, {name: f"nemo_fp8.render.nemo_script.{name}" for name in _TO_SCRIPT})
 
 # NeMo's name -> contract field, with NeMo's own default.
 SETTINGS: dict[str, Setting] = {
@@ -68,17 +71,17 @@ _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.flo
 _CONTRACT = tuple(f.name for f in fields(Precision) if f.name != "name")
 _ONE_SETTING = tuple(name for name, s in SETTINGS.items() if s.field == "fp8_param")
 
-# Values that people try, with a better answer than "unknown": (name, value) -> why, remedy.
-_TEMPTING: dict[tuple[str, Any], tuple[str, str]] = {
+# Values that people try, with a better answer than "unknown": name, values -> why, remedy.
+_TRIED: dict[tuple[str, str], tuple[str, str]] = {
     ("fp8", "e5m2"): (
         "E5M2 holds two mantissa bits; Megatron has it for gradients only, and NeMo would pass the name on unchecked.",
         "Set fp8='hybrid' (E4M3 forward, E5M2 gradients) or fp8='e4m3'.",
     ),
-    ("fp8_recipe", "current"): (
+    ("fp8_recipe", "current current_scaling per_tensor tensor"): (
         "Megatron calls current scaling 'tensorwise'; NeMo would pass the name on unchecked.",
         "Did you mean fp8_recipe='tensorwise'?",
     ),
-    ("fp8_recipe", "subchannel"): (
+    ("fp8_recipe", "subchannel subchannel_scaling block deepseek"): (
         "Megatron calls sub-channel scaling 'blockwise'; NeMo would pass the name on unchecked.",
         "Did you mean fp8_recipe='blockwise'?",
     ),
@@ -87,26 +90,34 @@ _TEMPTING: dict[tuple[str, Any], tuple[str, str]] = {
         "Set precision='bf16-mixed' and fp8='hybrid'.",
     ),
 }
-_TEMPTING |= {
-    ("fp8_recipe", word): _TEMPTING["fp8_recipe", "current"] for word in ("current_scaling", "per_tensor", "tensor")
-}
-_TEMPTING |= {
-    ("fp8_recipe", word): _TEMPTING["fp8_recipe", "subchannel"] for word in ("subchannel_scaling", "block", "deepseek")
-}
+_TEMPTING = {(name, value): told for (name, values), told in _TRIED.items() for value in values.split()}
 
-REASONS = {
-    **dict.fromkeys(
-        ROLLOUT_FIELDS, "NeMo's plugin speaks of training only; render to nemo-rl or vllm for the rollout."
+# A switch that only repeats other settings -> what is wrong if it is on without them, and off with them.
+_SWITCHES = {
+    "first_last_layers_bf16": (
+        Problem(
+            "first_last_layers_bf16=True without counts keeps no layer.",
+            "NeMo sets num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 to 0 unless they are given.",
+            "Give both counts, such as num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1.",
+        ),
+        Problem(
+            "num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16 with first_last_layers_bf16=False.",
+            "NeMo reads the counts only when the switch is on, so every layer would run in FP8.",
+            "Set first_last_layers_bf16=True, or leave the counts out.",
+        ),
     ),
-    **dict.fromkeys(
-        tuple(dict.fromkeys(name for variable in VARIABLES.values() for name in variable.contract)),
-        "NeMo leaves it to TransformerEngine: set the environment (render to env) before it starts.",
+    "reuse_grad_buf_for_mxfp8_param_ag": (
+        Problem(
+            "reuse_grad_buf_for_mxfp8_param_ag=True without MXFP8 primary weights.",
+            "The gradient buffer is lent to the gather of MXFP8 weights, and there is none.",
+            "Leave it out, or set fp8_recipe='mxfp8' and fp8_param_gather=True.",
+        ),
+        Problem(
+            "MXFP8 primary weights with reuse_grad_buf_for_mxfp8_param_ag=False.",
+            "Megatron gathers MXFP8 weights through the gradient buffer and through nothing else.",
+            "Set reuse_grad_buf_for_mxfp8_param_ag=True, or fp8_param_gather=False.",
+        ),
     ),
-    "modules": "Megatron takes recipes by module from a file (render to te-precision).",
-    "backward_scaling": "Megatron has one recipe for both directions; nemo_fp8's own plugin has two.",
-    "keep": "Stock NeMo keeps whole layers at the ends only; nemo_fp8's own plugin keeps modules by name.",
-    "strict": "Stock NeMo fails in the first step on a shape that FP8 cannot hold; nemo_fp8's own plugin checks "
-    "before it.",
 }
 
 
@@ -151,38 +162,6 @@ def resolve_dtypes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {key: names.get(value, value) if isinstance(value, str) else value for key, value in arguments.items()}
 
 
-def render(precision: Precision) -> Rendering:
-    """Render the plugin as a ``run.Config`` to paste into a NeMo 2 script."""
-    arguments = to_nemo(precision)
-    lost, notes = lost_fields(precision, from_nemo(arguments), REASONS, "NeMo's plugin")
-    imports = "import nemo_run as run\nimport torch\nfrom nemo.lightning import MegatronMixedPrecision\n\n"
-    text = imports + "plugin = " + python_call("run.Config", arguments, first=["MegatronMixedPrecision"])
-    return Rendering("nemo", text, arguments, (*notes, *_defects(precision)), lost)
-
-
-def _defects(p: Precision) -> Iterable[str]:
-    """Yield what stock NeMo 2.7.3 does differently from what its own arguments say."""
-    if p.compute == "fp16":
-        yield (
-            "Stock NeMo 2.7.3 never multiplies the FP16 loss by its scale, so FP16 does not train; nemo_fp8's own "
-            "plugin does."
-        )
-    if p.scaling == "mxfp8" and p.fp8_param:
-        yield "Stock NeMo 2.7.3 destroys these weights under overlap_param_gather; nemo_fp8's own plugin repairs it."
-    yield from core_defects(p)
-
-
-def core_defects(p: Precision) -> Iterable[str]:
-    """Yield what megatron-core 0.15.3 does differently from what its own configs say."""
-    if p.is_quantized and not p.wgrad:
-        yield "fp8_wgrad=False is ignored by Megatron with TransformerEngine 2.0 and newer."
-    if (p.multi_head_attention and p.scaling != "delayed") or (p.attention and p.scaling == "mxfp8"):
-        yield (
-            f"megatron-core 0.15.3 does not hand this FP8 attention to TransformerEngine's {p.scaling} recipe, and it "
-            "stays off."
-        )
-
-
 # ---------------------------------------------------------------------- NeMo -> contract
 
 
@@ -225,7 +204,7 @@ def changes_from_nemo(arguments: Mapping[str, Any], base: Precision | None = Non
     changes, wrong = read(settings, given)
     changes = _followed(changes, arguments, base)
     changes, bad = _four_bits(changes, arguments, base)
-    problems += [*wrong, *bad, *_whole_layers(changes, arguments, base), *_repeated(changes, arguments, base)]
+    problems += [*wrong, *bad, *_repeated(changes, arguments, base)]
     if problems:
         raise PrecisionError(problems)
     return changes
@@ -271,29 +250,20 @@ def _four_bits(
     return (changes if problems else changes | {"format": fp4, "scaling": recipe}), problems
 
 
-def _whole_layers(changes: Mapping[str, Any], arguments: Mapping[str, Any], base: Precision) -> Iterable[Problem]:
-    """Check ``first_last_layers_bf16``, a switch for two counts that NeMo leaves at zero."""
-    switch = arguments.get("first_last_layers_bf16")
-    any_kept = any(changes.get(name, getattr(base, name)) for name in ("first_layers", "last_layers"))
-    if switch is True and not any_kept:
-        yield Problem(
-            "first_last_layers_bf16=True without counts keeps no layer.",
-            "NeMo sets num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 to 0 unless they are given.",
-            "Give both counts, such as num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1.",
-        )
-    elif switch is False and any_kept:
-        yield Problem(
-            "num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16 with first_last_layers_bf16=False.",
-            "NeMo reads the counts only when the switch is on, so every layer would run in FP8.",
-            "Set first_last_layers_bf16=True, or leave the counts out.",
-        )
-    elif not isinstance(switch, bool | None):
-        yield _not_a_flag("first_last_layers_bf16", switch)
-
-
 def _repeated(changes: Mapping[str, Any], arguments: Mapping[str, Any], base: Precision) -> Iterable[Problem]:
     """Check that arguments that repeat others have the same value."""
-    compute = changes.get("compute", base.compute)
+    names = ("compute", "scaling", "fp8_param", "first_layers", "last_layers")
+    compute, scaling, gathered, first, last = (changes.get(name, getattr(base, name)) for name in names)
+    repeats = {
+        "first_last_layers_bf16": bool(first or last),
+        "reuse_grad_buf_for_mxfp8_param_ag": scaling == "mxfp8" and bool(gathered),
+    }
+    for name, (alone, against) in _SWITCHES.items():
+        switch = arguments.get(name)
+        if not isinstance(switch, bool | None):
+            yield Problem(f"{name}={switch!r} is not true or false.", "It is a switch.", "Write True or False.")
+        elif switch is not None and switch != repeats[name]:
+            yield alone if switch else against
     for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
         value = arguments.get(name)
         if value is not None and _dtype_name(value) != _DTYPES.get(compute):
@@ -308,26 +278,6 @@ def _repeated(changes: Mapping[str, Any], arguments: Mapping[str, Any], base: Pr
             "No Megatron config has a field of that name, so NeMo drops it without a word.",
             "Leave it out: Megatron's layers cast for themselves.",
         )
-    reuse = arguments.get("reuse_grad_buf_for_mxfp8_param_ag")
-    scaling, gathered = changes.get("scaling", base.scaling), changes.get("fp8_param", base.fp8_param)
-    if reuse is True and not (scaling == "mxfp8" and gathered):
-        yield Problem(
-            "reuse_grad_buf_for_mxfp8_param_ag=True without MXFP8 primary weights.",
-            "The gradient buffer is lent to the gather of MXFP8 weights, and there is none.",
-            "Leave it out, or set fp8_recipe='mxfp8' and fp8_param_gather=True.",
-        )
-    elif reuse is False and scaling == "mxfp8" and gathered:
-        yield Problem(
-            "MXFP8 primary weights with reuse_grad_buf_for_mxfp8_param_ag=False.",
-            "Megatron gathers MXFP8 weights through the gradient buffer and through nothing else.",
-            "Set reuse_grad_buf_for_mxfp8_param_ag=True, or fp8_param_gather=False.",
-        )
-    elif not isinstance(reuse, bool | None):
-        yield _not_a_flag("reuse_grad_buf_for_mxfp8_param_ag", reuse)
-
-
-def _not_a_flag(name: str, value: Any) -> Problem:
-    return Problem(f"{name}={value!r} is not true or false.", "It is a switch.", "Write True or False.")
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import VARIABLES, fields_from_environment, te_environment
+from nemo_fp8.contract.te_variables import VARIABLES, te_environment
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.findings import finding
 from nemo_fp8.models.shapes import Model
@@ -28,6 +28,7 @@ from nemo_fp8.render import nemo_rl_backend as backend
 from nemo_fp8.render import nemo_rl_fp4 as fp4
 from nemo_fp8.render import nemo_rl_keys as keys
 from nemo_fp8.render import nemo_rl_lists as lists
+from nemo_fp8.render.env import fields_from_environment
 from nemo_fp8.render.nemo_rl_keys import section
 from nemo_fp8.render.rendering import Rendering, lost_fields
 from nemo_fp8.render.settings import read

@@ -23,7 +23,7 @@ from functools import lru_cache
 from nemo_fp8.contract import Precision
 from nemo_fp8.models.families import EXPERTS, FUSED, HUGGING_FACE, in_hugging_face
 from nemo_fp8.models.governed import layers_unlike_most
-from nemo_fp8.models.selection import all_names
+from nemo_fp8.models.spellings import all_names
 from nemo_fp8.render.nemo_rl_keys import EXPERTS_ALONE
 from nemo_fp8.render.rendering import Rules
 

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import FP32_BLOCK_SCALES, fields_from_environment, te_environment
+from nemo_fp8.contract.te_variables import FP32_BLOCK_SCALES, te_environment
 from nemo_fp8.render import frameworks, overrides, vllm
+from nemo_fp8.render.env import fields_from_environment
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, same, write
 

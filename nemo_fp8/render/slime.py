@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import FP32_BLOCK_SCALES, fields_from_environment, te_environment
+from nemo_fp8.contract.te_variables import FP32_BLOCK_SCALES, te_environment
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.render import frameworks, megatron, vllm
+from nemo_fp8.render.env import fields_from_environment
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, write
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.render import frameworks, nemo
+from nemo_fp8.render import frameworks, nemo, nemo_script
 from nemo_fp8.render.rendering import Rendering, python_call
 from nemo_fp8.render.settings import Setting, same, write
 
@@ -35,7 +35,7 @@ _ROLLOUT = (
 _TRAINING = "TRL trains in the compute dtype. Train FP8 by NeMo, Megatron-Bridge, verl, SkyRL or slime."
 _REASONS = {
     **frameworks.rollout_reasons(_ROLLOUT),
-    **dict.fromkeys((*nemo.REASONS, *(setting.field for setting in nemo.SETTINGS.values())), _TRAINING),
+    **dict.fromkeys((*nemo_script.REASONS, *(setting.field for setting in nemo.SETTINGS.values())), _TRAINING),
     **dict.fromkeys(("rollout", "rollout_block", "activation_scheme", "deep_gemm"), _ROLLOUT),
     **dict.fromkeys(
         ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8.contract import Precision
-from nemo_fp8.contract.te_variables import VARIABLES, fields_from_environment, te_environment
+from nemo_fp8.contract.te_variables import VARIABLES, te_environment
 from nemo_fp8.render import frameworks, overrides
+from nemo_fp8.render.env import fields_from_environment
 from nemo_fp8.render.rendering import Rendering
 from nemo_fp8.render.settings import Setting, write
 

@@ -16,7 +16,8 @@ import torch
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
-from nemo_fp8.models.selection import GEMM_MULTIPLE, KEEP, SHAPE, Kept, contract_of, outside_names, why_kept
+from nemo_fp8.models.selection import GEMM_MULTIPLE, KEEP, SHAPE, Kept, contract_of, why_kept
+from nemo_fp8.models.spellings import outside_names
 from nemo_fp8.train.linears import linear_names, weights_of
 from nemo_fp8.train.own_recipe import recipe_for, run_under
 

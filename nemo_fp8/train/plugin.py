@@ -13,11 +13,10 @@ The contract is the only setting; everything else is read from the configs of th
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar
 
 from nemo_fp8.extras import require
 
@@ -27,62 +26,18 @@ from nemo.lightning.pytorch.plugins.mixed_precision import DtypeConfig, Megatron
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.preflight.engine import choose_engine
-from nemo_fp8.render.nemo import (
-    IMPLIED,
-    SETTINGS,
-    beyond_nemo,
-    changes_from_nemo,
-    from_nemo,
-    resolve_dtypes,
-    to_nemo,
-)
+from nemo_fp8.render.nemo import beyond_nemo, changes_from_nemo, from_nemo, resolve_dtypes, to_nemo
 from nemo_fp8.train import checks, repairs
 from nemo_fp8.train.first_weights import give_first_weights, true_first_weights
 from nemo_fp8.train.kept import keep_modules
 from nemo_fp8.train.loading import require_loadable
 from nemo_fp8.train.megatron_cpu import hold_cpu
+from nemo_fp8.train.signature import PARAMETERS, as_nemo, takes
 
 
 def plugin_arguments(precision: Precision) -> dict[str, Any]:
     """Return the plugin's arguments for a contract: NeMo's, and the fields for which NeMo has no argument."""
     return resolve_dtypes(to_nemo(precision)) | beyond_nemo(precision)
-
-
-def _parameters() -> list[inspect.Parameter]:
-    """Return every argument of NeMo's plugin and every other field of the contract, typed, for the command line."""
-    hints = get_type_hints(Precision)
-    own = {f.name: hints[f.name] for f in fields(Precision) if f.name != "name"}
-    types: dict[str, Any] = {name: str if setting.values else own[setting.field] for name, setting in SETTINGS.items()}
-    types |= {"grad_reduce_in_fp32": bool, "first_last_layers_bf16": bool, "reuse_grad_buf_for_mxfp8_param_ag": bool}
-    types |= {name: Any for name in IMPLIED if name not in types}
-    types |= {name: hint for name, hint in own.items() if name not in types} | {"engine": str}
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
-        for name, hint in types.items()
-    ]
-
-
-PARAMETERS = _parameters()
-_OF_NEMO = inspect.signature(MegatronMixedPrecision.__init__).parameters
-
-
-def _as_nemo(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return the parameter with NeMo's default, the value that a Config reports for an argument that was not set."""
-    if parameter.name == "precision":  # NeMo takes it by position, without a default
-        return parameter.replace(default="bf16-mixed", kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    theirs = _OF_NEMO.get(parameter.name, parameter)
-    return parameter.replace(default=theirs.default)
-
-
-def takes(parameters: Iterable[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give an ``__init__`` with ``**arguments`` a real signature, for fiddle, nemo-run and NeMo's io."""
-
-    def signed(init: Callable[..., None]) -> Callable[..., None]:
-        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        init.__signature__ = inspect.Signature([me, *parameters])  # type: ignore[attr-defined]
-        return init
-
-    return signed
 
 
 @dataclass
@@ -107,7 +62,7 @@ class MixedPrecision(MegatronMixedPrecision):
     contradict each other.
     """
 
-    @takes(map(_as_nemo, PARAMETERS))
+    @takes(map(as_nemo, PARAMETERS))
     def __init__(self, precision: str | int = "bf16-mixed", *, engine: str | None = None, **settings: Any) -> None:
         self.contract = from_nemo({"precision": precision, **settings})
         self.engine = engine or "auto"

@@ -12,6 +12,7 @@ from nemo_fp8.contract import Precision, naming
 from nemo_fp8.contract.naming import load
 from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.findings import RULES
 from nemo_fp8.preflight.agreement import check
 from nemo_fp8.preflight.lint import lint
 from nemo_fp8.render import render
@@ -44,6 +45,51 @@ def _contradiction(**settings):
 )
 def test_contradictions_are_refused_with_a_remedy(settings, word):
     assert word in str(_contradiction(**settings))
+
+
+DELAYED, TENSORWISE = ({"format": "hybrid", "scaling": scaling} for scaling in ("delayed", "tensorwise"))
+NVFP4 = {"format": "e2m1", "scaling": "nvfp4"}
+RULES_BY_MODULE = {"modules": (("*.linear_qkv", "bf16"),)}
+CONTRADICTIONS = {
+    "format-without-scaling": {"format": "hybrid"},
+    "e2m1": {"format": "e2m1", "scaling": "blockwise"},
+    "nvfp4-compute": NVFP4 | {"compute": "fp16"},
+    "nvfp4-param": NVFP4 | {"fp8_param": True},
+    "nvfp4-wgrad": NVFP4 | {"wgrad": False},
+    "four-over-six": NVFP4 | {"four_over_six": "all"},
+    "backward-delayed": DELAYED | {"backward": "dequantized"},
+    "backward-unquantized": {"backward_scaling": "mxfp8"},
+    "backward-twice": TENSORWISE | {"backward": "dequantized", "backward_scaling": "mxfp8"},
+    "modules-unquantized": RULES_BY_MODULE,
+    "modules-delayed": DELAYED | RULES_BY_MODULE,
+    "rollout-block": {"rollout": "nvfp4", "rollout_block": "128x128"},
+    "static-nvfp4": {"rollout": "nvfp4", "activation_scheme": "static"},
+    "activations-none": {"rollout": "fp8", "activation_scheme": "none"},
+    "param-without-fp8": {"fp8_param": True},
+    "param-fp32": TENSORWISE | {"compute": "fp32", "fp8_param": True},
+    "attention-without-fp8": {"multi_head_attention": True},
+    "attention-blockwise": {"format": "hybrid", "scaling": "blockwise", "attention": True},
+    "layers-delayed": DELAYED | {"last_layers": 1},
+    "mxfp8-scales": {"format": "e4m3", "scaling": "mxfp8", "weight_scale": "fp32"},
+    "delayed-scales": DELAYED | {"rollout": "compute", "weight_scale": "pow2"},
+    "mx-rollout-scales": {"rollout": "fp8", "rollout_block": "1x32", "activation_scale": "fp32"},
+    "static-blocks": {"rollout": "fp8", "activation_scheme": "static"},
+    "deep-gemm": {"deep_gemm": True},
+    "loss-scale": {"initial_loss_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize(("code", "settings"), CONTRADICTIONS.items())
+def test_each_contradiction_is_a_finding_of_its_own(code, settings):
+    problems = _contradiction(**settings).problems
+    (problem,) = (p for p in problems if p.code == f"contract-{code}")
+    assert problem.severity == "error"
+    assert "{" not in str(problem)
+    assert lint(settings) == [*problems]
+
+
+def test_each_contradiction_has_a_case():
+    assert {f"contract-{code}" for code in CONTRADICTIONS} == {code for code in RULES if code.startswith("contract-")}
 
 
 @pytest.mark.parametrize(

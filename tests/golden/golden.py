@@ -61,14 +61,14 @@ class Differences:
     first: str = ""
 
     def hold(self, what: str, where: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Count the differences; a NaN in FP32 differs from no NaN."""
+        """Count the differences; a NaN in FP32 or BF16 differs from no NaN."""
         assert ours.shape == theirs.shape, (
             f"{where}: {what} of shape {tuple(ours.shape)}, recorded {tuple(theirs.shape)}"
         )
         ours, theirs = ours.detach().cpu().contiguous(), theirs.contiguous()
-        wide = {1: torch.uint8, 4: torch.int32}[theirs.itemsize]
+        wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[theirs.itemsize]
         wrong = ours.view(wide) != theirs.view(wide)
-        if theirs.dtype == torch.float32:
+        if theirs.dtype in (torch.float32, torch.bfloat16):
             wrong &= ~(ours.isnan() & theirs.isnan())
         self.compared[what] = self.compared.get(what, 0) + theirs.numel()
         self.different[what] = self.different.get(what, 0) + int(wrong.sum())

@@ -49,6 +49,9 @@ def test_a_module_of_a_package_that_moved():
         "nemo_fp8.preflight.doctor.unread_variables": "nemo_fp8.contract.te_variables.unread_variables",
         "nemo_fp8.models.selection.select": "nemo_fp8.models.units.select",
         "nemo_fp8.models.selection.stored": "nemo_fp8.models.stored.stored",
+        "nemo_fp8.models.selection.outside_names": "nemo_fp8.models.spellings.outside_names",
+        "nemo_fp8.render.nemo.core_defects": "nemo_fp8.render.nemo_script.core_defects",
+        "nemo_fp8.render.nemo.render": "nemo_fp8.render.nemo_script.render",
         "nemo_fp8.preflight.machine.GPUS": "nemo_fp8.preflight.described.GPUS",
         "nemo_fp8.preflight.support.answer": "nemo_fp8.preflight.answers.answer",
         "nemo_fp8.preflight.engine.bridge_findings": "nemo_fp8.preflight.lint.bridge_findings",
@@ -73,7 +76,7 @@ def test_what_left_a_module_is_found_there_still(old, new):
 # Names of 0.2.0 that no longer mean anything, and why.
 GONE = {
     "export.plan.scale_shape export.run.quantize_weight": "export/codings.py has them for every format",
-    "preflight.doctor.FROZEN render.env.scale_from_environment": "contract/te_variables.py: more variables than one",
+    "preflight.doctor.FROZEN render.env.scale_from_environment": "te_variables.py: more variables than one",
     "render.nemo_rl_keys.VLLM_CFG_OTHERS render.nemo_rl_keys.VLLM_CFG_READ": "keys of 0.7; render/nemo_rl_keys.py",
     "render.vllm.needs_plugin": "render/vllm_online.py says what stock vLLM cannot do, and not that it cannot",
     "rollout.engine.ops.decode": "weights are decoded where they are multiplied",

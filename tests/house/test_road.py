@@ -63,12 +63,13 @@ def test_the_road_from_a_factory_to_a_gemm():
     Commit d1494c8 had 36 files of 5,336 lines on it, by the same tool, of which 12 files of 2,281 lines would have run
     on a GPU, too. Such files are counted here. NVFP4, recipes by module and backward, and TransformerEngine's variables
     came since; what stands for its kernels on a CPU is 36 more files, of 5,592 lines with the tiny run that they train.
+    On a GPU one file more answers whether its kernels run there, ``preflight/answers.py`` of 211 lines.
     """
     rows = _table("factory")
     *files, total = rows
     assert files[:2] == ["__init__.py", "factories.py"]
     assert {"contract/precision.py", "train/plugin.py", "train/checks.py", "models/selection.py"} <= {*files}
-    assert len(files) <= 17, files
+    assert len(files) <= 16, files
     called, whole = rows[total]
-    assert called <= 1_400
-    assert whole <= 3_300
+    assert called <= 1_110
+    assert whole <= 2_690

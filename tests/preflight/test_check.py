@@ -12,7 +12,7 @@ from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import preset
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.findings import RULES
-from nemo_fp8.models.selection import all_names
+from nemo_fp8.models.spellings import all_names
 from nemo_fp8.preflight import agreement
 from nemo_fp8.preflight.agreement import check, join
 from nemo_fp8.preflight.engine import backward_findings

@@ -10,7 +10,7 @@ from support.strategies import contracts, ruled_contracts
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.presets import PRESETS, preset
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.render import nemo, render
+from nemo_fp8.render import nemo, nemo_script, render
 
 FACTORIES = [
     "bf16_mixed",
@@ -74,7 +74,7 @@ def test_every_contract_reads_back_but_for_what_the_notes_name(contract):
     rendering = render(contract, "nemo")
     back = nemo.from_nemo(rendering.data)
     assert set(contract.diff(back)) == set(rendering.lost)
-    assert set(rendering.lost) <= set(nemo.REASONS)
+    assert set(rendering.lost) <= set(nemo_script.REASONS)
     assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
     # What does come back is the whole training side, and it is a fixed point.
     assert nemo.to_nemo(back) == rendering.data

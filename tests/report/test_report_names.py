@@ -3,7 +3,8 @@
 import pytest
 
 from nemo_fp8.models.families import ROLES
-from nemo_fp8.models.names import decoder, outside, place
+from nemo_fp8.models.names import place
+from nemo_fp8.models.units import decoder, outside
 
 # name -> role, layer, the linear of Megatron that it is a part of ("" where it is never quantized)
 NAMES = {
