@@ -39,7 +39,8 @@ def _routed(row_id_map: torch.Tensor, num_experts: int, pad_offsets: torch.Tenso
     """Return token, expert and row of everything that was routed; ``pad_offsets`` moves each expert's rows behind the
     padding before them."""
     there = torch.arange(num_experts) < row_id_map[:, -1:]
-    return _at(row_id_map, *there.nonzero(as_tuple=True), num_experts, pad_offsets)
+    tokens, places = there.nonzero(as_tuple=True)
+    return _at(row_id_map, tokens, places, num_experts, pad_offsets)
 
 
 def _places(
