@@ -21,7 +21,8 @@ without FP8, in silence. Without us the same import would end with TransformerEn
 package", which no such caller survives either.
 
 The price: this file, which imports what Python has imported already, and one call for each module that a process
-imports.
+imports. Without write access, or with PYTHONDONTWRITEBYTECODE, Python compiles it each time, so what is needed only
+where TransformerEngine is imported lies in ``finding.py``.
 """
 
 import os
@@ -47,9 +48,6 @@ DRIVERS = (
     "/dev/nvhost-gpu",  # Jetson
     "/usr/lib/wsl/lib/libcuda.so.1",  # Windows' driver, from within WSL
 )
-# Where TransformerEngine looks for its extension, from its own folder: a wheel, a build, an editable build.
-_FOLDERS = ("wheel_lib", "", os.pardir)
-_COMPILED = (".so", ".dylib", ".dll")
 
 
 def register() -> None:
@@ -69,54 +67,6 @@ class Hook:
     def find_spec(self, name: str, path: object = None, target: object = None) -> "Any":
         if name != TRANSFORMER_ENGINE:
             return None
-        spec = self._found(name)
-        if spec is None or spec.origin is None:  # not there, or a mere folder of that name: a path may still be added
-            return None
-        if self._runs_without_us(spec.origin):
-            self._leave()
-            return spec
-        create = spec.loader.create_module
+        from nemo_fp8_hook.finding import found_by
 
-        def install_and_create(spec: object) -> object:
-            from nemo_fp8.te_cpu.switch import install_for_import
-
-            install_for_import()
-            self._leave()  # not before: the next import after a refusal is refused in the same words
-            return create(spec)
-
-        spec.loader.create_module = install_and_create
-        return spec
-
-    def _runs_without_us(self, origin: str) -> bool:
-        return (
-            os.environ.get(VARIABLE) == OFF
-            or has_driver()
-            or EXTENSION in sys.modules
-            or self._found(EXTENSION) is not None
-            or _is_compiled(os.path.dirname(origin))
-            or self._found("torch") is None
-        )
-
-    def _found(self, name: str) -> "Any":
-        """Return what the other finders say."""
-        found = (
-            finder.find_spec(name, None)
-            for finder in sys.meta_path
-            if finder is not self and hasattr(finder, "find_spec")
-        )
-        return next((spec for spec in found if spec is not None), None)
-
-    def _leave(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-
-def _is_compiled(home: str) -> bool:
-    """Return whether the extension lies where TransformerEngine would look for it: beside itself, or in
-    site-packages."""
-    import sysconfig
-
-    homes = (home, os.path.join(sysconfig.get_path("purelib"), TRANSFORMER_ENGINE))
-    folders = (os.path.join(home, folder) for home in homes for folder in _FOLDERS)
-    names = (name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder))
-    return any(name.startswith(EXTENSION) and name.endswith(_COMPILED) for name in names)
+        return found_by(self)

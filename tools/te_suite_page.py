@@ -178,8 +178,7 @@ Written by `tools/te_suite.py` from `te_suite.json`, which holds every failure b
 ```
 
 CHECKOUT is a copy of TransformerEngine's public repository; of it only `tests/pytorch` is used, and TE itself is the wheel of 2.20.2.
-*Tests of* is the version and the commit of that copy: d0067d0da is the head of `main` on 22 August 2026. Rows without one are older than
-the column, their date the one on which they were written down.
+*Tests of* is the version and the commit of that copy: d0067d0da is the head of `main` on 22 August 2026.
 *Sample* is how many of a file's tests were run at most, chosen at random with seed 0 (`--sample`), less those with a word in their name
 (`--without`); *limits* are the seconds for the file and for a test. Tests of matrices with a side of 8192 or more are left out everywhere.
 *Not reached* are tests that the file's limit cut off.

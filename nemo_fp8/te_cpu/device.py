@@ -30,9 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nemo_fp8.te_cpu.memory import COUNT, HOST
+from nemo_fp8.te_cpu.memory import COUNT, HOST, parts_of
 from nemo_fp8.te_cpu.refusals import REFUSED, refused, refusing
 from nemo_fp8.te_cpu.streams import CUDART, MARKS, Chosen, Event, Stream
 from nemo_fp8_hook import ARCHITECTURES
@@ -287,12 +286,17 @@ _event, _stream = torch.Event, torch.Stream
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor into memory of its own, the scales of a quantized one too, which TE's ``clone`` shares."""
     copy = tensor.clone()
-    if is_traceable_wrapper_subclass(copy):
-        for name in copy.__tensor_flatten__()[0]:
-            part = getattr(copy, name)
-            if part is getattr(tensor, name):
-                setattr(copy, name, part.clone())
+    _part(copy, tensor)
     return copy
+
+
+def _part(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy what a tensor still shares with the one that it was cloned of."""
+    for name, part in parts_of(copy):
+        if part is getattr(tensor, name):
+            setattr(copy, name, part.clone())
+        else:
+            _part(part, getattr(tensor, name))
 
 
 _move, _fetch, _parse = torch.Tensor.to, torch.Tensor.cpu, torch._C._nn._parse_to

@@ -9,6 +9,10 @@ contracted], and the product is ``numerics.gemm``'s, but for two kinds whose sca
 blockwise operands on Hopper (``blockwise.product``), and NVFP4's.
 
 Then, in the kernel's order: ``alpha``, bias, GELU, and a cast, an accumulation, or one rounding to D's type.
+
+In which order a GPU adds up is cuBLAS's own, and not public. That ``alpha`` does not change it is known: TE asks for an
+algorithm (``cublasLtMatmulAlgoGetHeuristic``) without telling ``alpha``. So here it changes none of torch's, wherever
+torch's BF16 product can be scaled before it is rounded.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nemo_fp8.numerics.bf16 import multiplies_bf16, scales_sums
 from nemo_fp8.numerics.gemm import gemm, product_of_four_bits
 from nemo_fp8.numerics.nvfp4_tensor import QuantizedNVFP4
 from nemo_fp8.numerics.quantized import Quantized
@@ -63,20 +68,32 @@ def _values(operand: _Operand) -> torch.Tensor:
     return values.t() if isinstance(operand, Quantized) and operand.usage == "col" else values
 
 
-def _product(a: _Operand, b: _Operand, dtype: torch.dtype, bias: torch.Tensor | None, promotes: bool) -> torch.Tensor:
-    """Return ``b @ a.T + bias``: FP32 sums, rounded once."""
+def _product(
+    a: _Operand, b: _Operand, dtype: torch.dtype, bias: torch.Tensor | None, promotes: bool, alpha: float
+) -> torch.Tensor:  # fmt: skip
+    """Return ``alpha * (b @ a.T) + bias``: FP32 sums, rounded once."""
+    unscaled = alpha == 1.0
     if isinstance(a, QuantizedNVFP4) and isinstance(b, QuantizedNVFP4):
-        return product_of_four_bits(b, a, out_dtype=dtype, bias=bias)
-    if isinstance(a, Quantized) and isinstance(b, Quantized):
-        if not promotes:
+        if unscaled:
+            return product_of_four_bits(b, a, out_dtype=dtype, bias=bias)
+        out = product_of_four_bits(b, a, out_dtype=torch.float32)
+    elif isinstance(a, Quantized) and isinstance(b, Quantized):
+        if unscaled and not promotes:
             return gemm(b, a, out_dtype=dtype, bias=bias)
-        out = blockwise.product(a, b)
+        out = blockwise.product(a, b) if promotes else gemm(b, a, out_dtype=torch.float32)
     else:
         left, right = _values(b), _values(a)
-        ordered = dtype != torch.float16  # torch adds FP16 up in another order than FP32, and alpha would change bits
+        # torch adds up in another order for FP32 than in FP16 or BF16, and alpha would change bits.
+        scalable = dtype == torch.bfloat16 and multiplies_bf16() and scales_sums()
+        ordered = dtype != torch.float16 and (unscaled or scalable)
         if ordered and left.dtype == right.dtype == dtype and (bias is None or bias.dtype == dtype):
-            return torch.mm(left, right.t()) if bias is None else torch.addmm(bias, left, right.t())
+            if unscaled and bias is None:
+                return torch.mm(left, right.t())
+            added = left.new_empty(()) if bias is None else bias
+            return torch.addmm(added, left, right.t(), beta=0 if bias is None else 1, alpha=alpha)
         out = torch.mm(left.float(), right.float().t())
+    if not unscaled:
+        out.mul_(alpha)
     return (out if bias is None else out.add_(bias.float())).to(dtype)
 
 
@@ -120,18 +137,13 @@ def generic_gemm(
         (a_rows, a_columns), (b_rows, b_columns) = as_matrix_shape(A.size()), as_matrix_shape(B.size())
         outer = (a_rows if transA else a_columns, b_columns if transB else b_rows)
         blockwise.refuse(A, B, a_columns if transA else a_rows, outer, use_split_accumulator, epilogue, dtype)
-    stays_wide = quantizer is not None or (accumulate and not promotes) or gelu or alpha != 1.0
+    stays_wide = quantizer is not None or (accumulate and not promotes) or gelu
     wide = torch.float32 if stays_wide else dtype
     if 0 in A.size() or 0 in B.size():
         out = torch.zeros(shape, dtype=wide)
     else:
         _check_kinds(A, B)
-        product_bias = forward_bias if alpha == 1.0 else None
-        out = _product(_operand(A, transA), _operand(B, not transB), wide, product_bias, promotes).view(shape)
-    if alpha != 1.0:
-        out.mul_(alpha)
-        if forward_bias is not None:
-            out.add_(forward_bias.float())
+        out = _product(_operand(A, transA), _operand(B, not transB), wide, forward_bias, promotes, alpha).view(shape)
     bias_grad = _bias_grad(B, dtype) if grad and bias is not None else None
     gelu_input = None
     if gelu and grad:

@@ -77,12 +77,20 @@ def _kinds(cls: type) -> Iterator[type]:
         yield from _kinds(derived)
 
 
-def _lying(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield what of a tensor lies in memory: of one made of others, such as TE's quantized ones, those; nothing of one
-    that ``torch.func`` wraps around another."""
+def parts_of(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names of a tensor's parts, and them, where it is made of others: TE's quantized ones, and DTensors,
+    which name their mesh among their parts."""
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _lying(getattr(tensor, name))
+        parts = ((name, getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        yield from ((name, part) for name, part in parts if isinstance(part, torch.Tensor))
+
+
+def _lying(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield what of a tensor lies in memory: of one made of others those; nothing of one that ``torch.func`` wraps
+    around another."""
+    if is_traceable_wrapper_subclass(tensor):
+        for _, part in parts_of(tensor):
+            yield from _lying(part)
     elif tensor.device.type == "cpu" and tensor.layout in _PARTS:
         yield from (getattr(tensor.detach(), part)() for part in _PARTS[tensor.layout])
     elif tensor.device.type == "cpu" and torch._C._has_storage(tensor):

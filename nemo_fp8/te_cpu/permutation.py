@@ -17,6 +17,7 @@ kernel leaves unwritten is zero here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,27 @@ def _routed(row_id_map: torch.Tensor, num_experts: int, pad_offsets: torch.Tenso
     padding before them."""
     there = torch.arange(num_experts) < row_id_map[:, -1:]
     tokens, places = there.nonzero(as_tuple=True)
+    return _at(row_id_map, tokens, places, num_experts, pad_offsets)
+
+
+def _places(
+    row_id_map: torch.Tensor, num_experts: int, pad_offsets: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the same in parts, one expert of each token's at a time: FP32 values of all would take several times the
+    tensor's memory."""
+    count = row_id_map[:, -1]
+    for place in range(int(count.max()) if count.numel() else 0):
+        tokens = (count > place).nonzero().flatten()
+        yield _at(row_id_map, tokens, torch.full_like(tokens, place), num_experts, pad_offsets)
+
+
+def _at(
+    row_id_map: torch.Tensor,
+    tokens: torch.Tensor,
+    places: torch.Tensor,
+    num_experts: int,
+    pad_offsets: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
     rows, experts = row_id_map[tokens, places].long(), row_id_map[tokens, num_experts + places].long()
     return tokens, experts, rows if pad_offsets is None else rows + pad_offsets[experts]
 
@@ -73,11 +95,8 @@ def unpermute_with_mask_map(
     """Return the sum of each token's rows, weighted where ``merging_probs`` says so, and ``permuted_probs`` where they
     came from."""
     total = torch.zeros(num_tokens, hidden_size)
-    count = row_id_map[:, -1]
-    for place in range(int(count.max()) if num_tokens else 0):
-        tokens = (count > place).nonzero().flatten()
-        rows, experts = row_id_map[tokens, place].long(), row_id_map[tokens, num_experts + place].long()
-        values = inp[rows if pad_offsets is None else rows + pad_offsets[experts]].float()
+    for tokens, experts, rows in _places(row_id_map, num_experts, pad_offsets):
+        values = inp[rows].float()
         if merging_probs is not None:
             values = values * merging_probs[tokens, experts].float()[:, None]
         total.index_add_(0, tokens, values)
@@ -95,12 +114,12 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     pad_offsets: torch.Tensor | None, num_tokens: int, num_experts: int, num_out_tokens: int, hidden_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of the permuted rows and of the weights that they were summed with."""
-    tokens, experts, rows = _routed(row_id_map, num_experts, pad_offsets)
-    g = fwd_output_grad[tokens].float()
     grad = fwd_output_grad.new_zeros(num_out_tokens, hidden_size)
-    grad[rows] = (g * merging_probs[tokens, experts].float()[:, None]).to(grad.dtype)
     probs_grad = torch.zeros_like(merging_probs)
-    probs_grad[tokens, experts] = (fwd_input[rows].float() * g).sum(1).to(probs_grad.dtype)
+    for tokens, experts, rows in _places(row_id_map, num_experts, pad_offsets):
+        g = fwd_output_grad[tokens].float()
+        grad[rows] = (g * merging_probs[tokens, experts].float()[:, None]).to(grad.dtype)
+        probs_grad[tokens, experts] = (fwd_input[rows].float() * g).sum(1).to(probs_grad.dtype)
     return grad, probs_grad
 
 

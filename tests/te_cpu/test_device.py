@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -262,6 +263,32 @@ def test_fsdp2_shards_a_module_of_te_and_changes_no_bit(device, tmp_path):
     finally:
         dist.destroy_process_group()
     assert all(torch.equal(a, b) for a, b in zip(sharded, gradients(lambda layer: None), strict=True))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("fetch", [lambda t: t.cpu(), lambda t: t.to("cpu")])
+def test_a_shard_of_fsdp2_goes_to_the_host(fetch, quantized, tmp_path):
+    """As ``get_model_state_dict(full_state_dict=True)`` asks of it: torch names a DTensor's mesh among its parts."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with te.quantized_model_init(enabled=quantized, recipe=Float8CurrentScaling()):
+            layer = te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16)
+        fully_shard(layer, mesh=init_device_mesh("cuda", (1,)))
+        local = layer.weight.to_local()
+        kept, values = fetch(layer.weight).to_local(), local.dequantize().clone() if quantized else local.clone()
+        if quantized:
+            assert type(kept) is type(local)
+            assert kept._scale_inv.data_ptr() != local._scale_inv.data_ptr()
+        with torch.no_grad():
+            local.copy_(torch.full_like(values, 3.0))
+        assert torch.equal(kept.dequantize() if quantized else kept, values)
+        whole = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))["weight"]
+        assert (whole.dequantize() if quantized else whole).unique().tolist() == [3.0]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("by", ["seed", "state"])

@@ -174,20 +174,21 @@ def _by_rows(tensor):
     return codes, scales[: codes.shape[0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("k", [64, 1024])
-def test_a_factor_that_is_a_power_of_two_changes_no_bit_of_an_fp16_product(k):
+def test_a_factor_that_is_a_power_of_two_changes_no_bit_of_a_product(k, dtype):
     """TE's fused linear and scale against the two one by one."""
     torch.manual_seed(0)
-    a, b = torch.randn(96, k).half(), torch.randn(256, k).half()
+    a, b = torch.randn(96, k).to(dtype), torch.randn(256, k).to(dtype)
+    kind = {torch.float16: tex.DType.kFloat16, torch.bfloat16: tex.DType.kBFloat16}[dtype]
 
     def product(alpha):
         return tex.generic_gemm(
-            a, True, b, False, None, None, tex.DType.kFloat16, None, tex.DType.kFloat16, False, None, False, None, 0,
-            False, True, alpha=alpha,
-        )[0]  # fmt: skip
+            a, True, b, False, None, None, kind, None, kind, False, None, False, None, 0, False, True, alpha=alpha
+        )[0]
 
     assert torch.equal(product(0.5), 0.5 * product(1.0))
-    assert torch.allclose(product(1.0).double(), b.double() @ a.double().t(), rtol=2**-10, atol=1e-4)
+    assert torch.allclose(product(1.0).double(), b.double() @ a.double().t(), rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 @pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")

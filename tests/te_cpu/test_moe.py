@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.pytorch import permutation, router
+
+from nemo_fp8.te_cpu.permutation import make_row_id_map, unpermute_with_mask_map_bwd_with_merging_probs
 
 TOKENS, EXPERTS, K, WIDTH = 48, 8, 3, 32
 
@@ -49,6 +52,30 @@ def test_mask_map_there_and_back(dtype, align):
     grads = _gradients([reference, expected_probs], [x, weights])
     for mine, theirs in zip(_gradients([merged, row_probs], [x, weights]), grads, strict=True):
         torch.testing.assert_close(mine, theirs, **exact)
+
+
+class _Largest(TorchDispatchMode):
+    """How many elements the largest FP32 tensor had that an operator made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_backward_of_merging_makes_no_fp32_copy_of_every_row():
+    """Of a token's rows there are as many as experts, so that one takes several times the memory of all tokens."""
+    routing_map, probs = _routing()
+    row_map = make_row_id_map(routing_map, TOKENS, EXPERTS)
+    grad, rows = torch.randn(TOKENS, WIDTH).bfloat16(), torch.randn(TOKENS * K, WIDTH).bfloat16()
+    with _Largest() as seen:  # called directly: a mode does not look into an operator of TE's
+        unpermute_with_mask_map_bwd_with_merging_probs(
+            grad, row_map, rows, probs, None, TOKENS, EXPERTS, TOKENS * K, WIDTH
+        )
+    assert TOKENS * WIDTH <= seen.elements < TOKENS * WIDTH * K
 
 
 @pytest.mark.parametrize("kept", [0, TOKENS * K - 20])
