@@ -49,7 +49,10 @@ class Control(Protocol):
     """What a push needs of an engine. Any object with these methods will do, such as a handle of a Ray actor."""
 
     def call(self, method: str, message: Answer) -> list[Answer]:
-        """Call ``nemo_fp8_refit_<method>`` of every worker with a message of plain values; return their answers."""
+        """Call ``nemo_fp8_refit_<method>`` of every worker with a message of plain values; return their answers.
+
+        What a worker found wrong is in its answer. Raises PrecisionError if the engine does not answer, or is dead.
+        """
 
     def hold(self, running: str) -> None:
         """Compute no request until ``free``. ``running`` is ``wait``, ``abort`` or ``keep``, as for ``Refit``."""
@@ -75,7 +78,10 @@ class Carrier(Protocol):
     """Whether the workers may be on this host, and map this process's memory."""
 
     def carry(self, message: Answer, body: memoryview) -> list[Answer]:
-        """Send the bytes of a buffer, and have every worker write the pieces that ``message`` lists."""
+        """Send the bytes of a buffer, and have every worker write the pieces that ``message`` lists.
+
+        Raises PrecisionError as :meth:`Control.call` does.
+        """
 
 
 def control_of(engine: Any, token: str | None = None) -> Control:
@@ -280,7 +286,8 @@ def refusal(why: str) -> PrecisionError:
 class OnLoop:
     """Controls an ``AsyncLLM`` from another thread than its loop's.
 
-    Make it in a coroutine, and push with ``await asyncio.to_thread(refit.push, tensors)``.
+    Make it in a coroutine, and push with ``await asyncio.to_thread(refit.push, tensors)``. Raises PrecisionError
+    outside of one.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -91,7 +91,10 @@ class Sink:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Write what waited for the end, and complete the facts: all pieces of all routes have come."""
+        """Write what waited for the end, and complete the facts: all pieces of all routes have come.
+
+        Raises PrecisionError for values that no kernel could use, such as a scale of 0.
+        """
 
     def read(self, route: Route) -> str | None:
         """Return the fingerprint of what lies in the model now; None if it cannot be read."""
