@@ -105,6 +105,8 @@ def bf16_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     dgrad: output gradient and weight in BF16.
     wgrad: output gradient and input in BF16.
     rollout: Generation in BF16, with a BF16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def fp16_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -117,6 +119,8 @@ def fp16_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     wgrad: output gradient and input in FP16.
     loss scale: Starts at 4.29497e+09, doubles after 1000 clean steps, halves after 2 overflows, never below 1.
     rollout: Generation in FP16, with a FP16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def bf16_with_fp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -137,6 +141,8 @@ def bf16_with_fp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     kept: In BF16: embeddings, norms, routers and the output head.
     rollout: Generation with input in E4M3 with an FP32 scale for every 128 values along the contracted dimension;
         weight in E4M3 with an FP32 scale for each 128x128 block; a BF16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def fp16_with_fp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -160,6 +166,8 @@ def fp16_with_fp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
         weight in E4M3 with an FP32 scale for each 128x128 block; a FP16 KV cache.
     note: An overflowing loss scale leaves inf in the amax history; the plugin lowers the start to 65536 and clears
         what overflowed.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def bf16_with_mxfp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -179,6 +187,8 @@ def bf16_with_mxfp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     rollout: Generation with input in E4M3 with an E8M0 exponent for every 32 values along the contracted dimension;
         weight in E4M3 with an E8M0 exponent for every 32 values along the contracted dimension; a BF16 KV cache.
     note: fp8_param saves no bytes on the wire with mxfp8.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def fp16_with_mxfp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -199,6 +209,8 @@ def fp16_with_mxfp8_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     rollout: Generation with input in E4M3 with an E8M0 exponent for every 32 values along the contracted dimension;
         weight in E4M3 with an E8M0 exponent for every 32 values along the contracted dimension; a FP16 KV cache.
     note: fp8_param saves no bytes on the wire with mxfp8.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -217,6 +229,8 @@ def bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _Plugi
     kept: In BF16: the first 1 and the last 1 decoder layers; embeddings, norms, routers and the output head.
     rollout: Generation with input in E4M3 with an FP32 scale for every 128 values along the contracted dimension;
         weight in E4M3 with an FP32 scale for each 128x128 block; a BF16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def fp16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -236,6 +250,8 @@ def fp16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _Plugi
     loss scale: Starts at 4.29497e+09, doubles after 1000 clean steps, halves after 2 overflows, never below 1.
     rollout: Generation with input in E4M3 with an FP32 scale for every 128 values along the contracted dimension;
         weight in E4M3 with an FP32 scale for each 128x128 block; a FP16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def nemotron_h_bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -254,6 +270,8 @@ def nemotron_h_bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]
     kept: In BF16: the first 2 and the last 2 decoder layers; embeddings, norms, routers and the output head.
     rollout: Generation with input in E4M3 with an FP32 scale for every 128 values along the contracted dimension;
         weight in E4M3 with an FP32 scale for each 128x128 block; a BF16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def nanov2_bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -276,6 +294,8 @@ def nanov2_bf16_with_fp8_current_scaling_mixed(**changes: Unpack[_Arguments]) ->
         is kept for compatibility.
     note: Gradients in E5M2, as NeMo ships it; TransformerEngine's own block default and NeMo RL use E4M3
         (format='e4m3').
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def bf16_with_fp8_subchannel_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -296,6 +316,8 @@ def bf16_with_fp8_subchannel_scaling_mixed(**changes: Unpack[_Arguments]) -> _Pl
         dimension; weight in E4M3 with a power-of-2 scale for each 128x128 block; a BF16 KV cache.
     note: Gradients in E5M2, as NeMo ships it; TransformerEngine's own block default and NeMo RL use E4M3
         (format='e4m3').
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def fp16_with_fp8_subchannel_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -317,6 +339,8 @@ def fp16_with_fp8_subchannel_scaling_mixed(**changes: Unpack[_Arguments]) -> _Pl
         dimension; weight in E4M3 with a power-of-2 scale for each 128x128 block; a FP16 KV cache.
     note: Gradients in E5M2, as NeMo ships it; TransformerEngine's own block default and NeMo RL use E4M3
         (format='e4m3').
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def bf16_with_fp8_delayed_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -337,6 +361,8 @@ def bf16_with_fp8_delayed_scaling_mixed(**changes: Unpack[_Arguments]) -> _Plugi
     kept: In BF16: embeddings, norms, routers and the output head.
     rollout: Generation with input in E4M3 with an FP32 scale for every 128 values along the contracted dimension;
         weight in E4M3 with an FP32 scale for each 128x128 block; a BF16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def fp16_with_fp8_delayed_scaling_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -360,6 +386,8 @@ def fp16_with_fp8_delayed_scaling_mixed(**changes: Unpack[_Arguments]) -> _Plugi
         weight in E4M3 with an FP32 scale for each 128x128 block; a FP16 KV cache.
     note: An overflowing loss scale leaves inf in the amax history; the plugin lowers the start to 65536 and clears
         what overflowed.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def bf16_with_fp8_delayed_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -380,6 +408,8 @@ def bf16_with_fp8_delayed_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     kept: In BF16: embeddings, norms, routers and the output head.
     rollout: Generation with input in E4M3 with an FP32 scale for every 128 values along the contracted dimension;
         weight in E4M3 with an FP32 scale for each 128x128 block; a BF16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def fp16_with_fp8_delayed_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -403,6 +433,8 @@ def fp16_with_fp8_delayed_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
         weight in E4M3 with an FP32 scale for each 128x128 block; a FP16 KV cache.
     note: An overflowing loss scale leaves inf in the amax history; the plugin lowers the start to 65536 and clears
         what overflowed.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def bf16_with_fp8_tensorwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -421,6 +453,8 @@ def bf16_with_fp8_tensorwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConf
     kept: In BF16: the first 1 and the last 1 decoder layers; embeddings, norms, routers and the output head.
     rollout: Generation with input in E4M3 with an FP32 scale for every 128 values along the contracted dimension;
         weight in E4M3 with an FP32 scale for each 128x128 block; a BF16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def fp16_with_fp8_tensorwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -440,6 +474,8 @@ def fp16_with_fp8_tensorwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConf
     loss scale: Starts at 4.29497e+09, doubles after 1000 clean steps, halves after 2 overflows, never below 1.
     rollout: Generation with input in E4M3 with an FP32 scale for every 128 values along the contracted dimension;
         weight in E4M3 with an FP32 scale for each 128x128 block; a FP16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def bf16_with_fp8_blockwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -460,6 +496,8 @@ def bf16_with_fp8_blockwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfi
         dimension; weight in E4M3 with a power-of-2 scale for each 128x128 block; a BF16 KV cache.
     note: Gradients in E5M2, as NeMo ships it; TransformerEngine's own block default and NeMo RL use E4M3
         (format='e4m3').
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def fp16_with_fp8_blockwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -481,6 +519,8 @@ def fp16_with_fp8_blockwise_mixed(**changes: Unpack[_Arguments]) -> _PluginConfi
         dimension; weight in E4M3 with a power-of-2 scale for each 128x128 block; a FP16 KV cache.
     note: Gradients in E5M2, as NeMo ships it; TransformerEngine's own block default and NeMo RL use E4M3
         (format='e4m3').
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -502,6 +542,8 @@ def bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     kept: In BF16: embeddings, norms, routers and the output head.
     rollout: Generation with input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension;
         weight in E2M1 with an E4M3 scale for every 16 values along the contracted dimension; a BF16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
 
 def nemotron_3_super_bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
@@ -523,4 +565,6 @@ def nemotron_3_super_bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _Pl
     kept: In BF16: the last 14 decoder layers; embeddings, norms, routers and the output head.
     rollout: Generation with input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension;
         weight in E2M1 with an E4M3 scale for every 16 values along the contracted dimension; a BF16 KV cache.
+
+    Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """

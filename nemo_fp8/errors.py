@@ -23,7 +23,7 @@ SEVERITIES = ("error", "warning", "info")
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, why, and what to do about it; each a sentence."""
+    """What is wrong, why, and what to do about it; each a sentence. Raises PrecisionError for another severity."""
 
     what: str
     why: str

@@ -74,7 +74,7 @@ def _keeper(patience: float) -> list[str]:
 
 @contextmanager
 def orderly() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, and then the process, with exit code 128 + signal number.
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, and then the process: raise SystemExit(128 + signal number).
 
     A signal that the shell told us to ignore (``nohup``) stays ignored. For the main thread.
     """

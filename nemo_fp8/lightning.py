@@ -30,7 +30,10 @@ _OF_PLUGIN = [p for p in PARAMETERS if p.name not in _OF_TRAINER]
 
 
 class Trainer(_nemo.Trainer):
-    """NeMo's Trainer, which passes FP8 arguments to its precision plugin."""
+    """NeMo's Trainer, which passes FP8 arguments to its precision plugin.
+
+    Raises PrecisionError for such arguments without a plugin of ours among ``plugins``.
+    """
 
     @takes([*_OF_TRAINER.values(), *_OF_PLUGIN])
     def __init__(self, *args: Any, plugins: Any = None, **arguments: Any) -> None:

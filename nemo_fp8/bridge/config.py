@@ -59,7 +59,10 @@ class ContractPrecision(theirs.MixedPrecisionConfig):
         super().finalize()
 
     def setup(self, model_config: Any, optimizer_config: Any = None, ddp_config: Any = None) -> None:
-        """Write the settings into the configs of a run, and check machine and configs."""
+        """Write the settings into the configs of a run, and check machine and configs.
+
+        Raises PrecisionError if this machine cannot run the contract, or with every setting of the configs against it.
+        """
         contract = self.contract
         choose_engine(contract)
         replace_for_bridge()
@@ -70,7 +73,10 @@ class ContractPrecision(theirs.MixedPrecisionConfig):
 
 
 def bridge_config(contract: Precision | str) -> ContractPrecision:
-    """Return the value for ``ConfigContainer.mixed_precision`` of a contract, a preset's name or a YAML file."""
+    """Return the value for ``ConfigContainer.mixed_precision`` of a contract, a preset's name or a YAML file.
+
+    Raises PrecisionError if there is no such preset or file.
+    """
     precision = given(contract)
     values, beyond = precision.to_dict(), sorted(beyond_nemo(precision))
     return ContractPrecision(**resolve_dtypes(to_bridge(precision)), beyond={name: values[name] for name in beyond})

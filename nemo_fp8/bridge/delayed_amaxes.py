@@ -3,15 +3,7 @@
 ``train/amax_histories.py`` says what the first row of a history is. The same two things interfere with it as in NeMo's
 runs (``train/delayed_amaxes.py``), and a third with all rows: Bridge's checkpoint of adapters holds what is called an
 adapter's, and so not TransformerEngine's state of the linears. A model's own methods are where they begin, whatever
-callbacks a user gives:
-
-    train                 Bridge calls eval() before a validation and train() after it. The row is restored at its end
-    sharded_state_dict    every rank asks for it before a checkpoint is written. The ranks agree on the row first. It is
-                          asked for before one is loaded as well, when there is nothing to agree on yet. Where there are
-                          adapters, the state of a linear is called an adapter's
-    load_state_dict       gives each linear what is called its adapter's
-
-So these methods of the instance are replaced, and those of the class are not.
+callbacks a user gives. So these of the instance are replaced (``COVERED``), and those of the class are not.
 """
 
 from __future__ import annotations
@@ -26,6 +18,15 @@ from nemo_fp8.train.amax_histories import agree_among_ranks, amax_histories, hol
 
 STATE, SAVED, BENEATH = "._extra_state", ".adapter._extra_state", ".to_wrap._extra_state"
 """TransformerEngine's state of a linear: in a checkpoint, in one of adapters, and in a module that holds an adapter."""
+
+COVERED = {
+    "train": "Bridge calls eval() before a validation and train() after it: the row is restored at its end",
+    "sharded_state_dict": "every rank asks for it before a checkpoint is written: the ranks agree on the row first. It "
+    "is asked for before one is loaded as well, when there is nothing to agree on yet. Where there are adapters, the "
+    "state of a linear is called an adapter's",
+    "load_state_dict": "it gives each linear what is called its adapter's",
+}
+"""Methods that are wrapped on a model, and not on its class: the reason of each."""
 
 
 def keep_amaxes_of_training(models: Sequence[Any]) -> None:

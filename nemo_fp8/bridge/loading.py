@@ -43,6 +43,11 @@ Hook = Callable[[Models], Models]
 # Relative distance of an FP8 weight from the values it was made of: 2.65 % for any scale, and with a scale of 1, which
 # delayed scaling starts with, up to 10 %. An unrelated tensor of the same size is 1.4 away.
 _FAR = 0.3
+COVERED = {
+    "_pre_wrap_hooks": "Bridge's hooks write weights into FP8 parameters, which loses them: each runs among plain "
+    "tensors, and so does one that Bridge registers later, for adapters"
+}
+"""What is replaced on a provider, and not on its class: the reason."""
 # What Megatron sets on a weight, and what a hook may read from it.
 MEGATRONS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
 

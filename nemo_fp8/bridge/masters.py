@@ -27,7 +27,11 @@ from nemo_fp8.train.measure import share_of, unchained
 
 @torch.no_grad()
 def hugging_face_weights(auto_bridge: Any, models: list[Any], optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor, on the CPU; every rank takes part, to the end."""
+    """Yield name and tensor, on the CPU; every rank takes part, to the end.
+
+    ``auto_bridge`` is the ``AutoBridge`` of the model, ``models`` the chunks of it that this rank holds, and
+    ``optimizer`` Megatron's, as Bridge's ``setup`` returns them.
+    """
     held = []
     for module in (module for model in models for module in model.modules()):
         for name, weight in list(module._parameters.items()):

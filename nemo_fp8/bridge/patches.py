@@ -32,7 +32,7 @@ TABLE = (
 
 
 def replace_for_bridge() -> None:
-    """Replace the name, once, where Megatron comes from a wheel."""
+    """Replace the name, once, where Megatron comes from a wheel; raise PrecisionError if it is not the tested one."""
     if _is_compiled_already() and not is_patched(TABLE):
         FOR_THE_PROCESS.enter_context(patched(TABLE, "Starting Megatron-Bridge"))
 

@@ -68,7 +68,8 @@ def explain_rows(p: Precision) -> list[tuple[str, str]]:
 def docstring(p: Precision) -> str:
     """Return the docstring of the factory for this contract, as Python and editors show it."""
     rows = "\n".join(f"{heading}: {sentence}" for heading, sentence in explain_rows(p))
-    return f"Return the precision {p.name!r} as a Config for ``trainer.plugins``.\n\n{rows}\n"
+    takes = "Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit."
+    return f"Return the precision {p.name!r} as a Config for ``trainer.plugins``.\n\n{rows}\n\n{takes}\n"
 
 
 def _operand(operand: Operand, role: str, beforehand: str = "found from earlier steps", *, usage: str = "row") -> str:

@@ -39,7 +39,10 @@ def given(precision: Precision | str) -> Precision:
 
 
 def from_file(name: str) -> Precision:
-    """Return the contract in a YAML file; without a name of its own it is named after the file."""
+    """Return the contract in a YAML file; without a name of its own it is named after the file.
+
+    Raises PrecisionError if the file cannot be read, or holds no valid contract.
+    """
     p = Precision.from_yaml(read_text(name))
     return p.replace(name=label_of(name)) if p.name == "custom" else p
 
@@ -50,7 +53,10 @@ def label_of(name: str) -> str:
 
 
 def settings_of(name: str, changes: list[str] | None = None) -> dict[str, Any]:
-    """Return the settings of such a contract as plain values. They need not be valid; ``lint`` says what is wrong."""
+    """Return the settings of such a contract as plain values. They need not be valid; ``lint`` says what is wrong.
+
+    Raises PrecisionError if there is no such preset or file, or if the file holds no mapping.
+    """
     from nemo_fp8.contract.yaml import load_mapping
 
     if is_file(name):

@@ -35,7 +35,11 @@ def tiny_llama(
     steps: int = 300,
     seed: int = 1234,
 ) -> run.Partial[Any]:
-    """Train a six-layer Llama of 5 million parameters to tell little stories, on ``ranks`` processes."""
+    """Return the recipe that trains a six-layer Llama of 5 million parameters to tell little stories.
+
+    It runs on ``ranks`` processes for ``steps`` steps; ``dir`` and ``name`` say where its checkpoints and logs lie, as
+    in NeMo's recipes. Raises PrecisionError if there is no such precision.
+    """
     gpu = te_cpu.has_gpu()
     seq_length = 128
     model = run.Config(

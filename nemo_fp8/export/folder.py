@@ -104,7 +104,7 @@ class Destination:
         return False
 
     def finish(self, receipt: dict[str, Any]) -> None:
-        """Write the receipt, which marks the export as complete."""
+        """Write the receipt, which marks the export as complete; raises PrecisionError as :meth:`writing` does."""
         self.write(RECEIPT, _text(receipt))
         (self.folder / STATE).unlink(missing_ok=True)
 
@@ -157,7 +157,7 @@ class Destination:
             part.unlink(missing_ok=True)
 
     def write(self, name: str, content: bytes | Path) -> None:
-        """Write a file, from bytes or from another file."""
+        """Write a file, from bytes or from another file; raises PrecisionError as :meth:`writing` does."""
         with self.writing(name) as file:
             if isinstance(content, Path):
                 with content.open("rb") as source:

@@ -22,17 +22,21 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_fp8 import lifetime
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.plan import Plan
 from nemo_fp8.models.names import place
+from nemo_fp8.moved import renamed
 from nemo_fp8.preflight.answers import answer
 from nemo_fp8.preflight.machine import Machine, vllm_pythons
 from nemo_fp8.preflight.support import UNSUPPORTED
-from nemo_fp8.render.vllm import PLUGIN, to_plugin, to_vllm
+from nemo_fp8.render.vllm import PLUGIN, SMALL_ENGINE, to_plugin, to_vllm
+
+if not TYPE_CHECKING:  # see nemo_fp8.moved
+    __getattr__ = renamed(__name__, {"ENVIRONMENT": "nemo_fp8.render.vllm.SMALL_ENGINE"})
 
 PROMPTS, LENGTH, GENERATED, TOP = 4, 24, 8, 20
 # Settings for a small engine that starts quickly; arguments override them.
@@ -42,13 +46,6 @@ SETTINGS: dict[str, Any] = {
     "enforce_eager": True,
     "skip_tokenizer_init": True,  # prompts are numbers of tokens, and a checkpoint may have no tokenizer beside it
     "seed": 0,
-}
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _ASK = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('vllm') and u.find_spec('nemo_fp8') else 3)"
 
@@ -130,7 +127,7 @@ def log_probs(folder: str | Path, arguments: Mapping[str, Any], python: str | Pa
         }
         command = [str(Path(python).absolute()), "-m", __name__, json.dumps(task)]
         # In another folder, so that no module of the current one is imported.
-        settings: dict[str, Any] = {"env": ENVIRONMENT | os.environ, "cwd": work}
+        settings: dict[str, Any] = {"env": SMALL_ENGINE | os.environ, "cwd": work}
         with (
             log.open("w") as file,
             lifetime.running(command, stdout=file, stderr=subprocess.STDOUT, **settings) as process,

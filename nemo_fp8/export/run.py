@@ -134,7 +134,10 @@ class Amaxes:
         self.plan, self.found = plan, dict[tuple[str, ...], torch.Tensor]()
 
     def of(self, name: str) -> torch.Tensor | None:
-        """Return the amax of all weights that share a scale with this one; None if its format has no such scale."""
+        """Return the amax of all weights that share a scale with this one; None if its format has no such scale.
+
+        Raises PrecisionError if one of them holds values that are not finite.
+        """
         if not self.plan.codings[name].shares_amax:
             return None
         names = self.plan.sharing[name]

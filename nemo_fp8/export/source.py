@@ -68,13 +68,16 @@ class Source(Protocol):
         """Remarks about the source for the user."""
 
     def matrices(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor, or each matrix of a stack."""
+        """Yield a tensor, or each matrix of a stack; raise PrecisionError for codes whose values are not finite."""
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in parts."""
 
     def files(self) -> Iterator[tuple[str, bytes | Path]]:
-        """Yield names and contents of the other files of the model, such as its tokenizer and license."""
+        """Yield names and contents of the other files of the model, such as its tokenizer and license.
+
+        Raises PrecisionError for a link that leads out of the model's folder.
+        """
 
     def identity(self) -> dict[str, Any]:
         """Return plain values that change when the source changes; they are compared again during the export."""

@@ -97,7 +97,7 @@ _UNSTABLE = (
 
 
 def verify(plan: Plan, folder: str | Path, *, progress: Callable[[int], Progress] | None = None) -> Certificate:
-    """Compare a complete export with its source, tensor by tensor.
+    """Compare a complete export with its source, tensor by tensor. ``progress`` is that of :func:`export`.
 
     Raises PrecisionError if the folder holds no export of this plan, or its tensors are not the planned ones.
     """

@@ -52,7 +52,8 @@ def reference(
     """Yield the name, codes and scales of every tensor that the contract stores in FP8, as workers must have them.
 
     ``layers`` is the number of decoder layers, found from the names if not given. ``side="train"`` yields the trainer's
-    own FP8 weights; nothing, if the contract does not train in FP8.
+    own FP8 weights; nothing, if the contract does not train in FP8. Raises PrecisionError if the contract is strict and
+    shapes do not fit.
     """
     if precision.operand("weight", side) is None:
         return
@@ -131,7 +132,8 @@ def compare_weights(
     """Return a problem for every tensor in which the engine differs from ``weights``; ``where`` is its name.
 
     ``held`` is what the engine holds. Tensors that are not in FP8 are compared only if they are in it. ``previous`` are
-    the weights of the push before, which stale tensors are compared with.
+    the weights of the push before, which stale tensors are compared with. Raises PrecisionError for parts in ``held``
+    that are none of a tensor, and as :func:`reference` does.
     """
     found = []
     quantized = set()

@@ -35,7 +35,10 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """The sizes of the splits, and the tokens that each rank processes at once."""
+    """The sizes of the splits, and the tokens that each rank processes at once.
+
+    Raises PrecisionError with every size that is no number of at least 1.
+    """
 
     tensor: int = 1
     pipeline: int = 1

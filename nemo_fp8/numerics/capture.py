@@ -28,8 +28,8 @@ def capture(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Record inputs and output gradients of the linears whose names match ``only``, and save them to ``path``.
 
-    Yields the dictionary that is being filled; it is complete when the block ends. If the block raises, nothing is
-    saved.
+    ``rows`` is the most that is kept of a tensor. Yields the dictionary that is being filled; it is complete when the
+    block ends. If the block raises, nothing is saved. Raises PrecisionError if no linear matches, or none ran.
     """
     linears = {name: m for name, m in model.named_modules() if _is_linear(m) and fnmatchcase(name, only)}
     if not linears:

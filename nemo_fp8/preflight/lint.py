@@ -47,10 +47,14 @@ def lint(
 ) -> list[Problem]:
     """Return every finding, errors first. Problems of settings that are no valid contract become findings, too.
 
-    ``settings`` is a contract, its fields, or the name of a preset or of a YAML file.
+    ``settings`` is a contract, its fields, or the name of a preset or of a YAML file. ``model`` is a config.json: its
+    path, its folder or its content. ``parallel`` is the layout of ranks (``"tp2,pp2"``), and ``machine`` where it runs
+    (``"h100,te2.20.2"``); what is not given is not checked.
 
     ``environment`` is a mapping such as ``os.environ``, read only if given. With ``modules=sys.modules``, variables
     that were set after TransformerEngine's import are found, too.
+
+    Raises PrecisionError if there is no such model, or a word of ``parallel`` or ``machine`` is unknown.
     """
     try:
         precision = Precision.from_dict(settings) if isinstance(settings, Mapping) else given(settings)

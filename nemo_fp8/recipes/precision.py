@@ -18,7 +18,10 @@ Folder: TypeAlias = Optional[str]  # noqa: UP045
 
 
 def plugin_of(precision: PrecisionLike) -> run.Config[MixedPrecision]:
-    """Return a Config of our plugin for a preset's name, a YAML file, a contract, or such a Config."""
+    """Return a Config of our plugin for a preset's name, a YAML file, a contract, or such a Config.
+
+    Raises PrecisionError if there is no such preset or file.
+    """
     if isinstance(precision, run.Config):
         return precision
     return plugin_config(given(precision))

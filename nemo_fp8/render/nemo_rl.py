@@ -257,7 +257,10 @@ def _comparison(source: Source) -> str | Problem:
 
 
 def ignored_by_nemo_rl(source: Source) -> list[Problem]:
-    """Return problems for keys that NeMo RL ignores here; this package reads them as they were meant."""
+    """Return problems for keys that NeMo RL ignores here; this package reads them as they were meant.
+
+    Raises PrecisionError if ``source`` cannot be read, or is no config of NeMo RL.
+    """
     from nemo_fp8.render.nemo_rl_file import read_document, resolving
 
     document = read_document(source)
@@ -276,7 +279,10 @@ def ignored_by_nemo_rl(source: Source) -> list[Problem]:
 
 
 def beside_the_contract(source: Source) -> list[Problem]:
-    """Return findings for what acts beside everything that a contract says, and for a rollout that is not compared."""
+    """Return findings for what acts beside everything that a contract says, and for a rollout that is not compared.
+
+    Raises PrecisionError if ``source`` cannot be read, or is no config of NeMo RL.
+    """
     from nemo_fp8.render.nemo_rl_file import read_document, resolving
 
     document = read_document(source)

@@ -87,7 +87,10 @@ def _rollout(p: Precision) -> dict[str, Any]:
 
 
 def read_skyrl(given: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[Precision, Precision]:
-    """Return the training side and the rollout side of these overrides and variables, each as a contract."""
+    """Return the training side and the rollout side of these overrides and variables, each as a contract.
+
+    Raises PrecisionError for settings that no contract says, and for another trainer than Megatron.
+    """
     plugin = {key.removeprefix(f"{PLUGIN}."): value for key, value in given.items() if key.startswith(f"{PLUGIN}.")}
     frameworks.require_megatron("SkyRL", TRAINER, given)
     ours = (TRAINER, MODE, QUANTIZATION, LOG_PROBS, *(f"{PLUGIN}.{name}" for name in plugin))

@@ -62,7 +62,7 @@ def checkpoint_config(precision: Precision) -> dict[str, Any] | None:
 def read_slime(command_line: str | Sequence[str], checkpoint: Mapping[str, Any] | None) -> tuple[Precision, Precision]:
     """Return the training side and the rollout side of slime's flags and of the checkpoint's quantization_config.
 
-    Flags that are not about precision are skipped.
+    Flags that are not about precision are skipped. Raises PrecisionError for values that no contract says.
     """
     if isinstance(command_line, str):
         command_line = shlex.split(command_line.replace("\\\n", " "), comments=True)

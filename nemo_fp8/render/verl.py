@@ -59,7 +59,10 @@ def to_verl(precision: Precision) -> dict[str, Any]:
 
 
 def read_verl(given: Mapping[str, Any]) -> tuple[Precision, Precision]:
-    """Return the training side and the rollout side of these overrides, each as a contract."""
+    """Return the training side and the rollout side of these overrides, each as a contract.
+
+    Raises PrecisionError for settings that no contract says, and for another trainer than Megatron.
+    """
     variables = {f"{ENVIRONMENT}.{name}": name for name in VARIABLES}
     known = (TRAINER, *overrides.keys(SECTIONS), *variables, LOG_PROBS)
     frameworks.require_megatron("verl", TRAINER, given)

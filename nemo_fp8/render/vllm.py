@@ -30,6 +30,15 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
     )
 
 PLUGIN = "nemo_fp8"
+SMALL_ENGINE = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""The environment of an engine for a small model: quiet, offline, and on a CPU a GiB of cache and no processors of its
+own. vLLM reads it when it is imported."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # The plugin's settings, under the contract's names.
 PLUGIN_FIELDS = (

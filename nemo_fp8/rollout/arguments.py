@@ -93,7 +93,7 @@ def engine_machine() -> Machine | None:
 def environment(precision: Precision | str) -> dict[str, str]:
     """Return vLLM's environment variables for a contract. Set them before an engine starts.
 
-    Workers read them when they choose kernels.
+    Workers read them when they choose kernels. Raises PrecisionError if there is no such preset or file.
     """
     p = given(precision)
     if p.rollout != "fp8":

@@ -39,8 +39,11 @@ def calibrate(
 ) -> dict[str, float]:
     """Return the k and v scales of every attention layer, from what is written to the cache while ``generate`` runs.
 
-    ``generate`` should run prompts like those to come. Prompts that are cached already do not count, since nothing is
-    written for them. Raises PrecisionError if nothing was written, or the attention backend cannot be listened to.
+    ``rpc`` calls a method of all workers, as ``llm.collective_rpc`` does. ``generate`` should run prompts like those to
+    come. Prompts that are cached already do not count, since nothing is written for them. Magnitudes above
+    ``percentile`` saturate, and ``margin`` widens the range beyond it.
+
+    Raises PrecisionError if these make no sense, nothing was written, or the attention backend cannot be listened to.
     """
     if not 0 < percentile <= 100 or not margin > 0:
         raise PrecisionError(

@@ -176,13 +176,19 @@ class Checkpoint:
             yield QuantizedNVFP4.from_modelopt(*of_one).dequantize()
 
     def stored(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor, or each matrix of a stack, as it is stored: FP8 as codes, without their scales."""
+        """Yield a tensor, or each matrix of a stack, as it is stored: FP8 as codes, without their scales.
+
+        Raises PrecisionError if nothing is known of its type, or the file is damaged.
+        """
         entry = self.entries[name]
         for i in range(entry.shape[0]) if len(entry.shape) == 3 else (None,):
             yield self._read(entry, i)
 
     def chunks(self, name: str, size: int = 16 * 2**20) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor as they are stored. Each chunk is overwritten by the next one."""
+        """Yield the bytes of a tensor as they are stored. Each chunk is overwritten by the next one.
+
+        Raises PrecisionError if the file is damaged.
+        """
         entry, buffer = self.entries[name], bytearray(min(size, self.entries[name].bytes))
         for at in range(0, entry.bytes, size):
             part = memoryview(buffer)[: min(size, entry.bytes - at)]

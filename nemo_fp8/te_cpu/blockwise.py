@@ -66,7 +66,10 @@ def write(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) 
 
 
 def operand(tensor: Any, by_rows: bool) -> Quantized:
-    """Return what a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows."""
+    """Return what a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows.
+
+    Raises RuntimeError if the tensor holds no copy for it.
+    """
     side = "row" if by_rows else "column"
     data, scales = getattr(tensor, f"_{side}wise_data"), getattr(tensor, f"_{side}wise_scale_inv")
     if data is None:

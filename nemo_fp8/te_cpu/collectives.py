@@ -140,23 +140,37 @@ def _gloo(backend: str | None) -> str | None:
     return "gloo" if backend is not None and "nccl" in backend.lower() else backend
 
 
-_BACKEND_AT = {"init_process_group": 0, "new_group": 2}
-"""Where each function takes its backend."""
+_BY_NAME = "a group is asked for as nccl, bound to a CUDA device, and gloo is what speaks here"
+_ALL, _OF_CALLERS = (dist, c10d), (dist,)
+REPLACED: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...], str]] = {
+    "init_process_group": (functools.partial(_over_gloo, backend_at=0), _ALL, _BY_NAME),
+    "new_group": (functools.partial(_over_gloo, backend_at=2), _ALL, _BY_NAME),
+    "is_nccl_available": (
+        lambda theirs: lambda: True,
+        _OF_CALLERS,
+        "who asks for it gets gloo by its name; torch itself, which would look for NCCL's classes, knows better",
+    ),
+    "barrier": (_without_devices, _ALL, "it is given the numbers of the GPUs on which NCCL runs it"),
+    **dict.fromkeys(
+        _COLLECTIVES,
+        (
+            _remembered,
+            _ALL,
+            "gloo cannot coalesce, copies twice where one rank has nothing to exchange, and is refused what split made",
+        ),
+    ),
+    "_coalescing_manager": (
+        lambda theirs: _one_by_one,
+        _ALL,
+        "gloo cannot coalesce: TransformerEngine's gathers raise, and Megatron's of several types come out corrupted",
+    ),
+}
+"""Names of torch.distributed: what makes ours of theirs, the modules that get it, and why."""
 
 
 def take_nccls_place() -> None:
-    """Replace torch's coalescing manager, the collectives that report to it, and NCCL's name, until the process
-    ends."""
-    for name, place in _BACKEND_AT.items():
-        wrapper = _over_gloo(getattr(dist, name), place)
-        setattr(dist, name, wrapper)
-        setattr(c10d, name, wrapper)
-    dist.is_nccl_available = lambda: (
-        True
-    )  # for those who ask for it; torch itself, which would look for its classes, knows better
-    dist.barrier = c10d.barrier = _without_devices(dist.barrier)
-    for name in _COLLECTIVES:
-        wrapper = _remembered(getattr(dist, name))
-        setattr(dist, name, wrapper)
-        setattr(c10d, name, wrapper)
-    dist._coalescing_manager = c10d._coalescing_manager = _one_by_one  # type: ignore[attr-defined]
+    """Replace the names of the table until the process ends."""
+    for name, (make, modules, _) in REPLACED.items():
+        ours = make(getattr(dist, name))
+        for module in modules:
+            setattr(module, name, ours)

@@ -34,7 +34,7 @@ def _held(cu_seqlens: torch.Tensor, tokens: int, ranks: int, rank: int) -> torch
 def thd_get_partitioned_indices(
     cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int
 ) -> torch.Tensor:
-    """List the tokens of the packed sequences that a rank holds."""
+    """List the tokens of the packed sequences that a rank holds; raises RuntimeError if they are no whole chunks."""
     if not 0 <= rank < world_size or total_tokens <= 0 or total_tokens % (2 * world_size):
         raise RuntimeError(
             f"{total_tokens} tokens cannot be divided into two chunks for each of {world_size} ranks (of rank {rank})."
@@ -104,7 +104,7 @@ def thd_grad_correction(
     grad: torch.Tensor, grad_per_step: torch.Tensor, cu_seqlens: torch.Tensor, first_half: str, second_half: str
 ) -> None:
     """Add a step's gradient, or copy it, into one half of each sequence or each half; a step of one half has no other
-    rows."""
+    rows. Raises RuntimeError for another pair of words than TE has."""
     halves = (first_half, second_half)
     if set(halves) - set(_CHANGES) or first_half == second_half:
         raise RuntimeError("Unsupported Functor of first half and second_half")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import sys
 import types
@@ -253,6 +254,12 @@ _FACTORIES = """empty zeros ones full tensor as_tensor asarray rand randn randin
     sparse_compressed_tensor""".split()
 _TYPES = "Float Half BFloat16 Double Byte Char Short Int Long Bool".split()
 _POOL = "MemPool"
+REMOVED = {
+    _POOL: "where there is one, Megatron compiles a CUDA extension at its import "
+    "(megatron.core.inference.unified_memory), and waits for ever, without a word, once a process has been killed that "
+    "compiled it"
+}
+"""Names of torch.cuda that go, as in a torch that has none, and why."""
 _SPREADING = "replicate scatter_gather parallel_apply".split()
 _METHODS = "new new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
 
@@ -655,15 +662,11 @@ def _refusals(of_cuda: list[Any], spread: list[Any]) -> list[tuple[Any, dict[str
 
 
 def _take_away_pools() -> None:
-    """Remove ``MemPool`` from torch, as in a torch that has none.
-
-    Where there is one, Megatron compiles a CUDA extension at its import (``megatron.core.inference.unified_memory``),
-    and waits for ever, without a word, once a process has been killed that compiled it.
-    """
-    for module in (torch.cuda, torch.cuda.memory):
-        if hasattr(module, _POOL):
-            delattr(module, _POOL)
-            module.__all__.remove(_POOL)
+    """Remove the names of :data:`REMOVED` from torch, and say so to who asks."""
+    for module, name in itertools.product((torch.cuda, torch.cuda.memory), REMOVED):
+        if hasattr(module, name):
+            delattr(module, name)
+            module.__all__.remove(name)
             module.__getattr__ = functools.partial(_no_pool, module.__name__)  # type: ignore[method-assign]
 
 

@@ -143,8 +143,8 @@ def build(version: str) -> types.ModuleType:
     names |= {name: type(name, (), {} if name == "FP8TensorMeta" else {"__init__": missing(name)}) for name in _CLASSES}
     names |= {name: missing(name) for name in MISSING}
     for name, homes in _SUBMODULES.items():
-        names[name] = types.ModuleType(f"{NAME}.{name}")
-        vars(names[name]).update(_functions(homes))
+        nested = names[name] = types.ModuleType(f"{NAME}.{name}")
+        vars(nested).update(_functions(homes))
     vars(module).update(names)
     return module
 

@@ -56,7 +56,10 @@ def _write(quantizer: Any, x: torch.Tensor, out: Any, scale: torch.Tensor) -> No
 
 
 def operand(tensor: Any, by_rows: bool) -> Quantized:
-    """Return what a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows."""
+    """Return what a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows.
+
+    Raises RuntimeError if the tensor holds no copy for it.
+    """
     from nemo_fp8.te_cpu.device import multiplies_fp8_in_any_layout
 
     dtype, scale = torch_dtype(tensor._fp8_dtype), tensor._scale_inv.reshape(())

@@ -123,7 +123,7 @@ def generic_gemm(
     beta: float | None = None,
 ) -> list[Any]:
     """Return [D, bias gradient, input of GELU, extra output]. With ``grad`` a ``bias`` asks for its gradient, the sum
-    of B's rows."""
+    of B's rows. Raises NotImplementedError for userbuffers, and RuntimeError for what TE's GEMM refuses."""
     if comm_overlap is not None:
         raise NotImplementedError("generic_gemm with userbuffers has no CPU implementation: they are NVLink's.")
     shape = _shape_of_product(A, transA, B, transB, D)

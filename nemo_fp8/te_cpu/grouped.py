@@ -100,7 +100,7 @@ def group_quantize(
     tensor_offsets: torch.Tensor | None = None, noop_flag: torch.Tensor | None = None, output: Any = None,
 ) -> Any:  # fmt: skip
     """Quantize the members of ``tensor`` into a new group, or into ``output``; write nothing where ``noop_flag`` holds
-    a 1."""
+    a 1. Raises RuntimeError for what TE's kernel refuses, and for an ``output`` that is another group."""
     _check(tensor, quantizer, first_dims, last_dims)
     if output is None:
         group, members = _make(
@@ -134,7 +134,7 @@ def nvfp4_quantize_with_amax(
     tensor: torch.Tensor, quantizer: Any, rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor
 ) -> Any:
     """Quantize into a new tensor with these amaxes, which stay the caller's memory: they are reduced over the
-    quantizer's group where it has one."""
+    quantizer's group where it has one. Raises RuntimeError if tensor or amaxes do not fit."""
     if tensor.dim() < 2:
         raise RuntimeError("Tensor must be at least 2D")
     nvfp4.check_amaxes("nvfp4_quantize_with_amax", quantizer, (rowwise_amax, columnwise_amax), 1)
@@ -154,7 +154,7 @@ def nvfp4_group_quantize_with_amax(
     rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor, tensor_offsets: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Quantize into a group whose members' amaxes are known and stay the caller's memory: they are reduced over the
-    quantizer's group where it has one."""
+    quantizer's group where it has one. Raises RuntimeError if tensor or amaxes do not fit."""
     if last_dims is not None:
         raise RuntimeError("nvfp4_group_quantize_with_amax: varying last dim is not supported with NVFP4.")
     nvfp4.check_amaxes("nvfp4_group_quantize_with_amax", quantizer, (rowwise_amax, columnwise_amax), num_tensors)
@@ -176,7 +176,10 @@ def bgrad_group_quantize(
     tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: torch.Tensor | None,
     last_dims: torch.Tensor | None = None, tensor_offsets: torch.Tensor | None = None,
 ) -> tuple[Any, torch.Tensor]:  # fmt: skip
-    """Quantize as :func:`group_quantize`, and return the bias gradient of every member with the group."""
+    """Quantize as :func:`group_quantize`, and return the bias gradient of every member with the group.
+
+    Raises RuntimeError for a varying last dimension, and for other recipes than MXFP8 and blockwise.
+    """
     if last_dims is not None:
         raise RuntimeError("bgrad_group_quantize: varying last dim is not supported: a bias has one width.")
     if type(quantizer).__name__ not in ("MXFP8Quantizer", "Float8BlockQuantizer"):
@@ -225,7 +228,7 @@ def group_requantize_inplace(
     tensor_offsets: torch.Tensor | None = None, return_dequantized: bool = False,
 ) -> torch.Tensor | None:  # fmt: skip
     """Make a group that came with rows only, in MXFP8, ready for both GEMMs: columns from its values, and scales
-    swizzled."""
+    swizzled. Raises RuntimeError, with the reason, for a group that cannot be."""
     columns_wanted, has_columns = quantizer.columnwise_usage, grouped_x.columnwise_data is not None
     swizzled = grouped_x._with_gemm_swizzled_scales
     of_input = grouped_x.quantizer
@@ -271,7 +274,7 @@ def te_general_grouped_gemm_for_grouped_tensor(
     beta: torch.Tensor, workspace_setup: Any, workspace_cublas: Any, use_split_accumulator: bool, math_sm_count: int,
 ) -> Any:  # fmt: skip
     """Compute ``D = alpha op(B) @ op(A) + beta D`` of each member, rounded, and then add a bias, times a weight of each
-    row where there are some."""
+    row where there are some. Raises RuntimeError if the groups have not the same number of members."""
     members = [_members(group) for group in (A, B, D)]
     if not members[0] or len({len(found) for found in members}) != 1:
         raise RuntimeError("Grouped GEMM requires A, B and D to have the same num_tensors, and some.")
@@ -315,7 +318,7 @@ def swizzle_scales_and_pack_ptrs_for_discrete_weights(
     """Return where the weights' codes lie, where their swizzled scales lie, and the buffer of these, whose padding is
     zeros.
 
-    All weights have the shape of the first.
+    All weights have the shape of the first. Raises RuntimeError if lists, scales or the swizzle do not fit.
     """
     if len(data_tensors) != len(scale_tensors):
         sizes = f"{len(data_tensors)} and {len(scale_tensors)}"

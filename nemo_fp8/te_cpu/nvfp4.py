@@ -111,7 +111,7 @@ def _signs(quantizer: Any, x: torch.Tensor) -> Signs:
 
 def operand(tensor: Any, by_rows: bool) -> QuantizedNVFP4:
     """Return what a GEMM reads: ``by_rows`` contracts the columns of the tensor, otherwise its rows. The matrix is
-    [outer, contracted] in both cases."""
+    [outer, contracted] in both cases. Raises RuntimeError if the tensor holds no copy for it."""
     side = "row" if by_rows else "column"
     data = getattr(tensor, f"_{side}wise_data")
     if data is None:
@@ -138,8 +138,8 @@ def values(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_amaxes(function: str, quantizer: Any, amaxes: Iterable[torch.Tensor], count: int) -> None:
-    """Refuse what the extension refuses, in its words, and one amax where there are as many as rows, which it does not
-    look at."""
+    """Raise RuntimeError for what the extension refuses, in its words, and for one amax where there are as many as
+    rows, which it does not look at."""
     reasons = {
         f"{function} only supports NVFP4 quantizers.": type(quantizer).__name__ != "NVFP4Quantizer",
         "Precomputed amax tensors must be float32.": any(amax.dtype != torch.float32 for amax in amaxes),

@@ -73,7 +73,7 @@ def kinds() -> dict[type, Kind]:
 
 
 def kind_of(quantizer: Any) -> Kind:
-    """Return the kind of a quantizer, subclasses included."""
+    """Return the kind of a quantizer, subclasses included; raises NotImplementedError if a CPU has no cast for it."""
     for base in type(quantizer).__mro__:
         if base in kinds():
             return kinds()[base]
@@ -270,7 +270,7 @@ def _readers() -> dict[type, Any]:
 
 
 def reader_of(tensor: Any) -> Any:
-    """Return the module that reads tensors of this class."""
+    """Return the module that reads tensors of this class; raises NotImplementedError if there is none."""
     for base in type(tensor).__mro__:
         if base in _readers():
             return _readers()[base]

@@ -132,7 +132,10 @@ def fused_topk_with_score_function_fwd(
     logits: torch.Tensor, topk: int, use_pre_softmax: bool, num_groups: int | None, group_topk: int | None,
     scaling_factor: float | None, score_function: str, expert_bias: torch.Tensor | None, routing_map_format: int = 0,
     topk_indices: torch.Tensor | None = None, ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return [probabilities, routing map or indices, what backward reads]."""
+    """Return [probabilities, routing map or indices, what backward reads].
+
+    Raises RuntimeError for a score function or a ``topk`` that cannot be, and for a bias beside a softmax.
+    """
     experts, leading = logits.shape[-1], logits.shape[:-1]
     _check(score_function, topk, experts)
     softmax = score_function == "softmax"
@@ -188,7 +191,10 @@ def fused_topk_with_score_function_qb_fwd(
     topk_indices: torch.Tensor | None, histogram: torch.Tensor, bin_bounds: torch.Tensor, histogram_mode: int,
     bin_bounds_validated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return [probabilities, routing map or indices, what backward reads, cutoffs, histogram], of sigmoid scores."""
+    """Return [probabilities, routing map or indices, what backward reads, cutoffs, histogram], of sigmoid scores.
+
+    Raises RuntimeError for a ``topk`` or for bounds of the histogram that cannot be.
+    """
     experts = logits.shape[-1]
     if not 0 < topk < experts:
         raise RuntimeError(f"QB topk must be in [1, num_experts), got topk={topk} num_experts={experts}")
@@ -251,7 +257,10 @@ def fused_score_for_moe_aux_loss_bwd(
 def fused_moe_aux_loss_fwd(
     probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: int | torch.Tensor, num_experts: int,
     num_rows: int, num_cols: int, topk: int, coeff: float, ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return [loss, (coefficient, loss in FP32)]. Columns may be several sequences' experts, one after the other."""
+    """Return [loss, (coefficient, loss in FP32)]. Columns may be several sequences' experts, one after the other.
+
+    Raises RuntimeError if their number is no multiple of ``num_experts``.
+    """
     if num_cols % num_experts:
         raise RuntimeError(
             f"Number of input columns ({num_cols}) must be a multiple of number of experts ({num_experts})."

@@ -23,7 +23,7 @@ def _there(cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
 
 @torch.no_grad()
 def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int) -> torch.Tensor:
-    """Pad packed sequences to the longest."""
+    """Pad packed sequences to the longest. Raises ValueError if the lengths tell of more tokens than there are."""
     there = _there(cu_seqlens[: b + 1], max_seq_len)
     out = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
     told = int(there.sum())
@@ -85,7 +85,7 @@ def _gather_rows(k_cache: torch.Tensor, v_cache: torch.Tensor, rows: list[int], 
 @torch.no_grad()
 def fa_prepare_fwd(qkvi: torch.Tensor) -> torch.Tensor:
     """Return [3, b, s, heads, width] from the queries [s, b, heads, width] of a buffer in which each head's three lie
-    together."""
+    together. Raises RuntimeError if they do not."""
     s, b, heads, width = qkvi.shape
     if qkvi.stride() != (3 * width * heads * b, 3 * width * heads, 3 * width, 1):
         raise RuntimeError(f"Wrong stride: {qkvi.stride()} are not those of queries beside their keys and values.")
@@ -107,7 +107,10 @@ _HEADS_BEFORE_TOKENS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 def multi_tensor_transpose_to_bhsd(
     inputs: Sequence[torch.Tensor | None], original_format: str, outputs: Sequence[torch.Tensor | None] = ()
 ) -> list[torch.Tensor | None]:
-    """Move heads before tokens, in every tensor that is there; zeros stand where an output is wider."""
+    """Move heads before tokens, in every tensor that is there; zeros stand where an output is wider.
+
+    Raises RuntimeError for another order than TE knows.
+    """
     if original_format not in _HEADS_BEFORE_TOKENS:
         raise RuntimeError(
             f"multi_tensor_transpose_to_bhsd: only BSHD/SBHD -> BHSD is currently supported (got {original_format})."

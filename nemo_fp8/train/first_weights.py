@@ -88,7 +88,10 @@ TABLE = (
 
 @contextmanager
 def true_first_weights() -> Iterator[None]:
-    """Build models with FP8 weights that keep their first values, until the context closes."""
+    """Build models with FP8 weights that keep their first values, until the context closes.
+
+    Raises PrecisionError if the installed Megatron is not as the table says.
+    """
     with patched(TABLE, "Building a model with FP8 weights"):
         yield
 

@@ -76,7 +76,7 @@ class MixedPrecision(MegatronMixedPrecision):
             )
 
     def replace(self, **changes: Any) -> MixedPrecision:
-        """Return the plugin with some arguments changed, under NeMo's names or the contract's."""
+        """Return the plugin with some arguments changed, as construction takes them; raises what it raises."""
         engine = changes.pop("engine", self.engine)
         contract = self.contract.replace(**changes_from_nemo(changes, base=self.contract))
         return type(self)(**plugin_arguments(contract), engine=engine)
@@ -93,7 +93,7 @@ class MixedPrecision(MegatronMixedPrecision):
             yield
 
     def convert_module(self, module: Any) -> Any:
-        """Check and repair the configs after NeMo's overrides, before DDP wraps the model."""
+        """Repair and check configs after NeMo's overrides; raise PrecisionError for what is against the contract."""
         run = checks.Run.of(module)
         repairs.before_ddp(self.contract, run)
         checks.require_agreement(self.contract, run)

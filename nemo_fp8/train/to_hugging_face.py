@@ -34,7 +34,10 @@ from nemo_fp8.train.nemo_checkpoint import NemoCheckpoint
 
 
 def named_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, tensor) from a checkpoint's folder, or from a live NeMo model on all of its ranks."""
+    """Yield (Hugging Face name, tensor) from a checkpoint's folder, or from a live NeMo model on all of its ranks.
+
+    Raises PrecisionError if the folder holds no whole checkpoint, or the model none of the known families.
+    """
     if isinstance(source, (str, Path)):
         checkpoint = NemoCheckpoint.open(source)
         for name in checkpoint.tensors:
@@ -44,7 +47,10 @@ def named_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def config_of(source: Any) -> dict[str, Any]:
-    """Return the config.json for the exported weights of a live model."""
+    """Return the config.json for the exported weights of a checkpoint's folder, or of a live model.
+
+    Raises PrecisionError as :func:`named_tensors` does.
+    """
     if isinstance(source, (str, Path)):
         return NemoCheckpoint.open(source).config
     live = Live.of(source)
@@ -80,7 +86,10 @@ class Live:
 
     @classmethod
     def of(cls, model: Any) -> Live:
-        """Make the view of a NeMo model, of a trainer that has one, or of Megatron's own module with NeMo's config."""
+        """Make the view of a NeMo model, of a trainer that has one, or of Megatron's own module with NeMo's config.
+
+        Raises PrecisionError if it is none of the known families, or computes something else than its family does.
+        """
         model = getattr(model, "model", None) if hasattr(model, "strategy") and hasattr(model, "model") else model
         chunks = [
             _unwrapped(chunk)

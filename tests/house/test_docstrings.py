@@ -1,4 +1,5 @@
-"""Whatever is public has a docstring: classes, functions and methods; and those of functions begin with a verb.
+"""Whatever is public has a docstring: classes, functions and methods. That of a function begins with a verb, and says
+what the function raises.
 
 A method that a base class states needs none: one of this package with a docstring there, or one from outside, whose
 documents are not ours. Nor does a method of a Protocol of this package, in a class that has all of its methods.
@@ -17,7 +18,7 @@ VERBS = set(
     "add adopt allocate answer append apply ask assemble attach begin bring broadcast build call cast check close "
     "combine compare compile compute confirm construct continue convert copy count create decode decorate delete "
     "describe divide do download draw drop emulate end enter estimate examine fill find fingerprint free gather "
-    "generate give group hash have hold import install join keep leave let list load lock log make map measure "
+    "generate give group hash have hold import install join keep leave let list listen load lock log make map measure "
     "move multiply name note open pack pad parse pass plan post prepare print profile prove push put quantize "
     "raise read reap record refuse register remember remove render repair replace report restore return roll "
     "rotate round run say scale see select send serve set shift show skip sort split stack stand start stop store "
@@ -25,6 +26,7 @@ VERBS = set(
     "without work wrap write yield".split()
 )
 VALUES = ("property", "cached_property", "overload")
+BIRTH = ("__init__", "__post_init__", "__call__")
 
 
 def _without(trees: dict[str, ast.Module]) -> list[str]:
@@ -154,3 +156,79 @@ def test_a_docstring_without_a_verb_is_found():
     )
     found = _without_a_verb({"a.py": ast.parse("\n".join(lines))})
     assert found == ["a.py: noun: The", "a.py: question: Whether", "a.py: formula: ``a", "a.py: _hidden: Of"]
+
+
+def _silent(trees: dict[str, ast.Module]) -> list[str]:
+    """Return ``file: name`` of every public function that raises an error of which its docstring says nothing.
+
+    An ``__init__`` and a ``__post_init__`` speak in the docstring of their class. A method that is there to be written
+    by subclasses raises NotImplementedError alone.
+    """
+    found = []
+    for file, tree in trees.items():
+        for owner, node in _callable(tree, ()):
+            said = ast.get_docstring(node) or ""
+            if node.name.startswith("__") and owner:
+                said += ast.get_docstring(owner[-1]) or ""
+            elif not said:
+                continue
+            errors = [_raised(statement) for statement in _own_statements(node)]
+            if any(errors) and not any(error and error in said for error in (*errors, "aise")):
+                found.append(f"{file}: {'.'.join([*(of.name for of in owner), node.name])}")
+    return found
+
+
+def _callable(node: ast.AST, owner: tuple[ast.ClassDef, ...]):
+    """Yield the functions that a caller reaches by public names, those that make an object among them."""
+    for child in node.body:
+        if isinstance(child, FUNCTIONS) and (child.name in BIRTH or not child.name.startswith("_")):
+            yield owner, child
+        elif isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
+            yield from _callable(child, (*owner, child))
+        elif isinstance(child, (ast.If, ast.Try)):
+            yield from _callable(child, owner)
+
+
+def _own_statements(node: ast.AST):
+    """Yield what lies in a function, without what lies in functions and classes inside of it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            yield child
+            yield from _own_statements(child)
+
+
+def _raised(node: ast.AST) -> str | None:
+    """Return the name of the error that a statement raises; None for another, and for one that passes an error on."""
+    error = node.exc if isinstance(node, ast.Raise) else None
+    name = ast.unparse(error.func if isinstance(error, ast.Call) else error) if error else None
+    return None if name == "NotImplementedError" and not isinstance(error, ast.Call) else name
+
+
+def test_a_function_says_what_it_raises():
+    """Commands are left out: their docstrings are help, which speaks of exit codes."""
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] != "cli"]
+    assert _silent({str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in files}) == []
+
+
+def test_an_error_that_is_not_said_is_found():
+    lines = (
+        "def silent(): 'Return it.'; raise ValueError(1)",
+        "def says(): 'Return it; raises ValueError.'; raise ValueError(1)",
+        "def turns(): 'Turn it into a ValueError.'; raise ValueError(1)",
+        "def inside():",
+        "    'Return a function.'",
+        "    def other(): raise ValueError(1)",
+        "def again():",
+        "    'Pass an error on.'",
+        "    try: silent()",
+        "    except ValueError: raise",
+        "def _hidden(): 'Return it.'; raise ValueError(1)",
+        "class Some:",
+        "    'One.'",
+        "    def __init__(self): raise ValueError(1)",
+        "    def abstract(self): 'Return it.'; raise NotImplementedError",
+        "class Told:",
+        "    'One. Raises ValueError.'",
+        "    def __post_init__(self): raise ValueError(1)",
+    )
+    assert _silent({"a.py": ast.parse("\n".join(lines))}) == ["a.py: silent", "a.py: Some.__init__"]

@@ -1,6 +1,7 @@
 """One fact, one home: no passage of six lines and no table is written down twice."""
 
 import ast
+import itertools
 import re
 from collections import defaultdict
 
@@ -8,7 +9,7 @@ from support import ROOT
 
 FOLDERS = ("nemo_fp8", "nemo_fp8_hook", "tools", "benchmarks", "demo", "examples", "tests/support")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-LINES, LETTERS = 6, 120
+LINES, LETTERS, PAIRS = 6, 120, 4
 
 
 def _files():
@@ -64,12 +65,47 @@ def _tables(files: dict[str, str]) -> list[str]:
     return [f"{value}: {', '.join(sorted(where))}" for value, where in names.items() if len(where) > 1]
 
 
+def _shared(files: dict[str, str]) -> list[str]:
+    """Return the files in which tables have the same names for the same words, and those names: at least PAIRS."""
+    tables = [
+        (
+            file,
+            {
+                (key.value, value.value)
+                for key, value in zip(node.keys, node.values, strict=True)
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and isinstance(value.value, str)
+            },
+        )
+        for file, source in files.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Dict)
+    ]
+    return [
+        f"{file} = {other}: {', '.join(sorted(str(name) for name, _ in rows & others))}"
+        for (file, rows), (other, others) in itertools.combinations(tables, 2)
+        if file != other and len(rows & others) >= PAIRS
+    ]
+
+
 def test_no_passage_is_written_twice():
     assert _repeated(_files()) == []
 
 
 def test_no_table_is_written_twice():
     assert _tables({file: source for file, source in _files().items() if file.startswith("nemo_fp8/")}) == []
+
+
+def test_no_rows_are_written_twice():
+    assert _shared({file: source for file, source in _files().items() if file.startswith("nemo_fp8/")}) == []
+
+
+def test_rows_that_are_written_twice_are_found():
+    rows = {f"VARIABLE_{i}": str(i) for i in range(PAIRS)}
+    assert _shared({"a.py": f"HERE = {rows}", "b.py": f"there({rows | {'MORE': '1'}})"}) == [
+        f"a.py = b.py: {', '.join(rows)}"
+    ]
+    del rows["VARIABLE_0"]
+    assert _shared({"a.py": f"HERE = {rows}", "b.py": f"THERE = {rows}"}) == []
 
 
 def test_what_is_written_twice_is_found():

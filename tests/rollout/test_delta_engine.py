@@ -1,6 +1,7 @@
 """Pushes of changes into real engines: bitwise a push of everything, and what is answered when a sender dies."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -89,7 +90,6 @@ def test_changes_in_an_engine_on_a_loop(checkpoint):
 # A sender that pushes changes to a server, and is killed between two buffers of them.
 SENDER = """
 import os, signal, sys
-sys.path[:0] = [{root!r}, {tests!r}]
 from safetensors.torch import load_file
 from nemo_fp8.rollout import Refit
 from nemo_fp8.rollout.refit.wire import Body, SharedMemory
@@ -98,7 +98,7 @@ from rollout.test_delta_engine import stepped
 tensors = load_file(sys.argv[2])
 refit = Refit(sys.argv[1], chunk=2**20, transport=sys.argv[3])
 refit.push(tensors, delta=True).require()
-way = {{"memory": SharedMemory, "http": Body}}[sys.argv[3]]
+way = {"memory": SharedMemory, "http": Body}[sys.argv[3]]
 send, sent = way.send, []
 
 def die_after_two(self, pieces, used):
@@ -120,9 +120,12 @@ def test_a_server_whose_sender_was_killed_answers_with_the_weights_of_before(che
     served = servers.Served(folder, Precision(rollout="fp8"))
     try:
         before = served.log_probs(1, 24)
-        script = SENDER.format(root=str(ROOT), tests=str(TESTS))
-        weights = str(folder / "model.safetensors")
-        sender = subprocess.run([sys.executable, "-c", script, served.url, weights, transport], check=False)
+        weights, path = str(folder / "model.safetensors"), os.pathsep.join(map(str, (ROOT, TESTS)))
+        sender = subprocess.run(
+            [sys.executable, "-c", SENDER, served.url, weights, transport],
+            env=os.environ | {"PYTHONPATH": path},
+            check=False,
+        )
         assert sender.returncode == -signal.SIGKILL
         assert torch.equal(served.log_probs(1, 24), before)  # it waited for a minute
         refit = Refit(served.url, transport=transport)

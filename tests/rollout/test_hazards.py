@@ -58,7 +58,7 @@ IN_A_PUSH = {
     ),
     "experts in BF16 are not packed again": (
         ("qwen3_moe", {"last_layers": 1}),
-        [(f"{WORKER}.sinks", "Staged._process", "            method.moe_kernel = None ", "            pass ")],
+        [(f"{WORKER}.sinks", "Staged._process", "            method.moe_kernel = None\n", "            pass\n")],
     ),
 }
 BLOCKS = [

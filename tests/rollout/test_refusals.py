@@ -226,6 +226,27 @@ def test_a_vllm_without_nvfp4_refuses_that_alone(checkpoint, monkeypatch):
     assert before == linear._POSSIBLE_NVFP4_KERNELS  # a second call adds nothing
 
 
+def test_every_method_that_is_covered_is_there():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import InprocClient, SyncMPClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from nemo_fp8.rollout.engine import kv
+    from nemo_fp8.rollout.refit import control
+
+    owners = (
+        (LLMEngine, control._ANSWERING),
+        (AsyncLLM, control._ANSWERING_ON_LOOP),
+        (SyncMPClient, ("_send_input",)),
+        (InprocClient, ("get_output",)),
+        (CPUAttentionBackendImpl, (*kv.COVERED,)),
+    )
+    rows = [(owner, name) for owner, names in owners for name in names]
+    assert [row for row in rows if not callable(getattr(*row, None))] == []
+    assert {name for _, name in rows} == {*control.COVERED, *kv.COVERED}
+
+
 def test_every_import_from_vllm_is_in_the_table():
     import ast
     from pathlib import Path

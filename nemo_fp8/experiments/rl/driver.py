@@ -48,7 +48,10 @@ _TRAINER = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 
 @contextmanager
 def ray_session(actors: int, address: str | None = None) -> Iterator[None]:
-    """Start Ray on this machine for as long as the context lasts, or join the cluster at ``address``."""
+    """Start Ray on this machine for as long as the context lasts, or join the cluster at ``address``.
+
+    A Ray of this machine has ``actors`` processors. Raises PrecisionError if no cluster answers at ``address``.
+    """
     on_sigterm = signal.getsignal(signal.SIGTERM)
     if address is not None:
         _require_cluster(address)

@@ -27,7 +27,7 @@ from nemo_fp8.errors import PrecisionError
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoLoss:
-    """The loss of a token, and its coefficients."""
+    """The loss of a token, and its coefficients. Raises PrecisionError if one is out of its range."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2

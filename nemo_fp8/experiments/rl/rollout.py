@@ -21,20 +21,14 @@ import ray
 from nemo_fp8 import te_cpu
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.experiments.rl.settings import GrpoSettings
+from nemo_fp8.render.vllm import SMALL_ENGINE
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# For the process, before it starts.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
+ENVIRONMENT = SMALL_ENGINE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""For the process, before it starts."""
 
 END = 2
 """The token behind an answer, which is part of it."""

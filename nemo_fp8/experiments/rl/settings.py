@@ -54,7 +54,10 @@ class PolicySize:
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoSettings:
-    """A run. The contract says what trains and what generates in FP8; all else is equal for all contracts."""
+    """A run. The contract says what trains and what generates in FP8; all else is equal for all contracts.
+
+    Raises PrecisionError with every contradiction between the settings.
+    """
 
     folder: str
     """The folder of checkpoints and record. A run that finds its own there continues from them."""

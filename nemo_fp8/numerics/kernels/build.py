@@ -80,7 +80,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def build() -> Path:
-    """Compile the kernels and return the library's path; do nothing if it exists for this source and processor."""
+    """Compile the kernels and return the library's path; do nothing if it exists for this source and processor.
+
+    Raises CannotBuild, with the reason, without a compiler or a folder to write to, or if the compiler fails.
+    """
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise CannotBuild("there is no C compiler (install gcc to have the fast kernels)")

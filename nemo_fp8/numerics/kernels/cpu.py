@@ -234,7 +234,7 @@ def multiply(
     """Compute ``x @ (code * scale_inv).T + bias`` from E4M3 codes, as `fp8_multiply.c` says; ``x`` is a matrix.
 
     Sums are FP32, and rounded once if ``dtype`` is BF16. None if there is no kernel for it. It is meant for a few rows
-    of ``x``, and correct for any number of them.
+    of ``x``, and correct for any number of them. Raises ValueError if the shapes do not fit.
     """
     library = build.library()
     if library is None or codes.dtype != torch.float8_e4m3fn or not codes.is_contiguous() or not codes.numel():
@@ -266,7 +266,7 @@ def accumulate(
     exact: bool,
 ) -> bool:
     """Add ``(partial * first) * last`` to ``y`` in place, as `fp8_accumulate.c` says, for FP32 tensors that lie in one
-    piece; return False, and write nothing, where that cannot be."""
+    piece; return False, and write nothing, where that cannot be. Raises ValueError if the shapes do not fit."""
     library = build.library()
     if library is None or not all(
         t.dtype == torch.float32 and t.is_contiguous() for t in (y, partial, of_rows, of_columns)
@@ -287,7 +287,10 @@ def accumulate(
 
 
 def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
-    """Write a matrix of bytes or 16-bit values, turned, as `fp8_turn.c` does; return whether there is a kernel."""
+    """Write a matrix of bytes or 16-bit values, turned, as `fp8_turn.c` does.
+
+    Return False, and write nothing, where there is no kernel for it. Raises ValueError if shapes or dtypes do not fit.
+    """
     library = build.library()
     if library is None or x.itemsize not in (1, 2) or not all(_has_rows(matrix) for matrix in (x, into)):
         return False
@@ -303,7 +306,11 @@ def turn(x: torch.Tensor, into: torch.Tensor) -> bool:
 
 
 def sums(x: torch.Tensor, into: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Sum a matrix's 64-bit words by row and by column as `fp8_sums.c` says, copy it, and find largest magnitudes."""
+    """Sum a matrix's 64-bit words by row and by column as `fp8_sums.c` says, copy it, and find largest magnitudes.
+
+    Return both sums and the largest magnitude of each row; None, and copy nothing, where there is no kernel for it.
+    Raises MemoryError if there is none for the threads' sums.
+    """
     library = build.library()
     if library is None or x.numel() == 0 or not all(_has_rows(m) for m in (x, into) if m is not None):
         return None

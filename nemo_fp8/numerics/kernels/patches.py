@@ -73,7 +73,7 @@ def find(
     tensor. Instead of new codes the cast that makes them may be given: it is run a few rows at a time, and its scales
     are there afterwards; patches end where its tiles end. ``out`` is memory for the patches, as large as they are; what
     is returned lies there. ``sign`` is the bit of the sign in a pattern. The sums of ``parts`` are carried; rows must
-    be whole words if there are any.
+    be whole words if there are any. Raises MemoryError if there is none for the lists of what changed.
     """
     library = build.library()
     if library is None:
@@ -113,7 +113,8 @@ def add(
     """Add a patch at ``places``, or with ``back`` subtract it; return whether it was one, and None without a kernel.
 
     ``raw`` has as many bytes as the counts ask for, and ``first`` is the number of the strip's first element in a
-    tensor of matrices of ``shape``. What is no patch changes nothing.
+    tensor of matrices of ``shape``. What is no patch changes nothing. Raises MemoryError if there is none for its
+    positions.
     """
     library = build.library()
     if library is None:

@@ -28,7 +28,10 @@ from nemo_fp8.rollout.refit.worker.checkpoint import warn_if_unpushable
 
 
 class NemoFp8Config(QuantizationConfig):
-    """The rollout side of a contract as a quantization config of vLLM; ``options`` are those of the plugin."""
+    """The rollout side of a contract as a quantization config of vLLM; ``options`` are those of the plugin.
+
+    Raises PrecisionError if NVFP4 is asked for and the installed vLLM has not what it needs.
+    """
 
     def __init__(self, precision: Precision | None = None, options: dict[str, str] | None = None) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 A listener wraps the method of every attention layer that writes to the cache, and counts the magnitudes by their BF16
 bits. There are only 32768 magnitudes, so percentiles are exact, and the counts of workers, which hold different heads,
-can be added. The wrappers sit on objects, not on vLLM's classes, and are removed at the end.
+can be added. The wrappers sit on objects, not on vLLM's classes (``COVERED``), and are removed at the end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ from nemo_fp8.preflight.support import GPU, KV_CACHE_ON_CPU, ROUNDED, VLLM_CHECK
 
 LARGEST = 448.0  # of E4M3
 MAGNITUDES = 1 << 15  # the bits of a BF16 number without its sign
+COVERED = {
+    "do_kv_cache_update": "a layer writes keys and values to its cache there, and vLLM asks nobody else: they are "
+    "rounded to FP8 before, or counted"
+}
+"""The method that is wrapped on the attention of a layer, and not on its class: the reason."""
 
 
 class RoundedCache(BaseKVCacheMethod):

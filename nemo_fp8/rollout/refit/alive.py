@@ -51,7 +51,7 @@ def answered(answer: Future[Any], is_dead: Callable[[], bool]) -> Any:
 
 
 async def answered_on_loop(ask: Awaitable[Any], is_dead: Callable[[], bool]) -> Any:
-    """Do as :func:`answered` does, in a coroutine on the engine's loop."""
+    """Do as :func:`answered` does, and raise what it raises, in a coroutine on the engine's loop."""
     answer = asyncio.ensure_future(ask)
     try:
         while not answer.done():

@@ -49,7 +49,10 @@ class Control(Protocol):
     """What a push needs of an engine. Any object with these methods will do, such as a handle of a Ray actor."""
 
     def call(self, method: str, message: Answer) -> list[Answer]:
-        """Call ``nemo_fp8_refit_<method>`` of every worker with a message of plain values; return their answers."""
+        """Call ``nemo_fp8_refit_<method>`` of every worker with a message of plain values; return their answers.
+
+        What a worker found wrong is in its answer. Raises PrecisionError if the engine does not answer, or is dead.
+        """
 
     def hold(self, running: str) -> None:
         """Compute no request until ``free``. ``running`` is ``wait``, ``abort`` or ``keep``, as for ``Refit``."""
@@ -75,7 +78,10 @@ class Carrier(Protocol):
     """Whether the workers may be on this host, and map this process's memory."""
 
     def carry(self, message: Answer, body: memoryview) -> list[Answer]:
-        """Send the bytes of a buffer, and have every worker write the pieces that ``message`` lists."""
+        """Send the bytes of a buffer, and have every worker write the pieces that ``message`` lists.
+
+        Raises PrecisionError as :meth:`Control.call` does.
+        """
 
 
 def control_of(engine: Any, token: str | None = None) -> Control:
@@ -165,8 +171,6 @@ class Offline:
             self.resumes = False
 
     def refuse(self, why: str) -> None:
-        # vLLM has no switch for this, and a mixed model must not answer: so the methods of this one object are
-        # covered by others, until ``allow`` removes them.
         if not self._is_dead():  # a dead engine refuses requests by itself
             vars(self.llm.llm_engine).update(dict.fromkeys(_ANSWERING, _Refusal(why)))
 
@@ -189,8 +193,19 @@ class Offline:
         return resources is not None and bool(resources.engine_dead)
 
 
-_ANSWERING = ("add_request", "step")
-"""The methods of an ``LLMEngine`` that take requests and return answers."""
+COVERED = {
+    "add_request": "an engine that holds old and new weights takes no request, and vLLM has no switch for that",
+    "step": "such an engine answers no request of before, either",
+    "generate": "an AsyncLLM's own replaces any error of add_request by one without its message",
+    "encode": "an AsyncLLM's own does so, too",
+    "_send_input": "it writes a message frame by frame to a socket that is not made for two threads, and a push has "
+    "another thread than generate",
+    "get_output": "an engine in this process has to finish its requests before a push, and keep their answers for who "
+    "asks next",
+}
+"""Methods of vLLM's objects in whose place others stand for a while, on one object and never on its class, and why."""
+_ANSWERING, _ANSWERING_ON_LOOP = ("add_request", "step"), ("add_request", "generate", "encode")
+"""The methods of an ``LLMEngine``, and of an ``AsyncLLM``, that take requests and return answers."""
 _UNFINISHED = {
     "wait": "They end with the old weights first, and vLLM gives their answers back with the next ones; "
     "running='abort' drops them.",
@@ -280,7 +295,8 @@ def refusal(why: str) -> PrecisionError:
 class OnLoop:
     """Controls an ``AsyncLLM`` from another thread than its loop's.
 
-    Make it in a coroutine, and push with ``await asyncio.to_thread(refit.push, tensors)``.
+    Make it in a coroutine, and push with ``await asyncio.to_thread(refit.push, tensors)``. Raises PrecisionError
+    outside of one.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -313,12 +329,11 @@ class OnLoop:
     def refuse(self, why: str) -> None:
         if self.engine.errored:
             return  # a dead engine refuses requests by itself
-        # vLLM's own generate and encode replace any error of add_request by one without its message.
         answers = _AsyncRefusal(why)
         vars(self.engine).update(add_request=answers, generate=answers.stream, encode=answers.stream)
 
     def allow(self) -> None:
-        for name in ("add_request", "generate", "encode"):
+        for name in _ANSWERING_ON_LOOP:
             vars(self.engine).pop(name, None)
 
     def forget(self) -> bool:

@@ -124,7 +124,7 @@ class Transport(Protocol):
         """Begin a push. Raises PrecisionError, before the first byte, if the workers cannot be reached."""
 
     def buffer(self) -> torch.Tensor:
-        """Return the next buffer to fill, once the workers are done with it."""
+        """Return the next buffer to fill, once the workers are done with it; raises PrecisionError as ``send`` does."""
 
     def send(self, pieces: Sequence[Sequence[int]], used: int) -> None:
         """Have all workers write the pieces in the first ``used`` bytes of the buffer that ``buffer`` gave last.

@@ -3,13 +3,10 @@ else."""
 
 import os
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "2",
-}
+from nemo_fp8.render.vllm import SMALL_ENGINE
+
+ENVIRONMENT = SMALL_ENGINE | {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "2"}
+"""What vLLM logs is read by tests."""
 
 
 def put_in_place():

@@ -129,7 +129,7 @@ def _forked(tiny: Tiny, out: Path, log: Path, timeout: float, env: dict[str, str
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["support.train.preload"])
-    with _environment(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}), _path():
+    with _environment(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}):
         ranks = [
             server.Process(target=_rank, args=(tiny, str(out), str(log), rank, str(store.port), env))
             for rank in range(tiny.ranks)
@@ -230,16 +230,6 @@ def _environment(variables: dict[str, str]) -> Any:
     finally:
         os.environ.clear()
         os.environ |= before
-
-
-@contextmanager
-def _path() -> Any:
-    """The server finds what it imports first where tests find it."""
-    sys.path.insert(0, str(TESTS))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(TESTS))
 
 
 # ---------------------------------------------------------------------- in the worker

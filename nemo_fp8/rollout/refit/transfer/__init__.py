@@ -91,6 +91,7 @@ class NemoFp8TrainerEngine(TrainerWeightTransferEngine[NemoFp8TrainerInit]):
         """Push the source's weights; return the receipt, or None on a rank that does not send.
 
         ``weight_version`` is what the engine calls them from now on; the push's number, if it is not given.
+        Raises PrecisionError as :meth:`Refit.push` does.
         """
         tensors = iter(self.source)
         try:

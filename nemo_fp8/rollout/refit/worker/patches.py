@@ -125,7 +125,10 @@ class Patching(Session):
         """Whether there is no way back."""
 
     def write(self, memory: Opened, pieces: Any) -> None:
-        """Write pieces of whole tensors (four numbers), and add patches (seven, see ``patch.Patch``)."""
+        """Write pieces of whole tensors (four numbers), and add patches (seven, see ``patch.Patch``).
+
+        Raises PrecisionError for a piece that cannot be.
+        """
         if not isinstance(pieces, list):
             raise bad_piece(pieces, "It is no list of pieces")
         patches: list[Any] = []

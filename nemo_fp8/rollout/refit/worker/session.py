@@ -226,7 +226,10 @@ class NemoFp8Refit:
 
     @answering
     def nemo_fp8_refit_begin(self, message: Answer) -> Answer:
-        """Compare a manifest with the model, and open a session if all is right. The answer says what is wrong."""
+        """Compare a manifest with the model, and open a session if all is right. The answer says what is wrong.
+
+        Raises PrecisionError for what is no manifest, and for a model or an engine that no push can reach.
+        """
         refuse_replicas(self.vllm_config.parallel_config)
         manifest = Manifest.from_plain(message.get("tensors"))
         plan = self._refit_plan

@@ -93,7 +93,10 @@ class Sink:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Write what waited for the end, and complete the facts: all pieces of all routes have come."""
+        """Write what waited for the end, and complete the facts: all pieces of all routes have come.
+
+        Raises PrecisionError for values that no kernel could use, such as a scale of 0.
+        """
 
     def read(self, route: Route) -> str | None:
         """Return the fingerprint of what lies in the model now; None if it cannot be read."""
@@ -465,6 +468,11 @@ class KvScales(Sink):
         return float(self.layer._k_scale), float(self.layer._v_scale)
 
 
+COVERED = {
+    "moe_kernel": "where there is a kernel, the method believes the weights to be packed",
+    "moe_quant_config": "the method makes another one, of the gathered weights, and kernels hold that of the live ones",
+}
+"""What a layer's method holds beside its class, and gets back when gathered weights have been processed; and why."""
 VIEWS = {"conv1d": ("weight", "conv_weights")}
 """A layer's name -> its parameter, and the view of it that the module around the layer made when it was constructed.
 
@@ -539,7 +547,7 @@ class Staged(Sink):
             for box, value in filled:
                 _at(self.values[target.parameter].data, box).fill_(value)
         live, loaded = dict(layer._parameters), {name: value.data for name, value in self.values.items()}
-        kernel = {name: getattr(method, name) for name in ("moe_kernel", "moe_quant_config") if hasattr(method, name)}
+        kernel = {name: getattr(method, name) for name in COVERED if hasattr(method, name)}
         try:
             layer._parameters.clear()
             layer._parameters.update(
@@ -547,7 +555,7 @@ class Staged(Sink):
             )
             layer.__dict__.pop("_already_called_process_weights_after_loading", None)
             if "moe_kernel" in kernel:
-                method.moe_kernel = None  # where there is a kernel, the method believes the weights to be packed
+                method.moe_kernel = None
             release(layer)
             method.process_weights_after_loading(layer)
             if hasattr(layer, "update_param_tp_status"):
