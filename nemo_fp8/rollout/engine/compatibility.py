@@ -76,6 +76,7 @@ INTERNALS = (
     Internal(f"{_LAYERS}.linear", "LinearMethodBase.create_weights", _CREATE_LINEAR),
     Internal(f"{_LAYERS}.linear", "QKVParallelLinear"),
     Internal(f"{_LAYERS}.linear", "UnquantizedLinearMethod.create_weights", ("layer", "extra_weight_attrs")),
+    Internal(f"{_LAYERS}.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),
     Internal("vllm.model_executor.parameter", "ModelWeightParameter"),
     Internal("vllm.model_executor.utils", "replace_parameter", ("layer", "param_name")),
     Internal("vllm.model_executor.kernels.linear", "init_fp8_linear_kernel", _KERNEL),
