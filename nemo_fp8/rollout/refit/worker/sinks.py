@@ -120,7 +120,7 @@ class Sink:
         if into is None:
             place.copy_(values.reshape(place.shape))
         elif into.dim() == 2 and into.stride(0) == 1 and kernels.turn(values, into.t()):
-            into = None  # they are there, which a pass by rows would take many times as long for
+            into = None  # the kernel has put them there; to write columns row by row takes many times as long
         magnitudes = self.prints[route].add(values, into)
         self.facts[route.entry].see(magnitudes, self._experts(route, row, len(values) if values.dim() else 1))
 
