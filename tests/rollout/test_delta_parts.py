@@ -15,13 +15,16 @@ from nemo_fp8.numerics import quantize
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import fingerprint
 from nemo_fp8.rollout.refit.channel import LARGEST
-from nemo_fp8.rollout.refit.ledger import Cast, Ledger, Patchable, Plane, Room
+from nemo_fp8.rollout.refit.fingerprint import Fingerprint, together
+from nemo_fp8.rollout.refit.ledger import FIRST, Cast, Ledger, Patchable, Plane, Room
 from nemo_fp8.rollout.refit.manifest import Entry, Manifest
 from nemo_fp8.rollout.refit.memory import Shared, SharedWeights
 from nemo_fp8.rollout.refit.patch import LONGEST, PATTERNS, SCALES, VALUES, decode, encode, size_of
 from nemo_fp8.rollout.refit.wire import AT_ONCE, cut
-from nemo_fp8.rollout.refit.worker.layouts import AMX
+from nemo_fp8.rollout.refit.worker.layouts import AMX, ROWS, Tally
 from nemo_fp8.rollout.refit.worker.patches import moved, place_of
+from nemo_fp8.rollout.refit.worker.routes import Route, Target
+from nemo_fp8.rollout.refit.worker.sinks import Blocks
 
 
 @st.composite
@@ -365,6 +368,29 @@ def test_single_codes_are_found_where_a_layout_stores_them():
     assert torch.equal(live[tuple(map(torch.from_numpy, at))].view(64, 256), codes)
 
 
+@pytest.mark.parametrize("layout", [ROWS, AMX])
+def test_a_part_that_is_read_as_patches_pass_it_has_the_fingerprint_of_one_that_is_read_at_once(layout):
+    """A worker's part: rows 128:384 of a tensor, in rows 128:384 of a fused weight. And what was read is seen."""
+    target, to = Target("layer", "weight", (512, 256), torch.bfloat16), ((128, 384), (0, 256))
+    route = Route(0, (512, 256), ((128, 384), (0, 256)), ((256, 256), (256, 1), 128 * 256), target, to)
+    codes = (torch.arange(512 * 256) * 31 % 251).to(torch.uint8).view(512, 256)
+    live = torch.empty(512, 256, dtype=torch.float8_e4m3fn)
+    layout.store(live, 0, codes.view(live.dtype))
+    sink = Blocks(Tally(), live, torch.ones(4, 2), layout, Operand("e4m3", (128, 128), "fp32"), [route], False)
+    at_once = together([fingerprint(codes[128:384].view(live.dtype)), fingerprint(torch.ones(2, 2))])
+    assert sink.read(route) == at_once
+    for ends in ([0], [128], [256], [64, 192], [32, 32, 160, 256]):
+        print_, row = Fingerprint(), 0
+        for end in ends:
+            sink.read_rows(route, row, end, print_)
+            row = end
+        assert sink.read(route, print_, row) == at_once
+    print_ = Fingerprint()
+    live.view(torch.uint8)[130, 3] ^= 1
+    sink.read_rows(route, 0, 128, print_)
+    assert sink.read(route, print_, 128) != at_once
+
+
 def test_a_position_follows_its_route():
     """The example of the docstring, and what a route does not take along."""
     here, places = moved(np.array([11, 13, 23]), (4, 6), ((2, 4), (0, 6)), ((1, 2), (0, 2), (0, 6)))
@@ -401,9 +427,9 @@ def test_no_message_of_changes_has_more_patches_than_a_socket_takes():
     assert [*ledger.noting(tensors.items())]
     changed = {name: 2 * tensor + 1 for name, tensor in tensors.items()}
     sent = [patches for patches, _ in ledger.changes(changed.items(), lambda: memory.tensor, 1 << 20)]
-    assert [len(patches) for patches in sent] == [AT_ONCE, AT_ONCE, 7]
+    assert [len(patches) for patches in sent] == [FIRST, AT_ONCE, AT_ONCE, 3]  # the first is short: workers can begin
     few = [patches for patches, _ in ledger.changes(tensors.items(), lambda: memory.tensor, 1 << 20, 100)]
-    assert [len(patches) for patches in few] == [100] * 10 + [7]
+    assert [len(patches) for patches in few] == [FIRST] + [100] * 10 + [3]
     # As long as they can be: of a million tensors, each with as many rows and changes as may come.
     longest = (10**6, SCALES, 10**7, LONGEST, LONGEST, LONGEST, 10**10)
     assert len(_message(memory, [longest] * AT_ONCE)) < LARGEST

@@ -30,6 +30,7 @@ GIVEN = 0
 SCALINGS = {("te", "fp32"): 1, ("te", "pow2"): 2, ("deepgemm", "fp32"): 3, ("deepgemm", "pow2"): 4, ("te", "e8m0"): 5}
 WIDEST_GROUP = 64  # columns of a product that are multiplied at once
 ELEMENTS_FOR_THREADS = 1 << 17  # one thread finishes fewer elements than this before the others wake up
+BYTES_FOR_THREADS = 1 << 21  # likewise of bytes that are only added up
 
 _COUNTS = {
     "norm": torch.float32, "error_norm": torch.float32, "amax": torch.float32, "underflow": torch.int32, "saturated":
@@ -321,7 +322,7 @@ def sums(x: torch.Tensor, into: torch.Tensor | None) -> tuple[torch.Tensor, torc
         x=x.data_ptr(), of_rows=rows.data_ptr(), of_columns=columns.data_ptr(), largest=largest.data_ptr(),
         rows=height, bytes=width, stride=x.stride(0) * x.itemsize, magnitudes=MAGNITUDES.get(x.dtype, 0),
         to=None if into is None else into.data_ptr(), to_stride=0 if into is None else into.stride(0) * x.itemsize,
-        threads=threads(x), parallel=parallel(),
+        threads=1 if x.nbytes <= BYTES_FOR_THREADS else threads(x), parallel=parallel(),
     )  # fmt: skip
     if not library.nemo_fp8_sums(ctypes.byref(job)):
         raise MemoryError("no memory for the sums of a matrix's columns")

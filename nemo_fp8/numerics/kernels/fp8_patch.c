@@ -15,6 +15,7 @@
 enum {
     AT_A_TIME = 512, /* words of a row that are compared before the next ones */
     MADE = 1 << 18,  /* bytes of codes that a thread makes before it compares them: fewer than its second-level cache has */
+    SOON = 2048,     /* bytes of old rows, which no cache has, that are asked for before they are compared */
     AHEAD = 24       /* positions of a patch, whose memory is asked for so early: each lies in another line of it */
 };
 
@@ -133,6 +134,7 @@ INLINE void note(const find_job *j, lists *l, uint64_t before, uint64_t after, i
 INLINE int64_t words_in(const uint8_t *old, const uint8_t *now, int64_t from, int64_t end, uint32_t *words) {
     int64_t n = 0, at = from;
     for (; at + 64 <= end; at += 64) {
+        __builtin_prefetch(old + at + SOON, 1);
         uint64_t which = others_in(old + at, now + at);
 #if defined(__AVX512VL__)
         __m256i all = _mm256_add_epi32(_mm256_set1_epi32((int)(at / 8)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

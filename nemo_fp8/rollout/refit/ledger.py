@@ -31,7 +31,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.contract.operands import BLOCK
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.formats import decode_e8m0, format_of
-from nemo_fp8.numerics.kernels import patches
+from nemo_fp8.numerics.kernels import build, patches
 from nemo_fp8.numerics.kernels.cpu import CastJob, cast_job
 from nemo_fp8.numerics.kernels.patches import Bytes
 from nemo_fp8.numerics.quantize import STRIP, find_scales, quantize_into, quantize_reference
@@ -42,7 +42,9 @@ from nemo_fp8.rollout.refit.patch import PATTERNS, SCALES, VALUES, Patch, blocks
 from nemo_fp8.rollout.refit.receipt import CODED, Delta, Written
 from nemo_fp8.rollout.refit.wire import AT_ONCE, Piece, aligned, cut, same_as_announced
 
-PATCH = 1 << 20  # elements of a patch, at most: a patch is one thread's work
+PATCH = 1 << 21  # elements of a patch, at most: a patch is one thread's work
+FIRST = 4  # patches of the first buffer, at most, so that workers begin while the sender looks for others
+LOOKED_AT = 4 * STRIP  # elements that are cast and compared in one call: patches for all threads
 Change = tuple[int, int, int, int, Bytes]
 """(first row, rows, steps, others, bytes of the patch)"""
 Sums = tuple[torch.Tensor, torch.Tensor]
@@ -228,7 +230,9 @@ class Patchable:
         of_infinity = _scale_of_infinity(self.operand.format, self.operand.scale)
         # A stack whose blocks do not run into one another is quantized as one matrix.
         each = rows if self.entry.shape[-2] % high == 0 else self.entry.shape[-2]
-        step = max(BLOCK, STRIP // columns // BLOCK * BLOCK)  # rows, of whole blocks
+        step = max(
+            BLOCK, (STRIP if verify or build.library() is None else LOOKED_AT) // columns // BLOCK * BLOCK
+        )  # rows, of whole blocks
         for m, matrix in enumerate(tensor.detach().reshape(-1, each, columns)):
             for row in range(0, each, step):
                 values = matrix[row : row + step]
@@ -398,20 +402,20 @@ class Ledger:
         """Copy what changed into buffers; yield for each full buffer what lies in it and the bytes used.
 
         Patches come first, since they can be taken back, and whole tensors last. ``buffer()`` gives the next
-        buffer, of ``size`` bytes; no more than ``most`` patches lie in one. Raises PrecisionError if a tensor is not as
-        announced, comes twice, or does not come.
+        buffer, of ``size`` bytes; no more than ``most`` patches lie in one, and ``FIRST`` in the first. Raises
+        PrecisionError if a tensor is not as announced, comes twice, or does not come.
         """
         for kept in self.kept.values():
             for plane in kept.planes.values():
                 plane.changed = 0
-        free, used, heads = None, 0, list[Piece | Patch]()
+        free, used, heads, fit = None, 0, list[Piece | Patch](), min(FIRST, most)
         for i, what, first, new in self._come(tensors):
             plane = self.kept[i].planes[what]
             patch_rows = self.kept[i].patch_rows(what, min(PATCH, size // plane.values.itemsize), size)
             for row, rows, steps, others, raw in plane.change(first, new, patch_rows, self.room):
-                if used + len(raw) > size or len(heads) == most:
+                if used + len(raw) > size or len(heads) == fit:
                     yield heads, used
-                    free, used, heads = None, 0, []
+                    free, used, heads, fit = None, 0, [], most
                 free = buffer() if free is None else free
                 free[used : used + len(raw)] = torch.from_numpy(raw)
                 heads.append((i, what, row, rows, steps, others, used))

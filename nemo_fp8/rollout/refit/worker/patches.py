@@ -33,6 +33,7 @@ from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.numerics.kernels import patches as kernel
 from nemo_fp8.rollout.refit import patch
+from nemo_fp8.rollout.refit.fingerprint import Fingerprint
 from nemo_fp8.rollout.refit.manifest import Box
 from nemo_fp8.rollout.refit.memory import Opened
 from nemo_fp8.rollout.refit.patch import LONGEST, SCALES, VALUES, Differences, Positions, blocks_of, grid_of, matrix_of
@@ -118,6 +119,9 @@ class Patching(Session):
         """Tensors that were patched, and not read since; nearly always the sender has passed all but the last."""
         self.read: dict[Route, str | None] = {}
         """The fingerprints of parts as they were read from memory after their last patch."""
+        self.passed: dict[Route, tuple[Fingerprint, int]] = {}
+        """Of a part that is being patched: the fingerprint of its first rows, and how many these are. No later patch
+        changes them, so they are read while a cache has them."""
         self.applied: list[tuple[tuple[int, ...], torch.Tensor]] = []
         self.size = 0
         """The bytes of the patches so far; beyond MOST_KEPT they are not kept."""
@@ -142,7 +146,7 @@ class Patching(Session):
             raw = memory.read(piece[-1], torch.uint8, (size,)).clone()
             self._apply(about, raw)
         while len(self.patched) > 1:  # while the sender quantizes what follows
-            self.read |= {route: self.sinks[route.target].read(route) for route in self._routes(self.patched.pop(0))}
+            self.read |= {route: self._read(route) for route in self._routes(self.patched.pop(0))}
 
     def _apply(self, about: tuple[int, ...], raw: torch.Tensor) -> None:
         """Add a patch, all of it or nothing, and keep it for the way back."""
@@ -155,6 +159,8 @@ class Patching(Session):
             raise
         for route in self._routes(about[0]):
             self.read.pop(route, None)  # it was not the tensor's last patch
+        if about[1] == VALUES:
+            self._pass(about[0], about[2] + about[3])
         if about[0] not in self.patched:
             self.patched.append(about[0])
         self.size += len(raw)
@@ -163,6 +169,22 @@ class Patching(Session):
             self.applied.clear()
         else:
             self.applied.append((about, raw))
+
+    def _pass(self, i: int, row: int) -> None:
+        """Read all codes of tensor ``i`` before ``row`` that were not read yet."""
+        for route in self._routes(i):
+            sink = self.sinks[route.target]
+            if isinstance(sink, Blocks) and route.source is not None and len(route.source) == 2:
+                start, stop = route.source[0]
+                codes, done = self.passed.get(route, (Fingerprint(), 0))
+                passed = max(done, min(row, stop) - start)
+                sink.read_rows(route, done, passed, codes)
+                self.passed[route] = codes, passed
+
+    def _read(self, route: Route) -> str | None:
+        """Return the fingerprint of a part: of the rows that were passed already, and of the others as they are now."""
+        sink = self.sinks[route.target]
+        return sink.read(route, *self.passed.pop(route, ())) if isinstance(sink, Blocks) else sink.read(route)
 
     def _checked(self, piece: Any) -> tuple[int, int, int, int]:
         found = super()._checked(piece)
@@ -332,7 +354,7 @@ class Patching(Session):
             wanted, good = told.get(str(i)), True
             for route in routes:
                 sink, part = self.sinks[route.target], name_of(route)
-                there = self.read[route] if route in self.read else sink.read(route)
+                there = self.read[route] if route in self.read else self._read(route)
                 if i in sent:  # what a kernel packed cannot be read, and is known by what came
                     noted = there or self.tally.facts[i].fingerprints.get(part)
                     good = good and (not isinstance(wanted, dict) or wanted.get(part, noted) == noted)

@@ -422,15 +422,23 @@ class Blocks(Sink):
         matrices = self._matrices(route)
         return self.scales[matrices.start : matrices.stop, above:below, left:right]
 
-    def read(self, route: Route) -> str | None:
-        (start, stop), (left, right) = route.to[-2:]
-        codes, matrices = Fingerprint(), self._matrices(route)
-        if self.layout.plain:
+    def read(self, route: Route, codes: Fingerprint | None = None, row: int = 0) -> str | None:
+        """Return the fingerprint of a route's part. ``codes`` has the rows before ``row`` already."""
+        codes, ((start, stop), (left, right)), matrices = codes or Fingerprint(), route.to[-2:], self._matrices(route)
+        if len(matrices) == 1:
+            self.read_rows(route, row, stop - start, codes)
+        elif self.layout.plain:
             codes.add(self.codes[matrices.start : matrices.stop, start:stop, left:right])
         else:
             for m in matrices:
                 codes.add(self._read(m, start, stop)[:, left:right])
         return together([codes.digest(), fingerprint(self._scales(route))])
+
+    def read_rows(self, route: Route, first: int, last: int, into: Fingerprint) -> None:
+        """Add the codes of rows [first, last) of a route's part, which lies in one matrix, to a fingerprint."""
+        (start, _), (left, right) = route.to[-2:]
+        if first < last:
+            into.add(self._read(self._matrices(route)[0], start + first, start + last)[:, left:right])
 
     def _read(self, m: int, start: int, stop: int) -> torch.Tensor:
         """Return the codes of rows start:stop in plain order, from the memory that the kernel reads."""
