@@ -324,9 +324,15 @@ RULES: dict[str, Problem] = {
     ),
     "keep-matches-nothing": warning(
         "{field} holds {pattern!r}, which matches no linear layer of the model.",
-        "Names are matched in Megatron's form (decoder.layers.0.mlp.linear_fc1) and in Hugging Face's "
-        "(model.layers.0.mlp.up_proj).",
+        "Names are matched in Megatron's form (decoder.layers.0.mlp.linear_fc1), in Hugging Face's "
+        "(model.layers.0.mlp.up_proj) and in vLLM's (model.layers.0.mlp.gate_up_proj).",
         "Correct the pattern, or leave it out.",
+    ),
+    "rule-overruled": warning(
+        "The rule ({pattern!r}, {recipe!r}) in modules decides nothing.",
+        "A linear obeys the first name in keep that matches it, or else the first rule, and all that this one matches "
+        "obeys {before}.",
+        "Move the rule up, narrow what stands before it, or leave it out.",
     ),
     "not-divisible": error(
         "{quantity} {value} is not divisible by {by}.",

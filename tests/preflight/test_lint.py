@@ -90,6 +90,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("layers-all-matched", {**BLOCKWISE, "keep": ["*"]}, {"model": LLAMA}),
     ("keep-matches-nothing", {**BLOCKWISE, "keep": ["*.linear_fc3"]}, {"model": LLAMA}),
     ("keep-matches-nothing", {**BLOCKWISE, "modules": [["*.linear_fc3", "bf16"]]}, {"model": LLAMA}),
+    ("rule-overruled", {**NVFP4, "modules": [["*.linear_qkv", "bf16"], ["*.k_proj", "mxfp8"]]}, {"model": LLAMA}),
+    ("rule-overruled", {**NVFP4, "modules": [["*.linear_qkv", "bf16"], ["*.qkv_proj", "mxfp8"]]}, {}),
+    ("rule-overruled", {**NVFP4, "keep": ["*.mlp.*"], "modules": [["*.experts.*", "mxfp8"]]}, {}),
+    ("rule-overruled", {"rollout": "nvfp4", "modules": [["*", "mxfp8"], ["*.in_proj", "bf16"]]}, {}),
     ("not-divisible", BLOCKWISE, {"model": LLAMA, "parallel": "tp3"}),
     ("not-divisible", BLOCKWISE, {"model": LLAMA, "parallel": "tp16"}),  # 8 key-value heads
     ("not-divisible", BLOCKWISE, {"model": LLAMA, "parallel": "pp5"}),
@@ -197,6 +201,9 @@ CURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     "num_hidden_layers": 3}}),
     ("keep-matches-nothing", {**BLOCKWISE, "keep": ["*.linear_fc1", "model.layers.3.*", "*router", "lm_head"]},
     {"model": MIXTRAL}), ("rollout-shape", BLOCKWISE, {"model": QWEN_MOE, "parallel": "tp4,rollout-tp2"}),
+    ("rule-overruled", {**NVFP4, "modules": [["*.layers.0.*.k_proj", "mxfp8"], ["*.qkv_proj", "bf16"]]}, {"model": LLAMA}),
+    ("rule-overruled", {**NVFP4, "modules": [["*.layers.0.*", "bf16"], ["*.linear_qkv", "mxfp8"]]}, {}),
+    ("rule-overruled", {**NVFP4, "modules": [["*.linear_qkv", "bf16"], ["*.qkv_proj", "bf16"]]}, {}),  # no difference
     ("rollout-shape", BLOCKWISE, {"model": QWEN_MOE, "parallel": "tp4,rollout-ep"}),
     ("rollout-shape", {**BLOCKWISE, "rollout": "compute"}, {"model": QWEN_MOE, "parallel": "tp4"}),
     ("rollout-shape", {**BLOCKWISE, "keep": ["*.mlp.experts.*"]}, {"model": QWEN_MOE, "parallel": "tp4"}),
