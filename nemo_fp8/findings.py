@@ -247,6 +247,13 @@ RULES: dict[str, Problem] = {
         "BF16 does.",
         "Set activation_scheme='none', or train with the same activations (row_scaled=True).",
     ),
+    "nvfp4-rollout-fixed-scale": info(
+        "vLLM rounds the rollout's activations beneath one fixed scale of 1, unless it is told otherwise.",
+        "The contract has an FP32 scale for each token. vLLM's kernels for linears take one for a layer, and nothing is "
+        "calibrated: blocks whose largest value is below 0.1 lose precision that training keeps.",
+        "On a CPU start the engine with activations='emulated' (engine_args, or nemo-fp8 serve --activations); or set "
+        "activation_scheme='none'.",
+    ),
     "ignored-nvfp4": warning(
         "{field}={value!r} does nothing with {scaling}.",
         "Only NVFP4 has it.",

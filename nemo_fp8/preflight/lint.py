@@ -119,6 +119,8 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
     yield from backward_findings(p)
     if p.rollout == "nvfp4" and p.activation_scheme == "dynamic" and not p.row_scaled:
         yield finding("nvfp4-rollout-activations", "activation_scheme")
+    elif p.rollout == "nvfp4" and p.activation_scheme == "dynamic":
+        yield finding("nvfp4-rollout-fixed-scale", "activation_scheme")
     if p.format == "hybrid" and p.scaling in ("mxfp8", "blockwise"):
         yield finding(f"e5m2-gradients-{p.scaling}", "format")
     freezes = p.amax_compute_algo == "max" or p.amax_history_len > 1

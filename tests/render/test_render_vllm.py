@@ -75,6 +75,8 @@ def test_nvfp4_is_the_plugins_and_reads_back(activations):
     assert "rollout" not in vllm.to_plugin(Precision(rollout="fp8"))
     assert "rollout" not in vllm.from_plugin(vllm.to_plugin(Precision(rollout="fp8")))
     assert not render(contract, "vllm").lost
+    fixed = [note for note in render(contract, "vllm").notes if "one scale of inputs for a layer" in note]
+    assert len(fixed) == (activations == "dynamic")
     with pytest.raises(PrecisionError, match="NVFP4 as a Hugging Face FP8 checkpoint"):
         vllm.to_hugging_face(contract)
 
