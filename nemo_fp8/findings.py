@@ -249,8 +249,8 @@ RULES: dict[str, Problem] = {
     ),
     "nvfp4-rollout-fixed-scale": info(
         "vLLM rounds the rollout's activations beneath one fixed scale of 1, unless it is told otherwise.",
-        "The contract has an FP32 scale for each token. vLLM's kernels for linears take one for a layer, and nothing is "
-        "calibrated: blocks whose largest value is below 0.1 lose precision that training keeps.",
+        "The contract has an FP32 scale for each token. vLLM's kernels for linears take one for a layer, and nothing "
+        "is calibrated: blocks whose largest value is below 0.1 lose precision that training keeps.",
         "On a CPU start the engine with activations='emulated' (engine_args, or nemo-fp8 serve --activations); or set "
         "activation_scheme='none'.",
     ),

@@ -69,7 +69,7 @@ PLUGIN_OPTIONS = {
     "cache": ("auto", "rounded"),
 }
 _TRAINING = "Said of training; a rollout has no use for it."
-_REASONS = {
+REASONS = {
     **dict.fromkeys(
         (
             "format",
@@ -93,8 +93,8 @@ _REASONS = {
 
 
 _FIXED_SCALE = (
-    "vLLM's kernels for NVFP4 linears take one scale of inputs for a layer, here 1, where the contract has one for each "
-    "token; on a CPU `engine_args(..., activations='emulated')` gives each token its own."
+    "vLLM's kernels for NVFP4 linears take one scale of inputs for a layer, here 1, where the contract has one for "
+    "each token; on a CPU `engine_args(..., activations='emulated')` gives each token its own."
 )
 
 
@@ -308,7 +308,7 @@ def render(precision: Precision) -> Rendering:
     arguments = to_vllm(precision)
     back = from_vllm(arguments)
     stock = arguments.get("quantization") in (ONLINE, *STOCK.values())
-    lost, notes = lost_fields(as_read(precision) if stock else precision, back, _REASONS, "vLLM")
+    lost, notes = lost_fields(as_read(precision) if stock else precision, back, REASONS, "vLLM")
     data: dict[str, Any] = {"engine": arguments}
     if precision.rolls_out_quantized:
         if arguments["quantization"] == PLUGIN:

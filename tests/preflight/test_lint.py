@@ -203,7 +203,8 @@ CURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     "num_hidden_layers": 3}}),
     ("keep-matches-nothing", {**BLOCKWISE, "keep": ["*.linear_fc1", "model.layers.3.*", "*router", "lm_head"]},
     {"model": MIXTRAL}), ("rollout-shape", BLOCKWISE, {"model": QWEN_MOE, "parallel": "tp4,rollout-tp2"}),
-    ("rule-overruled", {**NVFP4, "modules": [["*.layers.0.*.k_proj", "mxfp8"], ["*.qkv_proj", "bf16"]]}, {"model": LLAMA}),
+    ("rule-overruled", {**NVFP4, "modules": [["*.layers.0.*.k_proj", "mxfp8"], ["*.qkv_proj", "bf16"]]},
+    {"model": LLAMA}),
     ("rule-overruled", {**NVFP4, "modules": [["*.layers.0.*", "bf16"], ["*.linear_qkv", "mxfp8"]]}, {}),
     ("rule-overruled", {**NVFP4, "modules": [["*.linear_qkv", "bf16"], ["*.qkv_proj", "bf16"]]}, {}),  # no difference
     ("rollout-shape", BLOCKWISE, {"model": QWEN_MOE, "parallel": "tp4,rollout-ep"}),
