@@ -28,8 +28,8 @@ def rl_compare(
         str,
         typer.Option(
             metavar="LIST",
-            help="Some, by commas, of bf16-bf16, bf16-fp8, bf16-nvfp4 and fp8-fp8, those in FP8 with -uncorrected behind, "
-            "too; all where not given.",
+            help="Some, by commas, of bf16-bf16, bf16-fp8, bf16-nvfp4 and fp8-fp8, and of those in FP8 with "
+            "-uncorrected behind; all where not given.",
         ),
     ] = "",
     one_step_off: Annotated[
