@@ -30,7 +30,7 @@ def list_presets(as_json: Json = False) -> None:
         for name, p in PRESETS.items()
     ]
     return print_table(
-        ("preset", "FP8", "scaling", "param", "kept"),
+        ("preset", "format", "scaling", "param", "kept"),
         rows,
         "param: FP8 primary weights. kept: decoder layers at start + end that stay in the compute dtype.",
     )
