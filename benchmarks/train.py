@@ -1,6 +1,7 @@
 """What FP8 costs on a CPU, and what it does to the loss: the tables of docs/benchmarks/training.md.
 
     python benchmarks/train.py speed [--model tiny|wide] [--steps 12] [--torchao DIR] [--json]
+    python benchmarks/train.py memory [--model tiny|wide]
     python benchmarks/train.py processors --results FILE [--steps 6]
     python benchmarks/train.py loss --results FILE [--steps 300] [--seeds 1,2,3] [--four-bits]
 
@@ -8,10 +9,11 @@
 both: a step in BF16, the same step under each recipe, and so on; the figure is the median of the ratios of neighbours.
 FP8 primary weights are off, since the BF16 steps use the same weights. Time is that of one thread on the processor, so
 that a busy machine counts less. ``--json`` prints ``{"isa": ..., "rows": [{"model", "recipe", "ms", "ratio"}]}``.
-``processors`` does so with the instructions that oneDNN and torch may use capped, and adds BF16 steps with torch's own
-BF16 products, as they were without ``nemo_fp8.numerics.bf16``. ``loss`` trains tiny_llama on two ranks under every
-recipe and seed, and adds each run, with the loss of every step, to FILE as soon as it is done, so that it may be ended
-and started again.
+``memory`` prints what such steps hold, by ``torch.cuda``'s words for it, which count tensors: no other process changes
+them. ``processors`` times steps with the instructions that oneDNN and torch may use capped, and adds BF16 steps with
+torch's own BF16 products, as they were without ``nemo_fp8.numerics.bf16``. ``loss`` trains tiny_llama on two ranks
+under every recipe and seed, and adds each run, with the loss of every step, to FILE as soon as it is done, so that it
+may be ended and started again.
 """
 
 from __future__ import annotations
@@ -176,8 +178,30 @@ def processors_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def alternate(model: str, steps: int, kinds: list[str | None]) -> dict[str | None, list[float]]:
-    """Measure the seconds of each step of every kind, in turns in one Megatron model, all of its layers in FP8."""
+def memory(model: str) -> None:
+    """Print the most bytes that tensors hold in a step of every kind, and those that a step leaves for the next.
+
+    Without delayed scaling, which keeps what tensorwise keeps and its amaxes besides: these stay when the next step is
+    of another recipe.
+    """
+    held: dict[str | None, tuple[int, int]] = {}
+    with redirect_stdout(sys.stderr):
+        alternate(model, 1, [None, *(name for name in TIMED if name != "delayed")], held)
+    print("| recipe | most in a step, MB | of BF16's | copies of weights, MB |")
+    print("|---|---|---|---|")
+    for kind, (most, left) in held.items():
+        name, share = kind or "BF16", most / held[None][0]
+        print(f"| {name} | {most / 1e6:,.1f} | {share:.2f} | {left / 1e6:,.1f} |")
+
+
+def alternate(
+    model: str, steps: int, kinds: list[str | None], held: dict[str | None, tuple[int, int]] | None = None
+) -> dict[str | None, list[float]]:
+    """Measure the seconds of each step of every kind, in turns in one Megatron model, all of its layers in FP8.
+
+    ``held`` gets of the last step of every kind the most bytes that tensors held, and how many more it left than it
+    found.
+    """
     import fiddle as fdl
 
     from nemo_fp8.experiments import tiny_llama
@@ -197,13 +221,14 @@ def alternate(model: str, steps: int, kinds: list[str | None]) -> dict[str | Non
     )
     train = fdl.build(recipe)
     trainer = train.keywords["trainer"]
-    turns = _alternate(kinds)
+    turns = _alternate(kinds, held)
     trainer.callbacks = [turns]
     train()
     return {kind: seconds[2:] for kind, seconds in turns.seconds.items()}
 
 
-def _alternate(kinds: list[str | None]) -> Any:
+def _alternate(kinds: list[str | None], held: dict[str | None, tuple[int, int]] | None = None) -> Any:
+    import torch
     from lightning.pytorch.callbacks import Callback
 
     from nemo_fp8 import preset
@@ -232,10 +257,15 @@ def _alternate(kinds: list[str | None]) -> Any:
                         config.fp8_recipe, config.fp8_amax_history_len = contract.scaling, contract.amax_history_len
                 if hasattr(module, "_fp8_workspaces"):
                     module._fp8_workspaces.clear()  # weights were quantized for another recipe
+            if held is not None:
+                torch.cuda.reset_peak_memory_stats()
+                self.before = torch.cuda.memory_allocated()
             self.started = time.process_time()
 
         def on_train_batch_end(self, *_: Any) -> None:
             self.seconds[self.kind].append(time.process_time() - self.started)
+            if held is not None:
+                held[self.kind] = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated() - self.before
             if self.closed:
                 bf16._replaced.enter()
 
@@ -286,6 +316,8 @@ def main() -> None:
     quick.add_argument("--own", action="store_true", help="BF16 steps with torch's own BF16 products, too")
     quick.add_argument("--json", action="store_true", dest="as_json", help="one JSON object in place of the table")
     quick.add_argument("--results", type=Path, help="a JSON file for the figures")
+    held = commands.add_parser("memory")
+    held.add_argument("--model", choices=MODELS, default="tiny")
     capped = commands.add_parser("processors")
     capped.add_argument("--results", type=Path, required=True)
     capped.add_argument("--steps", type=int, default=6)
@@ -295,7 +327,8 @@ def main() -> None:
     long.add_argument("--four-bits", action="store_true", help="NVFP4 beside BF16, blockwise, MXFP8 and a control")
     long.add_argument("--seeds", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 3])
     arguments = vars(parser.parse_args())
-    {"speed": speed, "processors": processors, "loss": loss}[arguments.pop("command")](**arguments)
+    calls = {"speed": speed, "memory": memory, "processors": processors, "loss": loss}
+    calls[arguments.pop("command")](**arguments)
 
 
 if __name__ == "__main__":

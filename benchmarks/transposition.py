@@ -425,7 +425,7 @@ def page(record: dict[str, Any]) -> str:
     """Return the page."""
     out = ["# Does the meter of transposition predict the loss?", ""]
     out += ["Written by `benchmarks/transposition.py`; do not edit. What is read in it:"]
-    out += ["[What FP8 does to a checkpoint](../inspect.md#what-the-backward-multiplies-by).", ""]
+    out += ["[What FP8 and NVFP4 do to a checkpoint](../inspect.md#what-the-backward-multiplies-by).", ""]
     out += [f"- {key}: {value}" for key, value in record["about"].items()]
     out += ["", *(__doc__ or "").split("\n", 2)[-1].strip().split("\n"), "", "## By arm", "", tables(record["runs"])]
     out += ["", "```text", record["about"]["command"], "```", ""]

@@ -540,8 +540,9 @@ def bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _PluginConfig:
     weights: Kept in BF16 and cast to NVFP4 once per global batch.
     attention: Attention scores and their product with V in BF16.
     kept: In BF16: embeddings, norms, routers and the output head.
-    rollout: Generation with input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension;
-        weight in E2M1 with an E4M3 scale for every 16 values along the contracted dimension; a BF16 KV cache.
+    rollout: Generation with input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension,
+        beneath an FP32 scale for each token; weight in E2M1 with an E4M3 scale for every 16 values along the
+        contracted dimension; a BF16 KV cache.
 
     Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """
@@ -563,8 +564,9 @@ def nemotron_3_super_bf16_with_nvfp4_mixed(**changes: Unpack[_Arguments]) -> _Pl
     weights: Kept in BF16 and cast to NVFP4 once per global batch.
     attention: Attention scores and their product with V in BF16.
     kept: In BF16: the last 14 decoder layers; embeddings, norms, routers and the output head.
-    rollout: Generation with input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension;
-        weight in E2M1 with an E4M3 scale for every 16 values along the contracted dimension; a BF16 KV cache.
+    rollout: Generation with input in E2M1 with an E4M3 scale for every 16 values along the contracted dimension,
+        beneath an FP32 scale for each token; weight in E2M1 with an E4M3 scale for every 16 values along the
+        contracted dimension; a BF16 KV cache.
 
     Takes arguments of NeMo's plugin and fields of the contract; raises PrecisionError if they do not fit.
     """

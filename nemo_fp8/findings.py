@@ -247,6 +247,13 @@ RULES: dict[str, Problem] = {
         "BF16 does.",
         "Set activation_scheme='none', or train with the same activations (row_scaled=True).",
     ),
+    "nvfp4-rollout-fixed-scale": info(
+        "vLLM rounds the rollout's activations beneath one fixed scale of 1, unless it is told otherwise.",
+        "The contract has an FP32 scale for each token. vLLM's kernels for linears take one for a layer, and nothing "
+        "is calibrated: blocks whose largest value is below 0.1 lose precision that training keeps.",
+        "On a CPU start the engine with activations='emulated' (engine_args, or nemo-fp8 serve --activations); or set "
+        "activation_scheme='none'.",
+    ),
     "ignored-nvfp4": warning(
         "{field}={value!r} does nothing with {scaling}.",
         "Only NVFP4 has it.",
@@ -324,9 +331,15 @@ RULES: dict[str, Problem] = {
     ),
     "keep-matches-nothing": warning(
         "{field} holds {pattern!r}, which matches no linear layer of the model.",
-        "Names are matched in Megatron's form (decoder.layers.0.mlp.linear_fc1) and in Hugging Face's "
-        "(model.layers.0.mlp.up_proj).",
+        "Names are matched in Megatron's form (decoder.layers.0.mlp.linear_fc1), in Hugging Face's "
+        "(model.layers.0.mlp.up_proj) and in vLLM's (model.layers.0.mlp.gate_up_proj).",
         "Correct the pattern, or leave it out.",
+    ),
+    "rule-overruled": warning(
+        "The rule ({pattern!r}, {recipe!r}) in modules decides nothing.",
+        "A linear obeys the first name in keep that matches it, or else the first rule, and all that this one matches "
+        "obeys {before}.",
+        "Move the rule up, narrow what stands before it, or leave it out.",
     ),
     "not-divisible": error(
         "{quantity} {value} is not divisible by {by}.",

@@ -26,7 +26,7 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.lifetime import orderly
 
 app = typer.Typer(
-    help="One FP8 precision contract for NeMo / Megatron training and vLLM rollout.",
+    help="One FP8 or NVFP4 precision contract for NeMo / Megatron training and vLLM rollout.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

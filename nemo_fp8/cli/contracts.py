@@ -30,7 +30,7 @@ def list_presets(as_json: Json = False) -> None:
         for name, p in PRESETS.items()
     ]
     return print_table(
-        ("preset", "FP8", "scaling", "param", "kept"),
+        ("preset", "format", "scaling", "param", "kept"),
         rows,
         "param: FP8 primary weights. kept: decoder layers at start + end that stay in the compute dtype.",
     )
@@ -67,7 +67,7 @@ def render(
         str,
         typer.Option(
             "--to",
-            help="nemo, bridge, megatron, te, nemo-rl, vllm, env, te-precision, verl, skyrl, slime or trl.",
+            help="nemo, bridge, megatron, te, nemo-rl, vllm, env, te-precision, modelopt, verl, skyrl, slime or trl.",
             show_default=False,
         ),
     ],
@@ -75,12 +75,19 @@ def render(
     layers: Annotated[
         int | None, typer.Option(help="The model's decoder layers, for nemo-rl's NVFP4.", show_default=False)
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A Hugging Face config.json, or the folder that holds it, for modelopt's lists of modules.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a precision in another program's words, to paste there."""
     from nemo_fp8.render import render
 
-    rendering = render(load(name, changes), to, layers)
+    rendering = render(load(name, changes), to, layers, model)
     if as_json:
         return print_json(
             {"to": rendering.to, "settings": rendering.data, "notes": rendering.notes, "lost": rendering.lost}

@@ -167,7 +167,12 @@ def _kept(done: Exported) -> list[tuple[str, str]]:
     if done.plan.quantization is None:
         return []
     counts = Counter(kept.rule for kept in done.plan.selection.kept.values())
-    words = {"always": "always", "layers": "first or last layers", "keep": "named in keep", "shape": "for their shape"}
+    words = {
+        "always": "always",
+        "layers": "first or last layers",
+        "keep": "named in keep or modules",
+        "shape": "for their shape",
+    }
     return [("kept", ", ".join(f"{counts[rule]} {text}" for rule, text in words.items() if counts[rule]))]
 
 

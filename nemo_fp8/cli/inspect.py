@@ -64,7 +64,7 @@ def inspect(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what FP8 does to each tensor of a checkpoint: SNR, underflow, saturation, and what not to quantize."""
+    """Measure what FP8 and NVFP4 do to each tensor of a checkpoint: SNR, underflow, saturation, and what to keep."""
     recipes = {label_of(name): _named(name) for name in precision or DEFAULT}
     if html is not None:  # fail before minutes of measuring, not after
         require_report(html)

@@ -23,7 +23,7 @@ def doctor(
     as_json: Json = False,
     python: VllmPython = None,
 ) -> None:
-    """Say what this machine, or a described one, makes of every FP8 recipe, why, and what to do."""
+    """Say what this machine, or a described one, makes of every FP8 and NVFP4 recipe, why, and what to do."""
     import os
 
     from nemo_fp8.preflight.answers import Answer
@@ -75,7 +75,7 @@ def lint(
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
-    """Find ignored settings, layers that will not run in FP8, and traps; exit code 1 if there is an error."""
+    """Find ignored settings, layers that stay in BF16 unasked, and traps; exit code 1 if there is an error."""
     import os
 
     from nemo_fp8.findings import worst
@@ -151,7 +151,7 @@ def memory(
 
 
 def audit_line(row: AuditRow) -> tuple[Any, ...]:
-    """Return the cells of one row of ``nemo-fp8 audit``'s table."""
+    """Return the cells of one row of ``nemo-fp8 lint``'s table."""
     return (row.name, f"{row.rows} x {row.columns}", row.count, row.train, row.rollout)
 
 

@@ -24,7 +24,14 @@ def rl_compare(
     ),
     seeds: Annotated[str, typer.Option(metavar="LIST", help="Seeds, separated by commas.")] = "1,2,3",
     steps: Annotated[int, typer.Option(min=2, help="GRPO steps of each run.")] = 80,
-    variants: Annotated[str, typer.Option(metavar="LIST", help="Some of them, by commas; all where not given.")] = "",
+    variants: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Some, by commas, of bf16-bf16, bf16-fp8, bf16-nvfp4 and fp8-fp8, and of those in FP8 with "
+            "-uncorrected behind; all where not given.",
+        ),
+    ] = "",
     one_step_off: Annotated[
         bool, typer.Option("--one-step-off", help="Sample the next step's answers while a step trains.")
     ] = False,
@@ -44,7 +51,7 @@ def rl_compare(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Train by GRPO with BF16 or FP8 in training and rollout: reward, accuracy, KL, mismatch, and the time of steps."""
+    """Train by GRPO in BF16 or FP8, rolled out in BF16, FP8 or NVFP4: reward, accuracy, KL, mismatch, time of steps."""
     from nemo_fp8.experiments.rl.compare import VARIANTS, run_rl_comparison
     from nemo_fp8.experiments.rl.settings import GrpoSettings
 

@@ -177,7 +177,11 @@ def _rollout(p: Precision) -> str:
     if p.rollout == "compute":
         return f"Generation in {_COMPUTE[p.compute]}, with {cache}."
     operands = ((role, p.operand(role, "rollout")) for role in GEMMS["fprop"])
-    stored = "; ".join(_operand(o, role, "found by calibration") for role, o in operands if o is not None)
+    stored = "; ".join(
+        _operand(o, role, "found by calibration") + (", beneath an FP32 scale for each token" if o.row_scaled else "")
+        for role, o in operands
+        if o is not None
+    )
     kernels = " DeepGEMM kernels." if p.deep_gemm else ""
     apart = "" if p.operand("input", "rollout") else f"; inputs in {_COMPUTE[p.compute]}"
     return f"Generation with {stored}{apart}; {cache}.{kernels}"

@@ -556,7 +556,7 @@ def _contradictions(p: Precision) -> Iterator[Problem]:
         "contract-rollout-block": (p.rollout == "nvfp4") != (p.rollout_block == "1x16"),
         "contract-static-nvfp4": p.rollout == "nvfp4" and p.activation_scheme == "static",
         "contract-activations-none": fp8_rollout and p.activation_scheme == "none",
-        "contract-param-without-fp8": p.fp8_param and not p.is_fp8,
+        "contract-param-without-fp8": p.fp8_param and not p.is_quantized,
         "contract-param-fp32": p.fp8_param and p.compute == "fp32",
         "contract-attention-without-fp8": attention and not p.is_fp8,
         "contract-attention-blockwise": attention and p.scaling == "blockwise",

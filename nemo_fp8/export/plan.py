@@ -23,8 +23,8 @@ from nemo_fp8.errors import PrecisionError
 from nemo_fp8.export.codings import CODES, Coding
 from nemo_fp8.export.layouts import Layout, coding_of, layout_of
 from nemo_fp8.export.source import Source, require_quantizable
-from nemo_fp8.models.names import place
 from nemo_fp8.models.units import Selection, module_of, select, sharing_a_scale
+from nemo_fp8.render.modelopt import require_read
 from nemo_fp8.storage.safetensors import DTYPES, INDEX, Described
 
 # To be raised when the same source and contract are written differently.
@@ -134,7 +134,8 @@ class Plan:
                 "That layout has a name for the scale of a module, and a stack is none.",
                 "Write the deepseek layout, or the experts apart.",
             )
-        _require_read(how, forms)
+        if how.name == "modelopt":
+            require_read(forms)
         named = {module_of(name): own for name, own in forms.items()}
         quantization = how.config(named, selection.not_converted) if named else None
         identity = {
@@ -215,18 +216,6 @@ def _require_writable(precision: Precision) -> None:
             "activation_scheme='static' as a checkpoint.",
             "Static scales of activations are calibrated, and a checkpoint's weights say nothing of them.",
             "Add --set activation_scheme=dynamic.",
-        )
-
-
-def _require_read(layout: Layout, forms: Mapping[str, Precision]) -> None:
-    """Raise PrecisionError for experts that vLLM reads under other names than ModelOpt writes."""
-    wrong = [name for name, p in forms.items() if p.rollout_block == "128x128" and place(name).role == "experts"]
-    if layout.name == "modelopt" and wrong:
-        raise PrecisionError(
-            f"{wrong[0]}: experts in 128x128 blocks in the modelopt layout.",
-            "vLLM reads their scales under DeepSeek's names there, and those of other linears under ModelOpt's.",
-            "Give the experts a rule ('mxfp8', 'nvfp4', or the compute dtype); or all modules 128x128 blocks, which "
-            "the deepseek layout holds.",
         )
 
 

@@ -76,7 +76,7 @@ def both_sides(model: Model, train: Precision, rollout: Precision) -> BothSides:
         group.linears.append(name)
         names = all_names((name,), linear.experts)
         rules = (p.rule_of(names) for (p, _), ruled in zip(sides, by_rule, strict=True) if ruled)
-        group.patterns += [rule[0] for rule in rules if rule and rule[0] not in group.patterns]
+        group.patterns[:] = dict.fromkeys((*group.patterns, *(rule[0] for rule in rules if rule)))
     for group in groups.values():
         group.linears[:] = in_short(group.linears)
     return BothSides(sorted(groups.values(), key=lambda group: any(group.by_rule)), as_one, apart)

@@ -115,6 +115,25 @@ def governed(train: Precision, rollout: Precision) -> list[Governed]:
     return sorted(groups.values(), key=lambda group: any(group.by_rule))
 
 
+def overruled(p: Precision, linears: Iterable[tuple[str, ...]] | None = None) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the rules for modules that decide nothing, since names to keep or rules before them match all that they do.
+
+    Each with its pattern, its recipe, and the patterns that decide in its place. ``linears`` are the names of each
+    linear of a model; without them, of those that stand for any model's. A rule that would change nothing is left out.
+    """
+    side = _Side.of(p, "train" if p.is_quantized else "rollout")
+    every = [*linears] if linears is not None else [names for _, names in _linears(side)]
+    rules = [*((pattern, p.compute) for pattern in p.keep), *p.modules]
+    matches = {pattern: Precision(keep=(pattern,)).keeps for pattern, _ in rules}
+    deciding = [
+        [rule for rule in rules if any(map(matches[rule[0]], names))] for names in every if len(rules) > 1
+    ]  # the first of them decides
+    for rule in p.modules if side.quantized else ():
+        first = dict.fromkeys(found[0] for found in deciding if rule in found)
+        if rule not in first and any(recipe != rule[1] for _, recipe in first):
+            yield *rule, [pattern for pattern, _ in first]
+
+
 def kept_on_one_side(train: Precision, rollout: Precision) -> list[str]:
     """Return the patterns of ``keep`` that leave a linear in the compute dtype which the other side quantizes.
 

@@ -83,11 +83,13 @@ class Kept:
 
     rule: str
     reason: str
+    field: str = "keep"
+    """The contract's field that names the linear, where the rule is a name: keep or modules."""
 
     @property
     def in_short(self) -> str:
         """The reason without numbers and names, so that reports can group layers by it."""
-        return {LAYERS: "first or last layers", KEEP: "keep"}.get(self.rule, self.reason)
+        return {LAYERS: "first or last layers", KEEP: self.field}.get(self.rule, self.reason)
 
 
 # ---------------------------------------------------------------------- the rule
@@ -125,7 +127,7 @@ def why_kept(
         return by_name
     own = contract_of(precision, names, experts)
     if own.operand("weight", side) is None:
-        return Kept(KEEP, f"the contract's rules for modules give {names[0]} the compute dtype")
+        return Kept(KEEP, f"the contract's rules for modules give {names[0]} the compute dtype", "modules")
     for parts, columns in shapes:
         reason = (
             gemm_misfit(own.scaling, sum(parts), columns)

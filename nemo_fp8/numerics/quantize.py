@@ -35,7 +35,6 @@ from nemo_fp8.errors import PrecisionError, unknown
 from nemo_fp8.numerics import kernels, nvfp4, scales
 from nemo_fp8.numerics.formats import FP32_MAX, Format, cast, decode_e8m0, format_of
 from nemo_fp8.numerics.kernels import SOURCES, Result, Tile
-from nemo_fp8.numerics.nvfp4_tensor import BLOCK
 from nemo_fp8.numerics.quantized import Quantized, as_matrix, check_usage
 from nemo_fp8.numerics.statistics import measure
 
@@ -74,7 +73,7 @@ def quantize(
     scale and the convention do not go together.
     """
     if operand.format == "e2m1":
-        _check_fp4(x, scale, epsilon)
+        _check_fp4(x, operand, scale, epsilon)
         return nvfp4.quantize(
             x, operand, usage=usage, amax=amax, convention=convention, statistics=statistics, generator=generator
         )
@@ -293,9 +292,9 @@ def _check(x: torch.Tensor, operand: Operand, usage: str, scale: torch.Tensor | 
     return tile
 
 
-def _check_fp4(x: torch.Tensor, scale: torch.Tensor | None, epsilon: float) -> None:
+def _check_fp4(x: torch.Tensor, operand: Operand, scale: torch.Tensor | None, epsilon: float) -> None:
     """Raise PrecisionError for a source or for arguments that E2M1 has no use for."""
-    _check_source(x, (1, BLOCK))
+    _check_source(x, operand.block)
     if scale is not None or epsilon:
         raise PrecisionError(
             "A given scale, or an epsilon, for an E2M1 operand.",

@@ -14,6 +14,7 @@ import torch
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.models.selection import GEMM_MULTIPLE, SHAPE, contract_of, gemm_misfit, why_kept
+from nemo_fp8.models.spellings import names_what_is_kept_anyway
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +23,13 @@ def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, to
     """Return the weights whose GEMMs run in FP8 under the contract, by the name of their linear.
 
     A linear whose shape does not fit is logged and left out; under a strict contract raises PrecisionError for all of
-    them.
+    them. Raises it, too, for names to keep and rules by module that match none, as training does.
     """
     layers = _layers_of(model, precision)
     chosen, problems = {}, []
-    for name, weight in _candidates(model):
+    found = dict(_candidates(model))
+    _require_matches(precision, [*found])
+    for name, weight in found.items():
         rows, columns = weight.shape
         kept = why_kept(
             precision, (name,), [((rows,), columns)], layers[1], side="train", layer=_layer_of(name, layers[0])
@@ -40,6 +43,27 @@ def linear_weights(model: torch.nn.Module, precision: Precision) -> dict[str, to
     for problem in problems:
         log.info("%s %s", problem.what, problem.why)
     return chosen
+
+
+def _require_matches(precision: Precision, linears: list[str]) -> None:
+    """Raise PrecisionError for names to keep of which none, and for each rule of which no name, is in this model."""
+
+    def named(pattern: str) -> bool:
+        alone = Precision(format="hybrid", scaling="tensorwise", modules=((pattern, "mxfp8"),))
+        return names_what_is_kept_anyway(pattern) or any(contract_of(alone, (one,)) is not alone for one in linears)
+
+    missing = [f"modules: {pattern!r}" for pattern, _ in precision.modules if not named(pattern)]
+    if precision.keep and not any(map(named, precision.keep)):
+        missing.append(f"keep={list(precision.keep)}")
+    if missing:
+        raise PrecisionError(
+            Problem(
+                f"{said} names no linear of this model.",
+                "A pattern that matches nothing is a typing error, or is meant for another model.",
+                f"Its linears have names such as {', '.join(linears[:3])!r}.",
+            )
+            for said in missing
+        )
 
 
 def fits(weight: torch.Tensor, precision: Precision) -> bool:

@@ -17,8 +17,10 @@ from nemo_fp8.contract.naming import given
 from nemo_fp8.contract.te_variables import variables_for
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
+from nemo_fp8.models.governed import overruled
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
+from nemo_fp8.models.spellings import all_names
 from nemo_fp8.preflight.answers import answer
 from nemo_fp8.preflight.doctor import sanity
 from nemo_fp8.preflight.engine import as_finding, backward_findings, recipes_of
@@ -65,6 +67,7 @@ def lint(
     found = Machine.parse(machine) if isinstance(machine, str) else machine
     shapes = model if isinstance(model, Model) or model is None else Model.read(model)
     findings = [*_ignored(precision), *_doubtful(precision, found), *_layout(precision, said)]
+    findings += _overruled(precision, shapes)
     if shapes is not None:
         findings += shape_findings(shapes, precision, said, found)
         if parallel is not None and found is not None:
@@ -116,6 +119,8 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
     yield from backward_findings(p)
     if p.rollout == "nvfp4" and p.activation_scheme == "dynamic" and not p.row_scaled:
         yield finding("nvfp4-rollout-activations", "activation_scheme")
+    elif p.rollout == "nvfp4" and p.activation_scheme == "dynamic":
+        yield finding("nvfp4-rollout-fixed-scale", "activation_scheme")
     if p.format == "hybrid" and p.scaling in ("mxfp8", "blockwise"):
         yield finding(f"e5m2-gradients-{p.scaling}", "format")
     freezes = p.amax_compute_algo == "max" or p.amax_history_len > 1
@@ -136,6 +141,15 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
         yield finding("rollout-without-correction", "importance_sampling")
     if p.rolls_out_quantized and not p.is_quantized:
         yield finding("bf16-train-fp8-rollout", "rollout", compute=p.compute.upper())
+
+
+def _overruled(p: Precision, model: Model | None) -> Iterator[Problem]:
+    """Yield the rules that decide nothing: of a model's linears, or of any model's."""
+    every = None
+    if model is not None:
+        every = [all_names((f"decoder.layers.{n}.{linear.name}",), linear.experts) for n, linear in model.all_linears()]
+    for pattern, recipe, before in overruled(p, every):
+        yield finding("rule-overruled", "modules", pattern=pattern, recipe=recipe, before=", ".join(before))
 
 
 # ---------------------------------------------------------------------- the layout, as Megatron takes it

@@ -9,18 +9,26 @@
     MXFP8                1x32
     FP8_PB_WO            128x128   FP32 scales, of weights and of activations in 1x128
 
-A contract's rules have patterns, and these lists have names, so only a caller that has the model can write them. They
-are read as rules with names: other rules than those that were written, and the same recipe for every module.
+A contract's rules have patterns, and these lists have names: :func:`render` takes them from a model's config.json, the
+exporter from a checkpoint. They are read as rules with names: other rules than those that were written, and the same
+recipe for every module.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_fp8.contract import Precision
+from nemo_fp8.contract import Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.models.names import place
+from nemo_fp8.models.selection import ALWAYS
+from nemo_fp8.models.shapes import Model
+from nemo_fp8.models.units import module_of, select
+from nemo_fp8.render.rendering import Rendering, lost_fields
+from nemo_fp8.render.vllm import REASONS
 
 MIXED = "MIXED_PRECISION"
 HEAD = "lm_head"
@@ -126,6 +134,18 @@ def to_hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"producer": config["producer"], "quantization": said}
 
 
+def require_read(forms: Mapping[str, Precision]) -> None:
+    """Raise PrecisionError for experts that vLLM reads under other names than ModelOpt writes."""
+    wrong = [name for name, p in forms.items() if p.rollout_block == "128x128" and place(name).role == "experts"]
+    if wrong:
+        raise PrecisionError(
+            f"{wrong[0]}: experts in 128x128 blocks in the modelopt layout.",
+            "vLLM reads their scales under DeepSeek's names there, and those of other linears under ModelOpt's.",
+            "Give the experts a rule ('mxfp8', 'nvfp4', or the compute dtype); or all modules 128x128 blocks, which "
+            "the deepseek layout holds.",
+        )
+
+
 def from_modelopt(config: Mapping[str, Any]) -> Precision:
     """Return the contract of a rollout from a checkpoint with this ``quantization_config`` or hf_quant_config.json.
 
@@ -164,3 +184,84 @@ def _not_read(name: str, layers: Mapping[str, Any]) -> Iterator[Problem]:
             "A contract says once for all modules whether activations are quantized beside NVFP4 weights.",
             "Quantize again, with one of them.",
         )
+
+
+# ---------------------------------------------------------------------- rendering
+
+
+def render(precision: Precision, model: Model | None = None) -> Rendering:
+    """Render the ``quantization_config`` that a checkpoint of a model would have; ModelOpt's own file is in the data.
+
+    Raises PrecisionError without a model, for one whose names in a checkpoint are not known, and for what
+    :func:`to_modelopt` refuses.
+    """
+    if model is None:
+        raise PrecisionError(
+            "ModelOpt's lists without a model.",
+            "They name every module that is quantized, and the contract has patterns.",
+            "Give the model's config.json, or its folder: render(precision, 'modelopt', model=...), or --model.",
+        )
+    forms, kept = modules_of(precision, model)
+    require_read(forms)
+    config = to_modelopt(forms, kept)
+    back = from_modelopt(config)
+    carried = _IN_OTHER_WORDS if _stored(modules_of(back, model)[0]) == _stored(forms) else ()
+    lost, notes = lost_fields(precision, back, _REASONS, "A checkpoint's config", carried)
+    data = {"quantization_config": config, "hf_quant_config": to_hf_quant_config(config)}
+    text = json.dumps({"quantization_config": config}, indent=2)
+    notes.append("It describes a checkpoint that is written so: `nemo-fp8 export --layout modelopt` writes both.")
+    return Rendering("modelopt", text, data, tuple(notes), lost)
+
+
+# What the names of modules say, each with its format.
+_IN_OTHER_WORDS = (
+    *("rollout", "rollout_block", "activation_scheme", "weight_scale", "activation_scale"),
+    *("first_layers", "last_layers", "keep", "modules"),
+)
+_REASONS = REASONS | {
+    "kv_cache": "It says nothing of the cache; give vLLM --kv-cache-dtype.",
+    "strict": "The modules whose shape does not fit are on its list of those that are left out.",
+}
+
+
+def _stored(forms: Mapping[str, Precision]) -> dict[str, tuple[Operand | None, Operand | None]]:
+    return {name: (p.operand("weight", "rollout"), p.operand("input", "rollout")) for name, p in forms.items()}
+
+
+def modules_of(precision: Precision, model: Model) -> tuple[dict[str, Precision], tuple[str, ...]]:
+    """Return the contract of each module that a rollout quantizes, and the names of those that it does not.
+
+    Raises PrecisionError for a model whose names are not known, or of which nothing is quantized.
+    """
+    selection = select(_weights(model), precision, layers=model.layers)
+    if not selection.units:
+        why = {kept.rule: kept.reason for kept in selection.kept.values() if kept.rule != ALWAYS}
+        raise PrecisionError(
+            f"A rollout of this {model.type} that quantizes nothing.",
+            f"Of its linears, {'; of others, '.join(why.values())}.",
+            "Check rollout, first_layers, last_layers, keep and modules.",
+        )
+    contracts = [(unit, unit.contract(precision)) for unit in selection.units]
+    forms = {module_of(name): own for unit, own in contracts for name in unit.tensors}
+    return forms, selection.not_converted
+
+
+def _weights(model: Model) -> dict[str, tuple[int, int]]:
+    """Return the weights of a model's checkpoint that could be linears, by Hugging Face's names, and their shapes."""
+    if model.type == "gpt2":
+        raise PrecisionError(
+            "ModelOpt's lists of a gpt2.",
+            "Its checkpoints have names of their own, which no engine of this package quantizes.",
+            "Give a model of another family.",
+        )
+    found = {"lm_head.weight": (model.vocab, model.hidden)}
+    for layer in range(model.layers):
+        at = f"model.layers.{layer}."
+        for linear in model.linears(layer):
+            for e in range(linear.experts or 1):
+                for name, rows in zip(linear.hugging_face, linear.parts, strict=True):
+                    found[f"{at}{name.replace('*', str(e))}.weight"] = (rows, linear.columns)
+            if linear.experts:
+                block = linear.hugging_face[0].partition(".experts.")[0]
+                found[f"{at}{block}.gate.weight"] = (linear.experts, model.hidden)
+    return found

@@ -8,7 +8,7 @@ field out by mistake. The trade-off: every renderer needs a reader; the tests ne
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,10 +62,13 @@ def leading_as_kept(precision: Precision) -> Precision:
 
 
 def lost_fields(
-    precision: Precision, read_back: Precision, reasons: Mapping[str, str], side: str
+    precision: Precision, read_back: Precision, reasons: Mapping[str, str], side: str, carried: Container[str] = ()
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Return the fields that came back different, and sentences on them; fields with one reason share a sentence."""
-    lost = tuple(precision.diff(read_back))
+    """Return the fields that came back different, and sentences on them; fields with one reason share a sentence.
+
+    Those that are ``carried`` come back in other words.
+    """
+    lost = tuple(name for name in precision.diff(read_back) if name not in carried)
     by_reason: dict[str, list[str]] = {}
     for name in lost:
         by_reason.setdefault(reasons.get(name, f"{side} has no word for it."), []).append(name)

@@ -50,6 +50,8 @@ MODES: dict[str, dict[str, Any]] = {
 _REASONS = {
     **frameworks.rollout_reasons("Said of quantized operands, and SkyRL has none to say it of here."),
     **frameworks.COMMON_REASONS,
+    "modules": "Its training has no key for Megatron's file of recipes (render to te-precision). Its rollout obeys "
+    "them where nemo_fp8's plugin quantizes it, and then holds other values than training does.",
     "fp8_param": "SkyRL takes FP8 primary weights with blockwise scaling and FP32 scales only.",
 }
 

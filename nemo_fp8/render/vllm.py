@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
 from nemo_fp8.moved import renamed
-from nemo_fp8.render.rendering import Rendering, leading_as_kept, lost_fields
-from nemo_fp8.render.vllm_online import ONLINE, STOCK, from_online, to_online, why_plugin
+from nemo_fp8.render.rendering import Rendering, lost_fields
+from nemo_fp8.render.vllm_online import ONLINE, STOCK, as_read, from_online, to_online, why_plugin
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
     __getattr__ = renamed(
@@ -53,6 +53,9 @@ PLUGIN_FIELDS = (
     "modules",
     "strict",
 )
+# What a rule for the contract's own recipe means: the contract's own blocks and scales, and not those that another
+# contract's rule for this recipe would give.
+_OF_RULES = ("format", "scaling")
 # Fields that are said only where they differ from these, which every version of the plugin takes.
 _UNSAID = {"rollout": "fp8", "modules": []}
 # The plugin's options beyond the contract: option -> its values, the default first.
@@ -66,7 +69,7 @@ PLUGIN_OPTIONS = {
     "cache": ("auto", "rounded"),
 }
 _TRAINING = "Said of training; a rollout has no use for it."
-_REASONS = {
+REASONS = {
     **dict.fromkeys(
         (
             "format",
@@ -87,6 +90,17 @@ _REASONS = {
     ),
     "importance_sampling": "A setting of the policy loss, not of the engine.",
 }
+
+
+_FIXED_SCALE = (
+    "vLLM's kernels for NVFP4 linears take one scale of inputs for a layer, here 1, where the contract has one for "
+    "each token; on a CPU `engine_args(..., activations='emulated')` gives each token its own."
+)
+
+
+def _has_scales_of_tokens(p: Precision) -> bool:
+    operand = p.operand("input", "rollout")
+    return operand is not None and operand.row_scaled
 
 
 # ---------------------------------------------------------------------- engine arguments
@@ -142,12 +156,15 @@ def to_plugin(precision: Precision) -> dict[str, Any]:
     """Return the ``quantization_config`` that our vLLM plugin reads; it means FP8 where it names no ``rollout``."""
     values = precision.to_dict()
     said = {name: values[name] for name in PLUGIN_FIELDS if name not in _UNSAID or values[name] != _UNSAID[name]}
+    if any(recipe == precision.scaling for _, recipe in precision.modules):
+        said |= {name: values[name] for name in _OF_RULES}
     return {"quant_method": PLUGIN} | said
 
 
 def from_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contract fields of a plugin's ``quantization_config``. Raises PrecisionError for unknown keys."""
-    known = ("quant_method", *PLUGIN_FIELDS, *PLUGIN_OPTIONS)
+    fields = (*PLUGIN_FIELDS, *_OF_RULES)
+    known = ("quant_method", *fields, *PLUGIN_OPTIONS)
     problems = [
         unknown(f"key in the {PLUGIN} quantization_config:", name, known) for name in config if name not in known
     ]
@@ -155,7 +172,7 @@ def from_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
         problems.append(unknown("quant_method", config["quant_method"], (PLUGIN,)))
     if problems:
         raise PrecisionError(problems)
-    return {name: value for name, value in config.items() if name in PLUGIN_FIELDS}
+    return {name: value for name, value in config.items() if name in fields}
 
 
 def options_of_plugin(config: Mapping[str, Any]) -> dict[str, str]:
@@ -290,13 +307,13 @@ def render(precision: Precision) -> Rendering:
     """Render the flags for ``vllm serve``; engine arguments and a quantized checkpoint's config are in the data."""
     arguments = to_vllm(precision)
     back = from_vllm(arguments)
-    # A first rule for the compute dtype is one of the names to keep, in vLLM as here.
     stock = arguments.get("quantization") in (ONLINE, *STOCK.values())
-    lost, notes = lost_fields(leading_as_kept(precision) if stock else precision, back, _REASONS, "vLLM")
+    lost, notes = lost_fields(as_read(precision) if stock else precision, back, REASONS, "vLLM")
     data: dict[str, Any] = {"engine": arguments}
     if precision.rolls_out_quantized:
         if arguments["quantization"] == PLUGIN:
             notes.append("Needs nemo_fp8 installed beside vLLM, whose plugin vLLM loads in every worker.")
+            notes += [_FIXED_SCALE] if any(map(_has_scales_of_tokens, precision.variants())) else []
             notes += [f"Stock vLLM does not do it: {problem.what} {problem.why}" for problem in why_plugin(precision)]
         elif arguments["quantization"] == ONLINE:
             notes.append("targets is a key of vLLM's quantization_config in 0.31, which this was tested with.")

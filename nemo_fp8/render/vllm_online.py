@@ -69,8 +69,9 @@ def _named(what: str, why: str) -> Problem:
 
 
 def _not_plain(p: Precision) -> Iterator[Problem]:
-    """Yield a problem for each format that vLLM has not: of the contract, and of its rules."""
-    for own in p.variants():
+    """Yield a problem for each format that vLLM has not: of the contract, even where rules leave it no module, since it
+    ends the list of targets; and of its rules."""
+    for own in dict.fromkeys((p.replace(modules=()), *p.variants())):
         scale = STOCK_SCALES.get(own.rollout_block)
         if own.rolls_out_quantized and not (
             own.activation_scheme == "dynamic" and own.weight_scale == own.activation_scale == scale
@@ -106,10 +107,26 @@ def to_online(precision: Precision) -> dict[str, Any]:
         if recipe == p.compute:
             ignore.append(f"re:{before}{own}")
         else:
-            targets[f"re:{_LINEARS}{before}{own}"] = next(name for name, word in _RECIPES.items() if word == recipe)
+            targets[f"re:{_LINEARS}{before}{own}"] = _scheme(p, pattern, recipe)
         before += f"(?!{own})"
     targets[f"re:{_LINEARS}{before}.*"] = STOCK[p.rollout_block]
     return {"quantization": ONLINE, "quantization_config": {"targets": targets, "ignore": ignore}}
+
+
+def _scheme(p: Precision, pattern: str, recipe: str) -> str:
+    """Return vLLM's name for what a rule gives a module; one for the contract's own recipe gives its own blocks."""
+    return STOCK[p.replace(modules=((pattern, recipe),)).of([pattern]).rollout_block]
+
+
+def as_read(precision: Precision) -> Precision:
+    """Return the contract as :func:`from_online` reads what :func:`to_online` wrote: the first rules for the compute
+    dtype among the names to keep, and rules for the contract's own recipe by the name that vLLM's scheme has here."""
+    p = leading_as_kept(precision)
+    rules = tuple(
+        (pattern, _RECIPES[_scheme(p, pattern, recipe)] if recipe == p.scaling else recipe)
+        for pattern, recipe in p.modules
+    )
+    return p.replace(modules=rules)
 
 
 def from_online(quantization: str, config: Mapping[str, Any], compute: str) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def inspection_page(inspection: Inspection, advice: list[Advice]) -> Page:
     weights = inspection.measured("weight")
     captured = f", {len(rows) - len(weights)} captured activations" if len(operands) > 1 else ""
     page = Page(
-        f"What FP8 does to {inspection.path.resolve().name}",
+        f"What quantization does to {inspection.path.resolve().name}",
         f"{len(weights)} weight matrices with {sum(row.elements for row in weights) / 1e6:,.1f} million "
         f"values{captured}. "
         f"{inspection.path}",

@@ -44,6 +44,7 @@ COMMANDS = [
         "nemo": "MegatronMixedPrecision", "bridge": "MixedPrecisionConfig", "megatron": "--fp8-format",
         "te": "Float8BlockScaling", "nemo-rl": "vllm_cfg", "vllm": "--quantization", "env": "NVTE",
     }.items()),
+    (["render", "bf16_with_nvfp4_mixed", "--to", "modelopt", "--model", CONFIG], 0, ["config_groups"]),
     (["explain", "bf16_mixd"], 2, ["Did you mean 'bf16_mixed'"]),
     (["explain", BLOCK, "--set", "margn=1"], 2, ["Did you mean 'margin'"]),
     (["explain", BLOCK, "--set", "margin"], 2, ["has no value"]),

@@ -143,6 +143,12 @@ def test_every_contradiction_is_reported_at_once():
     assert len(error.problems) == 3
 
 
+def test_weights_kept_in_four_bits_are_one_contradiction():
+    with pytest.raises(PrecisionError) as error:
+        Precision(format="e2m1", scaling="nvfp4", fp8_param=True)
+    assert [problem.code for problem in error.value.problems] == ["contract-nvfp4-param"]
+
+
 def test_unknown_fields_are_refused_by_name():
     for make in (Precision.from_dict, lambda values: Precision().replace(**values)):
         with pytest.raises(PrecisionError, match="Did you mean 'amax_history_len'"):

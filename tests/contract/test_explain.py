@@ -52,6 +52,13 @@ def test_a_rollout_without_training_in_fp8_says_what_it_keeps():
     assert "kept" not in {heading for heading, _ in explain_rows(Precision(keep=("*.o_proj",)))}
 
 
+def test_the_scales_of_tokens_of_an_nvfp4_rollout_are_said():
+    p = preset("bf16_with_nvfp4_mixed")
+    assert "input in E2M1" in _row(p, "rollout")
+    assert "along the contracted dimension, beneath an FP32 scale for each token" in _row(p, "rollout")
+    assert "token" not in _row(p.replace(activation_scheme="none"), "rollout")
+
+
 def test_wgrad_in_the_compute_dtype_is_said():
     assert "BF16" in _row(preset("bf16_with_fp8_blockwise_mixed").replace(wgrad=False), "wgrad")
 

@@ -363,6 +363,19 @@ def test_a_region_that_cannot_be_opened_leaves_none_open(monkeypatch):
         assert not torch.equal(linear(x), plain)
 
 
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"modules": (("*.linear2", "mxfp8"), ("*.linaer1", "bf16"))}, r"modules: '\*\.linaer1' names no linear"),
+    ({"keep": ("*.linaer1", "*.linaer2")}, r"keep=.*linaer2.* names no linear"),
+])  # fmt: skip
+def test_a_pattern_that_names_nothing_is_refused(fields, words):
+    """As in training: a typing error would train in other formats than the contract's."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64)
+    with pytest.raises(PrecisionError, match=words):
+        autocast(BLOCKWISE.replace(**fields), layer)
+    autocast(BLOCKWISE.replace(keep=("*.router", "linear1")), layer)
+    autocast(BLOCKWISE.replace(keep=("lm_head", "*.gate")), layer)  # stays in the compute dtype anyway
+
+
 def test_rules_by_module_give_each_linear_its_own_recipe():
     rules = (("first", "bf16"), ("second", "blockwise"), ("*", "nvfp4"))
     p = Precision(format="e4m3", scaling="mxfp8", modules=rules)

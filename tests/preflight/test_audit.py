@@ -49,6 +49,13 @@ def test_patterns_in_either_dialect() -> None:
         assert [r.train for r in table["mlp.linear_fc1"]] == ["FP8"]
 
 
+def test_a_linear_that_is_kept_by_its_name_has_the_field_that_names_it() -> None:
+    table = rows("llama-3-8b", BLOCKWISE.replace(keep=("*.linear_proj",), modules=(("*.linear_fc2", "bf16"),)))
+    (proj,), (fc2,) = table["self_attention.linear_proj"], table["mlp.linear_fc2"]
+    assert (proj.reason, proj.rollout_reason) == ("keep", "keep")
+    assert (fc2.reason, fc2.rollout_reason) == ("modules", "modules")
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-30b-a3b"])
 def test_every_layer_is_counted_once(name: str, model: str) -> None:

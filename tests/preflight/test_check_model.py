@@ -90,6 +90,13 @@ def test_a_pattern_for_what_the_model_has_not_is_no_difference():
     assert _agree(*sides, DENSE).agrees
 
 
+def test_a_rule_of_both_sides_is_named_once():
+    """Its weights train in 16x16 blocks and roll out in 1x16."""
+    contract = Precision(format="e4m3", scaling="mxfp8", modules=(("*.linear_fc*", "nvfp4"),))
+    first = check(train=contract, rollout=contract, model=DENSE).findings[0]
+    assert first.what.startswith("Weights of modules named *.linear_fc*: ")
+
+
 def test_a_shape_that_only_one_side_can_hold_is_a_difference():
     """64 rows of K are no whole 128x128 block, which K and V need within what an engine fuses; training needs 16."""
     narrow = DENSE | {"num_key_value_heads": 1}

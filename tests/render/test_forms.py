@@ -43,7 +43,7 @@ def test_every_rendering_is_whole_or_says_what_it_is_not(contract):
 
 
 def test_the_table_holds_the_formats_of_the_command_line():
-    ours = {"nemo", "bridge", "megatron", "te", "nemo-rl", "vllm", "env", "te-precision"}
+    ours = {"nemo", "bridge", "megatron", "te", "nemo-rl", "vllm", "env", "te-precision", "modelopt"}
     assert set(RENDERERS) == ours | {"verl", "skyrl", "slime", "trl"}
     with pytest.raises(PrecisionError, match="Did you mean 'nemo-rl'"):
         render(preset("bf16_mixed"), "nemo_rl")

@@ -187,6 +187,8 @@ def test_skyrl_s_rollout_has_rules_by_our_plugin():
     data = render(p, "skyrl").data
     assert data["overrides"][skyrl.MODE] is None
     assert data["overrides"][f"{skyrl.PLUGIN}.modules"] == [["*.linear_qkv", "bf16"]]
+    (note,) = (note for note in render(p, "skyrl").notes if "modules=" in note)
+    assert "Its rollout obeys them where nemo_fp8's plugin quantizes it" in note
     assert render(Precision(rollout="fp8", modules=p.modules), "skyrl").require_whole().lost == ()
     assert render(p, "slime").data["quantization_config"] is None
 

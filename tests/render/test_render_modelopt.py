@@ -1,13 +1,18 @@
 """ModelOpt's lists: what a model's modules have, written by name and read back the same."""
 
+import json
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.small_models import config
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.models.shapes import Model
 from nemo_fp8.models.units import module_of, select
-from nemo_fp8.render import modelopt
+from nemo_fp8.render import modelopt, render
 
 LAYERS, HIDDEN, FFN = 3, 256, 384
 
@@ -84,3 +89,82 @@ def test_lists_that_a_contract_cannot_describe_are_refused(said, word):
 def test_formats_without_a_name_are_refused(precision, word):
     with pytest.raises(PrecisionError, match=word):
         modelopt.to_modelopt({"model.layers.0.mlp.down_proj": precision}, ())
+
+
+# ---------------------------------------------------------------------- of a model that is known by its config alone
+
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": FFN, "decoder_sparse_step": 1}
+MODELS = {
+    False: config(layers=LAYERS, hidden_size=HIDDEN, intermediate_size=FFN, num_key_value_heads=4, head_dim=64),
+    True: config(
+        layers=LAYERS, hidden_size=HIDDEN, num_key_value_heads=4, head_dim=64, model_type="qwen3_moe",
+        mlp_only_layers=[], **EXPERTS,
+    ),
+}  # fmt: skip
+
+
+@settings(deadline=None)
+@given(bases, rules, st.booleans())
+def test_the_rendering_of_a_model_is_what_the_exporter_writes(base, rules, experts):
+    """That of a checkpoint's names; without the shared expert, which this family has not."""
+    precision = base.replace(modules=tuple(rules))
+    shapes = {name: shape for name, shape in tensors(experts).items() if "shared" not in name}
+    selection = select(shapes, precision, layers=LAYERS)
+    forms = {module_of(n): unit.contract(precision) for unit in selection.units for n in unit.tensors}
+    if not forms or any(".experts." in name and p.rollout_block == "128x128" for name, p in forms.items()):
+        with pytest.raises(PrecisionError, match=r"quantizes nothing|experts in 128x128 blocks"):
+            render(precision, "modelopt", model=MODELS[experts])
+        return
+    rendering = render(precision, "modelopt", model=MODELS[experts])
+    right = modelopt.to_modelopt(forms, selection.not_converted)
+    found = rendering.data["quantization_config"]
+    assert {*found["ignore"]} - {"model.embed_tokens"} == {*right["ignore"]} - {"model.embed_tokens"}
+    assert {**found, "ignore": 0} == {**right, "ignore": 0}
+    assert json.loads(rendering.text) == {"quantization_config": found}
+    assert not {"keep", "modules", "rollout", "rollout_block", "last_layers"} & {*rendering.lost}
+    assert all(any(field in note for note in rendering.notes) for field in rendering.lost)
+
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 128,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+MLA = {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 4, "n_group": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "sizes"), [
+    ("llama", {}),
+    ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1]}),
+    ("mixtral", {"num_local_experts": 4}),
+    ("deepseek_v3", MLA),
+])  # fmt: skip
+def test_names_are_those_of_transformers(name, sizes):
+    transformers = pytest.importorskip("transformers")
+    about = transformers.AutoConfig.for_model(name, **SIZES | sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(about)
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name}
+    assert modelopt._weights(Model.read(about.to_dict())) == theirs
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [
+        (None, "without a model"),
+        (
+            {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64},
+            "lists of a gpt2",
+        ),
+    ],
+)
+def test_a_model_is_needed_whose_names_are_known(model, word):
+    with pytest.raises(PrecisionError, match=word):
+        render(Precision(rollout="nvfp4"), "modelopt", model=model)
+
+
+def test_what_keeps_everything_is_said():
+    with pytest.raises(PrecisionError, match="keep patterns match"):
+        render(Precision(rollout="nvfp4", keep=("*",)), "modelopt", model=MODELS[False])

@@ -8,10 +8,12 @@ import shlex
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.strategies import contracts
+from support.patterns import EXPERTS, MEGATRONS, VLLMS
+from support.strategies import contracts, ruled_contracts
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.errors import PrecisionError
+from nemo_fp8.models.selection import contract_of
 from nemo_fp8.render import render, vllm, vllm_online
 from nemo_fp8.render.rendering import leading_as_kept
 
@@ -73,6 +75,8 @@ def test_nvfp4_is_the_plugins_and_reads_back(activations):
     assert "rollout" not in vllm.to_plugin(Precision(rollout="fp8"))
     assert "rollout" not in vllm.from_plugin(vllm.to_plugin(Precision(rollout="fp8")))
     assert not render(contract, "vllm").lost
+    fixed = [note for note in render(contract, "vllm").notes if "one scale of inputs for a layer" in note]
+    assert len(fixed) == (activations == "dynamic")
     with pytest.raises(PrecisionError, match="NVFP4 as a Hugging Face FP8 checkpoint"):
         vllm.to_hugging_face(contract)
 
@@ -198,6 +202,44 @@ stock = st.sampled_from([FP32, MX]).flatmap(
 LAYERS = [f"model.layers.{i}.{name}" for i in range(4) for name in (
     "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", "mlp.experts", "mlp.gate",
     "mlp.shared_experts.down_proj")]  # fmt: skip
+
+
+@given(ruled_contracts())
+def test_the_engine_gives_every_linear_the_operands_that_the_contract_gives_it(contract):
+    """By rules for the contract's own recipe, too, which its other fields may have given other blocks and scales."""
+    arguments = vllm.to_vllm(contract)
+    there = vllm.from_vllm(arguments)
+    assert set(render(contract, "vllm").lost) <= set(contract.diff(there))
+    for name in (f"model.layers.{layer}.{tail}" for layer in (0, 17) for tail in (*MEGATRONS, *VLLMS)):
+        right, found = (
+            None if p.keeps(name) else contract_of(p, (name,), EXPERTS if ".experts" in name else 0)
+            for p in (contract, there)
+        )
+        for role in ("weight", "input"):
+            assert (right and right.operand(role, "rollout")) == (found and found.operand(role, "rollout")), name
+
+
+@pytest.mark.parametrize(("changes", "scheme"), [
+    # FP32 blocks, and a rule for them that is not vLLM's word for a scheme of its own.
+    ({"scaling": "blockwise", "weight_scale": "fp32", "activation_scale": "fp32"}, "fp8_per_block"),
+    # A rule for tensorwise scaling means the contract's own 1x32 blocks, and not the 128x128 of other contracts' rules.
+    ({"scaling": "tensorwise", "rollout_block": "1x32", "weight_scale": "pow2", "activation_scale": "pow2"}, "mxfp8"),
+])  # fmt: skip
+def test_a_rule_for_the_contracts_own_recipe_means_its_own_blocks(changes, scheme):
+    base = Precision(format="e4m3", **changes)
+    contract = base.replace(modules=(("*.o_proj", base.scaling), ("*.self_attn.*", "bf16")))
+    arguments = vllm.to_vllm(contract)
+    targets = arguments["quantization_config"]["targets"]
+    assert [one for text, one in targets.items() if re.match(text[3:], "model.layers.3.self_attn.o_proj")] == [scheme]
+    assert "modules" not in render(contract, "vllm").lost
+
+
+def test_a_contract_whose_rules_leave_it_no_module_needs_the_plugin_for_a_format_that_vllm_has_not():
+    """Its last target would be its own, and vLLM has no name for it."""
+    contract = Precision(rollout="nvfp4", modules=(("*", "mxfp8"),))
+    assert vllm.to_vllm(contract)["quantization"] == vllm.PLUGIN
+    with pytest.raises(PrecisionError, match="rollout='nvfp4'"):
+        vllm.to_vllm(contract, plugin=False)
 
 
 @given(stock)
