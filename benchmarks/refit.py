@@ -1,7 +1,8 @@
 """What a push costs: FP8 against BF16, against an engine start, against a plain copy, and in memory.
 
 Only ratios within one run mean anything. An engine for each format holds the same model, and pushes to them take turns;
-the best of each counts. The wall clock is what a trainer waits. A push keeps three processes busy (the sender
+the best of each counts. Each begins after a pause: vLLM's workers spin for a second after a call, and those of another
+engine would take a processor. The wall clock is what a trainer waits. A push keeps three processes busy (the sender
 copies while the worker quantizes, and vLLM's EngineCore spins for a second while it waits), so on a machine with few
 processors, or a busy one, the processor time of the sender and of the worker is told beside it. Threads of OpenMP that
 wait do not spin (`OMP_WAIT_POLICY=passive`, unless the variable says otherwise): they would take a processor from the
@@ -64,6 +65,7 @@ KEYS = {
     "full_bytes": ("changes", "full_bytes"),
     "bf16_bytes": ("bytes",),
 }
+SPIN = 1.1  # seconds after which a worker of vLLM that has nothing to do sleeps
 LR = 3e-6  # a learning rate of RL: about what a step of Adam moves each weight by
 
 
@@ -131,6 +133,7 @@ class Race:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def measured(self, what: Callable[[Any], None], argument: Any) -> dict[str, float]:
+        time.sleep(SPIN)
         for pid in self.pids.values():
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the high-water mark begins again
         before = {who: memory(pid, "VmRSS") for who, pid in self.pids.items()}
