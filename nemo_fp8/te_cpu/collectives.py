@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from nemo_fp8.te_cpu.memory import lend
+
 _COLLECTIVES = """all_gather_into_tensor _all_gather_base reduce_scatter_tensor _reduce_scatter_base all_reduce isend
     irecv""".split()
 _SENT = {
@@ -69,7 +71,7 @@ def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*map(_past_autograd, args), **{n: _past_autograd(value) for n, value in kwargs.items()})
+        asked = signature.bind(*map(_lent, args), **{n: _lent(value) for n, value in kwargs.items()})
         if _alone(call.__name__, asked.arguments):
             return _DONE if asked.arguments.get("async_op") else None
         work = call(*asked.args, **asked.kwargs)
@@ -105,8 +107,8 @@ def _alone(name: str, asked: dict[str, Any]) -> bool:
     return True
 
 
-def _past_autograd(argument: Any) -> Any:
-    return argument.detach() if type(argument) is torch.Tensor else argument
+def _lent(argument: Any) -> Any:
+    return lend(argument) if type(argument) is torch.Tensor else argument
 
 
 def _over_gloo(make: Callable[..., Any], backend_at: int) -> Callable[..., Any]:
