@@ -68,7 +68,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "",
         r"assert 'cpu' == 'cuda'|device\(type='cuda', index=0\), True\) in \{.*device\(type='cpu'\)",
-        "compares the name of a device with cuda, and that of the CPU that stands for it is cpu",
+        "compares the name of a device with cuda, and that of the CPU that stands for it is cpu; told cuda where they "
+        "ask, those of test_grouped_tensor pass",
     ),
     Cause(
         "grouped_mlp",
