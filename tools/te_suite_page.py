@@ -126,8 +126,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "test_fsdp2_model_tests",
         r"TimeoutExpired",
-        "starts all tests of a file under one limit of 600 s, which two cores do not keep; "
-        "distributed/fsdp2_tests/run_fsdp2_model is that file",
+        "starts all tests of a file under one limit of 600 s, which two cores do not keep; how those would end is not "
+        "known: distributed/fsdp2_tests/run_fsdp2_model, which runs them one by one, has not been run",
     ),
     Cause(
         "test_fsdp2_mem_leak_tests",
