@@ -55,6 +55,7 @@ nvfp4/test_nvfp4_rht_quantize_swizzle_fusion.py nvfp4/test_nvfp4_weight_swizzle_
 layernorm_mlp/test_selective_activation_checkpoint.py attention/test_attention.py attention/test_kv_cache.py
 distributed/test_sanity.py distributed/test_fusible_ops.py distributed/test_cast_master_weights_to_fp8.py distributed/test_numerics.py
 distributed/test_numerics_exact.py distributed/test_hybrid_tp_sp.py distributed/test_torch_fsdp2.py
+distributed/fsdp2_tests/run_fsdp2_mem_leak.py distributed/fsdp2_tests/run_fsdp2_model.py
 test_checkpoint.py test_hybrid_quantization_fsdp2.py test_cpu_offloading_v1.py attention/test_cp_utils.py
 attention/test_cu_seqlens_cache.py attention/test_fused_mla_q_uproj.py attention/test_linear_mxfp8_attention.py
 """.split()
@@ -78,8 +79,9 @@ BEFORE = {"test_checkpoint.py": ("--save-checkpoint", "all")}
 ARCHITECTURES = (100, 90)
 TOO_LARGE = ("8192", "16384")
 _RANKS = "2"
-_TRITON_REFERENCE = ("test_float8_blockwise_gemm_exact.py",)
-"""Files that compare with a Triton kernel of their own, which Triton's interpreter runs on a CPU."""
+_OF_RANKS = "distributed/fsdp2_tests/"
+"""Files whose tests every rank runs, under torchrun; TE's test_torch_fsdp2 starts each whole, as one test of 600 s."""
+_LAUNCHER = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_RANKS}", "--local-ranks-filter=0")
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
             f"--rootdir={folder}",
             "--tb=short",
         ]
-        command = [sys.executable, "-m", "pytest", *options, f"--timeout={limits.test}", str(folder / file)]
+        command = [sys.executable, *(_LAUNCHER if file.startswith(_OF_RANKS) else ()), "-m", "pytest", *options]
+        command += [f"--timeout={limits.test}", str(folder / file)]
         if limits.without:
             command += ["-k", " and ".join(f"not {word}" for word in limits.without)]
         if file in BEFORE:
@@ -143,7 +146,6 @@ def _environment(folder: Path, file: str, arch: int, limits: Limits, record: Pat
         "NVTE_TEST_CHECKPOINT_ARTIFACT_PATH": str(record.parent / "artifacts"),
         **dict(setting.split("=") for setting in VARIABLES.get(file, "").split()),
         **({"LOCAL_WORLD_SIZE": _RANKS} if file.startswith("distributed") else {}),
-        **({"TRITON_INTERPRET": "1"} if file in _TRITON_REFERENCE else {}),
     }
 
 
@@ -187,6 +189,9 @@ def _running(
         try:
             yield process
         finally:
+            process.terminate()  # torchrun ends its ranks, which are not of its group
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -21,13 +21,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-_COLLECTIVES = """all_gather_into_tensor _all_gather_base reduce_scatter_tensor _reduce_scatter_base all_reduce isend
-    irecv""".split()
+from nemo_fp8.te_cpu.memory import lend
+
 _SENT = {
-    "all_gather_into_tensor": "input_tensor", "_all_gather_base": "input_tensor", "reduce_scatter_tensor": "input",
-    "_reduce_scatter_base": "input", "all_reduce": "tensor",
-}  # fmt: skip
-"""The argument that a rank sends. Its first one receives, in a group of one rank the very same numbers."""
+    **dict.fromkeys(("all_gather_single", "all_gather_into_tensor", "_all_gather_base"), "input_tensor"),
+    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_tensor", "_reduce_scatter_base"), "input"),
+    "all_reduce": "tensor",
+}
+"""The argument that a rank sends. Its first one receives, in a group of one rank the very same numbers. In torch 2.13
+``_single`` is the name, which FSDP2 calls; the others call it."""
+_COLLECTIVES = [*_SENT, "isend", "irecv"]
 _REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
 """Those that leave a single rank's numbers as they are."""
 _open: list[Together] = []
@@ -69,7 +72,7 @@ def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*map(_past_autograd, args), **{n: _past_autograd(value) for n, value in kwargs.items()})
+        asked = signature.bind(*map(_lent, args), **{n: _lent(value) for n, value in kwargs.items()})
         if _alone(call.__name__, asked.arguments):
             return _DONE if asked.arguments.get("async_op") else None
         work = call(*asked.args, **asked.kwargs)
@@ -105,8 +108,8 @@ def _alone(name: str, asked: dict[str, Any]) -> bool:
     return True
 
 
-def _past_autograd(argument: Any) -> Any:
-    return argument.detach() if type(argument) is torch.Tensor else argument
+def _lent(argument: Any) -> Any:
+    return lend(argument) if type(argument) is torch.Tensor else argument
 
 
 def _over_gloo(make: Callable[..., Any], backend_at: int) -> Callable[..., Any]:
@@ -171,6 +174,7 @@ REPLACED: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...], str]] = {
 def take_nccls_place() -> None:
     """Replace the names of the table until the process ends."""
     for name, (make, modules, _) in REPLACED.items():
-        ours = make(getattr(dist, name))
-        for module in modules:
-            setattr(module, name, ours)
+        if hasattr(dist, name):  # an older torch has fewer
+            ours = make(getattr(dist, name))
+            for module in modules:
+                setattr(module, name, ours)

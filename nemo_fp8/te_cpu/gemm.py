@@ -144,6 +144,9 @@ def generic_gemm(
     else:
         _check_kinds(A, B)
         out = _product(_operand(A, transA), _operand(B, not transB), wide, forward_bias, promotes, alpha).view(shape)
+        if gelu and accumulate:  # cuBLAS adds D before its epilogue, to blockwise products in D's type
+            out = _added(out.to(dtype), D, beta).to(dtype).float() if promotes else _added(out, D, beta)
+            accumulate = False
     bias_grad = _bias_grad(B, dtype) if grad and bias is not None else None
     gelu_input = None
     if gelu and grad:
@@ -181,7 +184,12 @@ def _store(out: torch.Tensor, D: Any, quantizer: Any, dtype: torch.dtype, accumu
         return D.copy_(out)
     if D.dtype == torch.float32 and beta in (None, 1.0):
         return D.add_(out)
-    return D.copy_(D.float().mul_(1.0 if beta is None else beta).add_(out))
+    return D.copy_(_added(out, D, beta))
+
+
+def _added(out: torch.Tensor, D: torch.Tensor, beta: float | None) -> torch.Tensor:
+    """Return ``out + beta * D`` in FP32."""
+    return D.to(torch.float32, copy=True).mul_(1.0 if beta is None else beta).add_(out)
 
 
 @torch.no_grad()

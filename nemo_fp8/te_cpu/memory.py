@@ -2,6 +2,8 @@
 
     now    the bytes of every storage that a live tensor of Python, or a gradient of one, holds; each counted once
     host   storages that were asked for as pinned, or fetched from the GPU: the host's there, and in none of the numbers
+    lent   tensors as a collective knows them, in none of the numbers: who lends them holds others of the same memory,
+           and gloo's threads let go of theirs up to 0.2 s after the work is done, where NCCL's are gone with it
     most   now, or the most that the C heap held at a call of TE's extension, less what was no tensor's
 
 torch's allocator of a CPU counts nothing, so that tensors are looked for among the objects of the garbage collector:
@@ -33,6 +35,9 @@ _EVERY = 50
 
 _KINDS = ("allocated", "active", "reserved")
 """Bytes that CUDA's allocator tells apart, and that are the same here."""
+
+_LENT = "lent_to_a_collective"
+"""The attribute of a tensor that nobody but a collective was given."""
 
 _FREE = 2.0
 """Seconds of looks that a reset pays for: who resets the peak will ask for it, and is owed more than a sample."""
@@ -97,6 +102,14 @@ def _lying(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
+def lend(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor of the same memory, past autograd, for a collective to hold as long as it likes: it does
+    not count."""
+    lent = tensor.detach()
+    setattr(lent, _LENT, True)
+    return lent
+
+
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     try:
         return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
@@ -137,7 +150,7 @@ HOST = _Host()
 def _storages() -> dict[int, int]:
     """Return the bytes of each storage that a live tensor holds on the GPU."""
     kinds = set(_kinds(torch._C.TensorBase))
-    found = [thing for thing in gc.get_objects() if type(thing) in kinds]
+    found = [thing for thing in gc.get_objects() if type(thing) in kinds and not hasattr(thing, _LENT)]
     storages: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         grads = [_gradient(tensor) for tensor in found]

@@ -139,12 +139,14 @@ def test_a_rank_that_is_alone_asks_gloo_for_nothing(tmp_path):
         bits, into = x.view(torch.int32).clone(), torch.zeros(4)
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
             dist.all_reduce(x, op)
-        assert dist.reduce_scatter_tensor(x, x, group=dist.group.WORLD, async_op=True).wait()
-        assert torch.equal(x.view(torch.int32), bits)
-        work = dist.all_gather_into_tensor(output_tensor=into, input_tensor=x, async_op=True)
-        assert work.is_completed()
-        assert work.wait()
-        assert torch.equal(into.view(torch.int32), bits)
+        old, new = "reduce_scatter_tensor all_gather_into_tensor", "reduce_scatter_single all_gather_single"
+        for scatter, gather in (names.split() for names in (old, new) if hasattr(dist, names.split()[0])):
+            assert getattr(dist, scatter)(x, x, group=dist.group.WORLD, async_op=True).wait()
+            assert torch.equal(x.view(torch.int32), bits)
+            work = getattr(dist, gather)(output_tensor=into.zero_(), input_tensor=x, async_op=True)
+            assert work.is_completed()
+            assert work.wait()
+            assert torch.equal(into.view(torch.int32), bits)
         assert backend._get_sequence_number_for_group() == before
         with pytest.raises((ValueError, RuntimeError)):  # gloo says what is wrong
             dist.all_gather_into_tensor(into, x[:3])

@@ -191,6 +191,25 @@ def test_a_factor_that_is_a_power_of_two_changes_no_bit_of_a_product(k, dtype):
     assert torch.allclose(product(1.0).double(), b.double() @ a.double().t(), rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_gelu_is_of_the_sum_with_what_was_there(grad):
+    """An epilogue of cuBLAS comes after its addition, as TE's test of Hopper's blockwise GEMM asks."""
+    torch.manual_seed(0)
+    a, b, before, saved = torch.randn(32, 64), torch.randn(16, 64), torch.randn(16, 32), torch.randn(16, 32)
+    kind = tex.DType.kFloat32
+    found, _, of_gelu, _ = tex.generic_gemm(
+        a, True, b, False, before.clone(), None, kind, None, kind, True, saved.clone(), grad, None, 0, True, True
+    )
+    total = b @ a.t() + before
+    of = (saved if grad else total).clone().requires_grad_()
+    out = torch.nn.functional.gelu(of, approximate="tanh")
+    if grad:
+        out.backward(total)
+    else:
+        torch.testing.assert_close(of_gelu, total)
+    torch.testing.assert_close(found, of.grad if grad else out.detach())
+
+
 @pytest.mark.skipif(ARCH < 100, reason="NVFP4 begins with Blackwell")
 def test_operands_of_two_kinds_are_refused():
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer

@@ -1,6 +1,7 @@
 """``tools/te_suite.py`` counts what passes, fails, skips, hangs, dies and cannot be collected, and loses nothing of a
 file it stops."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -40,6 +41,17 @@ FILES = {
 
         def test_comes_after(): assert not Path("/proc", Path("rank").read_text()).exists()
     """,
+    "distributed/fsdp2_tests/run_both.py": """
+        import torch.distributed as dist
+
+        def test_ranks_meet():
+            dist.init_process_group("gloo")
+            assert dist.get_world_size() == 2
+            dist.barrier()
+
+        def test_only_the_second_fails(): assert dist.get_rank() == 0
+        def test_comes_last(): dist.barrier()
+    """,
     "test_sanity.py": """
         import os
 
@@ -57,6 +69,22 @@ FILES = {
             FOLDER.mkdir()
             FOLDER.joinpath("arguments").write_text(" ".join(sys.argv[1:]))
     """,
+    "references/blockwise_fp8_gemm_reference.py": """
+        def fused_fma(y, x, s, BLOCK=128): raise RuntimeError("Triton has no GPU")
+        def product(*operands): return fused_fma(*operands)
+    """,
+    "test_float8_blockwise_gemm_exact.py": """
+        import torch
+        from references.blockwise_fp8_gemm_reference import product
+
+        def test_the_reference_rounds_once_and_in_place():
+            x, s, y = torch.randn(3, 32, 128)
+            whole = y.new_zeros(300, 300)
+            tile = whole[100:132, 100:228].copy_(y)
+            assert product(tile, x, s).data_ptr() == tile.data_ptr()
+            assert torch.equal(whole[100:132, 100:228], (x.double() * s.double() + y.double()).float())
+            assert not torch.equal(tile, x * s + y)
+    """,
     "test_slow.py": """
         import time, pytest
 
@@ -70,8 +98,8 @@ FILES = {
 def suite(tmp_path, monkeypatch):
     """Run the tool on tiny files; what it prints, and what it writes down."""
     folder = tmp_path / "tests" / "pytorch"
-    folder.mkdir(parents=True)
     for name, text in FILES.items():
+        folder.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
         folder.joinpath(name).write_text("\n".join(line.removeprefix("        ") for line in text.splitlines()))
 
     docs = tmp_path / "new" / "docs"
@@ -128,6 +156,20 @@ def test_a_file_that_is_stopped_reports_what_it_got_through(suite):
 def test_ranks_that_a_test_leaves_behind_end_with_it(suite):
     printed, written = suite("--only", "test_ranks.py")
     assert printed == {"test_ranks.py": {"passed": 2, "failed": 0, "skipped": 0}}, written
+
+
+def test_ranks_run_a_file_together(suite, tmp_path):
+    """A test has failed where a rank says so; both are gone when the tool ends."""
+    printed, written = suite("--only", "distributed/fsdp2_tests/run_both")
+    assert printed == {"distributed/fsdp2_tests/run_both": {"passed": 2, "failed": 1, "skipped": 0}}, written
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            assert str(tmp_path) not in process.read_text(errors="replace")
+
+
+def test_a_reference_has_no_need_of_triton(suite):
+    printed, written = suite("--only", "test_float8_blockwise_gemm_exact")
+    assert printed == {"test_float8_blockwise_gemm_exact": {"passed": 1, "failed": 0, "skipped": 0}}, written
 
 
 def test_a_file_has_what_tes_scripts_give_it(suite, tmp_path):
