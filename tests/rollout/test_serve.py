@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -344,6 +345,37 @@ def test_a_worker_that_dies_ends_the_push_and_the_command(drawing, checkpoint):
     assert process.wait(60) == 1
     assert "nobody had told it to" in log.read_text()
     assert token_of(url) is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("asked", [False, True], ids=["idle", "asked"])
+def test_an_engine_core_that_dies_ends_the_command_with_an_error(checkpoint, tmp_path, asked):
+    """So that who watches over the command starts it again, whether somebody asks for an answer or nobody does."""
+    import psutil
+
+    url, log = f"http://127.0.0.1:{servers.free_port()}", tmp_path / "log"
+    words = serving(checkpoint("qwen3"), "--port", url.rsplit(":")[-1], *servers.MORE)
+    with log.open("w") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=file)
+    found = []
+    try:
+        serve.wait_until_ready(serve.Server((), {}, url), process, 300)
+        found = below(process)
+        (keeper,) = psutil.Process(process.pid).children()
+        (server,) = keeper.children()
+        (core,) = [child for child in server.children() if child.children()]  # the other is Python's resource tracker
+        core.send_signal(signal.SIGKILL)
+        if asked:
+            with suppress(OSError):  # it may have ended already
+                assert servers.complete(url)[0] >= 500
+        assert process.wait(120) == 1
+        assert "nobody had told it to" in log.read_text()
+        assert left_of(found, 30) == []
+    finally:
+        process.kill()
+        process.wait()
+        for left in left_of(found, 0):
+            left.kill()
 
 
 def as_another_user(ask):
