@@ -681,6 +681,13 @@ RULES: dict[str, Problem] = {
         "Weights: set weight_block='1x16', four_over_six='none' and backward='dequantized'. Activations: set "
         "row_scaled=True and backward='dequantized', or activation_scheme='none' and importance_sampling=True.",
     ),
+    "sides-activations": info(
+        "{heading}: training casts to {train}; the rollout leaves them in {compute}.",
+        "The weights are the same. What they are multiplied by is closer to the trainer's BF16 than training's own, so "
+        "log-probabilities differ, and the importance ratio does not start from 1.",
+        "Keep importance_sampling=True, which corrects for it; or set activation_scheme='dynamic' and, with NVFP4, "
+        "row_scaled=True.",
+    ),
     "sides-recipes": error(
         "The two sides hold modules in other elements, or with other scales: {names}.",
         "A rule for modules (modules=) that only one side has makes the rollout another model than the one that is "

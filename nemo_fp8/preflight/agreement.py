@@ -12,8 +12,8 @@ contracts that linears have on the two sides (:mod:`nemo_fp8.models.governed`), 
 
 The severity of a finding: an ``error`` cannot be written as one contract, since two settings exclude each other. A
 ``warning`` is a choice that a single contract may make (BF16 training with FP8 rollout), at a cost.
-An ``info`` costs nothing, or as little as underflow does. So two sides agree if there is no error and no warning,
-and :func:`join` makes one contract of them if there is no error.
+An ``info`` costs nothing, or as little as underflow does, or is the engine's to avoid. So two sides agree if there is
+no error and no warning, and :func:`join` makes one contract of them if there is no error.
 
 The costs are distances in norm, relative to the weights, measured on Gaussian BF16 weights; ``tests/preflight``
 measures them again. A model's own underflow is counted by :func:`nemo_fp8.mismatch.sides_apart`.
@@ -108,7 +108,7 @@ def check(
         of_modules = [part(here, there) for part in (_by_name, _layers, _kept, _units)]
     else:
         of_modules = [_of_model(here, there, model if isinstance(model, Model) else Model.read(model))]
-    parts = [_compute(here, there), *of_modules, _kv_cache(here, there), _correction(here, there)]
+    parts = [_compute(here, there), *of_modules, _kv_cache(here, there), _engine(there), _correction(here, there)]
     return Agreement(tuple(found for part in parts for found in part))
 
 
@@ -305,6 +305,9 @@ def _weights(train: Precision, rollout: Precision, of: str) -> Iterator[Problem]
 
 def _activations(train: Precision, rollout: Precision, of: str) -> Iterator[Problem]:
     ours, theirs = train.operand("input", "train"), rollout.operand("input", "rollout")
+    if ours is not None and theirs is None and rollout.operand("weight", "rollout") is not None:
+        gaps = {"heading": f"Activations{of}", "train": ours.words(), "compute": rollout.compute.upper()}
+        yield finding("sides-activations", "activation_scheme", **gaps)
     if ours is None or theirs is None:
         return
     cost = ", in each of these layers" if of else ", in every quantized layer"
@@ -375,6 +378,12 @@ def _units(train: Precision, rollout: Precision) -> Iterator[Problem]:
 def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Problem]:
     if rollout.kv_cache == "fp8" and not train.attention:
         yield finding("sides-kv-cache", "attention", compute=train.compute.upper())
+
+
+def _engine(rollout: Precision) -> Iterator[Problem]:
+    """Yield what an engine does to the values by default that its contract does not say."""
+    if rollout.rollout == "nvfp4" and rollout.activation_scheme == "dynamic" and rollout.row_scaled:
+        yield finding("nvfp4-rollout-fixed-scale", "activation_scheme")
 
 
 def _correction(train: Precision, rollout: Precision) -> Iterator[Problem]:

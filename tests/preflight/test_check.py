@@ -61,6 +61,16 @@ def _percent(a, b, weights):
     return 100 * ((a - b).norm() / weights.norm()).item()
 
 
+@pytest.mark.parametrize(("scheme", "said"), [("dynamic", "nvfp4-rollout-fixed-scale"), ("none", "sides-activations")])
+def test_what_becomes_of_four_bit_activations_is_said_of_sides_that_agree(scheme, said):
+    """vLLM has a fixed scale in place of the contract's; or the rollout rounds none that training rounds."""
+    alike = Precision(**(ALIKE | {"activation_scheme": scheme}))
+    agreement = check(train=alike, rollout=alike)
+    assert [f.code for f in agreement.findings] == [said]
+    assert agreement.agrees
+    assert "but for underflow" not in str(agreement)
+
+
 def test_the_costs_that_findings_quote_are_what_the_casts_cost(weights):
     p = Precision(**DEEPSEEK)
     pow2, fp32 = _cast(weights, p.operand("weight")), _cast(weights, p.replace(**FP32).operand("weight"))
