@@ -149,7 +149,10 @@ def _with_rules(p: Precision, back: Precision, train: Precision, rollout: Precis
         kept = back.keep
     else:  # the lists alone do not tell the lines of rules from those of names to keep
         trained = True
-        kept = tuple(k for k in p.keep if k in {lists.as_kept(line) for found in lines.values() for line in found})
+        experts = p.rollout == "nvfp4"
+        kept = tuple(
+            k for k in p.keep if any(lists.line_of_name(k, mx, experts) in found for mx, found in lines.items())
+        )
     own, theirs = (
         {f.code for f in agreement.check(train=a, rollout=b).findings} for a, b in ((p, p), (train, rollout))
     )

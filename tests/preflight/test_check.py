@@ -225,6 +225,14 @@ DIFFERENCES = [
     ({**NVFP4}, {**NVFP4}, "warning", "weights", "sides-four-bits", "14% apart in norm"),
     ({**ALIKE, "row_scaled": False}, {**ALIKE}, "warning", "activations", "sides-four-bits", "for the row"),
     (
+        {**ALIKE},
+        {**ALIKE, "activation_scheme": "none"},
+        "info",
+        "activation_scheme",
+        "sides-activations",
+        "leaves them in BF16",
+    ),
+    (
         {**ALIKE, "modules": (("*.linear_qkv", "bf16"),)},
         {**ALIKE, "modules": (("*.layers.3.*", "bf16"),)},
         "error",

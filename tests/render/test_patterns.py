@@ -76,10 +76,16 @@ bases = st.sampled_from((TRAINED, BLOCKS, STOCK, STOCK.replace(rollout_block="1x
 
 # A rule in words that vLLM does not know put the same name to keep on the list, where it leaves nothing alone.
 BACKBONE = {"keep": ("backbone.layers.*.*",), "modules": (("backbone.layers.*.*", "bf16"),)}
+# Of the second rule, which decides nothing, comes a line with the words of the name.
+OVERRULED = {
+    "keep": ("*.self_attention.*",),
+    "modules": (("*.self_attention.*", "mxfp8"), ("*.self_attention.*", "bf16")),
+}
 
 
 @settings(max_examples=150)
 @example(STOCK.replace(rollout_block="1x32", weight_scale="pow2", activation_scale="pow2", **BACKBONE))
+@example(STOCK.replace(**OVERRULED))
 @given(bases.flatmap(lambda base: ruled(base, "bf16", "mxfp8", "tensorwise")))
 def test_nemo_rls_lists_leave_alone_what_the_contract_keeps_or_it_is_named_as_lost(contract):
     """Words are tried on the names of parameters, and every part of a linear has to hold one; patterns on vLLM's."""
