@@ -683,7 +683,7 @@ RULES: dict[str, Problem] = {
     ),
     "sides-activations": info(
         "{heading}: training casts to {train}; the rollout leaves them in {compute}.",
-        "The weights are the same. What they are multiplied by is closer to the trainer's BF16 than training's own, so "
+        "The weights are the same. Training rounds what they are multiplied by and the rollout does not, so "
         "log-probabilities differ, and the importance ratio does not start from 1.",
         "Keep importance_sampling=True, which corrects for it; or set activation_scheme='dynamic' and, with NVFP4, "
         "row_scaled=True.",

@@ -115,6 +115,12 @@ def governed(train: Precision, rollout: Precision) -> list[Governed]:
     return sorted(groups.values(), key=lambda group: any(group.by_rule))
 
 
+def scales_tokens(p: Precision) -> bool:
+    """Return whether a rollout has an FP32 scale for each token's activations, in any module (``row_scaled``)."""
+    inputs = (variant.operand("input", "rollout") for variant in p.variants())
+    return any(operand is not None and operand.row_scaled for operand in inputs)
+
+
 def overruled(p: Precision, linears: Iterable[tuple[str, ...]] | None = None) -> Iterator[tuple[str, str, list[str]]]:
     """Yield the rules for modules that decide nothing, since names to keep or rules before them match all that they do.
 

@@ -31,7 +31,7 @@ from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.models.both_sides import both_sides, in_short
-from nemo_fp8.models.governed import Governed, apart_in_an_engine, governed, kept_on_one_side
+from nemo_fp8.models.governed import Governed, apart_in_an_engine, governed, kept_on_one_side, scales_tokens
 from nemo_fp8.models.selection import SHAPE
 from nemo_fp8.models.shapes import Model
 from nemo_fp8.moved import renamed
@@ -382,7 +382,7 @@ def _kv_cache(train: Precision, rollout: Precision) -> Iterator[Problem]:
 
 def _engine(rollout: Precision) -> Iterator[Problem]:
     """Yield what an engine does to the values by default that its contract does not say."""
-    if rollout.rollout == "nvfp4" and rollout.activation_scheme == "dynamic" and rollout.row_scaled:
+    if scales_tokens(rollout):
         yield finding("nvfp4-rollout-fixed-scale", "activation_scheme")
 
 

@@ -17,7 +17,7 @@ from nemo_fp8.contract.naming import given
 from nemo_fp8.contract.te_variables import variables_for
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
-from nemo_fp8.models.governed import overruled
+from nemo_fp8.models.governed import overruled, scales_tokens
 from nemo_fp8.models.layout import Parallel
 from nemo_fp8.models.shapes import Model
 from nemo_fp8.models.spellings import all_names
@@ -119,7 +119,7 @@ def _doubtful(p: Precision, machine: Machine | None) -> Iterator[Problem]:
     yield from backward_findings(p)
     if p.rollout == "nvfp4" and p.activation_scheme == "dynamic" and not p.row_scaled:
         yield finding("nvfp4-rollout-activations", "activation_scheme")
-    elif p.rollout == "nvfp4" and p.activation_scheme == "dynamic":
+    elif scales_tokens(p):
         yield finding("nvfp4-rollout-fixed-scale", "activation_scheme")
     if p.format == "hybrid" and p.scaling in ("mxfp8", "blockwise"):
         yield finding(f"e5m2-gradients-{p.scaling}", "format")

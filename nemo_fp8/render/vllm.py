@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_fp8.contract import ROLLOUT_BLOCKS, Precision
 from nemo_fp8.errors import PrecisionError, Problem, unknown
+from nemo_fp8.models.governed import scales_tokens
 from nemo_fp8.moved import renamed
 from nemo_fp8.render.rendering import Rendering, lost_fields
 from nemo_fp8.render.vllm_online import ONLINE, STOCK, as_read, from_online, to_online, why_plugin
@@ -96,11 +97,6 @@ _FIXED_SCALE = (
     "vLLM's kernels for NVFP4 linears take one scale of inputs for a layer, here 1, where the contract has one for "
     "each token; on a CPU `engine_args(..., activations='emulated')` gives each token its own."
 )
-
-
-def _has_scales_of_tokens(p: Precision) -> bool:
-    operand = p.operand("input", "rollout")
-    return operand is not None and operand.row_scaled
 
 
 # ---------------------------------------------------------------------- engine arguments
@@ -313,7 +309,7 @@ def render(precision: Precision) -> Rendering:
     if precision.rolls_out_quantized:
         if arguments["quantization"] == PLUGIN:
             notes.append("Needs nemo_fp8 installed beside vLLM, whose plugin vLLM loads in every worker.")
-            notes += [_FIXED_SCALE] if any(map(_has_scales_of_tokens, precision.variants())) else []
+            notes += [_FIXED_SCALE] if scales_tokens(precision) else []
             notes += [f"Stock vLLM does not do it: {problem.what} {problem.why}" for problem in why_plugin(precision)]
         elif arguments["quantization"] == ONLINE:
             notes.append("targets is a key of vLLM's quantization_config in 0.31, which this was tested with.")

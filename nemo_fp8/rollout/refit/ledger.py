@@ -230,9 +230,8 @@ class Patchable:
         of_infinity = _scale_of_infinity(self.operand.format, self.operand.scale)
         # A stack whose blocks do not run into one another is quantized as one matrix.
         each = rows if self.entry.shape[-2] % high == 0 else self.entry.shape[-2]
-        step = max(
-            BLOCK, (STRIP if verify or build.library() is None else LOOKED_AT) // columns // BLOCK * BLOCK
-        )  # rows, of whole blocks
+        most = STRIP if verify or build.library() is None else LOOKED_AT
+        step = max(BLOCK, most // columns // BLOCK * BLOCK)  # rows, of whole blocks
         for m, matrix in enumerate(tensor.detach().reshape(-1, each, columns)):
             for row in range(0, each, step):
                 values = matrix[row : row + step]
