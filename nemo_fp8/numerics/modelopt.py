@@ -14,31 +14,30 @@ and :func:`nemo_fp8.models.units.sharing_a_scale` says which parts they are. The
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.numerics import nvfp4
-from nemo_fp8.numerics.nvfp4_tensor import BLOCK
-from nemo_fp8.numerics.statistics import Statistics
+from nemo_fp8.numerics.nvfp4_tensor import BLOCK, weight_scale_2
 
 LARGEST = 6.0 * 448.0
 INPUT_SCALE = 1.0
 """The scale of a layer's activations where nothing was calibrated, as in a checkpoint: block scales do the rest."""
 
-__all__ = ["BLOCK", "INPUT_SCALE", "LARGEST", "FourBits", "amax_of", "four_bits"]
+_AT_ONCE = 1 << 24
+"""The elements of a stack that one cast is of."""
+
+__all__ = ["BLOCK", "INPUT_SCALE", "LARGEST", "FourBits", "amax_of", "four_bits", "totals"]
 
 
-@dataclass(frozen=True)
-class FourBits:
+class FourBits(NamedTuple):
     """A weight in ModelOpt's layout, or a stack of weights."""
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
     weight_scale_2: torch.Tensor
-    statistics: tuple[Statistics, ...] = ()
-    """The statistics of each matrix, if asked for."""
 
 
 def amax_of(weight: torch.Tensor) -> torch.Tensor:
@@ -49,23 +48,33 @@ def amax_of(weight: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.maximum(-low, high) for low, high in ends]).view(weight.shape[:-2]).float().abs()
 
 
-def four_bits(weight: torch.Tensor, operand: Operand, amax: torch.Tensor, statistics: bool = False) -> FourBits:
-    """Quantize a matrix, or each of a stack, beneath the scale that ``amax`` gives (one for each matrix)."""
-    stack = weight.view(-1, *weight.shape[-2:])
-    found = [
-        nvfp4.quantize(one, operand, amax=largest, statistics=statistics)
-        for one, largest in zip(stack, amax.reshape(-1), strict=True)
-    ]
-    codes, scales = _stacked([q.data for q in found]), _stacked([q.scale_inv for q in found])
-    lead = weight.shape[:-2]
-    return FourBits(
-        codes.view(*lead, *codes.shape[1:]),
-        scales.view(*lead, *scales.shape[1:]),
-        torch.stack([q.weight_scale_2 for q in found]).view(lead),
-        tuple(q.statistics for q in found if q.statistics is not None),
-    )
+def four_bits(weight: torch.Tensor, operand: Operand, amax: torch.Tensor, out: FourBits | None = None) -> FourBits:
+    """Quantize a matrix, or each of a stack, beneath the scale that ``amax`` gives (one for each matrix), into ``out``
+    if it is given: into new memory that takes several times as long.
+
+    Raises PrecisionError if 16 does not divide the columns, or if the operand is none of NVFP4's.
+    """
+    nvfp4.check(operand)
+    nvfp4.check_source(weight, operand, "row")
+    *lead, rows, columns = weight.shape
+    if out is None:
+        codes = weight.new_empty((*lead, rows, columns // 2), dtype=torch.uint8)
+        scales = weight.new_empty((*lead, rows, columns // BLOCK), dtype=torch.float8_e4m3fn)
+        out = FourBits(codes, scales, weight.new_empty(lead, dtype=torch.float32))
+    out.weight_scale_2.copy_(weight_scale_2(amax.float(), operand.largest_scale).view_as(out.weight_scale_2))
+    stack, codes, scales = (t.view(-1, rows, t.shape[-1]) for t in (weight, out.weight, out.weight_scale))
+    in_squares = operand.block != (1, BLOCK) and rows % BLOCK  # a square would reach into the next matrix
+    together = 1 if in_squares else max(1, _AT_ONCE // max(1, rows * columns))
+    for first in range(0, len(stack), together):
+        some = slice(first, first + together)
+        largest = amax.reshape(-1)[some]
+        each = largest if len(largest) == 1 else largest.repeat_interleave(rows)
+        there = codes[some].flatten(0, 1), scales[some].flatten(0, 1)
+        nvfp4.cast_rows(stack[some].flatten(0, 1), operand, each, out=there)
+    return out
 
 
-def _stacked(matrices: list[torch.Tensor]) -> torch.Tensor:
-    """Return matrices as a stack; of one matrix no copy is made."""
-    return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
+def totals(weight: torch.Tensor, held: FourBits) -> torch.Tensor:
+    """Sum up what the cast of a matrix, or of each of a stack, did: [matrices, TOTALS]."""
+    stack, codes, scales = (t if t.dim() == 3 else t[None] for t in (weight, *held[:2]))
+    return nvfp4.totals(stack, codes, scales, held.weight_scale_2.reshape(-1))

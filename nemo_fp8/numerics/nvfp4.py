@@ -45,6 +45,7 @@ from nemo_fp8.numerics.nvfp4_tensor import (
     hadamard,
     magnitude_of,
     pack,
+    unpack,
     weight_scale_2,
 )
 from nemo_fp8.numerics.quantized import as_matrix, check_usage
@@ -138,9 +139,11 @@ def cast_rows(
     convention: str = "te",
     generator: torch.Generator | None = None,
     scaled_errors: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast a matrix along its rows as :func:`cast_reference` does, with ``signs`` after the Hadamard transform: with
-    the kernel of its device, if there is one, else with that. The matrix may lie turned (``x.t()``)."""
+    the kernel of its device, if there is one, else with that. The matrix may lie turned (``x.t()``). ``out`` is memory
+    for codes and scales, contiguous."""
     encode = encode_scale(amax.float(), operand.largest_scale, convention).reshape(-1)
     chance = chance_of(matrix, generator) if operand.stochastic else None
     choice = None
@@ -149,7 +152,7 @@ def cast_rows(
     tile_rows = 1 if operand.block == (1, BLOCK) else BLOCK
     cast_with = functools.partial(
         kernels.quantize_fp4, encode=encode, tile_rows=tile_rows, convention=convention, chance=chance,
-        four_over_six=choice,
+        four_over_six=choice, out=out,
     )  # fmt: skip
     found = cast_with(matrix, signs=signs)
     if found is not None:
@@ -159,7 +162,9 @@ def cast_rows(
         found = cast_with(matrix)
     if found is None:
         found = cast_reference(matrix, operand, amax, convention=convention, chance=chance, scaled_errors=scaled_errors)
-    return found
+        for there, made in zip(out or (), found, strict=False):
+            there.copy_(made)
+    return out or found
 
 
 def chance_of(matrix: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -325,23 +330,25 @@ def _decoded(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(matrix: torch.Tensor, operand: Operand, quantized: QuantizedNVFP4) -> Statistics:
-    """Count for every 16 values what the cast did, as for FP8; rows of a square count by themselves.
-
-    Where there is no kernel, some rows are counted at a time, so that what is computed on the way stays in a cache.
-    """
+    """Count for every 16 values what the cast did, as for FP8; rows of a square count by themselves."""
     decode = quantized.scale_inv_fp32
     counted = kernels.count_fp4(matrix, quantized.matrix, decode, FORMAT.saturates_above)
     if counted is None:
-        rows, columns = matrix.shape
-        codes, step = quantized.codes().view(rows, columns), max(1, _AT_ONCE // max(1, columns))
-        strips = (slice(first, first + step) for first in range(0, max(1, rows), step))
-        parts = [_count(matrix[strip], codes[strip], decode[strip]) for strip in strips]
-        counted = {name: torch.cat([getattr(part, name) for part in parts]) for name in _COUNTED}
+        counted = _counted(matrix, quantized.codes().view(matrix.shape), decode)
     most = largest_of_tiles(counted.pop("amax"), operand)
     return Statistics(FORMAT, elements=_sixteen(decode), scale_inv=decode, amax=most, **counted)
 
 
 _COUNTED = [field.name for field in fields(Statistics) if field.name not in ("format", "elements", "scale_inv")]
+
+
+def _counted(matrix: torch.Tensor, codes: torch.Tensor, decode: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Count in torch, some rows at a time, so that what is computed on the way stays in a cache."""
+    rows, columns = matrix.shape
+    step = max(1, _AT_ONCE // max(1, columns))
+    strips = (slice(first, first + step) for first in range(0, max(1, rows), step))
+    parts = [_count(matrix[strip], codes[strip], decode[strip]) for strip in strips]
+    return {name: torch.cat([getattr(part, name) for part in parts]) for name in _COUNTED}
 
 
 def _count(matrix: torch.Tensor, codes: torch.Tensor, decode: torch.Tensor) -> Statistics:
@@ -350,6 +357,21 @@ def _count(matrix: torch.Tensor, codes: torch.Tensor, decode: torch.Tensor) -> S
     scaled = tiles.float() * torch.reciprocal(decode).clamp_max(FP32_MAX)[:, None, :, None]
     most = scales.amax_of(tiles[:, 0].float(), (2,))
     return measure(tiles, scaled, codes & 7, _decoded(codes), most, decode, _sixteen(decode), FORMAT)
+
+
+def totals(stack: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, beneath: torch.Tensor) -> torch.Tensor:
+    """Sum up what the casts of the matrices of a stack did: [matrices, TOTALS], as ``Statistics.totals`` of each does.
+    A code stands for ``code * (scale_inv * beneath)``, with one FP32 number ``beneath`` for each matrix."""
+    found = kernels.total_fp4(stack, codes, scale_inv, beneath, FORMAT.saturates_above)
+    if found is not None:
+        return found
+    each = zip(stack, codes, scale_inv.float() * beneath.view(-1, 1, 1), strict=True)
+    return torch.cat(
+        [
+            Statistics(FORMAT, _sixteen(decode), scale_inv=decode, **_counted(matrix, unpack(packed), decode)).totals()
+            for matrix, packed, decode in each
+        ]
+    )
 
 
 def _sixteen(decode: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,9 @@ from support.kernel_cases import four_bit_source as source
 
 from nemo_fp8.contract import Operand
 from nemo_fp8.errors import PrecisionError
-from nemo_fp8.numerics import kernels, nvfp4, nvfp4_tensor
+from nemo_fp8.numerics import kernels, modelopt, nvfp4, nvfp4_tensor
 from nemo_fp8.numerics.kernels import build, cpu, cpu_fp4
+from nemo_fp8.numerics.statistics import TOTALS
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="no C compiler on this machine")
 OPERANDS = {1: Operand("e2m1", (1, 16), "e4m3"), 16: Operand("e2m1", (16, 16), "e4m3")}
@@ -130,6 +131,63 @@ def test_statistics_are_those_of_torch(monkeypatch, isa):
             close = {"rtol": 1e-12 if "norm" in name else 0, "atol": 0, "equal_nan": True}
             one, other = (getattr(s, name).double() for s in (fast, slow))
             torch.testing.assert_close(one, other, **close, msg=lambda told, name=name: f"{name}: {told}")
+
+
+@pytest.mark.parametrize("isa", ["native", *build.OTHERS])
+def test_totals_are_those_of_every_16_values(monkeypatch, isa):
+    """Counts and the largest magnitude to the bit, and sums to six digits; of parts of matrices, too."""
+    build_for(isa, monkeypatch)
+    for seed, (dtype, kind) in enumerate(itertools.product(SOURCES, KINDS)):
+        whole = torch.stack([source((6, 2112), dtype, 7 * seed + i, kind) for i in range(3)])
+        amax = torch.stack([nvfp4.amax_of(x, OPERANDS[1]) for x in whole])
+        amax[2] /= 4  # of calibration, say: codes saturate
+        held = modelopt.four_bits(whole, OPERANDS[1], amax)
+        for rows, columns in ((slice(0, 6), slice(0, 2112)), (slice(2, 5), slice(16, 1072))):
+            x = whole[:, rows, columns]
+            codes = held.weight[:, rows, columns.start // 2 : columns.stop // 2]
+            scales = held.weight_scale[:, rows, columns.start // 16 : columns.stop // 16]
+            fast = kernels.total_fp4(x, codes, scales, held.weight_scale_2, nvfp4.FORMAT.saturates_above)
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "total_fp4", lambda *_: None)
+                slow = nvfp4.totals(x, codes, scales, held.weight_scale_2)
+            assert fast.shape == slow.shape == (3, len(TOTALS))
+            for i, name in enumerate(TOTALS):
+                close = {"rtol": 2e-6 if name in ("signal", "noise") else 0, "atol": 0, "equal_nan": True}
+                torch.testing.assert_close(
+                    fast[:, i], slow[:, i], **close, msg=lambda told, at=(dtype, kind, name): f"{at}: {told}"
+                )
+
+
+def test_totals_see_what_a_cast_did():
+    x = torch.tensor([6.0, 4.9, 0.1, -0.1, 7.0, float("inf"), float("nan")]).repeat(1, 1, 16)[:, :, :16].bfloat16()
+    codes = torch.zeros(1, 1, 8, dtype=torch.uint8)
+    scales = torch.ones(1, 1, 1, dtype=torch.float8_e4m3fn)
+    told = dict(zip(TOTALS, nvfp4.totals(x, codes, scales, torch.ones(1))[0].tolist(), strict=True))
+    finite = x[x.isfinite()].double()
+    assert told["signal"] == told["noise"] == pytest.approx(float(finite.square().sum()))
+    assert (told["underflow"], told["nonfinite"], told["amax"]) == (len(finite), 16 - len(finite), float("inf"))
+    assert told["saturated"] == int((x.nan_to_num(nan=0).abs() > nvfp4.FORMAT.saturates_above).sum())
+
+
+@pytest.mark.parametrize("tile_rows", OPERANDS)
+@pytest.mark.parametrize("rows", [16, 19, 48])
+def test_a_stack_is_cast_as_its_matrices_are(monkeypatch, tile_rows, rows):
+    """Several in one cast, as many as fit, and one by one where squares would run into the next."""
+    monkeypatch.setattr(modelopt, "_AT_ONCE", 2 * rows * 64)
+    stack = torch.stack([source((rows, 64), torch.bfloat16, seed, KINDS[0]) * 2.0**seed for seed in range(5)])
+    amax = modelopt.amax_of(stack)
+    stack[3, 2, 5] = amax[3] = float("nan")
+    made = modelopt.four_bits(stack, OPERANDS[tile_rows], amax)
+    live = modelopt.FourBits(*(torch.zeros_like(t) for t in made))
+    assert modelopt.four_bits(stack, OPERANDS[tile_rows], amax, live) is live
+    for i, (x, largest) in enumerate(zip(stack, amax, strict=True)):
+        codes, scales = nvfp4.cast_reference(x, OPERANDS[tile_rows], largest)
+        for held in (made, live):
+            same(held.weight[i], codes)
+            same(held.weight_scale[i], scales)
+            torch.testing.assert_close(
+                held.weight_scale_2[i], nvfp4_tensor.weight_scale_2(largest), rtol=0, atol=0, equal_nan=True
+            )
 
 
 def every_mantissa():

@@ -11,7 +11,7 @@ from support.rollout.in_process import Worker, build, same_bits, weights_of
 from nemo_fp8 import Precision, PrecisionError
 from nemo_fp8.contract import Operand
 from nemo_fp8.mismatch.weights import compare_weights, told_by
-from nemo_fp8.numerics import quantize
+from nemo_fp8.numerics import kernels, quantize
 from nemo_fp8.rollout import Refit, engine_args
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
 
@@ -107,6 +107,25 @@ def test_a_push_that_did_not_arrive_is_told(pushed, monkeypatch):
     assert receipt.verified is False
     assert not receipt.ok
     assert Refit(Worker(model)).push(weights, verify=True).require().verified
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("of", ["codes", "scales"])
+def test_a_cast_that_is_not_the_specification_is_told(pushed, monkeypatch, kind, of):
+    """One bit of what a kernel makes of each matrix; without ``verify`` nobody looks."""
+    cast = kernels.quantize_fp4
+
+    def wrong(*arguments, **named):
+        made = cast(*arguments, **named)
+        made[of == "scales"].view(torch.uint8).view(-1)[7] ^= 1
+        return made
+
+    model, weights = pushed(kind)
+    monkeypatch.setattr(kernels, "quantize_fp4", wrong)
+    assert Refit(Worker(model)).push(weights).ok
+    receipt = Refit(Worker(model)).push(weights, verify=True)
+    assert not receipt.ok
+    assert {t.name for t in receipt.tensors if t.verified is False} == {name for name in weights if "_proj" in name}
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -9,6 +9,9 @@
                                                     ->  codes two a byte, E4M3 scales
     transformed_amax(x, signs)                      ->  the largest magnitude after the Hadamard transform
     decode_fp4(codes, scales, amax, largest, dtype) ->  values
+    count_fp4(x, codes, decode, saturates_above)    ->  statistics of every 16 values
+    total_fp4(x, codes, scales, beneath, saturates_above)
+                                                    ->  totals of every matrix of a stack
     amax(x)                                         ->  the largest magnitude
     sums(x, into)                                   ->  sums of rows and of columns, largest magnitudes
 
@@ -188,6 +191,21 @@ def count_fp4(
         return None
     found: dict[str, torch.Tensor] | None
     found = _module("cpu_fp4").count(x, codes, decode, saturates_above)
+    return found
+
+
+def total_fp4(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, beneath: torch.Tensor, saturates_above: float
+) -> torch.Tensor | None:
+    """Sum up what the casts of a stack of matrices to NVFP4 did: [matrices, TOTALS] in FP64, or None if there is no
+    kernel. Only CPUs have one.
+
+    ``x`` is [matrices, rows, columns], with two codes a byte and E4M3 scales for 16 columns; all three may be views of
+    larger stacks. ``beneath`` is one FP32 number for each matrix: a code stands for ``code * (scale * beneath)``.
+    """
+    if x.device.type != "cpu":
+        return None
+    found: torch.Tensor | None = _module("cpu_fp4").total(x, codes, scales, beneath, saturates_above)
     return found
 
 

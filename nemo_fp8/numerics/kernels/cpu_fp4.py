@@ -14,6 +14,7 @@ import torch
 from nemo_fp8.contract.operands import FOUR_BIT_BLOCK as BLOCK
 from nemo_fp8.numerics.kernels import FourOverSix, build
 from nemo_fp8.numerics.kernels.cpu import BF16, FP32, SOURCES, parallel, threads
+from nemo_fp8.numerics.statistics import TOTALS
 
 ERRORS = {"mae": 1, "mse": 2}
 
@@ -66,6 +67,20 @@ class _Fp4CountJob(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("source", "threads")),
         ("saturates_above", ctypes.c_float),
         ("next", ctypes.c_int64),
+    )
+
+
+class _Fp4TotalJob(ctypes.Structure):
+    """`struct fp4_total_job` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "beneath", "totals", "parallel")),
+        *((name, ctypes.c_int64) for name in ("parts", "rows", "cols")),
+        *((f"{name}_{of}", ctypes.c_int64) for name in ("x", "codes", "scales") for of in ("part", "row")),
+        *((name, ctypes.c_int32) for name in ("source", "threads")),
+        ("saturates_above", ctypes.c_float),
+        ("next", ctypes.c_int64),
+        ("of_rows", ctypes.c_void_p),
     )
 
 
@@ -186,3 +201,22 @@ def count(
     )  # fmt: skip
     library.nemo_fp4_count(ctypes.byref(job))
     return counts
+
+
+def total(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, beneath: torch.Tensor, saturates_above: float
+) -> torch.Tensor | None:
+    """Sum up what the casts of the matrices of a stack did, [matrices, TOTALS]; None if there is no kernel for it."""
+    library, all_ = build.library(), {"x": x, "codes": codes, "scales": scales}
+    if library is None or x.dtype not in SOURCES or x.numel() == 0 or any(t.stride(2) != 1 for t in all_.values()):
+        return None
+    totals, beneath = torch.empty(len(x), len(TOTALS), dtype=torch.float64), beneath.float().contiguous()
+    parts, rows, cols = x.shape
+    job = _Fp4TotalJob(
+        parts=parts, rows=rows, cols=cols, beneath=beneath.data_ptr(), totals=totals.data_ptr(),
+        **{name: t.data_ptr() for name, t in all_.items()},
+        **{f"{name}_part": t.stride(0) for name, t in all_.items()},
+        **{f"{name}_row": t.stride(1) for name, t in all_.items()},
+        source=SOURCES[x.dtype], threads=threads(x), parallel=parallel(), saturates_above=saturates_above,
+    )  # fmt: skip
+    return totals if library.nemo_fp4_total(ctypes.byref(job)) else None

@@ -1,7 +1,14 @@
-/* What a cast to NVFP4 did to every 16 values, from the values and their codes: the statistics of statistics.py.
+/* What a cast to NVFP4 did, from the values and their codes: to every 16 values, the statistics of statistics.py, or summed up.
 
-   It is a pass of its own, since the cast itself never holds what its codes stand for: it reads two and a half bytes an element and
-   writes one and a half. Sums are of doubles, which hold the square of every float; eight of them are added at a time, then those eight. */
+   It is a pass of its own, since the cast itself never holds what its codes stand for: it reads two and a half bytes an element. What
+   is kept for every 16 values is one and a half more. Sums are of doubles, which hold the square of every float; eight of them are
+   added at a time, then those eight.
+
+   Whoever wants only sums (a push) has them from floats, of pairs of BF16 values, in units of the scale beneath: x / beneath is at most
+   6 * 448 where the amax is the matrix's own, so that squares stay in range. A run with a value far beyond that, or with a scale of 0,
+   is summed up from what is counted for every 16. */
+
+#include <stdlib.h>
 
 #include "fp8_tops.h"
 
@@ -31,15 +38,21 @@ INLINE double root_of_sum(const double *restrict squares) {
     return sqrt(sums[0]);
 }
 
-/* Block t, whose values are those at x. */
-INLINE void count_block(const fp4_count_job *j, const uint32_t *restrict x, int64_t t) {
-    const uint32_t most = bits(j->saturates_above);
-    float decode = j->decode[t], factor = 1.0f / decode;
+/* What was done to 16 values; `norm` and `error_norm` are roots of sums of squares. */
+typedef struct { double norm, error_norm; float amax; uint32_t underflow, saturated, nonfinite, least_code, largest_code; } block;
+
+/* What codes are made by: the reciprocal of what they are multiplied with, or the largest float. */
+INLINE float factor_of(float decode) {
+    float factor = 1.0f / decode;
+    return factor > 3.40282346638528859812e+38f ? 3.40282346638528859812e+38f : factor;
+}
+
+INLINE block count_block(const uint32_t *restrict x, const uint8_t *from, float decode, uint32_t most) {
+    float factor = factor_of(decode);
     double there[VALUES], lost[VALUES];
     uint32_t codes[VALUES], underflow = 0, saturated = 0, nonfinite = 0, top = 0, largest = 0, least = 7;
     uint64_t packed;
-    factor = factor > 3.40282346638528859812e+38f ? 3.40282346638528859812e+38f : factor;
-    memcpy(&packed, j->codes + t * (VALUES / 2), sizeof packed);
+    memcpy(&packed, from, sizeof packed);
     VECTORIZED()
     for (int i = 0; i < VALUES; i++) codes[i] = (uint32_t)(packed >> 4 * i) & 15;
     VECTORIZED(reduction(+ : underflow, saturated, nonfinite) reduction(max : top, largest) reduction(min : least))
@@ -57,9 +70,13 @@ INLINE void count_block(const fp4_count_job *j, const uint32_t *restrict x, int6
         largest = code > largest ? code : largest;
         least = below < least ? below : least;
     }
-    j->underflow[t] = (uint8_t)underflow, j->saturated[t] = (uint8_t)saturated, j->nonfinite[t] = (uint8_t)nonfinite;
-    j->least_code[t] = (uint8_t)((least + 1) & 7), j->largest_code[t] = (uint8_t)largest;
-    j->norm[t] = root_of_sum(there), j->error_norm[t] = root_of_sum(lost), j->amax[t] = value(top);
+    return (block){root_of_sum(there), root_of_sum(lost), value(top), underflow, saturated, nonfinite, (least + 1) & 7, largest};
+}
+
+INLINE void store_block(const fp4_count_job *j, block b, int64_t t) {
+    j->underflow[t] = (uint8_t)b.underflow, j->saturated[t] = (uint8_t)b.saturated, j->nonfinite[t] = (uint8_t)b.nonfinite;
+    j->least_code[t] = (uint8_t)b.least_code, j->largest_code[t] = (uint8_t)b.largest_code;
+    j->norm[t] = b.norm, j->error_norm[t] = b.error_norm, j->amax[t] = b.amax;
 }
 
 static void widen_row(const void *x, uint32_t *restrict to, int64_t n, int source) {
@@ -76,8 +93,109 @@ static void work_count4(void *argument) {
         next = go_on(&through);
         int64_t first = at.row * j->cols + at.column, width = at.width;
         widen_row((const char *)j->x + first * bytes_of(j->source), row, width, j->source);
-        for (int64_t i = 0; i < width; i += VALUES) count_block(j, row + i, (first + i) / VALUES);
+        for (int64_t i = 0; i < width; i += VALUES) {
+            int64_t t = (first + i) / VALUES;
+            store_block(j, count_block(row + i, j->codes + t * (VALUES / 2), j->decode[t], bits(j->saturates_above)), t);
+        }
     }
 }
 
 void nemo_fp4_count(fp4_count_job *j) { share(work_count4, j, j->threads, j->parallel); }
+
+/* ------------------------------------------------------------------------------------------------------------- sums */
+
+enum { RUN = 1024, PAIRS = RUN / 2, BLOCKS = RUN / VALUES, UNIT4 = 1 << 17 /* values that a thread takes at a time */ };
+
+typedef struct fp4_total_job {
+    const void *x;                  /* parts x rows x cols; all three lie row by row, at the strides below */
+    const uint8_t *codes, *scales;
+    const float *beneath;           /* of each part: its codes are multiplied with scale * beneath */
+    total *totals;                  /* of each part */
+    parallel_function *parallel;
+    int64_t parts, rows, cols, x_part, x_row, codes_part, codes_row, scales_part, scales_row; /* strides of x are elements */
+    int32_t source, threads;
+    float saturates_above;
+    _Atomic int64_t next;
+    total *of_rows;                 /* made here */
+} fp4_total_job;
+
+typedef struct { float signal, noise; uint32_t underflow, saturated, top, above; } sums4;
+
+/* A run of pairs of BF16 values, with the byte of codes, the scale and the factor of each pair: all of one width, so that vectors of
+   them take each other's place. `above` is the largest scaled value. */
+static sums4 sums_of_pairs(const char *restrict x, const uint32_t *restrict codes, int64_t n, const float *restrict scale,
+                           const float *restrict factor, uint32_t most) {
+    float signal = 0, noise = 0;
+    uint32_t underflow = 0, saturated = 0, top = 0, above = 0;
+    VECTORIZED(reduction(+ : signal, noise, underflow, saturated) reduction(max : top, above))
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t both;
+        memcpy(&both, x + 4 * i, sizeof both);
+        uint32_t a = both << 16 & 0x7fffffff, b = both & 0x7fff0000, code_a = codes[i] & 7, code_b = codes[i] >> 4 & 7;
+        float y = value(a) * factor[i], z = value(b) * factor[i], s = scale[i];
+        float there_y = y * s, there_z = z * s, lost_y = (y - magnitude_of_e2m1(code_a)) * s, lost_z = (z - magnitude_of_e2m1(code_b)) * s;
+        signal += there_y * there_y + there_z * there_z, noise += lost_y * lost_y + lost_z * lost_z;
+        underflow += (uint32_t)((code_a == 0) & (a != 0)) + (uint32_t)((code_b == 0) & (b != 0));
+        saturated += (uint32_t)(bits(y) > most) + (uint32_t)(bits(z) > most);
+        uint32_t larger = a > b ? a : b, higher = bits(y) > bits(z) ? bits(y) : bits(z);
+        top = larger > top ? larger : top, above = higher > above ? higher : above;
+    }
+    return (sums4){signal, noise, underflow, saturated, top, above};
+}
+
+static void total_blocks(const void *x, const uint8_t *codes, int64_t n, const float *scale, float beneath, int source, uint32_t most,
+                         total *to) {
+    uint32_t row[RUN];
+    widen_row(x, row, n, source);
+    for (int64_t t = 0; t < n / VALUES; t++) {
+        block b = count_block(row + t * VALUES, codes + t * (VALUES / 2), scale[t] * beneath, most);
+        total one = {b.norm * b.norm, b.error_norm * b.error_norm, b.saturated, b.underflow, b.nonfinite, b.amax};
+        add_total(to, &one);
+    }
+}
+
+static void total_row(const fp4_total_job *j, int64_t part, int64_t row) {
+    const char *x = (const char *)j->x + (part * j->x_part + row * j->x_row) * bytes_of(j->source);
+    const uint8_t *codes = j->codes + part * j->codes_part + row * j->codes_row;
+    const uint8_t *scales = j->scales + part * j->scales_part + row * j->scales_row;
+    float beneath = j->beneath[part], scale[BLOCKS], factor[BLOCKS], scale_of[PAIRS], factor_of_pair[PAIRS];
+    uint32_t bytes[PAIRS];
+    total sum = {0};
+    for (int64_t at = 0; at < j->cols; at += RUN) {
+        int64_t n = least_of(RUN, j->cols - at);
+        int tame = j->source == BF16 && beneath >= 0x1p-100f && beneath <= 0x1p100f;
+        for (int64_t t = 0; t < n / VALUES; t++) scale[t] = value_of_e4m3(scales[at / VALUES + t]);
+        for (int64_t t = 0; t < n / VALUES; t++) factor[t] = factor_of(scale[t] * beneath), tame &= scale[t] > 0;
+        if (tame) {
+            for (int64_t t = 0; t < n / VALUES; t++)
+                for (int64_t i = t * (VALUES / 2); i < (t + 1) * (VALUES / 2); i++) scale_of[i] = scale[t], factor_of_pair[i] = factor[t];
+            for (int64_t i = 0; i < n / 2; i++) bytes[i] = codes[at / 2 + i];
+            sums4 s = sums_of_pairs(x + at * 2, bytes, n / 2, scale_of, factor_of_pair, bits(j->saturates_above));
+            if (s.above <= bits(0x1p20f)) {
+                double unit = (double)beneath * beneath;
+                total one = {s.signal * unit, s.noise * unit, s.saturated, s.underflow, 0, value(s.top)};
+                add_total(&sum, &one);
+                continue;
+            }
+        }
+        total_blocks(x + at * bytes_of(j->source), codes + at / 2, n, scale, beneath, j->source, bits(j->saturates_above), &sum);
+    }
+    j->of_rows[part * j->rows + row] = sum;
+}
+
+static void work_total4(void *argument) {
+    fp4_total_job *j = argument;
+    int64_t rows = j->parts * j->rows, unit = UNIT4 / j->cols + 1;
+    for (int64_t row; (row = atomic_fetch_add(&j->next, unit)) < rows;)
+        for (int64_t end = least_of(row + unit, rows); row < end; row++) total_row(j, row / j->rows, row % j->rows);
+}
+
+/* Adds rows up in their order, so that the same values have the same sums whatever thread had which. Returns 0 without memory. */
+int nemo_fp4_total(fp4_total_job *j) {
+    if (!(j->of_rows = malloc((size_t)(j->parts * j->rows) * sizeof(total)))) return 0;
+    share(work_total4, j, j->threads, j->parallel);
+    memset(j->totals, 0, (size_t)j->parts * sizeof(total));
+    for (int64_t row = 0; row < j->parts * j->rows; row++) add_total(j->totals + row / j->rows, j->of_rows + row);
+    free(j->of_rows);
+    return 1;
+}

@@ -4,7 +4,7 @@
    A byte becomes one 32-bit word of two BF16 values, or two FP32 values. The magnitude of a code is the largest of three lines, one
    for each grid: code / 2, code - 2 and 2 code - 8. With AVX-512 or AVX2 BF16 comes from tables, one for each block. */
 
-#include "fp8.h"
+#include "fp8_tops.h"
 
 enum { VALUES = 16, BLOCKS = STRIP / VALUES };
 
@@ -21,14 +21,8 @@ typedef struct fp4_decode_job {
 
 typedef struct { float scale[BLOCKS], slots[STRIP / 2]; uint32_t fours[BLOCKS], row[STRIP] __attribute__((aligned(64))); } scratch4;
 
-/* E4M3 scales as floats: NaN is one code without its sign. */
 static void scales_back(const uint8_t *restrict scales, float *restrict to, int64_t n) {
-    for (int64_t t = 0; t < n; t++) {
-        uint32_t code = scales[t] & 0x7f;
-        float normal = value((code << 20) + (120u << 23)), small = (float)(int32_t)code * 0x1p-9f;
-        float magnitude = code >> 3 ? normal : small;
-        to[t] = value((code == 0x7f ? 0x7fc00000u : bits(magnitude)) | (uint32_t)(scales[t] & 0x80) << 24);
-    }
+    for (int64_t t = 0; t < n; t++) to[t] = value_of_e4m3(scales[t]);
 }
 
 INLINE float value_of(uint32_t code, float scale) {

@@ -2,9 +2,7 @@
 
 #pragma once
 
-#include "fp8.h"
-
-typedef struct { double signal, noise, saturated, underflow, nonfinite, largest; } total; /* sums, and the largest magnitude */
+#include "fp8_tops.h"
 
 typedef struct job {
     const void *x;                                /* rows x cols, `stride` elements from row to row */

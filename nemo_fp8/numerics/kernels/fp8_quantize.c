@@ -244,13 +244,7 @@ static total total_of(scratch *w, int64_t n, int tame) {
 static void add_up_strips(const job *j) {
     memset(j->totals, 0, (size_t)(j->rows / j->rows_of_total) * sizeof(total));
     int64_t height = height_of(j), strips = strips_of(j), of_one = (j->rows_of_total + j->tile_rows - 1) / j->tile_rows;
-    for (int64_t i = 0; i < height * strips; i++) {
-        const total *from = j->of_strips + i;
-        total *to = j->totals + i / strips / of_one;
-        to->signal += from->signal, to->noise += from->noise, to->saturated += from->saturated;
-        to->largest = from->largest > to->largest ? from->largest : to->largest;
-        to->underflow += from->underflow, to->nonfinite += from->nonfinite;
-    }
+    for (int64_t i = 0; i < height * strips; i++) add_total(j->totals + i / strips / of_one, j->of_strips + i);
 }
 
 /* --------------------------------------------------------------------------------------------------- one row of tiles */

@@ -1,13 +1,30 @@
-/* Sources as the bits of floats, and the largest magnitudes in several rows of them: what casts to FP8 and to FP4 share. */
+/* Sources and E4M3 scales as floats, and the largest magnitudes in several rows of values: what casts to FP8 and to FP4 share. */
 
 #pragma once
 
 #include "fp8.h"
 
+/* What a cast did to some values: sums, and the largest magnitude. */
+typedef struct { double signal, noise, saturated, underflow, nonfinite, largest; } total;
+
+INLINE void add_total(total *to, const total *from) {
+    to->signal += from->signal, to->noise += from->noise, to->saturated += from->saturated;
+    to->largest = from->largest > to->largest ? from->largest : to->largest;
+    to->underflow += from->underflow, to->nonfinite += from->nonfinite;
+}
+
 /* The magnitude of an E2M1 code without its sign: the largest of three lines, one for each grid. */
 INLINE float magnitude_of_e2m1(uint32_t code) {
     float c = (float)(int32_t)code, halves = c * 0.5f, ones = c - 2, twos = c * 2 - 8, most = halves > ones ? halves : ones;
     return most > twos ? most : twos;
+}
+
+/* An E4M3 scale: NaN is one code without its sign. */
+INLINE float value_of_e4m3(uint32_t byte) {
+    uint32_t code = byte & 0x7f;
+    float normal = value((code << 20) + (120u << 23)), small = (float)(int32_t)code * 0x1p-9f;
+    float magnitude = code >> 3 ? normal : small;
+    return value((code == 0x7f ? 0x7fc00000u : bits(magnitude)) | (byte & 0x80) << 24);
 }
 
 /* Element i as the bits of a float. */

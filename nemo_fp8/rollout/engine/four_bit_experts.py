@@ -65,12 +65,13 @@ class Nvfp4MoEMethod(Decoding):
     def quantize_layer(self, layer: RoutedExperts) -> None:
         """Replace the weights of a layer by codes and scales."""
         for name in ("w13", "w2"):
-            self.lay_out_four_bits(layer, name, self.quantized(layer, getattr(layer, f"{name}_weight").data))
+            weight = getattr(layer, f"{name}_weight").data
+            self.lay_out_four_bits(layer, name, four_bits(weight, self.operand, self.amax(weight)))
 
-    def quantized(self, layer: RoutedExperts, weight: torch.Tensor, statistics: bool = False) -> FourBits:
-        """Quantize this worker's part of all experts, each beneath the amax of its parts on all workers."""
-        amax = amax_for_moe_weight_quant(amax_of(weight), self.moe.tp_size)
-        return four_bits(weight, self.operand, amax, statistics)
+    def amax(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return for each expert the largest magnitude of its parts, on all workers."""
+        found: torch.Tensor = amax_for_moe_weight_quant(amax_of(weight), self.moe.tp_size)
+        return found
 
     def live(self, layer: RoutedExperts, name: str) -> tuple[torch.Tensor, ...]:
         """Return codes, block scales and the scales beneath of ``w13_weight`` or ``w2_weight``."""

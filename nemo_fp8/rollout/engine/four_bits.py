@@ -72,12 +72,13 @@ class Nvfp4LinearMethod(NemoFp8LinearMethod):
         return choose(self.storage, self.config.options)
 
     def _quantize(self, layer: LinearBase) -> None:
-        self.lay_out_four_bits(layer, self.quantized(layer, layer.weight.data))
+        weight = layer.weight.data
+        self.lay_out_four_bits(layer, four_bits(weight, self.operand, self.amax(weight)))
 
-    def quantized(self, layer: LinearBase, weight: torch.Tensor, statistics: bool = False) -> FourBits:
-        """Quantize this worker's part of a weight beneath the amax of all parts, on all workers."""
-        amax = amax_for_tp_weight_quant(amax_of(weight), self.sharded)
-        return four_bits(weight, self.operand, amax, statistics)
+    def amax(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the largest magnitude of all parts of a weight, on all workers."""
+        found: torch.Tensor = amax_for_tp_weight_quant(amax_of(weight), self.sharded)
+        return found
 
     def live(self, layer: LinearBase, name: str) -> tuple[torch.Tensor, ...]:
         """Return codes, block scales and the scale beneath, as the kernel reads them."""

@@ -1,23 +1,24 @@
-"""Write NVFP4 weights: gathered, quantized beneath the amax of all that shares a scale, and copied in place.
+"""Write NVFP4 weights: gathered, and quantized in place beneath the amax of all that shares a scale.
 
 The FP32 scale beneath the block scales is made of the largest magnitude of all parts of a matrix, on all workers: no
 block can be quantized before the last part has come. So a matrix is gathered in its source dtype, or the experts of a
-layer; then it is quantized as at load, and codes and scales go to the memory that the kernel reads, at the same
-addresses. A part has the fingerprint of its rows of codes and block scales and of the scale beneath, which a trainer
-can compute: :func:`nemo_fp8.rollout.refit.fingerprint.fingerprint` of the three.
+layer; then it is quantized as at load, into the memory that the kernel reads. A part has the fingerprint of its rows of
+codes and block scales and of the scale beneath, which a trainer can compute:
+:func:`nemo_fp8.rollout.refit.fingerprint.fingerprint` of the three.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel
 
-from nemo_fp8.numerics.modelopt import BLOCK, FourBits
-from nemo_fp8.numerics.statistics import Statistics
+from nemo_fp8.contract import Operand
+from nemo_fp8.numerics import nvfp4
+from nemo_fp8.numerics.modelopt import BLOCK, FourBits, four_bits, totals
+from nemo_fp8.numerics.nvfp4_tensor import weight_scale_2
 from nemo_fp8.rollout.engine.four_bit_experts import Nvfp4MoEMethod
 from nemo_fp8.rollout.engine.four_bits import Nvfp4LinearMethod
 from nemo_fp8.rollout.refit.fingerprint import fingerprint
@@ -38,7 +39,10 @@ def in_place(layer: Any) -> bool:
 
 
 class FourBitWeights(Staged):
-    """Takes all parts of one NVFP4 parameter: of a linear, or of a layer's experts."""
+    """Takes all parts of one NVFP4 parameter: of a linear, or of a layer's experts.
+
+    ``against_reference`` compares each cast with the reference's bits.
+    """
 
     def __init__(
         self,
@@ -48,10 +52,11 @@ class FourBitWeights(Staged):
         routes: Iterable[Route],
         constants: Iterable[tuple[Box, float]],
         room: StagingMemory,
+        against_reference: bool,
     ) -> None:
         self.routes = list(routes)
         super().__init__(tally, layer, self.routes, [(target, [*constants])], {}, room)
-        self.name = target.parameter
+        self.name, self.against_reference = target.parameter, against_reference
         live = layer.quant_method.live(layer, self.name)
         self.live = FourBits(*(tensor.data for tensor in live))
         self.made: dict[Route, str] = {}
@@ -66,27 +71,29 @@ class FourBitWeights(Staged):
         """Note that all rows of a tensor have come; quantize the matrix if it was the last one."""
         self.awaited.discard(entry)
         if not self.awaited and self.values:
-            weight = self.values.pop(self.name).data
+            weight, method = self.values.pop(self.name).data, self.layer.quant_method
             for _, filled in self.constants:
                 for box, value in filled:
                     weight[_slices(box)].fill_(value)
-            found = self.layer.quant_method.quantized(self.layer, weight, statistics=True)
-            for live, made in zip(_tensors(self.live), _tensors(found), strict=True):
-                live.copy_(made)
-            self.layer.quant_method.follow(self.layer)
+            amax = method.amax(weight)
+            four_bits(weight, method.operand, amax, self.live)
+            method.follow(self.layer)
             for route in self.routes:
-                self._count(route, found)
+                self._count(route, weight)
+            if self.against_reference:
+                good = as_reference(weight, method.operand, amax, self.live)
+                for route in self.routes:
+                    self.facts[route.entry].check(good)
             self.tally.hold(-weight.nbytes)
 
-    def _count(self, route: Route, found: FourBits) -> None:
+    def _count(self, route: Route, weight: torch.Tensor) -> None:
         """Add what the quantization did to a route's part to its facts."""
-        self.made[route] = fingerprint(*cut(found, route.to))
-        facts, experts = self.facts[route.entry], self._experts(route, 0, rows_of(route))
-        matrices, (start, stop), (left, right) = _box(route.to)
-        for i, m in enumerate(range(*matrices)):
-            at = experts if experts == ONE else slice(experts.start + i, experts.start + i + 1)
-            part = _part(found.statistics[m], slice(start, stop), slice(left // BLOCK, right // BLOCK))
-            facts.count(part.totals(), at)
+        held = FourBits(*cut(self.live, route.to))
+        self.made[route] = fingerprint(*held)
+        experts = self._experts(route, 0, rows_of(route))
+        of_matrices = totals(_stack(weight)[_slices(_box(route.to))], held)
+        for some in [of_matrices] if experts != ONE else of_matrices[:, None]:
+            self.facts[route.entry].count(some, experts)
 
     def finish(self) -> None:
         for route in self.routes:
@@ -110,31 +117,44 @@ class FourBitWeights(Staged):
             )
 
 
+def as_reference(weight: torch.Tensor, operand: Operand, amax: torch.Tensor, held: FourBits) -> torch.Tensor:
+    """Return whether codes and scales are bit for bit those of the reference cast, some rows at a time."""
+    step = max(BLOCK, _AT_ONCE // weight.shape[-1] // BLOCK * BLOCK)  # whole squares
+    same = [_same(held.weight_scale_2.view(-1), weight_scale_2(amax.float(), operand.largest_scale).view(-1))]
+    for matrix, largest, codes, scales in zip(
+        _stack(weight), amax.view(-1), _stack(held.weight), _stack(held.weight_scale), strict=True
+    ):
+        for first in range(0, len(matrix), step):
+            some = slice(first, first + step)
+            expected = nvfp4.cast_reference(matrix[some], operand, largest)
+            same += map(_same, (codes[some], scales[some]), expected)
+    return torch.stack(same).all()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one.view(torch.uint8) == other.view(torch.uint8)).all()
+
+
+_AT_ONCE = 1 << 20
+"""The elements that the reference casts at a time: it needs a few dozen bytes for each."""
+
+
 def cut(held: FourBits, box: Box) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the codes, the block scales, and the scales beneath, of a part of a weight or of a stack."""
     (first, last), (start, stop), (left, right) = _box(box)
-    stack = held.weight.dim() == 3
-    weight, scale = (t if stack else t[None] for t in (held.weight, held.weight_scale))
-    codes = weight[first:last, start:stop, left // 2 : right // 2]
-    return (
-        codes,
-        scale[first:last, start:stop, left // BLOCK : right // BLOCK],
-        held.weight_scale_2.view(-1)[first:last],
-    )
+    codes = _stack(held.weight)[first:last, start:stop, left // 2 : right // 2]
+    scales = _stack(held.weight_scale)[first:last, start:stop, left // BLOCK : right // BLOCK]
+    return codes, scales, held.weight_scale_2.view(-1)[first:last]
+
+
+def _stack(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a matrix as a stack of one."""
+    return tensor if tensor.dim() == 3 else tensor[None]
 
 
 def _box(box: Box) -> Box:
     return box if len(box) == 3 else ((0, 1), *box)
 
 
-def _part(statistics: Statistics, rows: slice, columns: slice) -> Statistics:
-    tensors = {f.name: getattr(statistics, f.name)[rows, columns] for f in fields(statistics) if f.name != "format"}
-    return replace(statistics, **tensors)
-
-
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*one) for one in box)
-
-
-def _tensors(held: FourBits) -> tuple[torch.Tensor, ...]:
-    return held.weight, held.weight_scale, held.weight_scale_2

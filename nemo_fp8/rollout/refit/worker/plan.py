@@ -117,7 +117,7 @@ class Plan:
                 from nemo_fp8.rollout.refit.worker.four_bits import FourBitWeights
 
                 filled = self.routes.constants.get(target, ())
-                sinks[target] = FourBitWeights(tally, layer, target, routes, filled, room)
+                sinks[target] = FourBitWeights(tally, layer, target, routes, filled, room, verify)
             elif way == "scales":
                 sinks[target] = attention.setdefault(target.layer, KvScales(tally, layer))
             elif way == "in place":

@@ -1,7 +1,7 @@
 """Write pieces of pushed tensors into the layers of a running model: five ways, and ``Plan.way`` chooses.
 
     blocks     FP8 weights in a known layout: quantized strip by strip into the live codes and scales
-    four bits  NVFP4 weights, whose last scale is made of all parts: gathered, quantized and copied (four_bits.py)
+    four bits  NVFP4 weights, whose last scale is made of all parts: gathered, then quantized in place (four_bits.py)
     scales     the scales of an FP8 KV cache: kept until the end, then set as vLLM sets them at load
     in place   parameters that lie in memory as they were loaded (norms, embeddings, biases): copied
     staged     all others: gathered until the layer is complete, processed by its own method as at load, and copied
