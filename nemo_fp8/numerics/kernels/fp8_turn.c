@@ -4,9 +4,9 @@
    the lower eight rows between the upper eight, byte by byte. In the place of a byte, row and column in binary, each step moves the first bit
    of the row behind the last one of the column; after four, they have changed places.
 
-   What is written goes from row to row of memory, a line of the cache in each, which memory has to be asked for before it is written, and
-   which push each other out of the caches where rows are a power of two apart. So squares are turned into scratch until it has whole lines,
-   and a large matrix is streamed past the caches, line by line. */
+   What is read and what is written goes from row to row of memory, a line of the cache in each, and such lines push each other out of the
+   caches where rows are a power of two apart. So as many rows as a line has elements are read a line at a time, into scratch; they are
+   turned there, into whole lines again, and these are written, past the caches if the matrix is large. */
 
 #include "turn_eight.h"
 
@@ -52,16 +52,21 @@ INLINE void turn_bytes(const char *x, int64_t step, char *to) {
 INLINE void turn_lines(turn_job *j, int size) {
     const int64_t line = LINE / size, tall = size == 1 ? SIDE : AT_ONCE, across = size == 1 ? SIDE : EIGHT;
     const int streams = large(j->rows * j->cols * size) && (((uintptr_t)j->to | (uintptr_t)j->to_stride) & (LINE - 1)) == 0;
-    char lines[SIDE * LINE] __attribute__((aligned(LINE)));
+    char from[LINE * LINE] __attribute__((aligned(LINE))), lines[LINE * LINE] __attribute__((aligned(LINE)));
     for (int64_t top; (top = atomic_fetch_add(&j->next, line)) < j->rows;) {
         int64_t high = least_of(line, j->rows - top), squares = high / tall * tall, c = 0;
-        for (; c + across <= j->cols; c += across) {
-            for (int64_t r = 0; r < squares; r += tall) {
+        for (int64_t wide; (wide = least_of(line, (j->cols - c) / across * across)) > 0; c += wide) {
+            for (int64_t r = 0; r < squares; r++) {
                 const char *x = j->x + (top + r) * j->stride + c * size;
-                if (size == 1) turn_bytes(x, j->stride, lines + r);
-                else turn_eight(x, j->stride, (uint16_t *)lines + r, LINE / 2);
+                if (wide == line) memcpy(from + r * LINE, x, LINE);
+                else memcpy(from + r * LINE, x, (size_t)(wide * size));
             }
-            for (int64_t i = 0; i < across; i++) {
+            for (int64_t r = 0; r < squares; r += tall)
+                for (int64_t i = 0; i < wide; i += across) {
+                    if (size == 1) turn_bytes(from + r * LINE + i, LINE, lines + i * LINE + r);
+                    else turn_eight(from + r * LINE + i * 2, LINE, (uint16_t *)(lines + i * LINE) + r, LINE / 2);
+                }
+            for (int64_t i = 0; i < wide; i++) {
                 char *to = j->to + (c + i) * j->to_stride + top * size;
                 if (streams) stream(to, lines + i * LINE, squares * size);
                 else memcpy(to, lines + i * LINE, (size_t)(squares * size));
