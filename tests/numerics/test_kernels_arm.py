@@ -98,6 +98,15 @@ class Elsewhere:
         sizes = {"codes": elements // 2, "scales": elements // 16, "amax": amax, "out": out}
         self._run("nemo_fp4_decode", j, sizes)
 
+    def nemo_fp4_total(self, reference) -> bool:
+        j, last = reference._obj, {}
+        for name, wide in {"x": j.cols, "codes": j.cols // 2, "scales": j.cols // 16}.items():
+            part, row = getattr(j, f"{name}_part"), getattr(j, f"{name}_row")
+            last[name] = (j.parts - 1) * part + (j.rows - 1) * row + wide
+        last["x"] *= 4 if j.source == cpu.FP32 else 2
+        self._run("nemo_fp4_total", j, last | {"beneath": 4 * j.parts, "totals": 8 * len(TOTALS) * j.parts})
+        return True
+
     def _run(self, function: str, job: ctypes.Structure, sizes: dict[str, int]) -> None:
         there = type(job).from_buffer_copy(job)
         pointers = [name for name, _ in itertools.takewhile(lambda field: field[1] is ctypes.c_void_p, job._fields_)]
@@ -196,6 +205,10 @@ def test_every_code_and_every_bfloat16_value(on_arm):
 def test_casts_to_four_bits_of_every_kind(on_arm, cast):
     """Of values as weights have them, and of special ones among them: every job is a process."""
     cast.jobs_of_every_kind(("gaussian", "specials"))
+
+
+def test_totals_of_four_bits(on_arm):
+    test_kernels_fp4.totals_of_every_kind(("gaussian", "specials"))
 
 
 def test_every_byte_of_four_bits_and_every_mantissa(on_arm):

@@ -15,6 +15,7 @@ void nemo_fp8_turn(void *);
 void nemo_fp4_quantize(void *);
 void nemo_fp4_transformed_top(void *);
 void nemo_fp4_decode(void *);
+void nemo_fp4_total(void *);
 
 static const struct { const char *name; void (*run)(void *); } FUNCTIONS[] = {
     {"nemo_fp8_quantize", nemo_fp8_quantize},
@@ -24,6 +25,7 @@ static const struct { const char *name; void (*run)(void *); } FUNCTIONS[] = {
     {"nemo_fp4_quantize", nemo_fp4_quantize},
     {"nemo_fp4_transformed_top", nemo_fp4_transformed_top},
     {"nemo_fp4_decode", nemo_fp4_decode},
+    {"nemo_fp4_total", nemo_fp4_total},
 };
 
 static void *read_all(size_t bytes) {
