@@ -19,14 +19,14 @@ from nemo_fp8.numerics.quantize import quantize_into
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.scales import scale_from_amax
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.tensors import amax_of, as_matrix_shape, reduced, turn
+from nemo_fp8.te_cpu.tensors import amax_of, as_matrix_shape, overwrite, reduced, turn
 
 
 def write_delayed(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
     """Cast with the scale of the steps before. An amax without elements is a null pointer: nobody asks for it."""
     if quantizer.amax is not None and quantizer.amax.numel():
         found = amax_of(x) if amax is None else amax
-        quantizer.amax.copy_(torch.fmax(quantizer.amax, found.reshape(quantizer.amax.shape)))
+        overwrite(quantizer.amax, torch.fmax(quantizer.amax, found.reshape(quantizer.amax.shape)))
     _write(quantizer, x, out, quantizer.scale)
 
 
