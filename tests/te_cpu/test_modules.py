@@ -151,9 +151,8 @@ def test_what_ran_in_inference_mode_first_goes_on_outside_of_it():
     second.load_state_dict(first.state_dict())
     found = []
     for module, looking in ((first, torch.no_grad), (second, torch.inference_mode)):
-        with te.autocast(recipe=CASES["delayed"].build()):
-            with looking():
-                module(x)
+        with te.autocast(recipe=CASES["delayed"].build()), looking():
+            module(x)
         found.append(_run(module, x, dy, CASES["delayed"].build()))
         state = module.fp8_meta["scaling_fwd"]
         assert state.scale.is_inference() == (looking is torch.inference_mode)
