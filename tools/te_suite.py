@@ -305,9 +305,7 @@ def main() -> int:
     parser.add_argument("--commit", metavar="SHA", help="of CHECKOUT, where it is no clone that git could ask")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    limits = Limits(
-        arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without), arguments.seed
-    )
+    limits = Limits(arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without), arguments.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, as Ctrl-C does
     arguments.docs.mkdir(parents=True, exist_ok=True)  # before anything runs for an hour
     checkout = arguments.checkout.resolve()

@@ -132,12 +132,17 @@ CAUSES: tuple[Cause, ...] = (
         "bounds by one draw of random numbers what two scales of GELU's output differ by, one of its amax before "
         "rounding and one after",
     ),
+    Cause(
+        "test_selective_attention_recompute",
+        r"XPASS\(strict\)",
+        "passes, where TE expects of Blackwell that it fails; attention is unfused here",
+    ),
     Cause("nvfp4_gemm_exact.*row_scaled_gemm_matches_emulated", r"Mismatched elements: \d+ /", _SUMS),
     Cause(
         "test_fsdp2_model_tests",
         r"TimeoutExpired",
-        "starts all tests of a file under one limit of 600 s, which two cores do not keep; how those would end is not "
-        "known: distributed/fsdp2_tests/run_fsdp2_model, which runs them one by one, has not been run",
+        "starts all tests of a file under one limit of 600 s, which two cores do not keep; "
+        "distributed/fsdp2_tests/run_fsdp2_model has its tests one by one",
     ),
     Cause(
         "test_fsdp2_mem_leak_tests",
@@ -200,8 +205,10 @@ The reference of test_float8_blockwise_gemm_exact has a Triton kernel for `x * s
 package, and test_onnx_export others, which no environment of this project has. In a folder of their own they are found by `PYTHONPATH=FOLDER`:
 
 ```text
-.venv/bin/python -m pip install --no-deps --target FOLDER nvdlfw-inspect onnxruntime onnxruntime-extensions flatbuffers
+.venv/bin/python -m pip install --no-deps --target FOLDER nvdlfw-inspect onnxruntime onnxruntime-extensions flatbuffers pytest==8.2.1
 ```
+
+That pytest is TE's own: four tests of debug/test_log hold a number to a tensor without dimensions, which pytest 9 takes for a sequence.
 """
 
 
