@@ -1,15 +1,18 @@
 """Run TransformerEngine's own tests on the CPU implementation of its extension, and say what passed.
 
-    python tools/te_suite.py CHECKOUT [--arch 90|100] [--only FILE ...] [--sample N] [--without WORD ...] [--limit S]
-    [--test-limit S]
-                             [--commit SHA] [--json] [--docs FOLDER]
+    python tools/te_suite.py CHECKOUT [--arch 90|100] [--only FILE ...] [--sample N] [--seed N] [--without WORD ...]
+                             [--limit S] [--test-limit S] [--commit SHA] [--json] [--docs FOLDER]
 
 CHECKOUT is a copy of TransformerEngine's repository, of which only ``tests/pytorch`` is used and the version told; no
 file of it belongs to this project. Each file runs in a process of its own, with the variables that TE's scripts give
 it, for each architecture that is stood for. Every test is written down as it ends, so a file that is stopped at its
 limit reports what it got through; a test that hangs or takes its process with it has failed, and the file goes on after
-it. ``--sample N`` takes N tests of each file, chosen by a fixed seed. Tests with one of the words of ``--without`` in
+it. ``--sample N`` takes N tests of each file, chosen by ``--seed``. Tests with one of the words of ``--without`` in
 their name are left out: as a rule those of matrices with a side of 8192 or more, which take minutes each.
+
+``FILE+debug`` is a file once more, while TE's debug tool looks on, as TE's scripts run two of them. That and the files
+of ``debug/`` need ``nvdlfw-inspect``, and test_onnx_export needs ``onnxruntime``; neither belongs to this project's
+environment, and either may lie in a folder on PYTHONPATH.
 
 Each result says when it was found and on which tree: the version that the checkout names, and the commit of ``--commit``
 or, in a clone, git's. The results join those of the runs before in ``te_suite.json``, and ``te_suite.md`` is drawn from
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -36,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import te_suite_page
-from te_suite_plugin import RECORD, SAMPLE, events
+from te_suite_plugin import RECORD, SAMPLE, SEED, events
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = """
@@ -58,9 +62,17 @@ distributed/test_numerics_exact.py distributed/test_hybrid_tp_sp.py distributed/
 distributed/fsdp2_tests/run_fsdp2_mem_leak.py distributed/fsdp2_tests/run_fsdp2_model.py
 test_checkpoint.py test_hybrid_quantization_fsdp2.py test_cpu_offloading_v1.py attention/test_cp_utils.py
 attention/test_cu_seqlens_cache.py attention/test_fused_mla_q_uproj.py attention/test_linear_mxfp8_attention.py
+debug/test_sanity.py debug/test_config.py debug/test_numerics.py debug/test_log.py debug/test_api_features.py
+debug/test_perf.py debug/test_distributed.py test_sanity+debug.py test_numerics+debug.py test_onnx_export.py
 """.split()
 """What is run unless ``--only`` says otherwise. What is left out of TE's files, and why, is
 :data:`te_suite_page.LEFT_OUT`."""
+INSPECTED = "+debug"
+"""How the name ends of a file that runs once more, under TE's debug tool with a feature that changes nothing."""
+_LOOKS_ON = (
+    "NVTE_TEST_NVINSPECT_ENABLED=1 NVTE_TEST_NVINSPECT_CONFIG_FILE={configs}dummy_feature.yaml "
+    "NVTE_TEST_NVINSPECT_FEATURE_DIRS={features} PYTORCH_JIT=0 NVTE_TORCH_COMPILE=0 NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+)
 VARIABLES = {
     "test_sanity.py": "NVTE_GROUPED_LINEAR_SINGLE_PARAM=1",
     "test_grouped_tensor.py": "NVTE_GROUPED_LINEAR_SINGLE_PARAM=1",
@@ -71,14 +83,22 @@ VARIABLES = {
     "test_cpu_offloading_v1.py": "NVTE_FLASH_ATTN=0 NVTE_CPU_OFFLOAD_V1=1",
     "test_mhc.py": "NVTE_DISABLE_TRITON_AUTOTUNING=1 NVIDIA_TF32_OVERRIDE=0",
     "attention/test_attention.py": "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1",
+    "debug/test_api_features.py": "NVTE_TORCH_COMPILE=0",
+    "test_sanity+debug.py": f"{_LOOKS_ON} NVTE_GROUPED_LINEAR_SINGLE_PARAM=1",
+    "test_numerics+debug.py": f"{_LOOKS_ON} NVTE_FUSED_ATTN=0",
+    "test_onnx_export.py": "NVTE_UnfusedDPA_Emulate_FP8=1",
 }
-"""What TE's own scripts (``qa/L0_pytorch_unittest/test.sh``) set for a file."""
+"""What TE's own scripts (``qa/*_pytorch_*unittest/test.sh``) set for a file."""
+OPTIONS = {"debug/": ("--feature_dirs={features}", "--configs_dir={configs}")}
+"""Options that TE's scripts give pytest for the files of a folder."""
 BEFORE = {"test_checkpoint.py": ("--save-checkpoint", "all")}
 """Files that TE's script first runs as a program, with these arguments: it writes what the tests read."""
 
 ARCHITECTURES = (100, 90)
 TOO_LARGE = ("8192", "16384")
 _RANKS = "2"
+_START_RANKS = ("distributed/", "debug/test_distributed")
+"""Files whose tests start ranks: as many as they find GPUs."""
 _OF_RANKS = "distributed/fsdp2_tests/"
 """Files whose tests every rank runs, under torchrun; TE's test_torch_fsdp2 starts each whole, as one test of 600 s."""
 _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_RANKS}", "--local-ranks-filter=0")
@@ -87,12 +107,13 @@ _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={
 @dataclass(frozen=True)
 class Limits:
     """How much of a file is run: tests at random (0 is all), seconds for the file, seconds for a test, words of names
-    to leave out."""
+    to leave out, and what the choice at random begins with."""
 
     sample: int
     file: int
     test: int
     without: tuple[str, ...] = TOO_LARGE
+    seed: int = 0
 
 
 def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
@@ -116,7 +137,9 @@ def run(checkout: Path, file: str, arch: int, limits: Limits) -> dict[str, Any]:
             "--tb=short",
         ]
         command = [sys.executable, *(_LAUNCHER if file.startswith(_OF_RANKS) else ()), "-m", "pytest", *options]
-        command += [f"--timeout={limits.test}", str(folder / file)]
+        command += [f"--timeout={limits.test}", str(folder / file.replace(INSPECTED, ""))]
+        for start, more in OPTIONS.items():
+            command += [option.format(**_debug_tool(folder)) for option in more if file.startswith(start)]
         if limits.without:
             command += ["-k", " and ".join(f"not {word}" for word in limits.without)]
         if file in BEFORE:
@@ -142,11 +165,19 @@ def _environment(folder: Path, file: str, arch: int, limits: Limits, record: Pat
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "TE_SUITE_ARCH": str(arch),
         SAMPLE: str(limits.sample),
+        SEED: str(limits.seed),
         RECORD: str(record),
         "NVTE_TEST_CHECKPOINT_ARTIFACT_PATH": str(record.parent / "artifacts"),
-        **dict(setting.split("=") for setting in VARIABLES.get(file, "").split()),
-        **({"LOCAL_WORLD_SIZE": _RANKS} if file.startswith("distributed") else {}),
+        **dict(setting.split("=") for setting in VARIABLES.get(file, "").format(**_debug_tool(folder)).split()),
+        **({"LOCAL_WORLD_SIZE": _RANKS} if file.startswith(_START_RANKS) else {}),
     }
+
+
+def _debug_tool(folder: Path) -> dict[str, str]:
+    """Return where the features of TE's debug tool lie, which are TE's own, and what its tests ask of them."""
+    found = importlib.util.find_spec("transformer_engine")
+    te = Path(found.origin).parent if found and found.origin else Path()
+    return {"features": str(te / "debug" / "features"), "configs": f"{folder / 'debug' / 'test_configs'}{os.sep}"}
 
 
 def _prepare(command: list[str], folder: Path, environment: dict[str, str], log: Path, limit: int) -> None:
@@ -227,6 +258,7 @@ def summary(found: list[dict[str, Any]], limits: Limits, stopped: str, log: str)
         **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
         "not_reached": max(0, selected - len(outcomes)) if stopped == "at its limit" else 0,
         "sample": limits.sample,
+        "seed": limits.seed,
         "limit": limits.file,
         "test_limit": limits.test,
         "without": list(limits.without),
@@ -253,6 +285,7 @@ def main() -> int:
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, action="append")
     parser.add_argument("--only", nargs="+", metavar="FILE")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="tests of each file (default: all)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample (default: %(default)s)")
     parser.add_argument(
         "--without",
         nargs="*",
@@ -272,7 +305,7 @@ def main() -> int:
     parser.add_argument("--commit", metavar="SHA", help="of CHECKOUT, where it is no clone that git could ask")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    limits = Limits(arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without))
+    limits = Limits(arguments.sample, arguments.limit, arguments.test_limit, tuple(arguments.without), arguments.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, as Ctrl-C does
     arguments.docs.mkdir(parents=True, exist_ok=True)  # before anything runs for an hour
     checkout = arguments.checkout.resolve()

@@ -20,14 +20,12 @@ LEFT_OUT = {
     "test_sanity_import": "has no tests: it imports TE and prints OK",
     "test_cuda_graphs": "is about CUDA graphs",
     "test_torch_compile": "is about compiled code, and te_cpu runs what `torch.compile` is given uncompiled",
-    "test_onnx_export": "needs onnxruntime, with operators of TE's own; not tried",
-    "test_fused_router_perf, debug/test_perf": "measure the speed of a GPU",
+    "test_fused_router_perf": "measures the speed of a GPU",
     "attention/test_flex_attention": "is about kernels that cuDNN's frontend builds",
     "attention/test_attention_with_cp": "needs flash or fused attention, on four GPUs",
     "distributed/test_comm_gemm_overlap, distributed/test_fusible_ops_with_userbuffers": "are about userbuffers",
     "distributed/test_ep": "is about expert parallelism over NCCL",
     "distributed/test_newton_schulz": "is about Newton-Schulz in cuSOLVERMp, which has no CPU implementation",
-    "debug/*": "needs nvidia-dlframework-inspect, no dependency of TE's wheel; not tried",
 }
 """Files of TE's suite that are not run, and why."""
 
@@ -98,6 +96,18 @@ CAUSES: tuple[Cause, ...] = (
         f"holds BF16 gradients to those of torch's own attention, {_FURTHER}",
     ),
     Cause(
+        "test_layernorm_accuracy",
+        r"Outputs not close enough",
+        f"holds FP32 gradients to those of torch's own layer norm, {_FURTHER}",
+    ),
+    Cause(
+        "debug/test_api_features.*multi_run",
+        r"Scalars are not close",
+        "asks one norm of two million numbers of the norms of its halves, by torch's own, whose FP32 sum on a CPU "
+        "is off by 7e-5",
+    ),
+    Cause("test_trt_integration", r"module 'tensorrt'", "runs in TensorRT, which needs a GPU"),
+    Cause(
         "cross_entropy.*test_bfloat16_input", r"not close", f"holds a loss to torch's own of BF16 logits, {_FURTHER}"
     ),
     Cause(
@@ -122,12 +132,17 @@ CAUSES: tuple[Cause, ...] = (
         "bounds by one draw of random numbers what two scales of GELU's output differ by, one of its amax before "
         "rounding and one after",
     ),
+    Cause(
+        "test_selective_attention_recompute",
+        r"XPASS\(strict\)",
+        "passes, where TE expects of Blackwell that it fails; attention is unfused here",
+    ),
     Cause("nvfp4_gemm_exact.*row_scaled_gemm_matches_emulated", r"Mismatched elements: \d+ /", _SUMS),
     Cause(
         "test_fsdp2_model_tests",
         r"TimeoutExpired",
-        "starts all tests of a file under one limit of 600 s, which two cores do not keep; how those would end is not "
-        "known: distributed/fsdp2_tests/run_fsdp2_model, which runs them one by one, has not been run",
+        "starts all tests of a file under one limit of 600 s, which two cores do not keep; "
+        "distributed/fsdp2_tests/run_fsdp2_model has its tests one by one",
     ),
     Cause(
         "test_fsdp2_mem_leak_tests",
@@ -181,10 +196,19 @@ Written by `tools/te_suite.py` from `te_suite.json`, which holds every failure b
 
 CHECKOUT is a copy of TransformerEngine's public repository; of it only `tests/pytorch` is used, and TE itself is the wheel of 2.20.2.
 *Tests of* is the version and the commit of that copy: d0067d0da is the head of `main` on 22 August 2026.
-*Sample* is how many of a file's tests were run at most, chosen at random with seed 0 (`--sample`), less those with a word in their name
-(`--without`); *limits* are the seconds for the file and for a test. Tests of matrices with a side of 8192 or more are left out everywhere.
+*Sample* is how many of a file's tests were run at most, chosen at random with seed 0 or the seed that it names (`--sample`, `--seed`), less
+those with a word in their name (`--without`); *limits* are the seconds for the file and for a test. Tests of matrices with a side of 8192 or more are left out everywhere.
 *Not reached* are tests that the file's limit cut off. Files of `distributed/fsdp2_tests` run on two ranks, and a test fails if it does on one.
 The reference of test_float8_blockwise_gemm_exact has a Triton kernel for `x * s + y`, rounded once, in whose place the tool computes it (`fused_fma`).
+
+`FILE+debug` is a file while TE's precision debug tool looks on, at every tensor, as TE's scripts run it. That and the files of `debug/` need its
+package, and test_onnx_export others, which no environment of this project has. In a folder of their own they are found by `PYTHONPATH=FOLDER`:
+
+```text
+.venv/bin/python -m pip install --no-deps --target FOLDER nvdlfw-inspect onnxruntime onnxruntime-extensions flatbuffers pytest==8.2.1
+```
+
+That pytest is TE's own: four tests of debug/test_log hold a number to a tensor without dimensions, which pytest 9 takes for a sequence.
 """
 
 
@@ -221,7 +245,8 @@ def _left_out() -> list[str]:
 
 def _taken(found: dict[str, Any]) -> str:
     words = [word for word in found["without"] if word not in ("8192", "16384")]
-    return f"{found['sample'] or 'all'}{', without ' + ', '.join(words) if words else ''}"
+    seed = f", seed {found['seed']}" if found["sample"] and found.get("seed") else ""
+    return f"{found['sample'] or 'all'}{seed}{', without ' + ', '.join(words) if words else ''}"
 
 
 def _failures(results: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:

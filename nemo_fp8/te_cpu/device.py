@@ -61,6 +61,8 @@ def stand_in(arch: int) -> None:
     _take_away_pools()
     schemas: Any = importlib.import_module("torch._library.infer_schema")
     schemas.SUPPORTED_PARAM_TYPES.update(schemas.get_supported_param_types())  # an operator's types, by their identity
+    graphs: Any = importlib.import_module("torch.fx.graph")  # their source names devices, of the type that torch has
+    graphs._register_custom_builtin("device", "from torch import device", torch.device)
     scripts: Any = importlib.import_module("torch.jit._builtins")
     scripts._register_builtin(torch.device, scripts._find_builtin(_device_of_torch))
     for name in _FACTORIES:  # torch.jit.script knows torch's functions by their identity, too

@@ -19,19 +19,26 @@ from nemo_fp8.numerics.quantize import quantize_into
 from nemo_fp8.numerics.quantized import Quantized
 from nemo_fp8.numerics.scales import scale_from_amax
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.tensors import amax_of, as_matrix_shape, reduced, turn
+from nemo_fp8.te_cpu.tensors import amax_of, as_matrix_shape, overwrite, reduced, turn
 
 
 def write_delayed(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
     """Cast with the scale of the steps before. An amax without elements is a null pointer: nobody asks for it."""
+    _refuse_columns_alone(out)
     if quantizer.amax is not None and quantizer.amax.numel():
         found = amax_of(x) if amax is None else amax
-        quantizer.amax.copy_(torch.fmax(quantizer.amax, found.reshape(quantizer.amax.shape)))
+        overwrite(quantizer.amax, torch.fmax(quantizer.amax, found.reshape(quantizer.amax.shape)))
     _write(quantizer, x, out, quantizer.scale)
 
 
 def write_current(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
     """Cast with the scale of this tensor."""
+    _refuse_columns_alone(out)
+    write_member(quantizer, x, out, amax)
+
+
+def write_member(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor | None) -> None:
+    """Cast with the scale of this tensor, which is one of a group: the kernel of groups writes columns alone, too."""
     amax = reduced(quantizer, (amax_of(x) if amax is None else amax).reshape(1))
     scale = scale_from_amax(
         amax, format_of(torch_dtype(quantizer.dtype)), epsilon=quantizer.amax_epsilon, pow2=quantizer.force_pow_2_scales
@@ -39,12 +46,15 @@ def write_current(quantizer: Any, x: torch.Tensor, out: Any, amax: torch.Tensor 
     _write(quantizer, x, out, scale)
 
 
-def _write(quantizer: Any, x: torch.Tensor, out: Any, scale: torch.Tensor) -> None:
+def _refuse_columns_alone(out: Any) -> None:
     if out._data is None and out._transpose is not None:  # what runs here and fails on the GPU would mislead
         raise NotImplementedError(
             "Columnwise-only per-tensor FP8 quantization is not implemented; the cast-transpose kernel requires "
             "rowwise output storage."
         )
+
+
+def _write(quantizer: Any, x: torch.Tensor, out: Any, scale: torch.Tensor) -> None:
     dtype = torch_dtype(quantizer.dtype)
     codes = out._data if out._data is not None else torch.empty(x.shape, dtype=torch.uint8)
     operand = Operand(format_of(dtype).name, None, "fp32", delayed=True)

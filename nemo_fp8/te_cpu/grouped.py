@@ -18,7 +18,7 @@ import torch
 
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.scales import scale_from_amax
-from nemo_fp8.te_cpu import nvfp4, quantized, swizzle, tensors
+from nemo_fp8.te_cpu import float8, nvfp4, quantized, swizzle, tensors
 from nemo_fp8.te_cpu.enumerations import torch_dtype
 from nemo_fp8.te_cpu.gemm import generic_gemm
 
@@ -117,14 +117,15 @@ def group_quantize(
     if noop_flag is not None and noop_flag.item() == 1:
         return group
     for i, (x, member) in enumerate(zip(_values(tensor, members), members, strict=True)):
-        amax = None
+        amax, write = None, None
         if group.scale is not None:  # one scale a member, kept beside its reciprocal, 1 where a member is empty
             amax = tensors.reduced(quantizer, tensors.amax_of(x).reshape(1))
             format = format_of(torch_dtype(quantizer.dtype))
             scale = scale_from_amax(amax, format, epsilon=quantizer.amax_epsilon, pow2=quantizer.force_pow_2_scales)
             group.amax[i], group.scale[i] = amax[0], scale[0]
             member._scale_inv.copy_(torch.reciprocal(scale).view(member._scale_inv.shape))
-        quantized.fill(quantizer, x, member, amax)
+            write = float8.write_member
+        quantized.fill(quantizer, x, member, amax, write=write)
     group._with_gemm_swizzled_scales = all(map(swizzle.is_swizzled, members))
     return group
 

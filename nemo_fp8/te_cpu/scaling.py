@@ -10,7 +10,7 @@ import torch
 from nemo_fp8.numerics.formats import format_of
 from nemo_fp8.numerics.scales import delayed_scale, e8m0_from_amax, scale_from_amax
 from nemo_fp8.te_cpu.enumerations import torch_dtype
-from nemo_fp8.te_cpu.tensors import amax_of
+from nemo_fp8.te_cpu.tensors import amax_of, overwrite
 
 
 @torch.no_grad()
@@ -30,14 +30,14 @@ def fused_amax_and_scale_update_after_reduction(
         seen = last != 0
         rolled = torch.cat([history[1:], last[None]])
         most = rolled.nan_to_num(nan=0.0, posinf=float("inf")).amax(0) if amax_compute_algo == "max" else last
-        scale.copy_(delayed_scale(torch.where(seen, most, 0.0), scale, format, margin))  # type: ignore[arg-type]
+        overwrite(scale, delayed_scale(torch.where(seen, most, 0.0), scale, format, margin))  # type: ignore[arg-type]
         rolled[0] = 0.0
-        history.copy_(torch.where(seen, rolled, history))
+        overwrite(history, torch.where(seen, rolled, history))
 
 
 def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
     """Write the largest magnitude of ``input`` to ``amax``."""
-    amax.copy_(amax_of(input.detach()).reshape(amax.shape))
+    overwrite(amax, amax_of(input.detach()).reshape(amax.shape))
 
 
 _FORMAT_OF_MAX = {448.0: "e4m3", 57344.0: "e5m2"}

@@ -1,4 +1,5 @@
-"""What every cast asks of a tensor: the matrix that it is, and its amax, over the ranks that share a scale.
+"""What every cast asks of a tensor: the matrix that it is, and its amax, over the ranks that share a scale; and how a
+kernel writes what TE keeps from step to step.
 
 Quantizers of a group (sequence parallelism gathers shards of one tensor) take one amax for all shards.
 """
@@ -6,6 +7,7 @@ Quantizers of a group (sequence parallelism gathers shards of one tensor) take o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +28,13 @@ def turn(codes: torch.Tensor, into: torch.Tensor) -> None:
     """Write a matrix of codes into memory of its own, turned round."""
     if not cpu.turn(codes, into):
         into.copy_(codes.t())
+
+
+def overwrite(kept: torch.Tensor, values: torch.Tensor) -> None:
+    """Write ``values`` into a tensor as a kernel does, which writes memory: torch itself lets nobody change outside of
+    inference mode what was made in it, as the scales of a model that runs there first."""
+    with torch.inference_mode() if kept.is_inference() else nullcontext():
+        kept.copy_(values)
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:

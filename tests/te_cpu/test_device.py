@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from nemo_fp8.te_cpu.device import _tables
 
@@ -466,6 +467,16 @@ def test_factories_are_scripted_and_pickled_as_torchs_own():
     for function in (torch.ones, torch.full_like, torch.load):
         assert pickle.loads(pickle.dumps(function)) is function
     assert b"nemo_fp8" not in pickle.dumps(torch.ones)
+
+
+def test_a_graph_names_the_device_of_its_tensors():
+    """What torch.export and torch.onnx trace and run again is Python source, with a device in it."""
+    x = torch.randn(3)
+    graph = make_fx(lambda x: x + torch.ones(3, device="cuda"))(x)
+    assert "device(type='cpu')" in graph.code
+    assert torch.equal(graph(x), x + 1)
+    exported = torch.export.export(torch.nn.Linear(3, 3), (x,)).run_decompositions()
+    assert exported.module()(x).shape == (3,)
 
 
 def test_who_profiles_a_gpu_profiles_the_cpu(capfd):

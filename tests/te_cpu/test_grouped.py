@@ -88,6 +88,19 @@ def test_a_group_is_written_again_unless_told_not_to_be():
     assert torch.equal(group.rowwise_data, tex.group_quantize(second, quantizer, 2, None).rowwise_data)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_columns_alone_are_those_of_both(name):
+    """One tensor of current scaling is refused them on Hopper; a group has a kernel of its own."""
+    torch.manual_seed(0)
+    x, quantizer = torch.randn(384, 256).bfloat16(), QUANTIZERS[name]()
+    both = tex.group_quantize(x, quantizer, 2, torch.tensor([128, 256]))
+    quantizer.set_usage(rowwise=False)
+    alone = tex.group_quantize(x, quantizer, 2, torch.tensor([128, 256]))
+    kept = "rowwise_data" if alone.columnwise_data is None else "columnwise_data"  # Blackwell multiplies either layout
+    assert (kept == "rowwise_data") == (name == "current" and ARCH >= 100)
+    assert torch.equal(getattr(alone, kept), getattr(both, kept))
+
+
 def test_bias_gradients_of_the_members():
     x = torch.randn(384, 128).bfloat16()
     _, sums = tex.bgrad_group_quantize(x, QUANTIZERS["blockwise"](), 3, torch.tensor([128, 0, 256]))

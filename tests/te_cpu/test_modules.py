@@ -141,3 +141,21 @@ def test_delayed_scales_move_with_recompute(recompute, arch):
     scales = layer.fp8_meta["scaling_fwd"].scale[[0, 1, 3, 4]]  # input and weight of either linear
     frozen = by_itself and arch == 100
     assert (scales == 1).all() if frozen else (scales != 1).all()
+
+
+def test_what_ran_in_inference_mode_first_goes_on_outside_of_it():
+    """A kernel writes scales and histories, whoever made them: torch would refuse those of inference mode."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(64, 128).bfloat16(), torch.randn(64, 256).bfloat16()
+    first, second = MODULES["LayerNormLinear"](), MODULES["LayerNormLinear"]()
+    second.load_state_dict(first.state_dict())
+    found = []
+    for module, looking in ((first, torch.no_grad), (second, torch.inference_mode)):
+        with te.autocast(recipe=CASES["delayed"].build()), looking():
+            module(x)
+        found.append(_run(module, x, dy, CASES["delayed"].build()))
+        state = module.fp8_meta["scaling_fwd"]
+        assert state.scale.is_inference() == (looking is torch.inference_mode)
+        assert state.amax_history.count_nonzero(dim=1).tolist()[-2:] == [2, 2]
+        found[-1] += [state.scale, state.amax_history]
+    assert all(map(torch.equal, *found))

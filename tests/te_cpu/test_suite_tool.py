@@ -85,6 +85,42 @@ FILES = {
             assert torch.equal(whole[100:132, 100:228], (x.double() * s.double() + y.double()).float())
             assert not torch.equal(tile, x * s + y)
     """,
+    "debug/conftest.py": """
+        def pytest_addoption(parser):
+            parser.addoption("--feature_dirs", nargs="+")
+            parser.addoption("--configs_dir")
+    """,
+    "debug/test_log.py": """
+        from pathlib import Path
+
+        def test_options(request):
+            (features,) = request.config.getoption("--feature_dirs")
+            assert Path(features, "fake_quant.py").exists()
+            assert request.config.getoption("--configs_dir") == f"{Path(__file__).parent}/test_configs/"
+    """,
+    "test_numerics.py": """
+        import os
+        from pathlib import Path
+
+        LOOKS_ON = os.environ.get("NVTE_TEST_NVINSPECT_ENABLED")
+
+        def test_debug_tool():
+            assert LOOKS_ON is None or Path(os.environ["NVTE_TEST_NVINSPECT_FEATURE_DIRS"], "fake_quant.py").exists()
+
+        def test_fails_without_it(): assert LOOKS_ON
+    """,
+    "test_onnx_export.py": """
+        import tensorrt
+
+        def test_needs_none(): pass
+        def test_needs_it(): tensorrt.Logger
+    """,
+    "test_many.py": """
+        import pytest
+
+        @pytest.mark.parametrize("i", range(30))
+        def test_fails(i): assert i < 0
+    """,
     "test_slow.py": """
         import time, pytest
 
@@ -184,6 +220,31 @@ def test_a_file_has_what_tes_scripts_give_it(suite, tmp_path):
     page = (tmp_path / "new" / "docs" / "te_suite.md").read_text()
     assert f"| 9.8.7 012345678 | {row['date']} |" in page
     assert "| test_float8tensor | is `test_quantized_tensor` since" in page
+
+
+def test_tes_debug_tool_finds_its_features_and_looks_on_where_asked(suite):
+    _, written = suite("--only", "debug/test_log", "test_numerics", "test_numerics+debug")
+    failures = {file: list(row["failures"]) for file, row in written.items()}
+    assert failures == {
+        "debug/test_log.py": [],
+        "test_numerics.py": ["test_fails_without_it"],
+        "test_numerics+debug.py": [],
+    }
+
+
+def test_a_module_that_one_test_needs_keeps_no_other_from_running(suite):
+    printed, _ = suite("--only", "test_onnx_export")
+    assert printed == {"test_onnx_export": {"passed": 1, "failed": 1, "skipped": 0}}
+
+
+def test_a_seed_chooses_the_sample_and_is_told(suite, tmp_path):
+    chosen = []
+    for seed in "0", "1", "1":
+        _, written = suite("--only", "test_many", "--sample", "5", "--seed", seed)
+        chosen.append(written["test_many.py"]["failures"].keys())
+    assert len(chosen[0]) == len(chosen[1]) == 5
+    assert chosen[0] != chosen[1] == chosen[2]
+    assert "| 5, seed 1 |" in (tmp_path / "new" / "docs" / "te_suite.md").read_text()
 
 
 def test_a_cause_explains_only_what_it_names(monkeypatch):
