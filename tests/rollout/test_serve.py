@@ -361,6 +361,7 @@ def test_an_engine_core_that_dies_ends_the_command_with_an_error(checkpoint, tmp
     try:
         serve.wait_until_ready(serve.Server((), {}, url), process, 300)
         found = below(process)
+        memory = shared_memory(found)
         (keeper,) = psutil.Process(process.pid).children()
         (server,) = keeper.children()
         (core,) = [child for child in server.children() if child.children()]  # the other is Python's resource tracker
@@ -371,6 +372,7 @@ def test_an_engine_core_that_dies_ends_the_command_with_an_error(checkpoint, tmp
         assert process.wait(120) == 1
         assert "nobody had told it to" in log.read_text()
         assert left_of(found, 30) == []
+        assert not memory & set(os.listdir("/dev/shm"))
     finally:
         process.kill()
         process.wait()
