@@ -235,7 +235,7 @@ def _send(number: int, pids: Iterable[int]) -> None:
 
 
 def _kill(pids: Iterable[int], deadline: float) -> None:
-    """Kill processes; resource trackers only ``_TRACKER_PATIENCE`` seconds after the deadline."""
+    """End processes by SIGKILL; resource trackers only ``_TRACKER_PATIENCE`` seconds after the deadline."""
     late = time.monotonic() > deadline + _TRACKER_PATIENCE
     _send(signal.SIGKILL, (pid for pid in pids if late or not _is_tracker(pid)))
 
