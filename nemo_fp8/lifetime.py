@@ -8,9 +8,9 @@
 Between this process and the command stands a small process, the keeper. Several times a second it looks whether its
 parent is still there. It adopts descendants that lose their parent (PR_SET_CHILD_SUBREAPER), so a process cannot escape
 by starting a session of its own, as torchrun's ranks do. When its parent is gone, or sends it SIGTERM, it asks the
-command to end and then what is left below it, and after ``patience`` seconds it kills the rest. If the command ends by
-itself, its descendants have as long to follow. If the keeper is killed, the kernel kills the command
-(PR_SET_PDEATHSIG).
+command to end and then what is left below it, and after ``patience`` seconds it kills the rest: last Python's resource
+trackers, which first remove what killed processes leave in /dev/shm. If the command ends by itself, its descendants
+have as long to follow. If the keeper is killed, the kernel kills the command (PR_SET_PDEATHSIG).
 
 Simpler ways fail: killing the process group misses new sessions; PR_SET_PDEATHSIG reaches children only, and already
 when the *thread* that started them ends; the end of a pipe stays open in every process that was forked meanwhile. The
@@ -34,6 +34,7 @@ from typing import Any
 
 PATIENCE = 3.0
 """Seconds that a command has to end by itself once it is asked."""
+_TRACKER_PATIENCE = 2.0  # seconds more that a resource tracker has: it ends once those are dead that it works for
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
@@ -135,7 +136,7 @@ class _Keeper:
             if deadline is None and (self.told or orphaned or self.ended is not None):
                 deadline = time.monotonic() + self.patience
             if deadline is not None and time.monotonic() > deadline:
-                _send(signal.SIGKILL, _below(os.getpid()))
+                _kill(_below(os.getpid()), deadline)
             elif (
                 orphaned or signal.SIGTERM in self.told
             ):  # the other signals come from a terminal, which sends them to the command, too
@@ -170,9 +171,11 @@ def _watch(parent: int, patience: float) -> None:
 
     _send(signal.SIGTERM, left())
     deadline = time.monotonic() + patience
-    while left() and time.monotonic() < deadline:
+    while (pids := left()) and time.monotonic() < deadline + _TRACKER_PATIENCE:
+        if time.monotonic() > deadline:
+            _kill(pids, deadline)
         time.sleep(0.05)
-    _send(signal.SIGKILL, left())
+    _kill(left(), deadline)
 
 
 def _start(command: Sequence[str]) -> int:
@@ -229,6 +232,20 @@ def _send(number: int, pids: Iterable[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def _kill(pids: Iterable[int], deadline: float) -> None:
+    """End processes by SIGKILL; resource trackers only ``_TRACKER_PATIENCE`` seconds after the deadline."""
+    late = time.monotonic() > deadline + _TRACKER_PATIENCE
+    _send(signal.SIGKILL, (pid for pid in pids if late or not _is_tracker(pid)))
+
+
+def _is_tracker(pid: int) -> bool:
+    """Return whether a process is a resource tracker of Python's ``multiprocessing``. Elsewhere than on Linux none is
+    known."""
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return b"multiprocessing.resource_tracker" in file.read()
+    return False
 
 
 def _end_as(status: int) -> None:

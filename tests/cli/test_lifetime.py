@@ -105,6 +105,49 @@ def test_what_somebody_else_started_ends_with_a_watched_command(tmp_path):
         _end(found)
 
 
+# It shares memory, and must be killed: then only Python's resource tracker, below it, can remove the memory.
+SHARES = """
+import signal, sys, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+shared = SharedMemory(create=True, size=1)
+print(shared.name, flush=True)
+time.sleep(600)
+"""
+WATCHES_ONE_THAT_SHARES = f"""
+import subprocess, sys, time
+from nemo_fp8.lifetime import watched
+with watched():
+    subprocess.Popen([sys.executable, "-c", {SHARES!r}])
+    time.sleep(600)
+"""
+
+
+def test_no_shared_memory_is_left_of_what_a_keeper_had_to_kill():
+    from nemo_fp8.lifetime import running
+
+    with running([sys.executable, "-c", SHARES], patience=0.5, stdout=subprocess.PIPE, text=True) as process:
+        shared = Path("/dev/shm", process.stdout.readline().strip())
+        assert shared.is_file()
+    assert not shared.exists()
+
+
+def test_no_shared_memory_is_left_of_what_ends_with_a_watched_command():
+    command = subprocess.Popen([sys.executable, "-c", WATCHES_ONE_THAT_SHARES], stdout=subprocess.PIPE, text=True)
+    found = []
+    try:
+        shared = Path("/dev/shm", command.stdout.readline().strip())
+        assert shared.is_file()
+        found = wait_for(lambda: len(tree := below(command)) >= 3 and tree)
+        left_of(found, 1.5)  # long enough to have been seen
+        command.kill()
+        command.wait()
+        assert left_of(found) == []
+        assert not shared.exists()
+    finally:
+        _end(found)
+
+
 def test_what_a_shell_told_to_be_ignored_stays_ignored(tmp_path):
     code = (
         "import os, signal\nfrom nemo_fp8.lifetime import orderly\nwith orderly(): os.kill(os.getpid(), 1); "

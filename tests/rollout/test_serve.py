@@ -361,6 +361,7 @@ def test_an_engine_core_that_dies_ends_the_command_with_an_error(checkpoint, tmp
     try:
         serve.wait_until_ready(serve.Server((), {}, url), process, 300)
         found = below(process)
+        memory = shared_memory(found)
         (keeper,) = psutil.Process(process.pid).children()
         (server,) = keeper.children()
         (core,) = [child for child in server.children() if child.children()]  # the other is Python's resource tracker
@@ -371,6 +372,7 @@ def test_an_engine_core_that_dies_ends_the_command_with_an_error(checkpoint, tmp
         assert process.wait(120) == 1
         assert "nobody had told it to" in log.read_text()
         assert left_of(found, 30) == []
+        assert not memory & set(os.listdir("/dev/shm"))
     finally:
         process.kill()
         process.wait()
@@ -397,14 +399,28 @@ def as_another_user(ask):
     return json.loads(said)
 
 
-# How many processes are below the command when the signal comes: a keeper, the server, its engine, its worker. Only
-# the last says that it answers. A server that starts its engine does not heed SIGTERM, and costs all of its patience.
+def _processes(count):
+    return lambda url, process: wait_for(lambda: len(below(process)) >= count, 120)
+
+
+def _memory_of_an_engine(url, process):
+    wait_for(lambda: shared_memory(below(process)), 120)
+
+
+def _an_answer(url, process):
+    serve.wait_until_ready(serve.Server((), {}, url), process, 300)
+    assert shared_memory(below(process))
+
+
+# What is there when the signal comes. A server that starts its engine does not heed SIGTERM, and costs all of its
+# patience; what it and its engine share is then left to Python's resource tracker.
 @pytest.mark.parametrize(
     ("number", "there"),
     [
-        pytest.param(signal.SIGTERM, 2, id="SIGTERM-early"),
-        pytest.param(signal.SIGKILL, 3, id="SIGKILL-early"),
-        *(pytest.param(n, 4, id=n.name, marks=pytest.mark.long) for n in SIGNALS),
+        pytest.param(signal.SIGTERM, _processes(2), id="SIGTERM-early"),
+        pytest.param(signal.SIGKILL, _processes(3), id="SIGKILL-early"),
+        pytest.param(signal.SIGTERM, _memory_of_an_engine, id="SIGTERM-at-start", marks=pytest.mark.long),
+        *(pytest.param(n, _an_answer, id=n.name, marks=pytest.mark.long) for n in SIGNALS),
     ],
 )
 def test_nothing_is_left_of_a_server_whatever_ends_the_command(checkpoint, tmp_path, number, there):
@@ -414,9 +430,8 @@ def test_nothing_is_left_of_a_server_whatever_ends_the_command(checkpoint, tmp_p
     with (tmp_path / "log").open("w") as file:
         process = subprocess.Popen(words, stdout=file, stderr=file)
     try:
-        if there == 4:
-            serve.wait_until_ready(serve.Server((), {}, url), process, 300)
-        found = wait_for(lambda: len(tree := below(process)) >= there and tree, 120)
+        there(url, process)
+        found = below(process)
         memory = shared_memory(found)
         process.send_signal(number)
         assert process.wait(60) == SIGNALS[number]
