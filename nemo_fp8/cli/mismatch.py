@@ -81,6 +81,15 @@ def mismatch(
             "The weights are the trainer's, and the contract says how the engine quantizes them.",
             "Give both, or neither for the metrics alone.",
         )
+    given = {"--held": held and model is None, "--previous": previous and held is None}
+    for option, alone in given.items():
+        if alone:
+            needs = "--model and --precision" if option == "--held" else "--held"
+            raise PrecisionError(
+                f"{option} without {needs}.",
+                "What an engine holds is compared with the trainer's weights, under the contract.",
+                f"Give {needs}, too, or leave {option} out.",
+            )
     if html is not None:
         require_report(html)
 

@@ -63,7 +63,20 @@ class Decoder:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Decoder:
-        """Read a ``config.json``; raises PrecisionError for a model that is not emulated."""
+        """Read a ``config.json``; raises PrecisionError for a model that is not emulated, or lacks a size."""
+        try:
+            return cls._of(config)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, PrecisionError):
+                raise
+            raise PrecisionError(
+                "The model config lacks a size that the forward needs, or holds something else there.",
+                f"{type(error).__name__}: {error}.",
+                "Give the config.json of the Hugging Face model.",
+            ) from error
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any]) -> Decoder:
         kind = config.get("model_type")
         emulated = {name: family for name, family in FAMILIES.items() if family.forward}
         if kind not in emulated:

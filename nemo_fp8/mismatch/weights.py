@@ -28,6 +28,7 @@ import torch
 
 from nemo_fp8.contract import SCALES, Operand, Precision
 from nemo_fp8.errors import PrecisionError, Problem
+from nemo_fp8.export.canonical import canonical
 from nemo_fp8.findings import finding
 from nemo_fp8.models.names import place
 from nemo_fp8.models.selection import contract_of
@@ -133,7 +134,7 @@ def compare_weights(
 
     ``held`` is what the engine holds. Tensors that are not in FP8 are compared only if they are in it. ``previous`` are
     the weights of the push before, which stale tensors are compared with. Raises PrecisionError for parts in ``held``
-    that are none of a tensor, and as :func:`reference` does.
+    that are none of a tensor, if something is in ``held`` and nothing can be compared, and as :func:`reference` does.
     """
     found = []
     quantized = set()
@@ -147,6 +148,12 @@ def compare_weights(
     for name in (n for n in weights if n in held and n not in quantized):
         if not _same(held[name], weights[name]):
             found.append(search.explain(name, weights[name], held[name]))
+    if held and not found and not any(name in weights and _tells(told) for name, told in held.items()):
+        raise PrecisionError(
+            f"None of the {len(held)} tensors that the engine holds can be compared with a weight.",
+            "They have other names than the weights, or no fingerprints that say something of a weight.",
+            "Give what told_by(receipt) or read_back(engine) return, and the weights by their Hugging Face names.",
+        )
     return found
 
 
@@ -249,7 +256,25 @@ _OTHER = {"fp32": "pow2", "pow2": "fp32"}
 
 
 def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
-    """Return whether the engine holds the expected bytes; ``held`` is tensors or fingerprints."""
+    """Return whether the engine holds the expected bytes; ``held`` is tensors or fingerprints.
+
+    An engine that has loaded an export holds some blocks as that writes them: the same values, of other codes.
+    """
+    if _same_bytes(held, expected):
+        return True
+    return isinstance(expected, Quantized) and expected.block == (128, 128) and _same_bytes(held, _exported(expected))
+
+
+def _exported(q: Quantized) -> Quantized:
+    """Return the codes and scales that an export writes, matrix by matrix."""
+    matrices, scales = q.data.view(-1, *q.shape[-2:]), q.scale_inv
+    each = zip(matrices, scales.view(len(matrices), -1, scales.shape[-1]), strict=True)
+    written = [canonical(replace(q, data=data, scale_inv=scale)) for data, scale in each]
+    codes = torch.stack([one.data.view(torch.uint8) for one in written]).view(q.data.dtype)
+    return replace(q, data=codes.view(q.shape), scale_inv=torch.cat([one.scale_inv for one in written]))
+
+
+def _same_bytes(held: Held, expected: Quantized | torch.Tensor) -> bool:
     mine = _tensors(expected)
     if isinstance(held, str):
         return held == fingerprint(*mine)
@@ -257,6 +282,11 @@ def _same(held: Held, expected: Quantized | torch.Tensor) -> bool:
         return all(told == fingerprint(*_cut(expected, part)) for part, told in held.items() if " of " not in part)
     theirs = _tensors(held)
     return len(mine) == len(theirs) and all(_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _tells(held: Held) -> bool:
+    """Return whether ``_same`` has something to compare."""
+    return not isinstance(held, Mapping) or any(" of " not in part for part in held)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

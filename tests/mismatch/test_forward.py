@@ -202,6 +202,8 @@ def test_padding_on_the_right_changes_nothing():
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "Unknown rope_type to emulate 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "KeyError: 'factor'"),
+        ({"rms_norm_eps": None}, "lacks a size that the forward needs"),
     ],
 )
 def test_models_that_are_not_emulated_are_refused(changes, says):
