@@ -107,6 +107,8 @@ class Inspection:
     """The number of decoder layers."""
     bytes: int
     seconds: float
+    unlisted: tuple[str, ...] = ()
+    """Tensors in the files that the index does not list: no part of the checkpoint."""
 
     def measured(self, *operands: str) -> list[Row]:
         """Return the rows that were measured, of these operands or of all."""
@@ -136,6 +138,10 @@ class Inspection:
             f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({why})"
             for (_, why), names in kinds.items()
         )
+
+    def unlisted_words(self) -> str:
+        """Return one name of the tensors that the index leaves out, and how many there are."""
+        return f"{self.unlisted[0]} and {len(self.unlisted) - 1} more" if self.unlisted[1:] else "".join(self.unlisted)
 
     def dequantized_words(self) -> str:
         """Return how many weights were quantized already, by their format."""
@@ -170,6 +176,7 @@ class Inspection:
             "checkpoint": str(self.path),
             "layers": self.layers,
             "bytes": self.bytes,
+            "not_listed": list(self.unlisted),
             "seconds": round(self.seconds, 3),
             "precisions": {label: p.to_dict() for label, p in self.recipes.items()},
             "tensors": [row.to_dict() for row in self.rows],
@@ -212,7 +219,9 @@ def inspect_checkpoint(
                 report(source.entries[row.name].bytes, row.name)
             measured.append(row)
         source.close()
-    inspection = Inspection(Path(path), dict(recipes), tuple(measured), layers, read, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    left_out = tuple(checkpoint.unlisted)
+    inspection = Inspection(Path(path), dict(recipes), tuple(measured), layers, read, seconds, left_out)
     if not any(row.losses and row.operand == "weight" for row in measured):
         packed = inspection.packed_words()
         raise PrecisionError(

@@ -23,7 +23,8 @@ if not TYPE_CHECKING:  # see nemo_fp8.moved
     _TO_SPELLINGS = {"names_what_is_kept_anyway": "nemo_fp8.models.spellings.names_what_is_kept_anyway"}
     __getattr__ = renamed(__name__, _TO_UNITS | _TO_SPELLINGS)
 
-_LAYER = re.compile(r"^(?P<container>(?:.*?\.)?(?:layers|h|blocks|block|layer))\.(?P<layer>\d+)\.(?P<tail>.+)$")
+# No model has ten thousand layers; a name may say anything.
+_LAYER = re.compile(r"^(?P<container>(?:.*?\.)?(?:layers|h|blocks|block|layer))\.(?P<layer>\d{1,4})\.(?P<tail>.+)$")
 _ROUTED = re.compile(r"(^|\.)experts(\.|$)")
 # Mamba and linear attention project out by a word that attention has, too.
 _MIXER = re.compile(r"(^|\.)(mixer|mamba\w*|linear_attn|ssm)\.out_proj$")

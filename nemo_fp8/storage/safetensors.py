@@ -86,8 +86,10 @@ class Entry:
 class Checkpoint:
     """The tensors of a checkpoint by name, in the order of the files. A tensor is read only by a method for it."""
 
-    def __init__(self, path: Path, entries: dict[str, Entry]) -> None:
+    def __init__(self, path: Path, entries: dict[str, Entry], unlisted: Sequence[str] = ()) -> None:
         self.path, self.entries = path, entries
+        self.unlisted = unlisted
+        """What lies in the files and is not in the index; it belongs to the checkpoint no more."""
         self._file: BinaryIO | None = None
 
     @classmethod
@@ -98,9 +100,11 @@ class Checkpoint:
         """
         path = Path(path)
         entries: dict[str, Entry] = {}
+        passed: dict[str, None] = {}
         for file, names in _files(path).items():
             for entry in _entries(file):
                 if names is not None and entry.name not in names:
+                    passed[entry.name] = None
                     continue
                 if entry.name in entries:
                     raise PrecisionError(
@@ -117,7 +121,7 @@ class Checkpoint:
                     f"{INDEX} says that it does; the shards and the index are of different checkpoints.",
                     "Download the folder again, or remove the index to read whatever the shards hold.",
                 )
-        return cls(path, entries)
+        return cls(path, entries, [name for name in passed if name not in entries])
 
     def scale_of(self, name: str) -> str | None:
         """Return the name of the scale of an FP8 weight; None if there is none."""
