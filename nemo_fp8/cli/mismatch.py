@@ -136,12 +136,26 @@ def _predict(recording: Recording, model: Path, contract: Any, activations: bool
             "A band is predicted by running the trainer's model on them.",
             "Add tokens, [sequences, tokens], to the file; or leave --model out for the metrics alone.",
         )
+    _require_device(device)
     folder = Folder(model, device)
     config = folder.config()
     with step_bar("emulate", 3 * int(config.get("num_hidden_layers", 0))) as advance:
         tokens = recording.tokens.to(device)
         mask = recording.mask.to(device) if recording.mask is not None else None
         return predict(config, folder, tokens, contract, mask=mask, activations=activations, progress=advance).cpu()
+
+
+def _require_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise PrecisionError(
+            f"--device {device} cannot be used.",
+            f"{str(error).splitlines()[0]}.",
+            "Give cpu, or a device that is here.",
+        ) from error
 
 
 def _judge(

@@ -156,6 +156,12 @@ def test_another_export_is_refused_and_restart_begins_anew(source, tmp_path, fin
     assert content(tmp_path / "out") == content(right) | {"mine.txt": b"not the exporter's"}
 
 
+def test_a_folder_that_cannot_be_made_is_said(source, tmp_path):
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(PrecisionError, match="Cannot write into"):
+        to(tmp_path / "a file/out", source)
+
+
 def test_a_folder_with_something_else_in_it_is_refused(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("years of work")

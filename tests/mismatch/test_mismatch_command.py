@@ -270,6 +270,9 @@ def test_the_page(folder, tmp_path):
     assert "No band was predicted" in page.read_text()
 
 
+EMULATED = ("--model", "model", "--precision", "bf16_with_fp8_blockwise_mixed")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -279,6 +282,7 @@ def test_the_page(folder, tmp_path):
         (["sound.safetensors", "--model", "model"], "one of them is missing"),
         (["sound.safetensors", "--held", "broken.json"], "--held without --model"),
         (["sound.safetensors", "--previous", "model"], "--previous without --held"),
+        (["sound.safetensors", *EMULATED, "--device", "foo"], "--device foo cannot be used"),
         (["sound.safetensors", "--truncate", "tis"], "names no bounds"),
         (["sound.safetensors", "--truncate", "clip:2"], "Unknown truncated_importance_sampling_type"),
         (["sound.safetensors", "--limit", "kl=1"], "Unknown metric to limit"),
