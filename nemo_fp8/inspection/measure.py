@@ -26,6 +26,7 @@ __needs__ = require("numerics")
 import torch
 
 from nemo_fp8.contract import Operand, Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError
 from nemo_fp8.inspection.loss import BLOCKS, Loss
 from nemo_fp8.models.names import Place, place
@@ -185,19 +186,20 @@ class Inspection:
 
 def inspect_checkpoint(
     path: str | Path,
-    recipes: Mapping[str, Precision],
+    recipes: Mapping[str, Precision | str],
     *,
     activations: str | Path | None = None,
     progress: Callable[[int], Progress] | None = None,
 ) -> Inspection:
-    """Measure a checkpoint, and a file of captured activations, under each recipe.
+    """Measure a checkpoint, and a file of captured activations, under each recipe: a contract, or the name of one.
 
     ``progress`` is called once with the number of bytes to read. It returns a function that is called after each tensor
     with its bytes and its name.
 
     Raises PrecisionError if a recipe has no FP8, a file cannot be read, or there is nothing to measure in it.
     """
-    _require_fp8(recipes)
+    contracts = {label: given(recipe) for label, recipe in recipes.items()}
+    _require_fp8(contracts)
     checkpoint = Checkpoint.open(path)
     sources = [(checkpoint, rows := _weights(checkpoint))]
     if activations is not None:
@@ -213,15 +215,15 @@ def inspect_checkpoint(
     for source, found in sources:
         for row in found:
             if not row.skipped:
-                losses, turned = _measure(source, row, recipes)
-                kept = {label: why for label, p in recipes.items() if (why := _kept(p, row, layers, experts))}
+                losses, turned = _measure(source, row, contracts)
+                kept = {label: why for label, p in contracts.items() if (why := _kept(p, row, layers, experts))}
                 row = replace(row, losses=losses, transpositions=turned, kept=kept)
                 report(source.entries[row.name].bytes, row.name)
             measured.append(row)
         source.close()
     seconds = time.perf_counter() - start
     left_out = tuple(checkpoint.unlisted)
-    inspection = Inspection(Path(path), dict(recipes), tuple(measured), layers, read, seconds, left_out)
+    inspection = Inspection(Path(path), contracts, tuple(measured), layers, read, seconds, left_out)
     if not any(row.losses and row.operand == "weight" for row in measured):
         packed = inspection.packed_words()
         raise PrecisionError(

@@ -34,10 +34,11 @@ from typing import Any
 import torch
 
 from nemo_fp8.contract import Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding
 from nemo_fp8.mismatch.band import Band, Sample, band
-from nemo_fp8.mismatch.forward import Run, log_probs
+from nemo_fp8.mismatch.forward import Run, log_probs, require_tokens
 from nemo_fp8.mismatch.logprobs import LogProbs
 from nemo_fp8.mismatch.metrics import metrics
 from nemo_fp8.mismatch.weights import Held, Weights, compare_weights, kind_of
@@ -85,7 +86,7 @@ def predict(
     config: Mapping[str, Any],
     weights: Weights,
     tokens: torch.Tensor,
-    precision: Precision,
+    precision: Precision | str,
     *,
     mask: torch.Tensor | None = None,
     activations: bool = True,
@@ -94,10 +95,13 @@ def predict(
 ) -> Prediction:
     """Emulate trainer and rollout of a Hugging Face model on these tokens, padded on the right.
 
-    ``mask`` says which tokens count; by default all but the first. ``activations`` says whether the engine's kernels
-    quantize activations: True for FP8 kernels on GPUs, False for vLLM's on CPUs. ``progress`` is called three times for
-    each layer. Raises PrecisionError if :func:`log_probs` cannot emulate the model.
+    ``precision`` is a contract, or the name of a preset or of a YAML file. ``mask`` says which tokens count; by default
+    all but the first. ``activations`` says whether the engine's kernels quantize activations: True for FP8 kernels on
+    GPUs, False for vLLM's on CPUs. ``progress`` is called three times for each layer. Raises PrecisionError if
+    :func:`log_probs` cannot emulate the model.
     """
+    precision = given(precision)
+    require_tokens(tokens)
     if mask is None:
         mask = torch.ones_like(tokens, dtype=torch.bool)
     _require_shape(mask, tokens)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 
 from nemo_fp8.contract import SCALES, Operand, Precision
+from nemo_fp8.contract.naming import given
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.export.canonical import canonical
 from nemo_fp8.findings import finding
@@ -103,13 +104,13 @@ def _shared(weights: Weights) -> dict[str, tuple[str, ...]]:
 
 
 def sides_apart(
-    weights: Weights, precision: Precision, layers: int | None = None
+    weights: Weights, precision: Precision | str, layers: int | None = None
 ) -> Iterator[tuple[str, float, float]]:
     """Yield for each tensor the shares of codes and of values in which the trainer's FP8 copy and the rollout's differ.
 
     If :func:`nemo_fp8.check` says that the values are equal but for underflow, the second share is that underflow.
     """
-    both = (reference(weights, precision, layers, side=side) for side in ("train", "rollout"))
+    both = (reference(weights, given(precision), layers, side=side) for side in ("train", "rollout"))
     for (name, ours), (_, theirs) in zip(*both, strict=False):  # a side without FP8 has no copy
         codes = ours.data.view(torch.uint8) != theirs.data.view(torch.uint8)
         values = ours.dequantize() != theirs.dequantize()
@@ -125,7 +126,7 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
 def compare_weights(
     weights: Weights,
     held: Mapping[str, Held],
-    precision: Precision,
+    precision: Precision | str,
     *,
     layers: int | None = None,
     previous: Weights | None = None,
@@ -136,8 +137,7 @@ def compare_weights(
     the weights of the push before, which stale tensors are compared with. Raises PrecisionError for parts in ``held``
     that are none of a tensor, if something is in ``held`` and nothing can be compared, and as :func:`reference` does.
     """
-    found = []
-    quantized = set()
+    precision, found, quantized = given(precision), [], set()
     search = _Search(weights, precision, previous)
     for name, q in reference(weights, precision, layers):
         quantized.add(name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_fp8.contract import Precision
 from nemo_fp8.contract.naming import given
-from nemo_fp8.contract.te_variables import variables_for
+from nemo_fp8.contract.te_variables import SCALE_FIELDS, variables_for
 from nemo_fp8.errors import PrecisionError, Problem
 from nemo_fp8.findings import finding, sort
 from nemo_fp8.models.governed import overruled, scales_tokens
@@ -30,9 +30,8 @@ from nemo_fp8.preflight.shapes import shape_findings
 from nemo_fp8.preflight.support import EMULATED, RECIPES, UNKNOWN, UNSUPPORTED
 
 _DELAYED_FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
-_LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_LOSSSCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _ROLLOUT_FIELDS = ("rollout_block", "activation_scheme")
-_SCALE_FIELDS = ("weight_scale", "activation_scale")
 _KEEPING_FIELDS = ("first_layers", "last_layers", "keep")
 _NVFP4_FIELDS = (
     *("weight_block", "hadamard", "stochastic_rounding", "row_scaled"),
@@ -105,21 +104,21 @@ def _ignored(p: Precision) -> Iterator[Problem]:
     else:
         yield from idle(_NVFP4_FIELDS)
     if p.compute != "fp16":
-        yield from ignored("ignored-loss-scale", _LOSS_SCALE_FIELDS, compute=p.compute)
+        yield from ignored("ignored-loss-scale", _LOSSSCALE_FIELDS, compute=p.compute)
     elif p.loss_scale is not None:
-        yield from ignored("ignored-dynamic-loss-scale", _LOSS_SCALE_FIELDS[1:], loss_scale=p.loss_scale)
+        yield from ignored("ignored-dynamic-loss-scale", _LOSSSCALE_FIELDS[1:], loss_scale=p.loss_scale)
     if p.rollout == "compute":
         yield from ignored("ignored-rollout", _ROLLOUT_FIELDS)
     if p.scaling == "delayed":
-        for name in _SCALE_FIELDS:
+        for name in SCALE_FIELDS:
             if getattr(p, name) == "pow2":
                 yield finding("ignored-scales", name, field=name)
     if not p.is_quantized:
         yield from ignored("ignored-setting", ("wgrad",))
     if p.is_quantized or p.rolls_out_quantized:
-        yield from idle((*_SCALE_FIELDS, "backward_scaling"))
+        yield from idle((*SCALE_FIELDS, "backward_scaling"))
         return
-    yield from ignored("ignored-scales-without-fp8", _SCALE_FIELDS)
+    yield from ignored("ignored-scales-without-fp8", SCALE_FIELDS)
     if kept := [name for name in _KEEPING_FIELDS if name in defaults]:
         yield finding("ignored-layers", kept[0], kept=", ".join(f"{name}={getattr(p, name)!r}" for name in kept))
 
