@@ -42,7 +42,7 @@ from nemo_fp8.rollout.refit.fingerprint import fingerprint
 
 Weights = Mapping[str, torch.Tensor]
 Parts = Mapping[str, str]
-Held = Union[Quantized, "tuple[torch.Tensor, torch.Tensor]", torch.Tensor, str, Parts]
+Held = Union[Quantized, "tuple[torch.Tensor, ...]", torch.Tensor, str, Parts]
 
 if not TYPE_CHECKING:  # see nemo_fp8.moved
     __getattr__ = renamed(__name__, {"Difference": "nemo_fp8.errors.Problem"})

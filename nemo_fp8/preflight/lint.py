@@ -30,7 +30,7 @@ from nemo_fp8.preflight.shapes import shape_findings
 from nemo_fp8.preflight.support import EMULATED, RECIPES, UNKNOWN, UNSUPPORTED
 
 _DELAYED_FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
-_LOSSSCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _ROLLOUT_FIELDS = ("rollout_block", "activation_scheme")
 _KEEPING_FIELDS = ("first_layers", "last_layers", "keep")
 _NVFP4_FIELDS = (
@@ -104,9 +104,9 @@ def _ignored(p: Precision) -> Iterator[Problem]:
     else:
         yield from idle(_NVFP4_FIELDS)
     if p.compute != "fp16":
-        yield from ignored("ignored-loss-scale", _LOSSSCALE_FIELDS, compute=p.compute)
+        yield from ignored("ignored-loss-scale", _LOSS_SCALE_FIELDS, compute=p.compute)
     elif p.loss_scale is not None:
-        yield from ignored("ignored-dynamic-loss-scale", _LOSSSCALE_FIELDS[1:], loss_scale=p.loss_scale)
+        yield from ignored("ignored-dynamic-loss-scale", _LOSS_SCALE_FIELDS[1:], loss_scale=p.loss_scale)
     if p.rollout == "compute":
         yield from ignored("ignored-rollout", _ROLLOUT_FIELDS)
     if p.scaling == "delayed":
