@@ -177,7 +177,10 @@ class HuggingFace:
 
     def identity(self) -> dict[str, Any]:
         files = [*self._files, *([self._folder / "config.json"] if self._config is not None else [])]
-        return {path.name: [(about := path.stat()).st_size, about.st_mtime_ns] for path in files}
+        return {
+            path.relative_to(self._folder).as_posix(): [(about := path.stat()).st_size, about.st_mtime_ns]
+            for path in files
+        }
 
     def _consumed(self) -> set[str]:
         """Return the names of the scales of weights that are FP8 already, which are no tensors of the source."""
