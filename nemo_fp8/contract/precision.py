@@ -380,10 +380,7 @@ class Precision:
     def from_dict(cls, values: Mapping[str, Any]) -> Precision:
         """Make a contract from some or all of its fields. Raises PrecisionError if a name is no field."""
         if not isinstance(values, Mapping):
-            what = f"A contract was expected, and a {type(values).__name__} is there."
-            raise PrecisionError(
-                what, "It is made of fields by their names.", "Give a mapping, such as to_dict() returns."
-            )
+            raise PrecisionError(f"{values!r} is no contract.", "It is fields by name.", "Give what to_dict() returns.")
         _refuse_unknown(values)
         return cls(**values)
 
